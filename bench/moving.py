@@ -2,15 +2,13 @@
 
 The whole transfer is the work of one consumer rank for a request: look up the ids of every source,
 read, wait, and notify the producer. The raw read moves as many bytes in one descriptor for each
-source. The rank stages a transfer if that is faster by costs that were measured just before. B8
-compares its choice with a rank that never stages and with one that always does. CPU time decides,
-because machines are shared. UCX copies over shared memory while it posts, so CPU time includes the
-copy.
+source. The rank stages a transfer by the default rule of `Staging`. B8 compares its choice with a
+rank that never stages and with one that always does. CPU time decides, because machines are shared.
+UCX copies over shared memory while it posts, so CPU time includes the copy.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +24,7 @@ from timing import Options, Row, readable
 
 import kvspec
 from kvspec import RankId, allocate, build_table, plan_memory, plan_transfer
-from kvspec.nixl import Costs, NixlRank, Staging, Transfer
-from kvspec.run.measure import fitted, measure, probes
+from kvspec.nixl import NixlRank, Staging, Transfer
 
 TARGET = RankId()
 TIMEOUT = 60.0
@@ -83,13 +80,6 @@ def grid(*, quick: bool) -> Iterator[works.Work]:
         yield work_of(name, layouts, (8, 2), layers, tokens, works.heads(8, block))
 
 
-@functools.cache
-def costs(*, quick: bool) -> Costs:
-    """Return the costs of transfers on this machine, measured now."""
-    # Probes of 16 MiB are as large as the works. Seven repetitions give a stable median.
-    return fitted(measure(tuple(probes((4 if quick else 16) << 20)), 2 if quick else 7))
-
-
 def nixl_or_row(budget: str) -> Iterator[Row]:
     """Yield a row that reports missing NIXL, or nothing."""
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -116,7 +106,7 @@ def _whole(
         yield from rows
         return
     for work, limit in cases:
-        with _lanes(work, {"chosen": _staging(options)}) as lanes:
+        with _lanes(work, {"chosen": Staging()}) as lanes:
             raw, whole = _timed(options.times(16), lanes.raw, lanes.whole("chosen"))
             yield Row(
                 budget=budget,
@@ -134,7 +124,7 @@ def b8(options: Options) -> Iterator[Row]:
     if rows := list(nixl_or_row("B8")):
         yield from rows
         return
-    ways: Ways = {"direct": None, "staged": Staging(always=True), "chosen": _staging(options)}
+    ways: Ways = {"direct": None, "staged": Staging(always=True), "chosen": Staging()}
     for work in grid(quick=options.quick):
         with _lanes(work, ways) as lanes:
             direct, staged, chosen = _timed(options.times(16), *map(lanes.whole, ways))
@@ -145,15 +135,10 @@ def b8(options: Options) -> Iterator[Row]:
                 ours=_both(chosen),
                 other=f"{readable(direct[0])} / {readable(staged[0])}",
                 ratio=f"{chosen[0] / best:.3g}",
-                # The cost model is about 20 % accurate. A wrong choice is allowed only where both
-                # ways take nearly the same time.
+                # A wrong choice is allowed only where both ways take nearly the same time.
                 required="<= 1.15",
                 met=chosen[0] <= 1.15 * best,
             )
-
-
-def _staging(options: Options) -> Staging:
-    return Staging(costs=costs(quick=options.quick))
 
 
 # How ranks stage, by name.

@@ -119,9 +119,7 @@ class Lanes:
         request, handles = self.request(), []
         for table, (local, remote) in zip(self.tables, self.lists, strict=True):
             selection = table.select(request)
-            spec = spec_of(
-                self.agent, "READ", (local, selection), (remote, None), request="r", timeout=1.0
-            )
+            spec = spec_of(self.agent, "READ", (local, selection, remote, None), "r", 1.0)
             handles += [spec.make(self.agent, batch) for batch in spec.pairs.batches]
         return handles
 
@@ -138,7 +136,7 @@ class Lanes:
                 checked.append((len(groups), total, len(sides[-1])))
             if checked[0][2] != checked[1][2]:
                 raise ValueError(checked)
-            handles = local.handle(self.agent), remote.handle(self.agent)
+            handles = local.check(), remote.check()
             pairs = (handles[0], sides[1]), (handles[1], sides[0])
             made.append(self.agent.make("READ", *pairs, ("", "r")))
         return made
@@ -183,9 +181,7 @@ def b12(options: Options) -> Iterator[Row]:
     selection = table.select(lanes.request())
 
     def joined() -> object:
-        return spec_of(
-            lanes.agent, "READ", (local, selection), (remote, None), request="r", timeout=1.0
-        )
+        return spec_of(lanes.agent, "READ", (local, selection, remote, None), "r", 1.0)
 
     (ours,) = interleaved(options.times(16), cpu(joined))
     what = f"check and merge W1, shuffled: {len(selection[0]):,} ids of one source"

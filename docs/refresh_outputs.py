@@ -75,8 +75,6 @@ def executed_alone(page: Path) -> str:
 def _execute(page: Path, result: Path) -> None:
     """Run the examples of *page* in this process, with the environment variables that they need."""
     os.environ.setdefault("KVSPEC_SECRET", "the secret of the documentation")
-    # Costs that were measured on this machine would change what is printed.
-    os.environ["KVSPEC_CALIBRATION"] = "/nonexistent"
     # UCX must not try a network device that reaches no peer.
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     from kvspec.testing import FakeNixl  # noqa: PLC0415 - only this process needs it

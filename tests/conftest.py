@@ -29,9 +29,6 @@ settings.register_profile(
 settings.register_profile("covered", settings.get_profile("mutants"), max_examples=8)
 # Ranks refuse to connect without a secret. Processes that tests start inherit this one.
 os.environ.setdefault("KVSPEC_SECRET", "the secret of all tests")
-# A calibration file of this machine would change which transfers are staged. Without one, the
-# default costs apply, and every machine runs the same tests.
-os.environ["KVSPEC_CALIBRATION"] = "/nonexistent"
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "default")
 )

@@ -24,15 +24,14 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.errors import KVSpecError, TransferError, TransferState
-from kvspec.nixl.nixl_errors import TERMINAL_KINDS, kind_of, state_of
+from kvspec.errors import TransferError, TransferState
 from kvspec.nixl.rows import Ids, StridedRows
 
 if TYPE_CHECKING:
@@ -40,12 +39,44 @@ if TYPE_CHECKING:
 
     from kvspec.memory.rank_cache import Memory
 
-T = TypeVar("T")
 Subject = tuple[str, str]  # Peer and request, for errors.
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 # Pause of the progress thread. NIXL's own Python class sets 0: its thread then uses a whole core
 # while idle. With 1 ms it uses about 4 % of a core.
 PROGRESS_DELAY_US = 1000
+
+# One exception of NIXL covers many faults, so the step that failed decides the state as well.
+STATE_OF_KIND = {
+    "RemoteDisconnect": TransferState.PEER_LOST,
+    "Cancelled": TransferState.PEER_LOST,
+    "Backend": TransferState.PEER_LOST,
+    "Unknown": TransferState.PEER_LOST,
+    "NotFound": TransferState.STALE_PEER,
+}
+STATE_OF_STEP = {
+    ("create", "NotFound"): TransferState.UNAVAILABLE,
+    ("create", "Backend"): TransferState.UNAVAILABLE,
+    ("create", "NotSupported"): TransferState.UNAVAILABLE,
+    ("register", "Backend"): TransferState.NOT_REGISTERED,
+    ("prepare", "NotFound"): TransferState.NOT_REGISTERED,
+    ("check", "NotPosted"): TransferState.INTERRUPTED,
+    ("connect", "NotAllowed"): TransferState.STALE_PEER,
+    ("connect", "InvalidParam"): TransferState.STALE_PEER,
+    ("connect", "Mismatch"): TransferState.STALE_PEER,
+}
+# Kinds after which the backend no longer uses a handle. NotFound is not one of them: it also means
+# that the peer's entry was removed while the data still moves.
+TERMINAL_KINDS = frozenset({"RemoteDisconnect", "Cancelled", "Backend", "NotPosted"})
+
+
+def kind_of(error: BaseException) -> str:
+    """Return NIXL's word for *error*: "NotFound" for nixlNotFoundError."""
+    return type(error).__name__.removeprefix("nixl").removesuffix("Error")
+
+
+def state_of(step: str, kind: str) -> TransferState:
+    """Return the state after an error *kind* in *step*."""
+    return STATE_OF_STEP.get((step, kind), STATE_OF_KIND.get(kind, TransferState.BUG))
 
 
 def package_names() -> tuple[str, ...]:
@@ -111,13 +142,13 @@ class Agent:
         # crashed if one handle was posted twice. STRICT costs nothing measurable.
         config.syncMode = nb.NIXL_THREAD_SYNC_STRICT
         config.captureTelemetry = telemetry
-        self._native: Any = True  # The NIXL agent after `_create`, None after `drop`.
-        self._step("create", lambda: self._create(config))
+        self._native: Any = None
+        try:
+            self._native = nb.nixlAgent(name, config)
+            self._native.createBackend("UCX", {})
+        except self._errors as error:
+            raise self._failed("create", error) from error
         _AGENTS.add(self)
-
-    def _create(self, config: object) -> None:
-        self._native = self._nb.nixlAgent(self.name, config)
-        self._native.createBackend("UCX", {})
 
     def __del__(self) -> None:
         self.drop()
@@ -127,22 +158,20 @@ class Agent:
         """Whether this process is a fork of the one that made the agent."""
         return os.getpid() != self._pid
 
-    @contextmanager
-    def locked(self) -> Generator[None, None, None]:
-        """Hold the lock of an open agent. Raise `TransferError` "closed" if it is closed."""
-        with self.still():
-            self._check_open()
-            yield
+    def lock(self) -> threading.RLock:
+        """Return the lock of the agent. Raise `TransferError` "forked" in a fork.
 
-    def still(self) -> threading.RLock:
-        """Return the lock, also of a closed agent. Raise `TransferError` "forked" in a fork."""
-        if self.forked:
+        The lock itself is the context manager: an interrupt between two lines of Python cannot
+        leave it locked.
+        """
+        if os.getpid() != self._pid:
             message = f"the agent of process {self._pid} was used in its fork {os.getpid()}"
             state = TransferState.FORKED
             raise TransferError(f"{message}; {state.advice}", rank=self.name, state=state)
         return self._lock
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise `TransferError` "closed" if the agent was destroyed. The caller holds the lock."""
         if self._native is None:
             raise TransferError("the rank is closed", rank=self.name, state=TransferState.CLOSED)
 
@@ -156,88 +185,84 @@ class Agent:
         finally:
             self.waiters.discard(thread)
 
-    def _step(
-        self, step: str, work: Callable[[], T], peer: str | None = None, request: str | None = None
-    ) -> T:
-        """Call *work* with the lock, and turn NIXL's exceptions into `TransferError`."""
-        with self.still():
-            self._check_open()
-            try:
-                return work()
-            except KVSpecError:
-                raise
-            except self._errors as error:
-                kind = kind_of(error)
-                state = state_of(step, kind)
-                message = f"nixl {step} failed: {kind} ({error}): {state.advice}"
-                if state is TransferState.UNAVAILABLE:
-                    message += f"; {_devices()}NIXL_LOG_LEVEL=DEBUG names the library"
-                raise TransferError(
-                    message, rank=peer or self.name, request=request, state=state
-                ) from error
-
     # Never bind the native object to a local name. A stored traceback would keep it alive, and only
-    # dropping the last reference stops the bytes in flight.
+    # dropping the last reference stops the bytes in flight. So `_call` receives a method's name.
+
+    def _call(
+        self,
+        step: str,
+        method: str,
+        *arguments: object,
+        subject: tuple[str | None, str | None] = (None, None),
+    ) -> Any:  # noqa: ANN401 - nixl has no stubs
+        """Call *method* of the native agent with the lock. Turn its exceptions into ours."""
+        with self.lock():
+            self.check_open()
+            try:
+                return getattr(self._native, method)(*arguments)
+            except self._errors as error:
+                raise self._failed(step, error, *subject) from error
+
+    def _failed(
+        self, step: str, error: Exception, peer: str | None = None, request: str | None = None
+    ) -> TransferError:
+        """Return the `TransferError` for an exception of NIXL."""
+        kind = kind_of(error)
+        state = state_of(step, kind)
+        message = f"nixl {step} failed: {kind} ({error}): {state.advice}"
+        if state is TransferState.UNAVAILABLE:
+            message += f"; {_devices()}NIXL_LOG_LEVEL=DEBUG names the library"
+        return TransferError(message, rank=peer or self.name, request=request, state=state)
 
     def register(self, memory: Memory) -> object:
         """Register *memory*. Return the argument for `deregister`."""
         row = np.array([(memory.address, memory.length, memory.device)], np.uint64)
-
-        def registered() -> object:
-            descs = self._nb.nixlRegDList(self._segment(memory.memory_type), row)
-            self._native.registerMem(descs, [])
-            return descs
-
-        return self._step("register", registered)
+        descs = self._nb.nixlRegDList(self._segment(memory.memory_type), row)
+        self._call("register", "registerMem", descs, [])
+        return descs
 
     def deregister(self, descs: object) -> None:
         """Undo one `register`. Peers that know the memory can still read and write it."""
-        self._step("deregister", lambda: self._native.deregisterMem(descs, []))
+        self._call("deregister", "deregisterMem", descs, [])
 
     def metadata(self) -> bytes:
         """Return NIXL's metadata: it lets peers reach the memory registered so far."""
-        return self._step("metadata", lambda: bytes(self._native.getLocalMD()))
+        return bytes(self._call("metadata", "getLocalMD"))
 
     def connect(self, peer: str, metadata: bytes) -> None:
         """Load the *metadata* of *peer*.
 
         The caller must have checked that it belongs to *peer*: NIXL keeps half of wrong metadata.
         """
-        self._step("connect", lambda: self._native.loadRemoteMD(metadata), peer)
+        self._call("connect", "loadRemoteMD", metadata, subject=(peer, None))
 
     def disconnect(self, peer: str) -> None:
         """Forget the metadata of *peer*."""
-        self._step("disconnect", lambda: self._native.invalidateRemoteMD(peer), peer)
+        self._call("disconnect", "invalidateRemoteMD", peer, subject=(peer, None))
 
     def prepare(self, peer: str | None, memory_type: str, rows: StridedRows) -> int:
         """Return a list handle for *rows* of *peer*, or of this agent if *peer* is None."""
         name = self._nb.NIXL_INIT_AGENT if peer is None else peer
         segment = self._segment(memory_type)
-
-        def prepared() -> int:
-            if self.strided:
-                return int(self._native.prepXferDlist(name, segment, rows.table, []))
-            descs = self._nb.nixlXferDList(segment, rows.expanded())
-            return int(self._native.prepXferDlist(name, descs, []))
-
-        return self._step("prepare", prepared, peer)
+        form: tuple[object, ...] = segment, rows.table
+        if not self.strided:
+            form = (self._nb.nixlXferDList(segment, rows.expanded()),)
+        return int(self._call("prepare", "prepXferDlist", name, *form, [], subject=(peer, None)))
 
     def release_list(self, handle: int) -> None:
         """Release a list handle. Transfers made from it are independent of it."""
-        self._step("release", lambda: self._native.releasedDlistH(handle))
+        self._call("release", "releasedDlistH", handle)
 
     def make(
         self, operation: str, local: tuple[int, Ids], remote: tuple[int, Ids], subject: Subject
     ) -> int:
         """Return a handle for *operation* ("READ" or "WRITE") over (list handle, ids) pairs."""
         verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
-        return self._step(
-            "make",
-            # No notification: attached ones are sent only when this side polls the finished handle.
-            # False: let NIXL merge descriptors, since each posted one costs about 3 us.
-            lambda: int(self._native.makeXferReq(verb, *local, *remote, "", [], False)),  # noqa: FBT003
-            *subject,
-        )
+        # No notification: attached ones are sent only when this side polls the finished handle.
+        # False: let NIXL merge descriptors, since each posted one costs about 3 us.
+        rest: tuple[object, ...] = "", [], False
+        handle = self._call("make", "makeXferReq", verb, *local, *remote, *rest, subject=subject)
+        return int(handle)
 
     def make_plain(
         self,
@@ -254,25 +279,30 @@ class Agent:
         sides = [
             self._nb.nixlXferDList(self._segment(kind), rows) for kind, rows in (local, remote)
         ]
-        return self._step(
-            "make",
-            lambda: int(self._native.createXferReq(verb, *sides, subject[0], "", [])),
-            *subject,
-        )
+        arguments = verb, *sides, subject[0], "", []
+        return int(self._call("make", "createXferReq", *arguments, subject=subject))
 
     def post(self, handle: int, subject: Subject) -> bool:
         """Start *handle*. Return whether it is done already."""
-        return self._step("post", lambda: self._is_done(self._native.postXferReq(handle)), *subject)
+        return self._is_done("post", "postXferReq", handle, subject)
 
     def check(self, handle: int, subject: Subject) -> bool:
         """Return whether the posted *handle* is done. Makes progress."""
-        return self._step(
-            "check", lambda: self._is_done(self._native.getXferStatus(handle)), *subject
-        )
+        return self._is_done("check", "getXferStatus", handle, subject)
+
+    def _is_done(self, step: str, method: str, handle: int, subject: Subject) -> bool:
+        status = self._call(step, method, handle, subject=subject)
+        if status == self._nb.NIXL_SUCCESS:
+            return True
+        # All failures seen were exceptions. Another status would be new.
+        if status != self._nb.NIXL_IN_PROG:
+            raise self._failed(step, RuntimeError(status), *subject)
+        return False
 
     def terminal(self, handle: int) -> bool:
         """Whether no byte of *handle* can move any more."""
-        with self.locked():
+        with self.lock():
+            self.check_open()
             try:
                 return bool(self._native.getXferStatus(handle) == self._nb.NIXL_SUCCESS)
             except self._errors as error:
@@ -283,21 +313,19 @@ class Agent:
 
         Needs telemetry.
         """
-        return self._step("telemetry", lambda: int(self._native.getXferTelemetry(handle).descCount))
+        return int(self._call("telemetry", "getXferTelemetry", handle).descCount)
 
     def release(self, handle: int) -> None:
         """Release a *handle* in a terminal state. It must never be used again: NIXL would crash."""
-        self._step("release", lambda: self._native.releaseXferReq(handle))
+        self._call("release", "releaseXferReq", handle)
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Send *payload* to *peer*. Returns before it arrives."""
-        self._step("notify", lambda: self._native.genNotif(peer, payload), peer)
+        self._call("notify", "genNotif", peer, payload, subject=(peer, None))
 
     def notifications(self) -> dict[str, list[bytes]]:
         """Return the notifications since the last call, by peer. Makes progress."""
-        received: dict[str, list[bytes]] = self._step(
-            "notifications", lambda: self._native.getNotifs({}, [])
-        )
+        received: dict[str, list[bytes]] = self._call("notifications", "getNotifs", {}, [])
         return received
 
     def drop(self) -> None:
@@ -310,12 +338,6 @@ class Agent:
 
     def _segment(self, memory_type: str) -> Any:  # noqa: ANN401 - nixl has no stubs
         return getattr(self._nb, f"{memory_type}_SEG")
-
-    def _is_done(self, status: object) -> bool:
-        # All failures seen were exceptions. Another status would be new.
-        if status not in {self._nb.NIXL_SUCCESS, self._nb.NIXL_IN_PROG}:
-            raise RuntimeError(status)
-        return bool(status == self._nb.NIXL_SUCCESS)
 
 
 _AGENTS: weakref.WeakSet[Agent] = weakref.WeakSet()

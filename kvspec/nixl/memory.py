@@ -1,13 +1,21 @@
-"""Check registered memory: each byte once, and each row inside one registered memory.
+"""Know the registered memory of all live ranks of this process, and check new memory and rows.
 
-Invariant: a descriptor lies in one registered memory. So memories that overlap in part are refused.
+Invariant: each byte is registered once, and a descriptor lies in one registered memory. So memories
+that overlap in part are refused. Two live ranks never have the same name. The staging buffer of a
+rank never overlaps memory of another rank. All ranks are closed when the interpreter exits.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import Protocol
 
+import attrs
 import numpy as np
 
 from kvspec.errors import SpecError, TransferError, TransferState
@@ -17,7 +25,7 @@ from kvspec.nixl.rows import ID_END, StridedRows
 
 
 def check_memory_type(value: object) -> None:
-    """Refuse *value* unless it is one of `MEMORY_TYPES`."""
+    """Raise `SpecError` if *value* is not one of `MEMORY_TYPES`."""
     if not isinstance(value, str) or value not in MEMORY_TYPES:
         raise SpecError("memory_type", value, " or ".join(MEMORY_TYPES))
 
@@ -25,11 +33,10 @@ def check_memory_type(value: object) -> None:
 def new_memories(
     registered: Sequence[Memory], memories: Iterable[Memory], buffers: Sequence[Memory] = ()
 ) -> tuple[Memory, ...]:
-    """Return what of *memories* is still to be registered, given what is *registered*.
+    """Return those of *memories* that are neither registered nor inside a registered memory.
 
-    A memory inside a registered one is already covered. One that overlaps another without lying
-    inside it is refused: a row over the boundary would lie in neither. So is one in staging
-    *buffers*.
+    Raise `SpecError` for a memory that overlaps another one in part: a row over the boundary would
+    lie in neither. Raise it also for a memory that overlaps one of the staging *buffers*.
     """
     given = sequence("memories", memories, "Memories")
     wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(given)]
@@ -74,13 +81,13 @@ def overlap(memory: Memory, other: Memory) -> bool:
 
 
 def text_of(memory: Memory) -> str:
-    """Return *memory* as a message shows it."""
+    """Return *memory* for a message."""
     where = f"[{memory.address:#x}, {memory.end:#x})"
     return f"{memory.memory_type} {where} of device {memory.device}"
 
 
 def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memory]) -> None:
-    """Refuse *rows* unless each lies, whole, inside one of the *registered* memories."""
+    """Raise `TransferError` if a row is not whole inside one of the *registered* memories."""
     address, device = rows.table.view(np.int64)[:, (0, 2)].T
     of_type = [memory for memory in registered if memory.memory_type == memory_type]
     inside = np.zeros(len(rows.table), dtype=bool)
@@ -97,3 +104,86 @@ def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memor
             f" {memory_type} memory; nearest memory: {text_of(near) if near else 'none'}",
             state=TransferState.NOT_REGISTERED,
         )
+
+
+class Living(Protocol):
+    """A rank, as far as this module needs it."""
+
+    name: str
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Names of the connected peers."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+@attrs.define(eq=False)
+class Held:
+    """The memory that a rank has registered.
+
+    Attributes:
+        memories: All registered memories.
+        buffers: Those of them that are staging buffers.
+    """
+
+    memories: tuple[Memory, ...] = ()
+    buffers: tuple[Memory, ...] = ()
+
+    @property
+    def caches(self) -> tuple[Memory, ...]:
+        """The registered memories that are not staging buffers."""
+        return tuple(memory for memory in self.memories if memory not in self.buffers)
+
+
+# Weak references: a rank that the caller drops without `close` must disappear with its agent.
+_RANKS: weakref.WeakValueDictionary[str, Living] = weakref.WeakValueDictionary()
+_HELD: weakref.WeakValueDictionary[str, Held] = weakref.WeakValueDictionary()
+# Reentrant, because a signal handler may close a rank while the same thread holds the lock.
+_LOCK = threading.RLock()
+# A fork copies the lock in its present state. If another thread held it, the child would wait
+# forever. So the forking thread takes it first, and both processes release it.
+os.register_at_fork(
+    before=_LOCK.acquire, after_in_child=_LOCK.release, after_in_parent=_LOCK.release
+)
+
+
+def enter(rank: Living, held: Held) -> None:
+    """Add *rank* and its memory. Raise `SpecError` if a live rank has or knows its name."""
+    with _LOCK:
+        # NIXL refuses a peer with the name of the local agent or of another peer.
+        if any(rank.name in {other.name, *other.peers} for other in _alive()):
+            raise SpecError(
+                "name", rank.name, "a name that no live rank of this process has or knows"
+            )
+        _RANKS[rank.name], _HELD[rank.name] = rank, held
+
+
+def leave(rank: Living) -> None:
+    """Free the name of *rank*."""
+    with _LOCK:
+        if _RANKS.get(rank.name) is rank:
+            del _RANKS[rank.name]
+            _HELD.pop(rank.name, None)
+
+
+def held() -> tuple[Held, ...]:
+    """Return the memory of all live ranks."""
+    with _LOCK:
+        return tuple(_HELD.values())
+
+
+def _alive() -> tuple[Living, ...]:
+    with _LOCK:
+        return tuple(_RANKS.values())
+
+
+@atexit.register
+def close_all() -> None:
+    """Close all live ranks.
+
+    At exit, a thread that still waits inside NIXL would abort the process.
+    """
+    for rank in _alive():
+        rank.close()

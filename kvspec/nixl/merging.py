@@ -13,108 +13,116 @@ How it works:
                                                         memory, on both sides
 
     NIXL joins ids neither across rows nor across handles. So handles are cut between runs, and
-    the runs of the second merge are passed to NIXL as plain descriptors. This module does only
-    arithmetic.
+    the runs of the second merge are passed to NIXL as plain descriptors. Only a run that is too
+    long for one handle is cut inside. This module does only arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
 import numpy as np
 
 from kvspec.errors import SpecError
-from kvspec.nixl import batches
 from kvspec.nixl.rows import Ids, Ints, StridedRows
-from kvspec.nixl.spans import Spans
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# What one handle takes. Posting 4096 descriptors takes about 13 ms, which nothing can interrupt.
+MAX_DESCRIPTORS = 4096
+MAX_BYTES = 64 << 20
+# Ranks merge across rows if NIXL would otherwise post more than this multiple of the descriptors.
+# It bounds what `bench/merging.py` shows. It saves little time: few runs cost little either way.
 LIMIT = 1.15
-"""How many times what merging across rows would leave may be posted without it.
-
-A bound for the reader of `bench/merging.py`, not a saving: few runs cost little either way.
-"""
+# Number of spared descriptors from which on merging across rows saves time. Measured with 1 KiB
+# each over shared memory: plain descriptors cost 40 us more than ids, and each posted descriptor
+# costs 1.5 to 3 us. Sparing 16 of 32 runs: 184 us instead of 169. 64 of 128: 274 instead of 330.
 SPARED = 16
-"""Descriptors spared from which on merging across rows takes less time than posting them.
-
-Measured, 1 KiB each over shared memory: plain descriptors cost 40 us more than ids (16 of 32 runs
-spared: 184 us against 169), and each that is posted 1.5 to 3 us (256 of 512 spared: 615 against
-961; 64 of 128: 274 against 330).
-"""
-
 
 _FIRST = np.zeros(1, np.int64)
+# Starts and ends of ranges of bytes, in any order.
+Bounds = tuple[Ints, Ints]
 
 
 def checked_ids(field: str, ids: object, total: int) -> Ids:
-    """Return *ids* as int32: one-dimensional integers (not bools), each in [0, *total*)."""
-    masked = hasattr(ids, "mask")  # as numpy.ma has it, which compares no masked id
-    if not isinstance(ids, np.ndarray) or masked or ids.ndim != 1 or ids.dtype.kind not in "iu":
+    """Return *ids* as int32. Raise `SpecError` unless they are integers in [0, *total*)."""
+    # A masked array compares no masked id, so it is refused.
+    if (
+        not isinstance(ids, np.ndarray)
+        or ids.ndim != 1
+        or ids.dtype.kind not in "iu"
+        or isinstance(ids, np.ma.MaskedArray)
+    ):
         kind = f"{ids.dtype}{ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise SpecError(field, kind, "a one-dimensional numpy array of integers")
-    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < total):
+    # A negative number becomes a large unsigned number, so one comparison finds both errors.
+    if len(ids) and np.maximum.reduce(ids.astype(np.uint64)) >= total:
         place = int(((ids < 0) | (ids >= total)).argmax())
         raise SpecError(f"{field}[{place}]", int(ids[place]), f"an id in [0, {total})")
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class PlainDescriptors:
-    """One descriptor a run: (n, 3) uint64 of address, length, device on either side."""
+class PlainDescriptors(NamedTuple):
+    """Address, length and device of each descriptor on both sides. Shape (n, 3), uint64."""
 
     local: NDArray[np.uint64]
     remote: NDArray[np.uint64]
 
 
-def _nothing() -> tuple[tuple[Ints, Ints], Spans]:
-    return (np.empty(0, np.int64),) * 2, Spans()
-
-
-@attrs.frozen(kw_only=True, eq=False, slots=False)
 class Pairing:
     """Checked pairs of ids, cut into batches that fit one handle each.
 
-    Where runs of different rows were merged, *joined* has them, and *batches* are slices of it;
-    else of the ids. *spans* makes `source` and `written`, which are only needed where other bytes
-    move too; *posts* counts `runs`, which only who asks for them needs.
+    Attributes:
+        local_ids: Ids of the local list.
+        remote_ids: As many ids of the remote list.
+        nbytes: Bytes of all pairs.
+        batches: Slices of the ids, or of *joined* if runs of different rows were merged.
+        joined: The merged descriptors, or None.
     """
 
-    local_ids: Ids
-    remote_ids: Ids
-    spans: Callable[[], tuple[tuple[Ints, Ints], Spans]] = _nothing
-    nbytes: int = 0
-    posts: Callable[[], int] = int
-    batches: tuple[slice, ...] = ()
-    joined: PlainDescriptors | None = None
+    __slots__ = ("_bounds", "_count", "batches", "joined", "local_ids", "nbytes", "remote_ids")
 
-    @cached_property
-    def _spans(self) -> tuple[tuple[Ints, Ints], Spans]:
-        return self.spans()
+    def __init__(
+        self,
+        local_ids: Ids,
+        remote_ids: Ids,
+        nbytes: int,
+        batches: tuple[slice, ...],
+        count: Callable[[], int],
+        bounds: Callable[[], tuple[Bounds, Bounds]],
+        joined: PlainDescriptors | None = None,
+    ) -> None:
+        self.local_ids, self.remote_ids = local_ids, remote_ids
+        self.nbytes, self.batches, self.joined = nbytes, batches, joined
+        self._count, self._bounds = count, bounds
 
-    @cached_property
+    @property
     def runs(self) -> int:
-        """How many descriptors nixl should post."""
-        return self.posts()
+        """Number of descriptors that NIXL should post. Counted only when it is needed."""
+        return self._count()
 
-    @property
-    def source(self) -> tuple[Ints, Ints]:
-        """Where begins and ends what is read, in any order."""
-        return self._spans[0]
+    def bounds(self) -> tuple[Bounds, Bounds]:
+        """Return the ranges that are read, and those that are written.
 
-    @property
-    def written(self) -> Spans:
-        """What is written."""
-        return self._spans[1]
+        Computed only when it is needed: if other transfers are in flight.
+        """
+        return self._bounds()
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class Runs:
-    """One side of some runs of touching bytes: the first id of each, its row, and its bytes."""
+    """One side of runs of adjacent bytes.
+
+    Attributes:
+        rows: The rows of the side.
+        ids: First id of each run.
+        row: Row of each first id.
+        nbytes: Bytes of each run.
+    """
 
     rows: StridedRows
     ids: Ids
@@ -123,20 +131,22 @@ class Runs:
 
     @cached_property
     def address(self) -> Ints:
-        """Where each run begins."""
+        """Address of each run."""
         return self.rows.address_of(self.ids, self.row)
 
+    @property
+    def bounds(self) -> Bounds:
+        """Starts and ends of the runs."""
+        return self.address, self.address + self.nbytes
+
     def take(self, which: Ints, nbytes: Ints) -> Runs:
-        """Return the runs that begin as *which* do, of *nbytes*."""
-        return Runs(rows=self.rows, ids=self.ids[which], row=self.row[which], nbytes=nbytes)
+        """Return runs that begin like the runs *which*, and have *nbytes*."""
+        return Runs(self.rows, self.ids[which], self.row[which], nbytes)
 
     def plain(self, which: Ints, skipped: Ints, length: Ints) -> NDArray[np.uint64]:
         """Return descriptors of *length* bytes that begin *skipped* bytes into the runs *which*."""
-        descriptors = np.empty((len(which), 3), np.uint64)
-        descriptors[:, 0] = self.address[which] + skipped
-        descriptors[:, 1] = length
-        descriptors[:, 2] = self.rows.table[self.row[which], 2]
-        return descriptors
+        device = self.rows.table[self.row[which], 2].view(np.int64)
+        return np.column_stack((self.address[which] + skipped, length, device)).view(np.uint64)
 
 
 def continues_in_row(runs: Runs) -> NDArray[np.bool_]:
@@ -175,7 +185,7 @@ def continues_in_memory(runs: Runs, order: Ints) -> NDArray[np.bool_]:
 def runs_of(rows: StridedRows, ids: Ids) -> Runs:
     """Return a run for each id."""
     row = rows.row_of(ids)
-    return Runs(rows=rows, ids=ids, row=row, nbytes=rows.length[row])
+    return Runs(rows, ids, row, rows.length[row])
 
 
 def pair(
@@ -183,40 +193,48 @@ def pair(
 ) -> Pairing:
     """Return the pairs, merged and cut between runs.
 
-    In the given order, or, if merging across rows spares enough, in the destination's. Refuses
-    pairs of unequal length and any byte of the *destination* ("local" or "remote") that would be
-    written twice.
+    The order is that of the ids, or of the *destination* ("local" or "remote") if merging across
+    rows spares enough descriptors.
+
+    Raises:
+        SpecError: If two paired ids have different lengths, or a byte of the destination would be
+            written twice.
     """
     if len(local_ids) != len(remote_ids):
         raise SpecError(
             "local_ids", len(local_ids), f"as many ids as remote_ids has: {len(remote_ids)}"
         )
-    ids = runs_of(local, local_ids), runs_of(remote, remote_ids)
     if not len(local_ids):
-        return Pairing(local_ids=local_ids, remote_ids=remote_ids)
+        none = local_ids.astype(np.int64)
+        return Pairing(local_ids, remote_ids, 0, (), int, lambda: ((none, none), (none, none)))
+    ids = runs_of(local, local_ids), runs_of(remote, remote_ids)
     _refuse_unequal(*ids)
-    first = _starts(continues_in_row(ids[0]) & continues_in_row(ids[1]))
-    nbytes = np.add.reduceat(ids[0].nbytes, first)
-    runs = [side.take(first, nbytes) for side in ids]
-    target, source = runs[:: -1 if destination == "remote" else 1]
-    order = target.address.argsort(kind="stable")
-    written = _disjoint(f"{destination}_ids", target, order)
-    continues = continues_in_memory(target, order)
-    if continues.any():
-        continues &= continues_in_memory(source, order)
-    spared, joined, length = int(continues.sum()), None, ids[0].nbytes
-    if merges(len(first), spared):
-        joined = _joined(runs, order, _starts(continues))
-        length = nbytes = joined.local[:, 1].astype(np.int64)
-        first = np.arange(len(nbytes))
+    first, length, joined = _FIRST, ids[0].nbytes, None
+    source, target = ids if destination == "remote" else ids[::-1]
+    if len(local_ids) > 1:
+        first = _starts(continues_in_row(ids[0]) & continues_in_row(ids[1]))
+        sums = np.add.reduceat(length, first)
+        runs = ids[0].take(first, sums), ids[1].take(first, sums)
+        source, target = runs if destination == "remote" else runs[::-1]
+        order = target.address.argsort(kind="stable")
+        _refuse_overlap(f"{destination}_ids", target, order)
+        continues = continues_in_memory(target, order)
+        if continues.any():
+            continues &= continues_in_memory(source, order)
+        if merges(len(first), int(continues.sum())):
+            joined = _joined(runs, order, _starts(continues))
+            length = joined.local[:, 1].astype(np.int64)
+            first = np.arange(len(length))
+    reached = np.add.reduceat(length, first).cumsum()
+    nbytes, cuts = int(reached[-1]), tuple(cut(first, reached, length))
     return Pairing(
-        local_ids=local_ids,
-        remote_ids=remote_ids,
-        spans=lambda: ((source.address, source.address + source.nbytes), written),
-        nbytes=int(nbytes.sum()),
-        posts=lambda: len(first),
-        batches=tuple(batches.cut(batches.Each(first, nbytes.cumsum(), length))),
-        joined=joined,
+        local_ids,
+        remote_ids,
+        nbytes,
+        cuts,
+        lambda: len(first),
+        lambda: (source.bounds, target.bounds),
+        joined,
     )
 
 
@@ -224,39 +242,71 @@ def _refuse_unequal(local: Runs, remote: Runs) -> None:
     unequal = local.nbytes != remote.nbytes
     if unequal.any():
         place = int(unequal.argmax())
-        wanted = f"the {int(remote.nbytes[place])} B of remote id {int(remote.ids[place])}"
+        expected = f"the {int(remote.nbytes[place])} B of remote id {int(remote.ids[place])}"
         value = f"{int(local.ids[place])} ({int(local.nbytes[place])} B)"
-        raise SpecError(f"local_ids[{place}]", value, wanted)
+        raise SpecError(f"local_ids[{place}]", value, expected)
 
 
-def _disjoint(field: str, target: Runs, order: Ints) -> Spans:
-    """Return the bytes of *target*, by address in *order*; refuse any that is written twice."""
+def _refuse_overlap(field: str, target: Runs, order: Ints) -> None:
+    """Raise `SpecError` if two runs of *target* share a byte. *order* sorts them by address."""
     start = target.address[order]
-    end = start + target.nbytes[order]
-    twice = end[:-1] > start[1:]
+    twice = start[:-1] + target.nbytes[order[:-1]] > start[1:]
     if twice.any():
         place = int(twice.argmax())
-        where = f"no byte written twice, as {int(start[place + 1]):#x} is"
         one, other = target.ids[order[place : place + 2]].tolist()
-        raise SpecError(field, f"runs from {one} and {other}", where)
-    return Spans(start, end)
+        expected = f"no byte written twice, as {int(start[place + 1]):#x} is"
+        raise SpecError(field, f"runs from {one} and {other}", expected)
 
 
 def _starts(continues: NDArray[np.bool_]) -> Ints:
+    """Return the first of each group, from whether each member but the first continues one."""
     return np.concatenate((_FIRST, (~continues).nonzero()[0] + 1))
 
 
-def _joined(runs: list[Runs], order: Ints, starts: Ints) -> PlainDescriptors:
-    """Return the runs in *order*, from each of *starts* to the next as one that a handle takes."""
+def _joined(runs: tuple[Runs, Runs], order: Ints, starts: Ints) -> PlainDescriptors:
+    """Return one descriptor for the runs in *order* from each of *starts* to the next.
+
+    A descriptor that is too long for one handle is cut.
+    """
     total = np.add.reduceat(runs[0].nbytes[order], starts)
-    cuts = -(-total // batches.MAX_BYTES)
+    cuts = -(-total // MAX_BYTES)
     run = np.repeat(np.arange(len(starts)), cuts)
-    skipped = (np.arange(len(run)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * batches.MAX_BYTES
-    length = np.minimum(total[run] - skipped, batches.MAX_BYTES)
+    skipped = (np.arange(len(run)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * MAX_BYTES
+    length = np.minimum(total[run] - skipped, MAX_BYTES)
     local, remote = (side.plain(order[starts[run]], skipped, length) for side in runs)
-    return PlainDescriptors(local=local, remote=remote)
+    return PlainDescriptors(local, remote)
 
 
 def merges(posted: int, spared: int) -> bool:
-    """Whether it pays to merge across rows what would be *posted*, and *spared* by that."""
+    """Whether merging across rows pays. It would spare *spared* of *posted* descriptors."""
     return spared >= SPARED or posted > LIMIT * (posted - spared)
+
+
+def fits(posted: int, nbytes: int) -> bool:
+    """Whether one handle takes so many descriptors and bytes."""
+    return posted <= MAX_DESCRIPTORS and nbytes <= MAX_BYTES
+
+
+def cut(first: Ints, reached: Ints, length: Ints) -> Iterator[slice]:
+    """Yield slices of ids that fit one handle each, cut between runs.
+
+    A run that is too long for a handle is cut inside. Its parts are long enough to be cheap.
+
+    Args:
+        first: Place of the first id of each run.
+        reached: Bytes from the begin of the first run to the end of each run.
+        length: Bytes of each id. The ids of one run have the same length.
+    """
+    run, stops = 0, np.append(first[1:], len(length))
+    while run < len(first):
+        begin, before = int(first[run]), int(reached[run - 1]) if run else 0
+        stop = int(reached.searchsorted(before + MAX_BYTES, side="right"))
+        stop = min(stop, run + MAX_DESCRIPTORS)
+        if stop > run:
+            yield slice(begin, int(stops[stop - 1]))
+        else:
+            stop = run + 1
+            step, end = max(1, MAX_BYTES // int(length[begin])), int(stops[run])
+            for at in range(begin, end, step):
+                yield slice(at, min(at + step, end))
+        run = stop

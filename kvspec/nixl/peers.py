@@ -1,53 +1,77 @@
-"""Introduce, connect and forget the peers of one rank.
+"""Connect and forget the peers of one rank, and pass notifications between them.
 
-Invariant: nothing of a peer is loaded before its introduction was checked. Its hello messages are
-never returned to the caller.
+Invariant: nothing of a peer is loaded before its introduction was checked. Payloads of unknown
+senders are returned only once the sender is introduced, and the memory for them is bounded. The
+hello messages of this module are never returned.
+
+kvspec sends one notification for each plan, after its data. It never attaches one to a transfer:
+NIXL sends an attached notification only when the initiator polls the finished transfer.
 """
 
 from __future__ import annotations
 
 import contextlib
 
-from kvspec.errors import TransferError, TransferState
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.envelope import Envelope, opened
-from kvspec.nixl.notifications import HELLO, Inbox
 from kvspec.nixl.transfer_spec import Prepared
+
+MAX_NOTIFICATION = 64 << 10  # Bytes. Sending a longer one blocks the sender noticeably.
+# Notifications of unknown senders that are kept until they are introduced, and their bytes.
+MAX_KEPT = 4096
+MAX_KEPT_BYTES = 4 << 20
+HELLO = b"kvspec-nixl hello"  # It opens the connection, so that the first read need not.
+
+
+def check_payload(payload: object) -> None:
+    """Raise `SpecError` unless *payload* is short bytes other than the hello message."""
+    if not isinstance(payload, bytes):
+        raise SpecError("payload", type(payload).__name__, "bytes")
+    if len(payload) > MAX_NOTIFICATION or payload == HELLO:
+        expected = f"at most {MAX_NOTIFICATION} bytes other than {HELLO!r}"
+        raise SpecError("payload", f"{len(payload)} bytes", expected)
 
 
 class Peers:
-    """The peers of *agent*'s rank, and the lists that were prepared of each and of the rank."""
+    """The peers of one rank, the lists that were prepared for each, and their notifications.
 
-    def __init__(self, agent: Agent, inbox: Inbox, secret: bytes | None) -> None:
+    Attributes:
+        early: Sender and payload of the notifications of unknown senders.
+    """
+
+    def __init__(self, agent: Agent, secret: bytes | None) -> None:
+        self.early: list[tuple[str, bytes]] = []
         self._agent = agent
-        self._inbox = inbox
         self._secret = secret
-        self._lists: dict[str | None, list[Prepared]] = {None: []}  # None: the rank's own
+        self._introduced: set[str] = set()
+        self._lists: dict[str | None, list[Prepared]] = {None: []}  # None: lists of the rank.
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Who is connected."""
+        """Names of the connected peers."""
         return tuple(name for name in tuple(self._lists) if name is not None)
 
     @property
     def lists(self) -> int:
-        """How many lists nixl holds."""
-        every = tuple(self._lists.values())  # at once: another thread may connect meanwhile
+        """Number of lists that NIXL holds."""
+        every = tuple(self._lists.values())  # At once: another thread may connect meanwhile.
         return sum(not prepared.released for lists in every for prepared in tuple(lists))
 
     def introduce(self, metadata: bytes) -> Envelope:
-        """Return who is introduced by *metadata*, and hear it from now on."""
+        """Check *metadata*, and accept notifications of its sender."""
         peer = opened(metadata, self._secret)
         name = self._agent.name
         if peer.name == name:
             message = f"{name!r} is this rank's own name: connect with the metadata of another rank"
             raise TransferError(message, rank=name, state=TransferState.STALE_PEER)
-        self._inbox.introduced.add(peer.name)
+        self._introduced.add(peer.name)
         return peer
 
     def load(self, peer: Envelope) -> bool:
-        """Load *peer*'s metadata and greet it; return whether it is connected anew."""
-        with self._agent.locked():
+        """Load the metadata of *peer* and send hello. Return whether the connection is new."""
+        with self._agent.lock():
+            self._agent.check_open()
             new = peer.name not in self._lists
             self._agent.connect(peer.name, peer.metadata)
             self._lists.setdefault(peer.name, [])
@@ -61,10 +85,10 @@ class Peers:
             return new
 
     def forget(self, peer: str) -> None:
-        """Forget *peer*, its lists and what it sent; refuse who is neither connected nor heard."""
-        if not isinstance(peer, str) or peer not in self._inbox.introduced:
+        """Forget *peer* and its lists. Raise `TransferError` if it is unknown."""
+        if not isinstance(peer, str) or peer not in self._introduced:
             self.check(peer)
-        self._inbox.forget(peer)
+        self._introduced.discard(peer)
         if peer in self._lists:
             self._disconnect(peer)
 
@@ -75,7 +99,7 @@ class Peers:
         self._agent.disconnect(peer)
 
     def check(self, peer: str) -> None:
-        """Refuse who is not connected."""
+        """Raise `TransferError` "stale_peer" if *peer* is not connected."""
         if not isinstance(peer, str) or peer not in self.names:
             raise TransferError(
                 f"{peer!r} is not connected", rank=peer, state=TransferState.STALE_PEER
@@ -87,16 +111,31 @@ class Peers:
         lists[:] = [known for known in lists if not known.released] + [prepared]
         return prepared
 
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Return sender and payload of all notifications of introduced peers that arrived."""
+        with self._agent.lock():
+            arrived, kept, early, size = [], self.early, list[tuple[str, bytes]](), 0
+            received = self._agent.notifications().items()
+            new = [(sender, payload) for sender, payloads in received for payload in payloads]
+            for sender, payload in kept + new:
+                if sender in self._introduced and payload != HELLO:
+                    arrived.append((sender, payload))
+                elif payload != HELLO and len(early) < MAX_KEPT:
+                    size += len(payload)
+                    early += [(sender, payload)] * (size <= MAX_KEPT_BYTES)
+            self.early = early
+            return arrived
+
     def close(self) -> None:
-        """Release every list, disconnect everybody."""
+        """Release every list and disconnect every peer."""
         for lists in self._lists.values():
             for prepared in lists:
                 prepared.release()
         for peer in self.names:
-            with contextlib.suppress(TransferError):  # a dead one is gone already
+            with contextlib.suppress(TransferError):  # NIXL has forgotten a dead peer already.
                 self._agent.disconnect(peer)
 
     def clear(self) -> None:
-        """Forget all, of an agent that is gone."""
+        """Forget everything about an agent that was destroyed."""
         self._lists = {None: []}
-        self._inbox.clear()
+        self.early = []

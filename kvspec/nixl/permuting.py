@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.nixl.ranges import Ints, Moves
+from kvspec.nixl.ranges import Moves
+from kvspec.nixl.rows import Ints
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -48,9 +48,12 @@ from functools import cached_property
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from kvspec.descriptors.selection import Picked
+from kvspec.nixl.merging import Pairing
+from kvspec.nixl.rows import Ints, StridedRows
+from kvspec.ownership.replicas import Role
+
 # Descriptors of one handle. Posting more blocks for too long: a post cannot be interrupted.
 MAX_RANGES = 4096
 
@@ -367,3 +370,50 @@ def _batches(
             address=start[first], length=length, nbytes=int(length.sum()), chunks=slice(begin, stop)
         )
         begin = stop
+
+
+def repeated(parts: Sequence[Picked], far: Role, rows: StridedRows) -> tuple[Repeated, ...] | None:
+    """Return the runs of a selection's *parts*. *rows* are those of the *far* side.
+
+    The result is None if tiles of one run may lie in different memories.
+    """
+    found = [_repeated(picked, far, rows) for picked in parts]
+    kept = tuple(each for each in found if each is not None)
+    return kept if len(kept) == len(found) else None
+
+
+def _repeated(picked: Picked, far: Role, rows: StridedRows) -> Repeated | None:
+    entry, tiles = picked
+    sets = entry.rows
+    producer, consumer = zip(
+        (sets.producer_address, sets.consumer_address), sets.offsets(tiles), strict=True
+    )
+    block_layout, first, sides = sets.producer, entry.producer_first, (producer, consumer)
+    if far == "consumer":
+        block_layout, first, sides = sets.consumer, entry.consumer_first, (consumer, producer)
+    area = rows.areas(first, len(sets), block_layout.rows_per_run)
+    if area is None:
+        return None
+    (address, offset), (near, near_offset) = sides
+    return Repeated(
+        far=address,
+        near=near,
+        length=sets.length,
+        area=area,
+        far_tile=offset,
+        near_tile=near_offset,
+    )
+
+
+def one_by_one(pairs: Pairing, local: StridedRows, remote: StridedRows) -> Repeated:
+    """Return each pair of ids as a run of its own, in one tile."""
+    rows = local.row_of(pairs.local_ids), remote.row_of(pairs.remote_ids)
+    nothing = np.zeros(1, np.int64)
+    return Repeated(
+        far=remote.address_of(pairs.remote_ids, rows[1]),
+        near=local.address_of(pairs.local_ids, rows[0]),
+        length=local.length[rows[0]],
+        area=remote.area[rows[1]],
+        far_tile=nothing,
+        near_tile=nothing,
+    )

@@ -16,24 +16,29 @@ import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
+import attrs
 import numpy as np
 
 from kvspec.descriptors.selection import Selection
-from kvspec.errors import TransferError
-from kvspec.inputs import flag, seconds
+from kvspec.errors import SpecError, TransferError
+from kvspec.inputs import flag, seconds, sequence
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl import living
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.envelope import Envelope, name_of, secret_of
-from kvspec.nixl.in_flight import Event, InFlightTransfers, NixlStats
-from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
-from kvspec.nixl.notifications import Inbox, check_payload
-from kvspec.nixl.peers import Peers
+from kvspec.nixl.memory import (
+    Held,
+    check_inside,
+    check_memory_type,
+    enter,
+    held,
+    leave,
+    new_memories,
+)
+from kvspec.nixl.peers import Peers, check_payload
 from kvspec.nixl.rows import checked_rows, row_of_one
-from kvspec.nixl.staged import specs_of
-from kvspec.nixl.staging_buffer import Buffers, Staging
-from kvspec.nixl.transfer import Transfer
-from kvspec.nixl.transfer_spec import Operation, Prepared, Sides
+from kvspec.nixl.staging import Buffers, Staging
+from kvspec.nixl.transfer import InFlightTransfers, Transfer
+from kvspec.nixl.transfer_spec import Operation, Prepared, Sides, spec_of
 from kvspec.wire.seal import Secret
 
 if TYPE_CHECKING:
@@ -42,6 +47,31 @@ if TYPE_CHECKING:
 # A polled rank reads one byte of each new peer into a byte of its own. So many connections can be
 # tested at once.
 PROBES = 4096
+OPERATIONS = "READ", "WRITE"
+SIDES = "tuples (local list, local ids, remote list, remote ids)"
+
+
+@attrs.frozen
+class NixlStats:
+    """Numbers of the objects that a rank holds. All are zero after it is closed.
+
+    Attributes:
+        transfers: Transfers of which bytes can move.
+        handles: NIXL handles in flight.
+        lists: Descriptor lists.
+        registrations: Registered memories.
+        peers: Connected peers.
+        notifications: Notifications of unknown senders.
+        threads: Threads that wait in a method of the rank.
+    """
+
+    transfers: int = 0
+    handles: int = 0
+    lists: int = 0
+    registrations: int = 0
+    peers: int = 0
+    notifications: int = 0
+    threads: int = 0
 
 
 class NixlRank:
@@ -85,11 +115,10 @@ class NixlRank:
         key = secret_of(secret)
         self._agent = Agent(self.name, progress_thread=not polled, telemetry=timed)
         self.secret = Secret(key or b"")
-        self._held = living.Held()
+        self._held = Held()
         self._registered: list[object] = []
-        self._inbox = Inbox(self._agent)
-        self._peers = Peers(self._agent, self._inbox, key)
-        self._in_flight = InFlightTransfers(self._agent, self._inbox)
+        self._peers = Peers(self._agent, key)
+        self._in_flight = InFlightTransfers(self._agent)
         self._buffers = Buffers(Staging.of(staging), self.register, self._in_flight, self._held)
         # Whether handles were released in flight. Then only the destruction of the agent is safe.
         self._aborted = False
@@ -98,10 +127,12 @@ class NixlRank:
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
         self._buffers.open()
-        living.enter(self, self._held)
+        enter(self, self._held)
 
     def __repr__(self) -> str:
-        return f"<NixlRank {self.name!r}: {len(self.peers)} peers, {self.live_handles} in flight>"
+        return (
+            f"<NixlRank {self.name!r}: {len(self.peers)} peers, {self.stats().handles} in flight>"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -115,37 +146,24 @@ class NixlRank:
         return self._peers.names
 
     @property
-    def live_handles(self) -> int:
-        """Number of transfer handles that NIXL holds for this rank."""
-        return sum(transfer.live_handles for transfer in self._in_flight)
-
-    @property
-    def quarantined(self) -> tuple[Transfer, ...]:
-        """Transfers that failed in flight, until `reap` or `pump` reports that they are over."""
-        return tuple(transfer for transfer in self._in_flight if transfer.quarantined)
-
-    @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Transfers that are not over, or whose end was not reported yet."""
-        return tuple(self._in_flight)
+        """Transfers of which bytes can move, including those that failed in flight.
 
-    @property
-    def refused(self) -> dict[str, int]:
-        """Number of notifications that exceeded the limit of the inbox, by peer.
-
-        The key "" contains the number for all unknown peers.
+        Handles in quarantine that ended are released first. So a failed transfer disappears as soon
+        as its blocks can be used again.
         """
-        return dict(self._inbox.refused)
+        return self._in_flight.reap()
 
     def stats(self) -> NixlStats:
         """Return the numbers of the objects that the rank holds."""
+        transfers = tuple(self._in_flight)
         return NixlStats(
-            transfers=len(tuple(self._in_flight)),
-            handles=self.live_handles,
+            transfers=len(transfers),
+            handles=sum(transfer.live_handles for transfer in transfers),
             lists=self._peers.lists,
             registrations=len(self._registered),
             peers=len(self.peers),
-            notifications=len(self._inbox),
+            notifications=len(self._peers.early),
             threads=len(self._agent.waiters),
         )
 
@@ -162,9 +180,11 @@ class NixlRank:
             SpecError: If a memory overlaps a registered one in part, or overlaps a staging buffer
                 of this or another rank.
         """
-        with self._agent.locked():
+        with self._agent.lock():
+            self._agent.check_open()
             self._agent.owners.append(owner)
-            for memory in new_memories(self._held.memories, memories, living.buffers()):
+            buffers = [buffer for each in held() for buffer in each.buffers]
+            for memory in new_memories(self._held.memories, memories, buffers):
                 self._registered.append(self._agent.register(memory))
                 self._held.memories += (memory,)
 
@@ -210,7 +230,7 @@ class NixlRank:
             try:
                 self._knock(peer, timeout)
             except TransferError:
-                # If the read is still in flight, the peer stays until the caller reaps it.
+                # If the read is still in flight, the peer stays until the read is over.
                 with contextlib.suppress(TransferError):
                     self.disconnect(peer.name)
                 raise
@@ -225,7 +245,8 @@ class NixlRank:
         Raises:
             TransferError: With state "busy" while a transfer with the peer is not over.
         """
-        with self._agent.locked():
+        with self._agent.lock():
+            self._agent.check_open()
             self._in_flight.check_idle(peer)
             self._peers.forget(peer)
 
@@ -253,7 +274,8 @@ class NixlRank:
         """
         check_memory_type(memory_type)
         checked = checked_rows(rows)
-        with self._agent.locked():
+        with self._agent.lock():
+            self._agent.check_open()
             if peer is None:
                 check_inside(checked, memory_type, self._held.caches)
             else:
@@ -291,8 +313,8 @@ class NixlRank:
             SpecError: If the ids are wrong, or a destination byte is named twice.
             TransferError: With state "busy" if another transfer moves some of the same bytes.
         """
-        pairs = [(local, local_ids, remote, remote_ids)]
-        return self.move("READ", pairs, request=request, timeout=timeout)[0]
+        sides = local, local_ids, remote, remote_ids
+        return self._start("READ", (sides,), request, timeout)[0]
 
     def write(
         self,
@@ -306,7 +328,7 @@ class NixlRank:
     ) -> Transfer:
         """Start copying local id *i* to remote id *i*. All else is as in `read`."""
         sides = local, local_ids, remote, remote_ids
-        return self.move("WRITE", [sides], request=request, timeout=timeout)[0]
+        return self._start("WRITE", (sides,), request, timeout)[0]
 
     def move(
         self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
@@ -326,29 +348,21 @@ class NixlRank:
             SpecError: As in `read`.
             TransferError: As in `read`.
         """
-        found = specs_of(self._agent, operation, pairs, self._buffers, request, timeout)
-        return self._in_flight.start(found)
+        if not isinstance(operation, str) or operation not in OPERATIONS:
+            raise SpecError("operation", operation, " or ".join(OPERATIONS))
+        checked = sequence("pairs", pairs, SIDES)
+        for sides in checked:
+            if not isinstance(sides, tuple) or len(sides) != 4:  # noqa: PLR2004 - as in SIDES
+                raise SpecError("pairs", sides, SIDES)
+        return self._start(operation, checked, request, timeout)
 
-    def reap(self) -> tuple[Transfer, ...]:
-        """Release the handles in quarantine that ended.
-
-        Returns:
-            The transfers whose blocks are free again.
-        """
-        return self._in_flight.reap()
-
-    def pump(self, budget: float = 0.0) -> tuple[Event, ...]:
-        """Make progress for up to *budget* seconds, or until there are events to report.
-
-        Polls all transfers, including those that the caller dropped. Checks deadlines, releases
-        quarantine and takes notifications. One turn posts one batch (13 ms, or 64 MiB). Let one
-        thread pump a rank. The end of a transfer is reported once: here, or by its own `poll` or
-        `wait`.
-
-        Returns:
-            The events.
-        """
-        return self._in_flight.pump(budget)
+    def _start(
+        self, operation: Operation, pairs: tuple[Sides, ...], request: str, timeout: float
+    ) -> tuple[Transfer, ...]:
+        agent, buffers = self._agent, self._buffers
+        return self._in_flight.start(
+            [spec_of(agent, operation, sides, request, timeout, buffers) for sides in pairs]
+        )
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Send *payload* to *peer*. Do that once for each plan, after its data is done.
@@ -358,29 +372,14 @@ class NixlRank:
             TransferError: With state "stale_peer" if *peer* is not connected.
         """
         check_payload(payload)
-        with self._agent.locked():
+        with self._agent.lock():
+            self._agent.check_open()
             self._peers.check(peer)
             self._agent.notify(peer, payload)
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Return (peer, payload) of all notifications that arrived, in order for each peer."""
-        return self._inbox.drain()
-
-    def wait_notification(self, payload: bytes, timeout: float, peer: str | None = None) -> str:
-        """Wait for one notification that equals *payload*. Other notifications stay in the inbox.
-
-        Args:
-            payload: The whole payload to wait for.
-            timeout: Seconds to wait.
-            peer: Accept only this sender. Any sender by default.
-
-        Returns:
-            The sender.
-
-        Raises:
-            TransferError: With state "timeout" if none arrived in time.
-        """
-        return self._inbox.wait(payload, timeout, peer)
+        return self._peers.notifications()
 
     def close(self, drain: float = 1.0) -> None:
         """Release everything in the order that NIXL needs. In a forked child, do nothing.
@@ -393,8 +392,9 @@ class NixlRank:
         if self._agent.forked:
             return
         # The lock is held to the end: a thread that waits for it then finds the rank closed.
-        with self._agent.still():
-            with contextlib.suppress(TransferError), self._agent.locked():
+        with self._agent.lock():
+            with contextlib.suppress(TransferError):
+                self._agent.check_open()
                 self._aborted |= not self._in_flight.stop(limit)
                 self._in_flight.abandon()
                 # NIXL's order: handles, lists, peers, memory, agent. If bytes are still in flight,
@@ -406,7 +406,7 @@ class NixlRank:
             self._registered.clear()  # Sessions check this: nothing can be read any more.
             self._agent.drop()
             self._peers.clear()
-        living.leave(self)
+        leave(self)
 
     def _knock(self, peer: Envelope, timeout: float) -> None:
         """Read one byte of *peer*, to establish the connection.

@@ -24,36 +24,48 @@ Ids = NDArray[np.int32]
 
 @attrs.frozen(kw_only=True, eq=False)
 class StridedRows:
-    """Checked rows; id *i* of row *r* lies at `address[r] + (i - start[r]) * stride[r]`."""
+    """Checked rows. Id *i* of row *r* begins at `address[r] + (i - start[r]) * stride[r]`.
 
-    table: NDArray[np.uint64]  # (N, 5): address, length, device, stride, count
-    start: Ints  # (N,): first id of each row
-    total: int  # ids of all rows
-    known: dict[object, Any] = attrs.field(init=False, factory=dict)  # what was worked out of it
+    Attributes:
+        table: Address, length, device, stride and count of each row. Shape (rows, 5).
+        start: First id of each row.
+        total: Number of ids of all rows.
+        known: Results that were computed from the rows, by any key.
+    """
+
+    table: NDArray[np.uint64]
+    start: Ints
+    total: int
+    known: dict[object, Any] = attrs.field(init=False, factory=dict)
+
+    @cached_property
+    def _columns(self) -> Ints:
+        return np.ascontiguousarray(self.table.view(np.int64).T)
 
     @property
     def length(self) -> Ints:
-        """Bytes of one id, by row."""
-        return self.table[:, 1].view(np.int64)
+        """Bytes of one id of each row."""
+        return np.asarray(self._columns[1])
 
     @cached_property
     def dense(self) -> NDArray[np.bool_]:
-        """Whether neighbouring ids touch, by row."""
+        """Whether neighbouring ids of each row touch."""
         return np.asarray(self.table[:, 1] == self.table[:, 3])
 
     @cached_property
     def end(self) -> Ints:
-        """Where the last id's last byte lies, plus one, by row."""
-        address, length, _, stride, count = self.table.view(np.int64).T
+        """The address after the last byte of each row."""
+        address, length, _, stride, count = self._columns
         return np.asarray(address + (count - 1) * stride + length)
 
     @cached_property
     def area(self) -> Ints:
-        """A number for each row, equal where rows surely lie in one registered memory.
+        """A number for each row. Rows with equal numbers surely lie in one registered memory.
 
-        A row lies in one, and those are disjoint: so rows do whose spans share bytes.
+        Each row lies in one memory, and memories are disjoint. So rows that share bytes lie in the
+        same memory.
         """
-        address, device = self.table.view(np.int64)[:, (0, 2)].T
+        address, _, device, _, _ = self._columns
         area = np.empty(len(self.table), np.int64)
         areas = 0
         for number in np.unique(device):
@@ -65,9 +77,9 @@ class StridedRows:
         return area
 
     def areas(self, first: int, runs: int, per_run: int) -> Ints | None:
-        """Return the `area` of each of some *runs* of *per_run* rows, from the id *first* on.
+        """Return the `area` of each of *runs* runs, or None if one run has two areas.
 
-        None if one lies in two.
+        Each run has *per_run* rows. The first row of the first run has the id *first*.
         """
         row = int(self.start.searchsorted(first, side="right")) - 1
         area = self.area[row : row + per_run * runs].reshape(runs, per_run)
@@ -83,23 +95,22 @@ class StridedRows:
 
     def address_of(self, ids: Ids, row: Ints) -> Ints:
         """Return the address of each id, which lies in *row*."""
-        signed = self.table.view(np.int64)
-        return np.asarray(signed[row, 0] + (ids - self.start[row]) * signed[row, 3])
+        return np.asarray(self._columns[0][row] + (ids - self.start[row]) * self._columns[3][row])
 
     def expanded(self) -> NDArray[np.uint64]:
-        """Return one row an id: (total, 3) of address, length, device."""
+        """Return address, length and device of each id. Shape (total, 3)."""
         ids = np.arange(self.total, dtype=np.int32)
         row = self.row_of(ids)
         address = self.address_of(ids, row).astype(np.uint64)
         return np.column_stack((address, self.table[row, 1:3]))
 
     def text(self, row: int) -> str:
-        """Return *row* as a message shows it."""
+        """Return *row* for a message."""
         return _text(self.table[row])
 
 
 def _text(row: NDArray[np.uint64]) -> str:
-    address, length, device, stride, count = (int(number) for number in row)
+    address, length, device, stride, count = row.tolist()
     return f"{count} x {length} B from {address:#x} every {stride} B on device {device}"
 
 
@@ -109,9 +120,10 @@ def row_of_one(address: int) -> NDArray[np.uint64]:
 
 
 def checked_rows(rows: object) -> StridedRows:
-    """Return *rows*, (N, 5) uint64 of address, length, device, stride, count, copied and checked.
+    """Return a checked copy of *rows*: address, length, device, stride, count; shape (rows, 5).
 
-    Every byte lies below 2**63, ids of one row do not overlap, all ids number less than 2**31.
+    Raise `SpecError` unless all bytes lie below 2**63, the ids of a row do not overlap, and all
+    rows together have fewer than 2**31 ids.
     """
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint64:
         kind = rows.dtype if isinstance(rows, np.ndarray) else type(rows).__name__
@@ -127,8 +139,10 @@ def checked_rows(rows: object) -> StridedRows:
     below = "the end of every id below 2**63"
     limit = np.uint64(MOST)
     _refuse(table, (address > limit) | (length > limit) | (stride > limit), below)
-    _refuse(table, address + length > limit, below)  # both below 2**63: the sum cannot wrap
-    stride[count == 1] = length[count == 1]  # NIXL wants a stride even where nothing strides
+    # Both numbers are below 2**63 here, so the sum cannot wrap.
+    _refuse(table, address + length > limit, below)
+    # NIXL expects a valid stride even if there is only one id.
+    stride[count == 1] = length[count == 1]
     _refuse(table, count - 1 > (limit - address - length) // stride, below)
     table.setflags(write=False)
     ends = np.cumsum(count.astype(np.int64))
@@ -138,7 +152,8 @@ def checked_rows(rows: object) -> StridedRows:
     return StridedRows(table=table, start=ends - count.astype(np.int64), total=total)
 
 
-def _refuse(table: NDArray[np.uint64], wrong: NDArray[np.bool_], wanted: str) -> None:
+def _refuse(table: NDArray[np.uint64], wrong: NDArray[np.bool_], expected: str) -> None:
+    """Raise `SpecError` for the first row that is *wrong*."""
     if wrong.any():
         row = int(wrong.argmax())
-        raise SpecError(f"rows[{row}]", _text(table[row]), wanted)
+        raise SpecError(f"rows[{row}]", _text(table[row]), expected)

@@ -1,8 +1,10 @@
-"""One read or write in flight: it is posted in batches, polled, and ends once.
+"""Reads and writes in flight: they are posted in batches, polled, and end once.
 
 Invariant: a handle is released only when no byte of it can move any more, because a release does
 not stop NIXL. If a transfer fails, its handles in flight stay in quarantine until they end or the
-agent is destroyed.
+agent is destroyed. No transfer is lost, even if the caller drops its object. While bytes of a
+transfer can move, no other transfer reads or writes the bytes that it writes. That includes
+quarantine.
 """
 
 from __future__ import annotations
@@ -10,16 +12,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from typing import Literal
+from collections.abc import Iterable, Iterator
 
 from kvspec.errors import TransferError, TransferState
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
+from kvspec.nixl.busy import BusyRanges
 from kvspec.nixl.ranges import Batch
 from kvspec.nixl.transfer_spec import TransferSpec
 
-IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
-TURN = 0.01  # seconds after which a poll of what is staged ends: its batches are short
+IN_FLIGHT = 16  # Handles posted at once. A list of any length makes few.
+TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
+# Seconds between two polls. Spinning is slower, because it takes the core from NIXL's threads.
+FIRST_WAIT, LAST_WAIT = 20e-6, 2e-3
 
 
 class Transfer:
@@ -39,28 +43,25 @@ class Transfer:
 
     def __init__(self, agent: Agent, spec: TransferSpec) -> None:
         self.spec = spec
-        self.request = spec.request
-        self.peer = spec.remote.peer or ""
-        self.descriptors = len(spec.pairs.local_ids)
+        self.peer, self.request = spec.subject
+        self.descriptors, self.nbytes = len(spec.pairs.local_ids), spec.pairs.nbytes
         self.staged = spec.stage is not None
         self.buffer = None if spec.stage is None else spec.stage.buffer
-        self.ticket: int | None = None  # its place in the line for a slot of the buffer
-        self.nbytes = spec.pairs.nbytes
+        self.ticket: int | None = None  # Its place in the line for a slot of the buffer.
         self.handles = 0
         self.posted: int | None = 0 if agent.telemetry else None
         self.error: TransferError | None = None
-        self.delivered = False  # whether somebody knows how it ended
-        self._freed = False  # whether somebody knows that quarantine ended
+        self.claimed = False  # Whether its bytes are recorded as busy.
         self._agent = agent
         self._deadline = time.monotonic() + spec.timeout
         self._pending: deque[slice | Batch] = deque(spec.batches)
-        self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # handles: what, and its slot
-        self._turn = 0.0  # when it has moved on enough for one step
+        self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # Batch and slot of each handle.
+        self._turn = 0.0  # The time at which a step has done enough.
         self._settled = 0
 
     def __repr__(self) -> str:
-        what = f"{self.spec.operation} {self.request!r} with {self.peer!r}"
-        return f"<Transfer {what}: {self.state}, {self.live_handles} in flight>"
+        name = f"{self.spec.operation} {self.request!r} with {self.peer!r}"
+        return f"<Transfer {name}: {self.state}, {self.live_handles} in flight>"
 
     @property
     def state(self) -> str:
@@ -87,22 +88,23 @@ class Transfer:
     @property
     def over(self) -> bool:
         """Whether no byte of the transfer can move any more."""
-        return not self._in_flight and self.state != "PROC"
+        return not self._in_flight and (self.error is not None or not self._pending)
 
     def poll(self) -> str:
         """Return "PROC" or "DONE" without waiting.
 
         Posts the next batches. If the transport copies while it posts, a call posts one batch
-        (about 13 ms, or 64 MiB). A staged transfer posts batches for up to 10 ms.
+        (about 13 ms, or 64 MiB). A staged transfer posts batches for up to 10 ms. After a failure,
+        a call releases the handles in quarantine that ended.
 
         Raises:
             TransferError: If the transfer failed, or its deadline is over.
         """
-        with self._agent.locked():
+        with self._agent.lock():
+            self._agent.check_open()
             self.step()
             if self.buffer is not None and self.ticket is not None and self.state == "PROC":
                 self.buffer.poll_others(self)
-            self.delivered = self.delivered or self.state != "PROC"
             if self.error is not None:
                 error = self.error
                 raise TransferError(
@@ -129,59 +131,33 @@ class Transfer:
 
         Checks the deadline. After a failure, handles are released as soon as they end.
         """
-        if self.state != "PROC":
+        if self.error is not None or not (self._in_flight or self._pending):
             return self.reap()
-        settled, self._turn = self._settled, time.monotonic() + TURN
+        settled, now = self._settled, time.monotonic()
+        self._turn = now + TURN
         try:
             for handle in tuple(self._in_flight):
                 if self._agent.check(handle, self.spec.subject):
                     self._settle(handle)
                     if self.staged and time.monotonic() >= self._turn:
                         break
-            if self.state == "PROC" and time.monotonic() >= self._deadline:
+            if now >= self._deadline and (self._in_flight or self._pending):
                 raise self._late()
             self._post()
         except TransferError as error:
-            self.error, self.ticket = error, None  # first: nothing pending, and no error, is done
+            # Set the error first: a transfer with nothing pending and no error counts as done.
+            self.error, self.ticket = error, None
             self._pending.clear()
-            self._freed = self.reap()
+            self.reap()
         return self._settled != settled
 
     def reap(self) -> bool:
         """Release the handles that ended. Return whether none is left."""
-        with self._agent.locked():
+        with self._agent.lock():
             for handle in tuple(self._in_flight):
                 if self._agent.terminal(handle):
                     self._let_go(handle)
         return not self._in_flight
-
-    def pending_event(self) -> Literal["done", "failed", "freed"] | None:
-        """Return the next event to report: "done" or "failed", then "freed" after quarantine."""
-        if not self.delivered and self.state != "PROC":
-            return "done" if self.error is None else "failed"
-        return "freed" if self.quarantined and self.reap() else None
-
-    def deliver(self, kind: str) -> None:
-        """Record that the event *kind* was reported."""
-        self.delivered = True
-        self._freed = self._freed or kind == "freed"
-
-    def free(self) -> bool:
-        """Return True once, when quarantine ended: all blocks of the transfer can be used again."""
-        if not self.quarantined or not self.reap():
-            return False
-        self.deliver("freed")
-        return True
-
-    @property
-    def quarantined(self) -> bool:
-        """Whether the transfer failed in flight, and its end was not reported yet."""
-        return self.error is not None and not self._freed
-
-    @property
-    def reapable(self) -> bool:
-        """Whether the transfer is over, and that was reported."""
-        return self.over and self.delivered and not self.quarantined
 
     def stop(
         self,
@@ -189,13 +165,22 @@ class Transfer:
         state: TransferState = TransferState.CLOSED,
     ) -> bool:
         """Post nothing more, and fail with *why*. Return whether nothing is in flight."""
-        with self._agent.locked():
+        with self._agent.lock():
             if self.state == "PROC":
-                told = f"{why}: {state.advice}"
-                self.error = TransferError(told, rank=self.peer, request=self.request, state=state)
+                message = f"{why}: {state.advice}"
+                self.error = TransferError(
+                    message, rank=self.peer, request=self.request, state=state
+                )
             self._pending.clear()
             self.ticket = None
             return self.reap()
+
+    def free(self) -> bool:
+        """Return `reap`. Sessions still call it for a transfer that has failed."""
+        return self.reap()
+
+    def deliver(self, kind: str) -> None:
+        """Do nothing. Sessions still call it for a transfer that is over."""
 
     def abandon(self) -> None:
         """Release handles in flight. The caller must destroy the agent next to stop their bytes."""
@@ -224,28 +209,120 @@ class Transfer:
 
     def _settle(self, handle: int) -> None:
         batch, slot = self._in_flight[handle]
-        if self.spec.stage is not None and not isinstance(batch, slice):
-            self.spec.stage.land(batch, slot)  # first: if it is interrupted, it is done again
+        if self.spec.stage is not None and isinstance(batch, Batch):
+            # Copy first: if an interrupt comes before the release, the copy is repeated.
+            self.spec.stage.land(batch, slot)
         if self.posted is not None:
             self.posted += self._agent.posted(handle)
         self._let_go(handle)
 
     def _let_go(self, handle: int) -> None:
-        del self._in_flight[handle]  # first: nixl crashes on a freed handle, should an
-        self._settled += 1  # interrupt come between; one that is never freed waits for `close`
+        # Forget the handle first, since an interrupt may come in between: NIXL crashes if a freed
+        # handle is used again. A handle that is never freed only waits for `close`.
+        del self._in_flight[handle]
+        self._settled += 1
         self._agent.release(handle)
 
     def _late(self) -> TransferError:
-        done, batches = self._settled, len(self.spec.batches)
         rest = "nothing is in flight"
         if self.live_handles:
             rest = (
                 f"{self.live_handles} stay in flight, in quarantine: no block of either side may be"
-                " used again until reap() returns this transfer or the rank is closed"
+                " used again until this transfer is over or the rank is closed"
             )
+        done, batches = self._settled, len(self.spec.batches)
         return TransferError(
             f"{done} of {batches} batches were done after {self.spec.timeout} s; {rest}",
             rank=self.peer,
             request=self.request,
             state=TransferState.TIMEOUT,
         )
+
+
+class InFlightTransfers:
+    """The transfers of one rank, from `start` until no byte of them can move any more."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        # Replaced whole, so that an interrupt leaves the old transfers or the new ones.
+        self._known: tuple[Transfer, ...] = ()
+        self._busy: BusyRanges[Transfer] = BusyRanges()
+
+    def __iter__(self) -> Iterator[Transfer]:
+        """Yield the transfers that are not over."""
+        return (transfer for transfer in self._known if not transfer.over)
+
+    def start(self, specs: Iterable[TransferSpec]) -> tuple[Transfer, ...]:
+        """Start transfers, or none of them if bytes of one are busy. `poll` raises other errors."""
+        with self._agent.lock():
+            self._agent.check_open()
+            moving, started = self._sweep(), [Transfer(self._agent, spec) for spec in specs]
+            every = (*moving, *started)
+            try:
+                # The ranges of a transfer take time to compute, so one that is alone claims none.
+                for transfer in every if len(every) > 1 else ():
+                    if not transfer.claimed:
+                        self._claim(transfer)
+                self._known = every
+            except BaseException:
+                self._known = moving
+                for transfer in started:
+                    self._busy.release(transfer)
+                raise
+            for transfer in started:
+                transfer.step()
+        return tuple(started)
+
+    def _claim(self, transfer: Transfer) -> None:
+        """Claim the bytes of *transfer*. Raise `TransferError` "busy" if another one uses them.
+
+        Addresses identify bytes: those of two devices of one memory type differ as well.
+        """
+        self._busy.release(transfer)  # An interrupt may have left a part of an earlier claim.
+        read, written = transfer.spec.pairs.bounds()
+        source, target = transfer.spec.places
+        conflict = self._busy.claim(transfer, target, *written)
+        conflict = conflict or self._busy.claim(transfer, source, *read, shared=True)
+        transfer.claimed = conflict is None
+        if conflict is not None:
+            self._busy.release(transfer)
+            state = TransferState.BUSY
+            message = f"{conflict.owner!r} moves some of the same bytes: {state.advice}"
+            raise TransferError(message, rank=transfer.peer, request=transfer.request, state=state)
+
+    def _sweep(self) -> tuple[Transfer, ...]:
+        """Forget the transfers that are over, and return the others."""
+        moving = self.reap()
+        for transfer in self._known:
+            if transfer.over and transfer.claimed:
+                self._busy.release(transfer)
+        self._known = moving
+        return moving
+
+    def reap(self) -> tuple[Transfer, ...]:
+        """Release handles in quarantine that ended. Return the transfers that are not over."""
+        for transfer in self._known:
+            if transfer.error is not None:
+                transfer.reap()
+        return tuple(self)
+
+    def check_idle(self, peer: str) -> None:
+        """Raise `TransferError` "busy" while a transfer with *peer* is not over."""
+        if busy := [transfer.request for transfer in self.reap() if transfer.peer == peer]:
+            state = TransferState.BUSY
+            raise TransferError(f"{busy}: {state.advice}", rank=peer, state=state)
+
+    def stop(self, drain: float) -> bool:
+        """Post no more, and wait up to *drain* seconds. Return whether nothing is in flight."""
+        deadline = time.monotonic() + drain
+        while not all([transfer.stop() for transfer in self._known]):  # noqa: C419 - stop each
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(FIRST_WAIT)
+        return True
+
+    def abandon(self) -> None:
+        """Release everything, in flight or not, and forget it."""
+        for transfer in self._known:
+            transfer.abandon()
+        self._known, self._busy = (), BusyRanges()

@@ -5,19 +5,17 @@ Invariant: everything is checked before anything is posted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-import attrs
+from typing import TYPE_CHECKING, Literal, cast
 
 from kvspec.descriptors.selection import Selection
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
-from kvspec.nixl.agent import Agent, Subject
+from kvspec.nixl.agent import Agent
 from kvspec.nixl.merging import Pairing, checked_ids, pair
-from kvspec.nixl.ranges import Batch
+from kvspec.nixl.ranges import Batch, Repeated, one_by_one, repeated
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.selected import pair_selection
-from kvspec.nixl.stage import Stage
+from kvspec.nixl.staging import Buffers, Stage
 from kvspec.ownership.replicas import Role
 
 if TYPE_CHECKING:
@@ -34,7 +32,14 @@ class Prepared:
 
     Attributes:
         peer: Name of the peer that has the memory, or None for memory of this rank.
+        agent: The agent that checked the list.
+        rows: The checked rows.
+        source: The very array that was prepared. A `Selection` of its table needs no other check.
+        memory_type: "DRAM" or "VRAM".
+        released: Whether NIXL no longer has the list.
     """
+
+    __slots__ = ("_handle", "agent", "memory_type", "peer", "released", "rows", "source")
 
     def __init__(
         self,
@@ -45,13 +50,9 @@ class Prepared:
         handle: int | None,
         source: object = None,
     ) -> None:
-        self.rows = rows
-        self.source = source  # the very array that was prepared
-        self.memory_type = memory_type
-        self.peer = peer
-        self._agent = agent
-        self._handle = handle  # None where there is no row
-        self.released = False  # once True, nixl has the list no more
+        self.agent, self.rows, self.source = agent, rows, source
+        self.memory_type, self.peer, self.released = memory_type, peer, False
+        self._handle = handle  # None if there are no rows.
 
     def __repr__(self) -> str:
         side = "local" if self.peer is None else f"peer={self.peer!r}"
@@ -62,145 +63,149 @@ class Prepared:
         """Number of ids."""
         return self.rows.total
 
-    def handle(self, agent: Agent) -> int:
-        """Return NIXL's handle of the list. *agent* must be the agent that prepared it."""
-        if agent is not self._agent:
-            message = f"{agent.name!r} cannot use a list that {self._agent.name!r} prepared"
-            raise TransferError(message, rank=agent.name, state=TransferState.BUG)
+    def check(self) -> int:
+        """Return NIXL's handle of the list. Raise `TransferError` "closed" if it was released."""
         if self.released:
-            raise TransferError(
-                f"{self!r} was released: {TransferState.CLOSED.advice}",
-                rank=self.peer,
-                state=TransferState.CLOSED,
-            )
+            message = f"{self!r} was released: {TransferState.CLOSED.advice}"
+            raise TransferError(message, rank=self.peer, state=TransferState.CLOSED)
         return self._handle or 0
 
     def release(self) -> None:
         """Release the list. Posted transfers continue. A second call does nothing."""
-        with self._agent.locked():
-            known, self.released = not self.released, True  # first: an interrupt may come between
+        with self.agent.lock():
+            self.agent.check_open()
+            # Set the flag first: after an interrupt in between, the handle is never freed twice.
+            known, self.released = not self.released, True
             if known and self._handle is not None:
-                self._agent.release_list(self._handle)
+                self.agent.release_list(self._handle)
 
 
+# A local list, ids of it, a remote list, and as many ids of it. Or a selection, and None.
 Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np.integer] | None"]
-"""A local list and ids of it, a remote list and as many ids of it; or a selection and None."""
 
 
-@attrs.frozen(kw_only=True)
 class TransferSpec:
-    """What was asked for: *operation* "READ" or "WRITE" of *pairs*, within *timeout* seconds.
+    """A checked transfer that is not posted yet.
 
-    *stage*: how it goes through the buffer, if it does.
+    Attributes:
+        operation: "READ" or "WRITE".
+        local: List of this rank.
+        remote: List of the peer.
+        pairs: The pairs of ids.
+        request: Name of the request.
+        timeout: Seconds until the transfer fails.
+        stage: How the transfer uses the staging buffer, or None.
+        subject: Peer and request, for errors.
+        batches: What handles are made of: slices of the pairs, or batches of the stage.
     """
 
-    operation: Operation
-    local: Prepared
-    remote: Prepared
-    pairs: Pairing = attrs.field(repr=False)
-    request: str
-    timeout: float
-    stage: Stage | None = attrs.field(default=None, repr=False)
+    __slots__ = (
+        "batches", "local", "operation", "pairs", "remote", "request", "stage", "subject",
+        "timeout",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        operation: Operation,
+        local: Prepared,
+        remote: Prepared,
+        pairs: Pairing,
+        request: str,
+        timeout: float,
+        stage: Stage | None = None,
+    ) -> None:
+        self.operation, self.local, self.remote, self.pairs = operation, local, remote, pairs
+        self.request, self.timeout, self.stage = request, timeout, stage
+        self.subject = remote.peer or "", request
+        self.batches: tuple[slice, ...] | tuple[Batch, ...]
+        self.batches = pairs.batches if stage is None else stage.ranges.batches
 
     @property
-    def subject(self) -> Subject:
-        """Peer and request, for errors."""
-        return self.remote.peer or "", self.request
-
-    @property
-    def target_place(self) -> tuple[str, str]:
-        """Whose bytes are written, this rank's ("") or a peer's, and their memory type."""
-        return self._place(self.local if self.operation == "READ" else self.remote)
-
-    @property
-    def source_place(self) -> tuple[str, str]:
-        """Whose bytes are read, and their memory type."""
-        return self._place(self.remote if self.operation == "READ" else self.local)
-
-    @staticmethod
-    def _place(prepared: Prepared) -> tuple[str, str]:
-        return prepared.peer or "", prepared.memory_type
-
-    @property
-    def batches(self) -> tuple[slice, ...] | tuple[Batch, ...]:
-        """What handles are made of: slices of the pairs, or batches of the stage's ranges."""
-        return self.pairs.batches if self.stage is None else self.stage.batches
+    def places(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Peer ("" for this rank) and memory type of the source, and of the destination."""
+        local, remote = ("", self.local.memory_type), (self.subject[0], self.remote.memory_type)
+        return (remote, local) if self.operation == "READ" else (local, remote)
 
     def make(self, agent: Agent, batch: slice | Batch, slot: int = 0) -> int:
-        """Return nixl's handle for one of the batches, which goes through *slot* of the buffer."""
-        handles = self.local.handle(agent), self.remote.handle(agent)  # refuses released lists
-        pairs = self.pairs
+        """Return NIXL's handle for one batch. A staged batch uses *slot* of the buffer."""
+        # Later batches are made when the list may be released already.
+        local, remote, pairs = self.local.check(), self.remote.check(), self.pairs
         if isinstance(batch, Batch):
-            stage, kind = instance("stage", self.stage, Stage), self.remote.memory_type
+            stage, kind = cast("Stage", self.stage), self.remote.memory_type
             return stage.make(agent, self.operation, kind, self.subject, batch, slot)
         if pairs.joined is not None:
-            local = self.local.memory_type, pairs.joined.local[batch]
-            remote = self.remote.memory_type, pairs.joined.remote[batch]
-            return agent.make_plain(self.operation, local, remote, self.subject)
-        sides = (handles[0], pairs.local_ids[batch]), (handles[1], pairs.remote_ids[batch])
-        return agent.make(self.operation, *sides, self.subject)
+            near = self.local.memory_type, pairs.joined.local[batch]
+            far = self.remote.memory_type, pairs.joined.remote[batch]
+            return agent.make_plain(self.operation, near, far, self.subject)
+        near_ids, far_ids = pairs.local_ids[batch], pairs.remote_ids[batch]
+        return agent.make(self.operation, (local, near_ids), (remote, far_ids), self.subject)
 
 
 def spec_of(
     agent: Agent,
     operation: Operation,
-    local: tuple[Prepared, object],
-    remote: tuple[Prepared, object],
-    *,
+    sides: Sides,
     request: object,
     timeout: object,
+    buffers: Buffers | None = None,
 ) -> TransferSpec:
-    """Return the checked order to move (list, ids) pairs; nothing is posted yet."""
-    _check_side("local", local[0], agent)
-    _check_side("remote", remote[0], agent)
+    """Return the checked transfer of *sides*, staged if that is faster. Nothing is posted yet."""
+    local, local_ids, remote, remote_ids = sides
+    if not isinstance(local, Prepared) or local.peer is not None or local.agent is not agent:
+        raise SpecError("local", local, "a list that this rank prepared of its own memory")
+    if not isinstance(remote, Prepared) or remote.peer is None or remote.agent is not agent:
+        raise SpecError("remote", remote, "a list that this rank prepared of a peer's memory")
+    local.check()
+    remote.check()
     target = "local" if operation == "READ" else "remote"
-    if isinstance(local[1], Selection):
-        pairs = _pairs(local[1], local[0], remote, target)
+    far: Role | None = None
+    if isinstance(local_ids, Selection):
+        far = _far_role(local_ids, local, remote, remote_ids)
+        pairs = _pair_selection(local_ids, local.rows, remote.rows, far, target)
     else:
-        pairs = pair(
-            local[0].rows,
-            checked_ids("local_ids", local[1], local[0].total),
-            remote[0].rows,
-            checked_ids("remote_ids", remote[1], remote[0].total),
-            target,
-        )
-    return TransferSpec(
-        operation=operation,
-        local=local[0],
-        remote=remote[0],
-        pairs=pairs,
-        request=instance("request", request, str),
-        timeout=seconds("timeout", timeout),
+        ids = checked_ids("local_ids", local_ids, local.rows.total)
+        remote_ids = checked_ids("remote_ids", remote_ids, remote.rows.total)
+        pairs = pair(local.rows, ids, remote.rows, remote_ids, target)
+    name, limit = instance("request", request, str), seconds("timeout", timeout)
+    if buffers is None or buffers.staging is None:
+        return TransferSpec(operation, local, remote, pairs, name, limit)
+
+    def runs() -> tuple[Repeated, ...]:
+        found = None
+        if far is not None and isinstance(local_ids, Selection):
+            found = repeated(local_ids.parts, far, remote.rows)
+        return (one_by_one(pairs, local.rows, remote.rows),) if found is None else found
+
+    memory_type, inward = local.memory_type, operation == "READ"
+    stage = buffers.stage(pairs, local.rows, remote.rows, runs, memory_type, inward=inward)
+    return TransferSpec(operation, local, remote, pairs, name, limit, stage)
+
+
+def _far_role(selection: Selection, local: Prepared, remote: Prepared, remote_ids: object) -> Role:
+    """Return whether the remote list has the rows of the producer or of the consumer.
+
+    Raise `SpecError` if the lists do not have the rows of the selection's table.
+    """
+    if remote_ids is not None and remote_ids is not selection:
+        raise SpecError("remote_ids", remote_ids, "None, or the same selection as local_ids")
+    consumer, producer = selection.consumer_rows, selection.producer_rows
+    if local.source is consumer and remote.source is producer:
+        return "producer"
+    if local.source is producer and remote.source is consumer:
+        return "consumer"
+    raise SpecError(
+        "local_ids", "a selection", "a selection of the table whose rows both lists contain"
     )
 
 
-def _pairs(
-    selection: Selection, local: Prepared, remote: tuple[Prepared, object], target: str
+def _pair_selection(
+    selection: Selection, local: StridedRows, remote: StridedRows, far: Role, target: str
 ) -> Pairing:
-    """Return the pairs of *selection*, which both lists must have been prepared for."""
-    prepared, ids = remote
-    if ids is not None and ids is not selection:
-        raise SpecError("remote_ids", ids, "None, or the same selection as local_ids")
-    own: tuple[Role, Role] = ("consumer", "producer")
-    if local.source is selection.producer_rows:
-        own = ("producer", "consumer")
-    sources = selection.consumer_rows, selection.producer_rows
-    if own[0] == "producer":
-        sources = sources[::-1]
-    if local.source is not sources[0] or prepared.source is not sources[1]:
-        raise SpecError(
-            "local_ids", "a selection", "a selection of the table whose rows both lists contain"
-        )
-    rows: dict[Role, StridedRows] = {own[0]: local.rows, own[1]: prepared.rows}
-    found = pair_selection(selection, rows, own[target == "remote"], own[0])
+    """Return the pairs of *selection*, by its parts if that is possible, else by its ids."""
+    near: Role = "consumer" if far == "producer" else "producer"
+    rows: dict[Role, StridedRows] = {near: local, far: remote}
+    found = pair_selection(selection, rows, near if target == "local" else far, near)
     if found is not None:
         return found
-    producer, consumer = selection
-    ids_of = {"producer": producer, "consumer": consumer}
-    return pair(local.rows, ids_of[own[0]], prepared.rows, ids_of[own[1]], target)
-
-
-def _check_side(side: str, prepared: object, agent: Agent) -> None:
-    if not isinstance(prepared, Prepared) or (prepared.peer is None) != (side == "local"):
-        raise SpecError(side, prepared, f"a list prepared for the {side} side")
-    prepared.handle(agent)
+    ids = selection[::-1] if near == "consumer" else selection
+    return pair(local, ids[0], remote, ids[1], target)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from math import log
 from multiprocessing.connection import Connection
 
 import attrs
@@ -24,8 +26,6 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import TransferError, TransferState
 from kvspec.memory.allocation import allocate, plan_memory
 from kvspec.nixl import NixlRank, Staging
-from kvspec.nixl.costs import Costs
-from kvspec.nixl.fitting import Sample, fit
 from kvspec.nixl.transfer_spec import Prepared
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import plan_transfer
@@ -33,7 +33,28 @@ from kvspec.specs import FullAttentionSpec
 
 RANK = RankId()
 TIMEOUT = 60.0
-SMALL = 1 << 20  # bytes of a batch, so that what each costs is known from what an order costs
+
+
+@attrs.frozen(kw_only=True)
+class Sample:
+    """The measured times of one probe.
+
+    Attributes:
+        runs: Number of runs.
+        nbytes: Bytes of all runs.
+        direct: Seconds of a direct read.
+        staged: Seconds of a staged read.
+    """
+
+    runs: int
+    nbytes: int
+    direct: float
+    staged: float
+
+    @property
+    def mean(self) -> float:
+        """Mean bytes of a run."""
+        return self.nbytes / self.runs
 
 
 @attrs.frozen(kw_only=True)
@@ -76,14 +97,15 @@ class Probe:
 
 
 def probes(most: int = 16 << 20) -> Iterator[Probe]:
-    """Yield requests of *most* bytes, of a quarter and a sixteenth, with runs of all lengths."""
-    for nbytes in (most, most // 4, most // 16):
+    """Yield requests of *most* bytes and of a quarter, with runs of all lengths."""
+    for nbytes in (most, most // 4):
         for size in (64, 128, 512):
             blocks = max(1, nbytes // (2 * 8 * 2 * size * 16))
             yield Probe(head_size=size, tokens=16, blocks=blocks, layout="LBKNHC")
-        for block in (1 << 12, 1 << 14, 1 << 16, 1 << 18):
-            tokens = block // (2 * 8 * 2 * 64)
-            yield Probe(head_size=64, tokens=tokens, blocks=max(1, nbytes // block))
+        for block in (1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 16):
+            # A block of one layer has keys and values, which are two runs.
+            tokens = block // (8 * 2 * 64)
+            yield Probe(head_size=64, tokens=tokens, blocks=max(1, nbytes // (2 * block)))
 
 
 def serve(pipe: Connection, wanted: tuple[Probe, ...]) -> None:
@@ -101,20 +123,20 @@ def serve(pipe: Connection, wanted: tuple[Probe, ...]) -> None:
 
 @contextmanager
 def _served(wanted: tuple[Probe, ...]) -> Iterator[list[tuple[bytes, int]]]:
-    """Start the producer's process, and end it; yield what it told of each probe."""
+    """Start the producer's process, and end it. Yield its metadata and address for each probe."""
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     process = context.Process(target=serve, args=(other, wanted), daemon=True)
     process.start()
     other.close()
     try:
-        told = []
+        answers = []
         for _ in wanted:
             if not pipe.poll(TIMEOUT):
                 message = f"the other process gave no answer for {TIMEOUT} s"
                 raise TransferError(message, state=TransferState.TIMEOUT)
-            told.append(pipe.recv())
-        yield told
+            answers.append(pipe.recv())
+        yield answers
     except EOFError as error:
         message = "the other process died"
         raise TransferError(message, state=TransferState.PEER_LOST) from error
@@ -126,56 +148,66 @@ def _served(wanted: tuple[Probe, ...]) -> Iterator[list[tuple[bytes, int]]]:
 
 def measure(
     wanted: tuple[Probe, ...], tries: int = 7, progress: Callable[[int], object] = lambda _: None
-) -> list[tuple[Sample, ...]]:
-    """Return of each probe the least that it took directly, staged, and staged in small batches."""
+) -> list[Sample]:
+    """Return the least times of each probe, directly and staged."""
     found = []
-    with _served(wanted) as told:
-        for probe, (metadata, base) in zip(wanted, told, strict=True):
+    with _served(wanted) as answers:
+        for probe, (metadata, base) in zip(wanted, answers, strict=True):
             found.append(_measured(probe, metadata, base, tries))
             progress(1)
     return found
 
 
-def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> tuple[Sample, ...]:
+def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> Sample:
     producer, consumer = probe.engines
     cache, storage = allocate(consumer, RANK, probe.blocks)
     for memory in storage.values():
-        memory[:] = 2
+        memory[:] = 2  # The first access to a page costs a fault.
     far = plan_memory(producer, RANK, probe.blocks, base)
     table = build_table(plan_transfer(producer, consumer), far, cache)
-    samples = []
-    costs = Costs()
-    ways = (
-        None,
-        Staging(always=True, costs=costs),
-        Staging(always=True, costs=costs, slot_bytes=SMALL),
-    )
-    for staging in ways:
-        with NixlRank(secret=b"", polled=True, telemetry=True, staging=staging) as rank:
+    least = []
+    for staging in (None, Staging(always=True)):
+        with NixlRank(secret=b"", polled=True, staging=staging) as rank:
             rank.register(cache.memory, owner=storage)
             peer = rank.connect(metadata, TIMEOUT)
             sides = rank.prepare(table.consumer_rows), rank.prepare(table.producer_rows, peer=peer)
             tried = [_timed(rank, table.select(probe.request), sides) for _ in range(tries + 1)]
-            samples.append(min(tried, key=lambda one: one.seconds))
-    return tuple(samples)
+            least.append(min(tried))
+    rows = table.descriptors(probe.request)
+    nbytes = int(rows[:, 2].sum())
+    return Sample(runs=len(rows), nbytes=nbytes, direct=least[0], staged=least[1])
 
 
-def _timed(rank: NixlRank, selection: Selection, sides: tuple[Prepared, Prepared]) -> Sample:
-    """Return what one read takes."""
+def _timed(rank: NixlRank, selection: Selection, sides: tuple[Prepared, Prepared]) -> float:
+    """Return the seconds of one read."""
     started = time.perf_counter(), time.process_time()
     read = rank.read(sides[0], selection, sides[1], request="calibrate", timeout=TIMEOUT)
     at_once = not read.live_handles
     read.wait()
-    seconds = (time.process_time if at_once else time.perf_counter)() - started[at_once]
-    posted, stage = read.posted or read.runs, read.spec.stage
-    counts = {"descriptors": posted, "handles": read.handles}
-    if stage is None:
-        return Sample(seconds=seconds, nbytes=read.nbytes, **counts)
-    ranges = stage.ranges
-    more = {"nbytes": ranges.read, "runs": ranges.runs, "permuted": ranges.nbytes}
-    return Sample(seconds=seconds, **counts, **more)
+    return (time.process_time if at_once else time.perf_counter)() - started[at_once]
 
 
-def fitted(samples: list[tuple[Sample, ...]]) -> Costs:
-    """Return the costs that fit what was measured."""
-    return fit((one for pair in samples for one in pair), origin="measured just now")
+def threshold(samples: Sequence[Sample]) -> int:
+    """Return the `Staging.stage_below` with which *samples* take the least time.
+
+    Each sample counts by the factor that it loses against its faster way, so short transfers count
+    as much as long ones.
+
+    >>> def sample(mean, direct, staged):
+    ...     return Sample(runs=10, nbytes=10 * mean, direct=direct, staged=staged)
+    >>> threshold([sample(256, 9.0, 1.0), sample(4096, 2.0, 1.0), sample(16384, 1.0, 2.0)])
+    8192
+    >>> threshold([sample(256, 1.0, 2.0), sample(4096, 1.0, 3.0)])
+    0
+    """
+    means = sorted({sample.mean for sample in samples})
+    between = [round((one * other) ** 0.5) for one, other in pairwise(means)]
+
+    def loss(limit: int) -> float:
+        taken = (
+            (s.staged if s.mean < limit else s.direct) / min(s.direct, s.staged) for s in samples
+        )
+        return sum(map(log, taken))
+
+    candidates: tuple[int, ...] = (0, *between, 2 * round(means[-1]))
+    return min(candidates, key=loss)

@@ -25,7 +25,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError
 from kvspec.memory.allocation import allocate
 from kvspec.nixl import NixlRank
-from kvspec.nixl.in_flight import NixlStats
+from kvspec.nixl.rank import NixlStats
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.run.contents import RUBBISH, in_memory, truth

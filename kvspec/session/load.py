@@ -22,7 +22,7 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance
 from kvspec.nixl import Transfer
-from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
+from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.audit import Audit
 from kvspec.session.remote import RemoteEngine

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import KVSpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int, seconds
-from kvspec.nixl.notifications import LAST_WAIT
+from kvspec.nixl.transfer import LAST_WAIT
 from kvspec.session.load import Load, LoadState
 from kvspec.session.session import Session
 from kvspec.session.ticket import PrefillTicket

@@ -10,7 +10,7 @@ import pytest
 
 import kvspec
 from kvspec import TransferState
-from kvspec.nixl import nixl_errors
+from kvspec.nixl import agent
 
 PACKAGE = Path(kvspec.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "limits.md"
@@ -48,9 +48,9 @@ def test_transfer_error_rejects_an_unknown_state() -> None:
 
 def test_nixl_errors_map_only_to_transfer_states() -> None:
     """Every kind and step of NIXL's errors has a member."""
-    states = [*nixl_errors._OF_KIND.values(), *nixl_errors._OF_STEP.values()]
+    states = [*agent.STATE_OF_KIND.values(), *agent.STATE_OF_STEP.values()]
     assert all(isinstance(state, TransferState) for state in states)
-    assert nixl_errors.state_of("post", "NoSuchKind") is TransferState.BUG
+    assert agent.state_of("post", "NoSuchKind") is TransferState.BUG
 
 
 def test_package_passes_no_state_as_a_plain_string() -> None:

@@ -1,4 +1,4 @@
-"""Test the texts of `explain` and `explain_cost` about descriptor tables.
+"""Test the texts of `explain` about descriptor tables.
 
 The tests parse names and numbers from the texts, and compare them with the request.
 """
@@ -15,7 +15,6 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.nixl import Costs, explain_cost
 
 # A line about one layer and part: the units, the consumer's block and the tokens.
 CONTENT_LINE = re.compile(r"  (\S+) ([kv]):\D+(\d\S*),\D+(\d+),\D+(\d.*)")
@@ -187,23 +186,6 @@ def test_explain_counts_rows_and_descriptors_of_table() -> None:
     text = kvspec.explain(table, request=request)
     assert [] == missing_facts(text, *rows, "\n", "r:")
     assert ["2,560", "8", "4", "2"] == re.findall(r"[\d,]*\d", text.splitlines()[-1])
-    # Two ranges are fewer than eight descriptors, but NIXL merges those into two as well.
-    costs = Costs()
-    direct, staged = 1e3 * costs.direct(2, 2560), 1e3 * costs.staged(2, 2560, 8, 2560)
-    way = ("directly", f"{direct:.3g} ms", "staged", f"{staged:.3g} ms", "2 ranges", "2,560", "\n")
-    cost = explain_cost(table, request)
-    assert [] == missing_facts(cost, "read", *way, "written", *way, costs.origin, "calibrate")
-
-
-def test_explain_cost_prefers_staging_of_many_small_rows() -> None:
-    """The producer has whole blocks in one chunk, and the consumer one head of one token."""
-    engines = heads("LBHNC", 16), heads("LBNHC", 16)
-    caches = (kvspec.allocate(side, RankId(), 70)[0] for side in engines)
-    table = kvspec.build_table(kvspec.plan_transfer(*engines), *caches)
-    request = builders.request(1024, range(64), range(1, 65))
-    read, written, _ = explain_cost(table, request).splitlines()
-    for line, verb in ((read, "read"), (written, "written")):
-        assert [] == missing_facts(line, verb, "staged", "2 ranges", "256 KiB", "directly")
 
 
 @pytest.mark.parametrize("wrong", [-1, 10**9, True, "0"])

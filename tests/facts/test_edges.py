@@ -18,8 +18,8 @@ import kvspec
 from kvspec import RankId
 from kvspec.check.coverage import overlapping_ranks
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl.product_spans import Offsets
 from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.selected import Offsets
 from kvspec.ownership.stripes import WHOLE, Stripe, times_held
 
 RANK = RankId()

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvspec.nixl import Costs
+from kvspec.nixl import Staging
 from kvspec.nixl.ranges import Ints, Ranges, Repeated, ranges_of
 
 NEAR = 1 << 20
@@ -131,8 +131,8 @@ def spaced_runs(runs: int, length: int, *, distance: int = 0) -> Repeated:
 
 
 def test_range_includes_gap_if_that_is_cheaper() -> None:
-    """A descriptor costs as much as 100 bytes, so gaps of up to 100 bytes are read."""
-    gap = Costs(descriptor=1e-6, byte=1e-8).gap
+    """Reading 100 bytes takes as long as a descriptor, so gaps of up to 100 bytes are read."""
+    gap = Staging(stage_below=25).gap
     assert 100 == gap
     counts = []
     for distance in (0, 99, 100, 101):

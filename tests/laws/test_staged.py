@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from nixl_world import moving
 
 from kvspec import DescriptorTable, RankId, TransferRequest
-from kvspec.nixl import Costs, Staging
-from kvspec.nixl import staged as choosing
-from kvspec.nixl.ranges import ranges_of
+from kvspec.nixl import Staging
+from kvspec.nixl import staging as choosing
+from kvspec.nixl.ranges import ranges_of, repeated
 from kvspec.nixl.rows import checked_rows
-from kvspec.nixl.staged import repeated
 from kvspec.ownership.replicas import Role
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.fake_nixl import FakeNixl
@@ -29,11 +28,11 @@ OPERATIONS = st.sampled_from(["READ", "WRITE"])
 
 @st.composite
 def stagings(draw: st.DrawFn) -> Staging:
-    """Draw buffers of one slot or many, and costs with which no gaps or all gaps are read."""
+    """Draw buffers of one slot or many, and thresholds with which no gaps or all gaps are read."""
     area = draw(st.sampled_from([4096, 1 << 14, 1 << 20]))
     batch = draw(st.sampled_from([1 << 20, 4096, 1024, 256]))
-    costs = Costs(descriptor=draw(st.sampled_from([0.0, 3e-9, 3e-8, 3e-6])))
-    return Staging(buffer=area, slot_bytes=batch, costs=costs, always=True)
+    below = draw(st.sampled_from([0, 6, 60, 6 << 10]))
+    return Staging(buffer=area, slot_bytes=batch, stage_below=below, always=True)
 
 
 @given(strategies.cases() | strategies.sharing_cases(), stagings(), OPERATIONS, st.booleans())

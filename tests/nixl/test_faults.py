@@ -15,11 +15,11 @@ pytestmark = pytest.mark.nixl
 
 INTERRUPTED = """
 import numpy as np
-from kvspec.nixl import NixlRank, batches
+from kvspec.nixl import NixlRank, merging
 from kvspec.nixl.agent import Agent
 from nixl_pair import Pair
 
-batches.MAX_DESCRIPTORS = 1
+merging.MAX_DESCRIPTORS = 1
 release = Agent.release
 
 def interrupted(agent, handle):
@@ -36,7 +36,7 @@ with NixlRank(polled=True) as near, NixlRank() as far:
         print("interrupted")
     Agent.release = release
     {then}
-print(near.live_handles)
+print(near.stats().handles)
 """
 
 
@@ -53,7 +53,7 @@ def test_an_interrupted_release_leaves_no_freed_handle(then: str) -> None:
 
 UNANSWERED = """
 import threading, time
-from kvspec.nixl import NixlRank, batches
+from kvspec.nixl import NixlRank, merging
 from kvspec.nixl.agent import Agent
 from nixl_pair import Pair
 
@@ -72,7 +72,7 @@ def interrupted(agent, handle):
     raise KeyboardInterrupt
 
 transfer = ranks.read(0, 20)
-assert (transfer.state, near.live_handles) == ("PROC", 1)
+assert (transfer.state, near.stats().handles) == ("PROC", 1)
 Agent.release = interrupted
 try:
     near.close()
@@ -81,7 +81,7 @@ except KeyboardInterrupt:
 Agent.release = release
 near.close()
 far.close()
-print(near.live_handles)
+print(near.stats().handles)
 """
     done = run_script(UNANSWERED + code, UCX_TLS="tcp")
     assert (0, "interrupted\n0\n") == (done.returncode, done.stdout), done.stderr
@@ -92,7 +92,7 @@ def test_signals_at_any_moment_neither_crash_nor_leak() -> None:
     code = """
 import random, signal, sys
 from kvspec.errors import TransferError
-from kvspec.nixl import NixlRank, batches
+from kvspec.nixl import NixlRank, merging
 from nixl_pair import Pair
 import time
 
@@ -104,7 +104,7 @@ def ring(*_):
     if armed:
         raise Alarm
 
-batches.MAX_DESCRIPTORS = 2
+merging.MAX_DESCRIPTORS = 2
 signal.signal(signal.SIGALRM, ring)
 end, alarms, done = time.monotonic() + 3, 0, 0
 with NixlRank(polled=True) as near, NixlRank() as far:
@@ -133,7 +133,7 @@ with NixlRank(polled=True) as near, NixlRank() as far:
                 left.wait()
             except TransferError as error:
                 assert error.state == "interrupted", error
-    print(alarms > 100, near.live_handles, near.stats().transfers)
+    print(alarms > 100, near.stats().handles, near.stats().transfers)
 """
     done = run_script(code)
     assert (0, "True 0 0\n") == (done.returncode, done.stdout), done.stderr
@@ -175,10 +175,14 @@ def work(number):
     while True:
         near.read(lists[0], ids, lists[1], ids, request="r", timeout=60).wait()
 
+def listen():
+    while True:
+        far.notifications()
+
 for number in range(4):
     threading.Thread(target=work, args=(number,), daemon=True).start()
 for _ in range(2):
-    threading.Thread(target=far.wait_notification, args=(b"never", 60), daemon=True).start()
+    threading.Thread(target=listen, daemon=True).start()
 time.sleep(0.3)
 raise SystemExit(7)
 """

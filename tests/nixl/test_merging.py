@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import kvspec
 from kvspec.descriptors.table import build_table
 from kvspec.errors import SpecError
-from kvspec.nixl import batches
 from kvspec.nixl import merging as pairs
 from kvspec.nixl.rows import StridedRows, checked_rows
 from kvspec.testing import strategies
@@ -100,8 +99,8 @@ def test_descriptors_are_the_bytes_that_the_ids_name(
         for pair in zip(one, other, strict=True)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "MAX_BYTES", most_bytes)
-        patch.setattr(batches, "MAX_DESCRIPTORS", most)
+        patch.setattr(pairs, "MAX_BYTES", most_bytes)
+        patch.setattr(pairs, "MAX_DESCRIPTORS", most)
         written = [pair[destination == "remote"] for pair in wanted]
         twice = len(set(written)) < len(written)
         sent = local.rows, local.ids, remote.rows, remote.ids, destination

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from kvspec.nixl.product_spans import Offsets, RepeatedRuns
-from kvspec.nixl.selected import _joined, _Part
+from kvspec.nixl.selected import Offsets, RepeatedRuns, _joined, _Part
 
 Spans = list[tuple[int, int, int, int, int]]
 """Begin, end, begins_at, memory of the destination, memory of the source."""

@@ -15,14 +15,13 @@ from lines import interrupted_at
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
 from kvspec.completion import consumer, load_plan, pending
-from kvspec.nixl import in_flight, rank, transfer
+from kvspec.nixl import rank, transfer
 from kvspec.session import following, ledger, load, loading, session, written
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 
 LINES = (
     consumer, load_plan, pending, session, loading, load, following, ledger, written, rank,
-    in_flight,
     transfer,
 )  # fmt: skip
 ENOUGH = 20_000

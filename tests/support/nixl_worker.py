@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -28,6 +29,17 @@ def rows(address: int) -> np.ndarray:
 def pattern(seed: int) -> np.ndarray:
     """Return bytes that depend on *seed* alone."""
     return np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+def wait_for(rank: NixlRank, payload: bytes) -> str:
+    """Return the sender of the next notification, which must be *payload*, within 5 s."""
+    end = time.monotonic() + 5.0
+    while time.monotonic() < end:
+        for sender, arrived in rank.notifications():
+            assert arrived == payload
+            return sender
+        time.sleep(1e-3)
+    raise TimeoutError(payload)
 
 
 def use_in_fork(rank: NixlRank) -> str:
@@ -68,7 +80,7 @@ def main(parent: Connection) -> None:
                 case "introduce":
                     rank.introduce(arguments[0])
                 case "wait":
-                    answer = rank.wait_notification(arguments[0], 5.0)
+                    answer = wait_for(rank, arguments[0])
                 case "storage":
                     answer = storage.tobytes()
                 case "fork":

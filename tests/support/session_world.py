@@ -23,7 +23,7 @@ from sessions import engine
 import kvspec
 from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import NixlRank
-from kvspec.nixl.in_flight import NixlStats
+from kvspec.nixl.rank import NixlStats
 from kvspec.run.contents import truth
 from kvspec.session import Load, Session, new_remote_id
 from kvspec.session.stats import SessionStats

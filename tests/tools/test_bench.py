@@ -60,7 +60,7 @@ def test_counts_equal_the_posted_descriptors() -> None:
 
 
 def test_bench_compares_the_chosen_way_with_the_other() -> None:
-    """B8 calibrates, stages short runs and moves long runs directly."""
+    """B8 stages short runs and moves long runs directly."""
     pytest.importorskip("nixl_cu13", reason="needs nixl")
     rows = [row for row in bench("--quick", "--only", "B8") if row.startswith("B8")]
     assert "runs of 128 B" in rows[0]

@@ -464,26 +464,14 @@ def kvspec_run(producer: EngineSpec, consumer: EngineSpec) -> Report:
     return run_transfer(Job(producer=producer, consumer=consumer))
 
 
-def test_calibrate_measures_and_writes(tmp_path: Path) -> None:
-    """Two processes move a small request of each shape and write seven figures to a file."""
+def test_calibrate_prints_a_threshold() -> None:
+    """Two processes move a small request of each shape, directly and staged."""
     pytest.importorskip("nixl_cu13", reason="needs nixl")
-    file = tmp_path / "calibration.json"
-    result = run("calibrate", "--megabytes", "1", "--tries", "1", "--to", str(file))
+    result = run("calibrate", "--megabytes", "1", "--tries", "1")
     assert 0 == result.exit_code, result.output
-    figures = json.loads(file.read_text("utf-8"))["seconds"]
-    for name, value in figures.items():
-        assert value > 0
-        assert f"{name}: " in result.stdout
-    assert 7 == len(figures)
-    assert str(file) in result.stdout
-
-
-def test_calibrate_rejects_a_folder_as_its_output_file(tmp_path: Path) -> None:
-    """The command fails before it measures."""
-    result = run("calibrate", "--to", str(tmp_path))
-    assert 2 == result.exit_code
-    assert "folder" in result.stderr
-    assert not result.stdout
+    name, threshold = result.stdout.splitlines()[-1].split()
+    assert "stage_below:" == name
+    assert 0 <= int(threshold) <= 1 << 20
 
 
 @pytest.mark.parametrize("option", ["--tries", "--megabytes"])

@@ -48,7 +48,6 @@ PROVISIONAL = """
     kvspec.draw plan_svg table_svg
     kvspec.models architectures
     kvspec.models.catalogue config names
-    kvspec.nixl Costs explain_cost
     kvspec.wire register
     kvspec.session Prompts RankAgreement content_of
     kvspec.testing Case FakeNixl fill logical_views
@@ -60,15 +59,14 @@ PROVISIONAL = """
 WITHOUT_EXAMPLE = {
     "is a base class or a protocol": ("kvspec.KVSpecError kvspec.LayerSpec kvspec.session.Channel"),
     "needs NIXL or a second process": (
-        "kvspec.nixl.NixlRank kvspec.nixl.Staging kvspec.nixl.Transfer kvspec.nixl.explain_cost "
+        "kvspec.nixl.NixlRank kvspec.nixl.Staging kvspec.nixl.Transfer "
         "kvspec.session.Prompts kvspec.session.Session kvspec.session.Load"
     ),
     "needs vLLM, or a caller's own kind of layer": (
         "kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine kvspec.wire.register"
     ),
     "is a value that another public name returns or accepts": (
-        "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.nixl.Costs "
-        "kvspec.session.PrefillTicket"
+        "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.session.PrefillTicket"
     ),
     "is part of a larger check, which has an example": (
         "kvspec.check.digests.wanted kvspec.testing.fill kvspec.testing.laws.broken"

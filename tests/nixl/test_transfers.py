@@ -1,0 +1,221 @@
+"""Test that no transfer of a rank moves bytes of another one, and that everything is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvspec.errors import SpecError, TransferError
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+pytest.importorskip("nixl_cu13", reason="needs nixl")
+
+from nixl_pair import Pair
+
+from kvspec.nixl import NixlRank, peers
+from kvspec.nixl.rank import NixlStats
+
+pytestmark = pytest.mark.nixl
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """Two ranks over sockets of which the far one answers only when it is polled."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with NixlRank() as near, NixlRank(polled=True) as far:
+        ranks = Pair(near, far)
+        warm = ranks.read(1000, 1)
+        until(lambda: warm.poll() == "DONE", far)
+        yield ranks
+        until(lambda: not near.stats().transfers, far, near)
+
+
+def until(true: Callable[[], Any], *polled: NixlRank) -> None:
+    """Poll all transfers of the ranks *polled* until something is *true*, at most 20 s."""
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        for rank in polled:
+            for transfer in rank.transfers:
+                with contextlib.suppress(TransferError):
+                    transfer.poll()
+            rank.notifications()
+        time.sleep(1e-3)
+
+
+def refused(start: Callable[[], object], by: str) -> None:
+    """Check that the transfer *by* is named as the reason not to *start*."""
+    with pytest.raises(TransferError, match=f"READ '{by}'") as caught:
+        start()
+    assert "busy" == caught.value.state
+
+
+def written(ranks: Pair, first: int, count: int) -> Callable[[], object]:
+    """Return what writes from as many blocks as `Pair.read` reads into."""
+    rows = [(first * 1024, 512, 1024, count)]
+    ids = np.arange(count)
+    local, remote = ranks.lists(rows, [(500_000 + first * 1024, 512, 1024, count)])
+    return lambda: ranks.near.write(local, ids, remote, ids, request="w", timeout=9)
+
+
+def test_bytes_in_flight_are_nobody_elses(slow: Pair) -> None:
+    """Neither read into nor written from while a read is under way; beside them all is free."""
+    first = slow.read(10, 10)
+    for start, count in ((10, 10), (0, 11), (19, 5), (14, 1)):
+        refused(lambda start=start, count=count: slow.read(start, count), "10")
+        refused(written(slow, start, count), "10")
+    beside = [slow.read(0, 10), slow.read(20, 5), written(slow, 40, 5)()]
+    refused(lambda: slow.read(24, 2), "20")
+    until(lambda: all(each.poll() == "DONE" for each in (first, *beside)), slow.far)
+    slow.read(10, 10)
+
+
+def test_bytes_in_quarantine_are_nobody_elses(slow: Pair) -> None:
+    """A read that was late still writes. Its blocks are refused until it is over."""
+    late = slow.read(10, 10, timeout=0.05)
+    with pytest.raises(TransferError, match="quarantine"):
+        late.wait()
+    refused(lambda: slow.read(12, 1), "10")
+    assert 1 == slow.near.stats().transfers == slow.near.stats().handles
+    until(lambda: not slow.near.transfers, slow.far)
+    assert late.over
+    slow.read(12, 1)
+
+
+def test_a_source_in_flight_is_not_written(slow: Pair) -> None:
+    """What a write under way still reads is refused to a read."""
+    write = written(slow, 10, 10)()
+    with pytest.raises(TransferError, match="WRITE 'w'") as caught:
+        slow.read(15, 1)
+    assert "busy" == caught.value.state
+    with pytest.raises(TransferError, match="WRITE 'w'") as caught:
+        written(slow, 19, 3)()  # the same bytes of the peer
+    assert "busy" == caught.value.state
+    until(lambda: write.poll() == "DONE", slow.far)
+    slow.read(15, 1)
+
+
+def test_of_several_none_starts_unless_all_can(slow: Pair) -> None:
+    """One of which the bytes are busy, or the ids wrong, keeps the others from being posted."""
+    rows = [(0, 512, 1024, 40)]
+    local, remote = slow.lists(rows, rows)
+    first = slow.read(10, 10)
+    free, busy, wrong = np.arange(5), np.arange(19, 21), np.array([40])
+    for bad, error in ((busy, TransferError), (wrong, SpecError), (np.arange(4, 6), TransferError)):
+        pairs = [(local, free, remote, free), (local, bad, remote, bad)]
+        with pytest.raises(error):
+            slow.near.move("READ", pairs, request="both", timeout=9)
+        assert 1 == slow.near.stats().transfers
+    pairs = [(local, ids, remote, ids) for ids in (free, np.arange(30, 40))]
+    both = slow.near.move("READ", pairs, request="both", timeout=9)
+    until(lambda: all(each.poll() == "DONE" for each in (first, *both)), slow.far)
+    assert slow.right(0, 5)
+    assert slow.right(30, 10)
+
+
+def test_stats_count_everything(slow: Pair) -> None:
+    """What a rank holds is counted; a closed one holds nothing."""
+    near = slow.near
+    before = near.stats()
+    transfer = slow.read(0, 10, timeout=60)
+
+    def wait() -> None:
+        with pytest.raises(TransferError, match="closed"):
+            transfer.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with NixlRank() as unknown:
+        unknown.connect(near.metadata())
+        unknown.notify(near.name, b"kept")
+        until(lambda: near.notifications() or near.stats().notifications)
+    until(lambda: near.stats().threads)
+    assert (
+        NixlStats(
+            transfers=1,
+            handles=1,
+            lists=before.lists + 2,
+            registrations=2,
+            peers=1,
+            notifications=1,
+            threads=1,
+        )
+        == near.stats()
+    )
+    near.close(drain=0)
+    thread.join(20)
+    assert NixlStats() == near.stats()
+    assert "closed" == transfer.state
+
+
+def test_a_close_drains(slow: Pair) -> None:
+    """What is in flight arrives before the rank is gone; what was not posted does not."""
+    transfer = slow.read(0, 10)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            slow.far.notifications()
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        slow.near.close(drain=20)
+    finally:
+        stop.set()
+        thread.join()
+    assert slow.right(0, 10)
+    assert "closed" == transfer.state
+
+
+def test_notifications_of_unknown_peers_wait_until_they_are_introduced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All unknown peers share one limit. An introduced peer has none, because nothing is kept."""
+    monkeypatch.setattr(peers, "MAX_KEPT", 6)
+    with NixlRank() as far, NixlRank(polled=True) as one, NixlRank(polled=True) as other:
+        for rank in (one, other):
+            rank.connect(far.metadata())
+            for number in range(4):
+                rank.notify(far.name, b"%d" % number)
+        until(lambda: far.notifications() or far.stats().notifications == 6)
+        far.connect(one.metadata())
+        first = far.notifications()
+        assert [(one.name, b"%d" % number) for number in range(len(first))] == first
+        assert 6 == len(first) + far.stats().notifications
+        for _ in range(20):
+            one.notify(far.name, b"known")
+        arrived: list[tuple[str, bytes]] = []
+        until(lambda: arrived.extend(far.notifications()) or len(arrived) == 20)
+        assert {(one.name, b"known")} == set(arrived)
+        before = far.stats().notifications
+        far.disconnect(one.name)
+        one.notify(far.name, b"unknown again")
+        until(lambda: far.notifications() or far.stats().notifications == before + 1)
+        assert [] == far.notifications()
+        with pytest.raises(TransferError, match="connected") as caught:
+            far.disconnect(one.name)
+        assert "stale_peer" == caught.value.state
+
+
+def test_notifications_of_unknown_peers_have_a_limit_of_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Payloads beyond the limit are dropped."""
+    monkeypatch.setattr(peers, "MAX_KEPT_BYTES", 10_000)
+    with NixlRank() as far, NixlRank(polled=True) as near:
+        near.connect(far.metadata())
+        near.notify(far.name, bytes(9_999))
+        near.notify(far.name, b"yy")
+        far.connect(near.metadata())  # Its hello is the last message, so the others have arrived.
+        arrived: list[tuple[str, bytes]] = []
+        until(lambda: arrived.extend(far.notifications()) or arrived)
+        assert (near.name, bytes(9_999)) == arrived[0]
