@@ -40,11 +40,11 @@ from kvspec.nixl.agent import package_names
 from kvspec.run import (
     LAUNCHERS,
     STAGES,
-    GoneError,
     Job,
     Moved,
     Place,
     Report,
+    StageError,
     check_job,
     check_kills,
     run_launched,
@@ -175,7 +175,7 @@ def _run(job: Job, place: Place | None) -> Report | None:
     if place is not None:
         try:
             return run_launched(job, place)
-        except GoneError as error:
+        except StageError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(WRONG) from None
     with progress_bar() as bar:
@@ -252,15 +252,23 @@ def _show_report(console: Console, job: Job, report: Report) -> None:
         console.print(_pairs(report.moved[:MAX_PAIRS]))
         if len(report.moved) > MAX_PAIRS:
             console.print(f"and {len(report.moved) - MAX_PAIRS} more pairs, see --json")
-        console.print(f"moved: {sum(pair.nbytes for pair in report.moved):,} bytes")
+        moved, staged = (
+            sum(getattr(pair, name) for pair in report.moved) for name in ("nbytes", "staged")
+        )
+        console.print(f"moved: {moved:,} bytes, the sum of the table")
+        if job.staging:
+            console.print(f"staged: {staged:,} of these bytes went through a staging buffer")
     for line in _counts(job, report) if report.ranks else ():
         console.print(line)
     times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.stages.items())
     if times:
         console.print(f"time: {times}")
     if report.ok:
-        # More bytes are compared than moved: bytes that no request may change are compared too.
-        console.print("compared: bytes that must arrive, and bytes that must not change")
+        arriving = sum(rank.compared.arriving for rank in report.consumers)
+        kept = report.judged - arriving
+        console.print(
+            f"compared: {arriving:,} bytes that must arrive, {kept:,} that must not change"
+        )
         where = counted(len(report.consumers), "consumer rank")
         console.print(f"every byte right: {report.judged:,} bytes on {where}", style="bold green")
     for fault in report.faults[:MAX_LINES]:
@@ -293,5 +301,3 @@ def _counts(job: Job, report: Report) -> Iterator[str]:
     ):
         reports = f"{counted(ranks, 'rank')} x {counted(job.requests, 'request')}"
         yield f"finished {name}: {done} of {expected} ({reports})"
-    arrived = sum(rank.notified for rank in report.ranks)
-    yield f"notifications: {arrived} of {sum(rank.awaited for rank in report.ranks)}"

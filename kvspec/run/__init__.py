@@ -1,16 +1,17 @@
-"""Run a plan between real processes, with one NIXL agent for each rank of two engines.
+"""Run a plan between real processes, with one session for each rank of two engines.
 
 `run_transfer` starts the ranks, moves the cache of one engine to the other, and compares every byte
-of each consumer with the byte oracle. `run_recovery` moves many requests with sessions and kills
-ranks meanwhile. `kvspec transfer` prints their reports.
+of each consumer with the byte oracle. `run_launched` is one rank of such a run on several machines.
+`run_recovery` moves many requests and kills ranks meanwhile. `kvspec transfer` prints their
+reports.
 """
 
 from kvspec.run.job import Job
-from kvspec.run.launched import LAUNCHERS, GoneError, Place, run_launched
-from kvspec.run.launcher import check_job, run_transfer
+from kvspec.run.launched import LAUNCHERS, Place, run_launched
+from kvspec.run.local import check_job, run_transfer
 from kvspec.run.recovery import check_kills, run_recovery
 from kvspec.run.report import Compared, Failure, Figures, Moved, RankReport, Report
-from kvspec.run.worker import STAGES
+from kvspec.run.run_stages import STAGES, StageError
 
 __all__ = [
     "LAUNCHERS",
@@ -18,12 +19,12 @@ __all__ = [
     "Compared",
     "Failure",
     "Figures",
-    "GoneError",
     "Job",
     "Moved",
     "Place",
     "RankReport",
     "Report",
+    "StageError",
     "check_job",
     "check_kills",
     "run_launched",

@@ -27,10 +27,10 @@ Storage = dict[str, Bytes]
 Marks = dict[str, NDArray[np.bool_]]
 Key = tuple[str, str, str]
 RUBBISH = 0xEE
-"""What lies in blocks that no request has filled."""
+"""The byte in blocks that no request has filled."""
 MAX_LINES = 5
-"""Wrong bytes that a rank tells, of each request."""
-_POISON = 8  # added to a seed: producers' poison is neither the truth nor the consumers' poison
+"""Number of wrong bytes of each request that a rank describes."""
+_POISON = 8  # added to a seed, so that random bytes of producers differ from those of consumers
 
 
 @attrs.frozen
@@ -42,35 +42,53 @@ class Contents:
     rank: RankId
 
     def before(self, sizes: dict[str, int]) -> Storage:
-        """Return what the rank holds before the run, *sizes* being the bytes of each group.
+        """Return what the rank holds before the run. *sizes* has the bytes of each group.
 
-        A consumer holds bytes that are wrong wherever a request must write; a producer the true
-        bytes of each request, and poison in all other places.
+        A producer holds the true bytes of each request, and random bytes in all other places. A
+        consumer holds random bytes, and no true byte of a request, not even of cached tokens.
         """
         storage = {name: np.empty(size, np.uint8) for name, size in sizes.items()}
         first = self._request(0)
         first["seed"] += _POISON if self.side == "producer" else 0
         spoil(self.job.engine(self.side), self.rank, storage, **first)
-        return self.after(storage)[0] if self.side == "producer" else storage
+        if self.side == "producer":
+            return self.after(storage)[0]
+        # A random byte may be true by chance. Then it would not show that nothing was written.
+        true, _ = self.after(storage, cached=False)
+        return {name: np.where(flat == true[name], ~flat, flat) for name, flat in storage.items()}
 
-    def after(self, storage: Storage) -> tuple[Storage, Storage]:
-        """Return *storage* with every request's true bytes in it, and a mask of the free bytes."""
+    def after(self, storage: Storage, *, cached: bool = True) -> tuple[Storage, Storage]:
+        """Return *storage* with the true bytes of all requests, and a mask of the free bytes.
+
+        If *cached*, the consumer keeps the bytes of its cached tokens. Free bytes may have any
+        value.
+        """
         engine, free = self.job.engine(self.side), dict.fromkeys(storage, np.zeros(1, np.uint8))
         for number in range(self.job.requests):
-            storage, may = expected(engine, self.rank, storage, **self._request(number))
+            options = self._request(number)
+            if not cached:
+                options["request"] = attrs.evolve(options["request"], cached_tokens=0)
+            storage, may = expected(engine, self.rank, storage, **options)
             free = {name: flat | free[name] for name, flat in may.items()}
         return storage, free
 
     def judge(self, before: Storage, after: Storage) -> Compared:
-        """Compare every byte that a consumer rank holds *after* the run with what it must hold."""
+        """Compare every byte that a consumer rank holds after the run with what it must hold."""
         must, free = self.after(before)
-        wrong = {name: (after[name] != flat) & (free[name] == 0) for name, flat in must.items()}
-        count, loose = (
-            sum(int(np.count_nonzero(flat)) for flat in flats.values()) for flats in (wrong, free)
+        fixed = {name: flat == 0 for name, flat in free.items()}
+        wrong = {name: (after[name] != flat) & fixed[name] for name, flat in must.items()}
+        new = {name: (before[name] != flat) & fixed[name] for name, flat in must.items()}
+        judged, count, arriving = (
+            sum(int(np.count_nonzero(flat)) for flat in flats.values())
+            for flats in (fixed, wrong, new)
         )
-        judged = sum(flat.size for flat in must.values()) - loose
-        lines = tuple(self._lines(must, after, wrong)) if count else ()
-        return Compared(judged=judged, free=loose, wrong=count, lines=lines)
+        return Compared(
+            judged=judged,
+            arriving=arriving,
+            free=sum(flat.size for flat in must.values()) - judged,
+            wrong=count,
+            lines=tuple(self._lines(must, after, wrong)) if count else (),
+        )
 
     def tamper(self, after: Storage) -> None:
         """Change one byte of the last token, or of the state, of the first request."""
@@ -82,7 +100,7 @@ class Contents:
                 return
 
     def _request(self, number: int) -> dict[str, Any]:
-        """Return request *number* as the oracle takes it."""
+        """Return the arguments by which the oracle knows request *number*."""
         request = self.job.moves[number]
         tables = request.producer_blocks if self.side == "producer" else request.consumer_blocks
         blocks, seed = self.job.num_blocks(self.side), self.job.content_seed(number)
@@ -93,7 +111,7 @@ class Contents:
         return logical_views(self.job.engine(self.side), self.rank, storage, blocks)
 
     def _lines(self, must: Storage, after: Storage, wrong: Marks) -> Iterator[str]:
-        """Say what the first wrong bytes are: each request's own, then those of no request."""
+        """Describe the first wrong bytes: those of each request, then those of no request."""
         for number, request in enumerate(self.job.moves):
             own = {name: np.zeros_like(flat) for name, flat in must.items()}
             for (group, _, _), view in self._views(own).items():
@@ -106,7 +124,7 @@ class Contents:
     def _words(
         self, must: Storage, after: Storage, wrong: Marks, number: int, name: str
     ) -> Iterator[str]:
-        """Yield the oracle's words for the first *wrong* bytes, seen from request *number*."""
+        """Yield the oracle's description of the first *wrong* bytes, as bytes of one request."""
         seen = {group: flat.copy() for group, flat in must.items()}
         for group, flat in seen.items():
             first = np.flatnonzero(wrong[group])[:MAX_LINES]
@@ -125,12 +143,21 @@ def truth(
     *,
     producer: bool,
 ) -> Iterator[tuple[Key, NDArray[np.int64], Bytes, NDArray[np.bool_]]]:
-    """Yield each part's key, the *request*'s blocks, their true bytes, and which of them count.
+    """Yield the true bytes of one request in a cache. The cost does not depend on the cache.
 
-    Blocks are those that `logical_views` shows, of a cache of any size; what the consumer has
-    cached is `RUBBISH`. *tables*: that side's, without null blocks. Costs what the request holds,
-    not what the cache does.
+    Args:
+        engine: The engine of the rank.
+        rank: The rank.
+        tables: The block tables of this side, without null blocks.
+        request: The request.
+        seed: Seed of the contents.
+        producer: Whether the engine is the producer. If not, cached tokens are `RUBBISH`.
+
+    Yields:
+        For each part: its key in `logical_views`, the blocks of the request, their true bytes, and
+        which of these bytes count.
     """
+    # The oracle fills a small cache that contains only the blocks of the request.
     first = 0 if engine.null_block is None else engine.null_block + 1
     own = {
         name: attrs.evolve(table, block_ids=np.arange(first, first + len(table.block_ids)))
@@ -158,8 +185,5 @@ def truth(
 
 
 def in_memory(ids: NDArray[np.int64], kernel_blocks_per_block: int) -> NDArray[np.int64]:
-    """Return the blocks in memory of those that a table names.
-
-    Each cut in *kernel_blocks_per_block*.
-    """
+    """Return the kernel blocks of the blocks *ids*, in order."""
     return (ids[:, None] * kernel_blocks_per_block + np.arange(kernel_blocks_per_block)).reshape(-1)

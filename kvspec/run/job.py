@@ -27,6 +27,12 @@ Mode = Literal["pull", "push"]
 Side = Literal["producer", "consumer"]
 SIDES: tuple[Side, Side] = ("producer", "consumer")
 
+
+def other_side(side: Side) -> Side:
+    """Return the side that is not *side*."""
+    return "consumer" if side == "producer" else "producer"
+
+
 SPARE_BLOCKS = 3
 """Blocks of each pool that no request owns: nobody may write them."""
 MAX_TIMEOUT = 24 * 3600.0
@@ -34,7 +40,8 @@ MAX_TOKENS = 10**9
 MAX_STAGING = 1 << 16
 MAX_RANKS = 256
 """Processes of one run, each with an agent."""
-_SEED_STEP = 16  # apart from each other by more than the oracle's own uses of a seed
+_SEED_STEP = 16  # Seeds differ by more than what the oracle itself adds to a seed.
+_NONCE = "00" * 16
 
 
 @attrs.frozen(kw_only=True)
@@ -49,8 +56,8 @@ class Job:
         requests: Number of prompts.
         replica_policy: How replicas share the work.
         mode: "pull": consumers read. "push": producers write.
-        device: Place of the caches: "cpu", "cuda" (ranks share all GPUs in turn) or one GPU such as
-            "cuda:0".
+        device: Memory that holds the caches: "cpu", "cuda" (the ranks use all GPUs in turn) or one
+            GPU such as "cuda:0".
         seed: Seed of block tables and contents.
         timeout: Seconds for the whole run.
         tamper: Change one byte of the first consumer rank before the comparison.
@@ -135,20 +142,15 @@ class Job:
             for rank in self.engine(side).parallel.ranks:
                 yield side, rank
 
-    def notifies(self, side: Side, rank: RankId) -> tuple[RankId, ...]:
-        """Return the ranks of the other side that *rank* notifies of each request."""
-        if side == "consumer":
-            return self.plan.notifies(rank)
-        return self.plan.targets(rank) if self.mode == "push" else ()
+    def remote_id(self, request: int) -> str:
+        """Return the remote id of a request, the same on all ranks.
 
-    def notifiers(self, side: Side, rank: RankId) -> tuple[RankId, ...]:
-        """Return the ranks of the other side that notify *rank* of each request."""
-        if side == "producer":
-            return self.plan.notifiers(rank)
-        return self.plan.sources(rank) if self.mode == "push" else ()
+        It needs no random part: each of its sessions serves only one run.
+        """
+        return f"{self.moves[request].request_id}#{_NONCE}"
 
     def content_seed(self, request: int) -> int:
-        """Return a seed that gives each request other contents."""
+        """Return the seed of a request. Each request has other contents."""
         return (self.seed * self.requests + request) * _SEED_STEP
 
     def num_blocks(self, side: Side) -> dict[str, int]:

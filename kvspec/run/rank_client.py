@@ -1,6 +1,7 @@
-"""The parent's side of an engine whose ranks are processes: send calls to them, stop and kill them.
+"""The parent's side: start ranks as processes, send commands to them, stop and kill them.
 
-Invariant: a rank that is dead or gives no answer is named. No wait is longer than `SILENT`.
+Invariant: no rank outlives its parent or its `Ranks`. A rank that dies is named with its last
+words. No wait is longer than `SILENT`.
 """
 
 from __future__ import annotations
@@ -10,87 +11,122 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, Self
 
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
-from kvspec.run.rank_server import Launch, Left, Stand
+from kvspec.run.rank_server import ENDING, Launch, RankServer
+from kvspec.run.soak_rank import LoadOutcome, RankStats, SoakRank
 
-SILENT = 120.0
-"""Seconds in which a rank has to answer."""
+SILENT = 120.0  # seconds in which a rank has to answer
+DYING = 5.0  # seconds that a process may take to end after it has closed its pipe
+LOG_TAIL = 3  # lines of a dead rank's output that an error contains
 BODY = "from kvspec.run.rank_server import main; main()"
 
 
 class RankClient:
-    """One process with one rank's session. *tls*: its ``UCX_TLS``, if not the environment's."""
+    """The process of one rank, and the parent's end of its pipe.
 
-    def __init__(self, engine: EngineSpec, rank: RankId, start: Launch, tls: str = "") -> None:
-        self.name = f"{start.name} {rank}"
+    Args:
+        name: Name of the rank, in errors and in the list of processes.
+        server_type: The class that the process creates and serves.
+        arguments: The arguments of this class.
+        tls: `UCX_TLS` of the process. By default, that of the environment.
+        log: File for what its libraries print. They print to standard error if the environment
+            has a log level for UCX or NIXL. By default, nothing is kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        server_type: type[RankServer],
+        arguments: tuple[object, ...],
+        *,
+        tls: str = "",
+        log: Path | None = None,
+    ) -> None:
+        self.name, self.log = name, log
         self.pipe, child_end = Pipe()
         path = os.pathsep.join(filter(None, sys.path))
-        with child_end:
+        loud = {"UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"} & set(os.environ)
+        with child_end, Path(log or os.devnull).open("ab") as file:
+            target = sys.stderr.fileno() if loud and log else file.fileno()
             self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
-                [sys.executable, "-P", "-c", BODY, str(child_end.fileno())],
+                [sys.executable, "-P", "-c", BODY, str(child_end.fileno()), name],
                 pass_fds=[child_end.fileno()],
                 env={**os.environ, "PYTHONPATH": path} | ({"UCX_TLS": tls} if tls else {}),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=target,
+                stderr=target,
             )
-        self.pipe.send((engine, rank, start))
+        self.pipe.send((server_type, arguments))
 
-    def ask(self, command: str, *arguments: Any, **more: Any) -> Any:  # noqa: ANN401
-        """Return its answer to one of `COMMANDS`; raise what it refused."""
-        self.tell(command, *arguments, **more)
+    def ask(self, command: str, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Send a command and return the answer. Raise the error by which it was refused."""
+        self.tell(command, *arguments, **options)
         return self.answer()
 
-    def tell(self, command: str, *arguments: Any, **more: Any) -> None:  # noqa: ANN401
-        """Give it a command that is answered later."""
-        self.pipe.send((command, arguments, more))
+    def tell(self, command: str, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
+        """Send a command, which is a method of the rank's class. `answer` returns its answer."""
+        self.pipe.send((command, arguments, options))
 
     def answer(self) -> Any:  # noqa: ANN401
-        """Return its next answer; raise `TimeoutError` or `ConnectionError` if none comes."""
+        """Return the next answer.
+
+        Raises:
+            KVSpecError: If the rank refused the command.
+            ConnectionAbortedError: If the rank failed.
+            ConnectionResetError: If its process died.
+            TimeoutError: If it did not answer in time.
+        """
         if not wait([self.pipe], SILENT):
             raise TimeoutError(f"{self.name} did not answer within {SILENT:g} s")
         try:
             answer = self.pipe.recv()
         except (EOFError, ConnectionError):
-            raise ConnectionResetError(f"{self.name}: its process died by itself") from None
+            raise ConnectionResetError(f"{self.name}: {self.death()}") from None
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def stop(self) -> None:
-        """Stop it, and wait until its last thread stands."""
+        """Stop the process, and wait until its last thread has stopped."""
         os.kill(self.process.pid, signal.SIGSTOP)
         os.waitpid(self.process.pid, os.WUNTRACED)
 
     def go_on(self) -> None:
-        """Let it go on."""
+        """Continue a stopped process."""
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill the process and wait until it is gone."""
         self.process.kill()
         self.process.wait()
         self.pipe.close()
 
-
-class EngineClient:
-    """All ranks of one start of an engine, each a process."""
-
-    def __init__(self, engine: EngineSpec, start: Launch, tls: str = "") -> None:
-        self.ranks: list[RankClient] = []
+    def death(self) -> str:
+        """Describe how the process ended, with the last lines that it printed."""
         try:
-            for rank in engine.parallel.ranks:
-                self.ranks.append(RankClient(engine, rank, start, tls))
-        except BaseException:
-            self.kill()
-            raise
+            code = self.process.wait(DYING)
+        except subprocess.TimeoutExpired:
+            return "its process closed its pipe"
+        signals = {-number.value: number.name for number in signal.Signals}
+        text = self.log.read_text(errors="replace") if self.log else ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()][-LOG_TAIL:]
+        words = f"; its last words: {' | '.join(lines)}" if lines else ""
+        return f"its process died ({signals.get(code, f'exit status {code}')}){words}"
+
+
+class Ranks:
+    """Processes of ranks. All are killed when the `with` block ends."""
+
+    def __init__(self) -> None:
+        self.ranks: list[RankClient] = []
 
     def __enter__(self) -> Self:
         return self
@@ -98,50 +134,97 @@ class EngineClient:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def ask(self, command: str, *arguments: Any, **more: Any) -> list[Any]:  # noqa: ANN401
-        """Ask every rank at once."""
+    def add(
+        self,
+        name: str,
+        server_type: type[RankServer],
+        arguments: tuple[object, ...],
+        *,
+        tls: str = "",
+        log: Path | None = None,
+    ) -> None:
+        """Start one more rank. If that fails, kill all."""
+        try:
+            with _uninterrupted():
+                self.ranks.append(RankClient(name, server_type, arguments, tls=tls, log=log))
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """Kill every rank."""
         for rank in self.ranks:
-            rank.tell(command, *arguments, **more)
+            rank.process.kill()  # all of them first, because each takes a while to end
+        for rank in self.ranks:
+            rank.kill()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Block signals while a process starts, so that an interrupt loses no process.
+
+    The process inherits the blocked signals. It unblocks all but SIGINT: Ctrl-C reaches the whole
+    process group, and only the parent handles it.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+class EngineClient(Ranks):
+    """All ranks of one start of an engine, each a process with a `SoakRank`."""
+
+    def __init__(self, engine: EngineSpec, launch: Launch, tls: str = "") -> None:
+        super().__init__()
+        for rank in engine.parallel.ranks:
+            self.add(f"{launch.name} {rank}", SoakRank, (engine, rank, launch), tls=tls)
+
+    def ask(self, command: str, *arguments: Any, **options: Any) -> list[Any]:  # noqa: ANN401
+        """Send a command to all ranks at once, and return their answers."""
+        for rank in self.ranks:
+            rank.tell(command, *arguments, **options)
         return [rank.answer() for rank in self.ranks]
 
     def connect(self, other: EngineClient, role: Role = "producer") -> None:
-        """Meet a producer, or whoever has another *role*."""
+        """Connect another engine, which has this *role*."""
         self.ask("connect", other.ask("introduce"), role=role)
 
-    def ended(self, name: str) -> list[Stand]:
-        """Wait until every rank's load is over; return how each stands."""
-        over: dict[int, Stand] = {}
+    def ended(self, name: str) -> list[LoadOutcome]:
+        """Wait until every rank's load is over, and return their outcomes."""
+        outcomes: dict[RankClient, LoadOutcome] = {}
 
         def all_over() -> bool:
-            for number, rank in enumerate(self.ranks):
-                if number not in over:
-                    stand: Stand = rank.ask("state", name)
-                    if stand.state != "moving":
-                        over[number] = stand
-            return len(over) == len(self.ranks)
+            for rank in self.ranks:
+                if rank not in outcomes:
+                    outcome: LoadOutcome = rank.ask("state", name)
+                    if outcome.state != "moving":
+                        outcomes[rank] = outcome
+            return len(outcomes) == len(self.ranks)
 
         until(all_over)
-        return [over[number] for number in sorted(over)]
+        return [outcomes[rank] for rank in self.ranks]
 
     def settled(self, *names: str, seconds: float = 20.0) -> list[set[str]]:
-        """Wait until every rank freed the requests of *names*; return how, name by name."""
-        how: dict[str, list[str]] = {name: [] for name in names}
+        """Wait until every rank has freed the requests. Return the outcomes of each request."""
+        outcomes: dict[str, list[str]] = {name: [] for name in names}
 
         def freed() -> bool:
             for done, expired in self.ask("settled"):
                 for outcome, settled in (("done", done), ("expired", expired)):
                     for name in settled:
-                        how[name].append(outcome)
-            return all(len(outcomes) == len(self.ranks) for outcomes in how.values())
+                        outcomes[name].append(outcome)
+            return all(len(found) == len(self.ranks) for found in outcomes.values())
 
         until(freed, seconds)
-        return [set(outcomes) for outcomes in how.values()]
+        return [set(found) for found in outcomes.values()]
 
     def quiet(self) -> None:
-        """Wait until nothing is said, held, moving or leaving on any rank."""
+        """Wait until no rank sends, holds, moves or disconnects anything."""
 
         def nothing() -> bool:
-            left: list[Left] = self.ask("left")
+            left: list[RankStats] = self.ask("left")
             return not any(
                 one.session.loads + one.session.steps + one.session.held + one.session.leaving
                 + one.nixl.transfers + one.nixl.handles
@@ -150,14 +233,9 @@ class EngineClient:
 
         until(nothing)
 
-    def kill(self) -> None:
-        """Kill every rank."""
-        for rank in self.ranks:
-            rank.kill()
-
 
 def until(true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait until something is true; raise `TimeoutError` if it does not become so."""
+    """Wait until *true* returns a true value. Raise `TimeoutError` if it does not in time."""
     end = time.monotonic() + seconds
     while not true():
         if time.monotonic() >= end:

@@ -1,49 +1,56 @@
-"""The process of one rank with a session. It executes the calls that its parent sends over a pipe.
+"""The process of one rank. It opens a session and executes the commands that its parent sends.
 
-Invariant: blocks that the ledger frees are overwritten at once, as an engine does for the next
-request. A load that is done is compared at once. Only the parent's pipe is read as pickles.
+Invariant: a process ends with its parent. Only the parent's pipe is read as pickles: what comes
+from other ranks is read by their sessions.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import signal
 import sys
-import threading
-from collections.abc import Mapping
+import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
-from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError
 from kvspec.memory.allocation import allocate
-from kvspec.nixl import NixlRank
-from kvspec.nixl.rank import NixlStats
+from kvspec.nixl import NixlRank, Staging
 from kvspec.ownership.parallel import RankId
-from kvspec.ownership.replicas import ReplicaPolicy, Role
-from kvspec.run.contents import RUBBISH, in_memory, truth
-from kvspec.run.worker import prepare, words_of
-from kvspec.session import Load, Session, TcpChannel
-from kvspec.session.load import LoadState
-from kvspec.session.stats import SessionStats
-from kvspec.testing import logical_views
+from kvspec.ownership.replicas import ReplicaPolicy
+from kvspec.session import Session, TcpChannel
+
+# Signals that end a process. Its parent has blocked them while it started the process.
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+# Option of prctl: the signal that a process receives when its parent dies.
+_PR_SET_PDEATHSIG = 1
 
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """One start of an engine, as each of its ranks gets it.
+    """One start of an engine. All of its ranks receive the same values.
 
-    *blocks*: of every group, or of each by name. *polled*: this side starts the transfers. *lease*,
-    *heartbeat*, *patience*: of its sessions, in seconds. *nixl*: the agent's name, if it needs one.
-    *one_in*: of so many messages one is lost, and one doubled. *secret*: None as the environment
-    has it.
+    Attributes:
+        name: Name of the engine.
+        epoch: Number of this start.
+        blocks: Number of blocks, for every group or by group.
+        polled: Whether the ranks start the transfers.
+        replica_policy: How replicas share the work.
+        lease: Seconds, as in `Session`.
+        heartbeat: Seconds, as in `Session`.
+        patience: Seconds, as in `Session`.
+        nixl: Name of the NIXL agent. By default, each agent gets a new name.
+        one_in: One of so many messages is lost, and one is sent twice. 0: none.
+        secret: Secret of the NIXL agent. None: that of the environment.
+        device: Memory that holds the cache.
+        staging: Bytes of the staging buffer. 0: no buffer. All data that can be staged is staged.
+        host: Address that the session's channel listens on.
     """
 
     name: str
@@ -56,197 +63,114 @@ class Launch:
     patience: float = 60.0
     nixl: str | None = None
     one_in: int = 0
-    secret: str | None = None
+    secret: str | bytes | None = None
+    device: str = "cpu"
+    staging: int = 0
+    host: str = "127.0.0.1"
 
 
-class Stand(NamedTuple):
-    """How a load stands; of one that is done, how many bytes are *wrong*."""
+class LossyChannel(TcpChannel):
+    """A channel that loses one of *one_in* messages, and sends one of them twice."""
 
-    state: LoadState
-    error: str
-    undefined_blocks: dict[str, tuple[int, ...]]
-    wrong: int
-
-
-class Left(NamedTuple):
-    """What is left over in a process."""
-
-    session: SessionStats
-    nixl: NixlStats
-    threads: int
-
-
-class Lossy(TcpChannel):
-    """A channel that loses one in so many messages, and sends as many twice."""
-
-    def __init__(self, one_in: int) -> None:
-        super().__init__()
+    def __init__(self, host: str, one_in: int) -> None:
+        super().__init__(host)
         self.one_in = one_in
 
     def send(self, route: str, data: bytes) -> None:
-        """Send *data*, perhaps."""
+        """Send *data* once, twice or not at all."""
         chance = random.randrange(self.one_in) if self.one_in else -1  # noqa: S311 - no secret
         for _ in range({0: 0, 1: 2}.get(chance, 1)):
             super().send(route, data)
 
 
 class RankServer:
-    """One rank: its session, its memory, and the requests that it holds or loads."""
+    """One rank: its memory, its NIXL agent, and its session, which a thread polls.
 
-    def __init__(self, engine: EngineSpec, rank: RankId, start: Launch) -> None:
+    The public methods of a subclass are the commands that a parent may send.
+    """
+
+    agent_type: type[NixlRank] = NixlRank
+
+    def __init__(self, engine: EngineSpec, rank: RankId, launch: Launch) -> None:
+        quiet_ucx(launch.device, loopback=launch.host == "127.0.0.1")
         self.engine, self.rank = engine, rank
-        cache, storage = allocate(engine, rank, start.blocks)
-        views = logical_views(engine, rank, storage, start.blocks)
-        blocks = {
-            group.name: start.blocks if isinstance(start.blocks, int) else start.blocks[group.name]
-            for group in engine.groups
-        }
-        self.views = {key: (view, len(view) // blocks[key[0]]) for key, view in views.items()}
-        for flat in storage.values():
-            flat[:] = RUBBISH
-        prefix = "" if start.nixl else f"{start.name}-{rank}-"
-        self.nixl = NixlRank(start.nixl, prefix=prefix, secret=start.secret, polled=start.polled)
+        cache, self.storage = allocate(engine, rank, launch.blocks, launch.device)
+        self.nixl = self.agent_type(
+            launch.nixl,
+            prefix="" if launch.nixl else f"{launch.name}-{rank}-",
+            secret=launch.secret,
+            polled=launch.polled,
+            staging=Staging(buffer=launch.staging, always=True) if launch.staging else None,
+        )
         self.session = Session(
             self.nixl,
             cache,
-            engine_id=start.name,
-            epoch=start.epoch,
-            replica_policy=start.replica_policy,
-            owner=storage,
-            channel=Lossy(start.one_in),
+            engine_id=launch.name,
+            epoch=launch.epoch,
+            replica_policy=launch.replica_policy,
+            owner=self.storage,
+            channel=LossyChannel(launch.host, launch.one_in),
             background=True,
-            lease=start.lease,
-            heartbeat=start.heartbeat,
-            patience=start.patience,
+            lease=launch.lease,
+            heartbeat=launch.heartbeat,
+            patience=launch.patience,
         )
-        self.held: dict[str, TransferRequest] = {}
-        self.loads: dict[str, tuple[Load, int]] = {}
 
     def introduce(self) -> bytes:
-        """Return what others meet this rank by."""
+        """Return the introduction of this rank."""
         return self.session.introduction
 
-    def connect(self, introductions: list[bytes], role: Role = "producer") -> None:
-        """Meet an engine."""
-        self.session.connect(introductions, role=role)
-
-    def hold(
-        self, remote_id: str, request: TransferRequest, seed: int, lease: float | None = None
-    ) -> None:
-        """Compute a request, and hold it."""
-        given = self.engine, self.rank, request.producer_blocks, request, seed
-        for key, ids, right, _ in truth(*given, producer=True):
-            self.views[key][0][ids] = right
-        self.session.hold(remote_id, lease=lease, blocks=request.producer_blocks)
-        self.held[remote_id.rpartition("#")[0]] = request
-
-    def abort(self, remote_id: str) -> None:
-        """Abort a request."""
-        self.session.abort(remote_id)
-
-    def settled(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return what is free, as done and as expired, and put rubbish there."""
-        settled = self.session.settled()
-        for name in (*settled.done, *settled.expired):
-            self._spoil(self.held.pop(name).producer_blocks)
-        return settled.done, settled.expired
-
-    def load(
-        self,
-        request: TransferRequest,
-        remote_id: str,
-        seed: int,
-        timeout: float,
-        *,
-        pushed: bool = False,
-        digest: bool = False,
-    ) -> None:
-        """Start to load a request."""
-        self._spoil(request.consumer_blocks)
-        load = self.session.load(
-            request, remote_id=remote_id, timeout=timeout, pushed=pushed, digest=digest
-        )
-        self.loads[request.request_id] = load, seed
-
-    def push(self, request: TransferRequest, remote_id: str, timeout: float, epoch: int) -> None:
-        """Start to push a request."""
-        self.session.push(request, remote_id=remote_id, timeout=timeout, epoch=epoch)
-
-    def cancel(self, name: str) -> None:
-        """Cancel a load."""
-        if name in self.loads:
-            self.loads[name][0].cancel()
-
-    def state(self, name: str) -> Stand:
-        """Return how a load stands; forget one that is over."""
-        load, seed = self.loads[name]
-        wrong = 0
-        if load.poll() == "done":
-            given = self.engine, self.rank, load.request.consumer_blocks, load.request, seed
-            for key, ids, right, counts in truth(*given, producer=False):
-                wrong += int(np.count_nonzero((self.views[key][0][ids] != right) & counts))
-        if load.state != "moving":
-            del self.loads[name]
-        return Stand(load.state, str(load.error or ""), load.undefined_blocks, wrong)
-
-    def shut(self) -> None:
-        """Close the rank, and with it what it registered; the session goes on."""
-        self.nixl.close(drain=0.0)
-
-    def close(self, drain: float) -> None:
-        """Close the session and the rank."""
+    def close(self, drain: float = 1.0) -> None:
+        """Close the session, then the NIXL agent."""
         self.session.close(drain=drain)
         self.nixl.close(drain=drain)
 
-    def left(self) -> Left:
-        """Return what is left over."""
-        return Left(self.session.stats(), self.nixl.stats(), threading.active_count())
 
-    def _spoil(self, tables: Mapping[str, BlockTable]) -> None:
-        """Put rubbish into all of a request's blocks."""
-        for key, (view, kernel_blocks_per_block) in self.views.items():
-            ids: npt.NDArray[np.int64] = tables[key[0]].block_ids
-            view[in_memory(ids, kernel_blocks_per_block)] = RUBBISH
+def request_of(remote_id: str) -> str:
+    """Return the request id in *remote_id*. A request id alone is returned as it is."""
+    # `Settled` names a request by its request id, or by its remote id in later versions.
+    return remote_id.rpartition("#")[0] or remote_id
 
 
-COMMANDS = {
-    command.__name__: command
-    for command in (
-        RankServer.introduce,
-        RankServer.connect,
-        RankServer.hold,
-        RankServer.abort,
-        RankServer.settled,
-        RankServer.load,
-        RankServer.push,
-        RankServer.cancel,
-        RankServer.state,
-        RankServer.shut,
-        RankServer.close,
-        RankServer.left,
-    )
-}
-"""What a parent may say, by name."""
+def quiet_ucx(device: str, *, loopback: bool) -> None:
+    """Silence UCX. Keep ranks that are on one machine off the network. The user's settings win."""
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    if device == "cpu" and loopback:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+
+def words_of(error: Exception) -> str:
+    """Return the line of a report that describes *error*."""
+    if isinstance(error, KVSpecError):
+        return str(error)
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} at {frame.filename}:{frame.lineno}"
 
 
 def main() -> None:
-    """Serve the parent whose pipe's number the command line has, until one of both is gone."""
-    prepare("cpu", Path(os.devnull))
+    """Serve the parent until it is gone. The command line has the number of its pipe.
+
+    The parent first sends a subclass of `RankServer` and its arguments, then commands.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     parent = Connection(int(sys.argv[1]))
+    # Without a parent there is nobody to answer. After another error the rank is of no more use.
     with suppress(EOFError, BrokenPipeError):
         try:
-            server = RankServer(*parent.recv())
+            server_type, arguments = parent.recv()
+            server = server_type(*arguments)
             while True:
                 parent.send(_answer(server, *parent.recv()))
         except (EOFError, BrokenPipeError):
             raise
-        except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
+        except Exception as error:  # noqa: BLE001 - the parent reports any error
             parent.send(ConnectionAbortedError(words_of(error)))
 
 
-def _answer(server: RankServer, command: str, arguments: Any, more: Any) -> Any:  # noqa: ANN401
-    """Return what comes of a command, or the error that refuses it."""
+def _answer(server: RankServer, command: str, arguments: Any, options: Any) -> Any:  # noqa: ANN401
+    """Return the result of a command, or the error by which it was refused."""
     try:
-        return COMMANDS[command](server, *arguments, **more)
+        return getattr(server, command)(*arguments, **options)
     except KVSpecError as error:
         return error

@@ -14,8 +14,8 @@ from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.memory.allocation import plan_memory
 from kvspec.run.job import SIDES, Job
-from kvspec.run.launcher import exits
 from kvspec.run.limits import check_memory
+from kvspec.run.local import exits
 from kvspec.run.report import Figures
 from kvspec.run.soak import KILLS, Soak, pools_of
 

@@ -1,4 +1,4 @@
-"""The results of a run: moved bytes, counted notifications, compared bytes, and failed ranks.
+"""The results of a run: moved bytes, finished requests, compared bytes and failed ranks.
 
 Invariant: a run is right only if every rank has finished, every compared byte is right, and every
 count is that of the plan. Missing results are wrong.
@@ -15,16 +15,26 @@ from kvspec.errors import counted
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import SIDES, Job, Side
 
-DIED = "its process died"
-
 
 @attrs.frozen(kw_only=True)
 class Moved:
-    """The bytes between two ranks. *runs* is the number of descriptors after merging *ids*."""
+    """The bytes between two ranks.
+
+    Attributes:
+        producer: Rank of the producer.
+        consumer: Rank of the consumer.
+        nbytes: Bytes of all requests.
+        staged: Those of them that moved through a staging buffer.
+        ids: Pairs of ids.
+        runs: Descriptors after merging.
+        seconds: Seconds from the start of a request until the last byte of this pair, for all
+            requests together. Pairs with the same rank share this time.
+    """
 
     producer: RankId
     consumer: RankId
     nbytes: int = 0
+    staged: int = 0
     ids: int = 0
     runs: int = 0
     seconds: float = 0.0
@@ -36,12 +46,14 @@ class Compared:
 
     Attributes:
         judged: Number of compared bytes.
+        arriving: Those of them that the transfer must change. It must not change the others.
         free: Number of bytes that may have any value.
         wrong: Number of wrong bytes.
         lines: The first wrong bytes, one line each.
     """
 
     judged: int
+    arriving: int = 0
     free: int = 0
     wrong: int = 0
     lines: tuple[str, ...] = ()
@@ -54,11 +66,10 @@ class RankReport:
     Attributes:
         side: Side of the rank.
         rank: The rank.
-        moved: Bytes between this rank and others.
-        awaited: Number of expected notifications.
-        notified: Number of expected notifications that arrived.
-        foreign: Unexpected notifications: request and sender.
-        finished: Number of requests with all notifications.
+        moved: Bytes between this rank and others, if it starts the transfers.
+        finished: Number of finished requests: loaded by a consumer, or freed by a producer after
+            all its readers were done.
+        expired: Ids of requests that a producer freed before its readers were done.
         compared: The comparison of the cache.
         torch: Whether the process imported torch.
     """
@@ -66,22 +77,21 @@ class RankReport:
     side: Side
     rank: RankId
     moved: tuple[Moved, ...]
-    awaited: int
-    notified: int
-    foreign: tuple[str, ...]
     finished: int
+    expired: tuple[str, ...] = ()
     compared: Compared
     torch: bool
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Failure:
-    """A rank that failed, the *stage* of the failure, and its reason."""
+    """A rank that failed, the *stage* of the failure, and its reason. *died*: its process ended."""
 
     side: Side
     rank: RankId
     stage: str
     why: str
+    died: bool = False
 
     def __str__(self) -> str:
         return f"{self.side} {self.rank} failed in stage {self.stage}: {self.why}"
@@ -95,8 +105,8 @@ class Report:
         ranks: Results of the ranks that finished.
         failures: Ranks that failed.
         stages: Seconds of each stage, in order.
-        sending: Finished and expected numbers of (rank, request) pairs of the active side.
-        receiving: The same numbers of the other side.
+        sending: Finished and expected numbers of (producer rank, request) pairs.
+        receiving: Finished and expected numbers of (consumer rank, request) pairs.
     """
 
     ranks: tuple[RankReport, ...]
@@ -106,15 +116,18 @@ class Report:
     receiving: tuple[int, int]
 
     @staticmethod
-    def of(job: Job, answers: Iterable[object], seconds: dict[str, float]) -> Report:
-        """Return the report of *job*. Each of *answers* is a `RankReport` or a `Failure`."""
-        told = tuple(answers)
-        ranks = tuple(each for each in told if isinstance(each, RankReport))
-        failures = (each for each in told if isinstance(each, Failure))
+    def of(
+        job: Job,
+        ranks: Iterable[RankReport],
+        failures: Iterable[Failure],
+        seconds: dict[str, float],
+    ) -> Report:
+        """Return the report of *job*. A rank that died is the first of the failures."""
+        ranks = tuple(ranks)
         done = {side: sum(e.finished for e in ranks if e.side == side) for side in SIDES}
         return Report(
             ranks=ranks,
-            failures=tuple(sorted(failures, key=lambda each: DIED not in each.why)),
+            failures=tuple(sorted(failures, key=lambda each: not each.died)),
             stages=seconds,
             sending=(done["producer"], job.plan.finished_sending_count * job.requests),
             receiving=(done["consumer"], job.plan.finished_recving_count * job.requests),
@@ -160,11 +173,9 @@ class Report:
             if done != wanted:
                 yield f"finished {name} {done} times, not {wanted}"
         for rank in self.ranks:
-            who = f"{rank.side} {rank.rank}"
-            if rank.notified != rank.awaited:
-                yield f"{who} got {rank.notified} notifications of {rank.awaited}"
-            if rank.foreign:
-                yield f"{who} got notifications it must not: {', '.join(rank.foreign)}"
+            if rank.expired:
+                early = ", ".join(rank.expired)
+                yield f"{rank.side} {rank.rank} freed {early} before all readers were done"
 
     @property
     def ok(self) -> bool:

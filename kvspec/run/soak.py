@@ -17,8 +17,9 @@ from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import KVSpecError
 from kvspec.run.job import SIDES, SPARE_BLOCKS, Job, Side
 from kvspec.run.rank_client import EngineClient, RankClient
-from kvspec.run.rank_server import Launch, Left, Stand
+from kvspec.run.rank_server import Launch
 from kvspec.run.report import Figures
+from kvspec.run.soak_rank import LoadOutcome, RankStats
 from kvspec.session import new_remote_id
 
 KILLS = ("kill producer", "kill consumer")
@@ -192,7 +193,7 @@ class Soak:
             if not flying.holders and not flying.loaders:
                 self.take(self.flying.pop(name).request, back=True)
 
-    def judge(self, flying: Flying, place: int, stand: Stand) -> None:
+    def judge(self, flying: Flying, place: int, stand: LoadOutcome) -> None:
         """Count a load that is over."""
         if stand.state != "moving":
             flying.loaders.discard(place)
@@ -261,7 +262,9 @@ class Soak:
                 engine.quiet()
             except TimeoutError:
                 self.figures.leaked += 1
-        left: list[Left] = [one for engine in self.engines.values() for one in engine.ask("left")]
+        left: list[RankStats] = [
+            one for engine in self.engines.values() for one in engine.ask("left")
+        ]
         for one in left:
             held, threads = one.session.held + one.nixl.transfers, one.threads > THREADS
             self.figures.leaked += held + threads

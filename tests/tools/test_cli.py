@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +29,6 @@ from kvspec.errors import nbytes
 from kvspec.run import Compared, Failure, Job, Moved, RankReport, Report
 from kvspec.run.contents import MAX_LINES, Contents, Storage
 from kvspec.run.limits import check_memory
-from kvspec.run.notices import Notices
 from kvspec.testing import logical_views
 
 pytest.importorskip("typer", reason="needs the cli extra")
@@ -297,6 +296,8 @@ def test_contents_accept_the_right_bytes_only() -> None:
     judged = Contents(job, "consumer", RankId()).judge(before, right)
     total = sum(map(len, right.values()))
     assert (0, (), total) == (judged.wrong, judged.lines, judged.judged + judged.free)
+    # Consumer tp0 receives half of the live bytes of two requests.
+    assert job.request_bytes == judged.arriving
     # Each request has rows 12 and 13 before the window and row 19 after the prompt: 1 head, k, v.
     assert 2 * 3 * 2 * 8 == judged.free
     assert Contents(job, "consumer", RankId()).judge(before, before).wrong > 0
@@ -336,50 +337,9 @@ def test_contents_report_many_wrong_bytes_in_few_lines() -> None:
     assert len(judged.lines) <= 3 * MAX_LINES
 
 
-class Inbox:
-    """An agent whose notifications the test sets."""
-
-    def __init__(self, *notifications: tuple[str, bytes]) -> None:
-        self.waiting = list(notifications)
-
-    def notifications(self) -> list[tuple[str, bytes]]:
-        """Return and remove all notifications."""
-        waiting, self.waiting = self.waiting, []
-        return waiting
-
-
-def collected(notices: Notices, *notifications: tuple[str, bytes]) -> list[str]:
-    """Deliver *notifications* and return the requests that finished, without waiting."""
-    finished: list[str] = []
-    notices.collect(cast("Any", Inbox(*notifications)), 0.0, finished.append)
-    return finished
-
-
-def test_request_finishes_after_one_notification_of_each_sender() -> None:
-    """tp1 is not tp11, a repetition does not count, and a foreign sender finishes nothing."""
-    notices = Notices("ab", ["consumer-tp1-", "consumer-tp11-"])
-    assert 4 == notices.awaited
-    assert [] == collected(notices, ("consumer-tp1-host", b"a"), ("consumer-tp1-host", b"a"))
-    (foreign,) = notices.foreign
-    assert "consumer-tp1-host" in foreign
-    assert ["a"] == collected(notices, ("consumer-tp11-host", b"a"))
-    assert [] == collected(notices, ("producer-tp1-host", b"b"), ("consumer-tp1-host", b"c"))
-    assert (2, 3, ["a"]) == (notices.notified, len(notices.foreign), notices.finished)
-
-
-def test_request_without_senders_finishes_at_once() -> None:
-    """A consumer that reads needs no notification."""
-    assert ["a"] == collected(Notices("a", ()))
-
-
 def report(**more: Any) -> Report:
     """Return the report of one consumer rank. *more* replaces fields of the right report."""
-    of_rank: dict[str, Any] = {
-        "awaited": 2,
-        "notified": 2,
-        "foreign": (),
-        "compared": Compared(judged=9),
-    }
+    of_rank: dict[str, Any] = {"expired": (), "compared": Compared(judged=9)}
     rank = RankReport(
         side="consumer",
         rank=RankId(tp=3),
@@ -396,8 +356,7 @@ def report(**more: Any) -> Report:
 @pytest.mark.parametrize(
     ("more", "facts"),
     [
-        ({"notified": 1}, ["consumer tp3", "1", "2"]),
-        ({"foreign": ("'x' from 'y'",)}, ["consumer tp3", "'x' from 'y'"]),
+        ({"expired": ("request-1",)}, ["consumer tp3", "request-1"]),
         ({"compared": Compared(judged=9, wrong=2)}, ["2", "consumer tp3"]),
         ({"sending": (0, 1)}, ["sending", "0", "1"]),
         ({"receiving": (2, 1)}, ["receiving", "2", "1"]),
