@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
-from kvspec.nixl.in_flight import NixlStats
+from kvspec.nixl.rank import NixlStats
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.run.contents import RUBBISH, in_memory, truth

@@ -20,7 +20,7 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.session.extents import extents_of, sums_of
-from kvspec.session.remote import RemoteEngine
+from kvspec.session.remotes import RemoteEngine
 from kvspec.session.summing import Work
 from kvspec.wire.messages import (
     Checksum,

@@ -1,57 +1,99 @@
-"""Move a session on in a thread, and provide the lock that all its threads share.
+"""Move a session on in a thread, and provide the lock and the clock that all its threads share.
 
 Invariant: the thread does not hold the lock while it rests. It rests for a shorter time while bytes
 move. A forked child inherits the sockets and a possibly locked lock. In a child the session does
 nothing: it sends and receives no message, closes no socket of the parent, and waits for no thread.
+
+How it works:
+    The thread calls `poll`, then rests in the `wait` of the channel. Four things end the rest:
+
+    ====================  =====================================================================
+    event                 how the thread learns of it
+    ====================  =====================================================================
+    a message             `wait` of the channel returns
+    a timer of a ledger   the session returns the seconds until then, at most `IDLE`
+    bytes move            NIXL has no event for it, so the rest lasts only `BUSY` seconds
+    another thread calls  `wake`, for example after `load`. A channel without `wake` polls each
+                          `UNWOKEN` seconds instead
+    ====================  =====================================================================
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from kvspec.errors import TransferError, TransferState
+from kvspec.session.channel import Channel
 
-BUSY, IDLE = 5e-4, 1e-2  # seconds that it rests while bytes move, and else
+BUSY = 5e-4
+"""Seconds between two polls while bytes move."""
+IDLE = 1.0
+"""Seconds between two polls while nothing happens."""
+UNWOKEN = 0.02
+"""The same for a channel without `wake`."""
+
+_BOOT = getattr(time, "CLOCK_BOOTTIME", None)
+
+
+def since_boot() -> float:
+    """Return seconds that never go back, and that count while the machine is suspended.
+
+    `time.monotonic` stands still during a suspend on Linux. It is used only where the system has no
+    `CLOCK_BOOTTIME`. A paused virtual machine may stop both clocks, so neither may decide that
+    bytes are valid.
+    """
+    return time.monotonic() if _BOOT is None else time.clock_gettime(_BOOT)
 
 
 class Background:
-    """Calls *step* until it is stopped; *wait* rests, at most so many seconds."""
+    """A thread that polls a session until it is stopped.
+
+    Args:
+        step: The poll.
+        rest: Returns how many seconds the next poll may be away.
+        channel: Its `wait` is where the thread rests.
+    """
 
     def __init__(
-        self, step: Callable[[], None], moving: Callable[[], bool], wait: Callable[[float], None]
+        self, step: Callable[[], None], rest: Callable[[], float], channel: Channel
     ) -> None:
-        self._step, self._moving, self._wait = step, moving, wait
+        self._step, self._rest, self._wait = step, rest, channel.wait
+        wake = getattr(channel, "wake", None)
+        self._longest = UNWOKEN if wake is None else IDLE
+        self.wake: Callable[[], None] = wake or (lambda: None)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the step that is under way end, and begin no other."""
+        """Wait for the current poll, and start no other."""
         self._ended.set()
+        self.wake()
         self._thread.join()
 
     def _serve(self) -> None:
         while not self._ended.is_set():
             self._step()
-            self._wait(BUSY if self._moving() else IDLE)
+            self._wait(min(self._rest(), self._longest))
 
 
 class SessionLock:
-    """A lock of the process that made it; a thread may take it again."""
+    """A lock of the process that created it. A thread may take it again."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.RLock(), os.getpid()
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the one that made it."""
+        """Whether this process is a fork of the one that created the lock."""
         return os.getpid() != self._pid
 
     @property
     def held(self) -> threading.RLock:
-        """What a `with` holds; `TransferError` "forked" in a fork."""
+        """The lock for a `with`. Raises `TransferError` "forked" in a forked child."""
         if self.forked:
             message = f"the session of process {self._pid} was used in its fork {os.getpid()}"
             raise TransferError(

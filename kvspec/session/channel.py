@@ -1,13 +1,45 @@
 """Send and receive messages between sessions: the interface of a channel, and one over TCP.
 
 Invariant: a message arrives whole or not at all. It may be lost, and then its sender sends it
-again. No method blocks, and all memory is bounded. A peer that stalls or violates the format is
-disconnected. The channel does not read messages: a `Session` seals all that it sends.
+again. No method but `resolve` and `wait` blocks, and all memory is bounded. A peer that stalls or
+violates the format is disconnected. The channel does not read messages: a `Session` seals all that
+it sends, and reports to the channel whose seals are right.
+
+How it works:
+    Anybody who reaches the port can connect. `TcpChannel` has three kinds of connections:
+
+    =========  ==================================  ===========  ==================================
+    kind       how a connection becomes one        at most      which one is closed for a new one
+    =========  ==================================  ===========  ==================================
+    stranger   it was accepted                     128          the oldest
+    trusted    `trust`, after a message or answer  1,024        the one that was silent longest
+               with a right seal
+    dialled    `send` to an address                no limit     none
+    =========  ==================================  ===========  ==================================
+
+    The limits are lower if the process may open few descriptors. So strangers never take the
+    descriptors that the process needs, and never take the place of a peer that knows the secret.
+
+    A connection is closed at its first message with a wrong seal (`reject`). Until then it can cost
+    little time: one poll returns few messages of each connection, and a bounded number in all. The
+    connections take turns, so that nobody waits for ever. With at most 2 messages of a connection
+    and 4 in all:
+
+        poll   arrived                     returned         left, in the order of turns
+        1      a: 3 messages, b: 1, c: 3   a1, a2, b1, c1   a3, c2, c3
+        2      b: 1                        a3, c2, c3, b2   nothing
+
+    Connecting is slowed down too: after `ACCEPTS` connections the listener rests for `REST`
+    seconds. A stranger has at least 128 / 16 x 0.025 = 0.2 s to show that it knows the secret.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
+import os
+import resource
 import selectors
 import socket
 import time
@@ -18,15 +50,35 @@ import attrs
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int
 
-MAX_MESSAGE = 8 << 20  # bytes of one message: an introduction is the longest
-MAX_QUESTION = 64 << 10  # of one that comes from who dialled: anybody can
-MAX_UNSENT = 2 * MAX_MESSAGE  # that wait for a peer that was dialled; what does not fit is lost
-MAX_UNREAD = 1 << 20  # that may wait for a peer that dialled before it is sent to again
-MAX_ACCEPTED = 1024  # connections of others; the one that was silent longest makes room
-STALL = 10.0  # seconds in which a connection stands, and a message that has begun goes on
+MAX_MESSAGE = 8 << 20
+"""Bytes of one message. An introduction is the longest."""
+MAX_QUESTION = 64 << 10
+"""Bytes of one message from a peer that dialled, since anybody can dial."""
+MAX_UNSENT = 2 * MAX_MESSAGE
+"""Bytes that wait for a peer that was dialled. A message that does not fit is lost."""
+MAX_UNREAD = 1 << 20
+"""Bytes that may wait for a peer that dialled. If more wait, it is disconnected."""
+MAX_STRANGERS = 128
+"""Accepted connections that have shown no right seal. At most 1/8 of the process's descriptors."""
+MAX_ACCEPTED = 1024
+"""Accepted connections that have. At most half of the process's descriptors."""
+ACCEPTS = 16
+"""Connections that one poll accepts."""
+FRAMES = 256
+"""Messages of trusted and dialled peers that one poll returns. Of strangers, a quarter."""
+TURN = 32
+"""Messages of one trusted or dialled peer that one poll returns. Of a stranger, an eighth."""
+BYTES = 4 << 20
+"""Bytes that one poll reads from trusted and dialled peers. From strangers, a quarter."""
+RESOLVED = 1 << 16
+"""Addresses that `resolve` has looked up. The oldest is forgotten."""
+REST = 0.025
+"""Seconds for which the listener rests after `ACCEPTS` connections, or without descriptors."""
+STALL = 10.0
+"""Seconds in which a connection is established, and a message that has begun makes progress."""
 EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - hosts to listen on, and none to be reached by
 _CHUNK = 256 << 10
-_SIZE = 4  # bytes that tell a message's length
+_SIZE = 4  # bytes of a message's length
 
 
 class Channel(Protocol):
@@ -34,8 +86,16 @@ class Channel(Protocol):
 
     A route is an address, or the channel's own name for the origin of a message. Each connection
     keeps one route, and no other connection may get it: a session sends its introduction only to
-    the route that it has challenged. A channel may also have a method `reaches(route) -> bool`. If
-    it returns False, the session does not wait for that peer.
+    the route that it has challenged. A channel may also have these methods:
+
+    - `reaches(route) -> bool`: whether a connection is established. If it returns False, the
+      session does not wait for that peer.
+    - `resolve(address)`: look up the host of an address. It may wait. The session calls it before
+      it connects, and holds no lock meanwhile.
+    - `trust(route)`: a message from *route* has shown that its sender knows the secret.
+    - `reject(route)`: a message from *route* has a wrong seal or no meaning. Disconnect it.
+    - `wake()`: let `wait` return at once, in any thread. Without it, a background thread of the
+      session polls more often.
     """
 
     @property
@@ -46,7 +106,10 @@ class Channel(Protocol):
         """Send *data* to *route* without waiting. If the peer is gone, lose it without an error."""
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """Return (route of the answer, data) of all messages that arrived, without waiting."""
+        """Return (route of the answer, data) of messages that arrived, without waiting.
+
+        Return a bounded number. `wait` returns at once if more have arrived.
+        """
 
     def wait(self, timeout: float) -> None:
         """Wait until a message may have arrived, for at most *timeout* seconds."""
@@ -56,7 +119,7 @@ class Channel(Protocol):
 
 
 def check_channel(channel: object) -> None:
-    """Raise `SpecError` for what is no `Channel`, nor None."""
+    """Raise `SpecError` if *channel* is neither a `Channel` nor None."""
     names = ("address", "send", "receive", "wait", "close")
     missing = [name for name in names if not hasattr(channel, name)]
     if channel is not None and missing:
@@ -65,10 +128,14 @@ def check_channel(channel: object) -> None:
 
 @attrs.define(eq=False)
 class _Link:
-    """One connection: what came so far, and what is still to be sent.
+    """One connection.
 
-    *moved*: when bytes last came or went. *taken*: when the peer last took bytes, or when the first
-    byte began to wait for it.
+    Attributes:
+        most: Bytes of the longest message that the peer may send.
+        moved: When bytes last came or went.
+        taken: When the peer last took bytes, or when the first byte began to wait for it.
+        came: Bytes that arrived and were not returned yet.
+        unsent: Bytes that the peer has not taken yet.
     """
 
     socket: socket.socket
@@ -85,18 +152,34 @@ class _Link:
         writes = selectors.EVENT_WRITE if self.unsent or self.connecting else 0
         return selectors.EVENT_READ | writes
 
+    @property
+    def size(self) -> int | None:
+        """Bytes of the next message, with its length. None until the length has arrived."""
+        known = len(self.came) >= _SIZE
+        return int.from_bytes(self.came[:_SIZE], "big") + _SIZE if known else None
+
+    @property
+    def too_long(self) -> bool:
+        """Whether the peer announced a message that is longer than allowed."""
+        return (self.size or 0) > _SIZE + self.most
+
+    @property
+    def whole(self) -> bool:
+        """Whether the next message has arrived."""
+        return (size := self.size) is not None and len(self.came) >= size and not self.too_long
+
 
 class TcpChannel:
     """Messages over TCP connections. It listens on one address and connects to the others.
 
-    It has no thread: it works inside its methods, which a `Session` calls one at a time. An answer
-    uses the connection of its question.
+    It has no thread: it works inside its methods, which a `Session` calls one at a time. Only
+    `wait` and `wake` may be called at any time. An answer uses the connection of its question.
 
     Args:
         host: Host to listen on.
         port: Port to listen on. 0 selects a free one.
-        public: Host by which others reach this channel. By default, *host*. An IP address is best:
-            a name is resolved for each new connection.
+        public: Host by which others reach this channel. By default, *host*. An IP address is best,
+            because others look a name up only when they connect.
 
     Raises:
         SpecError: If others cannot reach the address of *host*, and *public* is not given.
@@ -121,10 +204,22 @@ class TcpChannel:
             raise TransferError(message, rank=host, state=TransferState.UNAVAILABLE) from error
         self._listener.settimeout(0)
         self._address = f"{public or host}:{self._listener.getsockname()[1]}"
+        self._waker, self._woken = socket.socketpair()
+        self._waker.settimeout(0)
+        self._woken.settimeout(0)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._links: dict[str, _Link] = {}  # by route
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        # A descriptor for the moment in which the process has no other: see `_refuse`.
+        self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._links: dict[str, _Link] = {}  # all, by route
+        self._strangers: dict[str, _Link] = {}  # the oldest first
+        self._trusted: dict[str, _Link] = {}  # the one that was silent longest first
+        self._turns: dict[str, _Link] = {}  # those that may have a message, in the order of turns
+        self._resolved: dict[str, tuple[int, tuple[object, ...]]] = {}
         self._numbers = itertools.count()
+        self._rests_until: float | None = None
+        self._next_check = 0.0
         self._closed = False
         self.lost = 0
 
@@ -140,11 +235,22 @@ class TcpChannel:
         """Host and port by which others reach this channel."""
         return self._address
 
+    def resolve(self, address: str) -> None:
+        """Look up the host of *address*, so that `send` can use its name. Waits.
+
+        `send` itself looks up nothing, because a name server that does not answer would stop the
+        whole session.
+        """
+        if (found := _look_up(address)) is not None:
+            self._resolved[address] = found
+            if len(self._resolved) > RESOLVED:
+                self._resolved.pop(next(iter(self._resolved)), None)
+
     def send(self, route: str, data: bytes) -> None:
         """Send *data* to an address, or back on the route of a received message.
 
-        A peer that connected to this channel is disconnected if it leaves more than `MAX_UNREAD`
-        bytes unread.
+        An address with a host name must have been passed to `resolve`. A peer that connected to
+        this channel is disconnected if it leaves more than `MAX_UNREAD` bytes unread.
         """
         if len(data) > MAX_MESSAGE:
             raise SpecError("data", f"{len(data)} bytes", f"at most {MAX_MESSAGE} bytes")
@@ -168,39 +274,59 @@ class TcpChannel:
         link = self._links.get(route)
         return link is not None and not link.connecting
 
-    def receive(self) -> list[tuple[str, bytes]]:
-        """Return (route, data) of all messages that arrived, and send waiting ones.
+    def trust(self, route: str) -> None:
+        """Keep the connection of *route* when strangers connect: it has shown a right seal."""
+        if (link := self._strangers.pop(route, None)) is not None:
+            self._trusted[route] = link
+            if len(self._trusted) > _share(MAX_ACCEPTED, 2):
+                self._drop(next(iter(self._trusted.values())))
 
-        Peers that stall are disconnected.
+    def reject(self, route: str) -> None:
+        """Close the connection of *route*. The next message to an address dials it again."""
+        if (link := self._links.get(route)) is not None:
+            self._drop(link)
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Return (route, data) of messages that arrived, and send waiting ones.
+
+        Peers that stall are disconnected. The work of one call is bounded.
         """
-        came: list[tuple[str, bytes]] = []
         if self._closed:
-            return came
+            return []
+        now = time.monotonic()
+        if self._rests_until is not None and now >= self._rests_until:
+            self._rests_until = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
         for key, events in self._selector.select(0):
-            if key.data is None:
-                self._accept()
+            link: _Link | None = key.data
+            if link is None:
+                self._accept() if key.fileobj is self._listener else self._woken.recv(_CHUNK)
                 continue
-            link: _Link = key.data
             if events & selectors.EVENT_WRITE:
                 self._flush(link)
-            if events & selectors.EVENT_READ and link.route in self._links:
-                came += ((link.route, data) for data in self._read(link))
-        now = time.monotonic()
-        for link in tuple(self._links.values()):
-            # A peer that writes but does not read stalls too: what it writes is no progress here.
-            stalls = (link.connecting or link.came) and now - link.moved > STALL
-            if stalls or (link.unsent and now - link.taken > STALL):
-                self._drop(link)
-        return came
+            # `_flush` may have closed the connection, and a new one may have its route.
+            if events & selectors.EVENT_READ and self._links.get(link.route) is link:
+                self._turns.setdefault(link.route, link)
+        if now >= self._next_check:
+            self._next_check = now + STALL / 8
+            self._drop_stalled(now)
+        return self._take_turns()
 
     def wait(self, timeout: float) -> None:
-        """Wait until data arrives or can be sent, for at most *timeout* seconds."""
+        """Wait until data arrives or can be sent, or `wake`, for at most *timeout* seconds."""
         try:
-            if not self._closed:
-                self._selector.select(timeout)
-        except (OSError, ValueError):  # whoever waits may be one whom `close` does not wait for
+            if not self._closed and not self._turns:
+                # The end of a rest, and peers that stall, cause no event.
+                most = STALL / 8 if self._rests_until is None else REST
+                self._selector.select(min(timeout, most))
+        except (OSError, ValueError):  # `close` does not wait for threads that wait here
             if not self._closed:
                 raise
+
+    def wake(self) -> None:
+        """Let `wait` return at once. The next `receive` takes the signal back."""
+        with contextlib.suppress(OSError):  # full, so that `wait` returns already, or closed
+            self._waker.send(b"\0")
 
     def close(self) -> None:
         """Close all connections."""
@@ -208,50 +334,83 @@ class TcpChannel:
             self._closed = True
             for link in tuple(self._links.values()):
                 self._drop(link)
-            self._listener.close()
-            self._selector.close()
+            for each in (self._listener, self._selector, self._waker, self._woken):
+                each.close()
+            if self._reserve is not None:
+                os.close(self._reserve)
 
     def _dial(self, route: str) -> _Link | None:
-        """Begin to connect to an address; None where it is none, or nobody is there."""
-        host, _, port = route.rpartition(":")
-        if not host or not port.isdecimal():
+        """Begin to connect to an address. Return None if it is not one, or not reachable."""
+        found = self._resolved.get(route) or _look_up(route, socket.AI_NUMERICHOST)
+        if found is None:
             return None
+        family, where = found
         try:
-            family, kind, _, _, where = socket.getaddrinfo(
-                host, int(port), type=socket.SOCK_STREAM
-            )[0]
-            made = socket.socket(family, kind)
-        except (OSError, UnicodeError, OverflowError):
+            made = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:
             return None
         made.settimeout(0)
-        now = time.monotonic()
-        link = _Link(made, route, MAX_MESSAGE, now, now, connecting=True)
-        made.connect_ex(where)  # whatever comes of it shows when it can be written
-        self._keep(link)
-        return link
+        made.connect_ex(where)  # an error shows when the socket becomes writable
+        return self._keep(made, route, MAX_MESSAGE, connecting=True)
 
     def _accept(self) -> None:
-        try:
-            made, _ = self._listener.accept()
-        except OSError:
-            return
-        made.settimeout(0)
-        accepted = [link for link in self._links.values() if link.most == MAX_QUESTION]
-        if len(accepted) >= MAX_ACCEPTED:
-            self._drop(min(accepted, key=lambda link: link.moved))
-        now = time.monotonic()
-        self._keep(_Link(made, f"#{next(self._numbers)}", MAX_QUESTION, now, now))
+        """Accept some connections, then let the listener rest. See the module docstring."""
+        for _ in range(ACCEPTS):
+            try:
+                made, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    return  # nobody waits any more
+                self._refuse()
+                break
+            made.settimeout(0)
+            route = f"#{next(self._numbers)}"
+            self._strangers[route] = self._keep(made, route, MAX_QUESTION)
+            if len(self._strangers) > _share(MAX_STRANGERS, 8):
+                self._drop(next(iter(self._strangers.values())))
+        self._selector.unregister(self._listener)
+        self._rests_until = time.monotonic() + REST
 
-    def _keep(self, link: _Link) -> None:
-        link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._links[link.route] = link
-        self._selector.register(link.socket, link.events, link)
+    def _refuse(self) -> None:
+        """Close one connection that waits, though the process has no free descriptor.
+
+        A connection that is never accepted keeps the listener readable. Then every `wait` returns
+        at once, and the session spins. The reserve is given up for a moment to accept it.
+        """
+        if self._strangers:
+            self._drop(next(iter(self._strangers.values())))  # the process needs its descriptor
+        if self._reserve is not None:
+            os.close(self._reserve)
+        self._reserve = None
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        with contextlib.suppress(OSError):  # another thread took it: the next call tries again
+            self._reserve = os.open(os.devnull, os.O_RDONLY)
+
+    def _keep(
+        self, made: socket.socket, route: str, most: int, *, connecting: bool = False
+    ) -> _Link:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        now = time.monotonic()
+        link = _Link(made, route, most, now, now, connecting)
+        self._links[route] = link
+        self._selector.register(made, link.events, link)
+        return link
 
     def _drop(self, link: _Link) -> None:
         if self._links.pop(link.route, None) is not None:
+            for some in (self._strangers, self._trusted, self._turns):
+                some.pop(link.route, None)
             self.lost += bool(link.unsent)
             self._selector.unregister(link.socket)
             link.socket.close()
+
+    def _drop_stalled(self, now: float) -> None:
+        for link in tuple(self._links.values()):
+            # A peer that writes but does not read stalls too: what it writes is no progress here.
+            stalls = (link.connecting or link.came) and now - link.moved > STALL
+            if stalls or (link.unsent and now - link.taken > STALL):
+                self._drop(link)
 
     def _flush(self, link: _Link) -> None:
         """Send what can be sent now."""
@@ -270,27 +429,70 @@ class TcpChannel:
             return
         self._selector.modify(link.socket, link.events, link)
 
-    def _read(self, link: _Link) -> list[bytes]:
-        """Return the messages that are whole now."""
+    def _take_turns(self) -> list[tuple[str, bytes]]:
+        """Return messages of the peers whose turn it is. The others keep their places."""
+        came: list[tuple[str, bytes]] = []
+        frames = {False: FRAMES, True: FRAMES // 4}  # still allowed, by `strange`
+        size = {False: BYTES, True: BYTES // 4}
+        for route, link in tuple(self._turns.items()):
+            strange = route in self._strangers
+            if frames[strange] <= 0 or size[strange] <= 0:
+                continue
+            del self._turns[route]
+            size[strange] -= self._read(link)
+            for _ in range(min(frames[strange], TURN // 8 if strange else TURN)):
+                stop = link.size
+                if stop is None or not link.whole:
+                    break
+                came.append((route, bytes(link.came[_SIZE:stop])))
+                del link.came[:stop]
+                frames[strange] -= 1
+            if link.too_long:
+                self._drop(link)
+            elif link.whole:
+                self._turns[route] = link
+        return came
+
+    def _read(self, link: _Link) -> int:
+        """Read some bytes, unless a whole message waits already. Return how many were read.
+
+        A connection is not read while one of its messages waits, so a peer that sends faster than
+        this side reads fills its own buffers, and no memory here.
+        """
+        if link.whole:
+            return 0
+        room = _CHUNK if link.most > MAX_QUESTION else _SIZE + link.most - len(link.came)
         try:
-            chunk = link.socket.recv(_CHUNK)
+            chunk = link.socket.recv(room)
         except BlockingIOError:
-            return []
+            return 0
         except OSError:
             chunk = b""
+        link.came += chunk
+        if link.route in self._trusted:
+            self._trusted[link.route] = self._trusted.pop(link.route)
+        link.moved = time.monotonic()
         if not chunk:
             self._drop(link)
-            return []
-        link.came += chunk
-        link.moved = time.monotonic()
-        whole = []
-        while len(link.came) >= _SIZE:
-            size = int.from_bytes(link.came[:_SIZE], "big")
-            if size > link.most:
-                self._drop(link)
-                break
-            if len(link.came) < _SIZE + size:
-                break
-            whole.append(bytes(link.came[_SIZE : _SIZE + size]))
-            del link.came[: _SIZE + size]
-        return whole
+        return len(chunk)
+
+
+def _share(most: int, part: int) -> int:
+    """Return *most*, or one *part* of the descriptors that the process may have, if that is less.
+
+    It is read each time, because a process can change its limit.
+    """
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft // part))
+
+
+def _look_up(address: str, flags: int = 0) -> tuple[int, tuple[object, ...]] | None:
+    """Return family and socket address of a host and port. None if there is no such host."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return None
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=flags)
+    except (OSError, UnicodeError, OverflowError):
+        return None
+    return found[0][0], found[0][4]

@@ -32,7 +32,7 @@ from kvspec.session.audit import Audit
 from kvspec.session.following import Frontiers, advances, ends_of, start
 from kvspec.session.ledger import refusal
 from kvspec.session.load import LOST, InFlight, Load
-from kvspec.session.remote import ReadOptions
+from kvspec.session.remotes import ReadOptions
 from kvspec.session.written import BlockLocks, Blocks, pushed_of
 from kvspec.wire.messages import (
     Checksum,

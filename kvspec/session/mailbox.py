@@ -1,39 +1,60 @@
 """Seal and open the messages of a session, and fetch introductions.
 
-Invariant: a message with a wrong seal is recorded and changes nothing. A message may be lost, and
-then its sender sends it again. An introduction is sent once for each answer to a new challenge.
+Invariant: a message with a wrong seal is recorded and changes nothing, and its sender is
+disconnected. A message may be lost, and then its sender sends it again. An introduction is sent
+once for each answer to a new challenge. It is used only after its seal has proved that a holder of
+the secret wrote all of it.
 
 How it works:
     All messages are sealed with the secret. The asker fetches the introduction of the answerer:
 
-    ==========  ============  ===================================
+    ==========  ============  ====================================================
     from        message       body
-    ==========  ============  ===================================
+    ==========  ============  ====================================================
     asker       QUESTION      empty
     answerer    CHALLENGE     random bytes, made for this route
     asker       ANSWER        the same bytes
-    answerer    INTRODUCTION  the answerer's handshake and address
-    ==========  ============  ===================================
+    answerer    INTRODUCTION  the answerer's address, lease, heartbeat and handshake
+    ==========  ============  ====================================================
 
     The question has always the same bytes, so a recorded copy returns only a challenge. An answer
     counts once, and only on the route that was challenged (a connection of `TcpChannel`). So a
     recorded answer returns nothing. The asker answers only the ranks that it is asking at present.
     Otherwise anyone could forward a challenge and use the answer.
+
+    A connection becomes trusted by the right answer, or by a message. Questions do not count, since
+    anyone can replay them.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated
+
+import attrs
+import msgspec
+from msgspec import Meta
 
 from kvspec.errors import SpecError, TransferError, TransferState, WireError
 from kvspec.inputs import instance, sequence
+from kvspec.memory.rank_cache import RankCache
+from kvspec.ownership.parallel import RankId
 from kvspec.session.background import SessionLock
 from kvspec.session.channel import Channel
-from kvspec.session.introduction import INTRODUCTION, Introduced
-from kvspec.wire.codec import VERSION, decode_message, encode_message
+from kvspec.wire.codec import (
+    MAX_HANDSHAKE,
+    VERSION,
+    decode_handshake,
+    decode_message,
+    encode_handshake,
+    encode_message,
+)
+from kvspec.wire.handshake import MAX_NAME, Handshake, is_name
 from kvspec.wire.messages import Message, RankAddress
 from kvspec.wire.seal import Secret
 
@@ -41,7 +62,11 @@ MESSAGE = b"kvspec-message-1\n"
 QUESTION = b"kvspec-question-2\n"
 CHALLENGE = b"kvspec-challenge-1\n"
 ANSWER = b"kvspec-answer-1\n"
-ASK_AGAIN, REST = 0.5, 1e-2  # seconds between questions, and between looks for an answer
+INTRODUCTION = b"kvspec-introduction-2\n"
+ASK_AGAIN = 0.5
+"""Seconds between two questions to one rank."""
+REST = 1e-2
+"""Seconds between two looks for an introduction."""
 CHALLENGE_AGAIN = 0.25
 """Seconds before a route is challenged again; less than `ASK_AGAIN`, since either may be lost.
 
@@ -52,13 +77,100 @@ NONCE = 16
 MAX_CHALLENGES = 1 << 12
 """Challenges that wait for an answer; more than the connections that a `TcpChannel` accepts."""
 MAX_ROUTES = 1 << 16
-"""Ranks of which is remembered where they were heard."""
+"""Ranks whose route is remembered. The one that was silent longest is forgotten."""
+LOG = logging.getLogger("kvspec.session")
 
-_WANTED = f"a message or a question, of version {VERSION}"
+_KINDS = {
+    MESSAGE: "message",
+    CHALLENGE: "challenge",
+    ANSWER: "answer",
+    INTRODUCTION: "introduction",
+    QUESTION: "question",
+}
+_LONGEST = max(map(len, _KINDS))
+_WANTED = f"a sealed message of version {VERSION}"
+_SEALED = "the complete bytes that Session.introduction returned"
+
+Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
+
+
+class IntroductionFields(msgspec.Struct, forbid_unknown_fields=True, array_like=True, frozen=True):
+    """The body of an introduction as it is sent."""
+
+    address: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+    lease: Seconds
+    heartbeat: Seconds
+    handshake: Annotated[bytes, Meta(max_length=MAX_HANDSHAKE)]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(IntroductionFields)
+
+
+@attrs.frozen(kw_only=True)
+class Introduced:
+    """A rank that was introduced.
+
+    Attributes:
+        handshake: The handshake of the rank.
+        address: The address of its channel.
+        lease: Seconds for which it holds a request after a heartbeat.
+        heartbeat: Seconds between the heartbeats that it sends.
+    """
+
+    handshake: Handshake
+    address: str
+    lease: float
+    heartbeat: float
+
+    @property
+    def rank(self) -> RankId:
+        """The rank."""
+        return self.handshake.rank
+
+    def seal(self, secret: Secret) -> bytes:
+        """Return the bytes for peers."""
+        fields = IntroductionFields(
+            is_name("address", self.address),
+            self.lease,
+            self.heartbeat,
+            encode_handshake(self.handshake),
+        )
+        return secret.seal(INTRODUCTION, _ENCODER.encode(fields))
+
+
+def epoch_of(epoch: int | None, cache: RankCache) -> int:
+    """Return *epoch*, or the time in ns if it is None.
+
+    Raises:
+        SpecError: If *epoch* is None and the engine has several ranks, which must share one.
+    """
+    ranks = instance("cache", cache, RankCache).engine.parallel.ranks
+    if epoch is None and len(ranks) > 1:
+        wanted = f"one number for all {len(ranks)} ranks, larger at each start of the engine"
+        raise SpecError("epoch", epoch, wanted)
+    return time.time_ns() if epoch is None else epoch
+
+
+def introduced(sealed: object, secret: Secret) -> Introduced:
+    """Return the rank that *sealed* introduces. Raises `WireError` for any other bytes."""
+    body = secret.unseal("introduction", INTRODUCTION, sealed, _SEALED)
+    try:
+        fields = _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError("introduction", f"{len(body)} bytes", rule=str(error)) from None
+    if not fields.address.isprintable():
+        raise WireError("introduction.address", fields.address, "a printable text")
+    return Introduced(
+        handshake=decode_handshake(fields.handshake),
+        address=fields.address,
+        lease=fields.lease,
+        heartbeat=fields.heartbeat,
+    )
 
 
 class Messages:
-    """The messages of one rank over *channel*; *note* takes why one changed nothing."""
+    """The messages of one rank over *channel*. *note* receives the reason of each refusal."""
 
     def __init__(
         self, channel: Channel, secret: Secret, own: Introduced, note: Callable[[str], None]
@@ -71,60 +183,62 @@ class Messages:
         self._channel = channel
         self._secret = secret
         self._note = note
-        self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by start
+        self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by incarnation
         self._routes: OrderedDict[RankAddress, str] = OrderedDict()
         self._asked: dict[str, bytes | None] = {}
         self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
+        self._warned: set[str] = set()
         self._closed = False
 
     def close(self) -> None:
-        """Close the channel; who waits for an introduction gets none."""
+        """Close the channel. A `fetch` that waits raises."""
         self._closed = True
         self._channel.close()
 
-    def connect(self, ranks: Iterable[Introduced]) -> None:
-        """Know where the *ranks* of one start of an engine are."""
-        for each in ranks:
-            shake = each.handshake
-            start = self._addresses.setdefault((shake.engine_id, shake.epoch), {})
-            start[RankAddress(shake.engine_id, shake.epoch, shake.rank)] = each.address
+    def resolve(self, addresses: Iterable[str]) -> None:
+        """Look up the hosts of *addresses*, if the channel wants that. Waits, so hold no lock."""
+        if (resolve := getattr(self._channel, "resolve", None)) is not None:
+            for address in addresses:
+                resolve(address)
+
+    def connect(self, start: tuple[str, int], ranks: Iterable[Introduced]) -> None:
+        """Store the addresses of the *ranks* of one incarnation of an engine."""
+        self._addresses[start] = {RankAddress(*start, rank.rank): rank.address for rank in ranks}
+        LOG.info("connected to %s, epoch %d: %d ranks", *start, len(self._addresses[start]))
 
     def disconnect(self, starts: Iterable[tuple[str, int]]) -> None:
-        """Forget where the ranks of some starts of engines are."""
+        """Forget the addresses of some incarnations of engines."""
         for start in starts:
-            self._addresses.pop(start, None)
+            if (members := self._addresses.pop(start, None)) is not None:
+                self._warned.difference_update(members.values())
+                LOG.info("disconnected from %s, epoch %d", *start)
 
     def tell(self, message: Message) -> None:
-        """Send *message* to whom it is for; lost where nobody knows where that is."""
+        """Send *message* to its receiver. If no route is known, the message is lost."""
         to = message.to
-        met = self._addresses.get((to.engine_id, to.epoch), {})
-        route = met.get(to) or self._routes.get(to)
+        members = self._addresses.get((to.engine_id, to.epoch), {})
+        route = members.get(to) or self._routes.get(to)
+        LOG.debug("send %s of %r to %s at %s", message.kind, message.key.request_id, to, route)
         if route is not None:
             self._channel.send(route, self._secret.seal(MESSAGE, encode_message(message)))
 
     def receive(self) -> Iterator[Message]:
-        """Yield the messages that came; answer questions, and keep what answers one."""
+        """Yield the messages that arrived. Handle questions and their answers."""
+        refused = set[str]()
         for route, came in self._channel.receive():
+            if route in refused:
+                continue  # the rest of a connection that was closed
             try:
-                data = _bytes(came)
-                if data.startswith(MESSAGE):
-                    body = self._secret.unseal("message", MESSAGE, data, "a message, sealed")
-                    message = decode_message(body)
-                    self._remember(message.by, route)
-                    yield message
-                elif data.startswith(INTRODUCTION) and route in self._asked:
-                    self._asked[route] = data
-                elif data.startswith(CHALLENGE) and self._waits_for(route):
-                    nonce = self._secret.unseal("challenge", CHALLENGE, data, "a challenge, sealed")
-                    self._channel.send(route, self._secret.seal(ANSWER, nonce))
-                elif data.startswith(ANSWER):
-                    nonce = self._secret.unseal("answer", ANSWER, data, "an answer, sealed")
-                    self._introduce(route, nonce)
-                else:
-                    self._secret.unseal("question", QUESTION, data, _WANTED)
-                    self._challenge(route)
+                message = self._open(route, came)
             except WireError as error:
-                self._note(str(error))
+                if self._refuse(route, error):
+                    refused.add(route)
+                continue
+            if message is not None:
+                LOG.debug(
+                    "received %s of %r from %s", message.kind, message.key.request_id, message.by
+                )
+                yield message
 
     def fetch(
         self,
@@ -134,14 +248,15 @@ class Messages:
         step: Callable[[], None],
         lock: SessionLock,
     ) -> list[bytes]:
-        """Ask who is at each of *addresses*, and wait for the introductions.
+        """Ask the ranks at *addresses* for their introductions, and wait for them.
 
-        At most *timeout* seconds while somebody is reached, *absent* while nobody is, and never
-        more than both.
+        Waits at most *timeout* seconds while a rank is reached, *absent* seconds while it is not,
+        and never more than both together.
         """
-        begun, again = time.monotonic(), 0.0
         asked = _addresses(addresses)
-        reached = dict.fromkeys(asked, (False, begun))
+        self.resolve(asked)
+        begun, again = time.monotonic(), 0.0
+        waits = {address: _Wait(begun) for address in asked}
         self._asked = dict.fromkeys(asked)
         try:
             while missing := [one for one, answer in self._asked.items() if answer is None]:
@@ -150,12 +265,10 @@ class Messages:
                         raise TransferError("the session was closed", state=TransferState.CLOSED)
                     now = time.monotonic()
                     for one in missing:
-                        there, since = reached[one]
-                        if self._reached(one) != there:
-                            there, since = reached[one] = not there, now
-                        most = timeout if there else absent
+                        reached, since = waits[one].look(now, reached=self._reached(one))
+                        most = timeout if reached else absent
                         if now - since >= most or now - begun >= timeout + absent:
-                            raise _silent(one, most, reached=there)
+                            raise _silent(one, most, reached=reached)
                     if now >= again:
                         again = now + ASK_AGAIN
                         for one in missing:
@@ -166,12 +279,59 @@ class Messages:
         finally:
             self._asked = {}
 
-    def _waits_for(self, route: str) -> bool:
-        """Whether a rank was asked there that has not been introduced yet."""
-        return route in self._asked and self._asked[route] is None
+    def _open(self, route: str, came: object) -> Message | None:
+        """Handle the bytes *came*. Return them if they are a message to this session.
+
+        Raises:
+            WireError: If the seal is wrong, or the body of a message has no meaning.
+        """
+        data = _bytes(came)
+        head = data[:_LONGEST].partition(b"\n")[0] + b"\n"
+        purpose = head if head in _KINDS else QUESTION  # any, since the seal is wrong
+        body = self._secret.unseal(_KINDS[purpose], purpose, data, _WANTED)
+        if purpose == MESSAGE:
+            message = decode_message(body)
+            self._trust(route)
+            self._remember(message.by, route)
+            return message
+        waits = route in self._asked and self._asked[route] is None
+        if purpose == QUESTION:
+            self._challenge(route)
+        elif purpose == ANSWER and self._challenges.get(route, (b"",))[0] == body != b"":
+            del self._challenges[route]
+            self._trust(route)
+            self._channel.send(route, self.introduction)
+        elif purpose == CHALLENGE and waits:
+            self._channel.send(route, self._secret.seal(ANSWER, body))
+        elif purpose == INTRODUCTION and waits:
+            self._asked[route] = data
+        else:
+            # Its seal is right: it is a copy, or it comes late. The connection stays, since an
+            # introduction may be on its way.
+            self._note(f"{_KINDS[purpose]} from {route}: none is expected")
+        return None
+
+    def _trust(self, route: str) -> None:
+        if (trust := getattr(self._channel, "trust", None)) is not None:
+            trust(route)
+
+    def _refuse(self, route: str, error: WireError) -> bool:
+        """Record why a message is refused. Return whether its sender was disconnected."""
+        self._note(str(error))
+        LOG.debug("refused a message from %s: %s", route, error)
+        # Strangers could fill the log, so only peers that this session chose are worth a warning.
+        chosen = route in self._asked or any(
+            route in members.values() for members in self._addresses.values()
+        )
+        if chosen and route not in self._warned:
+            self._warned.add(route)
+            LOG.warning("%s sends messages that are refused: %s", route, error)
+        if (reject := getattr(self._channel, "reject", None)) is not None:
+            reject(route)
+        return reject is not None
 
     def _challenge(self, route: str) -> None:
-        """Send a challenge to whoever asked, unless one was sent just now."""
+        """Send a challenge to *route*, unless one was sent just now."""
         now = time.monotonic()
         nonce, sent = self._challenges.get(route, (b"", 0.0))
         if nonce and now - sent < CHALLENGE_AGAIN:
@@ -184,16 +344,8 @@ class Messages:
             self._challenges.popitem(last=False)
         self._channel.send(route, self._secret.seal(CHALLENGE, nonce))
 
-    def _introduce(self, route: str, nonce: bytes) -> None:
-        """Send the introduction if *nonce* is what this route was challenged with."""
-        wanted, _ = self._challenges.get(route, (b"", 0.0))
-        if not wanted or nonce != wanted:
-            raise WireError("answer", nonce[:NONCE], "the answer to the challenge of this route")
-        del self._challenges[route]
-        self._channel.send(route, self.introduction)
-
     def _reached(self, address: str) -> bool:
-        """Whether somebody is there, as far as the channel can tell."""
+        """Whether a process accepts connections there, as far as the channel knows."""
         reaches = getattr(self._channel, "reaches", None)
         return reaches is None or reaches(address)
 
@@ -204,8 +356,30 @@ class Messages:
             self._routes.popitem(last=False)
 
 
+@attrs.define
+class _Wait:
+    """How long a rank is waited for.
+
+    A process that closes each connection at its first question has another secret or version. It
+    is reached as long as it accepts one in each round of questions.
+    """
+
+    since: float
+    reached: bool = False
+    last: float = 0.0
+
+    def look(self, now: float, *, reached: bool) -> tuple[bool, float]:
+        """Return whether the rank is there, and since when it is there or not."""
+        if reached:
+            self.since = self.since if self.reached else now
+            self.reached, self.last = True, now
+        elif self.reached and now - self.last > 2 * ASK_AGAIN:
+            self.reached, self.since = False, self.last
+        return self.reached, self.since
+
+
 def _bytes(came: object) -> bytes:
-    """Return a message that a channel has received, as whatever buffer it hands it on."""
+    """Return the bytes that a channel has received in any kind of buffer."""
     if not isinstance(came, bytes | bytearray | memoryview):
         raise WireError("message", type(came).__name__, "bytes from the channel's `receive`")
     return bytes(came)
@@ -220,7 +394,7 @@ def _addresses(value: object) -> tuple[str, ...]:
 
 
 def _silent(address: str, seconds: float, *, reached: bool) -> TransferError:
-    """Return that nobody was introduced at *address*."""
+    """Return the error that no introduction came from *address*."""
     why = "no process accepts connections there"
     if reached:
         why = "the process there is silent: it is stopped or busy, or has another secret or version"

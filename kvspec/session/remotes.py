@@ -1,11 +1,13 @@
 """The engines that one rank is connected to: check introductions, connect, find and release them.
 
-Invariant: a NIXL agent stays connected while a connected or connecting engine needs it. An engine
-that is disconnected while it is being connected does not become connected.
+Invariant: an engine is connected completely or not at all. Introductions, compatibility, plan and
+tables are checked first, and errors name the fault. The connection is opened last. A NIXL agent
+stays connected while an engine here uses it. An engine that is disconnected while it is being
+connected does not become connected.
 
 How it works:
-    `judged` checks introductions and computes the plan. The result is a `RemoteEngine`, which
-    `Remotes` keeps in one of three places:
+    `judged` checks introductions and computes the plan. The result is a `RemoteEngine`, one
+    incarnation of an engine in one role. `Remotes` keeps it in one of three places:
 
         place           contents                                 next
         `_coming`       the engine that is being connected       `_connected` by `replace`
@@ -19,29 +21,215 @@ How it works:
     engine stays in `_leaving`, and each poll tries again.
 
     One agent may serve two engines in these places, because a rank can be producer and consumer of
-    the same peer. For example, agent a belongs to the producer role P and the consumer role C:
+    the same peer. So agents are counted by reference: `leave` disconnects an agent with its last
+    user. The count is computed from the three places each time. A number that is kept beside them
+    could be left wrong by an interrupt. For example, agent a belongs to the producer role P and the
+    consumer role C:
 
-        event                              agents that `leave` disconnects
-        P is forgotten                     none: C still needs a
-        P failed in flight (`P.lost`)      a, and C becomes lost: its lanes used the same connection
-        C is connected again afterwards    C opens new lanes to a
+        event                              users of a   agents that `leave` disconnects
+        P is forgotten                     C            none
+        C is forgotten too                 none         a
+
+        P failed in flight (`P.lost`)      P, C         a, and C becomes lost: its lanes used the
+                                                        same connection
+        C is connected again afterwards    C            C opens new lanes to a
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from functools import cached_property
 
-from kvspec.descriptors.table import build_table
-from kvspec.errors import MismatchError, SpecError, TransferError, TransferState
+import attrs
+
+from kvspec.completion.load_plan import LoadPlan, Place
+from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.table import DescriptorTable, build_table
+from kvspec.descriptors.tiles import Positions
+from kvspec.errors import Mismatch, MismatchError, SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
+from kvspec.nixl.transfer_spec import Prepared, Sides
+from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
-from kvspec.plan.plan import plan_transfer
+from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.session.background import SessionLock
-from kvspec.session.introduction import Introduced, introduced
-from kvspec.session.remote import RemoteEngine
-from kvspec.wire.handshake import disagreements, one_engine
+from kvspec.session.mailbox import Introduced, introduced
+from kvspec.wire.handshake import Handshake, disagreements, one_engine
+from kvspec.wire.messages import key_of
+
+
+@attrs.frozen(kw_only=True)
+class ReadOptions:
+    """Which read of a request this is. `LoadPlan` has these fields, and checks them.
+
+    Attributes:
+        attempt: Number of the attempt to read the request.
+        again: Whether another attempt follows if this one fails.
+        sample: Which of the equal requests of one prompt reads.
+        samples: How many equal requests the prompt has.
+    """
+
+    attempt: int = 0
+    again: bool = False
+    sample: int = 0
+    samples: int = 1
+
+
+@attrs.frozen(eq=False, slots=False)
+class Lane:
+    """The rows between this rank and one remote rank, as the lists of both sides that NIXL holds.
+
+    Attributes:
+        table: The table of the rows.
+        producer: The list of the producer's rows.
+        consumer: The list of the consumer's rows.
+        layers: Lanes of single layers, created when they are first needed.
+    """
+
+    table: DescriptorTable
+    producer: Prepared
+    consumer: Prepared
+    layers: dict[str, Lane] = attrs.field(factory=dict)
+
+    @staticmethod
+    def open(nixl: NixlRank, table: DescriptorTable, agent: str, role: Role) -> Lane:
+        """Let NIXL check the rows of *table*: those of *agent*, whose role is *role*, and its own.
+
+        If the second list is refused, the first one is released.
+        """
+        producer, consumer = (agent, None) if role == "producer" else (None, agent)
+        first = nixl.prepare(table.producer_rows, table.producer_memory_type, producer)
+        try:
+            second = nixl.prepare(table.consumer_rows, table.consumer_memory_type, consumer)
+        except BaseException:
+            first.release()
+            raise
+        return Lane(table, first, second)
+
+    def of_layer(self, nixl: NixlRank, layer: str) -> Lane:
+        """Return the lane of one layer alone."""
+        if layer not in self.layers:
+            whole = self.table
+            caches = whole.producer, whole.consumer
+            table = build_table(
+                whole.plan, *caches, layers=[layer], prefix_multiple=whole.prefix_multiple
+            )
+            role: Role = "producer" if self.consumer.peer is None else "consumer"
+            agent = self.producer.peer or self.consumer.peer or ""
+            self.layers[layer] = Lane.open(nixl, table, agent, role)
+        return self.layers[layer]
+
+    def release(self) -> None:
+        """Release all lists."""
+        for lane in (*self.layers.values(), self):
+            lane.producer.release()
+            lane.consumer.release()
+
+    @cached_property
+    def places(self) -> dict[Place, int]:
+        """The groups and layers of the lane. A ledger counts each as one thing."""
+        ranks = self.table.producer.rank, self.table.consumer.rank
+        edges = self.table.plan.between(*ranks)
+        return {(edge.group, layer): 1 for edge in edges for layer in edge.layers}
+
+    def sides(self, request: TransferRequest, tokens: Positions | None = None) -> Sides:
+        """Return what *request* moves, local and remote: all of it, or the *tokens* of one step.
+
+        Raises as `DescriptorTable.select` does.
+        """
+        selection = self.table.select(request, tokens=tokens)
+        if self.consumer.peer is None:
+            return self.consumer, selection, self.producer, None
+        return self.producer, selection, self.consumer, None
+
+
+@attrs.define(eq=False)
+class RemoteEngine:
+    """One incarnation of an engine in one role.
+
+    Attributes:
+        role: Role of the engine for this rank.
+        plan: The plan between the two engines.
+        ranks: The introductions of its ranks.
+        tables: The tables of those ranks that exchange data with this rank.
+        lanes: The lanes to these ranks.
+        agents: Names of the connected NIXL agents.
+        lost: Whether a transfer has failed in a way that only new connections mend.
+        unheard: Whether the session was closed, so that no message of the engine is received.
+    """
+
+    role: Role
+    plan: TransferPlan
+    ranks: dict[RankId, Introduced]
+    tables: dict[RankId, DescriptorTable]
+    lanes: dict[RankId, Lane] = attrs.field(factory=dict)
+    agents: set[str] = attrs.field(factory=set)
+    lost: bool = False
+    unheard: bool = False
+
+    @property
+    def handshake(self) -> Handshake:
+        """The handshake of one rank, for the fields that all ranks share."""
+        return next(iter(self.ranks.values())).handshake
+
+    @property
+    def start(self) -> tuple[str, int]:
+        """The name of the engine, and its epoch."""
+        return self.handshake.engine_id, self.handshake.epoch
+
+    def same(self, other: RemoteEngine) -> bool:
+        """Whether *other* was introduced as this one, and is not lost."""
+        contents = [
+            (x.ranks, {table.prefix_multiple for table in x.tables.values()}) for x in (self, other)
+        ]
+        return contents[0] == contents[1] and not other.lost
+
+    def load_plan(
+        self, rank: RankId, remote_id: str, request_id: str, options: ReadOptions
+    ) -> LoadPlan:
+        """Return the plan of a load by consumer *rank*, without sources."""
+        engine_id, epoch = self.start
+        return LoadPlan.of(
+            self.plan,
+            rank,
+            {},
+            request_id=request_id,
+            key=key_of(remote_id),
+            engine_id=engine_id,
+            epoch=epoch,
+            **attrs.asdict(options),
+        )
+
+    def connect(self, nixl: NixlRank, timeout: float) -> None:
+        """Open a lane to each rank that has a table."""
+        for rank, table in self.tables.items():
+            agent = nixl.connect(self.ranks[rank].handshake.transport, timeout)
+            self.agents.add(agent)
+            self.lanes[rank] = Lane.open(nixl, table, agent, self.role)
+
+    def sides(self, request: TransferRequest, ranks: Iterable[RankId]) -> dict[RankId, Sides]:
+        """Return what *request* moves between this rank and each of *ranks*, if it moves anything.
+
+        Raises as `DescriptorTable.select` does.
+        """
+        every = {rank: self.lanes[rank].sides(request) for rank in ranks}
+        return {rank: sides for rank, sides in every.items() if len(sides[1][0])}
+
+    def leave(self, nixl: NixlRank, keep: Iterable[str] = ()) -> None:
+        """Disconnect all agents except those to *keep*, and release the lanes.
+
+        Raises:
+            TransferError: With state "busy" while bytes move.
+        """
+        for agent in self.agents.difference(keep):
+            if agent in nixl.peers:
+                nixl.disconnect(agent)
+        for lane in self.lanes.values():
+            with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                lane.release()
+        self.lanes.clear()
 
 
 def judged(
@@ -56,7 +244,7 @@ def judged(
     Raises:
         WireError: If an introduction is damaged or was sealed with another secret.
         SpecError: If a rank is missing or occurs twice.
-        MismatchError: If engines, models, replica policies or epochs do not fit.
+        MismatchError: If engines, models, replica policies, epochs or time limits do not fit.
     """
     if not isinstance(role, str) or role not in ("producer", "consumer"):
         raise SpecError("role", role, "'producer' or 'consumer'")
@@ -68,8 +256,9 @@ def judged(
     ranks = one_engine(member.handshake for member in members)
     remote = next(iter(ranks.values()))
     sides = (remote, own.handshake) if role == "producer" else (own.handshake, remote)
-    found = disagreements(*sides)
-    if found:
+    pairs = [(one, own) if role == "producer" else (own, one) for one in members]
+    late = {mismatch for pair in pairs if (mismatch := _late(*pair)) is not None}
+    if found := (*disagreements(*sides), *late):
         raise MismatchError(found)
     plan = plan_transfer(sides[0].engine, sides[1].engine, own.handshake.replica_policy)
     partners = plan.sources(own.rank) if role == "producer" else plan.targets(own.rank)
@@ -80,6 +269,18 @@ def judged(
         tables[rank] = build_table(plan, producer, consumer, prefix_multiple=prefix_multiple)
     by_rank = {member.rank: member for member in members}
     return RemoteEngine(role=role, plan=plan, ranks={r: by_rank[r] for r in ranks}, tables=tables)
+
+
+def _late(producer: Introduced, consumer: Introduced) -> Mismatch | None:
+    """Return why heartbeats of *consumer* come too late for *producer*, or None.
+
+    A message may be lost. With less than two heartbeats in a lease, one lost message would end the
+    lease of a request that is still read.
+    """
+    if 2 * consumer.heartbeat < producer.lease:
+        return None
+    why = "the consumer's heartbeat must be shorter than half of the producer's lease"
+    return Mismatch("lease, heartbeat", producer.lease, consumer.heartbeat, why)
 
 
 class Remotes:
@@ -115,10 +316,10 @@ class Remotes:
         *epoch*: the incarnation of a consumer whose blocks the caller knows.
         """
         self._check_open()
-        met = sorted(name for other, name in self._connected if other == role)
-        name = met[0] if engine_id is None and len(met) == 1 else engine_id
+        names = sorted(name for other, name in self._connected if other == role)
+        name = names[0] if engine_id is None and len(names) == 1 else engine_id
         if not isinstance(name, str) or (role, name) not in self._connected:
-            wanted = f"one of the connected {role}s: {', '.join(met) or 'none yet'}"
+            wanted = f"one of the connected {role}s: {', '.join(names) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
         remote = self._connected[role, name]
         if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.start[1]:
@@ -152,8 +353,8 @@ class Remotes:
     def forget(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
         """Forget the engine *engine_id*, except the parts that a *new* incarnation leaves valid.
 
-        Returns the incarnations that are gone. Raises `TransferError` "busy" if the same
-        incarnation is to be connected again while its bytes still move.
+        Returns the incarnations that are gone in all roles. Raises `TransferError` "busy" if the
+        same incarnation is to be connected again while its bytes still move.
         """
         gone = [
             key
@@ -169,7 +370,7 @@ class Remotes:
             message = f"bytes of an earlier load from {engine_id} are still moving: try again"
             raise TransferError(message, rank=engine_id, state=TransferState.BUSY)
         self._coming = self._coming if new is None else new
-        return {old.start for old in dropped}
+        return {old.start for old in dropped} - {old.start for old in self._connected.values()}
 
     def _check_open(self) -> None:
         if self._closed:
@@ -187,11 +388,13 @@ class Remotes:
         """Close the lanes of old engines if no bytes move over them. See the module docstring."""
         for remote in tuple(self._leaving):
             coming = () if self._coming is None else (self._coming,)
-            others = [o for o in (*self._connected.values(), *coming) if o.agents & remote.agents]
-            keep = set[str]() if remote.lost else set[str]().union(*(o.agents for o in others))
-            for other in others if remote.lost else ():
-                other.lost = True
-                other.agents -= remote.agents  # which who is met anew connects
+            users = (*self._connected.values(), *coming)
+            if remote.lost:
+                for user in users:
+                    user.lost |= bool(user.agents & remote.agents)
+                    # Its next incarnation connects these agents again.
+                    user.agents -= remote.agents
+            used = set[str]().union(*(user.agents for user in users))
             with contextlib.suppress(TransferError):
-                remote.leave(self._nixl, keep)
+                remote.leave(self._nixl, keep=used)
                 self._leaving.remove(remote)

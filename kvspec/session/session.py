@@ -8,6 +8,7 @@ docstrings say so wait.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,17 +24,14 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
-from kvspec.session.background import BUSY, Background, SessionLock
+from kvspec.session.background import BUSY, Background, SessionLock, since_boot
 from kvspec.session.channel import Channel, TcpChannel, check_channel
-from kvspec.session.clock import since_boot
-from kvspec.session.introduction import Introduced, epoch_of
 from kvspec.session.ledger import MAX_FOREIGN, Ledger, Settled
 from kvspec.session.load import Load, Push
 from kvspec.session.loading import Loading
-from kvspec.session.mailbox import Messages
+from kvspec.session.mailbox import Introduced, Messages, epoch_of
 from kvspec.session.pushing import Pushing
-from kvspec.session.remote import ReadOptions
-from kvspec.session.remotes import Remotes, judged
+from kvspec.session.remotes import ReadOptions, Remotes, judged
 from kvspec.session.stats import SessionStats, stats_of
 from kvspec.session.summing import Summing
 from kvspec.wire.handshake import Handshake
@@ -44,6 +42,8 @@ from kvspec.wire.messages import (
     ReaderStatus,
     StopWriting,
 )
+
+LEAVING = 0.02  # seconds between two looks whether an old engine's bytes have stopped
 
 
 class Session:
@@ -110,7 +110,12 @@ class Session:
         nixl.register(cache.memory, owner=owner)
         shake = attrs.evolve(shake, transport=nixl.metadata())
         self.channel: Channel = TcpChannel() if channel is None else channel
-        self._own = Introduced(handshake=shake, address=self.channel.address)
+        self._own = Introduced(
+            handshake=shake,
+            address=self.channel.address,
+            lease=book.lease,
+            heartbeat=reader.heartbeat,
+        )
         self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
         self._messages = Messages(self.channel, nixl.secret, self._own, foreign.append)
@@ -122,7 +127,7 @@ class Session:
         self._loading = Loading(reader, nixl, cache, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes, self._count = Remotes(nixl, self._lock), itertools.count()
-        self._background = Background(self.poll, self._moving, self.channel.wait) if alone else None
+        self._background = Background(self.poll, self._rest, self.channel) if alone else None
 
     def __repr__(self) -> str:
         return f"<Session {self.me} at {self.channel.address}>"
@@ -145,7 +150,8 @@ class Session:
 
         Args:
             addresses: Addresses of channels.
-            timeout: Seconds to wait for the answer of a reachable peer.
+            timeout: Seconds to wait for the answer of a reachable peer. The look-up of a host name
+                comes before, and takes what the system's resolver takes.
             absent: Seconds to wait until a peer accepts the connection. By default, *timeout*.
 
         Returns:
@@ -192,6 +198,7 @@ class Session:
             most = seconds("timeout", timeout)
             remote = judged(self._own, self.nixl, introductions, role, prefix_multiple)
             name, epoch = remote.start
+            self._messages.resolve(each.address for each in remote.ranks.values())
             with self._lock.held:
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
@@ -201,7 +208,7 @@ class Session:
             self._remotes.connect(remote, most)
             with self._lock.held:
                 self._remotes.replace(remote)
-                self._messages.connect(remote.ranks.values())
+                self._messages.connect(remote.start, remote.ranks.values())
             return remote.plan
 
     def disconnect(self, engine_id: str) -> None:
@@ -210,6 +217,7 @@ class Session:
             self._loading.disconnect(engine_id)
             self._book.disconnect(engine_id)
             self._messages.disconnect(self._remotes.forget(engine_id))
+            self._wake()
 
     def load(
         self,
@@ -261,6 +269,7 @@ class Session:
                     load, timeout, more, pushed=pushed, follow=follow, digest=digest
                 )
                 self._loading.move()
+                self._wake()
                 return load  # noqa: TRY300 - an interrupt outside would leave it to nobody
             except BaseException:
                 self._loading.give_up(load)
@@ -304,6 +313,7 @@ class Session:
             remote = self._remotes.find("consumer", engine_id, epoch)
             push = Push(request, remote_id, remote, self.poll)
             self._pushing.begin(push, seconds("timeout", timeout), attempt, sample)
+            self._wake()
         return push
 
     def decline(
@@ -325,6 +335,7 @@ class Session:
             plan = remote.load_plan(self.me.rank, remote_id, f"decline {next(self._count)}", more)
             self._loading.recorded.extend(self._loading.book.expect(plan, self._clock(), 0.0))
             self._loading.act()
+            self._wake()
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -354,6 +365,7 @@ class Session:
             SpecError: If the request is held already, or *blocks* do not fit the engine.
         """
         self._ledger.hold(remote_id, lease=lease, readers=readers, blocks=blocks)
+        self._wake()
 
     def record_progress(
         self, remote_id: str, upto: int, layers: Iterable[str] | None = None
@@ -442,6 +454,21 @@ class Session:
     def _moving(self) -> bool:
         with self._lock.held:
             return self._loading.moving or self._pushing.moving or self._summing.waiting > 0
+
+    def _rest(self) -> float:
+        """Return how many seconds the next poll may be away, if nothing happens before."""
+        with self._lock.held:
+            if self._moving():
+                return BUSY
+            if self._remotes.leaving:
+                return LEAVING
+            due = [at for at in (self._book.due, self._loading.book.due) if at is not None]
+            return max(BUSY, min(due, default=math.inf) - self._clock())
+
+    def _wake(self) -> None:
+        """Let the background thread look at what a call has begun."""
+        if self._background is not None:
+            self._background.wake()
 
     def _cancel(self, request_id: str) -> None:
         with self._lock.held:

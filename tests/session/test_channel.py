@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import socket
 import struct
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,32 +231,203 @@ def test_who_broke_off_is_dropped_when_it_is_sent_to(pair: tuple[TcpChannel, Tcp
         until(lambda: near.receive() or near.reaches(address))
 
 
-def test_connections_are_bounded(
+def link(far: TcpChannel, opened: list[socket.socket], *, trusted: bool = False) -> str:
+    """Open a connection by hand, send a message over it, and return its route."""
+    opened.append(raw(far.address))
+    opened[-1].sendall(b"\0\0\0\x01x")
+    ((route, _),) = received(far, count=1)
+    if trusted:
+        far.trust(route)
+    return route
+
+
+@pytest.fixture
+def opened() -> Iterator[list[socket.socket]]:
+    """Return a list whose sockets are closed at the end."""
+    made: list[socket.socket] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_oldest_stranger_makes_room_for_next_one(
+    pair: tuple[TcpChannel, TcpChannel],
+    opened: list[socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither a trusted connection nor one that this side dialled is closed for strangers.
+
+    A stranger that keeps sending stays no longer than a silent one.
+    """
+    monkeypatch.setattr(channel, "MAX_STRANGERS", 2)
+    near, far = pair
+    far.send(near.address, b"x")
+    link(far, opened, trusted=True)
+    for count in range(3):
+        link(far, opened)
+        if count < 2:
+            opened[1].sendall(b"\0\0\0\x01x")
+            received(far, count=1)
+    assert 1 + 1 + 2 == len(far)
+    assert b"" == opened[1].recv(1)
+    opened[0].sendall(b"\0\0\0\x02hi")
+    assert [b"hi"] == [data for _, data in received(far, count=1)]
+
+
+def test_trusted_peer_that_was_silent_longest_makes_room(
+    pair: tuple[TcpChannel, TcpChannel],
+    opened: list[socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It connects again when it has something to send."""
+    monkeypatch.setattr(channel, "MAX_ACCEPTED", 2)
+    _, far = pair
+    first = link(far, opened, trusted=True)
+    link(far, opened, trusted=True)
+    opened[0].sendall(b"\0\0\0\x01x")
+    assert [(first, b"x")] == received(far, count=1)
+    link(far, opened, trusted=True)
+    assert b"" == opened[1].recv(1)
+    assert 2 == len(far)
+
+
+def test_connections_take_turns(
+    pair: tuple[TcpChannel, TcpChannel],
+    opened: list[socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At most two messages of each in a poll, and four in all, as in the module's example."""
+    _, far = pair
+    for _ in "abc":
+        link(far, opened, trusted=True)
+    monkeypatch.setattr(channel, "TURN", 2)
+    monkeypatch.setattr(channel, "FRAMES", 4)
+    for sender, count in zip(opened, (3, 1, 3), strict=True):
+        for number in range(count):
+            sender.sendall(b"\0\0\0\x01%d" % number)
+    time.sleep(0.1)
+    polls = [far.receive() for _ in range(3)]
+    assert [4, 3, 0] == [len(came) for came in polls]
+    for came in polls:
+        assert all(count <= 2 for count in Counter(route for route, _ in came).values())
+    # A connection that had no turn in the first poll is the first one in the second.
+    served = [{route for route, _ in came} for came in polls]
+    assert polls[1][0][0] not in served[0] or len(served[0]) == 3
+    every = sorted((int(route[1:]), data) for came in polls for route, data in came)
+    assert [(0, b"0"), (0, b"1"), (0, b"2"), (1, b"0"), (2, b"0"), (2, b"1"), (2, b"2")] == every
+
+
+def test_poll_is_bounded_however_much_arrives(
+    pair: tuple[TcpChannel, TcpChannel], opened: list[socket.socket]
+) -> None:
+    """Strangers get a quarter of it, and what is left is not forgotten."""
+    _, far = pair
+    for _ in range(40):
+        opened.append(raw(far.address))
+        opened[-1].sendall(bytes(4) * 100)
+    came: list[int] = []
+
+    def all_came() -> bool:
+        came.append(len(far.receive()))
+        return sum(came) == 4000
+
+    until(all_came)
+    assert max(came) == channel.FRAMES // 4
+
+
+def test_rejected_connection_is_closed_and_dialled_again(
+    pair: tuple[TcpChannel, TcpChannel],
+) -> None:
+    """Of a peer that dialled, and of one that was dialled."""
+    near, far = pair
+    near.send(far.address, b"x")
+    ((route, _),) = received(far, near, count=1)
+    far.reject(route)
+    assert 0 == len(far)
+    until(lambda: near.receive() or not len(near))
+    near.send(far.address, b"y")
+    assert [b"y"] == [data for _, data in received(far, near, count=1)]
+    near.reject(far.address)
+    near.send(far.address, b"z")
+    assert [b"z"] == [data for _, data in received(far, near, count=1)]
+    near.reject("nobody")
+
+
+def test_channel_without_descriptors_refuses_connections_and_rests(
+    pair: tuple[TcpChannel, TcpChannel], opened: list[socket.socket]
+) -> None:
+    """`wait` waits: a connection that nobody can accept does not wake it again and again."""
+    _, far = pair
+    route = link(far, opened)
+    opened += [raw(far.address) for _ in range(3)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        start, turns = time.monotonic(), 0
+        while time.monotonic() - start < 0.5:
+            far.receive()
+            far.wait(0.1)
+            turns += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert turns < 100
+    assert not far.reaches(route)
+    opened[1].settimeout(5.0)
+    assert b"" == opened[1].recv(1)
+    link(far, opened)
+
+
+def test_names_are_looked_up_by_resolve_alone(
     pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that was silent longest makes room."""
-    monkeypatch.setattr(channel, "MAX_ACCEPTED", 3)
+    """`send` waits for no name server."""
     near, far = pair
-    far.send(near.address, b"dialled, so it does not count")
-    opened: list[socket.socket] = []
+    look_up, names = socket.getaddrinfo, list[Any]()
 
-    def speak(at: int) -> None:
-        """Let a connection say something, a new one perhaps."""
-        if at == len(opened):
-            opened.append(raw(far.address))
-        opened[at].sendall(b"\0\0\0\x01x")
-        received(far, count=1)
+    def watched(host: Any, *rest: Any, **more: Any) -> Any:
+        if not more.get("flags"):
+            names.append(host)
+        return look_up(host, *rest, **more)
 
-    for at in (0, 1, 2, 0, 3):
-        speak(at)
-    assert 1 + 3 == len(far)
-    with opened.pop(1) as silent:
-        assert b"" == silent.recv(1)
-    for at in (0, 1, 2, 3):
-        speak(at)
-    assert b"" == opened[0].recv(1)
-    for each in opened:
-        each.close()
+    monkeypatch.setattr(socket, "getaddrinfo", watched)
+    name = f"localhost:{far.address.rpartition(':')[2]}"
+    near.send(name, b"lost")
+    assert ([], 1) == (names, near.lost)
+    near.resolve(name)
+    near.resolve("no address")
+    for data in (b"x", b"y"):
+        near.send(name, data)
+    assert [b"x", b"y"] == [data for _, data in received(far, near, count=2)]
+    assert ["localhost"] == names
+    monkeypatch.setattr(channel, "RESOLVED", 1)
+    near.resolve(far.address)
+    near.reject(name)
+    near.send(name, b"forgotten")
+    assert 2 == near.lost
+
+
+def test_wake_ends_wait(pair: tuple[TcpChannel, TcpChannel]) -> None:
+    """In any thread, and also if it comes before; once it is taken, `wait` waits again."""
+    near, _ = pair
+    start = time.monotonic()
+    waker = threading.Timer(0.1, near.wake)
+    waker.start()
+    near.wait(1.0)
+    for _ in range(1000):  # more than the buffer takes
+        near.wake()
+    near.wait(1.0)
+    assert 0.05 < time.monotonic() - start < 0.9
+    waker.join()
+    until(lambda: near.receive() or took(near) > 0.04)
+
+
+def took(near: TcpChannel) -> float:
+    """Return how long the channel waits, at most 0.05 s."""
+    start = time.monotonic()
+    near.wait(0.05)
+    return time.monotonic() - start
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from lines import Other, between_lines
 from sessions import Side, engine, new_remote_id, request, until
 
-from kvspec.errors import SpecError, TransferError
-from kvspec.session import Session, remote, remotes
+from kvspec.errors import MismatchError, SpecError, TransferError
+from kvspec.ownership.replicas import Role
+from kvspec.session import Session, remotes
 from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl
 
@@ -67,7 +71,7 @@ def test_who_is_parted_from_while_it_is_met(pair: tuple[Side, Side]) -> None:
     failed = 0
     for place in range(0, 80, 4):
         other = Other(lambda: session.disconnect("P"))
-        with contextlib.suppress(TransferError), between_lines(other.at(place), remote, remotes):
+        with contextlib.suppress(TransferError), between_lines(other.at(place), remotes):
             failed += 1
             session.connect(producer.introductions, role="consumer")
             failed -= 1
@@ -109,3 +113,57 @@ def test_nobody_waits_for_a_session_that_is_closed(pair: tuple[Side, Side]) -> N
     session.close(drain=0.01)
     waiter.join(5.0)
     assert (["closed"], "moving", "stopped") == (states, load.poll(), load.error.state)
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_heartbeat_must_be_shorter_than_half_of_lease(net: FakeNixl, role: Role) -> None:
+    """The limits of both sides are compared when they connect, whoever connects."""
+    with (
+        Side("P", engine(2), polled=False, lease=4.0) as producer,
+        Side("D", engine(1), polled=False, heartbeat=2.0) as slow,
+        Side("E", engine(1), polled=False, heartbeat=1.9) as quick,
+    ):
+        for consumer, fits in ((slow, False), (quick, True)):
+            sides = (consumer, producer) if role == "producer" else (producer, consumer)
+            session = next(iter(sides[0].sessions.values()))
+            if fits:
+                session.connect(sides[1].introductions, role=role)
+                continue
+            with pytest.raises(MismatchError) as caught:
+                session.connect(sides[1].introductions, role=role)
+            (found,) = caught.value.mismatches
+            assert ("lease, heartbeat", 4.0, 2.0) == (
+                found.field, found.producer, found.consumer,
+            )  # fmt: skip
+            assert () == session.nixl.peers
+
+
+def test_slow_name_server_does_not_stop_session(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`poll` goes on while another thread looks up a name, to fetch from it or to connect."""
+    (session,) = pair[1].sessions.values()
+    look_up, asked = socket.getaddrinfo, threading.Event()
+
+    def slow(host: Any, *rest: Any, **more: Any) -> Any:
+        if host == "slow.invalid":
+            asked.set()
+            time.sleep(1.0)
+            raise socket.gaierror
+        return look_up(host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+
+    def fetch() -> None:
+        with contextlib.suppress(TransferError):
+            session.fetch(["slow.invalid:7"], timeout=0.05)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    assert asked.wait(5.0)
+    polls = 0
+    while thread.is_alive():
+        session.poll()
+        polls += 1
+        time.sleep(1e-3)
+    assert polls > 100

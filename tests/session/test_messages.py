@@ -13,9 +13,8 @@ from sessions import Direct, Side, engine, new_remote_id, request
 
 import kvspec
 from kvspec.session import TcpChannel
-from kvspec.session.introduction import INTRODUCTION
 from kvspec.session.ledger import MAX_FOREIGN
-from kvspec.session.mailbox import ANSWER, CHALLENGE, MESSAGE, QUESTION
+from kvspec.session.mailbox import ANSWER, CHALLENGE, INTRODUCTION, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl
 from kvspec.wire.codec import encode_message
 from kvspec.wire.messages import (
@@ -183,6 +182,24 @@ def test_answer_counts_once_and_only_on_the_connection_that_was_challenged() -> 
         assert challenge(producer, one, secret) not in nonces
 
 
+def test_first_introduction_that_verifies_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a false one nor a later one replaces it, whenever it comes."""
+    with (
+        FakeNixl(),
+        Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
+        Side("D", engine(1), polled=True, channel=Direct("D")) as consumer,
+    ):
+        (session,), (good,) = consumer.sessions.values(), producer.introductions
+        false = good[:-1] + bytes([good[-1] ^ 1])
+        other = INTRODUCTION + bytes(99)
+
+        def wait(timeout: float) -> None:
+            session.channel.came += [("P", each) for each in (false, other, good, other, false)]
+
+        monkeypatch.setattr(session.channel, "wait", wait)
+        assert [good] == session.fetch(["P"], timeout=0.5)
+
+
 @pytest.mark.parametrize("lost", [(), (0,), (1,), (2,), (3,), (0, 2, 4), (1, 4)])
 def test_fetch_over_own_channel_survives_lost_and_doubled_messages(
     lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -265,6 +282,41 @@ def test_of_what_changed_nothing_the_last_is_remembered() -> None:
         foreign = session.settled().foreign
         assert (MAX_FOREIGN, ()) == (len(foreign), session.settled().foreign)
         assert f"{MAX_FOREIGN + 8} bytes" in foreign[-1]
+
+
+def test_late_copy_with_right_seal_does_not_disconnect() -> None:
+    """An introduction may be on its way over that connection."""
+    with FakeNixl(), Side("P", engine(1), polled=False) as producer:
+        (session,) = producer.sessions.values()
+        stranger, secret = TcpChannel(), session.nixl.secret
+        for purpose in (ANSWER, CHALLENGE):
+            stranger.send(session.channel.address, secret.seal(purpose, bytes(16)))
+        stranger.send(session.channel.address, secret.seal(QUESTION, b""))
+        came: list[bytes] = []
+        end = time.monotonic() + 5.0
+        while not came and time.monotonic() < end:
+            producer.poll()
+            came += [data for _, data in stranger.receive()]
+        assert [True] == [data.startswith(CHALLENGE) for data in came]
+        assert 2 == len(session.settled().foreign)
+        stranger.close()
+
+
+def test_peer_that_was_chosen_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Strangers are logged for debugging only, since they could fill the log."""
+    with (
+        FakeNixl(),
+        Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
+        Side("D", engine(1), polled=True, channel=Direct("D")) as consumer,
+        caplog.at_level("INFO", "kvspec.session"),
+    ):
+        (session,) = consumer.sessions.values()
+        consumer.connect(producer)
+        session.channel.came += [(route, b"?") for route in "PXPX"]
+        session.poll()
+        session.disconnect("P")
+    names = [(each.levelname, each.message.partition(" ")[0]) for each in caplog.records]
+    assert [("INFO", "connected"), ("WARNING", "P"), ("INFO", "disconnected")] == names
 
 
 def test_routes_are_remembered_of_who_was_heard_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) 
 def test_who_is_pushed_to_is_told_at_once(net: FakeNixl) -> None:
     """And not when it next asks, which is in minutes."""
     with (
-        Side("P", engine(1), polled=True) as producer,
+        Side("P", engine(1), polled=True, lease=2000.0) as producer,
         Side("D", engine(1), polled=False, heartbeat=600.0) as consumer,
     ):
         consumer.connect(producer)

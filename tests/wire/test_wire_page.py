@@ -22,7 +22,7 @@ from shakes import handshakes
 
 import kvspec
 from kvspec.session.extents import sums_of
-from kvspec.session.introduction import introduced
+from kvspec.session.mailbox import introduced
 from kvspec.session.ticket import PrefillTicket, content_of
 from kvspec.wire import codec
 from kvspec.wire.codec import decode_message, encode_handshake, encode_message

@@ -1,0 +1,119 @@
+"""The thread of a session rests while nothing happens, and wakes when something does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sessions import Direct, Side, engine, new_remote_id, request
+
+from kvspec.session import background
+from kvspec.testing import FakeNixl
+
+
+@pytest.fixture
+def net() -> Iterator[FakeNixl]:
+    """Replace nixl."""
+    with FakeNixl() as fake:
+        yield fake
+
+
+def happens(true: Callable[[], object], seconds: float = 5.0) -> bool:
+    """Whether a condition becomes true, without a call that makes progress."""
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(1e-3)
+    return bool(true())
+
+
+def polls(side: Side, seconds: float) -> int:
+    """Return how often the thread of a side polls."""
+    (session,) = side.sessions.values()
+    count, receive = [0], session.channel.receive
+
+    def counted() -> list[tuple[str, bytes]]:
+        count[0] += 1
+        return receive()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.channel, "receive", counted)
+        time.sleep(seconds)
+    return count[0]
+
+
+def test_idle_session_polls_once_a_second(net: FakeNixl) -> None:
+    """Also if it holds requests, and is connected."""
+    with (
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+        consumer.connect(producer)
+        producer.hold(new_remote_id("held"))
+        time.sleep(0.1)
+        assert max(polls(producer, 1.0), polls(consumer, 1.0)) <= 3
+
+
+def test_load_of_other_thread_wakes_session(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load is done long before the thread would poll by itself."""
+    monkeypatch.setattr(background, "IDLE", 60.0)
+    monkeypatch.setattr("kvspec.session.channel.STALL", 480.0)
+    with (
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+        consumer.connect(producer)
+        time.sleep(0.1)  # Both threads rest.
+        remote_id = new_remote_id("r")
+        producer.hold(remote_id)
+        (load,) = consumer.load(request(), remote_id)
+        assert happens(lambda: load.state == "done")
+
+
+def test_lease_ends_on_time_while_session_rests(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread rests until the next timer of a ledger, and a call may set an earlier one."""
+    monkeypatch.setattr(background, "IDLE", 60.0)
+    monkeypatch.setattr("kvspec.session.channel.STALL", 480.0)
+    with Side("P", engine(1), polled=False, background=True) as producer:
+        (session,) = producer.sessions.values()
+        time.sleep(0.1)
+        session.hold(new_remote_id("r"), lease=0.2)
+        assert 1 == len(session.held)
+        assert happens(lambda: not session.held)
+
+
+def test_closed_session_ends_its_rest(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` does not wait until the thread would poll by itself."""
+    monkeypatch.setattr(background, "IDLE", 60.0)
+    monkeypatch.setattr("kvspec.session.channel.STALL", 480.0)
+    side = Side("P", engine(1), polled=False, background=True)
+    time.sleep(0.1)
+    start = time.monotonic()
+    side.close()
+    assert time.monotonic() - start < 5.0
+
+
+class Plain(Direct):
+    """A channel without `wake` that waits as long as it is told."""
+
+    def wait(self, timeout: float) -> None:
+        """Sleep."""
+        time.sleep(timeout)
+
+
+def test_channel_without_wake_is_polled_more_often(net: FakeNixl) -> None:
+    """So that a call of another thread does not wait for a second."""
+    more: dict[str, Any] = {"background": True, "polled": False}
+    with (
+        Side("P", engine(1), channel=Plain("P"), **more) as producer,
+        Side("D", engine(1), channel=Plain("D"), **more) as consumer,
+    ):
+        consumer.connect(producer)
+        assert 5 <= polls(producer, 0.5) <= 26
+        remote_id = new_remote_id("r")
+        producer.hold(remote_id)
+        (load,) = consumer.load(request(), remote_id)
+        assert happens(lambda: load.state == "done")

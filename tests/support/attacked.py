@@ -1,0 +1,193 @@
+"""Processes for tests of attacks: one whose sessions serve loads, and some that attack it.
+
+`python attacked.py victim` opens a producer and a consumer in one process, with a limit of 1,024
+descriptors, and obeys the commands on its input: `load` prints the seconds of some loads, `new`
+those in which a new reader connects and loads, and `stats` the longest `poll` since the last call.
+
+`python attacked.py idle|empty|unsealed ADDRESS COUNT` opens COUNT connections to ADDRESS and keeps
+them open. Those of `empty` and `unsealed` send frames without an end, and connect again if they are
+closed. An attacker prints a line when its connections are open, and ends with its input.
+
+`python attacked.py quiet SECONDS` prints the share of a core that two idle sessions use.
+
+`bench/attacks.py` runs this file against other checkouts too, so it accepts their older names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import kvspec
+from kvspec.nixl import NixlRank
+from kvspec.session import Session, new_remote_id
+from kvspec.testing.fake_nixl import FakeNixl
+
+LIMIT = 1024  # descriptors of the victim: the usual limit of a process
+LOADS = 50
+EMPTY = bytes(4) * 16384
+UNSEALED = b"".join(
+    len(data).to_bytes(4, "big") + data for data in [b"kvspec-message-1\n" + bytes(60_000)]
+)
+
+
+def say(value: object) -> None:
+    """Write a line for the parent process."""
+    sys.stdout.write(f"{json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
+def engine() -> Any:
+    """Return an engine of one rank."""
+    spec = kvspec.FullAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=4, dtype="uint8")
+    group = kvspec.KVCacheGroup(name="full", layers=["l.0"], spec=spec)
+    return kvspec.EngineSpec(groups=[group])
+
+
+def opened(stack: ExitStack, name: str) -> Any:
+    """Open a session with a thread."""
+    cache, storage = kvspec.allocate(engine(), kvspec.RankId(), num_blocks=8)
+    nixl = stack.enter_context(NixlRank(prefix=f"{name}-", secret=b"the secret of this test"))
+    session = Session(nixl, cache, engine_id=name, owner=storage, background=True)
+    return stack.enter_context(session)
+
+
+def connect(session: Any, producer: Any) -> None:
+    """Fetch the introduction of *producer*, and connect to it."""
+    found = session.fetch([producer.channel.address], timeout=20.0)
+    (getattr(session, "connect", None) or session.meet)(found)
+
+
+def load(session: Any, producer: Any, name: str) -> None:
+    """Load one request, and wait until it is done."""
+    remote_id = new_remote_id(name)
+    (getattr(producer, "hold", None) or producer.ledger.expect)(remote_id)
+    tables = {"full": [1, 2, 3]}
+    request = kvspec.TransferRequest(
+        request_id=name, num_tokens=12, producer_blocks=tables, consumer_blocks=tables
+    )
+    session.load(request, remote_id=remote_id, timeout=60.0, engine_id="P").wait()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds of one call of *work*."""
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+def victim() -> None:
+    """Serve loads, and obey commands."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, hard))
+    with ExitStack() as stack:
+        stack.enter_context(FakeNixl())
+        producer, consumer = opened(stack, "P"), opened(stack, "D")
+        connect(consumer, producer)
+        longest, poll = [0.0], producer.poll
+        done = names = 0
+
+        def watched() -> None:
+            longest[0] = max(longest[0], timed(poll))
+
+        producer._background._step = watched
+        settled = getattr(producer, "settled", None) or producer.ledger.poll
+        say(producer.channel.address)
+        for line in sys.stdin:
+            first = names + 1
+            if line.strip() == "load":
+                names += LOADS
+
+                def some(first: int = first, last: int = names) -> None:
+                    for number in range(first, last + 1):
+                        load(consumer, producer, f"r{number}")
+
+                answer: Any = timed(some)
+            elif line.strip() == "new":
+                names += 1
+
+                def new(name: str = f"r{names}", reader: str = f"N{names}") -> None:
+                    with ExitStack() as more:
+                        session = opened(more, reader)
+                        connect(session, producer)
+                        load(session, producer, name)
+
+                answer = timed(new)
+            else:
+                end = time.monotonic() + 20.0
+                while done < names and time.monotonic() < end:
+                    done += len(settled().done)
+                    time.sleep(1e-3)
+                answer = {"poll": longest[0], "lost": names - done}
+                longest[0] = 0.0
+            say(answer)
+
+
+def dialled(address: tuple[str, int]) -> socket.socket | None:
+    """Return a connection that does not block, or None if there is none in a second."""
+    try:
+        made = socket.create_connection(address, timeout=1.0)
+    except OSError:
+        return None
+    made.settimeout(0)
+    return made
+
+
+def attack(kind: str, address: str, count: int) -> None:
+    """Open *count* connections, and send by them what *kind* demands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 64
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(hard, wanted)))
+    host, _, port = address.rpartition(":")
+    where, data = (host, int(port)), {"empty": EMPTY, "unsealed": UNSEALED}.get(kind, b"")
+    links: list[socket.socket] = []
+    started = False
+    while not select.select([sys.stdin], [], [], 0.01 if started else 0)[0]:
+        if len(links) < count and (kind != "idle" or not started):
+            links += [made for _ in range(32) if (made := dialled(where)) is not None]
+        if not started and (len(links) >= count or kind != "idle"):
+            started = True
+            say("ready")
+        for each in list(links) if data else ():
+            try:
+                for _ in range(16):
+                    each.send(data)
+            except BlockingIOError:
+                pass
+            except OSError:
+                each.close()
+                links.remove(each)
+    for each in links:
+        each.close()
+
+
+def quiet(seconds: float) -> None:
+    """Print the share of a core that a producer and a consumer use while nothing happens."""
+    with ExitStack() as stack:
+        stack.enter_context(FakeNixl())
+        producer, consumer = opened(stack, "P"), opened(stack, "D")
+        connect(consumer, producer)
+        load(consumer, producer, "r")
+        time.sleep(1.0)
+        before = time.process_time()
+        time.sleep(seconds)
+        say((time.process_time() - before) / seconds / 2)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        if sys.argv[1] == "victim":
+            victim()
+        elif sys.argv[1] == "quiet":
+            quiet(float(sys.argv[2]))
+        else:
+            attack(sys.argv[1], sys.argv[2], int(sys.argv[3]))
