@@ -183,6 +183,7 @@ TABLE = [
     row(lambda: kvspec.build_table(None, OURS, THEIRS), "plan", None),  # type: ignore[arg-type]
     row(lambda: kvspec.build_table(PLAN, None, THEIRS), "producer_cache", None),  # type: ignore[arg-type]
     row(lambda: kvspec.build_table(PLAN, OURS, "c"), "consumer_cache", "c"),  # type: ignore[arg-type]
+    row(lambda: kvspec.build_table(PLAN, OURS, THEIRS, prefix_multiple=0), "prefix_multiple", 0),
 ]  # fmt: skip
 
 
