@@ -1,95 +1,118 @@
-"""Encode and decode handshakes and messages. No other module knows their format.
+"""Encode and decode handshakes and messages. No other module knows their bytes.
 
 Invariant: any bytes give a valid object, or a `WireError` with the path of the fault. An encoded
-object is decoded to an equal one. A message is not trusted: sizes, counts and nesting are bounded,
-and each value passes the constructor that a caller's value passes.
+object is decoded to an equal one. Strangers choose the bytes, so sizes, counts and nesting are
+bounded before anything large is built, and each value passes the constructor that a caller's value
+passes.
+
+How it works:
+    A message is a head, the version, and the MessagePack array of its class in
+    `kvspec.wire.messages`. A handshake is a head, the version, and one zlib stream. The stream
+    contains a MessagePack map with the fields of `HandshakeFields`:
+
+        engine             plain values, see `kvspec.wire.values`
+        memory, regions    one list for each attribute of `Memory` and `Region`
+        everything else    itself
+
+    A cache has thousands of regions, and most attributes are equal for all of them. So each
+    attribute is a list of its own, and addresses are differences: zlib shortens both to almost
+    nothing. `RankCache` checks what the lists contain.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import instance
-from kvspec.memory.rank_cache import RankCache
+from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.compatibility import SIZE
-from kvspec.wire.decode import MAX_TEXT, Decoder, refuse
-from kvspec.wire.encode import Encoder
 from kvspec.wire.handshake import MAX_TRANSPORT, Handshake
 from kvspec.wire.messages import AnyMessage, Message
-from kvspec.wire.regions import read_cache, read_memory, written_memory, written_regions
+from kvspec.wire.packing import Count, decoder_of, pack, refuse, unpack
+from kvspec.wire.values import MAX_TEXT, Decoder, Plain, encode
 
 VERSION = 7
 """The version of the format; any change to it, or to what is meant by it, takes the next."""
-MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
-"""Bytes of one handshake."""
-
-MAX_MESSAGE = 8192
+MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
+"""Bytes of one handshake after decompression."""
+MAX_PLAIN = 1 << 19
+"""Bytes of the plain values of an engine. A million empty lists take seconds to build."""
+MAX_MESSAGE = 16384
 """Bytes of one message; the longest names fit."""
 
 _MAGIC = b"kvspec-handshake\n"
 _MESSAGE = b"kvspec-message\n" + VERSION.to_bytes(2, "big")
 _HEAD = len(_MAGIC) + 2  # and the version
+_SAME = ("library", "engine_id", "epoch", "model", "revision", "transport")
+"""Fields that are equal in a `Handshake` and in its `HandshakeFields`."""
 
 S = TypeVar("S")
+T = TypeVar("T")
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Index = Annotated[int, Meta(ge=0, le=2**24)]
 Step = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-MemoryRuns = tuple[
-    list[tuple[Count, Text, Index]], list[tuple[Index, Index]], tuple[Count, tuple[Step, ...]]
-]
-Places = tuple[
-    list[tuple[Count, Count, Count, Count, Count]],
-    list[tuple[tuple[Text, Index, Step], ...]],
-    list[tuple[Step, ...]],
-    Count,
-    list[tuple[Index, Index, Index]],
-]
 
 
-class HandshakeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A handshake as it is sent; *memory*, *regions* as `kvspec.wire.regions` writes them."""
+class MemoryColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The attributes of each `Memory`. *address* is the difference from the one before."""
+
+    length: list[Count]
+    memory_type: list[Text]
+    device: list[Count]
+    address: list[Step]
+
+
+class RegionColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The attributes of each `Region`. *base* is the difference from the one before.
+
+    If each region has its own memory, *base* repeats the last list of `MemoryColumns`. It follows
+    at once, because zlib looks back only 32 KiB.
+    """
+
+    base: list[Step]
+    group: list[Text]
+    layer: list[Text]
+    part: list[Text]
+    num_blocks: list[Count]
+    block_stride: list[Count]
+    unit_stride: list[Count]
+    state_stride: list[Count]
+    content_bytes: list[Count]
+    units: list[Count]
+    states: list[Count]
+    chunks: list[Count]
+    chunk_stride: list[Count]
+    memory_type: list[Text]
+    device: list[Count]
+
+
+class HandshakeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A handshake as it is sent."""
 
     library: Text
     engine_id: Text
     epoch: Count
-    rank: tuple[Index, Index, Index]
+    rank: RankId
     model: Text | None
     revision: Text | None
     compatibility_hash: Annotated[bytes, Meta(min_length=SIZE, max_length=SIZE)]
-    objects: list[tuple[Text, dict[Text, Any]]]
-    engine: Index
-    replica_policy: Index
-    memory: MemoryRuns
-    regions: Places
+    engine: msgspec.Raw
+    replica_policy: msgspec.Raw
+    memory: MemoryColumns
+    regions: RegionColumns
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
 
 
-def _plain(value: object) -> object:
-    """Return *value* as lists and numbers. `msgspec` calls this for types that it does not know."""
-    if isinstance(value, range):
-        return value.start, value.stop
-    raise NotImplementedError
-
-
-def _typed_value(kind: type, plain: object) -> object:
-    """Return the value of *kind* that `_plain` wrote."""
-    if kind is range:
-        return range(*msgspec.convert(plain, tuple[Count, Count]))
-    raise NotImplementedError
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-_DECODER = msgspec.msgpack.Decoder(HandshakeFields)
-_MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(
-    AnyMessage, dec_hook=_typed_value
-)
+_HANDSHAKES = decoder_of(HandshakeFields)
+_PLAIN: msgspec.msgpack.Decoder[Plain] = msgspec.msgpack.Decoder()
+_MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = decoder_of(AnyMessage)  # type: ignore[arg-type]
 
 
 def encode_handshake(handshake: Handshake) -> bytes:
@@ -99,37 +122,24 @@ def encode_handshake(handshake: Handshake) -> bytes:
         SpecError: If a peer could not decode it.
     """
     shake = instance("handshake", handshake, Handshake)
-    encoder = Encoder()
-    engine, replica_policy = (
-        encoder.encode(value)[1] for value in (shake.engine, shake.replica_policy)
-    )
-    rank = shake.rank
-    fields = HandshakeFields(
-        library=shake.library,
-        engine_id=shake.engine_id,
-        epoch=shake.epoch,
-        rank=(rank.pp, rank.pcp, rank.tp),
-        model=shake.model,
-        revision=shake.revision,
-        compatibility_hash=bytes.fromhex(shake.compatibility_hash),
-        objects=encoder.objects,
-        engine=engine,
-        replica_policy=replica_policy,
-        memory=written_memory(shake.cache.memory),
-        regions=written_regions(shake.cache),
-        transport=shake.transport,
-    )
     try:
-        data = _MAGIC + VERSION.to_bytes(2, "big") + _ENCODER.encode(fields)
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise SpecError(
-            "handshake", str(error), "64-bit numbers and texts that UTF-8 can encode"
-        ) from None
-    try:
+        fields = HandshakeFields(
+            rank=shake.rank,
+            compatibility_hash=bytes.fromhex(shake.compatibility_hash),
+            engine=msgspec.Raw(pack(encode(shake.engine))),
+            replica_policy=msgspec.Raw(pack(encode(shake.replica_policy))),
+            memory=_columns(MemoryColumns, shake.cache.memory, "address"),
+            regions=_columns(RegionColumns, shake.cache.regions, "base"),
+            **{name: getattr(shake, name) for name in _SAME},
+        )
+        data = _MAGIC + VERSION.to_bytes(2, "big") + zlib.compress(pack(fields))
         read = decode_handshake(data)
+    except (OverflowError, UnicodeEncodeError) as error:
+        expected = "64-bit numbers and texts that UTF-8 can encode"
+        raise SpecError("handshake", str(error), expected) from None
     except WireError as error:
-        wanted = f"a value that a peer can decode: {error}"
-        raise SpecError("handshake", error.value, wanted) from None
+        expected = f"a value that a peer can decode: {error}"
+        raise SpecError("handshake", error.value, expected) from None
     if read != shake:
         raise SpecError("handshake", shake, "values that are equal after encoding and decoding")
     return data
@@ -141,82 +151,83 @@ def decode_handshake(data: bytes) -> Handshake:
     Raises:
         WireError: If *data* is not a handshake of this version.
     """
-    fields = _fields(data)
+    fields = unpack("message", _HANDSHAKES, _decompressed(data))
     decoder = Decoder()
-    decoder.table("objects", fields.objects)
-    engine, replica_policy = (
-        decoder.object(path, [number])
-        for path, number in (("engine", fields.engine), ("replica_policy", fields.replica_policy))
-    )
-    cache = _cache(decoder, engine, fields)
+    engine = _value("engine", fields.engine, decoder)
+    replica_policy = _value("replica_policy", fields.replica_policy, decoder)
     try:
+        memory = tuple(_rows("memory", Memory, fields.memory, "address"))
+        regions = tuple(_rows("regions", Region, fields.regions, "base"))
         shake = Handshake(
-            engine_id=fields.engine_id,
-            epoch=fields.epoch,
-            cache=cache,
+            cache=RankCache(engine, fields.rank, regions, memory),
             replica_policy=replica_policy,
-            transport=fields.transport,
-            model=fields.model,
-            revision=fields.revision,
-            library=fields.library,
+            **{name: getattr(fields, name) for name in _SAME},
         )
         meaning = shake.compatibility_hash
     except SpecError as error:
         refuse("handshake", error, "a handshake")
     if meaning != fields.compatibility_hash.hex():
-        wanted = f"{meaning}, the hash of the decoded engine here; kvspec {fields.library} sent it"
-        raise WireError("compatibility_hash", fields.compatibility_hash.hex(), wanted)
+        expected = (
+            f"{meaning}, the hash of the decoded engine here; kvspec {fields.library} sent it"
+        )
+        raise WireError("compatibility_hash", fields.compatibility_hash.hex(), expected)
     return shake
 
 
-def _fields(data: object) -> HandshakeFields:
-    """Return the message in *data*, of the right types, within the bounds of each field."""
+def _decompressed(data: object) -> bytes:
+    """Return the fields in *data* as MessagePack, at most `MAX_HANDSHAKE` bytes."""
     if not isinstance(data, bytes):
         raise WireError("handshake", type(data).__name__, "bytes")
-    if len(data) > MAX_HANDSHAKE:
-        raise WireError("handshake", f"{len(data)} bytes", f"at most {MAX_HANDSHAKE}")
     if len(data) < _HEAD or not data.startswith(_MAGIC):
-        raise WireError(
-            "handshake", data[:_HEAD], "the complete bytes that encode_handshake returned"
-        )
+        whole = "the complete bytes that encode_handshake returned"
+        raise WireError("handshake", data[:_HEAD], whole)
     version = int.from_bytes(data[len(_MAGIC) : _HEAD], "big")
     if version != VERSION:
         raise WireError("version", version, f"{VERSION}: both engines need the same version")
-    return _typed(_DECODER, data[_HEAD:])
-
-
-def _typed(decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
-    """Return what *decoder* makes of *data*; `WireError` with the path where it is another type."""
+    stream = zlib.decompressobj()
     try:
-        return decoder.decode(data)
-    except msgspec.ValidationError as error:
-        # A value that checks itself raised SpecError, which has the field and its value.
-        if isinstance(error.__cause__, SpecError):
-            refuse("message", error.__cause__, "a message")
-        problem, _, path = str(error).partition(" - at `")
-        requirement, _, value = problem.partition(", got ")
-        where = path.rstrip("`").removeprefix("$.") or "message"
-        # msgspec writes either "Expected <what>" or a sentence, such as "Object contains ...".
-        expected = requirement.removeprefix("Expected ")
-        if expected == requirement:
-            raise WireError(where, "another object", rule=requirement) from None
-        raise WireError(where, value or "another value", expected) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError("message", str(error), "complete MessagePack") from None
+        # A few bytes can describe gigabytes: never take more than the limit out of the stream.
+        fields = stream.decompress(data[_HEAD:], MAX_HANDSHAKE)
+    except zlib.error as error:
+        raise WireError("handshake", str(error), "a zlib stream") from None
+    if not stream.eof or stream.unused_data:
+        expected = f"one complete zlib stream of at most {MAX_HANDSHAKE} bytes"
+        raise WireError("handshake", f"{len(data)} bytes", expected)
+    return fields
 
 
-def _cache(decoder: Decoder, engine: Any, fields: HandshakeFields) -> RankCache:  # noqa: ANN401
+def _value(path: str, plain: msgspec.Raw, decoder: Decoder) -> Plain:
+    """Return the value of a field. It arrives as MessagePack, so its size is checked first."""
+    data = bytes(plain)
+    if len(data) > MAX_PLAIN:
+        raise WireError(path, f"{len(data)} bytes", f"at most {MAX_PLAIN}")
+    return decoder.value(path, unpack(path, _PLAIN, data))
+
+
+def _columns(kind: type[S], values: Sequence[object], start: str) -> S:
+    """Return the attributes of *values* as one list each. *start* becomes differences."""
+    columns = {name: [getattr(value, name) for value in values] for name in kind.__annotations__}
+    starts = columns[start]
+    columns[start] = [here - before for before, here in zip([0, *starts], starts, strict=False)]
+    return kind(**columns)
+
+
+def _rows(path: str, kind: type[T], columns: msgspec.Struct, start: str) -> Iterator[T]:
+    """Yield the values whose attributes `_columns` wrote."""
+    lists = msgspec.structs.asdict(columns)
+    if len({*map(len, lists.values())}) > 1:
+        raise WireError(path, [*map(len, lists.values())], "lists of equal length")
+    lists[start] = accumulate(lists[start])
     try:
-        instance("engine", engine, EngineSpec)
+        for row in zip(*lists.values(), strict=True):
+            yield kind(**dict(zip(lists, row, strict=True)))
     except SpecError as error:
-        refuse("message", error, "a handshake")
-    memory = read_memory("memory", decoder, fields.memory)
-    return read_cache("regions", engine, RankId(*fields.rank), memory, fields.regions)
+        refuse(path, error, kind.__name__)
 
 
 def encode_message(message: Message) -> bytes:
     """Return *message* as bytes, at most `MAX_MESSAGE`."""
-    return _MESSAGE + _ENCODER.encode(message)
+    return _MESSAGE + pack(message)
 
 
 def decode_message(data: bytes) -> AnyMessage:
@@ -230,4 +241,4 @@ def decode_message(data: bytes) -> AnyMessage:
         raise WireError(
             "message", shown, f"bytes that encode_message of version {VERSION} returned"
         )
-    return _typed(_MESSAGES, data[len(_MESSAGE) :])
+    return unpack("message", _MESSAGES, data[len(_MESSAGE) :])

@@ -50,14 +50,14 @@ def compatibility_hash(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
     False
     """
     instance("engine", engine, EngineSpec)
-    without = {*engine.excluded, *texts("excluded", excluded, "layer names")}
-    told: dict[LayerSpec, bytes] = {}
+    excluded_layers = {*engine.excluded, *texts("excluded", excluded, "layer names")}
+    digests: dict[LayerSpec, bytes] = {}
     whole = hashlib.blake2b(digest_size=SIZE)
-    for layer in sorted(set(engine.homes) - without):
+    for layer in sorted(set(engine.homes) - excluded_layers):
         spec = engine.homes[layer].spec.of_layer(layer)
-        if spec not in told:
-            told[spec] = _digest(_meaning(spec))
-        whole.update(_digest(layer) + told[spec])
+        if spec not in digests:
+            digests[spec] = _digest(_meaning(spec))
+        whole.update(_digest(layer) + digests[spec])
     return whole.hexdigest()
 
 
@@ -67,11 +67,11 @@ def _digest(value: object) -> bytes:
 
 def _meaning(spec: LayerSpec) -> tuple[object, ...]:
     """Return what changes the meaning of a layer's bytes: its kind, fields and parts."""
-    without = MEMORY_FIELDS | LIVENESS_FIELDS | {"state_parts"}
+    meaningless = MEMORY_FIELDS | LIVENESS_FIELDS | {"state_parts"}
     fields = {
-        field.name: said
+        field.name: meant
         for field in attrs.fields(type(spec))
-        if field.name not in without and (said := meaning(spec, field.name)) != field.default
+        if field.name not in meaningless and (meant := meaning(spec, field.name)) != field.default
     }
     return _kind(type(spec)), fields, tuple(_part(part) for part in spec.parts)
 
@@ -91,9 +91,9 @@ def _kind(kind: type[Any]) -> str:
 
 def _part(part: Part) -> dict[str, object]:
     fields = {
-        field.name: said
+        field.name: meant
         for field in attrs.fields(Part)
-        if field.name in PART_WHY and (said := getattr(part, field.name)) != field.default
+        if field.name in PART_WHY and (meant := getattr(part, field.name)) != field.default
     }
     if part.per_token:
         del fields["states"]  # the rows of a block, in which engines may differ

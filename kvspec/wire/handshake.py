@@ -38,19 +38,6 @@ def is_name(field: str, value: object, most: int = MAX_NAME) -> str:
     return value
 
 
-def _name(_: object, at: attrs.Attribute[str], value: object) -> None:
-    is_name(at.name, value)
-
-
-def _name_or_none(_: object, at: attrs.Attribute[str | None], value: object) -> None:
-    if value is not None:
-        is_name(at.name, value)
-
-
-def _epoch(_: object, at: attrs.Attribute[int], value: object) -> None:
-    positive_int(at.name, value, least=0)
-
-
 @attrs.frozen(kw_only=True)
 class Handshake:
     """The introduction of one rank.
@@ -66,20 +53,22 @@ class Handshake:
         library: Version of kvspec that wrote the handshake. By default, this version.
     """
 
-    engine_id: str = attrs.field(validator=_name)
-    epoch: int = attrs.field(validator=_epoch)
+    engine_id: str
+    epoch: int
     cache: RankCache
     replica_policy: ReplicaPolicy = attrs.field(factory=ReplicaPolicy)
     transport: bytes = attrs.field(default=b"", repr=False)
-    model: str | None = attrs.field(default=None, validator=_name_or_none)
-    revision: str | None = attrs.field(default=None, validator=_name_or_none)
-    library: str = attrs.field(validator=_name)
-
-    @library.default
-    def _running(self) -> str:
-        return __version__
+    model: str | None = None
+    revision: str | None = None
+    library: str = __version__
 
     def __attrs_post_init__(self) -> None:
+        is_name("engine_id", self.engine_id)
+        is_name("library", self.library)
+        for name in ("model", "revision"):
+            if getattr(self, name) is not None:
+                is_name(name, getattr(self, name))
+        positive_int("epoch", self.epoch, least=0)
         instance("cache", self.cache, RankCache)
         instance("replica_policy", self.replica_policy, ReplicaPolicy)
         if len(instance("transport", self.transport, bytes)) > MAX_TRANSPORT:
@@ -124,12 +113,11 @@ def disagreements(producer: Handshake, consumer: Handshake) -> tuple[Mismatch, .
     """
     instance("producer", producer, Handshake)
     instance("consumer", consumer, Handshake)
-    found: list[Mismatch] = []
+    differences = _differing(producer, consumer, ("model", "revision", "replica_policy"))
     if producer.engine_id == consumer.engine_id:
         why = "an engine cannot connect to itself"
-        found.append(Mismatch("engine_id", producer.engine_id, consumer.engine_id, why))
-    found += _differing(producer, consumer, ("model", "revision", "replica_policy"))
-    return (*found, *mismatches(producer.engine, consumer.engine))
+        differences.insert(0, Mismatch("engine_id", producer.engine_id, consumer.engine_id, why))
+    return (*differences, *mismatches(producer.engine, consumer.engine))
 
 
 def _differing(one: Handshake, other: Handshake, fields: Iterable[str]) -> list[Mismatch]:
@@ -149,20 +137,20 @@ def one_engine(handshakes: Iterable[Handshake]) -> dict[RankId, Handshake]:
         MismatchError: If engines, epochs, models or replica policies differ.
         SpecError: If a rank is missing or occurs twice.
     """
-    given = sequence("handshakes", handshakes, "Handshakes, one for each rank of an engine")
-    if not given:
-        raise SpecError("handshakes", given, "one handshake for each rank of an engine")
-    first = instance("handshakes", given[0], Handshake)
-    found: dict[RankId, Handshake] = {}
-    for one in given:
-        wrong = _differing(first, instance("handshakes", one, Handshake), _WHY)
-        if wrong:
-            sides = (str(first.rank), str(one.rank))
+    expected = "one handshake for each rank of an engine"
+    shakes = sequence("handshakes", handshakes, expected)
+    if not shakes:
+        raise SpecError("handshakes", shakes, expected)
+    first = instance("handshakes", shakes[0], Handshake)
+    by_rank: dict[RankId, Handshake] = {}
+    for shake in shakes:
+        if wrong := _differing(first, instance("handshakes", shake, Handshake), _WHY):
+            sides = (str(first.rank), str(shake.rank))
             raise MismatchError(attrs.evolve(each, sides=sides) for each in wrong)
-        if one.rank in found:
-            raise SpecError("handshakes", str(one.rank), "each rank once")
-        found[one.rank] = one
-    missing = [str(rank) for rank in first.engine.parallel.ranks if rank not in found]
+        if shake.rank in by_rank:
+            raise SpecError("handshakes", str(shake.rank), "each rank once")
+        by_rank[shake.rank] = shake
+    missing = [str(rank) for rank in first.engine.parallel.ranks if rank not in by_rank]
     if missing:
-        raise SpecError("handshakes", sorted(map(str, found)), f"{', '.join(missing[:3])} too")
-    return dict(sorted(found.items()))
+        raise SpecError("handshakes", sorted(map(str, by_rank)), f"{', '.join(missing[:3])} too")
+    return dict(sorted(by_rank.items()))

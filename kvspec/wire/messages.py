@@ -40,6 +40,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.stripes import WHOLE, Stripe
 from kvspec.ownership.tokens import BlockCyclic
 from kvspec.wire.handshake import is_name
+from kvspec.wire.packing import Count
 
 MAX_REQUEST = 1024
 """Bytes of a request's id."""
@@ -62,7 +63,6 @@ DIGEST = 16
 
 RemoteId = NewType("RemoteId", str)
 """Name of a request in both engines, as `new_remote_id` returns it."""
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Position = Annotated[int, Meta(ge=0, le=MAX_POSITION)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
@@ -340,19 +340,9 @@ class ChecksumUnavailable(Message, tag="checksum_unavailable", frozen=True):
 
 
 AnyMessage = (
-    Heartbeat
-    | Done
-    | Lease
-    | Valid
-    | Gone
-    | StopWriting
-    | PushDone
-    | PushStopped
-    | LayerProgress
-    | ChecksumRequest
-    | Checksum
-    | ChecksumUnavailable
-)
+    Heartbeat | Done | Lease | Valid | Gone | StopWriting | PushDone | PushStopped
+    | LayerProgress | ChecksumRequest | Checksum | ChecksumUnavailable
+)  # fmt: skip
 MESSAGES: dict[str, type[Message]] = {
     kind.__struct_config__.tag: kind for kind in get_args(AnyMessage)
 }

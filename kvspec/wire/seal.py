@@ -7,17 +7,22 @@ All other bytes raise `WireError`. A seal authenticates. It does not encrypt.
 from __future__ import annotations
 
 import hmac
+from typing import TypeVar
 
 import attrs
+import msgspec
 
 from kvspec.errors import WireError
+from kvspec.wire.packing import decoder_of, pack, unpack
 
 MAC = 32  # bytes of SHA-256
+
+V = TypeVar("V", bound=msgspec.Struct)
 
 
 @attrs.frozen
 class Secret:
-    """What ranks share, as *key*; empty where the channel between them is trusted.
+    """The secret that all ranks share. The key is empty if the channel between them is trusted.
 
     >>> secret = Secret(b"known to all ranks")
     >>> sealed = secret.seal(b"greeting", b"hello")
@@ -31,19 +36,40 @@ class Secret:
 
     key: bytes = attrs.field(repr=False)
 
+    def mac(self, purpose: bytes, body: bytes) -> bytes:
+        """Return the code that proves that *body* was sealed for *purpose*."""
+        return hmac.digest(self.key, purpose + body, "sha256")
+
     def seal(self, purpose: bytes, body: bytes) -> bytes:
         """Return *body* as a message for *purpose*."""
-        return purpose + hmac.digest(self.key, purpose + body, "sha256") + body
+        return purpose + self.mac(purpose, body) + body
 
-    def unseal(self, path: str, purpose: bytes, sealed: object, wanted: str) -> bytes:
+    def unseal(self, path: str, purpose: bytes, sealed: object, expected: str) -> bytes:
         """Return the body that was sealed, or raise `WireError` at *path*."""
         if not isinstance(sealed, bytes):
-            raise WireError(path, type(sealed).__name__, wanted)
+            raise WireError(path, type(sealed).__name__, expected)
         start = len(purpose) + MAC
         if len(sealed) < start or not sealed.startswith(purpose):
-            raise WireError(path, f"{len(sealed)} bytes, {sealed[:16]!r}", wanted)
+            raise WireError(path, f"{len(sealed)} bytes, {sealed[:16]!r}", expected)
         body = sealed[start:]
-        mac = hmac.digest(self.key, purpose + body, "sha256")
-        if not hmac.compare_digest(sealed[len(purpose) : start], mac):
-            raise WireError(path, f"{len(sealed)} bytes, damaged or of another secret", wanted)
+        if not hmac.compare_digest(sealed[len(purpose) : start], self.mac(purpose, body)):
+            raise WireError(path, f"{len(sealed)} bytes, damaged or of another secret", expected)
         return body
+
+    def seal_value(self, purpose: bytes, value: msgspec.Struct) -> bytes:
+        """Return *value* as a message for *purpose*."""
+        return self.seal(purpose, pack(value))
+
+    def unseal_value(
+        self, path: str, purpose: bytes, sealed: object, kind: type[V], expected: str
+    ) -> V:
+        """Return the value of class *kind* that was sealed, or raise `WireError` at *path*.
+
+        >>> class Greeting(msgspec.Struct, array_like=True):
+        ...     name: str
+        >>> secret = Secret(b"")
+        >>> sealed = secret.seal_value(b"greeting", Greeting("you"))
+        >>> secret.unseal_value("message", b"greeting", sealed, Greeting, "a greeting")
+        Greeting(name='you')
+        """
+        return unpack(path, decoder_of(kind), self.unseal(path, purpose, sealed, expected))

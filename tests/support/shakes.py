@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import msgspec
@@ -55,10 +56,10 @@ def handshakes(draw: st.DrawFn, largest: int = 4) -> Handshake:
 
 def opened(data: bytes) -> dict[str, Any]:
     """Return the fields of a message as they are sent."""
-    message: dict[str, Any] = msgspec.msgpack.decode(data[HEAD:])
+    message: dict[str, Any] = msgspec.msgpack.decode(zlib.decompress(data[HEAD:]))
     return message
 
 
 def closed(data: bytes, message: object) -> bytes:
     """Return a message with other fields, under the head of *data*."""
-    return data[:HEAD] + msgspec.msgpack.encode(message)
+    return data[:HEAD] + zlib.compress(msgspec.msgpack.encode(message))

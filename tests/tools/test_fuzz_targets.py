@@ -102,12 +102,12 @@ def trusting(patch: pytest.MonkeyPatch) -> None:
 
 def unread(patch: pytest.MonkeyPatch) -> None:
     """Raise the caller's error for an impossible message, not the sender's."""
-    patch.setattr("kvspec.wire.codec.refuse", lambda _, error, __: (_ for _ in ()).throw(error))
+    patch.setattr("kvspec.wire.packing.refuse", lambda _, error, __: (_ for _ in ()).throw(error))
 
 
 def gullible(patch: pytest.MonkeyPatch) -> None:
     """Raise the error of a constructor unchanged, as if the caller had made it."""
-    patch.setattr("kvspec.wire.decode.refuse", lambda _, error, __: (_ for _ in ()).throw(error))
+    patch.setattr("kvspec.wire.values.refuse", lambda _, error, __: (_ for _ in ()).throw(error))
 
 
 @pytest.mark.parametrize(

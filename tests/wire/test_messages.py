@@ -187,7 +187,7 @@ AT = {"pp": 0, "pcp": 0, "tp": 0}
         (b"", "message", b""),
         (HEARTBEAT[:-1], "message", "Input data was truncated"),
         (HEARTBEAT + b"x", "message", ...),
-        (HEARTBEAT + bytes(9000), "message", HEARTBEAT[:HEAD]),
+        (HEARTBEAT + bytes(17000), "message", HEARTBEAT[:HEAD]),
         (b"kvspec-message\n\0\2" + HEARTBEAT[HEAD:], "message", b"kvspec-message\n\0\2"),
         (HEARTBEAT[:HEAD] + b"\x91" * 5000, "$[0]", ...),
         (HEARTBEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message", "Input data was truncated"),

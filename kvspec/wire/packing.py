@@ -1,0 +1,79 @@
+"""Write values as MessagePack, and read them from untrusted bytes.
+
+Invariant: any bytes give a value of the given class, or a `WireError` with the path of the fault.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NoReturn, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvspec.errors import SpecError, WireError
+
+S = TypeVar("S")
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+# Characters of a text in an error. A stranger chose the text, and it must stay readable.
+MAX_SHOWN = 1024
+
+
+def _plain(span: range) -> tuple[int, int]:
+    """Return a range as a pair. `msgspec` calls this for the only type that it does not know."""
+    return span.start, span.stop
+
+
+def _typed(_: type, plain: object) -> range:
+    """Return the range that `_plain` wrote."""
+    return range(*msgspec.convert(plain, tuple[Count, Count]))
+
+
+pack = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+"""Return a struct as MessagePack bytes."""
+
+
+def decoder_of(kind: type[S]) -> msgspec.msgpack.Decoder[S]:
+    """Return the decoder of a struct, or of a union of structs. Create it once: that is slow."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_typed)
+
+
+def unpack(path: str, decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
+    """Return the value that `pack` wrote.
+
+    Args:
+        path: Name of the whole in errors.
+        decoder: What `decoder_of` returned.
+        data: Any bytes.
+
+    Returns:
+        The value.
+
+    Raises:
+        WireError: If *data* is not such a value. The path is that of the first fault.
+    """
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        # A value that checks itself raised SpecError, which has the field and its value.
+        if isinstance(error.__cause__, SpecError):
+            refuse(path, error.__cause__, path)
+        problem, _, place = str(error).partition(" - at `")
+        requirement, _, value = problem.partition(", got ")
+        where = place.rstrip("`").removeprefix("$.") or path
+        # msgspec writes either "Expected <what>" or a sentence, such as "Object contains ...".
+        expected = requirement.removeprefix("Expected ")
+        if expected == requirement:
+            raise WireError(where, "another object", rule=requirement) from None
+        raise WireError(where, value or "another value", expected) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(path, str(error), "complete MessagePack") from None
+
+
+def refuse(path: str, error: Exception, what: str) -> NoReturn:
+    """Raise the error of a constructor as a `WireError` with the path of the value."""
+    if isinstance(error, SpecError):
+        where = f"{path}.{error.field[:MAX_SHOWN]}"
+        expected, rule = error.expected[:MAX_SHOWN], error.rule[:MAX_SHOWN]
+        raise WireError(where, error.value, expected, rule=rule) from None
+    raise WireError(path, f"{error}"[:MAX_SHOWN], f"fields that {what} accepts") from None
