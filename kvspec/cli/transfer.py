@@ -5,7 +5,6 @@ Invariant: the exit status is 0 if and only if every byte is right and every cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
@@ -122,7 +121,7 @@ def transfer(
 
     Each rank of both engines is a process with its own NIXL agent and memory.
 
-    Exit status 0: every byte is right, and every notification came once.
+    Exit status 0: every byte is right, and every request was loaded and freed by all ranks.
     With --kill, 0 means: nothing is lost, wrong or leaked.
     Exit status 1: something is wrong. Exit status 2: invalid input.
     """
@@ -252,14 +251,16 @@ def _show_report(console: Console, job: Job, report: Report) -> None:
         console.print(_pairs(report.moved[:MAX_PAIRS]))
         if len(report.moved) > MAX_PAIRS:
             console.print(f"and {len(report.moved) - MAX_PAIRS} more pairs, see --json")
-        moved, staged = (
-            sum(getattr(pair, name) for pair in report.moved) for name in ("nbytes", "staged")
+        console.print(
+            f"moved: {sum(pair.nbytes for pair in report.moved):,} bytes, as in the table"
         )
-        console.print(f"moved: {moved:,} bytes, the sum of the table")
         if job.staging:
-            console.print(f"staged: {staged:,} of these bytes went through a staging buffer")
-    for line in _counts(job, report) if report.ranks else ():
-        console.print(line)
+            staged = sum(pair.staged for pair in report.moved)
+            console.print(f"staged: {staged:,} of these bytes moved through a staging buffer")
+    if report.ranks:
+        for name, side in (("loaded", "consumer"), ("freed", "producer")):
+            done, expected = getattr(report, name)
+            console.print(f"{name}: {done} of {expected}, each request by each {side} rank")
     times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.stages.items())
     if times:
         console.print(f"time: {times}")
@@ -292,12 +293,3 @@ def _pairs(moved: tuple[Moved, ...]) -> Table:
         for pair in moved
     )
     return table(("producer", "consumer", *numbers), rows, numbers)
-
-
-def _counts(job: Job, report: Report) -> Iterator[str]:
-    for name, (done, expected), ranks in (
-        ("sending", report.sending, job.plan.finished_sending_count),
-        ("receiving", report.receiving, job.plan.finished_recving_count),
-    ):
-        reports = f"{counted(ranks, 'rank')} x {counted(job.requests, 'request')}"
-        yield f"finished {name}: {done} of {expected} ({reports})"

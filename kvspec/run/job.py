@@ -34,7 +34,7 @@ def other_side(side: Side) -> Side:
 
 
 SPARE_BLOCKS = 3
-"""Blocks of each pool that no request owns: nobody may write them."""
+"""Blocks of each pool that belong to no request. They must not change."""
 MAX_TIMEOUT = 24 * 3600.0
 MAX_TOKENS = 10**9
 MAX_STAGING = 1 << 16

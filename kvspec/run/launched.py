@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -141,24 +141,23 @@ class LaunchedRank:
         Only the first process reads the reports of the last stage.
         """
         side, _ = self.ranks[self.place.number]
-        if self.store is None:
-            self.store = self._asked(stage, self._open)
+        self._ask(stage, "check", [])  # A rank without a store need not start.
         try:
             answer = getattr(self.server or self._serve(), stage)(*arguments[side])
         except Exception as error:
             failure = self._failure(self.place.number, stage, words_of(error))
             with suppress(Exception):
-                self.store.set("failed", _encoded(failure))
+                self.store.set("failed", msgspec.json.encode(failure))
             raise StageError((failure,)) from error
-        data = answer if isinstance(answer, bytes) else _encoded(answer)
-        self._asked(stage, lambda: self.store.set(f"{stage}/{self.place.number}", data))
+        data = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
+        self._ask(stage, "set", f"{stage}/{self.place.number}", data)
         self._wait(stage)
         keys = [f"{stage}/{number}" for number in range(self.place.size)]
         if stage == STAGES[0]:
-            return [self._get(stage, key) for key in keys]
+            return [self._ask(stage, "get", key) for key in keys]
         if stage != STAGES[-1] or self.place.number:
             return []
-        return [msgspec.json.decode(self._get(stage, key), type=RankReport) for key in keys]
+        return [msgspec.json.decode(self._ask(stage, "get", key), type=RankReport) for key in keys]
 
     def leave(self) -> None:
         """Leave the store, the first rank last, since its process may keep the store."""
@@ -199,29 +198,28 @@ class LaunchedRank:
     def _wait(self, stage: str) -> None:
         """Wait for the answers of all ranks. Raise `StageError` if one fails or does not answer."""
         waiting = {number: f"{stage}/{number}" for number in range(self.place.size)}
-        while not self._has(stage, *waiting.values()):
-            if self._has(stage, "failed"):
-                failure = msgspec.json.decode(self._get(stage, "failed"), type=Failure)
-                raise StageError((failure,))
+        while not self._ask(stage, "check", list(waiting.values())):
+            if self._ask(stage, "check", ["failed"]):
+                failed = self._ask(stage, "get", "failed")
+                raise StageError((msgspec.json.decode(failed, type=Failure),))
             late = time.monotonic() >= self.deadline
             if late or self.place.number == 0:
-                waiting = {n: key for n, key in waiting.items() if not self._has(stage, key)}
+                waiting = {
+                    number: key
+                    for number, key in waiting.items()
+                    if not self._ask(stage, "check", [key])
+                }
                 self.progress(stage, self.place.size - len(waiting), self.place.size)
             if late and waiting:
                 why = f"no answer within {self.job.timeout:g} s"
                 raise StageError(tuple(self._failure(n, stage, why) for n in waiting))
             time.sleep(REST)
 
-    def _has(self, stage: str, *keys: str) -> bool:
-        return bool(self._asked(stage, lambda: self.store.check(list(keys))))
-
-    def _get(self, stage: str, key: str) -> bytes:
-        return bytes(self._asked(stage, lambda: self.store.get(key)))
-
-    def _asked(self, stage: str, question: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def _ask(self, stage: str, method: str, *arguments: object) -> Any:  # noqa: ANN401
         """Return the store's answer. If it does not answer, raise an error with its address."""
         try:
-            return question()
+            self.store = self.store or self._open()
+            return getattr(self.store, method)(*arguments)
         except Exception as error:
             where = f"{self.place.address}:{self.place.port}"
             words = str(error).partition("\n")[0]
@@ -230,10 +228,6 @@ class LaunchedRank:
 
     def _failure(self, number: int, stage: str, why: str) -> Failure:
         return Failure(*self.ranks[number], stage, why)
-
-
-def _encoded(value: object) -> bytes:
-    return msgspec.json.encode(value)
 
 
 def own_host(store: str) -> str:

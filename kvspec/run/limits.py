@@ -12,7 +12,7 @@ from pathlib import Path
 from kvspec.errors import SpecError, nbytes
 
 COPIES = 4
-"""A consumer keeps its cache, what was there, what must be there, and a mask of free bytes."""
+"""A consumer has its cache, the bytes before, the expected bytes, and a mask of free bytes."""
 PROCESS_BYTES = 50 << 20
 """Bytes of a process with its libraries and agent."""
 SHARE = 0.6
@@ -31,7 +31,7 @@ def check_memory(caches: Collection[int], available: int | None = None) -> None:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes of memory that can be had, or None where the system does not say."""
+    """Return the available bytes of memory, or None if the system does not report them."""
     limits: list[int] = []
     memory = Path("/proc/meminfo")
     if memory.exists():

@@ -56,7 +56,7 @@ def run_transfer(job: Job, progress: Progress | None = None) -> Report:
         progress: Function that receives the progress, or None.
 
     Returns:
-        The report: what was moved, counted and compared, and which ranks failed.
+        The report of moved bytes, requests, compared bytes and failed ranks.
 
     Raises:
         SpecError: If the job cannot run. Then nothing has started.
@@ -90,7 +90,7 @@ class LocalRanks(Ranks):
         for number, (side, rank) in enumerate(self.job.ranks()):
             device = f"cuda:{number % devices}" if self.job.device == "cuda" else self.job.device
             arguments = self.job, side, rank, device, deadline, secret
-            self.add(f"{side} {rank}", TransferRank, arguments, log=folder / f"{side}-{rank}.log")
+            self.add(f"{side} {rank}", TransferRank, arguments, folder / f"{side}-{rank}.log")
 
     def through(self, stage: str, arguments: Arguments) -> list[Any]:
         """Let all ranks do one stage, and return their answers. See `Through`."""

@@ -1,4 +1,4 @@
-"""The parent's side: start ranks as processes, send commands to them, stop and kill them.
+"""The parent's side: start ranks as processes, send commands to them, and kill them.
 
 Invariant: no rank outlives its parent or its `Ranks`. A rank that dies is named with its last
 words. No wait is longer than `SILENT`.
@@ -21,7 +21,7 @@ from typing import Any, Self
 from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.replicas import Role
 from kvspec.run.rank_server import ENDING, Launch, RankServer
-from kvspec.run.soak_rank import LoadOutcome, RankStats, SoakRank
+from kvspec.run.request_rank import RankStats, RequestRank
 
 SILENT = 120.0  # seconds in which a rank has to answer
 DYING = 5.0  # seconds that a process may take to end after it has closed its pipe
@@ -36,7 +36,6 @@ class RankClient:
         name: Name of the rank, in errors and in the list of processes.
         server_type: The class that the process creates and serves.
         arguments: The arguments of this class.
-        tls: `UCX_TLS` of the process. By default, that of the environment.
         log: File for what its libraries print. They print to standard error if the environment
             has a log level for UCX or NIXL. By default, nothing is kept.
     """
@@ -46,8 +45,6 @@ class RankClient:
         name: str,
         server_type: type[RankServer],
         arguments: tuple[object, ...],
-        *,
-        tls: str = "",
         log: Path | None = None,
     ) -> None:
         self.name, self.log = name, log
@@ -59,7 +56,7 @@ class RankClient:
             self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
                 [sys.executable, "-P", "-c", BODY, str(child_end.fileno()), name],
                 pass_fds=[child_end.fileno()],
-                env={**os.environ, "PYTHONPATH": path} | ({"UCX_TLS": tls} if tls else {}),
+                env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=target,
@@ -93,15 +90,6 @@ class RankClient:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def stop(self) -> None:
-        """Stop the process, and wait until its last thread has stopped."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
-
-    def go_on(self) -> None:
-        """Continue a stopped process."""
-        os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill the process and wait until it is gone."""
@@ -139,14 +127,12 @@ class Ranks:
         name: str,
         server_type: type[RankServer],
         arguments: tuple[object, ...],
-        *,
-        tls: str = "",
         log: Path | None = None,
     ) -> None:
         """Start one more rank. If that fails, kill all."""
         try:
             with _uninterrupted():
-                self.ranks.append(RankClient(name, server_type, arguments, tls=tls, log=log))
+                self.ranks.append(RankClient(name, server_type, arguments, log))
         except BaseException:
             self.kill()
             raise
@@ -174,12 +160,14 @@ def _uninterrupted() -> Iterator[None]:
 
 
 class EngineClient(Ranks):
-    """All ranks of one start of an engine, each a process with a `SoakRank`."""
+    """All ranks of one start of an engine, each a process with a `RequestRank`."""
 
-    def __init__(self, engine: EngineSpec, launch: Launch, tls: str = "") -> None:
+    rank_type = RequestRank
+
+    def __init__(self, engine: EngineSpec, launch: Launch) -> None:
         super().__init__()
         for rank in engine.parallel.ranks:
-            self.add(f"{launch.name} {rank}", SoakRank, (engine, rank, launch), tls=tls)
+            self.add(f"{launch.name} {rank}", self.rank_type, (engine, rank, launch))
 
     def ask(self, command: str, *arguments: Any, **options: Any) -> list[Any]:  # noqa: ANN401
         """Send a command to all ranks at once, and return their answers."""
@@ -190,35 +178,6 @@ class EngineClient(Ranks):
     def connect(self, other: EngineClient, role: Role = "producer") -> None:
         """Connect another engine, which has this *role*."""
         self.ask("connect", other.ask("introduce"), role=role)
-
-    def ended(self, name: str) -> list[LoadOutcome]:
-        """Wait until every rank's load is over, and return their outcomes."""
-        outcomes: dict[RankClient, LoadOutcome] = {}
-
-        def all_over() -> bool:
-            for rank in self.ranks:
-                if rank not in outcomes:
-                    outcome: LoadOutcome = rank.ask("state", name)
-                    if outcome.state != "moving":
-                        outcomes[rank] = outcome
-            return len(outcomes) == len(self.ranks)
-
-        until(all_over)
-        return [outcomes[rank] for rank in self.ranks]
-
-    def settled(self, *names: str, seconds: float = 20.0) -> list[set[str]]:
-        """Wait until every rank has freed the requests. Return the outcomes of each request."""
-        outcomes: dict[str, list[str]] = {name: [] for name in names}
-
-        def freed() -> bool:
-            for done, expired in self.ask("settled"):
-                for outcome, settled in (("done", done), ("expired", expired)):
-                    for name in settled:
-                        outcomes[name].append(outcome)
-            return all(len(found) == len(self.ranks) for found in outcomes.values())
-
-        until(freed, seconds)
-        return [set(found) for found in outcomes.values()]
 
     def quiet(self) -> None:
         """Wait until no rank sends, holds, moves or disconnects anything."""

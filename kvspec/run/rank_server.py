@@ -1,14 +1,13 @@
 """The process of one rank. It opens a session and executes the commands that its parent sends.
 
-Invariant: a process ends with its parent. Only the parent's pipe is read as pickles: what comes
-from other ranks is read by their sessions.
+Invariant: a process ends with its parent. Only the parent's pipe is read as pickles. Messages
+of other ranks are read by the session alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import random
 import signal
 import sys
 import traceback
@@ -46,7 +45,6 @@ class Launch:
         heartbeat: Seconds, as in `Session`.
         patience: Seconds, as in `Session`.
         nixl: Name of the NIXL agent. By default, each agent gets a new name.
-        one_in: One of so many messages is lost, and one is sent twice. 0: none.
         secret: Secret of the NIXL agent. None: that of the environment.
         device: Memory that holds the cache.
         staging: Bytes of the staging buffer. 0: no buffer. All data that can be staged is staged.
@@ -62,25 +60,10 @@ class Launch:
     heartbeat: float = 5.0
     patience: float = 60.0
     nixl: str | None = None
-    one_in: int = 0
     secret: str | bytes | None = None
     device: str = "cpu"
     staging: int = 0
     host: str = "127.0.0.1"
-
-
-class LossyChannel(TcpChannel):
-    """A channel that loses one of *one_in* messages, and sends one of them twice."""
-
-    def __init__(self, host: str, one_in: int) -> None:
-        super().__init__(host)
-        self.one_in = one_in
-
-    def send(self, route: str, data: bytes) -> None:
-        """Send *data* once, twice or not at all."""
-        chance = random.randrange(self.one_in) if self.one_in else -1  # noqa: S311 - no secret
-        for _ in range({0: 0, 1: 2}.get(chance, 1)):
-            super().send(route, data)
 
 
 class RankServer:
@@ -89,7 +72,8 @@ class RankServer:
     The public methods of a subclass are the commands that a parent may send.
     """
 
-    agent_type: type[NixlRank] = NixlRank
+    agent_type = NixlRank
+    channel_type = TcpChannel
 
     def __init__(self, engine: EngineSpec, rank: RankId, launch: Launch) -> None:
         quiet_ucx(launch.device, loopback=launch.host == "127.0.0.1")
@@ -109,7 +93,7 @@ class RankServer:
             epoch=launch.epoch,
             replica_policy=launch.replica_policy,
             owner=self.storage,
-            channel=LossyChannel(launch.host, launch.one_in),
+            channel=self.channel_type(launch.host),
             background=True,
             lease=launch.lease,
             heartbeat=launch.heartbeat,
@@ -155,7 +139,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     parent = Connection(int(sys.argv[1]))
-    # Without a parent there is nobody to answer. After another error the rank is of no more use.
+    # After the parent has died, the process ends. After another error the rank cannot continue.
     with suppress(EOFError, BrokenPipeError):
         try:
             server_type, arguments = parent.recv()

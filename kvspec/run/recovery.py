@@ -1,23 +1,58 @@
-"""Run sessions between two engines, kill ranks, restart them, and check that all requests recover.
+"""Move many requests between two engines of sessions, kill ranks meanwhile, and count the damage.
 
-Invariant: an impossible run is refused before a process starts. No process is left after the run.
+Invariant: an impossible run is refused before a process starts, and no process is left after a run.
+
+How it works:
+    At most `MAX_OPEN` requests are open at a time. Each has blocks of its own on both sides, until
+    every live rank has freed or loaded it. A killed rank takes its whole engine with it: the engine
+    is started again under the same name, and its ranks hold and load nothing. The ranks of the
+    other engine continue, and must free or fail what concerned the old start.
+
+    Each rank compares a load at once when it is done. `Figures` counts what went wrong: requests
+    that never end are lost, bytes of a load that is done may be wrong, and objects that exist at
+    the end are leaked.
 """
 
 from __future__ import annotations
 
 import random
+import secrets
+import time
 from collections.abc import Callable, Sequence
 
 import attrs
 
-from kvspec.errors import SpecError
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import positive_int
 from kvspec.memory.allocation import plan_memory
-from kvspec.run.job import SIDES, Job
+from kvspec.run.job import SIDES, SPARE_BLOCKS, Job, Side
 from kvspec.run.limits import check_memory
 from kvspec.run.local import exits
+from kvspec.run.rank_client import EngineClient, RankClient
+from kvspec.run.rank_server import Launch
 from kvspec.run.report import Figures
-from kvspec.run.soak import KILLS, Soak, pools_of
+from kvspec.run.request_rank import LoadOutcome, RankStats
+from kvspec.session import new_remote_id
+
+KILLS = ("kill producer", "kill consumer")
+LEASE, HEARTBEAT, PATIENCE = 3.0, 0.4, 3.0  # of the sessions, in seconds
+MAX_OPEN = 8  # requests at a time
+POOL_REQUESTS = 4  # number of the longest requests for which each pool has blocks
+DRAIN = 20.0  # seconds in which the last requests must end
+THREADS = 3  # of a process with a session
+
+Unanswered = list[tuple[RankClient, int | None]]
+"""Ranks that have not answered a command yet. A rank that loads has its number."""
+
+
+def pools_of(jobs: Sequence[Job], side: Side) -> dict[str, int]:
+    """Return the number of blocks of each group."""
+    engine, first = jobs[0].engine(side), jobs[0].first_block(side)
+    longest = {g.name: max(len(job.block_starts(side, g)) for job in jobs) for g in engine.groups}
+    return {
+        name: first + 2 * SPARE_BLOCKS + POOL_REQUESTS * count for name, count in longest.items()
+    }
 
 
 def check_kills(job: Job, kills: int) -> list[Job]:
@@ -30,10 +65,9 @@ def check_kills(job: Job, kills: int) -> list[Job]:
     """
     if positive_int("kill", kills, least=0) > job.requests:
         raise SpecError("kill", kills, f"at most requests={job.requests}, one kill for each")
-    if job.staging:
-        raise SpecError("kill", kills, rule="kill cannot be combined with staging")
-    if job.tamper:
-        raise SpecError("kill", kills, rule="kill cannot be combined with tamper")
+    for name in ("staging", "tamper"):
+        if getattr(job, name):
+            raise SpecError("kill", kills, rule=f"kill cannot be combined with {name}")
     if job.device != "cpu":
         raise SpecError("kill", kills, rule=f"kill needs device=cpu, not {job.device}")
     _ = job.plan  # planning is a check
@@ -42,8 +76,8 @@ def check_kills(job: Job, kills: int) -> list[Job]:
         tokens = drawn.randint(1, job.tokens)
         jobs.append(attrs.evolve(job, tokens=tokens, cached=min(job.cached, tokens), requests=1))
     pools = {side: pools_of(jobs, side) for side in SIDES}
-    laid = [plan_memory(job.engine(side), rank, pools[side]).memory for side, rank in job.ranks()]
-    check_memory([sum(memory.length for memory in memories) for memories in laid])
+    plans = [plan_memory(job.engine(side), rank, pools[side]) for side, rank in job.ranks()]
+    check_memory([sum(memory.length for memory in plan.memory) for plan in plans])
     return jobs
 
 
@@ -72,26 +106,211 @@ def run_recovery(
     drawn = random.Random(job.seed)  # noqa: S311 - no secret
     faults = [drawn.choice(KILLS) for _ in range(kills)]
     with exits():
-        return recover(job, check_kills(job, kills), faults, progress=progress)
+        return Recovery(job, check_kills(job, kills)).run(faults, progress or (lambda _: None))
 
 
-def recover(
-    job: Job,
-    jobs: Sequence[Job],
-    faults: Sequence[str],
-    *,
-    tls: str = "",
-    one_in: int = 0,
-    timeout: float = 30.0,
-    progress: Callable[[int], None] | None = None,
-) -> Figures:
-    """Send the requests of *jobs* with some of `FAULTS` among them; return the figures.
+@attrs.define(eq=False)
+class OpenRequest:
+    """A request that has not ended, and the numbers of the ranks that still hold or load it."""
 
-    *tls*: ``UCX_TLS`` of the processes. *one_in*: of so many messages one is lost, one doubled.
-    *timeout*: seconds that a load or a push may take.
+    request: TransferRequest
+    remote_id: str
+    holders: set[int]
+    loaders: set[int]
+
+
+class Recovery:
+    """Two engines, the open requests between them, and the figures so far.
+
+    *jobs* has one request each. Tests replace `engine_type`, and add other faults than kills.
     """
-    made = Soak(job, jobs, tls, one_in, timeout)
-    try:
-        return made.run(faults, progress or (lambda _: None))
-    finally:
-        made.close()
+
+    engine_type = EngineClient
+    timeout = 30.0  # seconds for a load or a push
+
+    def __init__(self, job: Job, jobs: Sequence[Job]) -> None:
+        self.job, self.jobs = job, jobs
+        self.drawn = random.Random(job.seed)  # noqa: S311 - no secret
+        self.pushed, self.secret = job.mode == "push", secrets.token_hex(16)
+        self.figures, self.epoch = Figures(), dict.fromkeys(SIDES, 0)
+        self.pools = {side: pools_of(jobs, side) for side in SIDES}
+        self.free = {
+            side: {name: set(range(job.first_block(side), n)) for name, n in pools.items()}
+            for side, pools in self.pools.items()
+        }
+        self.open: dict[str, OpenRequest] = {}
+        self.engines: dict[Side, EngineClient] = {}
+
+    def run(self, faults: Sequence[str], progress: Callable[[int], None]) -> Figures:
+        """Send all requests, inject *faults* at some of them, and wait until all have ended."""
+        began = time.monotonic()
+        try:
+            self.start("producer")
+            self.start("consumer")
+            self.send(faults, progress, began + self.job.timeout)
+            self.end()
+        except (ConnectionError, TimeoutError) as error:
+            self.figures.died = str(error)
+        finally:
+            for engine in self.engines.values():
+                engine.kill()
+        self.figures.lost = len(self.open) + len(self.jobs) - self.figures.requests
+        self.figures.seconds = round(time.monotonic() - began, 1)
+        return self.figures
+
+    def start(self, side: Side) -> None:
+        """Start an engine, or start it again. Its ranks hold and load nothing."""
+        if side in self.engines:
+            self.engines[side].kill()
+            for each in self.open.values():
+                if side == "consumer":
+                    self.figures.gone += len(each.loaders)
+                (each.holders if side == "producer" else each.loaders).clear()
+        self.epoch[side] += 1
+        launch = Launch(
+            name=side,
+            epoch=self.epoch[side],
+            blocks=self.pools[side],
+            polled=side == self.job.active,
+            replica_policy=self.job.replica_policy,
+            lease=LEASE,
+            heartbeat=HEARTBEAT,
+            patience=PATIENCE,
+            secret=self.secret,
+        )
+        self.engines[side] = self.engine_type(self.job.engine(side), launch)
+        if len(self.engines) == len(SIDES):
+            self.engines["consumer"].connect(self.engines["producer"])
+            if self.pushed:
+                self.engines["producer"].connect(self.engines["consumer"], role="consumer")
+
+    def send(self, faults: Sequence[str], progress: Callable[[int], None], deadline: float) -> None:
+        """Send all requests that can be sent before the *deadline*."""
+        due = sorted(self.drawn.sample(range(len(self.jobs)), len(faults)))
+        while (sent := self.figures.requests) < len(self.jobs) and time.monotonic() < deadline:
+            injected = self.figures.faults
+            fault = faults[injected] if injected < len(due) and due[injected] <= sent else ""
+            if len(self.open) < MAX_OPEN and self.admit(fault):
+                progress(sent + 1)
+            self.look()
+
+    def admit(self, fault: str = "") -> bool:
+        """Send a request and inject *fault* meanwhile. Return False if there are too few blocks."""
+        number = self.figures.requests
+        job, name = self.jobs[number], f"request-{number}"
+        producer, consumer = (self.tables(side, job) for side in SIDES)
+        if producer is None or consumer is None:
+            return False
+        request = attrs.evolve(
+            job.moves[0], request_id=name, producer_blocks=producer, consumer_blocks=consumer
+        )
+        self.take(request)
+        holders, loaders = (set(range(len(self.engines[side].ranks))) for side in SIDES)
+        each = self.open[name] = OpenRequest(request, new_remote_id(name), holders, loaders)
+        self.figures.requests += 1
+        self.hold(each, number, fault)
+        unanswered = self.move(each, number)
+        self.figures.faults += fault != ""
+        self.inject(fault, each, unanswered)
+        self.collect(each, unanswered)
+        return True
+
+    def tables(self, side: Side, job: Job) -> dict[str, BlockTable] | None:
+        """Return block tables of free blocks, or None if there are too few."""
+        tables: dict[str, BlockTable] = {}
+        for group in job.engine(side).groups:
+            starts, free = job.block_starts(side, group), self.free[side][group.name]
+            if len(free) < len(starts):
+                return None
+            ids = self.drawn.sample(sorted(free), len(starts))
+            tables[group.name] = BlockTable(ids, starts.start)
+        return tables
+
+    def take(self, request: TransferRequest, *, back: bool = False) -> None:
+        """Remove the blocks of a request from the free blocks, or give them *back*."""
+        for side, tables in zip(
+            SIDES, (request.producer_blocks, request.consumer_blocks), strict=True
+        ):
+            for name, table in tables.items():
+                ids, free = set(table.block_ids.tolist()), self.free[side][name]
+                self.free[side][name] = free | ids if back else free - ids
+
+    def hold(self, each: OpenRequest, seed: int, fault: str) -> None:
+        """Let the producer compute and hold a request."""
+        del fault
+        self.engines["producer"].ask("hold", each.remote_id, each.request, seed)
+
+    def move(self, each: OpenRequest, seed: int) -> Unanswered:
+        """Start the loads of a request, and its pushes. Every second load compares checksums."""
+        unanswered: Unanswered = [
+            (rank, number) for number, rank in enumerate(self.engines["consumer"].ranks)
+        ]
+        for rank, _ in unanswered:
+            options = {"pushed": self.pushed, "digest": seed % 2 == 1}
+            rank.tell("load", each.request, each.remote_id, seed, self.timeout, **options)
+        if self.pushed:
+            # A producer must not push before the consumer has written rubbish into the blocks.
+            self.collect(each, unanswered)
+            unanswered = [(rank, None) for rank in self.engines["producer"].ranks]
+            epoch = self.epoch["consumer"]
+            for rank, _ in unanswered:
+                rank.tell("push", each.request, each.remote_id, self.timeout, epoch)
+        return unanswered
+
+    def collect(self, each: OpenRequest, unanswered: Unanswered) -> None:
+        """Receive the answers of the ranks that are alive."""
+        while unanswered:
+            rank, number = unanswered.pop(0)
+            try:
+                _ = rank.pipe.closed or rank.answer()
+            except KVSpecError:  # The engine that it concerns was restarted meanwhile.
+                if number is not None:
+                    each.loaders.discard(number)
+                    self.figures.failed += 1
+
+    def inject(self, fault: str, each: OpenRequest, unanswered: Unanswered) -> None:
+        """Inject a fault while a request is open: kill a random rank and restart its engine."""
+        if fault in KILLS:
+            side: Side = "producer" if fault == KILLS[0] else "consumer"
+            time.sleep(self.drawn.choice((0.0, 1e-3, 1e-2)))
+            self.drawn.choice(self.engines[side].ranks).kill()
+            self.collect(each, unanswered)
+            self.start(side)
+
+    def release(self) -> None:
+        """Take the requests that the producer's ranks have freed."""
+        for number, (done, expired) in enumerate(self.engines["producer"].ask("settled")):
+            for name in (*done, *expired):
+                self.open[name].holders.discard(number)
+
+    def look(self) -> None:
+        """Take what was freed, count the loads that are over, and close the ended requests."""
+        self.release()
+        for number, rank in enumerate(self.engines["consumer"].ranks):
+            for name, each in self.open.items():
+                if number in each.loaders:
+                    outcome: LoadOutcome = rank.ask("state", name)
+                    if outcome.state != "moving":
+                        each.loaders.discard(number)
+                        self.figures.done += outcome.state == "done"
+                        self.figures.failed += outcome.state == "failed"
+                        self.figures.wrong += outcome.wrong
+        for name, each in list(self.open.items()):
+            if not each.holders and not each.loaders:
+                self.take(self.open.pop(name).request, back=True)
+
+    def end(self) -> None:
+        """Wait until all requests have ended, and count the objects that are left."""
+        end = time.monotonic() + DRAIN
+        while self.open and time.monotonic() < end:
+            self.look()
+            time.sleep(5e-3)
+        for engine in self.engines.values():
+            try:
+                engine.quiet()
+            except TimeoutError:
+                self.figures.leaked += 1
+            stats: list[RankStats] = engine.ask("left")
+            for one in stats:
+                held, threads = one.session.held + one.nixl.transfers, one.threads > THREADS
+                self.figures.leaked += held + threads

@@ -105,15 +105,16 @@ class Report:
         ranks: Results of the ranks that finished.
         failures: Ranks that failed.
         stages: Seconds of each stage, in order.
-        sending: Finished and expected numbers of (producer rank, request) pairs.
-        receiving: Finished and expected numbers of (consumer rank, request) pairs.
+        loaded: How many requests all consumer ranks have loaded, and how many they must load. Each
+            rank counts.
+        freed: The same numbers for the requests that the producer ranks freed.
     """
 
     ranks: tuple[RankReport, ...]
     failures: tuple[Failure, ...]
     stages: dict[str, float]
-    sending: tuple[int, int]
-    receiving: tuple[int, int]
+    loaded: tuple[int, int]
+    freed: tuple[int, int]
 
     @staticmethod
     def of(
@@ -129,8 +130,8 @@ class Report:
             ranks=ranks,
             failures=tuple(sorted(failures, key=lambda each: not each.died)),
             stages=seconds,
-            sending=(done["producer"], job.plan.finished_sending_count * job.requests),
-            receiving=(done["consumer"], job.plan.finished_recving_count * job.requests),
+            loaded=(done["consumer"], job.plan.finished_recving_count * job.requests),
+            freed=(done["producer"], job.plan.finished_sending_count * job.requests),
         )
 
     @property
@@ -169,9 +170,9 @@ class Report:
         if self.wrong:
             where = ", ".join(f"{e.side} {e.rank}" for e in self.ranks if e.compared.wrong)
             yield f"{counted(self.wrong, 'wrong byte')}, on {where}"
-        for name, (done, wanted) in (("sending", self.sending), ("receiving", self.receiving)):
+        for name, (done, wanted) in (("loaded", self.loaded), ("freed", self.freed)):
             if done != wanted:
-                yield f"finished {name} {done} times, not {wanted}"
+                yield f"{name} {done} requests on all ranks together, not {wanted}"
         for rank in self.ranks:
             if rank.expired:
                 early = ", ".join(rank.expired)

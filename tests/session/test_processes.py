@@ -10,11 +10,12 @@ import pytest
 
 pytest.importorskip("nixl_cu13", reason="needs nixl")
 
+from faulty_ranks import FaultyEngine, go_on, stop
 from session_soak import soak
 from sessions import engine, new_remote_id
 
 import kvspec
-from kvspec.run.rank_client import EngineClient, until
+from kvspec.run.rank_client import until
 from kvspec.run.rank_server import Launch
 
 pytestmark = pytest.mark.nixl
@@ -23,10 +24,10 @@ TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}
 
 def started(
     name: str, spec: kvspec.EngineSpec, epoch: int, *, tls: str = "all", **more: Any
-) -> EngineClient:
+) -> FaultyEngine:
     """Start an engine: all but the producer, "P", start transfers."""
     given = {"blocks": 12} | more
-    return EngineClient(spec, Launch(name=name, epoch=epoch, polled=name != "P", **given), tls)
+    return FaultyEngine(spec, Launch(name=name, epoch=epoch, polled=name != "P", **given), tls)
 
 
 def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec.TransferRequest:
@@ -39,7 +40,7 @@ def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec
 
 
 def load(
-    producer: EngineClient, consumer: EngineClient, name: str, timeout: float = 10.0, **more: Any
+    producer: FaultyEngine, consumer: FaultyEngine, name: str, timeout: float = 10.0, **more: Any
 ) -> list[Any]:
     """Hold and load a request; return how it ended on each rank of the consumer."""
     remote_id = new_remote_id(name)
@@ -136,7 +137,7 @@ def test_a_producer_may_die_before_during_and_after() -> None:
                 if moment == "before":
                     producer.kill()
                 if moment == "during":
-                    producer.ranks[0].stop()
+                    stop(producer.ranks[0])
                 consumer.ask("load", request, remote_id, 7, 5.0)
                 if moment == "during":
                     assert "moving" == consumer.ranks[0].ask("state", moment)[0]
@@ -168,20 +169,20 @@ def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
         assert [DONE] == load(producer, consumer, "warm")
         remote_id = new_remote_id("slow")
         producer.ask("hold", remote_id, asked("slow", first=5), 7, lease=0.5)
-        consumer.ranks[0].stop()
+        stop(consumer.ranks[0])
         assert [{"done"}, {"expired"}] == producer.settled("warm", "slow")  # and written over
-        consumer.ranks[0].go_on()
+        go_on(consumer.ranks[0])
         consumer.ask("load", asked("slow", first=5), remote_id, 7, 5.0)
         ((state, error, undefined_blocks, _),) = consumer.ended("slow")
         assert "failed" == state
         assert "freed it before it was read" in error
         assert {"full": (5, 6, 7, 8), "window": (6, 7, 8)} == undefined_blocks
-        producer.ranks[1].stop()
+        stop(producer.ranks[1])
         remote_id = new_remote_id("stopped")
         producer.ranks[0].ask("hold", remote_id, asked("stopped"), 7)
         consumer.ask("load", asked("stopped"), remote_id, 7, 1.0)
         time.sleep(1.2)
-        producer.ranks[1].go_on()
+        go_on(producer.ranks[1])
         ((state, error, _, _),) = consumer.ended("stopped")
         assert "failed" == state
         assert "state=timeout" in error
@@ -211,10 +212,10 @@ def test_what_is_deregistered_is_not_valid(tls: str) -> None:
                 if moment == "before":
                     closed.ask("shut")
                 else:
-                    closed.stop()
+                    stop(closed)
                 consumer.ask("load", request, remote_id, 7, 5.0)
                 if moment == "during":
-                    closed.go_on()
+                    go_on(closed)
                     closed.ask("shut")
                 (state, error, undefined_blocks, wrong), other = consumer.ended(moment)
                 assert (DONE, 0) == (other, wrong)

@@ -9,16 +9,69 @@ prints the figures:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from faulty_ranks import FaultyEngine, LossyRank, go_on, stop
 from sessions import engine
 
 from kvspec.run import Figures, Job
-from kvspec.run.recovery import check_kills, recover
-from kvspec.run.soak import FAULTS
+from kvspec.run.job import Side
+from kvspec.run.recovery import KILLS, OpenRequest, Recovery, Unanswered, check_kills
+
+FAULTS = (
+    *KILLS, "stop producer", "stop consumer", "deregister producer", "abort", "cancel", "late",
+)  # fmt: skip
+"""The faults that a soak injects while a request is open."""
+
+
+class LossyEngine(FaultyEngine):
+    """An engine of ranks that lose and repeat messages."""
+
+    rank_type = LossyRank
+
+
+class Soak(Recovery):
+    """A recovery run with all `FAULTS`, and with short timeouts."""
+
+    engine_type = LossyEngine
+    timeout = 4.0
+
+    def hold(self, each: OpenRequest, seed: int, fault: str) -> None:
+        """Hold a request. With the fault "late", it is freed and overwritten before it is read."""
+        if fault != "late":
+            super().hold(each, seed, fault)
+            return
+        self.engines["producer"].ask("hold", each.remote_id, each.request, seed, lease=0.05)
+        time.sleep(0.2)
+        self.release()
+
+    def inject(self, fault: str, each: OpenRequest, unanswered: Unanswered) -> None:
+        """Inject one of `FAULTS` while a request is open."""
+        super().inject(fault, each, unanswered)
+        verb, _, of = fault.partition(" ")
+        side: Side = "producer" if of == "producer" else "consumer"
+        if verb == "stop":
+            rank = self.drawn.choice(self.engines[side].ranks)
+            stop(rank)
+            time.sleep(self.drawn.choice((0.3, 5.0)))  # The second is longer than the lease.
+            go_on(rank)
+        elif verb == "deregister":
+            self.collect(each, unanswered)
+            self.drawn.choice(self.engines[side].ranks).ask("shut")
+            time.sleep(0.3)
+            self.look()
+            self.start(side)
+        elif verb == "abort":
+            self.engines["producer"].ask("abort", each.remote_id)
+        elif verb == "cancel":
+            self.collect(each, unanswered)
+            self.engines["consumer"].ranks[0].ask("cancel", each.request.request_id)
 
 
 def soak(
@@ -35,7 +88,8 @@ def soak(
         timeout=24 * 3600.0,  # A soak is ended by its number of requests, not by its job's timeout.
     )
     kinds = [FAULTS[number % len(FAULTS)] for number in range(faults)]
-    return recover(job, check_kills(job, 0), kinds, tls=tls, one_in=20, timeout=4.0)
+    with patch.dict(os.environ, UCX_TLS=tls):
+        return Soak(job, check_kills(job, 0)).run(kinds, lambda _: None)
 
 
 if __name__ == "__main__":

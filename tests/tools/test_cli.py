@@ -348,7 +348,7 @@ def report(**more: Any) -> Report:
         torch=False,
         **(of_rank | {key: value for key, value in more.items() if key in of_rank}),
     )
-    whole: dict[str, Any] = {"failures": (), "sending": (1, 1), "receiving": (1, 1)}
+    whole: dict[str, Any] = {"failures": (), "loaded": (1, 1), "freed": (1, 1)}
     whole |= {key: value for key, value in more.items() if key in whole}
     return Report(ranks=(rank,), stages={}, **whole)
 
@@ -358,8 +358,8 @@ def report(**more: Any) -> Report:
     [
         ({"expired": ("request-1",)}, ["consumer tp3", "request-1"]),
         ({"compared": Compared(judged=9, wrong=2)}, ["2", "consumer tp3"]),
-        ({"sending": (0, 1)}, ["sending", "0", "1"]),
-        ({"receiving": (2, 1)}, ["receiving", "2", "1"]),
+        ({"freed": (0, 1)}, ["freed", "0", "1"]),
+        ({"loaded": (2, 1)}, ["loaded", "2", "1"]),
         (
             {"failures": (Failure(side="producer", rank=RankId(), stage="fill", why="it is ill"),)},
             ["producer tp0", "fill", "it is ill"],

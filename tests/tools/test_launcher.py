@@ -105,7 +105,7 @@ def test_processes_of_slurm_push_every_request() -> None:
     ranks = [rank_of("slurm", number, store, "--mode", "push") for number in range(2)]
     (status, output, errors), (other, _, _) = map(ended, ranks)
     assert (0, 0) == (status, other), errors
-    assert has_in_order(["receiving", "1", "1"], output)
+    assert has_in_order(["loaded", "1", "1"], output)
 
 
 def test_report_names_a_missing_rank() -> None:

@@ -1,4 +1,4 @@
-"""One rank of a soak: it holds, loads and pushes single requests, and checks each of them.
+"""One rank of a recovery run. It holds, loads and pushes single requests, and checks each load.
 
 Invariant: blocks that the session frees are overwritten at once, as an engine does for the next
 request. A load that is done is compared at once.
@@ -43,7 +43,7 @@ class RankStats(NamedTuple):
     threads: int
 
 
-class SoakRank(RankServer):
+class RequestRank(RankServer):
     """A rank with the requests that it holds, and the loads that are not over."""
 
     def __init__(self, engine: EngineSpec, rank: RankId, launch: Launch) -> None:
@@ -76,10 +76,6 @@ class SoakRank(RankServer):
         self.session.hold(remote_id, lease=lease, blocks=tables)
         self.held[request_of(remote_id)] = request
 
-    def abort(self, remote_id: str) -> None:
-        """Abort a request."""
-        self.session.abort(remote_id)
-
     def settled(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Overwrite the blocks of requests that ended. Return their ids: done, and expired."""
         settled = self.session.settled()
@@ -109,11 +105,6 @@ class SoakRank(RankServer):
         """Start to push a request."""
         self.session.push(request, remote_id=remote_id, timeout=timeout, epoch=epoch)
 
-    def cancel(self, name: str) -> None:
-        """Cancel a load."""
-        if name in self.loads:
-            self.loads[name][0].cancel()
-
     def state(self, name: str) -> LoadOutcome:
         """Return the state of a load, and forget the load if it is over."""
         load, seed = self.loads[name]
@@ -126,10 +117,6 @@ class SoakRank(RankServer):
         if load.state != "moving":
             del self.loads[name]
         return LoadOutcome(load.state, str(load.error or ""), load.undefined_blocks, wrong)
-
-    def shut(self) -> None:
-        """Close the NIXL agent, which deregisters the memory. The session continues."""
-        self.nixl.close(drain=0.0)
 
     def left(self) -> RankStats:
         """Return the numbers of the objects that exist."""
