@@ -12,8 +12,8 @@ import typer
 
 from kvspec.cli.options import (
     AS_JSON,
-    POLICY_NAMES,
     RANKS_PER_NODE,
+    REPLICA_POLICY,
     model_groups,
     output,
     print_json,
@@ -75,11 +75,7 @@ def slices(
         "consumer", metavar="consumer|producer", help="Side whose ranks are listed."
     ),
     rank: int | None = typer.Option(None, help="List only this rank."),
-    replica_policy: str = typer.Option(
-        "spread",
-        metavar=POLICY_NAMES,
-        help="How to choose among producer ranks that hold the same data.",
-    ),
+    replica_policy: str = REPLICA_POLICY,
     ranks_per_node: int | None = RANKS_PER_NODE,
     as_json: bool = AS_JSON,
     svg: str | None = typer.Option(

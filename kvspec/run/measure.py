@@ -7,13 +7,10 @@ it posts, the time is that of the processor.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from math import log
-from multiprocessing.connection import Connection
 
 import attrs
 import numpy as np
@@ -29,6 +26,7 @@ from kvspec.nixl import NixlRank, Staging
 from kvspec.nixl.transfer_spec import Prepared
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import plan_transfer
+from kvspec.run.rank_client import Ranks
 from kvspec.specs import FullAttentionSpec
 
 RANK = RankId()
@@ -59,9 +57,10 @@ class Sample:
 
 @attrs.frozen(kw_only=True)
 class Probe:
-    """A request of *blocks* shuffled blocks of *tokens*: heads first to *layout*, eight heads.
+    """A request that moves between two engines with eight heads, from heads first to *layout*.
 
-    Its runs are one head of a token each, or, in the same layout, whole blocks.
+    It has *blocks* blocks of *tokens* tokens. In another layout, each run is one head of one token.
+    In the same layout, each run is the keys or values of a block.
     """
 
     head_size: int
@@ -86,7 +85,7 @@ class Probe:
 
     @property
     def request(self) -> TransferRequest:
-        """All blocks, in an order of its own on the consumer."""
+        """The request of all blocks. The blocks of the consumer are shuffled."""
         shuffled = np.random.default_rng(self.blocks).permutation(self.blocks)
         return TransferRequest(
             request_id="calibrate",
@@ -108,54 +107,36 @@ def probes(most: int = 16 << 20) -> Iterator[Probe]:
             yield Probe(head_size=64, tokens=tokens, blocks=max(1, nbytes // (2 * block)))
 
 
-def serve(pipe: Connection, wanted: tuple[Probe, ...]) -> None:
-    """Be the producer of each probe, until the pipe is closed."""
-    with NixlRank(secret=b"") as rank:
-        for probe in wanted:
-            cache, storage = allocate(probe.engines[0], RANK, probe.blocks)
-            for memory in storage.values():
-                memory[:] = 1  # an untouched page costs the reader a fault
-            rank.register(cache.memory, owner=storage)
-            pipe.send((rank.metadata(), cache.memory[0].address))
-        while not pipe.poll(0.001):
-            rank.notifications()
+class ProbeServer:
+    """The producer of the probes. The body of a process that `measure` starts."""
 
+    def __init__(self) -> None:
+        self.rank = NixlRank(secret=b"")
 
-@contextmanager
-def _served(wanted: tuple[Probe, ...]) -> Iterator[list[tuple[bytes, int]]]:
-    """Start the producer's process, and end it. Yield its metadata and address for each probe."""
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    process = context.Process(target=serve, args=(other, wanted), daemon=True)
-    process.start()
-    other.close()
-    try:
-        answers = []
-        for _ in wanted:
-            if not pipe.poll(TIMEOUT):
-                message = f"the other process gave no answer for {TIMEOUT} s"
-                raise TransferError(message, state=TransferState.TIMEOUT)
-            answers.append(pipe.recv())
-        yield answers
-    except EOFError as error:
-        message = "the other process died"
-        raise TransferError(message, state=TransferState.PEER_LOST) from error
-    finally:
-        pipe.close()
-        process.join(1)
-        process.kill()
+    def serve(self, probe: Probe) -> tuple[bytes, int]:
+        """Allocate the producer's memory. Return the rank's metadata and the memory's address."""
+        cache, storage = allocate(probe.engines[0], RANK, probe.blocks)
+        for memory in storage.values():
+            memory[:] = 1  # The first access to a page costs the reader a fault.
+        self.rank.register(cache.memory, owner=storage)
+        return self.rank.metadata(), cache.memory[0].address
 
 
 def measure(
     wanted: tuple[Probe, ...], tries: int = 7, progress: Callable[[int], object] = lambda _: None
 ) -> list[Sample]:
     """Return the least times of each probe, directly and staged."""
-    found = []
-    with _served(wanted) as answers:
-        for probe, (metadata, base) in zip(wanted, answers, strict=True):
-            found.append(_measured(probe, metadata, base, tries))
+    samples: list[Sample] = []
+    with Ranks() as ranks:
+        ranks.add("producer of the probes", ProbeServer, ())
+        for probe in wanted:
+            try:
+                metadata, base = ranks.ranks[0].ask("serve", probe)
+            except (ConnectionError, TimeoutError) as error:
+                raise TransferError(str(error), state=TransferState.PEER_LOST) from error
+            samples.append(_measured(probe, metadata, base, tries))
             progress(1)
-    return found
+    return samples
 
 
 def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> Sample:

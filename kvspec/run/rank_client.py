@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.replicas import Role
-from kvspec.run.rank_server import ENDING, Launch, RankServer
+from kvspec.run.rank_server import ENDING, Launch
 from kvspec.run.request_rank import RankStats, RequestRank
 
 SILENT = 120.0  # seconds in which a rank has to answer
@@ -43,7 +43,7 @@ class RankClient:
     def __init__(
         self,
         name: str,
-        server_type: type[RankServer],
+        server_type: type[object],
         arguments: tuple[object, ...],
         log: Path | None = None,
     ) -> None:
@@ -125,7 +125,7 @@ class Ranks:
     def add(
         self,
         name: str,
-        server_type: type[RankServer],
+        server_type: type[object],
         arguments: tuple[object, ...],
         log: Path | None = None,
     ) -> None:

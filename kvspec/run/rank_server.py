@@ -134,7 +134,7 @@ def words_of(error: Exception) -> str:
 def main() -> None:
     """Serve the parent until it is gone. The command line has the number of its pipe.
 
-    The parent first sends a subclass of `RankServer` and its arguments, then commands.
+    The parent first sends a class and its arguments, then commands, which are methods of the class.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -152,7 +152,7 @@ def main() -> None:
             parent.send(ConnectionAbortedError(words_of(error)))
 
 
-def _answer(server: RankServer, command: str, arguments: Any, options: Any) -> Any:  # noqa: ANN401
+def _answer(server: object, command: str, arguments: Any, options: Any) -> Any:  # noqa: ANN401
     """Return the result of a command, or the error by which it was refused."""
     try:
         return getattr(server, command)(*arguments, **options)
