@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.check.counting import context_of, live_positions, own_positions
 from kvspec.testing import Case, oracle
 from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.parallels import is_state
-from kvspec.testing.positions import context_of, excluded_layers, live_positions, own_positions
+from kvspec.testing.positions import excluded_layers
 from kvspec.testing.strategies import cases
 
 REFUSED = (kvspec.SpecError, kvspec.MismatchError)

@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.check.counting import own_positions, rank_units
 from kvspec.ownership.replicas import ReplicaPolicyName
 from kvspec.ownership.tokens import BlockCyclic, meet
-from kvspec.testing.carve import rank_units
 from kvspec.testing.parallels import explicit_shardings
-from kvspec.testing.positions import own_positions
 from kvspec.testing.strategies import POLICIES
 
 LAYER = "layers.0"

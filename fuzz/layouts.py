@@ -11,11 +11,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvspec.check.counting import rank_layers, rank_units
 from kvspec.engines.engine import EngineSpec
 from kvspec.memory.allocation import allocate
 from kvspec.memory.rank_cache import Region
 from kvspec.ownership.parallel import RankId
-from kvspec.testing.carve import logical_views, rank_layers, rank_units
+from kvspec.testing.carve import logical_views
 from kvspec.testing.engines import groups
 from kvspec.testing.strategies import engines
 

@@ -12,11 +12,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvspec.check.counting import shard_units
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, tp_chooser
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
-from kvspec.testing.carve import shard_units
 from kvspec.testing.parallels import explicit_shardings
 from kvspec.testing.strategies import POLICIES
 

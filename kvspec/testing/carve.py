@@ -33,30 +33,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvspec.check.counting import rank_layers, rank_units, shard_units
+from kvspec.check.counting import rank_layers, rank_units
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.engines.group import KVCacheGroup
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
-
-__all__ = [
-    "Blocks",
-    "Bytes",
-    "Storage",
-    "Views",
-    "count_kernel_blocks",
-    "logical_views",
-    "rank_layers",
-    "rank_units",
-    "shard_units",
-]
 
 Bytes = NDArray[np.uint8]
 
@@ -126,14 +115,8 @@ def page_order(part: Part, rows: int, together: int) -> NDArray[np.int64]:
     >>> page_order(spec.parts[0], 2, 2).tolist()
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
-    order = np.empty((rows, part.content_bytes), np.int64)
-    place = 0
-    for first in range(0, part.content_bytes, together):
-        for row in range(rows):
-            for byte in range(first, first + together):
-                order[row, byte] = place
-                place += 1
-    return order
+    places = np.arange(rows * part.content_bytes).reshape(-1, rows, together)
+    return places.swapaxes(0, 1).reshape(rows, part.content_bytes)
 
 
 def _element_bytes(dtype: str | None) -> int:
@@ -158,10 +141,7 @@ class _Plane:
     counts: Mapping[str, int]
 
     def size(self, letters: str) -> int:
-        total = 1
-        for letter in letters:
-            total *= self.counts.get(letter, 1)
-        return total
+        return prod(self.counts.get(letter, 1) for letter in letters)
 
 
 def count_kernel_blocks(group: KVCacheGroup) -> int:

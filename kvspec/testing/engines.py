@@ -25,11 +25,12 @@ from itertools import permutations
 import attrs
 from hypothesis import strategies as st
 
+from kvspec.check.counting import rank_units
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import AttentionSpec, LayerSpec, UniformTypeKVCacheSpecs
-from kvspec.testing.carve import X_BYTES, rank_units
+from kvspec.testing.carve import X_BYTES
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import Shape, explicit_shardings, is_state, parallels, sample, shapes
 

@@ -27,7 +27,6 @@ import numpy as np
 
 from kvspec.check.counting import (
     cached_tokens_of,
-    context_of,
     live_positions,
     of_group,
     own_positions,
@@ -44,18 +43,6 @@ if TYPE_CHECKING:
     from kvspec.engines.group import KVCacheGroup
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
-
-__all__ = [
-    "Rows",
-    "Tables",
-    "cached_tokens_of",
-    "context_of",
-    "excluded_layers",
-    "live_positions",
-    "of_group",
-    "own_positions",
-    "rows_of",
-]
 
 Tables = Mapping[str, "BlockTable | Sequence[int]"]
 

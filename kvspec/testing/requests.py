@@ -31,13 +31,14 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
+from kvspec.check.counting import cached_tokens_of, context_of, live_positions
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import RankId
 from kvspec.specs import CrossAttentionSpec, LayerSpec
 from kvspec.testing.parallels import is_state, parts_of, sample
-from kvspec.testing.positions import cached_tokens_of, context_of, excluded_layers, live_positions
+from kvspec.testing.positions import excluded_layers
 
 # The oracle visits each byte of each block, so the time of a case grows with its prompt.
 _MAX_TOKENS = 56

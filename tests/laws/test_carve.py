@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.check.counting import rank_layers, rank_units, shard_units
 from kvspec.specs import AttentionSpec
 from kvspec.testing import strategies
-from kvspec.testing.carve import logical_views, rank_layers, rank_units, shard_units
+from kvspec.testing.carve import logical_views
 from kvspec.testing.parallels import is_state
 
 RANK = kvspec.RankId()

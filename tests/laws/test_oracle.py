@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given, settings
 
 import kvspec
+from kvspec.check.counting import live_positions, rank_units
 from kvspec.testing import oracle, positions, strategies
-from kvspec.testing.carve import logical_views, rank_units
+from kvspec.testing.carve import logical_views
 
 WORD = 2**64 - 1
 
@@ -85,7 +86,7 @@ def test_live_positions_are_those_that_the_next_query_attends_to(
     make = getattr(kvspec, kind)
     spec = make(block_size=2, total_num_kv_heads=1, head_size=1, dtype="uint8", **fields)
     request = builders.request(tokens, {}, {}, encoder_tokens=3)
-    assert live == positions.live_positions(spec, request).nonzero()[0].tolist()
+    assert live == live_positions(spec, request).nonzero()[0].tolist()
 
 
 Place = tuple[str, str, int, int, int, int]
@@ -197,7 +198,7 @@ def slow_verdict(
         true = slow_content(layer, part_name, head, row, byte, seed=9, seen=request.num_tokens)
         return "same" if block != slot else true
     tokens = slow_tokens_of_row(case, rank, name, part, (block, row)) or [-1]
-    live = set(positions.live_positions(spec, request).nonzero()[0].tolist())
+    live = set(live_positions(spec, request).nonzero()[0].tolist())
     if any(token in live and token >= cached for token in tokens):
         return slow_content(layer, part_name, head, tokens[0], byte, seed=9)
     return "same" if any(token < cached for token in tokens) or tokens == [-1] else "any"

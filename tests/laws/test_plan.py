@@ -19,12 +19,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.check.counting import live_positions, rank_units
 from kvspec.ownership.tokens import BlockCyclic, meet
 from kvspec.testing import Case, laws, strategies
-from kvspec.testing.carve import rank_units
 from kvspec.testing.laws import KVSPEC
 from kvspec.testing.laws.owners import counted_replicas, owns, targets
-from kvspec.testing.positions import live_positions
 from kvspec.testing.world import plan_of
 
 PLANS = strategies.plans()

@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.check.counting import shard_units
 from kvspec.ownership.sharding import even_sharding
 from kvspec.ownership.slices import TPTransferSlice
-from kvspec.testing.carve import shard_units
 from kvspec.testing.parallels import tp_sizes
 from kvspec.testing.strategies import POLICIES, specs
 

@@ -15,14 +15,20 @@ from hypothesis import HealthCheck, Phase, given, settings
 from special_cases import interleaved_cases, spanning_cases
 
 import kvspec
+from kvspec.check.counting import (
+    cached_tokens_of,
+    context_of,
+    live_positions,
+    own_positions,
+    rank_layers,
+    rank_units,
+)
 from kvspec.descriptors.paging import RowKind, TokenSplit
 from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
-from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.case import Case
 from kvspec.testing.engines import NAMED_LAYOUTS
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import is_state, parts_of
-from kvspec.testing.positions import cached_tokens_of, context_of, live_positions, own_positions
 from kvspec.testing.requests import length_of, needed
 from kvspec.testing.strategies import cases, sharing_cases
 from kvspec.testing.world import plan_of

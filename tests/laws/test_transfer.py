@@ -14,10 +14,11 @@ import pytest
 from hypothesis import Phase, example, given, settings
 
 import kvspec
+from kvspec.check.counting import context_of, live_positions
 from kvspec.testing import laws, oracle, strategies
 from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.laws import KVSPEC
-from kvspec.testing.positions import context_of, excluded_layers, live_positions, rows_of
+from kvspec.testing.positions import excluded_layers, rows_of
 from kvspec.testing.world import World, described, inside, selected, world
 
 CASES = strategies.cases()

@@ -11,12 +11,12 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
+from kvspec.check.counting import rank_units
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import LayerSpec
 from kvspec.testing import Case, strategies
-from kvspec.testing.carve import rank_units
 from kvspec.testing.engines import engines, groups, laid_out
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import explicit_shardings, sample

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from kvspec.testing.carve import rank_layers, rank_units
+from kvspec.check.counting import context_of, rank_layers, rank_units
 from kvspec.testing.laws.owners import (
     FAR,
     Target,
@@ -37,7 +37,6 @@ from kvspec.testing.laws.owners import (
     owns,
     targets,
 )
-from kvspec.testing.positions import context_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt

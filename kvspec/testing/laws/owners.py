@@ -24,8 +24,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.testing.carve import rank_layers, rank_units
-from kvspec.testing.positions import context_of, excluded_layers
+from kvspec.check.counting import context_of, rank_layers, rank_units
+from kvspec.testing.positions import excluded_layers
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec

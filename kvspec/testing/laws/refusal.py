@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvspec.check.counting import cached_tokens_of, context_of, live_positions, rank_units
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import KVSpecError
-from kvspec.testing.carve import count_kernel_blocks, rank_units
+from kvspec.testing.carve import count_kernel_blocks
 from kvspec.testing.laws.owners import home, targets
 from kvspec.testing.laws.system import Trial
-from kvspec.testing.positions import cached_tokens_of, context_of, live_positions, rows_of
+from kvspec.testing.positions import rows_of
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
