@@ -8,7 +8,7 @@ How it works:
     runs of one edge in four steps:
 
     1. It pairs the parts of all layers that move (`_PartPair`) and groups them. All parts of a
-       group are cut alike by every request (`_SplitKey`), so that they share one `TokenSplit`.
+       group are cut alike by every request (`split_key`), so that they share one `TokenSplit`.
     2. It divides each group into boxes: parts with equal strides on both sides (`Boxes`). A box
        has three axes: units, states and content. A *content* is the bytes of one unit in one state.
     3. It decides which kinds of rows the group needs (`_spans`, `_partial_sizes`, `_trim_from`).
@@ -358,19 +358,6 @@ class RowSet:
         return self.touching and self.producer.coalesced and self.consumer.coalesced
 
 
-class _SplitKey(NamedTuple):
-    """A key: every request cuts all parts of one key in the same way.
-
-    The fields are plain numbers, because hashing an attrs object for each part is slow.
-    """
-
-    stripe_first: int
-    stripe_step: int
-    grain: int
-    producer_block: int
-    consumer_block: int
-
-
 class _PartPair(NamedTuple):
     """One part of one layer on both sides, and the units that one slice moves."""
 
@@ -379,6 +366,13 @@ class _PartPair(NamedTuple):
     units: int
     producer: PartSide
     consumer: PartSide
+
+    @property
+    def split_key(self) -> tuple[int, ...]:
+        """A key: every request cuts all parts with equal keys in the same way."""
+        # The members are plain numbers, because hashing an attrs object for each part is slow.
+        blocks = self.producer.paging.memory_block_size, self.consumer.paging.memory_block_size
+        return self.stripe.first, self.stripe.step, self.part.tokens_per_state, *blocks
 
     @property
     def repeats(self) -> tuple[object, ...]:
@@ -432,24 +426,16 @@ def row_sets(
     """
     sides = GroupSide(producer, groups[0]), GroupSide(consumer, groups[1])
     boundaries = producer.boundaries, consumer.boundaries
-    cut_alike: dict[_SplitKey, list[_PartPair]] = {}
+    cut_alike: dict[tuple[int, ...], list[_PartPair]] = {}
     for tp_slice, layer, part in _parts(edge, groups[1].spec, layers):
         source = sides[0].part(layer, part.name, tp_slice.remote_range.start)
         target = sides[1].part(layer, part.name, tp_slice.local_range.start)
-        stripe = tp_slice.stripe
-        key = _SplitKey(
-            stripe.first,
-            stripe.step,
-            part.tokens_per_state,
-            source.paging.memory_block_size,
-            target.paging.memory_block_size,
-        )
-        pair = _PartPair(part, stripe, len(tp_slice.global_range), source, target)
-        cut_alike.setdefault(key, []).append(pair)
+        pair = _PartPair(part, tp_slice.stripe, len(tp_slice.global_range), source, target)
+        cut_alike.setdefault(pair.split_key, []).append(pair)
     sets: list[RowSet] = []
-    for key, pairs in cut_alike.items():
+    for pairs in cut_alike.values():
         token_split = _token_split(pairs[0], prefix_multiple)
-        boxes = tuple(_boxes(key.grain, pairs, boundaries))
+        boxes = tuple(_boxes(token_split.grain, pairs, boundaries))
         sets += _split_group_rows(token_split, boxes, boundaries)
     return tuple(sets)
 

@@ -1,8 +1,7 @@
 """Draw pairs of engines that serve one model.
 
 The two engines of a pair have the same layers with the same content. All else may differ: groups,
-ranks, shardings, blocks, layouts and draft layers. The module also draws conv states of unequal
-length.
+ranks, shardings, blocks, layouts and draft layers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     LayerSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -147,19 +145,3 @@ def engine_pairs(
     sides = [draw(_drafted(draw(_regrouped(draw(_kept(model)), side)))) for side in "PD"]
     producer = draw(engines(sides[0], largest, shape=of_producer))
     return producer, draw(engines(sides[1], largest, shape=of_consumer))
-
-
-@st.composite
-def with_own_rows(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
-    """Draw the speculative tokens of one engine. Each adds a row to the conv states of *model*."""
-    own_groups = []
-    for group in model:
-        spec, more = group.spec, draw(st.integers(0, 2))
-        if isinstance(spec, MambaSpec):
-            parts = tuple(
-                attrs.evolve(part, states=part.states + more) if part.tensor == "conv" else part
-                for part in spec.parts
-            )
-            spec = attrs.evolve(spec, state_parts=parts)
-        own_groups.append(attrs.evolve(group, spec=spec))
-    return tuple(own_groups)

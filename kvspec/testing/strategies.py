@@ -43,7 +43,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology
 from kvspec.testing.case import Case
 from kvspec.testing.engines import engines, groups, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
-from kvspec.testing.pairs import engine_pairs, with_own_rows
+from kvspec.testing.pairs import engine_pairs
 from kvspec.testing.requests import of_one_pool, requests, tables
 
 __all__ = [
@@ -57,8 +57,6 @@ __all__ = [
 
 POLICIES: tuple[ReplicaPolicyName, ...] = known_policies(None)
 """Names of the replica policies that need no topology."""
-STATES = ("mamba1", "mamba2", "gated delta net", "short conv")
-"""Kinds with a conv state. Speculative tokens add rows to it."""
 
 
 @st.composite
@@ -183,24 +181,6 @@ def cases(kinds: Sequence[str] = tuple(KINDS), largest: int = 6) -> st.SearchStr
     >>> test_engines_are_small()
     """
     return engine_pairs(kinds, largest).flatmap(case_of)
-
-
-@st.composite
-def common_cases(draw: st.DrawFn) -> Case:
-    """Draw a transfer of conv states, where either side may have more rows than the other.
-
-    Only the rows that both sides have move. See `Case.common_states`.
-
-    >>> from hypothesis import given, settings
-    >>> @settings(max_examples=2)
-    ... @given(common_cases())
-    ... def test_only_common_rows_move(case: Case) -> None:
-    ...     assert case.common_states
-    >>> test_only_common_rows_move()
-    """
-    model = draw(groups(STATES))
-    producer, consumer = (draw(engines(draw(with_own_rows(model)), 4)) for _ in range(2))
-    return draw(case_of((producer, consumer), common_states=True))
 
 
 @st.composite

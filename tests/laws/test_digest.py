@@ -11,6 +11,7 @@ import builders
 import numpy as np
 import numpy.typing as npt
 import pytest
+import special_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def sides(here: World, selection: Any) -> tuple[list[Any], list[Any]]:
     )
 
 
-@given(strategies.cases() | strategies.common_cases() | strategies.sharing_cases())
+@given(strategies.cases() | special_cases.common_cases() | strategies.sharing_cases())
 def test_digests_of_both_sides_are_equal_only_after_the_transfer(case: Case) -> None:
     """Before the transfer, the digests of all units that move differ."""
     here = world(case)
@@ -137,7 +138,7 @@ def unequal(here: World, consumer: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-@given(st.data(), strategies.cases() | strategies.common_cases() | strategies.sharing_cases())
+@given(st.data(), strategies.cases() | special_cases.common_cases() | strategies.sharing_cases())
 @settings(max_examples=settings.default.max_examples // 2)
 def test_extents_of_changed_content_differ_down_to_one_token(
     data: st.DataObject, case: Case

@@ -44,7 +44,7 @@ def test_bytes_keep_the_laws(twins: tuple[Case, Case]) -> None:
 @given(
     strategies.sharing_cases()
     | special_cases.spanning_cases()
-    | strategies.common_cases()
+    | special_cases.common_cases()
     | special_cases.interleaved_cases()
 )
 def test_special_memories_keep_law_1(case: Case) -> None:

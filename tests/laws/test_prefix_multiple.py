@@ -11,6 +11,7 @@ import attrs
 import builders
 import numpy as np
 import pytest
+import special_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from kvspec.testing.world import selected, world
 from tests.support.refused import refusal
 
 
-@given(st.data(), strategies.cases() | strategies.common_cases() | strategies.sharing_cases())
+@given(st.data(), strategies.cases() | special_cases.common_cases() | strategies.sharing_cases())
 @settings(max_examples=settings.default.max_examples // 2)
 def test_table_with_prefix_multiple_moves_the_same_bytes(data: st.DataObject, case: Case) -> None:
     """The cached prefixes of the request are multiples of it. Tiles need not be."""

@@ -13,6 +13,7 @@ import attrs
 import builders
 import numpy as np
 import pytest
+import special_cases
 from builders import engine, request
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -92,7 +93,7 @@ def test_reread_caches_contain_every_kind_of_tensor() -> None:
     assert all(seen[question] > 10 for question in CHOICES)
 
 
-KINDS_OF_STATES = (*strategies.STATES, "replicated state")
+KINDS_OF_STATES = (*special_cases.STATES, "replicated state")
 STATES = strategies.engine_pairs(KINDS_OF_STATES, largest=4).map(lambda pair: pair[0])
 
 

@@ -1,11 +1,12 @@
 """Draw pairs of engines for rare cases.
 
 The content of a layer may span all heads of a rank. Turns of context ranks may begin inside of a
-block in memory.
+block in memory. The conv states of two engines may have unequal numbers of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -15,7 +16,7 @@ from kvspec.check.counting import rank_units
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import ParallelConfig
-from kvspec.specs import LayerSpec
+from kvspec.specs import LayerSpec, MambaSpec
 from kvspec.testing import Case, strategies
 from kvspec.testing.engines import engines, groups, laid_out
 from kvspec.testing.kinds import KINDS
@@ -23,6 +24,10 @@ from kvspec.testing.parallels import explicit_shardings, sample
 
 # Pairs are filtered for equal ranges of heads. Larger engines rarely agree.
 _SPANNING_RANKS = 4
+
+
+# Kinds with a conv state. Speculative tokens add rows to it.
+STATES = ("mamba1", "mamba2", "gated delta net", "short conv")
 
 
 def spanning_cases() -> st.SearchStrategy[Case]:
@@ -126,3 +131,30 @@ def _same_ranges(producer: EngineSpec, consumer: EngineSpec, group: KVCacheGroup
         sharded = {tuple(rank_units(engine, rank, part, own)) for rank in engine.parallel.ranks}
         ranges.append(sharded - {()})
     return ranges[0] == ranges[1]
+
+
+@st.composite
+def common_cases(draw: st.DrawFn) -> Case:
+    """Draw a transfer of conv states, where either side may have more rows than the other.
+
+    Only the rows that both sides have move. See `Case.common_states`.
+    """
+    model = draw(groups(STATES))
+    producer, consumer = (draw(engines(draw(with_own_rows(model)), 4)) for _ in range(2))
+    return draw(strategies.case_of((producer, consumer), common_states=True))
+
+
+@st.composite
+def with_own_rows(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
+    """Draw the speculative tokens of one engine. Each adds a row to the conv states of *model*."""
+    own_groups = []
+    for group in model:
+        spec, more = group.spec, draw(st.integers(0, 2))
+        if isinstance(spec, MambaSpec):
+            parts = tuple(
+                attrs.evolve(part, states=part.states + more) if part.tensor == "conv" else part
+                for part in spec.parts
+            )
+            spec = attrs.evolve(spec, state_parts=parts)
+        own_groups.append(attrs.evolve(group, spec=spec))
+    return tuple(own_groups)

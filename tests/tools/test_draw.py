@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from refused import check_rejected, has_in_order, refusal
-from special_cases import spanning_cases
+from special_cases import common_cases, spanning_cases
 
 import kvspec
 from kvspec.draw import plan_svg, table_svg
@@ -35,7 +35,7 @@ from kvspec.draw.style import (
     width_of,
 )
 from kvspec.testing.case import Case
-from kvspec.testing.strategies import cases, common_cases, sharing_cases
+from kvspec.testing.strategies import cases, sharing_cases
 from kvspec.testing.world import plan_of
 
 SVG = "{http://www.w3.org/2000/svg}"
