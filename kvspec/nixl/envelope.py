@@ -13,9 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import sys
 import uuid
-import warnings
 
 import attrs
 
@@ -30,12 +28,6 @@ _MAGIC = b"kvspec-nixl-2\n"
 _HEAD = struct.Struct("<IQ")  # length of the name, address of the probe
 _INNER = struct.Struct("<16sQ")  # how NIXL's bytes begin: a tag, and the length of the agent's name
 _TAG = b"nixlSerDes|Agent"
-UNSEALED = (
-    "introductions are not authenticated without a secret: set KVSPEC_SECRET for all"
-    " ranks, or pass secret=b'' if the channel is trusted"
-)
-_WARNED: dict[str, tuple[str, int]] = {}
-_SHOWN: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 @attrs.frozen(kw_only=True)
@@ -72,15 +64,21 @@ def name_of(name: object, prefix: str) -> str:
     return str(name)
 
 
-def secret_of(secret: object) -> bytes | None:
-    """Return the *secret*, of None the environment's `KVSPEC_SECRET`, as bytes; None if not set.
+def secret_of(secret: object) -> bytes:
+    """Return *secret*, or `KVSPEC_SECRET` of the environment if it is None, as bytes.
 
-    Empty bytes say that the caller trusts the channel.
+    Empty bytes mean that only trusted programs reach the channel. There is no default: a rank that
+    authenticates nobody must be the decision of its caller.
+
+    Raises:
+        SpecError: If there is no secret, or it is too short to be one.
     """
-    if secret is None:
-        secret = os.environ.get("KVSPEC_SECRET")
-        if secret is None:
-            return None
+    if secret is None and (secret := os.environ.get("KVSPEC_SECRET")) is None:
+        rule = (
+            "set KVSPEC_SECRET to the same random text for all ranks, or pass secret=b'' if only"
+            " trusted programs reach the channel"
+        )
+        raise SpecError("secret", None, rule=rule)
     try:
         key = secret.encode() if isinstance(secret, str) else secret
     except UnicodeEncodeError:
@@ -93,10 +91,10 @@ def secret_of(secret: object) -> bytes | None:
     return key
 
 
-def opened(sealed: object, secret: bytes | None) -> Envelope:
-    """Return what was sealed, or raise `WireError`; warn if there is no *secret*."""
+def opened(sealed: object, secret: bytes) -> Envelope:
+    """Return what was sealed, or raise `WireError`."""
     wanted = "the complete bytes that NixlRank.metadata() returned"
-    body = Secret(secret or b"").unseal("metadata", _MAGIC, sealed, wanted)
+    body = Secret(secret).unseal("metadata", _MAGIC, sealed, wanted)
     if len(body) < _HEAD.size:
         raise WireError("metadata", f"{len(body)} bytes", wanted)
     size, probe = _HEAD.unpack_from(body)
@@ -107,24 +105,7 @@ def opened(sealed: object, secret: bytes | None) -> Envelope:
     inner = _inner_name(metadata)
     if inner != title:
         raise WireError("metadata.agent", inner[:MAX_NAME], f"{name!r}, the name on the envelope")
-    if secret is None:
-        _warn()
     return Envelope(name=name, metadata=metadata, probe=probe)
-
-
-def _warn() -> None:
-    """Warn of a missing secret where the first caller is, so that Python shows it once."""
-    warnings.warn_explicit(
-        UNSEALED, RuntimeWarning, *_WARNED.setdefault("at", _caller()), registry=_SHOWN
-    )
-
-
-def _caller() -> tuple[str, int]:
-    """Return file and line of whoever called this package."""
-    frame = sys._getframe()  # noqa: SLF001 - as `warnings` does
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "kvspec":
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _name(path: str, title: bytes) -> str:

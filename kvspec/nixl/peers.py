@@ -40,7 +40,7 @@ class Peers:
         early: Sender and payload of the notifications of unknown senders.
     """
 
-    def __init__(self, agent: Agent, secret: bytes | None) -> None:
+    def __init__(self, agent: Agent, secret: bytes) -> None:
         self.early: list[tuple[str, bytes]] = []
         self._agent = agent
         self._secret = secret

@@ -86,8 +86,8 @@ class NixlRank:
             taken for its predecessor.
         prefix: Begin of the default name.
         secret: Key that authenticates introductions. By default, the environment variable
-            `KVSPEC_SECRET`. `b""` is for channels that only trusted programs can reach. NIXL
-            neither authenticates nor encrypts the data.
+            `KVSPEC_SECRET`, which then must be set. `b""` is for channels that only trusted
+            programs can reach. NIXL neither authenticates nor encrypts the data.
         polled: Create the agent without a progress thread. Bytes then move only inside `poll`,
             `wait` and `notifications`. That suits a rank that starts all its transfers. A rank
             whose peers read from it needs the thread.
@@ -114,7 +114,7 @@ class NixlRank:
         self.polled, timed = flag("polled", polled), flag("telemetry", telemetry)
         key = secret_of(secret)
         self._agent = Agent(self.name, progress_thread=not polled, telemetry=timed)
-        self.secret = Secret(key or b"")
+        self.secret = Secret(key)
         self._held = Held()
         self._registered: list[object] = []
         self._peers = Peers(self._agent, key)

@@ -130,13 +130,13 @@ class PrefillTicket:
     def _mac(self, secret: str | bytes | None) -> bytes:
         """Return the code by which who knows *secret* knows that nothing of this was changed."""
         body = json.dumps(self._said(), sort_keys=True).encode()
-        return Secret(secret_of(secret) or b"").seal(PROMPT, body)[len(PROMPT) :][:MAC]
+        return Secret(secret_of(secret)).seal(PROMPT, body)[len(PROMPT) :][:MAC]
 
     @staticmethod
     def from_params(given: Mapping[str, Any], secret: str | bytes | None = None) -> PrefillTicket:
         """Return the ticket in *given*. Other entries of *given* are ignored.
 
-        Without a *secret*, the seal detects only accidental changes.
+        With an empty *secret*, the seal detects only accidental changes.
 
         Args:
             given: Parameters that contain those of `to_params`.

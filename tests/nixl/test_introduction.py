@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -92,38 +89,15 @@ def test_the_secret_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None
         assert far.name == near.connect(far.metadata())
 
 
-def test_no_secret_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who neither has a secret nor says that the channel is trusted is told what that means."""
+def test_rank_without_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names both ways out. Tickets are sealed by the same rule."""
     monkeypatch.delenv("KVSPEC_SECRET")
-    with NixlRank(polled=True) as near, NixlRank(secret=b"") as far:
-        with pytest.warns(RuntimeWarning, match="KVSPEC_SECRET"):
-            near.connect(far.metadata())
-        assert (far.name,) == near.peers
-
-
-TWO_PEERS = """
-from kvspec.nixl import NixlRank
-from kvspec.testing import FakeNixl
-with FakeNixl(), NixlRank(polled=True) as near, NixlRank() as far, NixlRank() as further:
-    near.connect(far.metadata())
-    near.connect(further.metadata())
-    far.connect(near.metadata())
-"""
-
-
-def test_no_secret_is_said_once(tmp_path: Path) -> None:
-    """However many ranks are introduced where; and it points at who called, not into kvspec."""
-    script = tmp_path / "engine.py"
-    script.write_text(TWO_PEERS)
-    environment = {k: v for k, v in os.environ.items() if k != "KVSPEC_SECRET"}
-    for strict, told in (((), 1), (("-W", "error"), 0)):
-        done = subprocess.run(  # noqa: S603 - a script of this test
-            [sys.executable, *strict, script],
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert told == done.stderr.count(f"{script}:5: RuntimeWarning: introductions are not")
-        assert 1 == done.stderr.count("not authenticated")
-        assert bool(strict) == bool(done.returncode)
+    with pytest.raises(SpecError, match="KVSPEC_SECRET") as caught:
+        NixlRank()
+    assert ("secret", None) == (caught.value.field, caught.value.value)
+    assert "secret=b''" in caught.value.rule
+    with NixlRank(polled=True, secret=b"") as near, NixlRank(secret=b"") as far:
+        assert far.name == near.connect(far.metadata())
 
 
 @pytest.mark.parametrize("secret", ["", "short", b"fifteen bytes..", 7, ["x"]])
