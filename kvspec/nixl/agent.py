@@ -196,8 +196,11 @@ class Agent:
         subject: tuple[str | None, str | None] = (None, None),
     ) -> Any:  # noqa: ANN401 - nixl has no stubs
         """Call *method* of the native agent with the lock. Turn its exceptions into ours."""
-        with self.lock():
-            self.check_open()
+        if os.getpid() != self._pid:
+            self.lock()
+        with self._lock:
+            if self._native is None:
+                self.check_open()
             try:
                 return getattr(self._native, method)(*arguments)
             except self._errors as error:
@@ -284,16 +287,15 @@ class Agent:
 
     def post(self, handle: int, subject: Subject) -> bool:
         """Start *handle*. Return whether it is done already."""
-        return self._is_done("post", "postXferReq", handle, subject)
+        status = self._call("post", "postXferReq", handle, subject=subject)
+        return status == self._nb.NIXL_SUCCESS or self._unfinished("post", status, subject)
 
     def check(self, handle: int, subject: Subject) -> bool:
         """Return whether the posted *handle* is done. Makes progress."""
-        return self._is_done("check", "getXferStatus", handle, subject)
+        status = self._call("check", "getXferStatus", handle, subject=subject)
+        return status == self._nb.NIXL_SUCCESS or self._unfinished("check", status, subject)
 
-    def _is_done(self, step: str, method: str, handle: int, subject: Subject) -> bool:
-        status = self._call(step, method, handle, subject=subject)
-        if status == self._nb.NIXL_SUCCESS:
-            return True
+    def _unfinished(self, step: str, status: object, subject: Subject) -> bool:
         # All failures seen were exceptions. Another status would be new.
         if status != self._nb.NIXL_IN_PROG:
             raise self._failed(step, RuntimeError(status), *subject)

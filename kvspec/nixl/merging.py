@@ -20,7 +20,7 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
@@ -226,21 +226,24 @@ def pair(
             length = joined.local[:, 1].astype(np.int64)
             first = np.arange(len(length))
     reached = np.add.reduceat(length, first).cumsum()
-    nbytes, cuts = int(reached[-1]), tuple(cut(first, reached, length))
     return Pairing(
         local_ids,
         remote_ids,
-        nbytes,
-        cuts,
-        lambda: len(first),
-        lambda: (source.bounds, target.bounds),
+        int(reached[-1]),
+        tuple(cut(first, reached, length)),
+        partial(len, first),
+        partial(_bounds, source, target),
         joined,
     )
 
 
+def _bounds(source: Runs, target: Runs) -> tuple[Bounds, Bounds]:
+    return source.bounds, target.bounds
+
+
 def _refuse_unequal(local: Runs, remote: Runs) -> None:
     unequal = local.nbytes != remote.nbytes
-    if unequal.any():
+    if np.count_nonzero(unequal):
         place = int(unequal.argmax())
         expected = f"the {int(remote.nbytes[place])} B of remote id {int(remote.ids[place])}"
         value = f"{int(local.ids[place])} ({int(local.nbytes[place])} B)"
@@ -297,6 +300,9 @@ def cut(first: Ints, reached: Ints, length: Ints) -> Iterator[slice]:
         reached: Bytes from the begin of the first run to the end of each run.
         length: Bytes of each id. The ids of one run have the same length.
     """
+    if fits(len(first), int(reached[-1])):
+        yield slice(0, len(length))
+        return
     run, stops = 0, np.append(first[1:], len(length))
     while run < len(first):
         begin, before = int(first[run]), int(reached[run - 1]) if run else 0

@@ -87,7 +87,7 @@ class StridedRows:
 
     def row_of(self, ids: Ids) -> Ints:
         """Return the row of each id."""
-        return np.asarray(self._ends.searchsorted(ids, side="right"), dtype=np.int64)
+        return self._ends.searchsorted(ids, side="right")
 
     @cached_property
     def _ends(self) -> Ids:

@@ -314,9 +314,10 @@ def pair_selection(
     if worked_out is None:
         return None
     count, nbytes, batches = worked_out
-    ids = selection if local == "producer" else selection[::-1]
-    batches = batches or (slice(0, len(ids[0])),)
-    return Pairing(*ids, nbytes, batches, count, lambda: _bounds(picked, target))
+    producer, consumer = selection
+    ids = (producer, consumer) if local == "producer" else (consumer, producer)
+    batches = batches or (slice(0, len(producer)),)
+    return Pairing(*ids, nbytes, batches, count, partial(_bounds, picked, target))
 
 
 _WorkedOut = tuple[Callable[[], int], int, tuple[slice, ...]]
@@ -329,7 +330,8 @@ def _alone(entry: Entry, tiles: Tiles) -> _WorkedOut | None:
     rows, size, count = entry.rows, entry.rows.size, len(tiles)
     if size is None or not rows.plain:
         return None
-    total, nbytes = len(rows) * count, len(rows) * count * size
+    total = len(rows) * count
+    nbytes = total * size
     posts = partial(rows.posted, tiles)
     # Counting the posted descriptors takes time, so do it only if the answer depends on it.
     if fits(total, nbytes) or (fits(1, nbytes) and fits(posts(), nbytes)):

@@ -256,7 +256,8 @@ class InFlightTransfers:
         """Start transfers, or none of them if bytes of one are busy. `poll` raises other errors."""
         with self._agent.lock():
             self._agent.check_open()
-            moving, started = self._sweep(), [Transfer(self._agent, spec) for spec in specs]
+            moving = self._sweep() if self._known else ()
+            started = [Transfer(self._agent, spec) for spec in specs]
             every = (*moving, *started)
             try:
                 # The ranges of a transfer take time to compute, so one that is alone claims none.

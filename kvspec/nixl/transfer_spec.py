@@ -5,6 +5,7 @@ Invariant: everything is checked before anything is posted.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
 from kvspec.descriptors.selection import Selection
@@ -169,16 +170,20 @@ def spec_of(
     name, limit = instance("request", request, str), seconds("timeout", timeout)
     if buffers is None or buffers.staging is None:
         return TransferSpec(operation, local, remote, pairs, name, limit)
-
-    def runs() -> tuple[Repeated, ...]:
-        found = None
-        if far is not None and isinstance(local_ids, Selection):
-            found = repeated(local_ids.parts, far, remote.rows)
-        return (one_by_one(pairs, local.rows, remote.rows),) if found is None else found
-
+    runs = partial(_runs, local_ids, far, pairs, local.rows, remote.rows)
     memory_type, inward = local.memory_type, operation == "READ"
     stage = buffers.stage(pairs, local.rows, remote.rows, runs, memory_type, inward=inward)
     return TransferSpec(operation, local, remote, pairs, name, limit, stage)
+
+
+def _runs(
+    ids: object, far: Role | None, pairs: Pairing, local: StridedRows, remote: StridedRows
+) -> tuple[Repeated, ...]:
+    """Return the runs of a transfer: those of the selection *ids* if possible, else each pair."""
+    found = None
+    if far is not None and isinstance(ids, Selection):
+        found = repeated(ids.parts, far, remote)
+    return (one_by_one(pairs, local, remote),) if found is None else found
 
 
 def _far_role(selection: Selection, local: Prepared, remote: Prepared, remote_ids: object) -> Role:
