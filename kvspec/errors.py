@@ -246,7 +246,7 @@ class TransferState(enum.StrEnum):
     BUSY = (
         "busy",
         "an earlier transfer or load of the same bytes or blocks has not ended",
-        "wait(), reap() or close() first",
+        "wait until it is over, or close() first",
     )
     STOPPED = (
         "stopped",

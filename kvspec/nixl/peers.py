@@ -1,7 +1,7 @@
 """Connect and forget the peers of one rank, and pass notifications between them.
 
 Invariant: nothing of a peer is loaded before its introduction was checked. Payloads of unknown
-senders are returned only once the sender is introduced, and the memory for them is bounded. The
+senders are returned only once the sender is connected, and the memory for them is bounded. The
 hello messages of this module are never returned.
 
 kvspec sends one notification for each plan, after its data. It never attaches one to a transfer:
@@ -18,7 +18,7 @@ from kvspec.nixl.envelope import Envelope, opened
 from kvspec.nixl.transfer_spec import Prepared
 
 MAX_NOTIFICATION = 64 << 10  # Bytes. Sending a longer one blocks the sender noticeably.
-# Notifications of unknown senders that are kept until they are introduced, and their bytes.
+# Notifications of unknown senders that are kept until they are connected, and their bytes.
 MAX_KEPT = 4096
 MAX_KEPT_BYTES = 4 << 20
 HELLO = b"kvspec-nixl hello"  # It opens the connection, so that the first read need not.
@@ -44,7 +44,6 @@ class Peers:
         self.early: list[tuple[str, bytes]] = []
         self._agent = agent
         self._secret = secret
-        self._introduced: set[str] = set()
         self._lists: dict[str | None, list[Prepared]] = {None: []}  # None: lists of the rank.
 
     @property
@@ -58,14 +57,13 @@ class Peers:
         every = tuple(self._lists.values())  # At once: another thread may connect meanwhile.
         return sum(not prepared.released for lists in every for prepared in tuple(lists))
 
-    def introduce(self, metadata: bytes) -> Envelope:
-        """Check *metadata*, and accept notifications of its sender."""
+    def check_metadata(self, metadata: bytes) -> Envelope:
+        """Return the checked content of *metadata*. It must not be that of this rank."""
         peer = opened(metadata, self._secret)
         name = self._agent.name
         if peer.name == name:
             message = f"{name!r} is this rank's own name: connect with the metadata of another rank"
             raise TransferError(message, rank=name, state=TransferState.STALE_PEER)
-        self._introduced.add(peer.name)
         return peer
 
     def load(self, peer: Envelope) -> bool:
@@ -80,19 +78,13 @@ class Peers:
             except TransferError:
                 if new:
                     with contextlib.suppress(TransferError):
-                        self._disconnect(peer.name)
+                        self.forget(peer.name)
                 raise
             return new
 
     def forget(self, peer: str) -> None:
-        """Forget *peer* and its lists. Raise `TransferError` if it is unknown."""
-        if not isinstance(peer, str) or peer not in self._introduced:
-            self.check(peer)
-        self._introduced.discard(peer)
-        if peer in self._lists:
-            self._disconnect(peer)
-
-    def _disconnect(self, peer: str) -> None:
+        """Forget *peer* and its lists. Raise `TransferError` if it is not connected."""
+        self.check(peer)
         for prepared in self._lists[peer]:
             prepared.release()
         del self._lists[peer]
@@ -112,13 +104,13 @@ class Peers:
         return prepared
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Return sender and payload of all notifications of introduced peers that arrived."""
+        """Return sender and payload of all notifications of connected peers that arrived."""
         with self._agent.lock():
             arrived, kept, early, size = [], self.early, list[tuple[str, bytes]](), 0
             received = self._agent.notifications().items()
             new = [(sender, payload) for sender, payloads in received for payload in payloads]
             for sender, payload in kept + new:
-                if sender in self._introduced and payload != HELLO:
+                if sender in self._lists and payload != HELLO:
                     arrived.append((sender, payload))
                 elif payload != HELLO and len(early) < MAX_KEPT:
                     size += len(payload)

@@ -189,22 +189,12 @@ class NixlRank:
                 self._held.memories += (memory,)
 
     def metadata(self) -> bytes:
-        """Return the introduction of this rank, which a peer passes to `connect` or `introduce`.
+        """Return the introduction of this rank, which a peer passes to `connect`.
 
         It contains the registered memory of now, sealed with the secret.
         """
         metadata, probe = self._agent.metadata(), self._probe.ctypes.data
         return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self.secret.key)
-
-    def introduce(self, metadata: bytes) -> str:
-        """Accept notifications of the peer that sent *metadata*. Return the name of the peer.
-
-        NIXL loads and connects nothing. Earlier notifications of the peer are returned as well.
-
-        Raises:
-            WireError: If *metadata* is damaged or was sealed with another secret.
-        """
-        return self._peers.introduce(metadata).name
 
     def connect(self, metadata: bytes, timeout: float = 10.0) -> str:
         """Load the metadata of a peer and open the connection.
@@ -225,7 +215,7 @@ class NixlRank:
             TransferError: With state "stale_peer" if another agent with this name is connected. A
                 polled rank also raises the errors of `read`.
         """
-        peer = self._peers.introduce(metadata)
+        peer = self._peers.check_metadata(metadata)
         if self._peers.load(peer) and self.polled:
             try:
                 self._knock(peer, timeout)
@@ -378,7 +368,11 @@ class NixlRank:
             self._agent.notify(peer, payload)
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Return (peer, payload) of all notifications that arrived, in order for each peer."""
+        """Return (peer, payload) of all notifications that arrived, in order for each peer.
+
+        Only notifications of connected peers are returned. Those of other senders are kept until
+        this rank connects to the sender, up to 4,096 of them and 4 MiB.
+        """
         return self._peers.notifications()
 
     def close(self, drain: float = 1.0) -> None:

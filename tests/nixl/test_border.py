@@ -44,12 +44,12 @@ BESIDE = kvspec.KVCacheGroup(name="draft", layers=["draft.0"], spec=DRAFT, conte
 
 
 def sharded(**shardings: Any) -> kvspec.KVCacheGroup:
-    """Return a group of six heads, sharded as *shardings* say by part."""
+    """Return a group of six heads. *shardings* contains the sharding of each part."""
     return kvspec.KVCacheGroup(name="full", layers=["layers.0"], spec=HEADS, shardings=shardings)
 
 
 PAIRS = {
-    "a draft whole beside a target that shares its tokens": (
+    "a whole draft next to a target that shares its tokens": (
         engine(TARGET, BESIDE),
         engine(TARGET, BESIDE, tp_size=2, dcp_size=2, interleave_size=16),
     ),
@@ -100,7 +100,6 @@ def carry(here: World, mode: str, caches: tuple[Caches, Caches] | None = None) -
                     ids, rows, ends = ids[::-1], rows[::-1], ends[::-1]
                 near, far = ends
                 peer = near.connect(far.metadata())
-                far.introduce(near.metadata())
                 local, remote = near.prepare(rows[0]), near.prepare(rows[1], peer=peer)
                 move = near.read if mode == "pull" else near.write
                 move(local, ids[0], remote, ids[1], request="border", timeout=20).wait()

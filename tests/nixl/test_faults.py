@@ -1,4 +1,4 @@
-"""What must not crash, hang or corrupt: interrupted calls, signals, exits, wrong settings.
+"""Test that interrupted calls, signals, exits and wrong settings neither crash, hang nor corrupt.
 
 Each scenario that could take the process with it runs in one of its own.
 """
@@ -57,7 +57,7 @@ from kvspec.nixl import NixlRank, merging
 from kvspec.nixl.agent import Agent
 from nixl_pair import Pair
 
-near, far = NixlRank(), NixlRank(polled=True)  # nobody polls the far one: nothing ever arrives
+near, far = NixlRank(), NixlRank(polled=True)  # The far rank is never polled, so nothing arrives.
 ranks = Pair(near, far)
 """
 
@@ -88,7 +88,7 @@ print(near.stats().handles)
 
 
 def test_signals_at_any_moment_neither_crash_nor_leak() -> None:
-    """Whatever a signal's handler raises, wherever: bytes are right or the transfer failed."""
+    """A signal handler raises at random moments. Bytes are right, or the transfer failed."""
     code = """
 import random, signal, sys
 from kvspec.errors import TransferError
@@ -128,7 +128,7 @@ with NixlRank(polled=True) as near, NixlRank() as far:
             armed = False
             assert error.state == "interrupted", error
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for left in tuple(near._in_flight):  # what nobody could hold, since `read` was interrupted
+        for left in tuple(near._in_flight):  # The caller has no transfer if `read` was interrupted.
             try:
                 left.wait()
             except TransferError as error:
@@ -140,7 +140,7 @@ with NixlRank(polled=True) as near, NixlRank() as far:
 
 
 def test_a_signal_handler_of_python_survives_a_rank() -> None:
-    """UCX takes SIGHUP for its debugging unless it is told not to before it is loaded."""
+    """UCX replaces the handler of SIGHUP unless a variable is set before it is loaded."""
     code = """
 import os, signal
 from kvspec.nixl import NixlRank

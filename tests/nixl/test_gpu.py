@@ -24,7 +24,7 @@ from kvspec.run import Job, run_transfer
 
 @functools.cache
 def why_not() -> str:
-    """Return why there is no GPU to test on; empty if there is one."""
+    """Return why the test cannot use a GPU, or an empty text if it can."""
     if find_spec("torch") is None:
         return "torch is not installed"
     torch = importlib.import_module("torch")
@@ -36,7 +36,7 @@ def why_not() -> str:
 
 @pytest.fixture(autouse=True)
 def gpu() -> None:
-    """Skip where there is no GPU; torch is imported only once a test runs."""
+    """Skip without a GPU. torch is imported only when a test runs."""
     if why_not():
         pytest.skip(f"needs a GPU: {why_not()}")
 

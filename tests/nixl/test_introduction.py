@@ -33,21 +33,21 @@ def nixl_bytes(name: bytes, rest: bytes = b"|rest") -> bytes:
     return b"nixlSerDes|Agent" + struct.pack("<Q", len(name)) + name + rest
 
 
-def test_what_is_sealed_is_unsealed() -> None:
+def test_envelope_is_equal_after_seal_and_open() -> None:
     """An envelope comes back whole, with the secret and without one."""
     envelope = Envelope(name="näme", metadata=nixl_bytes("näme".encode()), probe=4096)
     for secret in (SECRET, b""):
         assert envelope == opened(envelope.seal(secret), secret)
 
 
-def test_bytes_of_nixl_begin_as_they_are_read() -> None:
+def test_metadata_of_nixl_begins_with_its_agent_name() -> None:
     """The agent's name stands where it is looked for, in the bytes of nixl itself."""
     with NixlRank("here", polled=True, secret=SECRET) as rank:
         metadata = opened(rank.metadata(), SECRET).metadata
     assert metadata.startswith(nixl_bytes(b"here", b"|"))
 
 
-def test_any_change_shows() -> None:
+def test_changed_metadata_is_refused() -> None:
     """Any cut or any changed byte is a `WireError`, after which the whole metadata still loads."""
     with NixlRank(polled=True) as near, NixlRank() as far:
         metadata = far.metadata()
@@ -69,7 +69,7 @@ def test_any_change_shows() -> None:
         assert far.name == near.connect(metadata)
 
 
-def test_only_who_knows_the_secret_introduces() -> None:
+def test_metadata_with_another_secret_is_refused() -> None:
     """Another secret, or none on either side, is refused before nixl sees a byte."""
     with (
         NixlRank(polled=True, secret=SECRET) as near,
@@ -156,7 +156,7 @@ BAD: dict[str, tuple[Callable[[Envelope], Envelope], str, Any]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_contradicts_itself_is_refused_and_hurts_nobody(case: str) -> None:
+def test_contradicting_metadata_is_refused_and_breaks_nothing(case: str) -> None:
     """Sealed by who knows the secret, and wrong: refused by name; the good peer stays good."""
     change, path, value = BAD[case]
     with (
@@ -175,7 +175,7 @@ def test_what_contradicts_itself_is_refused_and_hurts_nobody(case: str) -> None:
         assert ranks.right(0, 9)
 
 
-def test_a_name_that_is_no_text_is_refused() -> None:
+def test_metadata_with_a_name_that_is_not_utf8_is_refused() -> None:
     """A name is UTF-8."""
     body = envelope._HEAD.pack(1, 8) + b"\xff" + nixl_bytes(b"\xff")
     sealed = Secret(SECRET).seal(envelope._MAGIC, body)
@@ -184,7 +184,7 @@ def test_a_name_that_is_no_text_is_refused() -> None:
     assert ("metadata.name", b"\xff") == (caught.value.path, caught.value.value)
 
 
-def test_rubbish_after_the_name_is_nixls_to_refuse() -> None:
+def test_rubbish_after_the_name_is_refused_by_nixl() -> None:
     """What only nixl can judge comes from who knows the secret; the good metadata still loads."""
     with NixlRank("near", polled=True) as near, NixlRank("far") as far:
         good = opened(far.metadata(), near.secret.key)

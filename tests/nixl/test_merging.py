@@ -1,4 +1,4 @@
-"""How pairs of ids become descriptors: byte by byte what the ids say, in few, within one memory."""
+"""Test that pairs of ids become few descriptors with the bytes of the ids, each in one memory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def moves(local: Drawn, remote: Drawn, pairing: pairs.Pairing) -> Iterator[tuple
 
 
 @given(drawn_pairs(), st.sampled_from(("local", "remote")), st.integers(1, 20), st.integers(1, 9))
-def test_descriptors_are_the_bytes_that_the_ids_name(
+def test_descriptors_have_the_bytes_of_the_ids(
     both: tuple[Drawn, Drawn], destination: str, most_bytes: int, most: int
 ) -> None:
     """However runs are joined and cut: the same bytes from the same bytes, in one memory each."""
@@ -128,7 +128,7 @@ def test_descriptors_are_the_bytes_that_the_ids_name(
 
 
 @given(strategies.cases())
-def test_what_is_posted_is_the_fewest(case: strategies.Case) -> None:
+def test_posted_descriptors_are_near_the_minimum(case: strategies.Case) -> None:
     """Of any request, at most 1.15 of the fewest descriptors are posted, also of one alone.
 
     Pools have a spare block: where one row's last block ends and another's first begins, rows
@@ -151,7 +151,9 @@ def test_what_is_posted_is_the_fewest(case: strategies.Case) -> None:
 @pytest.mark.parametrize(
     ("layouts", "cached"), [(("LHBNC", "LHBNC"), 37), (("BLHNC", "BHLNC"), 64)]
 )
-def test_requests_of_which_ids_alone_post_too_many(layouts: tuple[str, str], cached: int) -> None:
+def test_merging_spares_descriptors_that_ids_alone_would_post(
+    layouts: tuple[str, str], cached: int
+) -> None:
     """A cached prefix that ends inside a block; layers and heads in another order: in few too."""
     spec = kvspec.FullAttentionSpec(
         block_size=16, total_num_kv_heads=8, head_size=8, dtype="bfloat16"
@@ -198,8 +200,8 @@ def left_of(tables: tuple[np.ndarray, np.ndarray], ids: tuple[np.ndarray, np.nda
 
 @HALF
 @given(strategies.cases())
-def test_counts_are_nixls(case: strategies.Case) -> None:
-    """What `counts` says that NIXL posts for the ids alone is NIXL's rule, id by id."""
+def test_counts_follow_the_rule_of_nixl(case: strategies.Case) -> None:
+    """`counts` returns the number of descriptors that NIXL posts by its own rule, id by id."""
     for _, _, table in world(case).tables():
         posted, fewest = table.counts(case.request)
         assert by_nixls_rule(table, table.select(case.request)) == posted

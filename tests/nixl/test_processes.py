@@ -163,7 +163,7 @@ def test_two_processes_move_exact_bytes_and_notify_afterwards(staging: Staging |
         ids = np.array([5, 6, 7, 20])
         order = rank.write(side.local, ids, side.remote, ids[::-1], request="w", timeout=5)
         order.wait()
-        child.ask("introduce", rank.metadata())
+        child.ask("connect", rank.metadata())
         rank.notify(side.peer, b"plan 7")
         assert rank.name == child.ask("wait", b"plan 7")
         there = pattern(1)
@@ -174,7 +174,7 @@ def test_two_processes_move_exact_bytes_and_notify_afterwards(staging: Staging |
         assert 0 == child.leave()
 
 
-def test_a_stopped_peer_ends_in_quarantine_and_is_reaped_once_it_goes_on() -> None:
+def test_read_from_a_stopped_peer_is_quarantined_until_it_continues() -> None:
     """The deadline holds although nothing fails; nothing is released while it is in flight."""
     with worker() as child, NixlRank() as rank:
         side = Side(rank, *child.introduce())
@@ -205,7 +205,7 @@ def test_a_stopped_peer_ends_in_quarantine_and_is_reaped_once_it_goes_on() -> No
         assert np.array_equal(blocks(pattern(1)), side.blocks())
 
 
-def test_staged_transfers_share_the_area_over_sockets(tcp: str) -> None:
+def test_staged_transfers_share_the_buffer_over_sockets(tcp: str) -> None:
     """Handles that are in the air for long: several transfers, two batches, every byte right."""
     with worker(tls=tcp) as child, NixlRank(staging=STAGED) as rank:
         side = Side(rank, *child.introduce())
@@ -219,7 +219,7 @@ def test_staged_transfers_share_the_area_over_sockets(tcp: str) -> None:
 
 
 def test_a_stopped_peer_never_writes_a_staged_cache(tcp: str) -> None:
-    """What was late arrives in the buffer, in quarantine; the blocks keep what they had."""
+    """Late bytes arrive in the buffer, in quarantine. The blocks keep their bytes."""
     with worker(tls=tcp) as child, NixlRank(staging=STAGED) as rank:
         side = Side(rank, *child.introduce())
         side.read_blocks(0, 1, "warm").wait()
@@ -238,7 +238,7 @@ def test_a_stopped_peer_never_writes_a_staged_cache(tcp: str) -> None:
         assert np.array_equal(blocks(pattern(1)), side.blocks())
 
 
-def test_a_polled_rank_proves_the_connection_or_says_that_it_does_not_stand() -> None:
+def test_polled_rank_connects_or_raises() -> None:
     """Connecting to a silent peer ends at the deadline; the attempt is in quarantine."""
     with worker() as child, NixlRank(polled=True) as rank:
         metadata, _ = child.introduce()
@@ -250,12 +250,12 @@ def test_a_polled_rank_proves_the_connection_or_says_that_it_does_not_stand() ->
         assert ["connect"] == [each.request for each in rank.transfers]
         child.go_on()
         assert ends(rank)
-        child.ask("introduce", rank.metadata())
+        child.ask("connect", rank.metadata())
         rank.notify(peer, b"now it does")
         assert rank.name == child.ask("wait", b"now it does")
 
 
-def test_closing_the_rank_is_the_abort(tcp: str) -> None:
+def test_closing_the_rank_stops_its_transfers(tcp: str) -> None:
     """After `close` no byte of a quarantined read arrives, however long the peer lives."""
     with worker(tls=tcp) as child:
         metadata, address = child.introduce()
@@ -275,7 +275,7 @@ def test_closing_the_rank_is_the_abort(tcp: str) -> None:
 
 
 def test_a_close_in_the_middle_of_a_read_leaves_the_peer_alive(tcp: str) -> None:
-    """What is in flight over sockets ends first: aborted, it may kill the process of the peer."""
+    """Reads in flight over sockets end first. An aborted one may kill the process of the peer."""
     with worker(tls=tcp) as child:
         metadata, address = child.introduce()
         for turn in range(20):
@@ -290,7 +290,7 @@ def test_a_close_in_the_middle_of_a_read_leaves_the_peer_alive(tcp: str) -> None
 
 
 def test_a_killed_peer_is_lost_at_once_and_replaced_by_its_successor() -> None:
-    """Every use of a dead peer says "peer_lost" long before the deadline."""
+    """Every use of a dead peer raises "peer_lost" long before the deadline."""
     with NixlRank() as rank:
         with worker() as child:
             side = Side(rank, *child.introduce())

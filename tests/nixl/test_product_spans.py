@@ -1,4 +1,4 @@
-"""What is told of a product is true of its spans one by one."""
+"""Test that `ProductSpans` agrees with its spans one by one."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def joined(spans: Spans) -> int:
 
 @given(parts())
 @settings(max_examples=500)
-def test_a_lattice_counts_what_is_left_of_its_spans(some: list[_Part]) -> None:
+def test_product_spans_count_the_joined_spans(some: list[_Part]) -> None:
     """Wherever it is one, of spans that share no byte, as those of a selection never do."""
     spans = one_by_one(some)
     assume(all(a[1] <= b[0] for a, b in pairwise(spans)))

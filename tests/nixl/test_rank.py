@@ -1,4 +1,4 @@
-"""Real NIXL agents in one process: what they move, what they merge, what never reaches them."""
+"""Test ranks with real NIXL agents in one process: moving, merging and refusing."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def received(rank: NixlRank, count: int) -> list[tuple[str, bytes]]:
 
 
 def posted(ranks: Pair, near: np.ndarray, far: np.ndarray, lists: list[Prepared]) -> int:
-    """Return how many descriptors nixl posts for a read; `runs` must have said so."""
+    """Return how many descriptors NIXL posts for a read, which must equal `runs`."""
     transfer = ranks.near.read(lists[0], near, lists[1], far, request="r", timeout=10)
     transfer.wait()
     assert transfer.runs == transfer.posted
@@ -247,7 +247,7 @@ def test_bad_ids_are_refused_before_anything_is_posted(ranks: Pair, case: str) -
 
 
 @pytest.mark.parametrize("operation", ["read", "Write", "COPY", "", None, 3])
-def test_what_is_neither_read_nor_written_is_refused(ranks: Pair, operation: Any) -> None:
+def test_move_rejects_unknown_operations(ranks: Pair, operation: Any) -> None:
     """By name: it is not guessed which way the bytes shall go."""
     sides = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     local, remote = ranks.local.copy(), ranks.remote.copy()
@@ -260,7 +260,7 @@ def test_what_is_neither_read_nor_written_is_refused(ranks: Pair, operation: Any
 
 
 @pytest.mark.parametrize("pairs", [None, 3, [3], [()], ["four"], [(1, 2, 3)]])
-def test_what_are_no_pairs_are_refused(ranks: Pair, pairs: Any) -> None:
+def test_move_rejects_wrong_pairs(ranks: Pair, pairs: Any) -> None:
     """Of each, all four."""
     with pytest.raises(SpecError) as caught:
         ranks.near.move("READ", pairs, request="r", timeout=5)
@@ -320,7 +320,7 @@ def test_bad_rows_are_refused_by_name(ranks: Pair, case: str, side: str) -> None
     assert caught.value.field == "rows[1]"
 
 
-def test_rows_are_nothing_but_an_n_by_5_array_of_uint64(ranks: Pair) -> None:
+def test_prepare_rejects_rows_that_are_not_n_by_5_uint64(ranks: Pair) -> None:
     """Other dtypes, shapes and types, unknown memory types and 2**31 ids are refused."""
     good = table(ranks.local.ctypes.data, [(0, 8, 8, 1)])
     for bad, value in (
@@ -433,14 +433,14 @@ def test_register_rejects_impossible_memory(
 
 
 @pytest.mark.parametrize("wrong", [None, 3, Memory(4096, 4096)])
-def test_memories_are_several(ranks: Pair, wrong: Any) -> None:
+def test_register_rejects_a_single_memory(ranks: Pair, wrong: Any) -> None:
     """One is a list of one."""
     with pytest.raises(SpecError) as caught:
         ranks.near.register(wrong)
     assert ("memories", wrong) == (caught.value.field, caught.value.value)
 
 
-def test_what_is_no_memory_is_refused(ranks: Pair) -> None:
+def test_register_rejects_other_types(ranks: Pair) -> None:
     """Only a `Memory`, whose numbers were checked, is registered."""
     with pytest.raises(SpecError) as caught:
         ranks.near.register([(8, 8)])
@@ -480,7 +480,7 @@ def test_metadata_registered_later_is_added_by_connecting_again(ranks: Pair) -> 
 
 
 def test_a_rank_does_not_connect_to_itself(ranks: Pair) -> None:
-    """Its own metadata is told from a peer's."""
+    """The metadata of the rank itself is refused."""
     with pytest.raises(TransferError, match="own") as caught:
         ranks.near.connect(ranks.near.metadata())
     assert caught.value.state == "stale_peer"
@@ -511,7 +511,7 @@ def test_names_are_unique_while_they_live() -> None:
 
 
 def test_disconnecting_ends_the_peers_lists(ranks: Pair) -> None:
-    """Old lists say so; a connection made anew moves bytes again."""
+    """Old lists are released. A new connection moves bytes again."""
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     ranks.near.disconnect(ranks.peer)
@@ -533,7 +533,7 @@ def test_disconnecting_ends_the_peers_lists(ranks: Pair) -> None:
 
 
 def test_lists_keep_to_their_side_and_rank(ranks: Pair) -> None:
-    """Swapped sides, foreign lists and things that are no list are refused."""
+    """Swapped sides, lists of other ranks and other types are refused."""
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     foreign = ranks.far.prepare(table(ranks.remote.ctypes.data, [(0, 512, 512, 4)]))
@@ -581,7 +581,8 @@ def test_notifications_are_exact_and_none_is_lost(ranks: Pair) -> None:
     """Each payload arrives as it was sent, in order for each sender, without the hello."""
     with NixlRank(polled=True) as third:
         third.connect(ranks.far.metadata())
-        ranks.far.introduce(third.metadata())
+        for rank in (third, ranks.near):
+            ranks.far.connect(rank.metadata())
         sent = [b"plan 1", b"plan 10", b"plan", b"", b"plan 1", bytes(range(256)) * 256]
         for payload in sent:
             ranks.near.notify(ranks.peer, payload)
@@ -601,7 +602,9 @@ def test_a_notification_is_a_few_bytes(ranks: Pair) -> None:
         assert "payload" == caught.value.field
 
 
-def test_a_closed_rank_says_so(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_use_of_a_closed_rank_raises_closed(
+    ranks: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing crashes after `close`: each use is an error, closing again is not."""
     monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 1)
     ids = np.arange(100)
@@ -663,7 +666,7 @@ def test_an_idle_rank_does_not_spin() -> None:
 
 
 def test_threads_share_a_rank(ranks: Pair) -> None:
-    """Reading, registering and notifying at once neither fails nor mixes bytes."""
+    """Threads read, register and notify at once without failures and without mixed bytes."""
     lists = ranks.lists([(0, 512, 512, 1600)], [(0, 512, 512, 1600)])
     failures: list[BaseException] = []
 
@@ -686,12 +689,13 @@ def test_threads_share_a_rank(ranks: Pair) -> None:
         thread.join()
     assert failures == []
     assert np.array_equal(ranks.remote[: 1600 * 512], ranks.local[: 1600 * 512])
+    ranks.far.connect(ranks.near.metadata())
     payloads = {payload for _, payload in received(ranks.far, 40)}
     assert {b"%d %d" % (work, turn) for work in range(4) for turn in range(10)} == payloads
 
 
-def test_every_fault_has_its_advice() -> None:
-    """Whatever nixl says is mapped to a state, and every state says what to do."""
+def test_every_error_of_nixl_has_a_state() -> None:
+    """Every exception of NIXL is mapped to a state, and every state has advice."""
     kinds = {*nixl_agent.STATE_OF_KIND.values(), *nixl_agent.STATE_OF_STEP.values()}
     assert kinds <= set(TransferState)
     nb = nixl_agent.bindings()

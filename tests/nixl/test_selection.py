@@ -1,4 +1,4 @@
-"""A selection means what its ids mean, and is checked and joined as they are."""
+"""Test that a selection moves the same bytes in the same descriptors as its ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows_of(table: DescriptorTable) -> dict[Role, Any]:
 def both(
     table: DescriptorTable, request: kvspec.TransferRequest, target: Role
 ) -> tuple[Pairing | None, Pairing]:
-    """Return what is worked out by tile, and what of the ids one by one, written to *target*."""
+    """Return the pairs by tile and the pairs by id, written to *target*."""
     selection, rows = table.select(request), rows_of(table)
     ids = [
         checked_ids("ids", each, rows[side].total)
@@ -48,7 +48,7 @@ def both(
 
 
 def moved(pairing: Pairing) -> tuple[list[tuple[int, int]], ...]:
-    """Return what is read and what is written, as spans that do not touch."""
+    """Return the read and the written ranges, as spans that do not touch."""
     found = []
     for starts, ends in pairing.bounds():
         spans: list[tuple[int, int]] = []
@@ -72,8 +72,8 @@ def posted(rows: dict[Role, Any], pairing: Pairing, *batches: slice) -> int:
 
 
 @given(strategies.cases() | strategies.sharing_cases())
-def test_by_tile_is_one_by_one(case: Case) -> None:
-    """Bytes, what is posted, what is read and what is written, pulled and pushed."""
+def test_pairs_by_tile_equal_pairs_by_id(case: Case) -> None:
+    """Bytes, posted descriptors, read and written ranges are equal, pulled and pushed."""
     here = world(case)
     for _, _, table in here.tables():
         for target in ("consumer", "producer"):
@@ -94,7 +94,7 @@ def test_by_tile_is_one_by_one(case: Case) -> None:
 def test_unequal_blocks_are_posted_as_nixl_joins_them(
     sizes: tuple[int, int], tp_sizes: tuple[int, int]
 ) -> None:
-    """Tiles in order, and not: what is told of the plain ones is what NIXL posts."""
+    """The number of posted descriptors is that of NIXL, with tiles in order and not in order."""
     names = ("LBHNC", "LBNHC", "LKBHNC", "BLHNC", "LHBNC")
     for layouts in product(names, repeat=2):
         case = unequal(layouts, sizes, tp_sizes)
@@ -107,7 +107,7 @@ def test_unequal_blocks_are_posted_as_nixl_joins_them(
 
 @given(strategies.cases(), st.integers(1, 9), st.integers(1, 4096) | st.just(UNLIMITED))
 def test_batches_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) -> None:
-    """However little one takes; no two share what NIXL would join, and one takes all that fits."""
+    """For any limits of a handle. No two handles share a run. One handle takes all if it fits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merging, "MAX_DESCRIPTORS", descriptors)
         patch.setattr(merging, "MAX_BYTES", nbytes)
@@ -155,7 +155,7 @@ PLAIN = [("LBHNC", "LBHNC"), ("LBNHC", "LBHNC"), ("LKBHNC", "LBHNC"), ("LKBNHC",
 @pytest.mark.parametrize("layouts", PLAIN)
 @pytest.mark.parametrize("cached", [0, 6])
 def test_the_common_layouts_are_worked_out_by_tile(layouts: tuple[str, str], cached: int) -> None:
-    """What most engines have takes the fast way, so that it is measured at all."""
+    """The layouts of most engines take the fast path, so that benchmarks measure it."""
     case = asked(layouts, cached_tokens=cached)
     here = world(case)
     for _, _, table in here.tables():
@@ -181,7 +181,7 @@ def test_a_selection_is_its_ids() -> None:
 
 
 @pytest.mark.parametrize("operation", ["READ", "WRITE"])
-def test_a_selection_moves_what_its_ids_do(operation: str) -> None:
+def test_selection_moves_the_same_bytes_as_its_ids(operation: str) -> None:
     """Over real NIXL, pulled and pushed; every byte is right."""
     case = asked(PLAIN[0], cached_tokens=6)
     here = world(case)
@@ -192,7 +192,6 @@ def test_a_selection_moves_what_its_ids_do(operation: str) -> None:
         pulled = operation == "READ"
         local, remote = (consumer, producer) if pulled else (producer, consumer)
         peer = local.connect(remote.metadata())
-        remote.introduce(local.metadata())
         for _, _, table in here.tables():
             lists = [
                 local.prepare(rows, peer=None if own is pulled else peer)
@@ -205,7 +204,7 @@ def test_a_selection_moves_what_its_ids_do(operation: str) -> None:
 
 
 def test_a_selection_cannot_be_changed() -> None:
-    """Its ids are what its parts say, which alone are checked; a copy is ids like any other."""
+    """Only its parts are checked, so its ids are read-only. A copy of the ids is checked."""
     case = asked(PLAIN[0])
     selection = world(case).table(RankId(), RankId()).select(case.request)
     for ids in selection:
@@ -215,7 +214,7 @@ def test_a_selection_cannot_be_changed() -> None:
 
 
 def test_a_selection_of_another_table_is_refused() -> None:
-    """Ids of equal rows that are not the list's own, and ids beside a selection."""
+    """Equal rows of another array are refused, and so are ids in addition to a selection."""
     case = asked(PLAIN[0])
     tables = [world(case).table(RankId(), RankId()) for _ in range(2)]
     here = world(case)

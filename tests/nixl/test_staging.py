@@ -1,4 +1,4 @@
-"""The buffer is shared, bounded and never a way into a cache for what failed, or for others."""
+"""Test that the buffer is shared and bounded, and that failed transfers never reach a cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class Pair:
         for rank, array in ((self.near, self.local), (self.far, self.remote)):
             rank.register([Memory(array.ctypes.data, SIZE)], owner=array)
         self.peer = self.near.connect(self.far.metadata())
-        self.far.introduce(self.near.metadata())
         rows = [
             np.array([(array.ctypes.data, RUN, 0, stride, RUNS)], np.uint64)
             for array, stride in ((self.local, 4 * RUN), (self.remote, RUN))
@@ -83,14 +82,14 @@ LONG = range(192)  # three
 
 
 def test_one_slot_is_shared_in_turn(net: FakeNixl) -> None:
-    """Who comes second waits, and gets the slot when the first is done: whoever polls."""
+    """The second transfer waits, and receives the slot when the first one is done."""
     pair = Pair()
     net.fate = keep
     first, second = pair.move(ONE), pair.move(OTHER, name="s")
     assert (1, 0) == (first.live_handles, second.live_handles)
     assert "PROC" == second.poll()
     in_air(net).land()
-    second.poll()  # nobody polls the first
+    second.poll()  # This polls the first transfer as well.
     second.poll()
     assert ("DONE", 1) == (first.state, second.live_handles)
     in_air(net).land()
@@ -98,7 +97,7 @@ def test_one_slot_is_shared_in_turn(net: FakeNixl) -> None:
     assert pair.right(ONE, OTHER)
 
 
-def test_nobody_starves(net: FakeNixl) -> None:
+def test_short_transfer_ends_before_a_long_one(net: FakeNixl) -> None:
     """A short transfer is done before a long one that began earlier and is polled more."""
     pair = Pair()
     net.fate = keep
@@ -117,8 +116,8 @@ def test_nobody_starves(net: FakeNixl) -> None:
     assert pair.right(LONG, range(192, 200))
 
 
-def test_who_is_not_polled_holds_nobody_up(net: FakeNixl) -> None:
-    """Transfers that wait for a slot, or have one, are moved on by whoever waits."""
+def test_waiting_transfer_polls_the_others(net: FakeNixl) -> None:
+    """A waiting transfer polls the transfers that wait for a slot or have one."""
     pair = Pair()
     idle = [pair.move(range(64 * at, 64 * at + 64), name=f"{at}") for at in range(3)]
     pair.move(range(192, 256), name="last").wait()
@@ -126,8 +125,8 @@ def test_who_is_not_polled_holds_nobody_up(net: FakeNixl) -> None:
     assert pair.right(*(range(64 * at, 64 * at + 64) for at in range(4)))
 
 
-def test_a_late_read_keeps_its_slot_and_never_lands(net: FakeNixl) -> None:
-    """What arrives after the deadline stays in the buffer; the slot is free when all is there."""
+def test_late_read_keeps_its_slot_and_is_never_copied(net: FakeNixl) -> None:
+    """Late bytes stay in the buffer. The slot is free when all of them have arrived."""
     pair = Pair()
     net.fate = keep
     late = pair.move(ONE, timeout=0.01)
@@ -147,7 +146,7 @@ def test_a_late_read_keeps_its_slot_and_never_lands(net: FakeNixl) -> None:
 
 @pytest.mark.parametrize("how", ["dies", "is given up"])
 def test_a_failed_read_never_lands(net: FakeNixl, how: str) -> None:
-    """Of slots that were under way nothing reaches the cache, even if their bytes came."""
+    """Bytes in a slot never reach the cache after a failure, even if they arrived."""
     pair = Pair()
     net.fate = keep
     transfer = pair.move(ONE)
@@ -163,7 +162,7 @@ def test_a_failed_read_never_lands(net: FakeNixl, how: str) -> None:
 
 
 def test_a_write_that_fails_writes_whole_slots_only(net: FakeNixl) -> None:
-    """What was never posted is not written."""
+    """A batch that was never posted is not written."""
     pair = Pair()
     pair.local[:] = 7
     before = pair.remote.copy()
@@ -201,7 +200,7 @@ def test_an_interrupted_landing_is_done_again(
     assert pair.right(ONE)
 
 
-def test_closing_leaves_no_area(net: FakeNixl) -> None:
+def test_close_deregisters_the_buffer(net: FakeNixl) -> None:
     """Its registration goes as all others do."""
     pair = Pair(telemetry=True)
     before = pair.near.stats().registrations
@@ -228,7 +227,7 @@ def test_threshold_decides_what_is_staged(net: FakeNixl) -> None:
 
 
 def test_a_run_longer_than_a_slot_goes_directly(net: FakeNixl) -> None:
-    """Of a buffer smaller than a run nothing is used."""
+    """A buffer smaller than a run is not used."""
     pair = Pair(slot_bytes=RUN - 1)
     transfer = pair.move(LONG)
     transfer.wait()
@@ -265,7 +264,7 @@ def test_staging_rejects_wrong_settings(more: dict[str, Any], field: str, value:
     assert value is ... or value == caught.value.value
 
 
-def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
+def test_memory_of_the_caller_is_the_buffer(net: FakeNixl) -> None:
     """It is registered and held; no cache may lie in it."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair(buffer=area)
@@ -278,7 +277,7 @@ def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
     assert "memories" == caught.value.field
 
 
-def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
+def test_two_ranks_cannot_share_a_buffer(net: FakeNixl) -> None:
     """Each would write over what the other has on its way: refused while the first rank lives."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     first = Pair(buffer=area)
@@ -290,8 +289,8 @@ def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
     NixlRank(secret=b"", staging=Staging(buffer=area)).close()
 
 
-def test_what_a_rank_had_that_is_forgotten_may_be_an_area(net: FakeNixl) -> None:
-    """Nobody has that rank any more, whether or not the collector has seen to it."""
+def test_memory_of_a_collected_rank_can_be_a_buffer(net: FakeNixl) -> None:
+    """The rank is unreachable, whether or not Python has collected it."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair()
     pair.near.register([Memory(area.ctypes.data, SLOT_BYTES)])
@@ -301,8 +300,8 @@ def test_what_a_rank_had_that_is_forgotten_may_be_an_area(net: FakeNixl) -> None
     NixlRank(secret=b"", staging=Staging(buffer=area)).close()
 
 
-def test_no_area_is_a_cache(net: FakeNixl) -> None:
-    """Not of the same rank, nor of a peer in the process: reading would write to what is read."""
+def test_buffer_cannot_be_cache_memory(net: FakeNixl) -> None:
+    """A buffer cannot be cache memory of the same rank, or of a peer in the same process."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair(buffer=area)
     for rank in (pair.near, pair.far):
@@ -318,7 +317,7 @@ def test_no_area_is_a_cache(net: FakeNixl) -> None:
     assert "not_registered" == outside.value.state
 
 
-def test_an_area_that_does_not_fit_is_refused(net: FakeNixl) -> None:
+def test_buffer_that_cannot_be_allocated_is_refused(net: FakeNixl) -> None:
     """By name, when it is first needed; nothing is posted."""
     pair = Pair(buffer=1 << 60)
     with pytest.raises(SpecError) as caught:
@@ -327,8 +326,8 @@ def test_an_area_that_does_not_fit_is_refused(net: FakeNixl) -> None:
     assert (0, True) == (pair.near.stats().handles, pair.right())
 
 
-def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
-    """Both devices are named; what goes directly is not refused."""
+def test_buffer_of_another_device_is_refused(net: FakeNixl) -> None:
+    """The error names both devices. A direct transfer is not refused."""
     pair = Pair(buffer=np.zeros(2 * SLOT_BYTES, np.uint8))
     array = np.zeros(SIZE, np.uint8)
     pair.near.register([Memory(array.ctypes.data, SIZE, "VRAM", 3)], owner=array)
@@ -339,8 +338,8 @@ def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
     assert ("staging.buffer", "DRAM of device 0") == (caught.value.field, caught.value.value)
 
 
-def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
-    """What is under way fails, and no byte of it reaches the cache; what comes later is refused."""
+def test_buffer_freed_by_its_owner_is_noticed(net: FakeNixl) -> None:
+    """A transfer in flight fails, and no byte of it reaches the cache. Later ones are refused."""
     torch = pytest.importorskip("torch")
     area = torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8)
     pair = Pair(buffer=area)
@@ -358,8 +357,8 @@ def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
     pair.near.close()  # or whoever is given that memory next could not register it
 
 
-def test_host_memory_of_any_device_has_an_area(net: FakeNixl) -> None:
-    """Nixl numbers devices of host memory too; the buffer has the number of what it is beside."""
+def test_host_memory_of_any_device_has_a_buffer(net: FakeNixl) -> None:
+    """NIXL numbers devices of host memory too. The buffer has the number of the local list."""
     pair = Pair()
     array = np.zeros(SIZE, np.uint8)
     pair.near.register([Memory(array.ctypes.data, SIZE, "DRAM", 3)], owner=array)
@@ -374,7 +373,7 @@ def test_host_memory_of_any_device_has_an_area(net: FakeNixl) -> None:
 
 @pytest.mark.parametrize("length", [1, 6, 64, 256])
 @pytest.mark.parametrize("inward", [True, False])
-def test_torch_copies_what_numpy_does(length: int, inward: bool) -> None:
+def test_torch_copies_the_same_bytes_as_numpy(length: int, inward: bool) -> None:
     """The very code that a GPU runs, over tensors of host memory."""
     pytest.importorskip("torch")
     drawn = np.random.default_rng(length)
@@ -398,7 +397,7 @@ def test_torch_copies_what_numpy_does(length: int, inward: bool) -> None:
 
 @pytest.mark.parametrize("length", [3, 64, 4096])
 @pytest.mark.parametrize("side", ["below", "above", "both"])
-def test_what_lies_between_runs_goes_to_a_spare_place(length: int, side: str) -> None:
+def test_bytes_between_runs_are_copied_to_scratch(length: int, side: str) -> None:
     """Runs of a slot with gaps arrive whether or not they are copied in one pass; nothing else."""
     spare, items = permuting.SPARE, 40
     sizes = [items * length, spare, items * length, spare, items * length]

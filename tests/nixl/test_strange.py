@@ -1,4 +1,4 @@
-"""Whatever a rank, a table or a request is given by mistake is taken, or refused by name."""
+"""Test that strange arguments of ranks, tables and requests are accepted or refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def of_a_rank(ranks: Pair) -> dict[str, Call]:
     rows = np.zeros((0, 5), np.uint64)
     return {
         "register": (near.register, {"memories": []}),
-        "introduce": (near.introduce, {"metadata": ranks.far.metadata()}),
         "connect": (near.connect, {"metadata": ranks.far.metadata()}),
         "disconnect": (near.disconnect, {"peer": "x"}),
         "prepare": (near.prepare, {"rows": rows, "memory_type": "DRAM", "peer": None}),
@@ -51,7 +50,6 @@ def of_a_rank(ranks: Pair) -> dict[str, Call]:
 
 RANK = (
     "register",
-    "introduce",
     "connect",
     "disconnect",
     "prepare",
@@ -62,7 +60,7 @@ RANK = (
 
 
 def wrong(call: Callable[..., Any], given: dict[str, Any]) -> list[str]:
-    """Return what is neither taken nor refused by an error of the library."""
+    """Return the arguments that raise an error which is not one of the library."""
     found = []
     for argument in given:
         for value in STRANGE:
@@ -76,7 +74,7 @@ def wrong(call: Callable[..., Any], given: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*RANK, "notify"])
-def test_a_rank_serves_on_whatever_it_is_given(ranks: Pair, name: str) -> None:
+def test_rank_survives_strange_arguments(ranks: Pair, name: str) -> None:
     """And what is right is read after it."""
     calls = of_a_rank(ranks)
     assert [] == wrong(*calls[name])
@@ -131,6 +129,6 @@ PLAIN: dict[str, Call] = {
 
 
 @pytest.mark.parametrize("name", [*PLAIN])
-def test_what_describes_a_request_is_right_or_refused(name: str) -> None:
+def test_strange_values_are_accepted_or_refused_by_name(name: str) -> None:
     """By an error of the library."""
     assert [] == wrong(*PLAIN[name])

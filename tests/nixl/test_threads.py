@@ -33,8 +33,8 @@ def keep(_: FakeFlight) -> None:
     """Leave it in the air."""
 
 
-def test_what_is_held_is_counted_while_peers_come_and_go(net: FakeNixl) -> None:
-    """A session's own thread asks that, and would end if it raised."""
+def test_stats_work_while_peers_connect_and_disconnect(net: FakeNixl) -> None:
+    """The thread of a session reads the statistics, and would end if they raised."""
     with NixlRank() as near, NixlRank() as far, NixlRank() as third:
         Pair(near, far).lists(ROWS, ROWS)
         for ask in (near.stats, lambda: near.peers):
@@ -47,7 +47,7 @@ def test_what_is_held_is_counted_while_peers_come_and_go(net: FakeNixl) -> None:
 
 
 def test_ranks_are_made_while_others_register(net: FakeNixl) -> None:
-    """Who looks through all that live is not disturbed by who begins to, or ends."""
+    """Listing the live ranks works while another thread creates or closes one."""
     made: list[NixlRank] = []
     with NixlRank(), NixlRank():
         for look in (memory.held, lambda: NixlRank().close()):
@@ -61,8 +61,8 @@ def test_ranks_are_made_while_others_register(net: FakeNixl) -> None:
     assert [] == made
 
 
-def test_who_cannot_be_greeted_is_connected_to_nobody(net: FakeNixl) -> None:
-    """However another thread gives it up meanwhile: the error is the transfer's."""
+def test_peer_that_cannot_be_notified_is_not_connected(net: FakeNixl) -> None:
+    """Another thread disconnects the peer meanwhile. The error is a `TransferError`."""
     with NixlRank() as near, NixlRank() as far:
         metadata = far.metadata()
         net.agents[far.name].alive = False
@@ -79,7 +79,7 @@ def test_who_cannot_be_greeted_is_connected_to_nobody(net: FakeNixl) -> None:
             assert () == near.peers
 
 
-def test_who_waits_to_begin_finds_the_rank_closed(net: FakeNixl) -> None:
+def test_read_that_waits_for_close_raises_closed(net: FakeNixl) -> None:
     """Nothing begins between the end of what moved and the end of the agent."""
     refused: list[str | None] = []
     with NixlRank() as near, NixlRank() as far:
@@ -106,10 +106,10 @@ def test_who_waits_to_begin_finds_the_rank_closed(net: FakeNixl) -> None:
         assert (["closed"], NixlStats()) == (refused, near.stats())
 
 
-def test_a_transfer_may_be_given_up_while_it_posts(
+def test_transfer_may_be_stopped_while_it_posts(
     net: FakeNixl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another thread, at any moment: what was posted is in flight, and no more is."""
+    """Another thread stops it at any moment. Only posted handles are in flight."""
     monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 1)
     monkeypatch.setattr(transfer, "IN_FLIGHT", 2)
     net.fate = keep
@@ -129,10 +129,10 @@ def test_a_transfer_may_be_given_up_while_it_posts(
 
 
 class AlarmError(Exception):
-    """What a signal's handler raises."""
+    """The error that a signal handler raises."""
 
 
-def test_what_failed_is_never_done(net: FakeNixl) -> None:
+def test_failed_transfer_is_never_done(net: FakeNixl) -> None:
     """Wherever an interrupt comes, in the middle of failing."""
     with NixlRank() as near, NixlRank() as far:
         pair = Pair(near, far)
@@ -152,7 +152,7 @@ def test_what_failed_is_never_done(net: FakeNixl) -> None:
             assert not pair.local.any()
 
 
-def test_an_area_is_made_once(net: FakeNixl) -> None:
+def test_buffer_is_created_once(net: FakeNixl) -> None:
     """However many threads are the first to need it."""
     with NixlRank() as far:
         for place in range(0, 30, 3):

@@ -65,8 +65,8 @@ def written(ranks: Pair, first: int, count: int) -> Callable[[], object]:
     return lambda: ranks.near.write(local, ids, remote, ids, request="w", timeout=9)
 
 
-def test_bytes_in_flight_are_nobody_elses(slow: Pair) -> None:
-    """Neither read into nor written from while a read is under way; beside them all is free."""
+def test_bytes_in_flight_are_refused_to_other_transfers(slow: Pair) -> None:
+    """The blocks of a read in flight cannot be read into or written from. Others can."""
     first = slow.read(10, 10)
     for start, count in ((10, 10), (0, 11), (19, 5), (14, 1)):
         refused(lambda start=start, count=count: slow.read(start, count), "10")
@@ -77,7 +77,7 @@ def test_bytes_in_flight_are_nobody_elses(slow: Pair) -> None:
     slow.read(10, 10)
 
 
-def test_bytes_in_quarantine_are_nobody_elses(slow: Pair) -> None:
+def test_bytes_in_quarantine_are_refused_to_other_transfers(slow: Pair) -> None:
     """A read that was late still writes. Its blocks are refused until it is over."""
     late = slow.read(10, 10, timeout=0.05)
     with pytest.raises(TransferError, match="quarantine"):
@@ -90,7 +90,7 @@ def test_bytes_in_quarantine_are_nobody_elses(slow: Pair) -> None:
 
 
 def test_a_source_in_flight_is_not_written(slow: Pair) -> None:
-    """What a write under way still reads is refused to a read."""
+    """The source of a write in flight cannot be the destination of a read."""
     write = written(slow, 10, 10)()
     with pytest.raises(TransferError, match="WRITE 'w'") as caught:
         slow.read(15, 1)
@@ -102,8 +102,8 @@ def test_a_source_in_flight_is_not_written(slow: Pair) -> None:
     slow.read(15, 1)
 
 
-def test_of_several_none_starts_unless_all_can(slow: Pair) -> None:
-    """One of which the bytes are busy, or the ids wrong, keeps the others from being posted."""
+def test_move_starts_all_transfers_or_none(slow: Pair) -> None:
+    """If bytes of one transfer are busy, or its ids are wrong, the others are not posted."""
     rows = [(0, 512, 1024, 40)]
     local, remote = slow.lists(rows, rows)
     first = slow.read(10, 10)
@@ -121,7 +121,7 @@ def test_of_several_none_starts_unless_all_can(slow: Pair) -> None:
 
 
 def test_stats_count_everything(slow: Pair) -> None:
-    """What a rank holds is counted; a closed one holds nothing."""
+    """All objects of a rank are counted. A closed rank holds none."""
     near = slow.near
     before = near.stats()
     transfer = slow.read(0, 10, timeout=60)
@@ -155,8 +155,8 @@ def test_stats_count_everything(slow: Pair) -> None:
     assert "closed" == transfer.state
 
 
-def test_a_close_drains(slow: Pair) -> None:
-    """What is in flight arrives before the rank is gone; what was not posted does not."""
+def test_close_waits_for_transfers_in_flight(slow: Pair) -> None:
+    """Bytes in flight arrive before the rank is closed. Batches that were not posted do not."""
     transfer = slow.read(0, 10)
     stop = threading.Event()
 
@@ -176,10 +176,10 @@ def test_a_close_drains(slow: Pair) -> None:
     assert "closed" == transfer.state
 
 
-def test_notifications_of_unknown_peers_wait_until_they_are_introduced(
+def test_notifications_of_unknown_peers_wait_until_they_are_connected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All unknown peers share one limit. An introduced peer has none, because nothing is kept."""
+    """All unknown peers share one limit. A connected peer has none, because nothing is kept."""
     monkeypatch.setattr(peers, "MAX_KEPT", 6)
     with NixlRank() as far, NixlRank(polled=True) as one, NixlRank(polled=True) as other:
         for rank in (one, other):

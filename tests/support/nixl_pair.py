@@ -39,7 +39,6 @@ class Pair:
         near.register([memory(self.local)], owner=self.local)
         far.register([memory(self.remote)], owner=self.remote)
         self.peer = near.connect(far.metadata())
-        far.introduce(near.metadata())
 
     def lists(self, local: list[tuple[int, ...]], remote: list[tuple[int, ...]]) -> list[Prepared]:
         """Prepare rows of (offset, length, stride, count) on each side."""

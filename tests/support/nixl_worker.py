@@ -77,8 +77,8 @@ def main(parent: Connection) -> None:
                 case "notify":
                     rank.connect(arguments[0])
                     rank.notify(arguments[1], b"from the worker")
-                case "introduce":
-                    rank.introduce(arguments[0])
+                case "connect":
+                    rank.connect(arguments[0])
                 case "wait":
                     answer = wait_for(rank, arguments[0])
                 case "storage":

@@ -59,5 +59,4 @@ def moving(here: World, operation: Operation, **options: Any) -> Iterator[Moving
             for cache, storage in ranks.values():
                 side.register(cache.memory, owner=storage)
         peer = local.connect(remote.metadata())
-        remote.introduce(local.metadata())
         yield Moving(here, operation, local, remote, peer)
