@@ -341,7 +341,7 @@ def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
     )  # fmt: skip
     for introductions, error, words in (
         ([versioned, *others], WireError, "version"),
-        ([short, *others], WireError, "truncated"),
+        ([short, *others], WireError, "complete"),
         ([lying, *others], WireError, "introduction"),
         ([good_seal_of(session, b""), *others], WireError, "introduction"),
         ([foreign, *others], WireError, "secret"),
