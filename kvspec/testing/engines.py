@@ -32,7 +32,7 @@ from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import AttentionSpec, LayerSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.carve import X_BYTES
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import Shape, explicit_shardings, is_state, parallels, sample, shapes
+from kvspec.testing.parallels import SHAPES, Shape, explicit_shardings, is_state, parallels, sample
 
 NAMED_LAYOUTS = tuple(
     "LBHNC LBNHC LHBNC BLHNC BLNHC BHLNC LKBNHC LBKNHC LBKHNC BLKHNC".split()  # noqa: SIM905
@@ -143,7 +143,7 @@ def engines(
     1
     """
     model = [attrs.evolve(group, kernel_block_size=None) for group in model]
-    shape = shape or draw(shapes())[0]
+    shape = shape or draw(SHAPES)[0]
     return draw(laid_out(draw(_bare_engines(model, largest, shape))))
 
 
@@ -214,7 +214,7 @@ def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> EngineSpe
     All pages have equal bytes, and layers and blocks are the outer axes. If blocks come first, the
     groups must have equal numbers of layers on each stage, because their blocks must be equal.
     """
-    shape = draw(shapes())[0]
+    shape = draw(SHAPES)[0]
     bare = draw(_bare_engines(model, 4, shape))
     model = bare.groups
     page = max(_page(bare, group, group.layers[0]) for group in model) + draw(st.integers(0, 5))

@@ -25,7 +25,7 @@ from kvspec.specs import (
 )
 from kvspec.testing.engines import engines, groups
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import sample, shapes
+from kvspec.testing.parallels import SHAPES, sample
 
 
 @st.composite
@@ -139,7 +139,7 @@ def engine_pairs(
     model = draw(groups(kinds))
     # Some errors need many ranks. Drawing them always would make each case slow.
     largest *= draw(sample(1, 1, 1, 1, 2))
-    of_producer, of_consumer = draw(shapes())
+    of_producer, of_consumer = draw(SHAPES)
     if of_producer.sharded:
         model = tuple(draw(_few_heads(group)) for group in model)
     sides = [draw(_drafted(draw(_regrouped(draw(_kept(model)), side)))) for side in "PD"]

@@ -71,17 +71,13 @@ def _pair(sizes: Any, rows: Any, sharded: Any) -> tuple[Shape, Shape]:  # noqa: 
     return producer, consumer
 
 
-_SHAPES = st.builds(
+# The shapes of a producer and a consumer.
+SHAPES = st.builds(
     _pair,
     st.sampled_from(_SIZES),
     st.sampled_from(_ROWS),
     st.sampled_from(((False, False), (False, False), (True, True), (True, False))),
 )
-
-
-def shapes() -> st.SearchStrategy[tuple[Shape, Shape]]:
-    """Draw the shapes of a producer and a consumer."""
-    return _SHAPES
 
 
 def sample(*values: T) -> st.SearchStrategy[T]:
@@ -92,22 +88,6 @@ def sample(*values: T) -> st.SearchStrategy[T]:
 @lru_cache(maxsize=4096, typed=True)
 def _sample(*values: object) -> st.SearchStrategy[Any]:
     return st.sampled_from(values)
-
-
-def tp_sizes(largest: int = 16) -> st.SearchStrategy[int]:
-    """Draw a TP size. Sizes that are not powers of two are equally likely.
-
-    Args:
-        largest: The largest size.
-
-    Returns:
-        A strategy of sizes.
-
-    >>> from hypothesis import find
-    >>> find(tp_sizes(largest=3), lambda size: size > 2)
-    3
-    """
-    return st.integers(1, largest)
 
 
 def is_state(spec: LayerSpec) -> bool:
@@ -193,13 +173,13 @@ def parallels(
     >>> find(parallels([group], largest=4), lambda drawn: drawn.dcp_size > 1).tp_size
     2
     """
-    shape = shape or draw(shapes())[0]
+    shape = shape or draw(SHAPES)[0]
     pp_size, pcp_size, sharded = shape.pp_size, shape.pcp_size, shape.sharded
     most = largest if pp_size * pcp_size == 1 else max(1, largest // 2)
     head_counts = {part.units for part in parts_of(groups) if part.per_token}
     # With these sizes, each head is held by equally many ranks, which can divide its tokens.
     even_sizes = [n for n in range(2, most + 1) if all(n % count == 0 for count in head_counts)]
-    tp_size = draw(sample(*(even_sizes or [1])) if sharded else tp_sizes(most))
+    tp_size = draw(sample(*(even_sizes or [1])) if sharded else st.integers(1, most))
     shardings: dict[int, tuple[range, ...]] = {}
     if draw(st.integers(0, 3)) == 0:
         granularity: dict[int, int] = {}

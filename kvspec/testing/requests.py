@@ -31,7 +31,7 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
-from kvspec.check.counting import cached_tokens_of, context_of, live_positions
+from kvspec.check.counting import cached_tokens_of, context_of, length_in, live_positions
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
@@ -42,29 +42,6 @@ from kvspec.testing.positions import excluded_layers
 
 # The oracle visits each byte of each block, so the time of a case grows with its prompt.
 _MAX_TOKENS = 56
-
-
-def length_of(group: KVCacheGroup, request: TransferRequest) -> int:
-    """Return the number of token positions that the request has in *group*.
-
-    Args:
-        group: A group of either engine.
-        request: The request.
-
-    Returns:
-        The number of encoder tokens for cross attention, else the number of prompt tokens.
-
-    >>> import kvspec
-    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
-    >>> group = KVCacheGroup(name="g", layers=["l"], spec=spec)
-    >>> request = TransferRequest(
-    ...     request_id="r", num_tokens=14, producer_blocks={}, consumer_blocks={}
-    ... )
-    >>> length_of(group, request)
-    14
-    """
-    cross = isinstance(group.spec, CrossAttentionSpec) and request.encoder_tokens is not None
-    return int(request.encoder_tokens or 0) if cross else request.num_tokens
 
 
 def needed(
@@ -129,11 +106,11 @@ def _table(
     ranks = 1 if is_state(group.spec) else context_of(engine, RankId(), group)[1]
     size = group.spec.block_size * ranks
     needed_tokens = needed(group, request, reader)
-    blocks = draw(_covered_blocks(group, length_of(group, request), needed_tokens, size))
+    blocks = draw(_covered_blocks(group, length_in(group.spec, request), needed_tokens, size))
     ids, pool = draw(_block_ids(len(blocks)))
     null, ids, pool = draw(_null_blocks(engine.null_block, ids, pool))
     if null is not None and draw(st.integers(0, 3)):
-        kept = _kept_blocks(group, length_of(group, request), needed_tokens, blocks, size)
+        kept = _kept_blocks(group, length_in(group.spec, request), needed_tokens, blocks, size)
         ids = [
             block_id if block in kept else null for block, block_id in zip(blocks, ids, strict=True)
         ]
@@ -291,7 +268,7 @@ def _cached(
         return attrs.evolve(bare, cached_tokens=amount)
     cached = {}
     for group in model:
-        length = length_of(group, bare)
+        length = length_in(group.spec, bare)
         row = max(1, *(part.tokens_per_state for part in parts_of([group])))
         amount = draw(_around(0, 0, 1, length, length + 3, most=length))
         cached[group.name] = amount if amount >= length else amount // row * row

@@ -20,10 +20,9 @@ import kvspec
 from kvspec.check.counting import shard_units
 from kvspec.ownership.sharding import even_sharding
 from kvspec.ownership.slices import TPTransferSlice
-from kvspec.testing.parallels import tp_sizes
 from kvspec.testing.strategies import POLICIES, specs
 
-SIZES = tp_sizes(16)
+SIZES = st.integers(1, 16)
 MANY = settings(max_examples=5 * settings.default.max_examples)
 POLICY = st.sampled_from(POLICIES)
 GQA = kvspec.FullAttentionSpec(block_size=1, total_num_kv_heads=2, head_size=1, dtype="uint8")

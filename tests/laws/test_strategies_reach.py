@@ -18,6 +18,7 @@ import kvspec
 from kvspec.check.counting import (
     cached_tokens_of,
     context_of,
+    length_in,
     live_positions,
     own_positions,
     rank_layers,
@@ -29,7 +30,7 @@ from kvspec.testing.case import Case
 from kvspec.testing.engines import NAMED_LAYOUTS
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import is_state, parts_of
-from kvspec.testing.requests import length_of, needed
+from kvspec.testing.requests import needed
 from kvspec.testing.strategies import cases, sharing_cases
 from kvspec.testing.world import plan_of
 
@@ -139,7 +140,7 @@ def tile(first: Group, second: Group) -> int:
 def boundary(case: Case, group: Group) -> int:
     """Return the end of the cached prefix of a group, or 0 if no token or all are cached."""
     cached = cached_of(case, group)
-    return cached if 0 < cached < length_of(group, case.request) else 0
+    return cached if 0 < cached < length_in(group.spec, case.request) else 0
 
 
 def sharing_replicas(engine: kvspec.EngineSpec) -> bool:
@@ -208,7 +209,7 @@ def lookahead(case: Case) -> bool:
     """Return whether the producer has a whole block after the request's last token."""
     return any(
         tables(case, group)[0].tokens(group.spec.block_size).stop
-        >= length_of(group, case.request) + group.spec.block_size
+        >= length_in(group.spec, case.request) + group.spec.block_size
         for group in token_groups(case)
     )
 
@@ -289,14 +290,14 @@ REACHED: dict[str, Callable[[Case], bool]] = {
         )
     ),
     "a one-token tail": lambda c: any(
-        length_of(g, c.request) % g.spec.block_size == 1 < g.spec.block_size
+        length_in(g.spec, c.request) % g.spec.block_size == 1 < g.spec.block_size
         for g in token_groups(c)
     ),
     "whole blocks only": lambda c: any(
-        length_of(g, c.request) % g.spec.block_size == 0 for g in token_groups(c)
+        length_in(g.spec, c.request) % g.spec.block_size == 0 for g in token_groups(c)
     ),
     "a cached boundary in a block": lambda c: any(
-        0 < cached_of(c, g) < length_of(g, c.request) and cached_of(c, g) % g.spec.block_size
+        0 < cached_of(c, g) < length_in(g.spec, c.request) and cached_of(c, g) % g.spec.block_size
         for g in token_groups(c)
     ),
     "a window start in a block": lambda c: any(
@@ -575,7 +576,7 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "no tokens": lambda c: c.request.num_tokens == 0,
     "an encoder of no tokens": lambda c: c.request.encoder_tokens == 0,
     "more tokens cached than requested": lambda c: any(
-        cached_of(c, g) > length_of(g, c.request) for g in token_groups(c)
+        cached_of(c, g) > length_in(g.spec, c.request) for g in token_groups(c)
     ),
     "TP above six on P": lambda c: sizes(c)[0] > 6,
     "TP above six on D": lambda c: sizes(c)[1] > 6,
@@ -669,7 +670,7 @@ SPANNING: dict[str, Callable[[Case], bool]] = {
     "content that spans heads under explicit shardings": shards_spanning_content,
     "an opaque page": lambda c: any_pair(c, lambda _, b: formats(b) == {"opaque:drawn"}),
     "several opaque pages, some cached": lambda c: any(
-        formats(g) == {"opaque:drawn"} and 0 < cached_of(c, g) < length_of(g, c.request)
+        formats(g) == {"opaque:drawn"} and 0 < cached_of(c, g) < length_in(g.spec, c.request)
         for g in token_groups(c)
     ),
     "opaque pages, several in a block": lambda c: any_pair(

@@ -179,20 +179,15 @@ class _Layer:
 
         Only the number of bytes in a page counts, not the shape of the page.
         """
-        counted_parts = list(zip(self.parts, self.units, strict=True))
-        sizes = [units * part.states * part.content_bytes for part, units in counted_parts]
-        shape, start = tuple(tensor.shape), 0
-        if len(shape) != _WITH_HEADS or itemsize(tensor) != 1 or prod(shape[1:]) != sum(sizes):
-            wanted = f"pages of {sum(sizes)} bytes: {', '.join(part.name for part in self.parts)}"
+        shapes = {
+            part.name: (units, *(1,) * (part.name in ("k", "v")), part.states, part.content_bytes)
+            for part, units in zip(self.parts, self.units, strict=True)
+        }
+        shape, total = tuple(tensor.shape), sum(map(prod, shapes.values()))
+        if len(shape) != _WITH_HEADS or itemsize(tensor) != 1 or prod(shape[1:]) != total:
+            wanted = f"pages of {total} bytes: {', '.join(shapes)}"
             raise SpecError(f"{self.field}.shape", shape, wanted)
-        whole = flat(self.field, tensor, (shape[0], sum(sizes)))
-        for (part, units), size in zip(counted_parts, sizes, strict=True):
-            rows = (units, 1, part.states) if part.name in ("k", "v") else (units, part.states)
-            yield (
-                part.name,
-                whole[:, start : start + size].reshape((shape[0], *rows, part.content_bytes)),
-            )
-            start += size
+        yield from consecutive(flat(self.field, tensor, (shape[0], total)), shapes)
 
     def _chunks(self, tensor: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         """Yield views [blocks, heads, chunks, rows, content] of separate keys and values.
@@ -322,17 +317,14 @@ class _Layer:
             raise SpecError(f"{self.field}.shape", shape, wanted)
         if strides_of(raw)[-1] != 1:
             raise SpecError(f"{self.field}.stride", strides_of(raw)[-1], "1: contiguous bytes")
-        start = 0
+        extents = {name: self._extents(name, parts) for name, parts in states.items()}
         for name, parts in states.items():
-            part_view = raw[:, 0, 0, start : start + sizes[name]]
-            extents = self._extents(name, parts)
-            if prod(extents) != sizes[name]:
+            if prod(extents[name]) != sizes[name]:
+                wanted = "parts with the same number and size of rows"
                 names = ", ".join(part.name for part, _ in parts)
-                raise SpecError(
-                    f"{self.field}[{name!r}]", names, "parts with the same number and size of rows"
-                )
-            yield name, self._units_first(part_view.reshape((shape[0], *extents)))
-            start += sizes[name]
+                raise SpecError(f"{self.field}[{name!r}]", names, wanted)
+        for name, view in consecutive(raw[:, 0, 0], extents):
+            yield name, self._units_first(view)
 
     def _extents(self, name: str, parts: list[tuple[Part, int]]) -> tuple[int, ...]:
         """Return the extents of a state inside a block. The last extent is in bytes."""
@@ -444,6 +436,18 @@ def _paths(first: _Place, second: _Place) -> str:
     if first.tensor is second.tensor:
         return f"{first.tensor.path} has both"
     return f"{first.tensor.path} and {second.tensor.path} have them"
+
+
+def consecutive(
+    pages: Any,  # noqa: ANN401
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[tuple[str, Any]]:
+    """Yield views of the parts that follow one another in each of *pages*, with their *shapes*."""
+    start = 0
+    for name, shape in shapes.items():
+        stop = start + prod(shape)
+        yield name, pages[:, start:stop].reshape((len(pages), *shape))
+        start = stop
 
 
 def several(given: Any) -> bool:  # noqa: ANN401
