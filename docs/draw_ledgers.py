@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvspec.completion.states import CONSUMER, PRODUCER, Row
+from kvspec.completion.states import CONSUMER, PRODUCER, PUSH, Row
 from kvspec.wire.messages import MESSAGES
 
 PAGE = Path(__file__).with_name("ledgers.md")
@@ -27,6 +27,21 @@ ledgers execute these tables. [The wire format](wire.md) describes the bytes of 
 A message names its request (id, nonce and attempt), its sender and its receiver. A reader's message
 also contains how many readers will come, and a number. The answer repeats the number, so a load
 ignores answers to an earlier load of the same attempt."""
+HELD = """\
+The event `again` is a repeated `done` of a reader that is done. `complete` means that all expected
+readers are done. `time` means that the lease is over, or that a freed request was remembered as
+long. `wait` is `time` for a request that must be remembered because of a push.
+
+Each heartbeat has a new number. The ledger refuses a heartbeat whose number is not greater than the
+number of the reader's last message, because it is a copy: a copy must not extend the lease of a
+reader that has died. A repeated `done` is answered again."""
+PUSHED = """\
+A producer can also write its data to the readers. Then each reader of each attempt has a state of
+its own in the same record. `begin` means that the write is posted, `written` that the last byte is
+written, and `failed` that the write failed and nothing is in flight. `anew` is a heartbeat of a
+reader that was done with the attempt. A reader that was sent `stopped` may reuse its blocks, so
+this rank never writes to it in that attempt again, even if it gave up before the request was held.
+A `done` changes nothing here."""
 Table = dict[tuple[str, str], Row]
 
 
@@ -42,6 +57,9 @@ def page() -> str:
             ],
         ),
         *section("Producer", PRODUCER, "unknown"),
+        HELD,
+        *section("A push to one reader", PUSH, "new"),
+        PUSHED,
         *section("Consumer", CONSUMER, "moving"),
     )
     return "\n\n".join(sections) + "\n"

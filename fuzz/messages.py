@@ -125,7 +125,7 @@ class Pair:
         if rng.random() < 0.2:  # noqa: PLR2004
             self.begin(key)
         if rng.random() < 0.1:  # noqa: PLR2004
-            self.producer.abort(key.request_id, self.now)
+            self.producer.abort(key, self.now)
         for name in list(self.consumer.open)[:1]:
             for rank, places in self.consumer.readable(name).items():
                 if self.consumer.open.get(name) != "moving":
@@ -137,8 +137,8 @@ class Pair:
     def begin(self, key: Key) -> None:
         """Begin a request on both sides unless it is already in progress."""
         try:
-            self.producer.admit(key.request_id, key.nonce, self.now)
-            self.producer.record_progress(key.request_id, *PLACE, 8, self.now)
+            self.producer.admit(key, self.now)
+            self.producer.record_progress(key, [PLACE], 8, self.now)
         except kvspec.SpecError:
             return
         self.started += 1
@@ -166,7 +166,7 @@ class Pair:
             self.answered(actions)
         assert len(self.producer.held) <= len(KEYS)
         # 20 is `most_early`: messages about requests that the producer has not admitted yet.
-        assert self.producer.remembered <= len(KEYS) + 20
+        assert self.producer.remembered <= len(KEYS) + 20 + self.producer.pushes
         assert len(self.consumer.open) <= self.started
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What a ledger wants done, and which incarnations of engines are connected.
+"""The actions that ledgers return, and which incarnations of engines are connected.
 
 Invariant: a ledger does nothing itself. It returns actions, and the session carries them out.
 """
@@ -10,7 +10,7 @@ import attrs
 from kvspec.errors import TransferState
 from kvspec.inputs import positive_int
 from kvspec.wire.handshake import is_name
-from kvspec.wire.messages import Message
+from kvspec.wire.messages import Key, Message
 
 
 @attrs.frozen
@@ -27,12 +27,16 @@ class Refused:
     message: Message
     why: str
 
+    def __str__(self) -> str:
+        message = self.message
+        return f"{message.kind} of {message.by} about {message.key.request_id!r:.80}: {self.why}"
+
 
 @attrs.frozen
 class Free:
     """Action: the producer may reuse the blocks of a request. *why* is sent, expired or aborted."""
 
-    request_id: str
+    key: Key
     why: str
 
 
@@ -70,17 +74,17 @@ class Closed:
 
 
 Action = Tell | Refused | Free | Ready | Failed | Release | Closed
-"""What a ledger wants done, in order."""
+"""What the session must do, in order."""
 
 
 class Present:
-    """The present start of each engine that was met; of an engine that was not, any may be."""
+    """The current incarnation of each connected engine. Any is current of an unknown engine."""
 
     def __init__(self) -> None:
         self._epochs: dict[str, int] = {}
 
     def connect(self, engine_id: str, epoch: int) -> None:
-        """Know a start of an engine; raise `SpecError` where *epoch* goes back."""
+        """Record the current incarnation; raise `SpecError` if *epoch* is less than before."""
         positive_int("epoch", epoch, least=self._epochs.get(is_name("engine_id", engine_id), 0))
         self._epochs[engine_id] = epoch
 
@@ -89,5 +93,5 @@ class Present:
         self._epochs.pop(engine_id, None)
 
     def past(self, engine_id: str, epoch: int) -> bool:
-        """Return whether another start than this one is the present one."""
+        """Return whether another incarnation than this one is current."""
         return self._epochs.get(engine_id, epoch) != epoch

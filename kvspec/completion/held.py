@@ -1,154 +1,243 @@
-"""One held request of a producer rank, and the readers that are known so far.
+"""One held request of a producer rank: its lease, its readers, and the pushes to them.
 
 Invariant: a request is complete when all expected readers have come and are done. If readers
 disagree about how many will come, the request never completes. Then only its lease frees it.
 
 How it works:
-    A *reader* is a rank with one sample. Readers of one incarnation of an engine share a `Start`. A
-    reader may make several attempts, and each of its messages contains how many readers this
-    producer rank must expect in the attempt. `Request.contradicts` compares a message with the
-    readers so far. The first row that matches decides:
+    A *reader* is a rank with one sample. Readers of one incarnation of an engine share an
+    `Incarnation`. A reader may make several attempts, and each of its messages contains how many
+    readers this producer rank must expect in the attempt. `HeldRequest.check` compares a message
+    with the readers so far. The first row that matches decides:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
         `expected` differs from what this engine knows   refuse
         first of its incarnation, 16 are known           refuse, and dispute the request
-        first of its incarnation                         accept: record attempt and `expected`
-        a later attempt than the incarnation's last      accept: record attempt and `expected`
+        first of its incarnation                         accept
+        a later attempt than the incarnation's last      accept
         an earlier attempt, or an earlier question       refuse: it was delayed
+        a heartbeat that came before                     refuse: it was repeated
         same attempt, another `expected`                 refuse, and dispute the request
         same attempt, a new reader, all have come        refuse, and dispute the request
         anything else                                    accept
 
     For example, ranks A and B read, and each sends `expected=2`:
 
-        A  heartbeat  attempt 0, number 1    accept: a new start, attempt 0, 2 readers
+        A  heartbeat  attempt 0, number 1    accept: a new incarnation, attempt 0, 2 readers
+        A  heartbeat  attempt 0, number 1    refuse: a copy must not extend the lease
         B  done       attempt 0, number 1    accept
         A  done       attempt 0, number 2    accept: both are done, the request is complete
-        A  heartbeat  attempt 0, number 1    refuse: an earlier question of A
         C  heartbeat  attempt 0, number 1    refuse and dispute: a third reader of two
 
-    The method changes the request: it records attempts and disputes. The caller then records the
-    message itself with `Request.note`.
+    Each heartbeat has a new number, so a repeated one is a copy that the network or an attacker
+    made. A repeated `done` has the number of the first, because its answer may be lost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
-from kvspec.wire.messages import Done, Gone, Key, Message, RankAddress, ReaderStatus
+from kvspec.descriptors.request import BlockTable
+from kvspec.wire.messages import (
+    Done,
+    Extent,
+    Key,
+    Message,
+    Pushed,
+    RankAddress,
+    ReaderStatus,
+)
 
 # A rank that reads, and its sample.
 Reader = tuple[RankAddress, int]
+# Attempt and sample of a reader, and its rank: the receiver of one push.
+Target = tuple[int, int, RankAddress]
 # Incarnations of engines that may read one request. The limit bounds the memory.
-MAX_STARTS = 16
+MAX_INCARNATIONS = 16
 
 
-@attrs.define(eq=False)
-class Seen:
+@attrs.frozen
+class HeldReader:
     """The last message of one reader, whether the reader is done, and the kind of the answer."""
 
     message: ReaderStatus
-    done: bool = False
-    answer: type[Message] = Gone
+    answer: type[Message]
 
     @property
-    def said(self) -> tuple[int, int]:
+    def done(self) -> bool:
+        """Whether the reader has stopped reading."""
+        return isinstance(self.message, Done)
+
+    @property
+    def last(self) -> tuple[int, int]:
         """Attempt and number of the last message."""
         return self.message.attempt, self.message.number
 
 
+@attrs.frozen
+class PushState:
+    """A push to one reader: a state of `kvspec.completion.states.PUSH`, and the written data."""
+
+    state: str = "new"
+    pushed: Pushed | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether bytes of the push may still move."""
+        return self.state in ("writing", "stopping")
+
+
 @attrs.define(eq=False)
-class Start:
+class Incarnation:
     """One incarnation of a reading engine: its last attempt, and the number of readers in it."""
 
     attempt: int
     expected: int
-    readers: dict[Reader, Seen] = attrs.field(factory=dict)
+    readers: dict[Reader, HeldReader] = attrs.field(factory=dict)
 
     @property
-    def last(self) -> list[Seen]:
-        """The readers of the last attempt that have come."""
-        return [seen for seen in self.readers.values() if seen.message.attempt == self.attempt]
+    def come(self) -> int:
+        """Number of readers that have come in the last attempt."""
+        return sum(reader.message.attempt == self.attempt for reader in self.readers.values())
 
     @property
     def complete(self) -> bool:
         """Whether all readers of the last attempt have come, and all readers are done."""
-        done = all(seen.done for seen in self.readers.values())
-        return done and len(self.last) == self.expected
+        done = all(reader.done for reader in self.readers.values())
+        return done and self.come == self.expected
 
 
 @attrs.define(eq=False)
-class Request:
+class HeldRequest:
     """One request, until it is forgotten.
 
     Attributes:
         key: Its name.
-        expires: When its lease ends.
+        expires: When its lease ends. When it is forgotten, if it is not held.
         latest: The latest possible end of its lease.
         state: State of `kvspec.completion.states.PRODUCER`.
+        wake: When the ledger looks at it next, and the order among requests of the same time.
+        fenced_until: Until when it must be remembered although it is unknown, because a reader
+            gave up a push of it.
         expected: Number of readers of each incarnation, if the engine passed it.
         disputed: Whether readers disagreed.
-        starts: Incarnations of reading engines.
-        early: Messages that came before the request was admitted.
-        written: Written tokens by group and layer.
+        incarnations: Incarnations of reading engines, by name and epoch.
+        early: Last message of each reader that came before the request was admitted.
+        progress: Written tokens by group and layer.
+        pushes: The push to each reader of each attempt.
+        blocks: Block tables by group, if the engine passed them and the request is held.
+        checksums: Checksums of its contents that were computed.
     """
 
     key: Key
     expires: float
     latest: float
     state: str = "unknown"
+    wake: tuple[float, int] = (0.0, 0)
+    fenced_until: float = 0.0
     expected: int | None = None
     disputed: bool = False
-    starts: dict[tuple[str, int], Start] = attrs.field(factory=dict)
+    incarnations: dict[tuple[str, int], Incarnation] = attrs.field(factory=dict)
     early: dict[Reader, ReaderStatus] = attrs.field(factory=dict)
-    written: dict[tuple[str, str], int] = attrs.field(factory=dict)
+    progress: dict[tuple[str, str], int] = attrs.field(factory=dict)
+    pushes: dict[Target, PushState] = attrs.field(factory=dict)
+    blocks: Mapping[str, BlockTable] = attrs.field(factory=dict)
+    checksums: dict[Extent, bytes] = attrs.field(factory=dict)
+
+    def copied(self) -> HeldRequest:
+        """Return a copy that later changes of this record do not reach."""
+        incarnations = {
+            name: attrs.evolve(one, readers=dict(one.readers))
+            for name, one in self.incarnations.items()
+        }
+        early, progress, pushes = dict(self.early), dict(self.progress), dict(self.pushes)
+        return attrs.evolve(
+            self, incarnations=incarnations, early=early, progress=progress, pushes=pushes
+        )
+
+    @property
+    def held(self) -> bool:
+        """Whether its blocks are not free."""
+        return self.state in ("held", "fenced")
 
     @property
     def complete(self) -> bool:
         """Whether no reader reads, and none will come."""
-        known = bool(self.starts) and not self.disputed
-        return known and all(start.complete for start in self.starts.values())
+        known = bool(self.incarnations) and not self.disputed
+        return known and all(one.complete for one in self.incarnations.values())
 
-    def seen(self, message: ReaderStatus) -> Seen | None:
-        """Return the earlier message of the same sender, or None."""
-        start = self.starts.get((message.by.engine_id, message.by.epoch))
-        return start.readers.get((message.by, message.sample)) if start else None
+    def pinned(self, now: float) -> bool:
+        """Return whether a push requires that the request is remembered."""
+        return self.fenced_until > now or any(push.in_flight for push in self.pushes.values())
+
+    def push(self, target: Target) -> PushState:
+        """Return the push to a reader. Its state is "new" if there was none."""
+        return self.pushes.get(target, PushState())
+
+    def reader(self, by: RankAddress, sample: int) -> HeldReader | None:
+        """Return a reader that has come, or None."""
+        incarnation = self.incarnations.get((by.engine_id, by.epoch))
+        return incarnation.readers.get((by, sample)) if incarnation else None
+
+    def finished(self, target: Target) -> bool:
+        """Return whether a reader is done with an attempt, or has begun a later one."""
+        attempt, sample, by = target
+        reader = self.reader(by, sample)
+        last = reader.message.attempt if reader else -1
+        return last > attempt or (last == attempt and reader is not None and reader.done)
 
     def reading(self) -> list[ReaderStatus]:
         """Return the last message of each reader that is not done."""
-        starts = self.starts.values()
-        return [s.message for start in starts for s in start.readers.values() if not s.done]
+        readers = (each for one in self.incarnations.values() for each in one.readers.values())
+        return [reader.message for reader in readers if not reader.done]
 
-    def note(self, message: ReaderStatus, answer: type[Message]) -> None:
-        """Record the message of a reader, and the answer."""
-        start = self.starts[message.by.engine_id, message.by.epoch]
-        start.readers[message.by, message.sample] = Seen(message, isinstance(message, Done), answer)
+    def repeats(self, message: ReaderStatus) -> bool:
+        """Return whether *message* is a `done` that was answered before.
 
-    def contradicts(self, message: ReaderStatus) -> str | None:
-        """Return why *message* is refused, or None. Records attempts and disputes.
+        After that, the reader's messages are about another load: the data that was valid for the
+        first load may be gone.
+        """
+        reader = self.reader(message.by, message.sample)
+        if reader is None or not reader.done or not isinstance(message, Done):
+            return False
+        return reader.message.attempt == message.attempt and message.number <= reader.message.number
+
+    def check(self, message: ReaderStatus) -> tuple[str, bool]:
+        """Return why *message* is refused, or "", and whether it disputes the request.
 
         See the module docstring for the cases.
         """
-        name = (message.by.engine_id, message.by.epoch)
         if self.expected is not None and message.expected != self.expected:
-            return f"it expects {message.expected} readers, this engine {self.expected}"
-        start = self.starts.get(name)
-        seen = self.seen(message)
-        if start is None:
-            if len(self.starts) == MAX_STARTS:
-                return self._dispute(f"{MAX_STARTS} incarnations of engines read it already")
-            self.starts[name] = Start(message.attempt, message.expected)
-        elif message.attempt > start.attempt:
-            start.attempt, start.expected = message.attempt, message.expected
-        elif (message.attempt, message.number) < (seen.said if seen else (start.attempt, 0)):
-            return "it is older than the reader's last message"
-        elif message.attempt == start.attempt and message.expected != start.expected:
-            return self._dispute(f"it expects {message.expected} readers, others {start.expected}")
-        elif seen is None and len(start.last) == start.expected:
-            return self._dispute(f"all {start.expected} expected readers have come already")
-        return None
+            return f"it expects {message.expected} readers, this engine {self.expected}", False
+        incarnation = self.incarnations.get((message.by.engine_id, message.by.epoch))
+        if incarnation is not None and message.attempt <= incarnation.attempt:
+            return self._check_attempt(message, incarnation)
+        if incarnation is None and len(self.incarnations) == MAX_INCARNATIONS:
+            return f"{MAX_INCARNATIONS} incarnations of engines read it already", True
+        return "", False
 
-    def _dispute(self, why: str) -> str:
-        self.disputed = True
-        return why
+    def _check_attempt(self, message: ReaderStatus, incarnation: Incarnation) -> tuple[str, bool]:
+        """Check a message of an attempt that is known. See `check`."""
+        reader = self.reader(message.by, message.sample)
+        last = reader.last if reader else (incarnation.attempt, 0)
+        if (message.attempt, message.number) < last:
+            return "it is older than the reader's last message", False
+        if reader and (message.attempt, message.number) == last and not isinstance(message, Done):
+            return "it is a repetition of the reader's last message", False
+        if message.attempt == incarnation.attempt and message.expected != incarnation.expected:
+            return f"it expects {message.expected} readers, others {incarnation.expected}", True
+        if reader is None and incarnation.come == incarnation.expected:
+            return f"all {incarnation.expected} expected readers have come already", True
+        return "", False
+
+    def note(self, message: ReaderStatus, answer: type[Message]) -> None:
+        """Record an accepted message of a reader, and the kind of its answer."""
+        name = message.by.engine_id, message.by.epoch
+        if (incarnation := self.incarnations.get(name)) is None:
+            incarnation = Incarnation(message.attempt, message.expected)
+            self.incarnations[name] = incarnation
+        elif message.attempt > incarnation.attempt:
+            incarnation.attempt, incarnation.expected = message.attempt, message.expected
+        incarnation.readers[message.by, message.sample] = HeldReader(message, answer)

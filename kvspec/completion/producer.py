@@ -1,31 +1,60 @@
 """The producer's ledger: the requests that a producer rank holds, and when their blocks are free.
 
 Invariant: each request is freed exactly once, when all its readers are done or its lease is over.
-An abort frees nothing earlier. Later readers learn that their data is void. The ledger has no clock
-and no socket: time is an argument. Its memory is bounded.
+An abort frees nothing earlier. Later readers learn that their data is void. A reader that was sent
+`stopped` is never written to in that attempt. The ledger has no clock and no socket: time is an
+argument. Its memory is bounded.
+
+Each public method that changes the ledger either makes all its changes and returns the actions, or
+raises and changes nothing. So a call that was interrupted, for example by `KeyboardInterrupt`, can
+be repeated, and no action is lost.
+
+How it works:
+    Each request is one record, a `HeldRequest`. Two tables of `kvspec.completion.states` drive it:
+    `PRODUCER` decides when its blocks are free, and `PUSH` what a reader of a push receives. The
+    column `done` of a row names the method that carries the row out.
+
+    A heap contains the time at which each record must be looked at next. A heartbeat extends a
+    lease without a change of the heap: the record is pushed again when its old time has come. An
+    entry whose time differs from `HeldRequest.wake` is out of date and is skipped.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from kvspec.completion.actions import Action, Free, Present, Refused, Tell
-from kvspec.completion.held import Request, Seen
-from kvspec.completion.states import PRODUCER
+from kvspec.completion.held import HeldRequest, PushState, Target
+from kvspec.completion.states import PRODUCER, PUSH
+from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, seconds
 from kvspec.wire.messages import (
     MAX_READERS,
+    Done,
     Gone,
+    Heartbeat,
     Key,
     LayerProgress,
     Lease,
     Message,
+    PushDone,
+    Pushed,
+    PushStopped,
     RankAddress,
     ReaderStatus,
+    StopWriting,
     Valid,
 )
+
+T = TypeVar("T")
+Place = tuple[str, str]
+# A reader beyond the limit receives no answer, so it keeps its blocks and sends again. It must not
+# receive `stopped`: it would reuse its blocks, and a later push could write into them.
+MAX_PUSHES = 1 << 16
 
 
 class ProducerLedger:
@@ -37,6 +66,10 @@ class ProducerLedger:
             reader. A freed or unknown request is remembered as long.
         longest: Seconds after which heartbeats no longer extend the lease.
         most_early: Number of messages to keep for requests that are not admitted yet.
+
+    Attributes:
+        holding: Number of requests whose blocks are not free.
+        pushes: Number of readers whose outcome of a push is remembered.
     """
 
     def __init__(
@@ -50,31 +83,20 @@ class ProducerLedger:
         self.me = me
         self.lease = seconds("lease", lease)
         self.longest = seconds("longest", longest)
+        self.holding = self.pushes = 0
         self._most_early = positive_int("most_early", most_early)
         self._now = 0.0
-        self._requests: dict[Key, Request] = {}
-        self._open: dict[str, Key] = {}
         self._kept = 0
         self._present = Present()
+        self._requests: dict[Key, HeldRequest] = {}
+        self._before: dict[Key, HeldRequest | None] = {}
         self._wake: list[tuple[float, int, Key]] = []
-        self._pushed = 0
+        self._order = itertools.count()
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """The ids of the requests whose blocks are not free."""
-        return tuple(self._open)
-
-    def holds(self, key: Key) -> bool:
-        """Return whether the blocks of exactly this request are not free."""
-        return self._open.get(key.request_id) == key
-
-    def finished(self, key: Key, attempt: int, sample: int, reader: RankAddress) -> bool:
-        """Return whether *reader* is done with a request in this attempt, or in a later one."""
-        request = self._requests.get(key)
-        start = request.starts.get((reader.engine_id, reader.epoch)) if request else None
-        seen = start.readers.get((reader, sample)) if start else None
-        last = seen.message.attempt if seen else -1
-        return last > attempt or (last == attempt and seen is not None and seen.done)
+    def held(self) -> tuple[Key, ...]:
+        """The requests whose blocks are not free."""
+        return tuple(key for key, request in self._requests.items() if request.held)
 
     @property
     def remembered(self) -> int:
@@ -86,92 +108,161 @@ class ProducerLedger:
         """Time of the next call of `tick`, or None."""
         return self._wake[0][0] if self._wake else None
 
+    def find(self, key: Key) -> HeldRequest | None:
+        """Return the record of a request whose blocks are not free, or None."""
+        request = self._requests.get(key)
+        return request if request is not None and request.held else None
+
+    def written(self, key: Key, group: str, layer: str) -> int:
+        """Return the position up to which a layer of a held request is recorded as written."""
+        request = self.find(key)
+        return request.progress.get((group, layer), 0) if request else 0
+
+    def stopping(self, key: Key, target: Target) -> bool:
+        """Return whether the reader has given up a push that is in flight."""
+        request = self._requests.get(key)
+        return request is not None and request.push(target).state == "stopping"
+
     def admit(
         self,
-        request_id: str,
-        nonce: bytes,
+        key: Key,
         now: float,
         *,
         expected: int | None = None,
         lease: float | None = None,
+        blocks: Mapping[str, BlockTable] | None = None,
     ) -> list[Action]:
         """Hold a request, and return actions.
 
         Args:
-            request_id: Id of the request.
-            nonce: Its nonce, which no other request of this id had.
+            key: Name of the request. No other request had its nonce.
             now: Time in seconds.
             expected: Number of readers that will come, if the engine knows it.
             lease: Seconds to wait for the first reader. By default, the lease of the ledger.
+            blocks: Block tables of the request, by group. The record keeps them until it is freed.
 
         Raises:
-            SpecError: If the id is held already, or the nonce was used before.
+            SpecError: If the request is held already, or was held before.
         """
-        actions = self.tick(now)
-        key = Key(request_id, nonce)
         first = self.lease if lease is None else seconds("lease", lease)
         if expected is not None:
             positive_int("expected", expected, most=MAX_READERS)
-        request = self._requests.get(key)
-        if request_id in self._open or (request is not None and request.state != "unknown"):
-            raise SpecError("request_id", request_id, "an id that is not held, with a new nonce")
+        return self._at(now, lambda: self._admit(key, first, expected, blocks or {}))
+
+    def _admit(
+        self, key: Key, lease: float, expected: int | None, blocks: Mapping[str, BlockTable]
+    ) -> list[Action]:
+        request = self._change(key)
+        if request is not None and request.state != "unknown":
+            raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
         if request is None:
-            request = self._remember(key, first)
-        request.expires = self._now + first
-        request.latest = self._now + max(self.longest, self.lease, first)
-        request.expected = expected
-        self._open[request_id] = key
-        return actions + self._step(request, "admit")
+            request = self._requests[key] = HeldRequest(key, 0.0, 0.0)
+        request.expires = self._now + lease
+        request.latest = self._now + max(self.longest, self.lease, lease)
+        request.fenced_until = 0.0
+        request.expected, request.blocks = expected, blocks
+        self._schedule(request)
+        self.holding += 1
+        return self._step(request, "admit")
 
     def receive(self, message: Message, now: float) -> list[Action]:
         """Process a message of a reader. Return actions."""
-        actions = self.tick(now)
-        if not isinstance(message, ReaderStatus) or message.to != self.me:
-            return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
-        if self._present.past(message.by.engine_id, message.by.epoch):
-            return [*actions, Refused(message, "it is from another incarnation of that engine")]
-        request = self._requests.get(message.key)
-        if request is None and self._kept == self._most_early:
-            return [
-                *actions,
-                Refused(message, f"the request is unknown, and {self._kept} messages wait already"),
-            ]
-        request = request or self._remember(message.key, self.lease)
-        return actions + self._deliver(request, message)
+        return self._at(now, lambda: self._receive(message))
+
+    def _receive(self, message: Message) -> list[Action]:
+        if message.to != self.me or not isinstance(message, Heartbeat | Done | StopWriting):
+            return [Refused(message, f"it is not a reader's message to {self.me}")]
+        # An old incarnation may still wait for the end of a push, so its `stop` is answered.
+        stops = isinstance(message, StopWriting)
+        if not stops and self._present.past(message.by.engine_id, message.by.epoch):
+            return [Refused(message, "it is from another incarnation of that engine")]
+        known = self._change(message.key)
+        request = known or HeldRequest(message.key, self._now + self.lease, self._now)
+        actions = self._push_message(request, message)
+        if isinstance(message, ReaderStatus):
+            actions += self._deliver(request, message)
+        if known is None and (request.early or request.pushes):
+            self._requests[message.key] = request
+            self._schedule(request)
+        return actions
 
     def record_progress(
-        self, request_id: str, group: str, layer: str, upto: int, now: float
+        self, key: Key, places: Iterable[Place], upto: int, now: float
     ) -> list[Action]:
-        """Say that a layer of a group is written up to position *upto*; readers are told."""
-        actions = self.tick(now)
-        key = self._open.get(request_id)
-        if key is None:
-            raise SpecError("request_id", request_id, "the id of a held request")
-        request = self._requests[key]
-        if upto < self.written(request_id, group, layer):
-            raise SpecError("upto", upto, "at least the earlier progress")
-        request.written[group, layer] = upto
-        told = (
-            n.answer(LayerProgress, group=group, layer=layer, upto=upto) for n in request.reading()
+        """Record that layers are written up to position *upto*. Return messages for the readers.
+
+        Args:
+            key: A held request.
+            places: Groups and layers.
+            upto: The position behind the last written token.
+            now: Time in seconds.
+
+        Raises:
+            SpecError: If the request is not held, or *upto* is less than before for a layer.
+        """
+        return self._at(now, lambda: self._record_progress(key, tuple(places), upto))
+
+    def _record_progress(self, key: Key, places: tuple[Place, ...], upto: int) -> list[Action]:
+        request = self._held(key)
+        for group, layer in places:
+            if upto < (before := request.progress.get((group, layer), 0)):
+                raise SpecError("upto", upto, f"at least {before}, the progress of {layer}")
+        request.progress |= dict.fromkeys(places, upto)
+        readers = request.reading()
+        return [self._progress(reader, place, upto) for place in places for reader in readers]
+
+    def abort(self, key: Key, now: float) -> list[Action]:
+        """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
+        return self._at(now, lambda: self._abort(key))
+
+    def _abort(self, key: Key) -> list[Action]:
+        request = self._change(key)
+        return self._step(request, "abort") if request is not None and request.held else []
+
+    def begin_push(self, key: Key, targets: Iterable[Target]) -> tuple[Target, ...]:
+        """Record that writes to readers are about to be posted.
+
+        Returns:
+            The readers to write to. The others gave the push up, or are done with the attempt.
+
+        Raises:
+            SpecError: If the request is not held, or this attempt was pushed before.
+        """
+        return self._whole(lambda: self._begin_push(key, tuple(targets)))
+
+    def _begin_push(self, key: Key, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+        request = self._held(key)
+        if any(request.push(to).state not in ("new", "stopped") for to in targets):
+            raise SpecError("remote_id", key.remote_id, "an attempt that was not pushed before")
+        opened = tuple(
+            to for to in targets if to not in request.pushes and not request.finished(to)
         )
-        return actions + [Tell(message) for message in told]
+        for target in opened:
+            self._push(request, target, "begin")
+        return opened
 
-    def written(self, request_id: str, group: str, layer: str) -> int:
-        """Return up to where a layer of a group is written, as far as was said."""
-        key = self._open.get(request_id)
-        return self._requests[key].written.get((group, layer), 0) if key is not None else 0
+    def end_push(self, key: Key, target: Target, pushed: Pushed | None, now: float) -> list[Action]:
+        """Record that no byte of a write to a reader can move any more. Return actions.
 
-    def abort(self, request_id: str, now: float) -> list[Action]:
-        """Fence a request: whoever reads it is told so; what may be read is not freed yet."""
-        actions = self.tick(now)
-        key = self._open.get(request_id)
-        return actions + (self._step(self._requests[key], "abort") if key is not None else [])
+        Args:
+            key: The request.
+            target: The reader.
+            pushed: The written data, or None if the write failed.
+            now: Time in seconds.
+        """
+        return self._at(now, lambda: self._end_push(key, target, pushed))
+
+    def _end_push(self, key: Key, target: Target, pushed: Pushed | None) -> list[Action]:
+        request = self._change(key)
+        if request is None or not request.push(target).in_flight:
+            return []  # `clear` forgot it, or an interrupted call is repeated.
+        return self._push(request, target, "failed" if pushed is None else "written", pushed)
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
 
-        Requests that an earlier incarnation reads are held until their lease is over, because no
-        one knows whether it still reads.
+        Requests that an earlier incarnation reads are held until their lease is over, because it
+        may still read.
 
         Raises:
             SpecError: If *epoch* is less than before.
@@ -184,122 +275,204 @@ class ProducerLedger:
 
     def tick(self, now: float) -> list[Action]:
         """Process the time, which never goes back. Return actions."""
-        self._now = max(self._now, seconds("now", now))
-        actions: list[Action] = []
-        while self._wake and self._wake[0][0] <= self._now:
-            request = self._requests[heapq.heappop(self._wake)[2]]
-            if request.expires <= self._now:
-                actions += self._step(request, "time")
-            if request.state != "forgotten":
-                self._push(request)
-        return actions
+        return self._at(now, list)
 
-    def _remember(self, key: Key, lease: float) -> Request:
-        """Return a request that nobody knew of; a *lease* later it is forgotten again."""
-        request = self._requests[key] = Request(key, self._now + lease, self._now)
-        self._push(request)
+    def clear(self) -> None:
+        """Forget all requests, without actions."""
+        self._requests, self._wake = {}, []
+        self.holding = self.pushes = self._kept = 0
+
+    def _at(self, now: float, act: Callable[[], list[Action]]) -> list[Action]:
+        """Process the time, then *act*. Return the actions of both, or change nothing."""
+        later = max(self._now, seconds("now", now))
+        return self._whole(lambda: [*self._expire(later), *act()])
+
+    def _whole(self, act: Callable[[], T]) -> T:
+        """Return what *act* returns. Undo all that it changed if an exception leaves it.
+
+        Only the records that *act* changes are copied.
+        """
+        numbers = self._now, self._kept, self.holding, self.pushes
+        self._before = {}
+        try:
+            return act()
+        except BaseException:
+            self._now, self._kept, self.holding, self.pushes = numbers
+            for key, request in self._before.items():
+                if request is None:
+                    self._requests.pop(key, None)
+                else:
+                    self._requests[key] = request
+                    # Its entry may have been taken from the heap. A second entry is skipped.
+                    heapq.heappush(self._wake, (*request.wake, key))
+            raise
+
+    def _change(self, key: Key) -> HeldRequest | None:
+        """Return a record to change, or None. `_whole` undoes changes of a record from here."""
+        request = self._requests.get(key)
+        if key not in self._before:
+            self._before[key] = request
+            if request is not None:
+                self._requests[key] = request.copied()
+        return self._requests.get(key)
+
+    def _held(self, key: Key) -> HeldRequest:
+        """Return a held request to change; raise `SpecError` if there is none."""
+        request = self._change(key)
+        if request is None or not request.held:
+            raise SpecError("remote_id", key.remote_id, "a request that `hold` has registered")
         return request
 
-    def _push(self, request: Request) -> None:
-        """Wake for a request when it expires; each has one entry, that may be too early."""
-        self._pushed += 1
-        heapq.heappush(self._wake, (request.expires, self._pushed, request.key))
+    def _schedule(self, request: HeldRequest) -> None:
+        """Look at a request when it expires."""
+        request.wake = request.expires, next(self._order)
+        heapq.heappush(self._wake, (*request.wake, request.key))
 
-    def _deliver(self, request: Request, message: ReaderStatus) -> list[Action]:
-        """Take a message about a request: count it, answer it, or refuse it."""
-        if request.state == "unknown":
-            return self._step(request, message.kind, message)
-        seen = request.seen(message)
-        if request.state == "freed":
-            return self._step(request, "again" if _again(seen, message) else message.kind, message)
-        why = request.contradicts(message)
-        if why is not None:
+    def _shorten(self, request: HeldRequest) -> None:
+        """Let a request that is not held expire a lease from now."""
+        request.expires = self._now + self.lease
+        if request.expires < request.wake[0]:
+            self._schedule(request)
+
+    def _expire(self, now: float) -> list[Action]:
+        """Set the time, and process the requests whose time has come."""
+        self._now = now
+        actions: list[Action] = []
+        while self._wake and self._wake[0][0] <= self._now:
+            due, order, key = self._wake[0]
+            request = self._change(key)
+            heapq.heappop(self._wake)  # After `_change`, so that `_whole` can put it back.
+            if request is None or request.wake != (due, order):
+                continue
+            if request.expires <= self._now:
+                waits = (request.state, "wait") in PRODUCER and request.pinned(self._now)
+                actions += self._step(request, "wait" if waits else "time")
+            if request.state != "forgotten":
+                self._schedule(request)
+        return actions
+
+    def _deliver(self, request: HeldRequest, message: ReaderStatus) -> list[Action]:
+        """Count a reader's message and answer it, or refuse it."""
+        event = "again" if request.repeats(message) else message.kind
+        if not request.held:
+            return self._step(request, event, message)
+        why, disputes = request.check(message)
+        request.disputed |= disputes
+        if why:
             return [Refused(message, why)]
-        actions = self._step(request, "again" if _again(seen, message) else message.kind, message)
+        actions = self._step(request, event, message)
         return actions + (self._step(request, "complete") if request.complete else [])
 
     def _step(
-        self, request: Request, event: str, message: ReaderStatus | None = None
+        self, request: HeldRequest, event: str, message: ReaderStatus | None = None
     ) -> list[Action]:
-        """Take the row of the table for *event*, and do what it says."""
+        """Take the row of the table for *event*, and carry it out."""
         row = PRODUCER[request.state, event]
         before, request.state = request.state, row.state
         act = _ACTS.get(row.done)
         actions = act(self, request, message, before) if act else []
         if row.state == "forgotten":
             self._kept -= len(request.early)
+            self.pushes -= len(request.pushes)
             del self._requests[request.key]
         return actions
 
-    def _keep(self, request: Request, message: ReaderStatus, _: str) -> list[Action]:
-        """Keep an early message; of one reader, the last: it is done, or of a later attempt."""
+    def _keep(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[Action]:
+        """Keep the last early message of each reader: it is done, or of a later attempt."""
         reader = (message.by, message.sample)
         old = request.early.get(reader)
-        if old is None:
-            if self._kept == self._most_early:
-                return [
-                    Refused(
-                        message, f"the request is unknown, and {self._kept} messages wait already"
-                    )
-                ]
-            self._kept += 1
-        if old is None or _order(message) > _order(old):
+        if old is None and self._kept == self._most_early:
+            why = f"the request is unknown, and {self._kept} messages wait already"
+            return [Refused(message, why)]
+        self._kept += old is None
+        if old is None or (message.attempt, message.number) > (old.attempt, old.number):
             request.early[reader] = message
+        if request.expires > self._now + self.lease:  # It is remembered for a push.
+            self._shorten(request)
         return []
 
-    def _replay(self, request: Request, _: ReaderStatus | None, __: str) -> list[Action]:
-        """Take the early messages of a request that is admitted now."""
+    def _replay(self, request: HeldRequest, _: None, __: str) -> list[Action]:
+        """Process the early messages of a request that is admitted now."""
         early = list(request.early.values())
         request.early.clear()
         self._kept -= len(early)
         return [action for message in early for action in self._deliver(request, message)]
 
-    def _lease(self, request: Request, message: ReaderStatus, _: str) -> list[Action]:
-        """Give a reader time, and tell it what it can read."""
+    def _lease(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[Action]:
+        """Extend the lease, and inform the reader of it and of the progress."""
         request.note(message, Lease)
         request.expires = max(request.expires, min(self._now + self.lease, request.latest))
-        told = (
-            Tell(message.answer(LayerProgress, group=group, layer=layer, upto=upto))
-            for (group, layer), upto in request.written.items()
-        )
-        return [Tell(message.answer(Lease, lease=request.expires - self._now)), *told]
+        progress = [self._progress(message, at, upto) for at, upto in request.progress.items()]
+        return [Tell(message.answer(Lease, lease=request.expires - self._now)), *progress]
 
-    def _valid(self, request: Request, message: ReaderStatus, _: str) -> list[Action]:
+    def _valid(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[Action]:
         request.note(message, Valid)
         return [Tell(message.answer(Valid))]
 
-    def _gone(self, request: Request, message: ReaderStatus | None, before: str) -> list[Action]:
-        """Tell whoever asked that nothing is held; of an unknown request, all who asked."""
+    def _gone(
+        self, request: HeldRequest, message: ReaderStatus | None, before: str
+    ) -> list[Action]:
+        """Answer that nothing is held. Without *message*, answer all early messages."""
         if message is None:
-            return [Tell(early.answer(Gone)) for early in request.early.values()]
+            early = list(request.early.values())
+            request.early.clear()
+            self._kept -= len(early)
+            request.expires = max(request.fenced_until, self._now + self.lease)
+            return [Tell(one.answer(Gone)) for one in early]
         if before == "fenced":
             request.note(message, Gone)
         return [Tell(message.answer(Gone))]
 
-    def _repeat(self, request: Request, message: ReaderStatus, _: str) -> list[Action]:
-        seen = request.seen(message)
-        return [Tell(message.answer(seen.answer if seen else Gone))]
+    def _repeat(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[Action]:
+        reader = request.reader(message.by, message.sample)
+        return [Tell(message.answer(reader.answer if reader else Gone))]
 
-    def _free(self, request: Request, _: ReaderStatus | None, before: str) -> list[Action]:
-        """Free a request, and remember its readers as long as a lease, for those who ask again."""
-        del self._open[request.key.request_id]
+    def _free(self, request: HeldRequest, _: None, before: str) -> list[Action]:
+        """Free a request. Remember its readers for a lease, because they may ask again."""
+        self.holding -= 1
+        self._shorten(request)
+        request.blocks, request.checksums = {}, {}
         why = "sent" if request.complete else "expired"
-        request.expires = self._now + self.lease
-        return [Free(request.key.request_id, "aborted" if before == "fenced" else why)]
+        return [Free(request.key, "aborted" if before == "fenced" else why)]
 
+    def _progress(self, message: ReaderStatus, place: Place, upto: int) -> Tell:
+        group, layer = place
+        return Tell(message.answer(LayerProgress, group=group, layer=layer, upto=upto))
 
-def _again(seen: Seen | None, message: ReaderStatus) -> bool:
-    """Return whether the reader said this before, or before it was done with this attempt.
+    def _push_message(self, request: HeldRequest, message: Message) -> list[Action]:
+        """Answer a heartbeat or `stop` if it is about a push.
 
-    What it says after that, it says of another load: what was valid for the first may be gone.
-    """
-    if seen is None or not seen.done:
-        return False
-    return seen.message.attempt == message.attempt and message.number <= seen.message.number
+        Call this before the ledger counts the message: `finished` must describe the reader as it
+        was before.
+        """
+        target = message.attempt, message.sample, message.by
+        push = request.push(target)
+        new = push.state == "new"
+        if isinstance(message, StopWriting):
+            full = new and self.pushes >= MAX_PUSHES
+            return [] if full else self._push(request, target, "stop")
+        if new or isinstance(message, Done):
+            return []
+        anew = push.state == "pushed" and request.finished(target)
+        return self._push(request, target, "anew" if anew else "heartbeat")
 
-
-def _order(message: ReaderStatus) -> tuple[int, int]:
-    return message.attempt, message.number
+    def _push(
+        self, request: HeldRequest, target: Target, event: str, pushed: Pushed | None = None
+    ) -> list[Action]:
+        """Take the row of the table for a push to *target*, and carry it out."""
+        self.pushes += target not in request.pushes
+        push = request.push(target)
+        row = PUSH[push.state, event]
+        push = request.pushes[target] = PushState(row.state, pushed or push.pushed)
+        if request.state == "unknown":
+            request.fenced_until = self._now + self.longest
+        if row.done != "tell":
+            return []
+        attempt, sample, to = target
+        name = request.key, self.me, to, attempt, 0, sample
+        if push.state == "pushed" and push.pushed is not None:
+            return [Tell(PushDone(*name, pushed=push.pushed))]
+        return [Tell(PushStopped(*name))]
 
 
 _ACTS: dict[str, Callable[..., list[Action]]] = {

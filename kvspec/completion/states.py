@@ -1,4 +1,4 @@
-"""The states of a request in both ledgers, as tables. docs/ledgers.md shows them.
+"""The states of a request in both ledgers, and of a push, as tables. docs/ledgers.md shows them.
 
 Invariant: a transition that is not in a table cannot happen. Each state but the last one ends after
 some time, so each request reaches an end. Only one row of each table frees or makes ready.
@@ -29,6 +29,9 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("unknown", "done"): Row("unknown", "keep", "as above; counted when the request is admitted"),
     ("unknown", "admit"): Row("held", "replay", "earlier messages count"),
     ("unknown", "time"): Row("forgotten", "gone", "it was never admitted: the data is void"),
+    ("unknown", "wait"): Row(
+        "unknown", "gone", "as above; but a reader gave a push up: remember it"
+    ),
     ("held", "heartbeat"): Row("held", "lease", "a live reader gets more time, up to the longest"),
     ("held", "done"): Row("held", "valid", "held until now, so all data was valid"),
     ("held", "again"): Row("held", "repeat", "the answer was lost"),
@@ -47,11 +50,38 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("freed", "time"): Row(
         "forgotten", "", "the request is unknown to later readers: they receive gone, too"
     ),
+    ("freed", "wait"): Row("freed", "gone", "a write is still in flight: its reader needs the end"),
 }
 """The producer's transitions, by state and event.
 
-*again* is a repeated message of a reader that is done. *complete* means that all expected readers
+*again* is a repeated `done` of a reader that is done. *complete* means that all expected readers
 are done. *time* means that the lease is over, or that a freed request was remembered as long.
+*wait* is *time* for a request that must be remembered because of a push.
+"""
+
+PUSH: dict[tuple[str, str], Row] = {
+    ("new", "begin"): Row("writing", "", "the write is about to be posted"),
+    ("new", "stop"): Row("stopped", "tell", "nothing was written, and a later push must not write"),
+    ("writing", "heartbeat"): Row("writing", "", "the reader waits for the end"),
+    ("writing", "stop"): Row("stopping", "", "bytes may still move: the session stops the write"),
+    ("writing", "written"): Row("pushed", "tell", "the last byte is written"),
+    ("writing", "failed"): Row("stopped", "tell", "the write failed, and nothing is in flight"),
+    ("stopping", "heartbeat"): Row("stopping", "", "it was sent before the stop"),
+    ("stopping", "stop"): Row("stopping", "", "the answer comes when nothing is in flight"),
+    ("stopping", "written"): Row("pushed", "tell", "the write ended before it could be stopped"),
+    ("stopping", "failed"): Row("stopped", "tell", "nothing is in flight any more"),
+    ("pushed", "heartbeat"): Row("pushed", "tell", "the outcome was lost"),
+    ("pushed", "stop"): Row("pushed", "tell", "the outcome was lost"),
+    ("pushed", "anew"): Row(
+        "stopped", "tell", "another load of the attempt: it may wait for other blocks"
+    ),
+    ("stopped", "heartbeat"): Row("stopped", "tell", "the outcome was lost, or is not known yet"),
+    ("stopped", "stop"): Row("stopped", "tell", "the outcome was lost"),
+}
+"""The transitions of a push to one reader in one attempt, by state and event.
+
+*anew* is a heartbeat of a reader that was done with the attempt. *stopped* is a fence: this rank
+never writes to the reader in this attempt again.
 """
 
 CONSUMER: dict[tuple[str, str], Row] = {

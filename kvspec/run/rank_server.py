@@ -111,9 +111,8 @@ class RankServer:
 
 
 def request_of(remote_id: str) -> str:
-    """Return the request id in *remote_id*. A request id alone is returned as it is."""
-    # `Settled` names a request by its request id, or by its remote id in later versions.
-    return remote_id.rpartition("#")[0] or remote_id
+    """Return the request id in *remote_id*."""
+    return remote_id.rpartition("#")[0]
 
 
 def quiet_ucx(device: str, *, loopback: bool) -> None:

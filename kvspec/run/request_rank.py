@@ -77,12 +77,12 @@ class RequestRank(RankServer):
         self.held[request_of(remote_id)] = request
 
     def settled(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Overwrite the blocks of requests that ended. Return their ids: done, and expired."""
+        """Overwrite the blocks of requests that ended. Return their ids: done, and others."""
         settled = self.session.settled()
-        done, expired = (tuple(map(request_of, ids)) for ids in (settled.done, settled.expired))
-        for name in (*done, *expired):
+        for name in map(request_of, settled.freed):
             self._spoil(self.held.pop(name).producer_blocks)
-        return done, expired
+        others = (*settled.expired, *settled.aborted)
+        return tuple(map(request_of, settled.done)), tuple(map(request_of, others))
 
     def load(
         self,

@@ -24,7 +24,7 @@ from kvspec.inputs import instance
 from kvspec.nixl import Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
-from kvspec.session.audit import Audit
+from kvspec.session.checksums import Audit
 from kvspec.session.remotes import RemoteEngine
 from kvspec.session.written import Blocks, blocks_of
 from kvspec.wire.messages import PushDone, Pushed, PushStopped

@@ -28,9 +28,8 @@ from kvspec.inputs import flag, instance, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
-from kvspec.session.audit import Audit
+from kvspec.session.checksums import Audit
 from kvspec.session.following import Frontiers, advances, ends_of, start
-from kvspec.session.ledger import refusal
 from kvspec.session.load import LOST, InFlight, Load
 from kvspec.session.remotes import ReadOptions
 from kvspec.session.written import BlockLocks, Blocks, pushed_of
@@ -411,7 +410,7 @@ class Loading:
                 if isinstance(action, Tell):
                     self.tell(action.message)
                 else:
-                    self.note(refusal(action))
+                    self.note(str(action))
                 continue
             if (load := self.loads.get(action.request_id)) is not None:
                 self._change(load, action)

@@ -26,20 +26,20 @@ from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
 from kvspec.session.background import BUSY, Background, SessionLock, since_boot
 from kvspec.session.channel import Channel, TcpChannel, check_channel
-from kvspec.session.ledger import MAX_FOREIGN, Ledger, Settled
+from kvspec.session.checksums import ChecksumAnswers
+from kvspec.session.holds import MAX_FOREIGN, Holds, Settled
 from kvspec.session.load import Load, Push
 from kvspec.session.loading import Loading
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
-from kvspec.session.pushing import Pushing
 from kvspec.session.remotes import ReadOptions, Remotes, judged
 from kvspec.session.stats import SessionStats, stats_of
-from kvspec.session.summing import Summing
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import (
     ChecksumRequest,
     Message,
     RankAddress,
     ReaderStatus,
+    RemoteId,
     StopWriting,
 )
 
@@ -105,7 +105,7 @@ class Session:
             revision=revision,
         )
         self.me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
-        book = ProducerLedger(self.me, lease=lease, longest=longest)
+        ledger = ProducerLedger(self.me, lease=lease, longest=longest)
         reader = ConsumerLedger(self.me, heartbeat=heartbeat, patience=patience)
         nixl.register(cache.memory, owner=owner)
         shake = attrs.evolve(shake, transport=nixl.metadata())
@@ -113,19 +113,16 @@ class Session:
         self._own = Introduced(
             handshake=shake,
             address=self.channel.address,
-            lease=book.lease,
+            lease=ledger.lease,
             heartbeat=reader.heartbeat,
         )
         self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
         self._messages = Messages(self.channel, nixl.secret, self._own, foreign.append)
         tell = self._messages.tell
-        self._summing = Summing(book, cache, owner, tell, foreign.append)
-        self._ledger = Ledger(
-            book, self._lock, clock, tell, self.poll, foreign, self._summing, nixl
-        )
+        answers = self._answers = ChecksumAnswers(ledger, cache, owner, tell, foreign.append)
+        self._holds = Holds(ledger, cache.engine, nixl, clock, tell, foreign, answers.close)
         self._loading = Loading(reader, nixl, cache, clock, tell, foreign.append)
-        self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes, self._count = Remotes(nixl, self._lock), itertools.count()
         self._background = Background(self.poll, self._rest, self.channel) if alone else None
 
@@ -203,7 +200,7 @@ class Session:
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
                 self._loading.connect(name, epoch)
-                self._book.connect(name, epoch)
+                self._holds.ledger.connect(name, epoch)
                 self._messages.disconnect(self._remotes.forget(name, remote))
             self._remotes.connect(remote, most)
             with self._lock.held:
@@ -215,7 +212,7 @@ class Session:
         """Forget an engine that has ended. Loads from it fail."""
         with self._lock.held:
             self._loading.disconnect(engine_id)
-            self._book.disconnect(engine_id)
+            self._holds.ledger.disconnect(engine_id)
             self._messages.disconnect(self._remotes.forget(engine_id))
             self._wake()
 
@@ -288,7 +285,7 @@ class Session:
     ) -> Push:
         """Start writing this rank's part of *request* into the blocks of all consumer ranks.
 
-        The ledger must hold the request. All ranks of the consumer must `load` the same request
+        The request must be held. All ranks of the consumer must `load` the same request
         with `pushed`, even if they have cached all of it, or `decline` it. If the call raises, the
         loads of this attempt fail.
 
@@ -312,7 +309,7 @@ class Session:
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
             push = Push(request, remote_id, remote, self.poll)
-            self._pushing.begin(push, seconds("timeout", timeout), attempt, sample)
+            self._holds.push(push, seconds("timeout", timeout), attempt, sample)
             self._wake()
         return push
 
@@ -327,7 +324,7 @@ class Session:
     ) -> None:
         """Inform the producer that this rank will not load a request.
 
-        Call it before the producer pushes.         The arguments are those of `load`.
+        Call it before the producer pushes. The arguments are those of `load`.
         """
         with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
@@ -338,9 +335,10 @@ class Session:
             self._wake()
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """Names of the held requests, whose blocks are not free."""
-        return self._ledger.held
+    def held(self) -> tuple[RemoteId, ...]:
+        """The held requests, whose blocks are not free."""
+        with self._lock.held:
+            return self._holds.held
 
     def hold(
         self,
@@ -355,17 +353,19 @@ class Session:
         Call it when the data is computed, or just before: the lease runs from this call.
 
         Args:
-            remote_id: Name from `new_remote_id`, the same on all ranks.
+            remote_id: Name from `new_remote_id`, the same on all ranks. A client that retries a
+                request gets a new name, so both can be held at the same time.
             lease: Seconds in which the first reader must send a heartbeat. Each heartbeat extends
                 it. By default, the lease of the session.
             readers: Number of consumer ranks that will read from this rank, if the engine knows it.
             blocks: The block tables of the request, by group. Loads with `digest` need them.
 
         Raises:
-            SpecError: If the request is held already, or *blocks* do not fit the engine.
+            SpecError: If *remote_id* was held before, or *blocks* do not fit the engine.
         """
-        self._ledger.hold(remote_id, lease=lease, readers=readers, blocks=blocks)
-        self._wake()
+        with self._lock.held:
+            self._holds.hold(remote_id, lease=lease, readers=readers, blocks=blocks)
+            self._wake()
 
     def record_progress(
         self, remote_id: str, upto: int, layers: Iterable[str] | None = None
@@ -383,28 +383,33 @@ class Session:
         Raises:
             SpecError: If *upto* is less than before for one of the layers. Then no layer changes.
         """
-        self._ledger.record_progress(remote_id, upto, layers)
+        with self._lock.held:
+            self._holds.record_progress(remote_id, upto, layers)
 
     def abort(self, remote_id: str) -> None:
         """Give up a held request. Its readers receive `gone`.
 
-        Its blocks are free when the readers have stopped, or the lease is over.
+        Its blocks are free when the readers have stopped, or the lease is over. Then `settled`
+        returns the request as aborted.
         """
-        self._ledger.abort(remote_id)
+        with self._lock.held:
+            self._holds.abort(remote_id)
 
     def settled(self) -> Settled:
         """Make progress on the session. Return the held requests that ended since the last call."""
-        return self._ledger.poll()
+        self.poll()
+        with self._lock.held:
+            return self._holds.settled()
 
     def poll(self) -> None:
         """Make progress on everything: messages, transfers and deadlines. Never waits."""
         with self._lock.held:
-            self._ledger.tick()
+            self._holds.tick()
             for message in self._messages.receive():
                 self._deliver(message)
             self._loading.move()
-            self._pushing.move()
-            self._summing.move()
+            self._holds.move()
+            self._answers.move()
             self._loading.recorded.extend(self._loading.book.tick(self._clock()))
             self._loading.act()
             self._remotes.leave()
@@ -412,7 +417,7 @@ class Session:
     def stats(self) -> SessionStats:
         """Return the numbers of unfinished things."""
         with self._lock.held:
-            return stats_of(self._loading, self._book, self._pushing, self._remotes, self._summing)
+            return stats_of(self._loading, self._holds.ledger, self._remotes, self._answers)
 
     def close(self, drain: float = 1.0) -> None:
         """Cancel all loads, wait until nothing moves, and disconnect all engines.
@@ -434,7 +439,8 @@ class Session:
             self._background.stop()
         with self._lock.held:
             self._remotes.close()
-            self._summing.close()
+            self._answers.close()
+            self._holds.close()
             self._messages.close()
 
     def _deliver(self, message: Message) -> None:
@@ -442,18 +448,15 @@ class Session:
         if message.to != self.me:
             self._loading.note(f"{message.kind} of {message.by}: it is for {message.to}")
         elif isinstance(message, ChecksumRequest):
-            self._summing.deliver(message)
+            self._answers.receive(message)
         elif isinstance(message, ReaderStatus | StopWriting):
-            self._pushing.deliver(message)
-            if isinstance(message, ReaderStatus):
-                self._ledger.recorded.extend(self._book.receive(message, self._clock()))
-                self._ledger.act()
+            self._holds.receive(message)
         else:
             self._loading.receive(message)
 
     def _moving(self) -> bool:
         with self._lock.held:
-            return self._loading.moving or self._pushing.moving or self._summing.waiting > 0
+            return self._loading.moving or self._holds.moving or self._answers.waiting > 0
 
     def _rest(self) -> float:
         """Return how many seconds the next poll may be away, if nothing happens before."""
@@ -462,7 +465,7 @@ class Session:
                 return BUSY
             if self._remotes.leaving:
                 return LEAVING
-            due = [at for at in (self._book.due, self._loading.book.due) if at is not None]
+            due = [at for at in (self._holds.ledger.due, self._loading.book.due) if at is not None]
             return max(BUSY, min(due, default=math.inf) - self._clock())
 
     def _wake(self) -> None:

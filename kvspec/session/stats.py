@@ -5,10 +5,9 @@ from __future__ import annotations
 import attrs
 
 from kvspec.completion.producer import ProducerLedger
+from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.loading import Loading
-from kvspec.session.pushing import Pushing
 from kvspec.session.remotes import Remotes
-from kvspec.session.summing import Summing
 
 
 @attrs.frozen
@@ -20,7 +19,7 @@ class SessionStats:
     Attributes:
         loads: Loads that still send or expect messages.
         steps: Steps that may still write.
-        pushes: Pushes whose readers may send again.
+        pushes: Readers whose outcome of a push is remembered, because they may send again.
         held: Requests that are held for readers.
         remembered: Requests that the ledger still remembers.
         engines: Connected engines.
@@ -39,16 +38,16 @@ class SessionStats:
 
 
 def stats_of(
-    loading: Loading, book: ProducerLedger, pushing: Pushing, remotes: Remotes, summing: Summing
+    loading: Loading, ledger: ProducerLedger, remotes: Remotes, answers: ChecksumAnswers
 ) -> SessionStats:
     """Count what the parts of a session hold."""
     return SessionStats(
         loads=len({*loading.book.open, *loading.loads}),
         steps=loading.book.steps,
-        pushes=len(pushing.writing),
-        held=len(book.held),
-        remembered=book.remembered,
+        pushes=ledger.pushes,
+        held=ledger.holding,
+        remembered=ledger.remembered,
         engines=len(remotes),
         leaving=remotes.leaving,
-        sums=summing.waiting,
+        sums=answers.waiting,
     )

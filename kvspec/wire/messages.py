@@ -108,6 +108,11 @@ class Key(WireStruct, frozen=True):
         if len(instance("nonce", self.nonce, bytes)) not in NONCE:
             raise SpecError("nonce", self.nonce, f"{NONCE.start} to {NONCE.stop - 1} bytes")
 
+    @property
+    def remote_id(self) -> RemoteId:
+        """The same name as text, which `key_of` reads."""
+        return RemoteId(f"{self.request_id}#{self.nonce.hex()}")
+
 
 class Extent(WireStruct, frozen=True, kw_only=True):
     """Contents of a request whose checksums two ranks compare.
@@ -367,8 +372,7 @@ def new_remote_id(request_id: str) -> RemoteId:
     >>> new_remote_id("request-1").split("#")[0]
     'request-1'
     """
-    key = Key(request_id, secrets.token_bytes(NEW_NONCE))
-    return RemoteId(f"{key.request_id}#{key.nonce.hex()}")
+    return Key(request_id, secrets.token_bytes(NEW_NONCE)).remote_id
 
 
 def key_of(remote_id: object) -> Key:
@@ -379,6 +383,10 @@ def key_of(remote_id: object) -> Key:
     """
     request_id, _, nonce = instance("remote_id", remote_id, str).rpartition("#")
     try:
-        return Key(request_id, bytes.fromhex(nonce))
+        key = Key(request_id, bytes.fromhex(nonce))
     except ValueError:  # The nonce has other digits, or `Key` raised SpecError.
-        raise SpecError("remote_id", remote_id, "a str that new_remote_id returned") from None
+        key = None
+    # `bytes.fromhex` also reads capitals and spaces. Each request has only one name.
+    if key is None or key.remote_id != remote_id:
+        raise SpecError("remote_id", remote_id, "a str that new_remote_id returned")
+    return key

@@ -1,4 +1,4 @@
-"""An interrupted call of a consumer's ledger changes nothing, so that it can be made again."""
+"""An interrupted call of a ledger changes nothing, so that it can be made again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ import pytest
 from lines import interrupted_at
 
 import kvspec
-from kvspec.completion import consumer, load_plan, pending
+from kvspec.completion import consumer, held, load_plan, pending, producer
 from kvspec.completion.actions import Tell
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.load_plan import LoadPlan
-from kvspec.wire.messages import MESSAGES, Key, Message, RankAddress
+from kvspec.completion.producer import ProducerLedger
+from kvspec.wire.messages import (
+    MESSAGES,
+    Done,
+    Heartbeat,
+    Key,
+    Message,
+    Pushed,
+    RankAddress,
+    StopWriting,
+)
 
+LINES = consumer, load_plan, pending, producer, held
 Calls = list[Callable[[Any, list[Any]], Any]]
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)
 
@@ -57,12 +68,68 @@ RESTARTED: Calls = [
 ]
 
 
+KEY, OTHER_KEY = Key("theirs", b"8 bytes!"), Key("theirs", b"9 bytes!!")
+ME, READERS = (
+    RankAddress("prefill", 1, RANK), [RankAddress("decode", 1, rank) for rank in (RANK, OTHER)]
+)  # fmt: skip
+TARGETS = [(0, 0, reader) for reader in READERS]
+WRITTEN = Pushed(8, 0, 0, bytes(16), bytes(16))
+
+
+def asks(kind: Any, by: int, number: int, key: Key = KEY) -> Any:
+    """Return a message of one of two readers."""
+    return kind(key, READERS[by], ME, 0, number, expected=2)
+
+
+def ticks(now: float) -> Calls:
+    """Return calls that let the time pass."""
+    return [lambda ledger, _: ledger.tick(now)]
+
+
+READ: Calls = [
+    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 1), 0.0),
+    lambda ledger, _: ledger.receive(asks(Done, 1, 1, OTHER_KEY), 0.0),
+    lambda ledger, _: ledger.admit(KEY, 1.0, lease=20.0),
+    lambda ledger, _: ledger.record_progress(KEY, [("full", "l.0"), ("full", "l.1")], 4, 2.0),
+    lambda ledger, _: ledger.receive(asks(Heartbeat, 1, 1), 12.0),  # others expire meanwhile
+    lambda ledger, _: ledger.receive(asks(Done, 0, 2), 13.0),
+    lambda ledger, _: ledger.receive(asks(Done, 1, 2), 14.0),
+    lambda ledger, _: ledger.receive(asks(Done, 1, 2), 15.0),
+    *ticks(99.0),
+]
+ABORTED: Calls = [
+    lambda ledger, _: ledger.admit(KEY, 0.0),
+    lambda ledger, _: ledger.admit(OTHER_KEY, 0.0),
+    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 1), 1.0),
+    lambda ledger, _: ledger.abort(KEY, 2.0),
+    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 2), 3.0),
+    *ticks(40.0),  # Both leases end in one call.
+    *ticks(99.0),
+]
+PUSHED: Calls = [
+    lambda ledger, _: ledger.receive(StopWriting(KEY, READERS[1], ME), 0.0),
+    *ticks(11.0),
+    lambda ledger, _: ledger.admit(KEY, 12.0),
+    lambda ledger, _: ledger.begin_push(KEY, TARGETS),
+    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 1), 13.0),
+    lambda ledger, _: ledger.end_push(KEY, TARGETS[0], WRITTEN, 14.0),
+    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 2), 15.0),
+    *ticks(40.0),
+    *ticks(99.0),
+]
+
+
 def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]:
     """Make *calls*; if an interrupt at line *place* ends call *at*, make this call again.
 
     Return what the calls returned, and whether call *at* has so many lines.
     """
-    ledger = ConsumerLedger(RankAddress("decode", 1, RANK), heartbeat=5.0, patience=12.0)
+    consumes = calls in (DONE, LATE, RESTARTED)
+    ledger: Any = (
+        ConsumerLedger(RankAddress("decode", 1, RANK), heartbeat=5.0, patience=12.0)
+        if consumes
+        else ProducerLedger(ME, lease=10.0, longest=30.0)
+    )
     told: list[Any] = []
     reached = False
     for number, call in enumerate(calls):
@@ -72,15 +139,19 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
         raised = True
         if number == at:
-            reached, raised = interrupted_at(place, act, consumer, load_plan, pending)
+            reached, raised = interrupted_at(place, act, *LINES)
         if raised:
             act()
-    assert {} == ledger.open
+    if consumes:
+        assert {} == ledger.open
+    else:
+        empty = ledger.held, ledger.holding, ledger.pushes, ledger.remembered, ledger.due
+        assert ((), 0, 0, 0, None) == empty
     return told, reached
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("calls", [DONE, LATE, RESTARTED])
+@pytest.mark.parametrize("calls", [DONE, LATE, RESTARTED, READ, ABORTED, PUSHED])
 def test_ledger_call_that_is_interrupted_can_be_made_again(calls: Calls) -> None:
     """No action is lost, doubled or another one, wherever the interrupt came."""
     want, _ = played(calls)

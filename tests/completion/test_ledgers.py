@@ -25,12 +25,12 @@ from kvspec.completion.actions import Free, Tell
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.pending import name_of
 from kvspec.completion.producer import ProducerLedger
-from kvspec.completion.states import CONSUMER, PRODUCER
+from kvspec.completion.states import CONSUMER, PRODUCER, PUSH
 from kvspec.testing import strategies
-from kvspec.wire.messages import Message, ReaderStatus, Valid
+from kvspec.wire.messages import Done, Heartbeat, Lease, Message, ReaderStatus, Valid
 
 AT = st.integers(0, 50)
-FORGED = ("nonce", "id", "epoch", "start", "number", "fewer", "more", "stranger")
+FORGED = ("copy", "nonce", "id", "epoch", "start", "number", "fewer", "more", "stranger")
 ENDS = ("done", "done", "done", "done", "failed", "hangs")
 
 
@@ -86,6 +86,18 @@ class Machine(RuleBasedStateMachine):
     @rule(at=AT)
     def abort(self, at: int) -> None:
         self.world.abort(at)
+
+    @rule(at=AT)
+    def give_up(self, at: int) -> None:
+        self.world.give_up(at)
+
+    @rule(at=AT)
+    def begin_push(self, at: int) -> None:
+        self.world.begin_push(at)
+
+    @rule(at=AT, fails=st.booleans())
+    def end_push(self, at: int, fails: bool) -> None:
+        self.world.end_push(at, fails=fails)
 
     @rule(at=AT)
     def cancel(self, at: int) -> None:
@@ -161,9 +173,12 @@ def chaos(seed: int, steps: int = 160, **ledgers: Any) -> World:
         "lose": (1, lambda: world.lose(small())),
         "forge": (3, lambda: world.forge(small(), drawn.choice(FORGED))),
         "abort": (0.3, lambda: world.abort(small())),
+        "give up": (3, lambda: world.give_up(small())),
+        "begin push": (3, lambda: world.begin_push(small())),
+        "end push": (2, lambda: world.end_push(small(), fails=drawn.random() < 0.4)),
         "cancel": (0.5, lambda: world.cancel(small())),
         "retry": (3, lambda: world.retry(small())),
-        "reread": (1, lambda: world.reread(small())),
+        "reread": (3, lambda: world.reread(small())),
         "advance": (4, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
         "restart": (0.2, lambda: world.restart(drawn.choice("PD"))),
         "stop clock": (0.5, lambda: world.stop_clock(drawn.choice((2.0, 11.0)))),
@@ -226,13 +241,17 @@ class Taken(dict[Any, Any]):
 
 def test_every_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """No row of a table is there for show, and no other is missed."""
-    tables = {"producer.PRODUCER": Taken(PRODUCER), "consumer.CONSUMER": Taken(CONSUMER)}
+    tables = {
+        "producer.PRODUCER": Taken(PRODUCER),
+        "producer.PUSH": Taken(PUSH),
+        "consumer.CONSUMER": Taken(CONSUMER),
+    }
     for name, table in tables.items():
         monkeypatch.setattr(f"kvspec.completion.{name}", table)
     for seed in range(120):
         chaos(seed, steps=400)
-    for table in tables.values():
-        assert set(table) == table.rows
+    for name, table in tables.items():
+        assert set(table) == table.rows, name
 
 
 class ByTotal(ProducerLedger):
@@ -243,7 +262,7 @@ class ByTotal(ProducerLedger):
         self.extra = getattr(self, "extra", 0) + 1
         by = replace(message.by, rank=kvspec.RankId(tp=1000 + self.extra))
         request = self._requests.get(message.key)
-        known = request and request.state == "held" and request.seen(message)
+        known = request and request.state == "held" and request.reader(message.by, message.sample)
         if message.kind == "done" and known and known.done:
             super().receive(replace(message, by=by), now)
         return super().receive(message, now)
@@ -254,18 +273,18 @@ class ByRequest(ProducerLedger):
 
     def receive(self, message: Any, now: float) -> Any:
         """Take whatever nonce for the right one."""
-        key = self._open.get(message.key.request_id, message.key)
-        return super().receive(replace(message, key=key), now)
+        same = [key for key in self.held if key.request_id == message.key.request_id]
+        return super().receive(replace(message, key=[*same, message.key][0]), now)
 
 
 class OnAbort(ProducerLedger):
     """Free on abort."""
 
-    def abort(self, request_id: str, now: float) -> Any:
+    def abort(self, key: Any, now: float) -> Any:
         """Free at once."""
-        actions = super().abort(request_id, now)
-        key = self._open.get(request_id)
-        return actions + (self._step(self._requests[key], "complete") if key else [])
+        actions = super().abort(key, now)
+        held = self.find(key)
+        return actions + (self._step(held, "complete") if held else [])
 
 
 class FirstCount(ProducerLedger):
@@ -274,9 +293,10 @@ class FirstCount(ProducerLedger):
     def receive(self, message: Any, now: float) -> Any:
         """Replace every later count by the first."""
         request = self._requests.get(message.key)
-        start = request and request.starts.get((message.by.engine_id, message.by.epoch))
-        if start and isinstance(message, ReaderStatus):
-            message = replace(message, expected=start.expected)
+        name = message.by.engine_id, message.by.epoch
+        incarnation = request and request.incarnations.get(name)
+        if incarnation and isinstance(message, ReaderStatus):
+            message = replace(message, expected=incarnation.expected)
         return super().receive(message, now)
 
 
@@ -317,10 +337,9 @@ class Twice(ProducerLedger):
 
     def tick(self, now: float) -> Any:
         """Free whatever is forgotten."""
-        before = {r.key.request_id for r in self._requests.values() if r.state == "freed"}
+        before = {key for key, request in self._requests.items() if request.state == "freed"}
         actions = super().tick(now)
-        after = {r.key.request_id for r in self._requests.values()}
-        return actions + [Free(name, "expired") for name in sorted(before - after)]
+        return actions + [Free(key, "expired") for key in before if key not in self._requests]
 
 
 class AnyStart(ProducerLedger):
@@ -337,8 +356,10 @@ class AnyRank(ProducerLedger):
 
     def receive(self, message: Any, now: float) -> Any:
         """Count all ranks as one, and all that come as it."""
-        by = replace(message.by, rank=kvspec.RankId())
-        return super().receive(replace(message, by=by, expected=min(message.expected, 1)), now)
+        message = replace(message, by=replace(message.by, rank=kvspec.RankId()))
+        if isinstance(message, ReaderStatus):
+            message = replace(message, expected=1)
+        return super().receive(message, now)
 
 
 class Everlasting(ProducerLedger):
@@ -358,16 +379,52 @@ class ByAttempt(ProducerLedger):
     def receive(self, message: Message, now: float) -> Any:
         """Give it the number of what it said last."""
         request = self._requests.get(message.key)
-        seen = request.seen(message) if request else None
-        if seen is None or not seen.done or seen.message.attempt != message.attempt:
+        seen = request.reader(message.by, message.sample) if request else None
+        other = not isinstance(message, ReaderStatus)
+        if other or seen is None or not seen.done or seen.message.attempt != message.attempt:
             return super().receive(message, now)
-        actions = super().receive(replace(message, number=seen.message.number), now)
+        fields = {field: getattr(message, field) for field in Done.__struct_fields__}
+        actions = super().receive(Done(**fields | {"number": seen.message.number}), now)
         return [
             Tell(replace(action.message, number=message.number))
             if isinstance(action, Tell)
             else action
             for action in actions
         ]
+
+
+class Repeating(ProducerLedger):
+    """Extend the lease for a copy of a heartbeat."""
+
+    def receive(self, message: Any, now: float) -> Any:
+        """Answer the copy as the original."""
+        request = self._requests.get(message.key)
+        reader = request.reader(message.by, message.sample) if request else None
+        copy = reader is not None and reader.message == message
+        if not copy or not isinstance(message, Heartbeat) or not request or request.state != "held":
+            return super().receive(message, now)
+        request.expires = max(request.expires, now + self.lease)
+        return [Tell(message.answer(Lease, lease=self.lease))]
+
+
+class Unfenced(ProducerLedger):
+    """Forget the readers that gave a push up."""
+
+    def _push_message(self, request: Any, message: Any) -> Any:
+        actions = super()._push_message(request, message)
+        target = message.attempt, message.sample, message.by
+        if request.push(target).state == "stopped":
+            del request.pushes[target]
+            self.pushes -= 1
+        return actions
+
+
+class Impatient(ProducerLedger):
+    """Answer `stop` while bytes of the write may still move."""
+
+    def _push(self, request: Any, target: Any, event: str, pushed: Any = None) -> Any:
+        hasty = event == "stop" and request.push(target).in_flight
+        return super()._push(request, target, "failed" if hasty else event, pushed)
 
 
 class Renumbered(ConsumerLedger):
@@ -452,7 +509,7 @@ CALM = 8
 """Seeds that are tried without a fault too."""
 BROKEN = {
     "producer": (ByTotal, ByRequest, OnAbort, FirstCount, NoEarly, NoFence, NoBeats, Twice,
-                 AnyStart, AnyRank, Everlasting, ByAttempt),
+                 AnyStart, AnyRank, Everlasting, ByAttempt, Repeating, Unfenced, Impatient),
     "consumer": (Unasked, Leased, OneSource, AtOnce, OnlySources, Stubborn, Renumbered),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvspec import BlockTable, RankCache, RankId, allocate
 from kvspec.check.digests import Wanted, differing, digest, wanted
-from kvspec.session.extents import extents_of, sums_of
+from kvspec.session.checksums import extents_of, sums_of
 from kvspec.testing import Case, strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import rows_of

@@ -13,10 +13,10 @@ import random
 from typing import Any, Literal
 
 import pytest
+import session_faults as faults
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from msgspec.structs import replace
 from session_world import MODES, PAIRS, Mode, World
 
 from kvspec.completion.consumer import ConsumerLedger
@@ -24,11 +24,7 @@ from kvspec.completion.load_plan import Frontiers
 from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
 from kvspec.session import Load
-from kvspec.session.audit import Audit
-from kvspec.session.extents import extents_of
-from kvspec.session.ledger import Ledger
 from kvspec.session.loading import Loading
-from kvspec.session.pushing import Pushing
 from kvspec.testing import FakeNixl
 from kvspec.wire.messages import Gone, LayerProgress, Message, Pushed, Valid
 from kvspec.wire.seal import MAC, Secret
@@ -211,61 +207,9 @@ def deceive(answer: Any) -> Any:
     return lambda self, kind, **more: answer(self, Valid if kind is Gone else kind, **more)
 
 
-def remembering(patch: pytest.MonkeyPatch) -> None:
-    """Take what a reader says of another load for what it said of the first."""
-    patch.setattr("kvspec.completion.producer._again", _was_done)
-
-
-def _was_done(seen: Any, message: Message) -> bool:
-    return seen is not None and seen.done and seen.message.attempt == message.attempt
-
-
-def repeating(patch: pytest.MonkeyPatch) -> None:
-    """Tell every load of an attempt what the first was told that was pushed."""
-    heard = Pushing.deliver
-
-    def told(self: Any, message: Message) -> None:
-        reader = message.key, message.attempt, message.sample, message.by
-        each = self.writing.get(reader)
-        if each is not None and each.told:
-            self._tell(reader, each.told, each)
-        else:
-            heard(self, message)
-
-    patch.setattr(Pushing, "deliver", told)
-
-
 def never_freed(patch: pytest.MonkeyPatch) -> None:
     """Forget that quarantine ended."""
     patch.setattr(Transfer, "free", lambda _: False)
-
-
-def told_twice(patch: pytest.MonkeyPatch) -> None:
-    """Tell again what is free."""
-    act = Ledger.act
-    patch.setattr(
-        Ledger, "act", lambda self: [act(self), self.recorded.extend([*self.recorded][:1])]
-    )
-
-
-def early(patch: pytest.MonkeyPatch) -> None:
-    """Say that all is written as soon as it is posted."""
-    settle = Pushing._settle
-
-    def hasty(self: Any, reader: Any, each: Any) -> None:
-        settle(self, reader, each)
-        if not each.told:
-            self._tell(reader, "pushed", each)
-
-    patch.setattr(Pushing, "_settle", hasty)
-
-
-def unfenced(patch: pytest.MonkeyPatch) -> None:
-    """Forget who gave up what was not pushed yet."""
-    heard = Pushing.deliver
-    patch.setattr(
-        Pushing, "deliver", lambda self, message: [heard(self, message), self.fences.clear()]
-    )
 
 
 def trusting(patch: pytest.MonkeyPatch) -> None:
@@ -327,32 +271,6 @@ def half_way(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Frontiers, "whole", property(lambda self: not all(self._left.values())))
 
 
-def believing(patch: pytest.MonkeyPatch) -> None:
-    """Take what is answered for what is there."""
-    patch.setattr(Audit, "_narrow", lambda *_: None)
-
-
-def first_alone(patch: pytest.MonkeyPatch) -> None:
-    """Compare what came from the first rank that is read, and nothing else."""
-    ask = Audit._ask
-
-    def first(self: Any, rank: Any, extent: Any) -> None:
-        if rank == next(iter(self.remote.tables)):
-            ask(self, rank, extent)
-
-    patch.setattr(Audit, "_ask", first)
-
-
-def ends_alone(patch: pytest.MonkeyPatch) -> None:
-    """Sum the last token alone."""
-    patch.setattr(
-        "kvspec.session.audit.extents_of",
-        lambda *given: (
-            replace(extent, tokens=extent.tokens[-1:]) for extent in extents_of(*given)
-        ),
-    )
-
-
 def too_early(patch: pytest.MonkeyPatch) -> None:
     """Be done first, and compare then."""
     patch.setattr(
@@ -364,12 +282,18 @@ def too_early(patch: pytest.MonkeyPatch) -> None:
 
 BROKEN: dict[Mode | Literal["digest"], tuple[Any, ...]] = {
     "pull": (
-        unasked, hasty, one_source, unsealed, unmarked, never_freed, told_twice,
-        remembering,
+        unasked, hasty, one_source, unsealed, unmarked, never_freed,
+        faults.free_request_is_reported_twice, faults.earlier_load_answers_for_the_next,
     ),
-    "push": (early, unfenced, trusting, repeating),
+    "push": (
+        faults.outcome_is_sent_before_the_end, faults.reader_that_gave_up_is_forgotten, trusting,
+        faults.first_push_answers_for_the_next,
+    ),
     "follow": (ahead, back, states_early, other_layers, half_way),
-    "digest": (believing, first_alone, ends_alone, too_early),
+    "digest": (
+        faults.differences_are_ignored, faults.only_the_first_source_is_compared,
+        faults.only_the_last_token_is_compared, too_early,
+    ),
 }  # fmt: skip
 
 

@@ -17,12 +17,15 @@ from kvspec.errors import SpecError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from sessions import BLOCKS, Side, engine, new_remote_id, request, until
+from sessions import BLOCKS, Direct, Side, engine, new_remote_id, request, until
 
+from kvspec.completion.producer import ProducerLedger
 from kvspec.session import Load
-from kvspec.session.extents import sums_of
+from kvspec.session.checksums import ChecksumAnswers, sums_of
+from kvspec.session.mailbox import MESSAGE
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
+from kvspec.wire.codec import encode_message
 from kvspec.wire.messages import (
     Checksum,
     ChecksumRequest,
@@ -105,9 +108,7 @@ def test_what_arrived_whole_is_done(nixl: None, sizes: str) -> None:
         assert [()] * len(loads) == [s.settled().foreign for s in consumer.sessions.values()]
         done: list[str] = []
         until(lambda: done.extend(producer.settled()[0]) or len(done) == len(producer.sessions))
-        producer.poll()
-        kept = [(s._summing.tables, s._summing._known) for s in producer.sessions.values()]
-        assert [({}, {})] * len(kept) == kept
+        assert [0] * len(producer.sessions) == [s.stats().held for s in producer.sessions.values()]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
     group = kvspec.KVCacheGroup(name="s", layers=["s.0"], spec=spec)
     one = kvspec.EngineSpec(groups=[group], parallel=kvspec.ParallelConfig(tp_size=1))
     extent = Extent(layers=("s.0",), parts=parts, units=range(1), tokens=range(8), rows=range(3))
-    with FakeNixl(), Side("P", one, polled=False) as producer:
+    with FakeNixl(), Side("P", one, polled=False, channel=Direct("P")) as producer:
         (session,) = producer.sessions.values()
         remote_id = new_remote_id("r")
         session.hold(remote_id, blocks={"s": [1]})
@@ -240,7 +241,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
             to=session.me,
             extent=extent,
         )  # fmt: skip
-        session._summing.deliver(question)
+        Direct("D").send("P", session.nixl.secret.seal(MESSAGE, encode_message(question)))
         session.poll()
         (why,) = session.settled().foreign
         assert "rows=range(0, 3): expected rows below 1, the rows of ssm" in why
@@ -252,17 +253,17 @@ def test_what_was_summed_for_one_load_is_no_answer_to_the_next() -> None:
     with FakeNixl(), met(SIZES["blocks of two"]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
-        until(lambda: all(load.held_back and not load.in_flight for load in loads), consumer)
         (session, *_), (first, *_) = consumer.sessions.values(), loads
         assert first.audit is not None
-        numbers = {*first.audit._begun()}
+        until(lambda: first.audit.numbers, consumer)
+        numbers = first.audit.numbers
         first.cancel()
         until(lambda: not session.stats().loads, *sides)
         other = attrs.evolve(asked, request_id="again", cached_tokens=7)
         again = session.load(other, remote_id=first.remote_id, timeout=9.0, digest=True)
-        until(lambda: again.held_back and not again.in_flight, consumer)
         assert again.audit is not None
-        assert numbers.isdisjoint(again.audit._begun())
+        until(lambda: again.audit.numbers, consumer)
+        assert numbers.isdisjoint(again.audit.numbers)
         assert ["done"] == ended([again], *sides)
 
 
@@ -324,39 +325,80 @@ def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
         assert {"done"} == set(ended(loads, *sides))
 
 
-def test_a_rank_that_is_closed_keeps_nothing_to_sum() -> None:
-    """Neither its memory nor where requests lie in it: a question finds nothing there."""
-    with FakeNixl(), met(SIZES["two of four"]) as sides:
-        begin(sides)
-        for session in sides[0].sessions.values():
-            summing = session._summing
-            assert ([1, 2, 3, 4], True) == (
-                next(iter(summing.tables.values()))["full"].block_ids.tolist(),
-                summing.owner is not None,
-            )
-            session.nixl.close()
-            session.poll()
-            assert ({}, {}, None) == (summing.tables, summing._known, summing.owner)
+class Asked:
+    """A producer rank that holds one request, and is asked for the checksum of its first layer."""
+
+    def __init__(self) -> None:
+        spec, self.told, self.owner = engine(1), list[Message](), object()
+        cache, _ = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
+        me = RankAddress("P", 1, kvspec.RankId())
+        self.ledger, self.key = ProducerLedger(me, lease=10.0), key_of(new_remote_id("r"))
+        self.answers = ChecksumAnswers(self.ledger, cache, self.owner, self.told.append, print)
+        self.ledger.admit(self.key, 0.0, blocks={"full": kvspec.BlockTable([1, 2])})
+        extent = Extent(layers=("l.0",), parts=("k",), units=range(1), tokens=range(8))
+        self.question = ChecksumRequest(self.key, RankAddress("D", 1, me.rank), me, extent=extent)
 
 
-def test_an_answer_that_was_lost_is_given_again() -> None:
-    """What was summed is known: who asks again is told, and nothing is summed again."""
-    with FakeNixl(), met(SIZES["two of four"]) as sides:
-        begun, lost = begin(sides, timeout=5.0), list[Message]()
-        summings = [session._summing for session in sides[0].sessions.values()]
-        tells = [summing.tell for summing in summings]
-        for summing in summings:
-            summing.tell = lost.append
-        until(lambda: lost and not any(summing.waiting for summing in summings), *sides)
-        for summing, tell in zip(summings, tells, strict=True):
-            summing.tell = tell
-        assert ["done", "done"] == ended(begun[1], *sides)
+def test_closed_rank_computes_no_checksums() -> None:
+    """Its memory may be gone: it keeps no reference, and a request gets no answer."""
+    asked = Asked()
+    asked.answers.receive(asked.question)
+    assert (1, asked.owner) == (asked.answers.waiting, asked.answers.owner)
+    asked.answers.close()
+    asked.answers.receive(asked.question)
+    asked.answers.move()
+    assert (0, None, []) == (asked.answers.waiting, asked.answers.owner, asked.told)
+
+
+def test_request_that_is_freed_gets_no_checksum() -> None:
+    """Neither if it was asked for before, nor after."""
+    asked = Asked()
+    asked.answers.receive(asked.question)
+    asked.ledger.tick(10.0)
+    asked.answers.move()
+    asked.answers.receive(asked.question)
+    assert (0, []) == (asked.answers.waiting, asked.told)
+
+
+def test_known_checksum_is_sent_again_without_work() -> None:
+    """A reader whose answer was lost asks again, and the bytes are not read again."""
+    asked = Asked()
+    asked.answers.receive(asked.question)
+    until(lambda: asked.answers.move() or not asked.answers.waiting)
+    asked.answers.receive(replace(asked.question, number=2))
+    assert 0 == asked.answers.waiting
+    first, second = asked.told
+    assert isinstance(first, Checksum)
+    assert replace(first, number=2) == second
+
+
+def test_load_is_done_when_a_checksum_was_lost() -> None:
+    """The consumer asks again, and receives the answer."""
+    with (
+        FakeNixl(),
+        Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
+        Side("D", engine(1), polled=True, channel=Direct("D"), heartbeat=0.05) as consumer,
+    ):
+        consumer.connect(producer)
+        _, loads = begin((producer, consumer))
+        lost: list[bytes] = []
+
+        def lose() -> bool:
+            producer.poll()
+            came = Direct.channels["D"].came
+            lost.extend(data for _, data in came if b"checksum" in data)
+            came[:] = [each for each in came if b"checksum" not in each[1]]
+            return bool(lost)
+
+        until(lose, consumer)
+        assert "moving" == loads[0].state
+        assert ["done"] == ended(loads, producer, consumer)
 
 
 def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit is not kept, and asked again: the load is done all the same."""
-    monkeypatch.setattr("kvspec.session.summing.MAX_ASKED", 1)
-    monkeypatch.setattr("kvspec.session.summing.MAX_KNOWN", 1)
+    monkeypatch.setattr("kvspec.session.checksums.MAX_ASKED", 1)
+    monkeypatch.setattr("kvspec.session.checksums.MAX_KNOWN", 1)
     with FakeNixl(), met(SIZES["two of four"]) as sides:
         _, loads = begin(sides)
         assert ["done"] * 2 == ended(loads, *sides)

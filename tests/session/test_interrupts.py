@@ -14,14 +14,15 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from lines import interrupted_at
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
-from kvspec.completion import consumer, load_plan, pending
+from kvspec.completion import consumer, held, load_plan, pending, producer
 from kvspec.nixl import rank, transfer
-from kvspec.session import following, ledger, load, loading, session, written
+from kvspec.session import following, holds, load, loading, session, written
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 
 LINES = (
-    consumer, load_plan, pending, session, loading, load, following, ledger, written, rank,
+    consumer, load_plan, pending, producer, held, session, loading, load, following, holds, written,
+    rank,
     transfer,
 )  # fmt: skip
 ENOUGH = 20_000
@@ -200,7 +201,7 @@ def test_request_is_freed_once_when_the_producer_is_interrupted(pair: Pair) -> N
                 pair.session.poll()
                 pair.other.poll()
 
-        came, _ = interrupted_at(place, polls, ledger)
+        came, _ = interrupted_at(place, polls, holds, producer, held)
         assert [f"r{pair.count}"] == pair.settle()
         return came
 
@@ -208,3 +209,28 @@ def test_request_is_freed_once_when_the_producer_is_interrupted(pair: Pair) -> N
         if not once(place):
             break
     assert place > 20
+
+
+def test_push_that_is_interrupted_ends(pair: Pair) -> None:
+    """Its reader receives an outcome, and nothing is left, wherever the call was interrupted."""
+    states: set[str] = set()
+
+    def once(place: int) -> bool:
+        moved = pair.begin(pushed=True)()
+        given: dict[str, Any] = {"remote_id": pair.remote_id, "timeout": 9.0, "epoch": 1}
+        came, _ = interrupted_at(
+            place, lambda: pair.other.push(pair.asked, **given), session, holds, producer, held,
+            written, rank, transfer,
+        )  # fmt: skip
+        until(lambda: moved.poll() != "moving" or moved.error, pair.producer)
+        if not pair.other.stats().pushes:  # It was interrupted before it began.
+            moved.cancel()
+        pair.settle()
+        states.add(moved.state)
+        assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
+        assert not pair.other._holds.moving
+        assert 0 == pair.other.nixl.stats().transfers
+        return came
+
+    everywhere(5, once)
+    assert {"done", "failed"} == states

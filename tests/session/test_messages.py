@@ -13,7 +13,7 @@ from sessions import Direct, Side, engine, new_remote_id, request
 
 import kvspec
 from kvspec.session import TcpChannel
-from kvspec.session.ledger import MAX_FOREIGN
+from kvspec.session.holds import MAX_FOREIGN
 from kvspec.session.mailbox import ANSWER, CHALLENGE, INTRODUCTION, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl
 from kvspec.wire.codec import encode_message

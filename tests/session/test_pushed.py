@@ -18,8 +18,8 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
 from kvspec.session import Load
+from kvspec.session.holds import Holds
 from kvspec.session.load import Push
-from kvspec.session.pushing import Pushing
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.wire.messages import Message
@@ -221,13 +221,13 @@ def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) 
         consumer.spoil(asked)
         producer.hold(remote_id)
         (session,), (reader,) = producer.sessions.values(), consumer.sessions.values()
-        heartbeats, heard = list[Message](), Pushing.deliver
+        heartbeats, receive = list[Message](), Holds.receive
 
-        def hear(self: Pushing, message: Message) -> None:
-            heard(self, message)
+        def count(self: Holds, message: Message) -> None:
+            receive(self, message)
             heartbeats.append(message)
 
-        monkeypatch.setattr(Pushing, "deliver", hear)
+        monkeypatch.setattr(Holds, "receive", count)
         (load,) = consumer.load(asked, remote_id, pushed=True)
         until(lambda: heartbeats, producer, consumer)
         assert (False, True) == (session._moving(), reader._moving())
@@ -328,16 +328,18 @@ def test_who_gave_up_is_not_pushed_to_as_long_as_it_is_held(net: FakeNixl) -> No
         for load in loads:
             load.cancel()
         assert ["failed"] * 2 == ended(loads, producer, consumer)
-        assert 2 == len(session._pushing.fences)
+        assert 2 == session.stats().pushes
         now = 61.0
         session.poll()
-        assert 1 == len(session._pushing.fences)
+        assert 1 == session.stats().pushes
         (pushed,) = push(producer, request("a", tokens=4), held)
         assert ("failed", 0) == (pushed.poll(), len(net.moving))
         now = 101.0
         session.poll()
+        assert (0, 1) == (session.stats().held, session.stats().pushes)
+        now = 132.0  # The answers are remembered for one more lease.
         session.poll()
-        assert 0 == len(session._pushing.fences)
+        assert (0, 0) == (session.stats().remembered, session.stats().pushes)
 
 
 @pytest.mark.parametrize("lost", [True, False])

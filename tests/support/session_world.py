@@ -293,7 +293,7 @@ class World:
     def held(self, entry: Entry, rank: Rank) -> bool:
         """Return whether a producer rank holds a request."""
         session = self.engines["P"].sessions[rank]
-        return entry.remote_id.rpartition("#")[0] in session.held
+        return entry.remote_id in session.held
 
     def fill(self, entry: Entry, rank: Rank, upto: int, *layers: str) -> None:
         """Write *layers* (by default all) of a request up to a position; states at the end."""
@@ -489,8 +489,8 @@ class World:
         side = self.engines["P"]
         for rank, session in side.sessions.items():
             settled = session.settled()
-            for name in (*settled.done, *settled.expired):
-                (entry,) = [a for a in self.asked if a.remote_id.startswith(f"{name}#")]
+            for name in settled.freed:
+                (entry,) = [a for a in self.asked if a.remote_id == name]
                 assert rank in entry.held, f"{name} was not held on {rank}"
                 assert rank not in entry.freed, f"{name} is freed twice on {rank}"
                 entry.freed[rank] = "done" if name in settled.done else "expired"

@@ -10,6 +10,7 @@ import kvspec
 from kvspec.nixl import NixlRank, Staging
 from kvspec.session import Load, Session, new_remote_id
 from kvspec.testing import oracle
+from kvspec.wire.messages import key_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,10 +158,13 @@ class Side:
         ]  # fmt: skip
 
     def settled(self) -> tuple[list[str], list[str]]:
-        """Return the requests that any rank has freed: first as done, then as expired."""
+        """Return the request ids that any rank has freed: first as done, then otherwise."""
         settled = [session.settled() for session in self.sessions.values()]
-        done, expired = ([*x] for x in zip(*((f.done, f.expired) for f in settled), strict=True))
-        return sorted(sum(done, ())), sorted(sum(expired, ()))
+        done = [key_of(name).request_id for some in settled for name in some.done]
+        other = [
+            key_of(name).request_id for some in settled for name in (*some.expired, *some.aborted)
+        ]
+        return sorted(done), sorted(other)
 
     def close(self) -> None:
         """Close all sessions and NIXL ranks."""

@@ -16,15 +16,29 @@ from msgspec.structs import replace
 import kvspec
 from kvspec.completion.actions import Closed, Failed, Free, Ready, Release, Tell
 from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.held import Target
 from kvspec.completion.load_plan import LoadPlan
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.codec import decode_message, encode_message
-from kvspec.wire.messages import Done, Heartbeat, Key, Lease, Message, RankAddress, ReaderStatus
+from kvspec.wire.messages import (
+    Done,
+    Heartbeat,
+    Key,
+    Lease,
+    Message,
+    PushDone,
+    Pushed,
+    PushStopped,
+    RankAddress,
+    ReaderStatus,
+    StopWriting,
+)
 
 # Seconds. Heartbeats fit three times into a lease, the consumer waits longer than a lease for an
 # answer, and `LONGEST` exceeds the timeout of a load.
 LEASE, LONGEST, HEARTBEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
 Rank = kvspec.RankId
+Write = tuple[Key, Rank, Target]
 
 
 @attrs.define(eq=False)
@@ -38,6 +52,7 @@ class Request:
     partial: bool
     sure: bool
     attempt: int = 0
+    admitted: dict[Rank, float] = attrs.field(factory=dict)
     promised: dict[Rank, float] = attrs.field(factory=dict)
     freed: dict[Rank, str] = attrs.field(factory=dict)
     done: dict[Rank, set[tuple[Rank, int]]] = attrs.field(factory=dict)
@@ -85,6 +100,13 @@ class World:
         self.stopped = 0.0  # seconds for which the consumer's clock stood still
         self.epochs = {"P": 1, "D": 1}
         self.net: list[bytes] = []
+        self.leases: set[tuple[Any, ...]] = set()
+        # Of pushes, by request, producer rank and reader: the writes in flight, all writes that
+        # were begun, when each reader was sent `stopped`, and the last outcome with its failure.
+        self.writes: list[Write] = []
+        self.pushed: set[Write] = set()
+        self.fenced: dict[Write, float] = {}
+        self.outcome: tuple[Write, bool] | None = None
         self.sent: list[bytes] = []
         self.requests: list[Request] = []
         self.loads: list[Load] = []
@@ -121,6 +143,7 @@ class World:
         """End an engine and start it again; its peer connects with the new start."""
         self.epochs[name] += 1
         if name == "P":
+            self.writes.clear()
             for request in self.requests:
                 request.lost = True
             self.to_admit.clear()
@@ -141,11 +164,7 @@ class World:
     def admit(self, samples: int, moved: int, *, partial: bool, sure: bool, old: int) -> None:
         """Create a request; its producer ranks and readers learn of it one by one."""
         self.count += 1
-        held = {name for ledger in self.producers.values() for name in ledger.held}
-        held |= {request.key.request_id for request, _ in self.to_admit}
-        name = f"request {old}"
-        if name in held:
-            name = f"request {self.count + 100}"
+        name = f"request {old}"  # Several requests of one id may be held at the same time.
         groups = [group.name for group in self.plan.consumer.groups]
         ends = {group: 6 for at, group in enumerate(groups) if moved >> at & 1}
         key = Key(name, self.count.to_bytes(8, "big"))
@@ -166,11 +185,9 @@ class World:
             request, rank = self.to_admit.pop(at % len(self.to_admit))
             readers = len(self.plan.notifiers(rank)) * request.samples
             request.promised[rank] = self.now + LEASE
+            request.admitted[rank] = self.now
             actions = self.producers[rank].admit(
-                request.key.request_id,
-                request.key.nonce,
-                self.now,
-                expected=readers if request.sure else None,
+                request.key, self.now, expected=readers if request.sure else None
             )
             self.acted(actions, "P", rank)
 
@@ -244,6 +261,7 @@ class World:
             step.failed = step.load.void = True
             actions = ledger.fail(name[1], "a read hangs", self.reader_now, quiet=False)
         self.acted(actions, "D", name[0])
+        assert how == "done" or self.state(step.load) != "moving", "it moves on after a failed read"
 
     def record_progress(self, at: int, upto: int) -> None:
         """Let a producer rank record how far it wrote each layer of a partial request."""
@@ -258,13 +276,14 @@ class World:
             request, rank = partial[at % len(partial)]
             for group in self.plan.consumer.groups:
                 for layer in group.layers:
-                    ledger, name = self.producers[rank], request.key.request_id
-                    # A frontier must never go back, so a lower position repeats the last one.
-                    frontier = max(ledger.written(name, group.name, layer), upto)
-                    actions = ledger.record_progress(name, group.name, layer, frontier, self.now)
-                    self.acted(actions, "P", rank)
-                    if name not in ledger.held:
+                    ledger, place = self.producers[rank], (group.name, layer)
+                    self.acted(ledger.tick(self.now), "P", rank)
+                    if ledger.find(request.key) is None:
                         return
+                    # A frontier must never go back, so a lower position repeats the last one.
+                    frontier = max(ledger.written(request.key, *place), upto)
+                    actions = ledger.record_progress(request.key, [place], frontier, self.now)
+                    self.acted(actions, "P", rank)
 
     def deliver(self, at: int, *, twice: bool = False) -> None:
         """Deliver a message from the network, or a copy of it."""
@@ -293,7 +312,7 @@ class World:
             self.net.pop(at % len(self.net))
 
     def forge(self, at: int, how: str) -> None:
-        """Deliver a changed copy of a message that was sent before."""
+        """Deliver a copy of a message that was sent before, changed or not."""
         if not self.sent:
             return
         message = decode_message(self.sent[at % len(self.sent)])
@@ -312,6 +331,7 @@ class World:
             "epoch": lambda: replace(message, by=replace(message.by, epoch=0)),
             "start": lambda: replace(message, to=replace(message.to, epoch=0)),
             "number": lambda: replace(message, number=message.number + 1000),
+            "copy": lambda: message,
             "fewer": lambda: heartbeat(expected=1),
             "more": lambda: heartbeat(expected=9),
             "stranger": lambda: heartbeat(by=stranger),
@@ -327,7 +347,7 @@ class World:
         if self.requests:
             request = self.requests[at % len(self.requests)]
             for rank, ledger in self.producers.items():
-                self.acted(ledger.abort(request.key.request_id, self.now), "P", rank)
+                self.acted(ledger.abort(request.key, self.now), "P", rank)
 
     def cancel(self, at: int) -> None:
         """Cancel a load."""
@@ -399,6 +419,9 @@ class World:
                 assert (name, rank) == (message.by.engine_id, message.by.rank)
                 if isinstance(message, Lease):
                     self.promise(message)
+                if isinstance(message, PushDone | PushStopped):
+                    self.push_ended(message)
+                    continue
                 self.net.append(encode_message(message))
                 self.sent = [*self.sent[-60:], self.net[-1]]
             elif isinstance(action, Free):
@@ -406,8 +429,72 @@ class World:
             elif isinstance(action, Ready | Failed | Release | Closed):
                 self.loaded(action)
 
-    def promise(self, message: Message) -> None:
-        """Record a lease: until it ends, a rank may free only requests that have finished."""
+    def give_up(self, at: int) -> None:
+        """Let a reader send `stop` to a producer rank, whether or not that rank pushes."""
+        if self.loads:
+            load = self.loads[at % len(self.loads)]
+            plan, ranks = load.load_plan, list(self.producers)
+            to = RankAddress("P", plan.epoch, ranks[at % len(ranks)])
+            by = RankAddress("D", self.epochs["D"], load.rank)
+            message = StopWriting(plan.key, by, to, plan.attempt, 0, plan.sample)
+            self.net.append(encode_message(message))
+
+    def begin_push(self, at: int) -> None:
+        """Let a producer rank begin the push of one sample of a request to all its readers."""
+        held = [(r, rank) for r in self.requests for rank in r.admitted if not r.lost]
+        if not held:
+            return
+        request, rank = held[at % len(held)]
+        ledger, attempt, sample = self.producers[rank], request.attempt, at % request.samples
+        self.acted(ledger.tick(self.now), "P", rank)
+        targets = [
+            (attempt, sample, RankAddress("D", self.epochs["D"], reader))
+            for reader in self.plan.notifiers(rank)
+        ]
+        try:
+            opened = ledger.begin_push(request.key, targets)
+        except kvspec.SpecError:
+            before = any((request.key, rank, target) in self.pushed for target in targets)
+            assert before or rank in request.freed
+            return
+        assert rank not in request.freed, "a push of a request that is not held"
+        for target in opened:
+            write = request.key, rank, target
+            fenced = self.fenced.get(write)
+            late = fenced is None or fenced + LONGEST <= request.admitted[rank]
+            assert late, "written after `stopped`"
+            assert write not in self.pushed, "pushed twice"
+            self.writes.append(write)
+            self.pushed.add(write)
+
+    def end_push(self, at: int, *, fails: bool) -> None:
+        """End the write to one reader. The reader is informed at once."""
+        if self.writes:
+            write = self.writes.pop(at % len(self.writes))
+            key, rank, target = write
+            pushed = None if fails else Pushed(1, 0, 0, bytes(16), bytes(16))
+            self.outcome = None
+            self.acted(self.producers[rank].end_push(key, target, pushed, self.now), "P", rank)
+            assert self.outcome == (write, fails), "the outcome is not sent, or it is not true"
+
+    def push_ended(self, message: PushDone | PushStopped) -> None:
+        """Check the outcome of a push: nothing of it may move any more."""
+        write = message.key, message.by.rank, (message.attempt, message.sample, message.to)
+        assert write not in self.writes, "an outcome while bytes may still move"
+        if isinstance(message, PushStopped):
+            self.fenced[write] = self.now
+        else:
+            assert write in self.pushed, "`pushed` without a write"
+        self.outcome = write, isinstance(message, PushStopped)
+
+    def promise(self, message: Lease) -> None:
+        """Record a lease: until it ends, a rank may free only requests that have finished.
+
+        One heartbeat extends a lease once. A repeated copy of it must not.
+        """
+        name = message.by, message.to, message.key, message.attempt, message.sample, message.number
+        assert name not in self.leases, "one heartbeat extended the lease twice"
+        self.leases.add(name)
         for request in self.requests:
             if request.key == message.key and not request.lost:
                 until = self.now + message.lease
@@ -416,8 +503,8 @@ class World:
 
     def freed(self, action: Free, rank: Rank) -> None:
         """Check that blocks are freed once, and only if no rank reads or the lease is over."""
-        name = action.request_id
-        mine = [r for r in self.requests if r.key.request_id == name and rank in r.promised]
+        name = action.key.remote_id
+        mine = [r for r in self.requests if r.key == action.key and rank in r.promised]
         held = [r for r in mine if not r.lost and rank not in r.freed]
         assert held, f"{name} is freed on {rank}, where nothing of that name is held"
         request = held[0]
@@ -467,12 +554,19 @@ class World:
             self.expect_rank(0, again=False, rejected=True)
         while self.steps:
             self.finish(0, "failed")
+        while self.writes:
+            self.end_push(0, fails=True)
         for _ in range(60):
             while self.net:
                 self.deliver(0)
             self.advance(HEARTBEAT)
+        self.nothing_left()
+
+    def nothing_left(self) -> None:
+        """Check that no ledger remembers anything, and that each request was freed."""
         for ledger in self.producers.values():
             assert ((), 0, None) == (ledger.held, ledger.remembered, ledger.due)
+            assert (0, 0) == (ledger.holding, ledger.pushes)
         for reader in self.consumers.values():
             assert ({}, 0, None) == (reader.open, reader.steps, reader.due)
         for load in self.loads:

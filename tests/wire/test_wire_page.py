@@ -22,7 +22,7 @@ from hypothesis import given
 from shakes import handshakes, opened
 
 import kvspec
-from kvspec.session.extents import sums_of
+from kvspec.session.checksums import sums_of
 from kvspec.session.mailbox import introduced
 from kvspec.session.ticket import PrefillTicket, content_of
 from kvspec.wire import codec

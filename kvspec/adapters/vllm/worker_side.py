@@ -95,6 +95,7 @@ class Serving:
         self._served: Served | None = None
         self._open = contextlib.ExitStack()
         self._loads: dict[str, PromptLoad] = {}
+        self._held: dict[str, str] = {}  # Request ids by remote id.
         self._sent: set[str] = set()
         self._failed: set[str] = set()
 
@@ -154,6 +155,7 @@ class Serving:
         for request_id, remote_id in step.held:
             try:
                 self._session.hold(remote_id, lease=self._settings.hold)
+                self._held[remote_id] = request_id
             except SpecError as error:
                 # The request ends here. A reader of this remote id receives an error.
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
@@ -172,9 +174,10 @@ class Serving:
         ended = {name for name, load in self._loads.items() if load.poll() != "moving"}
         failed = {name for name in ended if not self._complete(name, self._loads.pop(name))}
         settled = self._session.settled()
-        for request_id in settled.expired:
-            log.warning("%s was not read within its lease", request_id)
-        sent, failed = {*settled.done, *settled.expired, *self._sent}, failed | self._failed
+        for remote_id in settled.expired:
+            log.warning("%s was not read within its lease", self._held[remote_id])
+        freed = {self._held.pop(remote_id) for remote_id in settled.freed}
+        sent, failed = freed | self._sent, failed | self._failed
         self._sent, self._failed = set(), set()
         # Failed requests count as received, too: their loads have ended.
         return sent, ended | failed, failed

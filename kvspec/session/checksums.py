@@ -1,0 +1,400 @@
+"""Compare the data that a consumer received with the data that its producers hold, by checksums.
+
+Invariant: the checksums of a load cover all that moves, each byte once. Equal contents have equal
+checksums on both ranks, whatever their blocks and layouts are. A producer sends a checksum only
+while the request is held, and only of the blocks that its own engine passed to `hold`.
+
+How it works:
+    An *extent* names contents: layers, parts, units and tokens. After all data has arrived, the
+    consumer (`Audit`) requests the checksum of each extent from its source, and computes its own.
+    The producer (`ChecksumAnswers`) computes and answers. If two checksums differ, the load fails.
+    Before that, the consumer compares halves until one token of one unit is known to differ, or the
+    time is over. For example, layers 0 to 3 of source tp0 differ:
+
+        request to tp0              result
+        --------------------------  --------------------------------------
+        layers 0 to 3, tokens 0..7  differs
+        layers 0 to 1, tokens 0..7  equal: so layers 2 to 3 differ
+        layer 2, tokens 0..7        differs
+        layer 2, tokens 0..3        differs, and so on until one token
+
+    Both sides compute for a bounded time in each poll. A consumer that gets no answer asks again
+    after a heartbeat, with the same number. Numbers are unique across loads, so a late answer to an
+    earlier load is never taken for this one's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import attrs
+
+from kvspec.check.digests import Wanted, partial_sums, readable, rows_of, wanted_of
+from kvspec.completion.load_plan import Name
+from kvspec.completion.pending import about
+from kvspec.completion.producer import ProducerLedger
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.errors import SpecError, TransferState
+from kvspec.memory.rank_cache import RankCache
+from kvspec.nixl import NixlRank
+from kvspec.ownership.parallel import RankId
+from kvspec.ownership.part import Part
+from kvspec.ownership.slices import TPTransferSlice
+from kvspec.ownership.tokens import Ints
+from kvspec.plan.edges import Edge
+from kvspec.plan.plan import TransferPlan
+from kvspec.session.remotes import RemoteEngine
+from kvspec.wire.messages import (
+    MAX_NAMES,
+    SUM,
+    Checksum,
+    ChecksumRequest,
+    ChecksumUnavailable,
+    Extent,
+    Message,
+    RankAddress,
+)
+
+# Seconds for which a poll computes checksums. The last step, some hundred kilobytes, may end later.
+TURN = 0.02
+# Requests that wait for an answer. The reader of a request beyond the limit asks again.
+MAX_ASKED = 4096
+# Checksums that are kept of one held request, so that a repeated question costs nothing.
+MAX_KNOWN = 512
+_NUMBERS = itertools.count(1)
+Names = tuple[str, ...]
+
+
+@attrs.define(eq=False)
+class Work:
+    """A checksum that is being computed.
+
+    Attributes:
+        left: The sums that are still to be added.
+        total: The sum so far.
+        over: Whether everything is added.
+        seconds: How long it took so far.
+    """
+
+    left: Iterator[int]
+    total: int = 0
+    over: bool = False
+    seconds: float = 0.0
+
+    def go_on(self, end: float) -> bool:
+        """Compute until the time is *end*. Return whether the checksum is complete."""
+        began = time.monotonic()
+        while not self.over:
+            partial_sum = next(self.left, None)
+            self.over = partial_sum is None
+            self.total = (self.total + (partial_sum or 0)) % 2 ** (8 * SUM)
+            if time.monotonic() >= end:
+                break
+        self.seconds += time.monotonic() - began
+        return self.over
+
+
+@attrs.define(eq=False)
+class ChecksumAnswers:
+    """The checksums that readers request of one producer rank.
+
+    Attributes:
+        ledger: The held requests, with their blocks and known checksums.
+        cache: Memory of the rank.
+        owner: Owner of the memory, so that it lives as long as it may be read.
+        tell: Sends a message.
+        note: Records why a message changed nothing.
+    """
+
+    ledger: ProducerLedger
+    cache: RankCache
+    owner: object
+    tell: Callable[[Message], None]
+    note: Callable[[str], None]
+    _asked: dict[ChecksumRequest, Work] = attrs.field(factory=dict)
+    _closed: bool = False
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for an answer."""
+        return len(self._asked)
+
+    def receive(self, message: ChecksumRequest) -> None:
+        """Process a request. It gets no answer unless its data is held: the reader asks again."""
+        held = self.ledger.find(message.key)
+        if self._closed or held is None or message in self._asked:
+            return
+        if (total := held.checksums.get(message.extent)) is not None:
+            self.tell(message.answer(Checksum, total=total))
+        elif len(self._asked) < MAX_ASKED:
+            self._asked[message] = Work(sums_of(self.cache, held.blocks, message.extent))
+
+    def move(self) -> None:
+        """Compute for a bounded time, and answer."""
+        end = time.monotonic() + TURN
+        while self._asked and time.monotonic() < end:
+            message, work = next(iter(self._asked.items()))
+            if self.ledger.find(message.key) is not None:
+                try:
+                    if not work.go_on(end):
+                        return
+                    self._answer(message, work.total.to_bytes(SUM, "little"))
+                except SpecError as error:
+                    self.note(f"{message.kind} of {message.by}: {error}")
+                    self.tell(message.answer(ChecksumUnavailable))
+            del self._asked[message]
+
+    def _answer(self, message: ChecksumRequest, total: bytes) -> None:
+        held = self.ledger.find(message.key)
+        if held is not None and len(held.checksums) < MAX_KNOWN:
+            held.checksums[message.extent] = total
+        self.tell(message.answer(Checksum, total=total))
+
+    def close(self) -> None:
+        """Answer no more, and drop the reference to the memory."""
+        self._asked.clear()
+        self._closed, self.owner = True, None
+
+
+@attrs.define(eq=False)
+class Question:
+    """One extent that is compared.
+
+    Attributes:
+        rank: The producer rank that is asked.
+        extent: The contents.
+        work: This rank's own checksum.
+        answer: The checksum of the producer, once it arrived.
+        again: Time of the next message to the producer.
+    """
+
+    rank: RankId
+    extent: Extent
+    work: Work
+    answer: int | None = None
+    again: float = 0.0
+
+
+@attrs.define(eq=False)
+class Audit:
+    """The comparison of one load.
+
+    Attributes:
+        steps: Steps of the ledger that have arrived. They finish when the comparison ends.
+        differs: What is known to differ, or "".
+        verdict: State of the load's error, if the comparison fails.
+        source: The producer rank whose data differs.
+        seconds: How long this rank computed checksums.
+    """
+
+    remote: RemoteEngine
+    request: TransferRequest
+    me: RankAddress
+    nixl: NixlRank
+    cache: RankCache
+    tell: Callable[[Message], None]
+    steps: tuple[int, ...] = ()
+    differs: str = ""
+    verdict: TransferState = TransferState.UNVERIFIED
+    source: RankId | None = None
+    seconds: float = 0.0
+    _open: dict[int, Question] | None = None
+    _rest: Extent | None = None
+    _refused: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        for region in self.cache.regions:
+            if region.memory_type != "DRAM":
+                rule = f"a digest needs host memory, not {region.memory_type}"
+                raise SpecError("digest", True, rule=rule)  # noqa: FBT003
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The numbers of the open questions."""
+        return frozenset(self._open or ())
+
+    def cancel(self) -> tuple[int, ...]:
+        """Compare nothing any more. Return the steps of the ledger that were held back."""
+        steps, self.steps = self.steps, ()
+        self._open = dict[int, Question]()
+        return steps
+
+    def move(self, name: Name, now: float, heartbeat: float, end: float) -> str | None:
+        """Send questions and compare answers, until the time is *end*.
+
+        Args:
+            name: Name of the request in messages.
+            now: Time of the session's clock.
+            heartbeat: Seconds after which an unanswered question is sent again.
+            end: Time of `time.monotonic` at which to stop.
+
+        Returns:
+            "" once everything is equal, the difference once it is known, and None before.
+        """
+        if not self.nixl.stats().registrations:
+            self.verdict = TransferState.CLOSED
+            return "the rank was closed before the received data could be compared"
+        try:
+            questions = self._begun()
+            for number, question in questions.items():
+                if question.answer is None and now >= question.again:
+                    question.again = now + heartbeat
+                    asked = about(name, self.me, question.rank, number)
+                    self.tell(ChecksumRequest(*asked, extent=question.extent))
+            for number, question in list(questions.items()):
+                before = question.work.seconds
+                complete = question.work.go_on(end)
+                self.seconds += question.work.seconds - before
+                if complete and question.answer is not None:
+                    del questions[number]
+                    if question.work.total != question.answer:
+                        return self._narrow(question.rank, question.extent)
+                if not complete:
+                    break
+        except SpecError as error:
+            return str(error)
+        return self._refused or (None if questions else self._equal())
+
+    def deliver(self, message: Checksum | ChecksumUnavailable) -> bool:
+        """Process an answer. Return whether it was expected."""
+        question = (self._open or {}).get(message.number)
+        if question is None or question.rank != message.by.rank:
+            return False
+        if isinstance(message, Checksum):
+            question.answer = int.from_bytes(message.total, "little")
+        else:
+            self._refused = f"{message.by} cannot sum it: `hold` it with `blocks`"
+        return True
+
+    def _begun(self) -> dict[int, Question]:
+        """Return the open questions. The first ones cover everything that moves."""
+        if self._open is None:
+            self._open = {}
+            for rank in self.remote.tables:
+                for extent in extents_of(self.remote.plan, self.request, rank, self.cache.rank):
+                    self._ask(rank, extent)
+        return self._open
+
+    def _ask(self, rank: RankId, extent: Extent) -> None:
+        work = Work(sums_of(self.cache, self.request.consumer_blocks, extent))
+        self._begun()[next(_NUMBERS)] = Question(rank, extent, work)
+
+    def _equal(self) -> str | None:
+        """Continue after all questions had equal answers: the other half differs, or nothing."""
+        if self._rest is None or self.source is None:
+            return ""
+        return self._narrow(self.source, self._rest)
+
+    def _narrow(self, rank: RankId, extent: Extent) -> str | None:
+        """Compare the first half of an extent that differs. Return its name if it has no halves."""
+        self.source, self.differs = rank, f"{extent}: received data differs from that of {rank}"
+        self._open, self._rest = dict[int, Question](), None
+        self.verdict = TransferState.DIFFERS
+        if extent.halves is None:
+            return self.differs
+        first, self._rest = extent.halves
+        self._ask(rank, first)
+        return None
+
+
+def extents_of(
+    plan: TransferPlan, request: TransferRequest, producer: RankId, consumer: RankId
+) -> Iterator[Extent]:
+    """Yield the extents that *request* moves from *producer* to *consumer*, each fits a message."""
+    for edge in plan.between(producer, consumer):
+        groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
+        block = plan.consumer.virtual_block(groups[1])
+        for part_slice in edge.slices:
+            same = _same_extents(plan, request, edge, part_slice, block)
+            for (parts, want), layers in same.items():
+                for some_layers, some_parts in _sized(tuple(layers), parts):
+                    yield Extent(
+                        layers=some_layers,
+                        parts=some_parts,
+                        units=part_slice.global_range,
+                        tokens=want.tokens,
+                        rows=range(want.rows),
+                        producer=plan.producer.context(groups[0], producer),
+                        consumer=plan.consumer.context(groups[1], consumer),
+                        stripe=part_slice.stripe,
+                        block=block,
+                    )
+
+
+def _same_extents(
+    plan: TransferPlan,
+    request: TransferRequest,
+    edge: Edge,
+    part_slice: TPTransferSlice,
+    block: int,
+) -> dict[tuple[Names, Wanted], list[str]]:
+    """Return the layers of a slice that move the same rows of the same parts."""
+    parts: dict[tuple[str, Wanted], list[str]] = {}
+    for layer, part, want in wanted_of(plan, request, edge, part_slice):
+        if part.per_token or part_slice.stripe.holds(want.tokens.start // block):
+            parts.setdefault((layer, want), []).append(part.name)
+    layers: dict[tuple[Names, Wanted], list[str]] = {}
+    for (layer, want), names in parts.items():
+        layers.setdefault((tuple(names), want), []).append(layer)
+    return layers
+
+
+def _sized(layers: Names, parts: Names) -> Iterator[tuple[Names, Names]]:
+    """Yield all layers with all parts, halved until the names fit into a message."""
+    size = sum(len(name.encode()) for name in (*layers, *parts))
+    if size <= MAX_NAMES or len(layers) == len(parts) == 1:
+        yield layers, parts
+    elif half := len(layers) // 2:
+        yield from _sized(layers[:half], parts)
+        yield from _sized(layers[half:], parts)
+    else:
+        half = len(parts) // 2
+        yield from _sized(layers, parts[:half])
+        yield from _sized(layers, parts[half:])
+
+
+def sums_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) -> Iterator[int]:
+    """Yield sums that add up, modulo 2**64, to this rank's checksum of *extent*.
+
+    Each sum is a little work, so that a caller may pause between two of them.
+
+    Args:
+        cache: Memory of the rank.
+        tables: Block tables of the request, by group of this rank's engine.
+        extent: The contents.
+
+    Raises:
+        SpecError: If the rank does not hold the contents, or cannot read them.
+    """
+    placed: dict[tuple[str, int, int], tuple[Ints, Ints, Ints]] = {}
+    for layer, name in itertools.product(extent.layers, extent.parts):
+        region = cache.region(layer, name)
+        part, units = readable(cache, region)
+        if extent.units.start < units.start or units.stop < extent.units.stop:
+            raise SpecError("units", extent.units, f"units of the rank: {units}")
+        if not part.per_token and part.states < extent.rows.stop:
+            wanted = f"rows below {part.states}, the rows of {name}"
+            raise SpecError("rows", extent.rows, wanted)
+        key = region.group, part.tokens_per_state, region.num_blocks
+        if key not in placed:
+            placed[key] = _placed(cache, layer, part, tables, extent)
+        for unit in extent.units:
+            yield from partial_sums(region, unit - units.start, unit, *placed[key])
+
+
+def _placed(
+    cache: RankCache, layer: str, part: Part, tables: Mapping[str, BlockTable], extent: Extent
+) -> tuple[Ints, Ints, Ints]:
+    """Return for each row of *extent*: its block in memory, its row there, and its number."""
+    region = cache.region(layer, part.name)
+    want = Wanted(extent.tokens, extent.rows.stop)
+    block, row, number = rows_of(cache, region, part, tables, want)
+    if part.per_token:
+        keep = extent.stripe.holds(number // extent.block)
+        for context in (extent.producer, extent.consumer):
+            keep &= context.owns(number)
+    else:
+        keep = row >= extent.rows.start
+    return block[keep], row[keep], number[keep]

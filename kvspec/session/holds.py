@@ -1,0 +1,304 @@
+"""The producer's half of a session: the requests that this rank holds, and its pushes.
+
+Invariant: each held request is reported once, when its blocks are free. Until then its blocks are
+reserved for it. The producer sends `pushed` or `stopped` only when no byte of the write can move.
+
+How it works:
+    A held request is one record of the ledger, `kvspec.completion.held.HeldRequest`. Its remote id
+    is its only name. The ledger decides, and this module carries out what the ledger returns. The
+    life of a held request (docs/ledgers.md contains the whole table):
+
+        unknown   A reader asked before `hold`. Its messages wait for a lease, then it gets `gone`.
+        held      `hold` was called. Heartbeats extend the lease. `record_progress` informs the
+                  readers that follow. `push` writes to readers. Checksum requests are answered.
+        fenced    `abort` was called. Readers receive `gone`, but they may still read, so the blocks
+                  stay reserved. An abort only changes the answers.
+        freed     All readers are done, or the lease is over. `settled` reports the request, and
+                  the blocks can be reused. Its answers are remembered for one more lease.
+        forgotten The record is gone. A later reader is unknown again, and receives `gone`.
+
+    A *reader* is one consumer rank that reads one sample of a request. The push to a reader in one
+    attempt has its own life inside the record:
+
+        new       Nothing was written. If the reader sends `stop`, it is stopped at once.
+        writing   The write may be in flight. `stop` makes it fail: the push is stopping.
+        pushed    The last byte is written, and the reader was informed.
+        stopped   The write failed and nothing is in flight, or there was no write. This rank never
+                  writes to the reader in this attempt again.
+
+    A push skips each reader that has stopped or is done with the attempt. It writes to the others
+    and then fails, because some reader did not receive the request.
+
+    An interrupt between any two lines loses no action. A call of the ledger and the recording of
+    its actions are one line, and the actions are carried out from the record. A push is known to
+    `move` before anything is posted, so an interrupted push ends like one that has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from kvspec.completion.actions import Action, Free, Refused, Tell
+from kvspec.completion.held import Target
+from kvspec.completion.producer import ProducerLedger
+from kvspec.descriptors.request import Tables, tables_of
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import SpecError, TransferError, TransferState
+from kvspec.inputs import positive_int, sequence
+from kvspec.nixl import NixlRank, Transfer
+from kvspec.ownership.parallel import RankId
+from kvspec.session.load import LOST, Push
+from kvspec.session.written import pushed_of
+from kvspec.wire.messages import (
+    MAX_READERS,
+    Key,
+    Message,
+    Pushed,
+    RankAddress,
+    RemoteId,
+    key_of,
+)
+
+MAX_FOREIGN = 256
+"""Number of messages that changed nothing whose reasons are kept."""
+
+
+@attrs.frozen
+class Settled:
+    """The held requests whose blocks are free again. `Session.settled` returns each of them once.
+
+    Each request is in exactly one of the first three fields.
+
+    Attributes:
+        done: All readers have finished: each has read the request, or cancelled or declined it.
+        expired: The lease ended first. A later reader receives `gone`.
+        aborted: `abort` was called, and then all readers stopped or the lease ended.
+        foreign: The last few messages that changed nothing, each with the reason.
+    """
+
+    done: tuple[RemoteId, ...] = ()
+    expired: tuple[RemoteId, ...] = ()
+    aborted: tuple[RemoteId, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+    @property
+    def freed(self) -> tuple[RemoteId, ...]:
+        """All requests whose blocks can be reused now."""
+        return (*self.done, *self.expired, *self.aborted)
+
+
+@attrs.define(eq=False)
+class Writes:
+    """The writes of one push that have not ended.
+
+    Attributes:
+        push: The push.
+        key: The request.
+        left: For each reader, its transfers and the data that they write. None if the write is
+            known to fail.
+    """
+
+    push: Push
+    key: Key
+    left: dict[Target, tuple[tuple[Transfer, ...], Pushed | None]] = attrs.field(factory=dict)
+
+
+@attrs.define(eq=False)
+class Holds:
+    """The requests that one rank holds, and the writes of its pushes.
+
+    Attributes:
+        ledger: The records.
+        engine: The engine of this rank.
+        nixl: The NIXL rank, which writes pushes.
+        now: The clock.
+        tell: Sends a message.
+        foreign: Why messages changed nothing.
+        closed: Called once when the NIXL rank is found closed.
+    """
+
+    ledger: ProducerLedger
+    engine: EngineSpec
+    nixl: NixlRank
+    now: Callable[[], float]
+    tell: Callable[[Message], None]
+    foreign: deque[str]
+    closed: Callable[[], None]
+    _recorded: deque[Action] = attrs.field(factory=deque)
+    _freed: dict[Key, str] = attrs.field(factory=dict)
+    _writes: list[Writes] = attrs.field(factory=list)
+
+    @property
+    def held(self) -> tuple[RemoteId, ...]:
+        """The requests whose blocks are not free."""
+        return tuple(key.remote_id for key in self.ledger.held)
+
+    @property
+    def moving(self) -> bool:
+        """Whether a write is in flight."""
+        return bool(self._writes)
+
+    def hold(
+        self, remote_id: str, *, lease: float | None, readers: int | None, blocks: Tables | None
+    ) -> None:
+        """Hold a request. See `Session.hold`."""
+        key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
+        if readers is not None:
+            positive_int("readers", readers, most=MAX_READERS)
+        if strange := sorted(tables.keys() - {group.name for group in self.engine.groups}):
+            raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
+        more = {"expected": readers, "lease": lease, "blocks": tables}
+        # One line: an interrupt must not come between the call and its record.
+        self._recorded.extend(self.ledger.admit(key, self.now(), **more))
+        self.act()
+
+    def record_progress(self, remote_id: str, upto: int, layers: Iterable[str] | None) -> None:
+        """Record that layers are written. See `Session.record_progress`."""
+        key, homes = key_of(remote_id), self.engine.homes
+        named = sequence("layers", tuple(homes) if layers is None else layers, "names of layers")
+        if strange := [layer for layer in named if layer not in homes]:
+            raise SpecError("layers", strange[:3], f"layers of the engine, such as {[*homes][:3]}")
+        positive_int("upto", upto, least=0)
+        places = [(homes[layer].name, layer) for layer in named]
+        self._recorded.extend(self.ledger.record_progress(key, places, upto, self.now()))
+        self.act()
+
+    def abort(self, remote_id: str) -> None:
+        """Give up a request. See `Session.abort`."""
+        self._recorded.extend(self.ledger.abort(key_of(remote_id), self.now()))
+        self.act()
+
+    def push(self, push: Push, timeout: float, attempt: int, sample: int) -> None:
+        """Start *push*. Everything is checked before anything is posted.
+
+        If it is refused, its readers receive `stopped`, and this attempt can never be pushed.
+        """
+        positive_int("attempt", attempt, least=0)
+        positive_int("sample", sample, least=0, most=MAX_READERS - 1)
+        remote, request = push.remote, push.request
+        ranks: dict[Target, RankId] = {
+            (attempt, sample, RankAddress(*remote.start, rank)): rank for rank in remote.lanes
+        }
+        writes = Writes(push, key_of(push.remote_id))
+        self._writes.append(writes)
+        try:
+            # One line, as in `hold`. The writes fail unless something is posted.
+            writes.left = dict.fromkeys(self.ledger.begin_push(writes.key, ranks), ((), None))
+            targets = {ranks[target]: target for target in writes.left}
+            sides = remote.sides(request, targets)
+            pushed = {rank: pushed_of(remote.lanes[rank].table, request) for rank in targets}
+            name = request.request_id
+            transfers = self.nixl.move("WRITE", sides.values(), request=name, timeout=timeout)
+            posted = dict(zip(sides, ((transfer,) for transfer in transfers), strict=True))
+            writes.left = {to: (posted.get(r, ()), pushed[r]) for r, to in targets.items()}
+        except BaseException:
+            self._fail(writes)
+            raise
+        if len(targets) < len(ranks):
+            why = "a reader gave the request up, or an earlier push of it was refused"
+            push.fail(None, why, TransferState.STOPPED)
+        self.move()
+
+    def _fail(self, writes: Writes) -> None:
+        """Let a push fail that was refused or interrupted. Stop what it has posted."""
+        known = {id(t) for other in self._writes for each, _ in other.left.values() for t in each}
+        begun = tuple(
+            transfer
+            for transfer in self.nixl.transfers
+            if transfer.request == writes.push.request.request_id
+            and transfer.spec.operation == "WRITE"
+            and id(transfer) not in known
+        )
+        # It is not known which reader a transfer writes to, so each reader waits for all of them.
+        writes.left = {to: (each or begun, None) for to, (each, _) in writes.left.items()}
+        for transfers, _ in writes.left.values():
+            _stop(transfers, "its push was interrupted")
+        self._settle(writes)
+
+    def move(self) -> None:
+        """Make progress on all writes, and send their outcomes."""
+        for writes in list(self._writes):
+            self._settle(writes)
+
+    def _settle(self, writes: Writes) -> None:
+        """Send each reader the outcome of its write, once nothing of it can move."""
+        push = writes.push
+        for target, (transfers, pushed) in list(writes.left.items()):
+            if self.ledger.stopping(writes.key, target):
+                _stop(transfers, f"{target[-1]} gave it up")
+            outcome = pushed
+            try:
+                if any(transfer.poll() == "PROC" for transfer in transfers):
+                    continue
+            except TransferError as error:
+                push.fail(target[-1].rank, error.message, error.state)
+                push.remote.lost |= error.state in LOST
+                if not all(transfer.over for transfer in transfers):
+                    continue
+                outcome = None
+                for transfer in transfers:
+                    with contextlib.suppress(TransferError):
+                        transfer.free()
+            now = self.now()
+            self._recorded.extend(self.ledger.end_push(writes.key, target, outcome, now))
+            del writes.left[target]
+        if not writes.left:
+            push.state = "done" if push.error is None else "failed"
+            self._writes.remove(writes)
+        self.act()
+
+    def receive(self, message: Message) -> None:
+        """Process a heartbeat, `done` or `stop` of a reader."""
+        self._recorded.extend(self.ledger.receive(message, self.now()))
+        self.act()
+
+    def tick(self) -> None:
+        """Process the time. After the rank is closed, no request is confirmed as valid.
+
+        Peers on the same machine can still read the memory, and it may contain other data by then.
+        """
+        if self.ledger.holding and not self.nixl.stats().registrations:
+            self.closed()
+            for key in self.ledger.held:
+                self._recorded.extend(self.ledger.abort(key, self.now()))
+        self._recorded.extend(self.ledger.tick(self.now()))
+        self.act()
+
+    def act(self) -> None:
+        """Carry out the recorded actions."""
+        while self._recorded:
+            action = self._recorded[0]
+            if isinstance(action, Tell):
+                self.tell(action.message)
+            elif isinstance(action, Refused):
+                self.foreign.append(str(action))
+            elif isinstance(action, Free):
+                self._freed[action.key] = action.why
+            # Last: after an interrupt a message is sent twice, but no action is lost.
+            self._recorded.popleft()
+
+    def settled(self) -> Settled:
+        """Return the requests that ended since the last call."""
+        self.act()
+        ended: dict[str, list[RemoteId]] = {"sent": [], "expired": [], "aborted": []}
+        for key, why in self._freed.items():
+            ended[why].append(key.remote_id)
+        settled = Settled(*(tuple(names) for names in ended.values()), tuple(self.foreign))
+        self._freed = {}
+        self.foreign.clear()
+        return settled
+
+    def close(self) -> None:
+        """Forget all held requests. Nobody answers their readers any more."""
+        self.ledger.clear()
+
+
+def _stop(transfers: Iterable[Transfer], why: str) -> None:
+    """Post no more of *transfers*."""
+    for transfer in transfers:
+        with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+            transfer.stop(why, TransferState.STOPPED)

@@ -1,0 +1,403 @@
+"""The producer's ledger: facts beside the law of `test_ledgers`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+from refused import refusal
+
+import kvspec
+from kvspec.completion.actions import Free, Refused, Tell
+from kvspec.completion.producer import ProducerLedger
+from kvspec.wire.messages import (
+    Done,
+    Heartbeat,
+    Key,
+    LayerProgress,
+    Lease,
+    PushDone,
+    Pushed,
+    RankAddress,
+    StopWriting,
+    Valid,
+)
+
+if TYPE_CHECKING:
+    import pytest
+
+P = [RankAddress("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
+D = [RankAddress("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]
+KEY = Key("cmpl-1", b"8 bytes!")
+WRITTEN = Pushed(9, 0, 9, bytes(16), bytes(16))
+
+
+def heartbeat(number: int, by: int = 0, **more: Any) -> Heartbeat:
+    """Return a heartbeat of one of two readers."""
+    fields: dict[str, Any] = {"key": KEY, "by": D[by], "to": P[0], "expected": 2}
+    return Heartbeat(**fields | {"number": number} | more)
+
+
+def done(by: int = 0, number: int = 2, **more: Any) -> Done:
+    """Return a `done` of one of two readers."""
+    fields: dict[str, Any] = {"key": KEY, "by": D[by], "to": P[0], "expected": 2}
+    return Done(**fields | {"number": number} | more)
+
+
+def stop(by: int = 0, attempt: int = 0, key: Key = KEY) -> StopWriting:
+    """Return the message of a reader that gives a push up."""
+    return StopWriting(key, D[by], P[0], attempt)
+
+
+def held(**more: Any) -> ProducerLedger:
+    """Return a producer rank that holds the request since second 0, for ten seconds."""
+    ledger = ProducerLedger(P[0], lease=10.0, longest=30.0)
+    assert [] == ledger.admit(KEY, 0.0, **more)
+    return ledger
+
+
+def kinds(actions: list[Any]) -> list[str]:
+    """Return the kind of each action; of a message, its own kind."""
+    return [a.message.kind if isinstance(a, Tell) else type(a).__name__ for a in actions]
+
+
+def test_request_is_freed_after_its_last_reader() -> None:
+    """Two readers will come. The first is done, twice, and frees nothing; the second does."""
+    ledger = held()
+    assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
+    assert ["valid"] == kinds(ledger.receive(done(), 2.0))
+    assert ["valid"] == kinds(ledger.receive(done(), 2.0))
+    assert (KEY,) == ledger.held
+    actions = ledger.receive(done(1), 3.0)
+    assert ["valid", "Free"] == kinds(actions)
+    assert Free(KEY, "sent") == actions[1]
+    assert ["valid"] == kinds(ledger.receive(done(1), 4.0))
+    assert ["gone"] == kinds(ledger.receive(done(2), 4.0))
+    assert [] == ledger.tick(13.0)
+    assert (0, None) == (ledger.remembered, ledger.due)
+
+
+def test_repeated_heartbeat_extends_no_lease() -> None:
+    """A recorded heartbeat of a dead reader is refused, so the lease ends when it must."""
+    ledger = held()
+    first = heartbeat(1)
+    assert ["lease"] == kinds(ledger.receive(first, 1.0))
+    assert ["lease"] == kinds(ledger.receive(heartbeat(2), 4.0))
+    for now in (4.0, 9.0, 13.9):
+        for copy in (first, heartbeat(2)):
+            assert ["Refused"] == kinds(ledger.receive(copy, now))
+    assert ["Free"] == kinds(ledger.tick(14.0))
+
+
+def test_repeated_heartbeat_extends_no_lease_after_an_abort() -> None:
+    """An aborted request is freed when its lease ends, whatever is repeated."""
+    ledger = held()
+    ledger.receive(heartbeat(1), 1.0)
+    ledger.abort(KEY, 2.0)
+    assert ["Refused"] == kinds(ledger.receive(heartbeat(1), 3.0))
+    assert ["gone"] == kinds(ledger.receive(heartbeat(2), 3.0))
+    (freed,) = ledger.tick(11.0)
+    assert Free(KEY, "aborted") == freed
+
+
+def test_repeated_heartbeat_is_kept_once_before_the_request_is_held() -> None:
+    """Of several copies of an early heartbeat, one extends the lease."""
+    ledger = ProducerLedger(P[0], lease=10.0)
+    for now in (0.0, 1.0, 2.0):
+        assert [] == ledger.receive(heartbeat(1), now)
+    assert ["lease"] == kinds(ledger.admit(KEY, 3.0))
+    assert ["Refused"] == kinds(ledger.receive(heartbeat(1), 12.0))
+    assert ["Free"] == kinds(ledger.tick(13.0))
+
+
+def test_data_that_was_valid_for_one_load_is_not_for_the_next() -> None:
+    """A reader that sends a heartbeat after `done` reads again: the request waits for it."""
+    ledger = held()
+    assert ["valid"] == kinds(ledger.receive(done(number=2), 1.0))
+    assert ["Refused"] == kinds(ledger.receive(heartbeat(1), 1.0))  # It was delayed.
+    assert ["lease"] == kinds(ledger.receive(heartbeat(3), 1.0))
+    assert ["valid"] == kinds(ledger.receive(done(1), 2.0))
+    (late,) = ledger.receive(done(number=2), 2.0)
+    assert isinstance(late, Refused)
+    assert "older" in str(late)
+    assert (KEY,) == ledger.held, "freed although a lease was sent"
+    assert ["valid", "Free"] == kinds(ledger.receive(done(number=4), 3.0))
+    assert ["valid"] == kinds(ledger.receive(done(number=4), 3.0))
+    assert ["gone"] == kinds(ledger.receive(heartbeat(5), 4.0))
+    assert ["gone"] == kinds(ledger.receive(done(number=6), 4.0))
+
+
+def test_request_is_held_until_every_reader_of_the_last_attempt_is_done() -> None:
+    """One reader of the first attempt was done and the other failed: both come again."""
+    ledger = held()
+    assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
+    assert ["valid"] == kinds(ledger.receive(done(1), 1.0))
+    assert ["valid"] == kinds(ledger.receive(done(attempt=1), 2.0))
+    assert (KEY,) == ledger.held, "the second reader may read again"
+    assert ["lease"] == kinds(ledger.receive(heartbeat(3, 1, attempt=1), 3.0))
+    actions = ledger.receive(done(1, 4, attempt=1), 4.0)
+    assert ["valid", "Free"] == kinds(actions)
+
+
+def test_request_waits_for_a_reader_that_is_not_in_the_last_attempt() -> None:
+    """A reader of the first attempt still reads, though the second attempt is complete."""
+    ledger = held()
+    assert ["lease"] == kinds(ledger.receive(heartbeat(1, 1), 1.0))
+    assert ["valid"] == kinds(ledger.receive(done(attempt=1, expected=1), 2.0))
+    assert (KEY,) == ledger.held, "the first attempt's reader may still read"
+
+
+def test_request_is_never_complete_when_more_readers_come_than_the_last_attempt_expects() -> None:
+    """The second attempt expects one reader, but both readers of the first come."""
+    ledger = held()
+    assert ["valid"] == kinds(ledger.receive(done(1), 1.0))
+    assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
+    assert ["lease"] == kinds(ledger.receive(heartbeat(2, attempt=1, expected=1), 2.0))
+    ledger.receive(heartbeat(3, 1, attempt=1, expected=1), 3.0)
+    for by in (0, 1):
+        ledger.receive(done(by, 4, attempt=1, expected=1), 4.0)
+    assert (KEY,) == ledger.held
+
+
+def test_early_message_counts() -> None:
+    """The ledger does not wait for readers that were done before the request was held."""
+    ledger = ProducerLedger(P[0], lease=10.0)
+    assert [] == ledger.receive(done(), 0.0) + ledger.receive(done(1), 1.0)
+    assert ["valid", "valid", "Free"] == kinds(ledger.admit(KEY, 2.0))
+
+
+def test_early_reader_receives_gone_when_the_request_is_not_held_in_time() -> None:
+    """The answer comes one lease after the message."""
+    ledger = ProducerLedger(P[0], lease=10.0)
+    assert [] == ledger.receive(heartbeat(1), 0.0)
+    assert ["gone"] == kinds(ledger.tick(10.0))
+    assert 0 == ledger.remembered
+
+
+def test_heartbeats_extend_the_lease_up_to_the_longest() -> None:
+    """A heartbeat grants ten seconds from when it comes, and none beyond thirty."""
+    ledger = held()
+    leases = []
+    for number, now in enumerate((5.0, 14.0, 23.0)):
+        (told,) = ledger.receive(heartbeat(number), now)
+        assert isinstance(told, Tell)
+        assert isinstance(told.message, Lease)
+        leases.append(told.message.lease)
+    assert [10.0, 10.0, 7.0] == leases
+    assert ["Free", "gone"] == kinds(ledger.receive(heartbeat(9), 30.0))
+
+
+def test_aborted_request_is_freed_when_its_readers_are_done() -> None:
+    """Readers receive `gone`, and the reason of the end is the abort."""
+    ledger = held()
+    ledger.receive(heartbeat(1), 1.0)
+    assert [] == ledger.abort(KEY, 2.0)
+    assert ["gone"] == kinds(ledger.receive(done(), 3.0))
+    actions = ledger.receive(done(1), 3.0)
+    assert ["gone", "Free"] == kinds(actions)
+    assert Free(KEY, "aborted") == actions[1]
+    assert [] == ledger.abort(KEY, 4.0) + ledger.abort(Key("never held", b"8 bytes!"), 4.0)
+
+
+def test_readers_that_disagree_leave_the_lease() -> None:
+    """Two readers expect different numbers: the request is freed when its lease ends."""
+    ledger = held()
+    ledger.receive(heartbeat(1), 1.0)
+    (refused,) = ledger.receive(done(1, expected=1), 1.0)
+    assert isinstance(refused, Refused)
+    assert "expects" in refused.why
+    assert ["valid", "valid"] == kinds(ledger.receive(done(), 2.0) + ledger.receive(done(1), 2.0))
+    assert ["Free"] == kinds(ledger.tick(11.0))
+
+
+def test_number_of_readers_from_the_engine_is_not_disputed() -> None:
+    """A reader that expects another number than the engine is refused."""
+    ledger = held(expected=2)
+    assert ["Refused"] == kinds(ledger.receive(done(expected=1), 1.0))
+    ledger.receive(done(), 2.0)
+    assert ["valid", "Free"] == kinds(ledger.receive(done(1), 2.0))
+
+
+def test_messages_for_others_change_nothing() -> None:
+    """Of another rank or incarnation of either side, of a producer, of an earlier attempt."""
+    ledger = held()
+    ledger.connect("decode", 1)
+    ledger.receive(heartbeat(1, attempt=1), 1.0)
+    for message in (
+        done(to=P[1]),
+        done(to=replace(P[0], epoch=0)),
+        done(attempt=0),
+        done(by=0, attempt=0),
+        replace(done(), by=replace(D[0], epoch=0)),
+        Valid(KEY, P[0], D[0]),
+    ):
+        assert ["Refused"] == kinds(ledger.receive(message, 2.0))
+    error = refusal(lambda: ledger.connect("decode", 0))
+    assert ("epoch", 0) == (error.field, error.value)
+    ledger.disconnect("decode")
+    ledger.connect("decode", 0)
+
+
+def test_incarnations_that_read_one_request_are_bounded() -> None:
+    """After sixteen incarnations, one more is refused, and only the lease frees."""
+    ledger = held()
+    for epoch in range(16):
+        by = replace(D[0], epoch=epoch)
+        assert ["valid"] == kinds(ledger.receive(replace(done(), by=by), 1.0))
+    more = replace(done(), by=replace(D[0], epoch=99))
+    (refused,) = ledger.receive(more, 1.0)
+    assert isinstance(refused, Refused)
+    assert "16" in refused.why
+
+
+def test_messages_for_unknown_requests_are_bounded() -> None:
+    """The ledger keeps a limited number of them, and only for a lease."""
+    ledger = ProducerLedger(P[0], lease=10.0, most_early=100)
+    for at in range(5000):
+        key = Key(f"request {at}", b"8 bytes!")
+        ledger.receive(done(key=key), at / 1000)
+    assert 100 == ledger.remembered
+    known = Key("request 0", b"8 bytes!")
+    assert ["Refused"] == kinds(ledger.receive(done(1, key=known), 5.0))
+    ledger.tick(20.0)
+    assert (0, None) == (ledger.remembered, ledger.due)
+
+
+def test_request_is_admitted_once() -> None:
+    """A name is held once, progress grows, and time does not go back."""
+    ledger = held()
+    error = refusal(lambda: ledger.admit(KEY, 1.0))
+    assert ("remote_id", KEY.remote_id) == (error.field, error.value)
+    ledger.record_progress(KEY, [("g", "l"), ("g", "m")], 2, 1.0)
+    error = refusal(lambda: ledger.record_progress(KEY, [("g", "k"), ("g", "l")], 1, 1.0))
+    assert ("upto", 1) == (error.field, error.value)
+    assert [0, 2] == [ledger.written(KEY, "g", layer) for layer in "kl"], "not all or nothing"
+    other = Key("other", b"8 bytes!")
+    error = refusal(lambda: ledger.record_progress(other, [("g", "l")], 1, 1.0))
+    assert ("remote_id", other.remote_id) == (error.field, error.value)
+    ledger.tick(9.0)
+    assert [] == ledger.tick(1.0)
+    assert "now" == refusal(lambda: ledger.tick(float("nan"))).field
+
+
+def test_requests_of_one_id_are_held_at_the_same_time() -> None:
+    """A client that retries gets a new name. Messages, aborts and ends belong to one name."""
+    ledger = held()
+    again = Key(KEY.request_id, b"another nonce")
+    assert [] == ledger.admit(again, 1.0)
+    assert (KEY, again) == ledger.held
+    ledger.abort(KEY, 2.0)
+    ledger.receive(done(), 3.0)
+    actions = ledger.receive(done(1), 3.0)
+    assert Free(KEY, "aborted") == actions[-1]
+    assert ["lease"] == kinds(ledger.receive(heartbeat(7, key=again), 4.0))
+    assert (again,) == ledger.held
+
+
+def test_progress_is_sent_to_readers_that_are_not_done() -> None:
+    """A later reader receives it with its lease."""
+    ledger = held()
+    ledger.receive(heartbeat(1), 1.0)
+    ledger.receive(done(1), 1.0)
+    (told,) = ledger.record_progress(KEY, [("g", "l")], 3, 2.0)
+    assert isinstance(told, Tell)
+    assert isinstance(told.message, LayerProgress)
+    assert (D[0], 3) == (told.message.to, told.message.upto)
+    assert ["lease", "progress"] == kinds(ledger.receive(heartbeat(3), 3.0))
+
+
+def test_held_request_has_blocks_until_it_is_freed() -> None:
+    """They are those of the engine, and nobody computes checksums of them later."""
+    tables = {"g": kvspec.BlockTable([1])}
+    ledger = held(blocks=tables)
+    record = ledger.find(KEY)
+    assert record is not None
+    assert tables == record.blocks
+    record.checksums["an extent"] = b""  # type: ignore[index]
+    ledger.tick(10.0)
+    assert ledger.find(KEY) is None
+
+
+def test_reader_that_gave_up_is_never_written_to() -> None:
+    """Also if it gave up before the request was held. Another attempt may be pushed."""
+    ledger = ProducerLedger(P[0], lease=10.0, longest=30.0)
+    assert ["stopped"] == kinds(ledger.receive(stop(), 0.0))
+    assert ["stopped"] == kinds(ledger.receive(heartbeat(1), 1.0))
+    assert ["gone"] == kinds(ledger.tick(11.0))
+    assert 1 == ledger.remembered
+    ledger.admit(KEY, 20.0)
+    targets = [(0, 0, by) for by in D[:2]]
+    assert tuple(targets[1:]) == ledger.begin_push(KEY, targets)
+    assert ((1, 0, D[0]),) == ledger.begin_push(KEY, [(1, 0, D[0])])
+    error = refusal(lambda: ledger.begin_push(KEY, targets))
+    assert ("remote_id", KEY.remote_id) == (error.field, error.value)
+
+
+def test_early_reader_is_answered_in_time_when_another_gave_a_push_up() -> None:
+    """The request is remembered for longer than a lease, but the reader does not wait longer."""
+    ledger = ProducerLedger(P[0], lease=10.0, longest=100.0)
+    ledger.receive(stop(1), 0.0)
+    assert [] == ledger.tick(50.0)
+    ledger.receive(heartbeat(1), 50.0)
+    assert [] == ledger.tick(59.0)
+    assert ["gone"] == kinds(ledger.tick(60.0))
+    assert 1 == ledger.remembered
+    ledger.tick(100.0)
+    assert (0, 0) == (ledger.remembered, ledger.pushes)
+
+
+def test_outcome_of_a_push_is_sent_when_nothing_moves() -> None:
+    """A reader that gives up during the write waits for its end; a lost outcome is sent again."""
+    ledger = held()
+    targets = [(0, 0, by) for by in D[:2]]
+    ledger.begin_push(KEY, targets)
+    assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
+    assert [] == ledger.receive(stop(1), 1.0)
+    assert [False, True] == [ledger.stopping(KEY, target) for target in targets]
+    (told,) = ledger.end_push(KEY, targets[0], WRITTEN, 2.0)
+    assert Tell(PushDone(KEY, P[0], D[0], pushed=WRITTEN)) == told
+    assert ["stopped"] == kinds(ledger.end_push(KEY, targets[1], None, 2.0))
+    assert [] == ledger.end_push(KEY, targets[1], None, 2.0)
+    assert ["pushed", "lease"] == kinds(ledger.receive(heartbeat(2), 3.0))
+    assert ["valid"] == kinds(ledger.receive(done(number=3), 3.0))
+    # Another load of the same attempt may wait for other blocks.
+    assert ["stopped", "lease"] == kinds(ledger.receive(heartbeat(4), 3.0))
+
+
+def test_request_is_remembered_while_it_is_written() -> None:
+    """It is freed and would be forgotten, but its reader needs the outcome."""
+    ledger = held()
+    target = (0, 0, D[0])
+    ledger.begin_push(KEY, [target])
+    assert ["Free"] == kinds(ledger.tick(10.0))
+    ledger.tick(99.0)
+    assert 1 == ledger.remembered
+    assert ["pushed"] == kinds(ledger.end_push(KEY, target, WRITTEN, 99.0))
+    ledger.tick(150.0)
+    assert (0, 0, None) == (ledger.remembered, ledger.pushes, ledger.due)
+
+
+def test_readers_that_give_up_unknown_pushes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader beyond the limit receives no answer: it keeps its blocks, and asks again."""
+    monkeypatch.setattr("kvspec.completion.producer.MAX_PUSHES", 2)
+    ledger = ProducerLedger(P[0], lease=10.0, longest=30.0)
+    keys = [Key(f"request {at}", b"8 bytes!") for at in range(3)]
+    answers = [kinds(ledger.receive(stop(key=key), 0.0)) for key in keys]
+    assert [["stopped"], ["stopped"], []] == answers
+    assert (2, 2) == (ledger.pushes, ledger.remembered)
+    ledger.tick(40.0)
+    assert ["stopped"] == kinds(ledger.receive(stop(key=keys[2]), 40.0))
+
+
+def test_cleared_ledger_holds_nothing() -> None:
+    """A closed session has no requests, and a write that ends later finds nothing to answer."""
+    ledger = held()
+    target = (0, 0, D[0])
+    ledger.begin_push(KEY, [target])
+    ledger.receive(heartbeat(1, key=Key("unknown", b"8 bytes!")), 1.0)
+    ledger.clear()
+    assert (0, 0, 0, (), None) == (
+        ledger.holding, ledger.pushes, ledger.remembered, ledger.held, ledger.due
+    )  # fmt: skip
+    assert [] == ledger.end_push(KEY, target, WRITTEN, 2.0)
+    assert not ledger.stopping(KEY, target)
