@@ -53,7 +53,7 @@ def producer(router: Connection) -> None:
         engine_id="prefill",
         addresses=tuple(session.channel.address for session in sessions),
         remote_id=remote_id,
-        num_tokens=TOKENS,
+        computed_tokens=TOKENS,
         tables={"full": TABLE},
     )
     router.send(json.dumps(ticket.to_params()))

@@ -73,8 +73,10 @@ class Closed:
     request_id: str
 
 
-Action = Tell | Refused | Free | Ready | Failed | Release | Closed
-"""What the session must do, in order."""
+HoldAction = Tell | Refused | Free
+"""What the session must do for the producer's ledger, in order."""
+Action = Tell | Refused | Ready | Failed | Release | Closed
+"""What the session must do for the consumer's ledger, in order."""
 
 
 class Present:

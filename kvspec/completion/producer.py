@@ -26,7 +26,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from kvspec.completion.actions import Action, Free, Present, Refused, Tell
+from kvspec.completion.actions import Free, HoldAction, Present, Refused, Tell
 from kvspec.completion.held import HeldRequest, PushState, Target
 from kvspec.completion.states import PRODUCER, PUSH
 from kvspec.descriptors.request import BlockTable
@@ -131,7 +131,7 @@ class ProducerLedger:
         expected: int | None = None,
         lease: float | None = None,
         blocks: Mapping[str, BlockTable] | None = None,
-    ) -> list[Action]:
+    ) -> list[HoldAction]:
         """Hold a request, and return actions.
 
         Args:
@@ -151,7 +151,7 @@ class ProducerLedger:
 
     def _admit(
         self, key: Key, lease: float, expected: int | None, blocks: Mapping[str, BlockTable]
-    ) -> list[Action]:
+    ) -> list[HoldAction]:
         request = self._change(key)
         if request is not None and request.state != "unknown":
             raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
@@ -165,11 +165,11 @@ class ProducerLedger:
         self.holding += 1
         return self._step(request, "admit")
 
-    def receive(self, message: Message, now: float) -> list[Action]:
+    def receive(self, message: Message, now: float) -> list[HoldAction]:
         """Process a message of a reader. Return actions."""
         return self._at(now, lambda: self._receive(message))
 
-    def _receive(self, message: Message) -> list[Action]:
+    def _receive(self, message: Message) -> list[HoldAction]:
         if message.to != self.me or not isinstance(message, Heartbeat | Done | StopWriting):
             return [Refused(message, f"it is not a reader's message to {self.me}")]
         # An old incarnation may still wait for the end of a push, so its `stop` is answered.
@@ -188,7 +188,7 @@ class ProducerLedger:
 
     def record_progress(
         self, key: Key, places: Iterable[Place], upto: int, now: float
-    ) -> list[Action]:
+    ) -> list[HoldAction]:
         """Record that layers are written up to position *upto*. Return messages for the readers.
 
         Args:
@@ -202,7 +202,7 @@ class ProducerLedger:
         """
         return self._at(now, lambda: self._record_progress(key, tuple(places), upto))
 
-    def _record_progress(self, key: Key, places: tuple[Place, ...], upto: int) -> list[Action]:
+    def _record_progress(self, key: Key, places: tuple[Place, ...], upto: int) -> list[HoldAction]:
         request = self._held(key)
         for group, layer in places:
             if upto < (before := request.progress.get((group, layer), 0)):
@@ -211,11 +211,11 @@ class ProducerLedger:
         readers = request.reading()
         return [self._progress(reader, place, upto) for place in places for reader in readers]
 
-    def abort(self, key: Key, now: float) -> list[Action]:
+    def abort(self, key: Key, now: float) -> list[HoldAction]:
         """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
         return self._at(now, lambda: self._abort(key))
 
-    def _abort(self, key: Key) -> list[Action]:
+    def _abort(self, key: Key) -> list[HoldAction]:
         request = self._change(key)
         return self._step(request, "abort") if request is not None and request.held else []
 
@@ -241,7 +241,9 @@ class ProducerLedger:
             self._push(request, target, "begin")
         return opened
 
-    def end_push(self, key: Key, target: Target, pushed: Pushed | None, now: float) -> list[Action]:
+    def end_push(
+        self, key: Key, target: Target, pushed: Pushed | None, now: float
+    ) -> list[HoldAction]:
         """Record that no byte of a write to a reader can move any more. Return actions.
 
         Args:
@@ -252,7 +254,7 @@ class ProducerLedger:
         """
         return self._at(now, lambda: self._end_push(key, target, pushed))
 
-    def _end_push(self, key: Key, target: Target, pushed: Pushed | None) -> list[Action]:
+    def _end_push(self, key: Key, target: Target, pushed: Pushed | None) -> list[HoldAction]:
         request = self._change(key)
         if request is None or not request.push(target).in_flight:
             return []  # `clear` forgot it, or an interrupted call is repeated.
@@ -273,7 +275,7 @@ class ProducerLedger:
         """Forget an engine."""
         self._present.disconnect(engine_id)
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[HoldAction]:
         """Process the time, which never goes back. Return actions."""
         return self._at(now, list)
 
@@ -282,7 +284,7 @@ class ProducerLedger:
         self._requests, self._wake = {}, []
         self.holding = self.pushes = self._kept = 0
 
-    def _at(self, now: float, act: Callable[[], list[Action]]) -> list[Action]:
+    def _at(self, now: float, act: Callable[[], list[HoldAction]]) -> list[HoldAction]:
         """Process the time, then *act*. Return the actions of both, or change nothing."""
         later = max(self._now, seconds("now", now))
         return self._whole(lambda: [*self._expire(later), *act()])
@@ -334,10 +336,10 @@ class ProducerLedger:
         if request.expires < request.wake[0]:
             self._schedule(request)
 
-    def _expire(self, now: float) -> list[Action]:
+    def _expire(self, now: float) -> list[HoldAction]:
         """Set the time, and process the requests whose time has come."""
         self._now = now
-        actions: list[Action] = []
+        actions: list[HoldAction] = []
         while self._wake and self._wake[0][0] <= self._now:
             due, order, key = self._wake[0]
             request = self._change(key)
@@ -351,7 +353,7 @@ class ProducerLedger:
                 self._schedule(request)
         return actions
 
-    def _deliver(self, request: HeldRequest, message: ReaderStatus) -> list[Action]:
+    def _deliver(self, request: HeldRequest, message: ReaderStatus) -> list[HoldAction]:
         """Count a reader's message and answer it, or refuse it."""
         event = "again" if request.repeats(message) else message.kind
         if not request.held:
@@ -365,7 +367,7 @@ class ProducerLedger:
 
     def _step(
         self, request: HeldRequest, event: str, message: ReaderStatus | None = None
-    ) -> list[Action]:
+    ) -> list[HoldAction]:
         """Take the row of the table for *event*, and carry it out."""
         row = PRODUCER[request.state, event]
         before, request.state = request.state, row.state
@@ -377,7 +379,7 @@ class ProducerLedger:
             del self._requests[request.key]
         return actions
 
-    def _keep(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[Action]:
+    def _keep(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         """Keep the last early message of each reader: it is done, or of a later attempt."""
         reader = (message.by, message.sample)
         old = request.early.get(reader)
@@ -391,27 +393,27 @@ class ProducerLedger:
             self._shorten(request)
         return []
 
-    def _replay(self, request: HeldRequest, _: None, __: str) -> list[Action]:
+    def _replay(self, request: HeldRequest, _: None, __: str) -> list[HoldAction]:
         """Process the early messages of a request that is admitted now."""
         early = list(request.early.values())
         request.early.clear()
         self._kept -= len(early)
         return [action for message in early for action in self._deliver(request, message)]
 
-    def _lease(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[Action]:
+    def _lease(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         """Extend the lease, and inform the reader of it and of the progress."""
         request.note(message, Lease)
         request.expires = max(request.expires, min(self._now + self.lease, request.latest))
         progress = [self._progress(message, at, upto) for at, upto in request.progress.items()]
         return [Tell(message.answer(Lease, lease=request.expires - self._now)), *progress]
 
-    def _valid(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[Action]:
+    def _valid(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         request.note(message, Valid)
         return [Tell(message.answer(Valid))]
 
     def _gone(
         self, request: HeldRequest, message: ReaderStatus | None, before: str
-    ) -> list[Action]:
+    ) -> list[HoldAction]:
         """Answer that nothing is held. Without *message*, answer all early messages."""
         if message is None:
             early = list(request.early.values())
@@ -423,11 +425,11 @@ class ProducerLedger:
             request.note(message, Gone)
         return [Tell(message.answer(Gone))]
 
-    def _repeat(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[Action]:
+    def _repeat(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         reader = request.reader(message.by, message.sample)
         return [Tell(message.answer(reader.answer if reader else Gone))]
 
-    def _free(self, request: HeldRequest, _: None, before: str) -> list[Action]:
+    def _free(self, request: HeldRequest, _: None, before: str) -> list[HoldAction]:
         """Free a request. Remember its readers for a lease, because they may ask again."""
         self.holding -= 1
         self._shorten(request)
@@ -439,7 +441,7 @@ class ProducerLedger:
         group, layer = place
         return Tell(message.answer(LayerProgress, group=group, layer=layer, upto=upto))
 
-    def _push_message(self, request: HeldRequest, message: Message) -> list[Action]:
+    def _push_message(self, request: HeldRequest, message: Message) -> list[HoldAction]:
         """Answer a heartbeat or `stop` if it is about a push.
 
         Call this before the ledger counts the message: `finished` must describe the reader as it
@@ -458,7 +460,7 @@ class ProducerLedger:
 
     def _push(
         self, request: HeldRequest, target: Target, event: str, pushed: Pushed | None = None
-    ) -> list[Action]:
+    ) -> list[HoldAction]:
         """Take the row of the table for a push to *target*, and carry it out."""
         self.pushes += target not in request.pushes
         push = request.push(target)
@@ -475,7 +477,7 @@ class ProducerLedger:
         return [Tell(PushStopped(*name))]
 
 
-_ACTS: dict[str, Callable[..., list[Action]]] = {
+_ACTS: dict[str, Callable[..., list[HoldAction]]] = {
     "keep": ProducerLedger._keep,  # noqa: SLF001
     "replay": ProducerLedger._replay,  # noqa: SLF001
     "lease": ProducerLedger._lease,  # noqa: SLF001

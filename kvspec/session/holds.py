@@ -39,10 +39,11 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import attrs
 
-from kvspec.completion.actions import Action, Free, Refused, Tell
+from kvspec.completion.actions import Free, HoldAction, Refused, Tell
 from kvspec.completion.held import Target
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import Tables, tables_of
@@ -128,7 +129,7 @@ class Holds:
     tell: Callable[[Message], None]
     foreign: deque[str]
     closed: Callable[[], None]
-    _recorded: deque[Action] = attrs.field(factory=deque)
+    _recorded: deque[HoldAction] = attrs.field(factory=deque)
     _freed: dict[Key, str] = attrs.field(factory=dict)
     _writes: list[Writes] = attrs.field(factory=list)
 
@@ -151,9 +152,9 @@ class Holds:
             positive_int("readers", readers, most=MAX_READERS)
         if strange := sorted(tables.keys() - {group.name for group in self.engine.groups}):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
-        more = {"expected": readers, "lease": lease, "blocks": tables}
+        admit = partial(self.ledger.admit, key, expected=readers, lease=lease, blocks=tables)
         # One line: an interrupt must not come between the call and its record.
-        self._recorded.extend(self.ledger.admit(key, self.now(), **more))
+        self._recorded.extend(admit(self.now()))
         self.act()
 
     def record_progress(self, remote_id: str, upto: int, layers: Iterable[str] | None) -> None:
@@ -287,7 +288,8 @@ class Holds:
         ended: dict[str, list[RemoteId]] = {"sent": [], "expired": [], "aborted": []}
         for key, why in self._freed.items():
             ended[why].append(key.remote_id)
-        settled = Settled(*(tuple(names) for names in ended.values()), tuple(self.foreign))
+        done, expired, aborted = (tuple(names) for names in ended.values())
+        settled = Settled(done, expired, aborted, tuple(self.foreign))
         self._freed = {}
         self.foreign.clear()
         return settled

@@ -3,6 +3,15 @@
 Invariant: a changed ticket is refused, and the error names the field. The producer seals it with
 the secret of both engines. Without a secret, any writer of the router can forge a ticket. A
 consumer cannot request more than the ticket holds.
+
+How it works:
+    A prompt of N tokens has two numbers. The producer computes all of it, so `computed_tokens` of
+    the ticket is N. A consumer computes the last token of the prompt itself, because it needs the
+    logits. So it usually moves N - 1 tokens, the `num_tokens` of its `TransferRequest`:
+
+        prompt             t0  t1  t2  t3  t4
+        computed_tokens    x   x   x   x   x      5, in the ticket
+        num_tokens         x   x   x   x          4, in the consumer's request
 """
 
 from __future__ import annotations
@@ -25,19 +34,19 @@ from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import key_of
 from kvspec.wire.seal import MAC, Secret
 
-_SAID = {
+_NAMES = {
     "engine_id": "remote_engine_id",
     "addresses": "remote_addresses",
     "remote_id": "remote_request_id",
-    "num_tokens": "remote_num_tokens",
+    "computed_tokens": "remote_num_tokens",
     "tables": "remote_block_ids",
     "content": "remote_content",
 }
-"""How a router has each field."""
+"""The name of each field in the parameters that a router carries."""
 _ADDRESSES = "the addresses of the producer's ranks, each a str"
 _TABLE = "a list of the first token and the block ids"
 _SEAL = "the seal of unchanged parameters, made with the same secret"
-PROMPT = b"kvspec-prompt-1\n"
+PURPOSE = b"kvspec-prompt-1\n"
 
 
 def _tables(value: Tables) -> Mapping[str, BlockTable]:
@@ -59,7 +68,8 @@ class PrefillTicket:
         engine_id: Name of the producer.
         addresses: Addresses of the channels of its ranks.
         remote_id: Name of the request, from `new_remote_id`.
-        num_tokens: Number of tokens that the producer has computed.
+        computed_tokens: Number of tokens that the producer has computed, all of the prompt. The
+            request of a consumer usually has one less.
         tables: Block tables of the producer, by group.
         content: Checksum of these tokens from `content_of`, or "".
     """
@@ -67,14 +77,14 @@ class PrefillTicket:
     engine_id: str
     addresses: tuple[str, ...] = attrs.field(converter=_addresses)
     remote_id: str
-    num_tokens: int
+    computed_tokens: int
     tables: Mapping[str, BlockTable] = attrs.field(converter=_tables)
     content: str = ""
 
     def __attrs_post_init__(self) -> None:
         is_name("engine_id", self.engine_id)
         key_of(self.remote_id)
-        positive_int("num_tokens", self.num_tokens)
+        positive_int("computed_tokens", self.computed_tokens)
         instance("content", self.content, str)
 
     def check(self, token_ids: Sequence[int]) -> None:
@@ -83,7 +93,7 @@ class PrefillTicket:
         Raises:
             SpecError: If the ticket is of another prompt.
         """
-        own = _sum(_tokens(token_ids)[: self.num_tokens])
+        own = content_of(_tokens(token_ids)[: self.computed_tokens])
         if self.content not in ("", own):
             raise SpecError(
                 "remote_content", self.content, f"{own}, the content of the requested prompt"
@@ -105,8 +115,9 @@ class PrefillTicket:
 
     def _check_count(self, num_tokens: int) -> None:
         positive_int("num_tokens", num_tokens, least=0)
-        if num_tokens > self.num_tokens:
-            raise SpecError("num_tokens", num_tokens, f"at most {self.num_tokens}, the held tokens")
+        if num_tokens > self.computed_tokens:
+            wanted = f"at most {self.computed_tokens}, the `computed_tokens` of the ticket"
+            raise SpecError("num_tokens", num_tokens, wanted)
 
     def to_params(self, secret: str | bytes | None = None) -> dict[str, Any]:
         """Return the ticket as plain values that JSON can represent.
@@ -120,17 +131,17 @@ class PrefillTicket:
         Returns:
             The parameters for `from_params`.
         """
-        return {**self._said(), "remote_seal": self._mac(secret).hex()}
+        return {**self._params(), "remote_seal": self._mac(secret).hex()}
 
-    def _said(self) -> dict[str, Any]:
-        said = {name: getattr(self, field) for field, name in _SAID.items()}
+    def _params(self) -> dict[str, Any]:
+        params = {name: getattr(self, field) for field, name in _NAMES.items()}
         tables = {name: [t.first_token, t.block_ids.tolist()] for name, t in self.tables.items()}
-        return said | {"remote_addresses": list(self.addresses), "remote_block_ids": tables}
+        return params | {"remote_addresses": list(self.addresses), "remote_block_ids": tables}
 
     def _mac(self, secret: str | bytes | None) -> bytes:
-        """Return the code by which who knows *secret* knows that nothing of this was changed."""
-        body = json.dumps(self._said(), sort_keys=True).encode()
-        return Secret(secret_of(secret)).seal(PROMPT, body)[len(PROMPT) :][:MAC]
+        """Return the code that only a process with *secret* can compute for these parameters."""
+        body = json.dumps(self._params(), sort_keys=True).encode()
+        return Secret(secret_of(secret)).seal(PURPOSE, body)[len(PURPOSE) :][:MAC]
 
     @staticmethod
     def from_params(given: Mapping[str, Any], secret: str | bytes | None = None) -> PrefillTicket:
@@ -148,34 +159,39 @@ class PrefillTicket:
         Raises:
             SpecError: If a field is missing or malformed, or the seal is wrong.
         """
-        told = mapping("remote", given, "parameter names to values")
-        said: dict[str, Any] = {field: told.get(name) for field, name in _SAID.items()}
-        field, tables = _SAID["tables"], dict[str, BlockTable]()
-        for group, table in mapping(field, said["tables"], "groups to tables").items():
+        params = mapping("remote", given, "parameter names to values")
+        fields: dict[str, Any] = {field: params.get(name) for field, name in _NAMES.items()}
+        field, tables = _NAMES["tables"], dict[str, BlockTable]()
+        for group, table in mapping(field, fields["tables"], "groups to tables").items():
             pair = sequence(f"{field}[{group!r}]", table, _TABLE)
             if len(pair) != 2:  # noqa: PLR2004 - as `to_params` writes it
                 raise SpecError(f"{field}[{group!r}]", pair, _TABLE)
             tables[str(group)] = BlockTable(pair[1], first_token=pair[0])
         try:
-            prompt = PrefillTicket(**said | {"tables": tables})
+            ticket = PrefillTicket(**fields | {"tables": tables})
         except SpecError as error:
-            name = _SAID.get(error.field, error.field)
+            name = _NAMES.get(error.field, error.field)
             raise SpecError(name, error.value, error.expected, rule=error.rule) from error
-        seal = told.get("remote_seal")
-        if not hmac.compare_digest(prompt._mac(secret).hex().encode(), str(seal).encode()):
+        seal = params.get("remote_seal")
+        if not hmac.compare_digest(ticket._mac(secret).hex().encode(), str(seal).encode()):
             raise SpecError("remote_seal", seal, _SEAL)
-        return prompt
+        return ticket
 
     def request(
-        self, request_id: str, num_tokens: int, blocks: Mapping[str, BlockTable], cached: int = 0
+        self,
+        request_id: str,
+        num_tokens: int,
+        blocks: Tables,
+        cached: int | Mapping[str, int] = 0,
     ) -> TransferRequest:
         """Return the request that a consumer moves into *blocks*.
 
         Args:
             request_id: The consumer's own id of the request.
-            num_tokens: Number of tokens to have afterwards, at most those of the ticket.
+            num_tokens: Number of tokens to have afterwards, at most `computed_tokens`. Pass one
+                token less than the prompt if the consumer computes the last token itself.
             blocks: Block tables of the consumer, by group.
-            cached: Leading tokens that the consumer already has.
+            cached: Leading tokens that the consumer already has, for all groups or by group.
 
         Returns:
             The request.
@@ -188,13 +204,13 @@ class PrefillTicket:
             request_id=request_id,
             num_tokens=num_tokens,
             cached_tokens=cached,
-            state_tokens=self.num_tokens,
+            state_tokens=self.computed_tokens,
             producer_blocks=self.tables,
             consumer_blocks=blocks,
         )
 
 
-def content_of(token_ids: Sequence[int]) -> str:
+def content_of(token_ids: Sequence[int] | npt.NDArray[Any]) -> str:
     """Return a checksum of a prompt's tokens. It detects that a router confused two prompts.
 
     Args:
@@ -209,11 +225,11 @@ def content_of(token_ids: Sequence[int]) -> str:
     >>> content_of([1, 2, 3]) == content_of((1, 2, 3)) != content_of([1, 2])
     True
     """
-    return _sum(_tokens(token_ids))
+    return hashlib.sha256(_tokens(token_ids).astype("<i8").tobytes()).hexdigest()[:32]
 
 
 def _tokens(value: object) -> npt.NDArray[Any]:
-    """Return a prompt's tokens; `SpecError` for what are none, which a sum could take for some."""
+    """Return the tokens of a prompt as an array, or raise `SpecError`."""
     try:
         ids = np.asarray(value)
     except (ValueError, TypeError):
@@ -221,7 +237,3 @@ def _tokens(value: object) -> npt.NDArray[Any]:
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise SpecError("token_ids", value, "a sequence of ints")
     return ids
-
-
-def _sum(ids: npt.NDArray[Any]) -> str:
-    return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:32]

@@ -90,7 +90,7 @@ CACHES = kvspec.plan_memory(P, RankId(), 8, 4096), kvspec.plan_memory(C, RankId(
 TABLE = kvspec.build_table(PLAN, *CACHES)
 ASKED = ask(20, [1, 2], [3, 4])
 PROMPT: dict[str, Any] = {
-    "engine_id": "P", "addresses": ["a:1"], "remote_id": new_remote_id("p"), "num_tokens": 20,
+    "engine_id": "P", "addresses": ["a:1"], "remote_id": new_remote_id("p"), "computed_tokens": 20,
     "tables": {"g": [1, 2]}, "content": "",
 }  # fmt: skip
 HELD = PrefillTicket(**PROMPT)

@@ -29,7 +29,7 @@ BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
 def held(addresses: tuple[str, ...] = ("127.0.0.1:9",), **changed: Any) -> PrefillTicket:
     """Return what a producer's scheduler says."""
     given = {"engine_id": "P", "addresses": addresses, "remote_id": new_remote_id("p-1")}
-    return PrefillTicket(**{**given, "num_tokens": 14, "tables": BLOCKS, **changed})
+    return PrefillTicket(**{**given, "computed_tokens": 14, "tables": BLOCKS, **changed})
 
 
 def test_what_a_router_passes_on_is_what_was_said() -> None:
@@ -76,7 +76,7 @@ def test_what_was_changed_on_the_way_is_refused(name: str, secret: bytes | None)
     said = held().to_params(secret)
     assert set(LEGAL) == set(said)
     PrefillTicket.from_params(said, secret)
-    for changed in (LEGAL[name], held(num_tokens=9).to_params(secret)[name]):
+    for changed in (LEGAL[name], held(computed_tokens=9).to_params(secret)[name]):
         if changed != said[name]:
             params = said | {name: changed}
             with pytest.raises(SpecError) as caught:
@@ -99,7 +99,7 @@ def test_who_does_not_know_the_secret_is_not_believed() -> None:
 def test_another_prompt_is_refused() -> None:
     """The first tokens have to be those that are held; nothing said of them fits any."""
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
-    prompt = held(num_tokens=7, content=content_of(tokens[:7]))
+    prompt = held(computed_tokens=7, content=content_of(tokens[:7]))
     prompt.check(tokens)
     prompt.check([*tokens[:7], 7])
     held().check([])
@@ -140,7 +140,7 @@ def test_what_is_held_does_not_change() -> None:
     ("name", "value"),
     [
         ("engine_id", 3), ("engine_id", ""), ("addresses", "127.0.0.1:9"), ("addresses", []),
-        ("addresses", [3]), ("remote_id", "p-1"), ("num_tokens", 0), ("num_tokens", True),
+        ("addresses", [3]), ("remote_id", "p-1"), ("computed_tokens", 0), ("computed_tokens", True),
         ("tables", None), ("tables", {"full": 3}), ("content", None),
     ],
 )  # fmt: skip

@@ -50,7 +50,7 @@ def said(num_tokens: int = 7) -> dict[str, Any]:
         engine_id="p",
         addresses=("127.0.0.1:9",),
         remote_id=new_remote_id("p-1"),
-        num_tokens=num_tokens,
+        computed_tokens=num_tokens,
         tables={"group0": kvspec.BlockTable([1, 2])},
     )
     return {"do_remote_prefill": True, **prompt.to_params()}

@@ -162,7 +162,7 @@ class Scheduling:
             engine_id=self._ranks[0].engine_id,
             addresses=tuple(rank.address for rank in self._ranks),
             remote_id=new_remote_id(request.request_id),
-            num_tokens=computed,
+            computed_tokens=computed,
             content=content_of((request.prompt_token_ids or ())[:computed]),
         )
 
@@ -174,7 +174,7 @@ class Scheduling:
 
 def _end(request: Any, ticket: PrefillTicket) -> int:
     """Return the token before which fetching stops. vLLM computes the last token itself."""
-    return int(min(request.num_tokens - 1, ticket.num_tokens))
+    return int(min(request.num_tokens - 1, ticket.computed_tokens))
 
 
 def _shorten(request: Any, engine: EngineSpec) -> None:
