@@ -32,9 +32,12 @@ _TAG = b"nixlSerDes|Agent"
 
 @attrs.frozen(kw_only=True)
 class Envelope:
-    """What a peer needs to reach an agent: its *name*, nixl's *metadata*, and where to knock.
+    """The introduction of one agent.
 
-    *probe* is the address of one byte of registered DRAM: reading it proves the connection.
+    Attributes:
+        name: Name of the agent.
+        metadata: NIXL's metadata of the agent.
+        probe: Address of one byte of registered host memory. A peer reads it to connect.
     """
 
     name: str
@@ -42,14 +45,14 @@ class Envelope:
     probe: int
 
     def seal(self, secret: bytes) -> bytes:
-        """Return the bytes, of which any change shows to who knows *secret*."""
+        """Return the sealed bytes. A peer with the same *secret* detects any change."""
         title = self.name.encode()
         body = _HEAD.pack(len(title), self.probe) + title + self.metadata
         return Secret(secret).seal(_MAGIC, body)
 
 
 def name_of(name: object, prefix: str) -> str:
-    """Return *name*, of None one that no other incarnation has: host-pid-uuid after *prefix*."""
+    """Return the checked *name*. If it is None, return a new one: *prefix*, host, pid and uuid."""
     if name is None:
         instance("prefix", prefix, str)
         name = f"{prefix}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
@@ -118,7 +121,7 @@ def _name(path: str, title: bytes) -> str:
 
 
 def _inner_name(metadata: bytes) -> bytes:
-    """Return the name of the agent whose bytes these are, or raise `WireError`."""
+    """Return the name of the agent in NIXL's *metadata*, or raise `WireError`."""
     tag, size = _INNER.unpack_from(metadata.ljust(_INNER.size, b"\0"))
     if tag != _TAG or len(metadata) < _INNER.size + size:
         raise WireError("metadata.agent", metadata[: _INNER.size], "metadata of a NIXL agent")

@@ -32,7 +32,7 @@ from kvspec.nixl.rows import Ids, Ints, StridedRows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# What one handle takes. Posting 4096 descriptors takes about 13 ms, which nothing can interrupt.
+# The limits of one handle. Posting 4096 descriptors takes about 13 ms, which nothing can interrupt.
 MAX_DESCRIPTORS = 4096
 MAX_BYTES = 64 << 20
 # Ranks merge across rows if NIXL would otherwise post more than this multiple of the descriptors.
@@ -212,7 +212,7 @@ def pair(
     first, length, joined = _FIRST, ids[0].nbytes, None
     source, target = ids if destination == "remote" else ids[::-1]
     if len(local_ids) > 1:
-        first = _starts(continues_in_row(ids[0]) & continues_in_row(ids[1]))
+        first = starts_of(continues_in_row(ids[0]) & continues_in_row(ids[1]))
         sums = np.add.reduceat(length, first)
         runs = ids[0].take(first, sums), ids[1].take(first, sums)
         source, target = runs if destination == "remote" else runs[::-1]
@@ -222,7 +222,7 @@ def pair(
         if continues.any():
             continues &= continues_in_memory(source, order)
         if merges(len(first), int(continues.sum())):
-            joined = _joined(runs, order, _starts(continues))
+            joined = _joined(runs, order, starts_of(continues))
             length = joined.local[:, 1].astype(np.int64)
             first = np.arange(len(length))
     reached = np.add.reduceat(length, first).cumsum()
@@ -261,7 +261,7 @@ def _refuse_overlap(field: str, target: Runs, order: Ints) -> None:
         raise SpecError(field, f"runs from {one} and {other}", expected)
 
 
-def _starts(continues: NDArray[np.bool_]) -> Ints:
+def starts_of(continues: NDArray[np.bool_]) -> Ints:
     """Return the first of each group, from whether each member but the first continues one."""
     return np.concatenate((_FIRST, (~continues).nonzero()[0] + 1))
 

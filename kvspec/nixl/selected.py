@@ -77,7 +77,7 @@ from kvspec.descriptors.selection import Entry, Picked, Selection
 from kvspec.descriptors.tiles import Tiles
 from kvspec.inputs import MOST
 from kvspec.nixl import merging
-from kvspec.nixl.merging import Bounds, Pairing, cut, fits, merges
+from kvspec.nixl.merging import Bounds, Pairing, cut, fits, merges, starts_of
 from kvspec.nixl.rows import Ints, StridedRows
 from kvspec.ownership.replicas import Role
 
@@ -381,12 +381,12 @@ def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part 
     if offsets.min_gap < 0 or offsets.min_gap == size:
         follows = offsets.follows(size, size)
         if np.count_nonzero(follows):
-            posted = _first(follows & entry.rows.next_ids(tiles))
+            posted = starts_of(follows & entry.rows.next_ids(tiles))
         if offsets.min_gap < 0:
             offsets, _ = offsets.ascending()
             follows = offsets.follows(size, size)
         if np.count_nonzero(follows):
-            first = _first(follows)
+            first = starts_of(follows)
             nbytes, offsets = np.diff(first, append=count) * size, offsets.take(first)
     return _Part(runs, offsets, nbytes, posted, count, size)
 
@@ -410,11 +410,6 @@ def _runs(entry: Entry, rows: dict[Role, StridedRows], target: Role) -> Repeated
 def _directed(consumer: T, producer: T, target: Role) -> tuple[T, T]:
     """Return the values of destination and source."""
     return (consumer, producer) if target == "consumer" else (producer, consumer)
-
-
-def _first(follows: npt.NDArray[np.bool_]) -> Ints:
-    """Return the numbers of those that do not follow the one before."""
-    return np.concatenate(([0], np.flatnonzero(~follows) + 1))
 
 
 def _joined(parts: list[_Part]) -> int | None:
