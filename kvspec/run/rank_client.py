@@ -26,7 +26,17 @@ from kvspec.run.request_rank import RankStats, RequestRank
 SILENT = 120.0  # seconds in which a rank has to answer
 DYING = 5.0  # seconds that a process may take to end after it has closed its pipe
 LOG_TAIL = 3  # lines of a dead rank's output that an error contains
-BODY = "from kvspec.run.rank_server import main; main()"
+# The process ends with its parent. It sees to that before the imports, which take a second or more.
+# 1 is PR_SET_PDEATHSIG: the signal that a process receives when its parent dies. The parent may have
+# died before that call.
+BODY = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[2]):
+    sys.exit()
+from kvspec.run.rank_server import main
+main()
+"""
 
 
 class RankClient:
@@ -54,7 +64,7 @@ class RankClient:
         with child_end, Path(log or os.devnull).open("ab") as file:
             target = sys.stderr.fileno() if loud and log else file.fileno()
             self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
-                [sys.executable, "-P", "-c", BODY, str(child_end.fileno()), name],
+                [sys.executable, "-P", "-c", BODY, str(child_end.fileno()), str(os.getpid()), name],
                 pass_fds=[child_end.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,

@@ -6,7 +6,6 @@ of other ranks are read by the session alone.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -27,8 +26,6 @@ from kvspec.session import Session, TcpChannel
 
 # Signals that end a process. Its parent has blocked them while it started the process.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-# Option of prctl: the signal that a process receives when its parent dies.
-_PR_SET_PDEATHSIG = 1
 
 
 @attrs.frozen(kw_only=True)
@@ -135,7 +132,6 @@ def main() -> None:
 
     The parent first sends a class and its arguments, then commands, which are methods of the class.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     parent = Connection(int(sys.argv[1]))
     # After the parent has died, the process ends. After another error the rank cannot continue.
