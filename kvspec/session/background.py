@@ -13,13 +13,17 @@ How it works:
     a message             `wait` of the channel returns
     a timer of a ledger   the session returns the seconds until then, at most `IDLE`
     bytes move            NIXL has no event for it, so the rest lasts only `BUSY` seconds
-    another thread calls  `wake`, for example after `load`. A channel without `wake` polls each
-                          `UNWOKEN` seconds instead
+    another thread calls  `wake`, if the thread should rest less than it intended. A channel without
+                          `wake` polls each `UNWOKEN` seconds instead
     ====================  =====================================================================
+
+    Other threads may poll too, and then they take messages and wake-ups that the thread waits for.
+    So each of them calls `wake` after its poll, in case that something moves now.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -48,38 +52,6 @@ def since_boot() -> float:
     return time.monotonic() if _BOOT is None else time.clock_gettime(_BOOT)
 
 
-class Background:
-    """A thread that polls a session until it is stopped.
-
-    Args:
-        step: The poll.
-        rest: Returns how many seconds the next poll may be away.
-        channel: Its `wait` is where the thread rests.
-    """
-
-    def __init__(
-        self, step: Callable[[], None], rest: Callable[[], float], channel: Channel
-    ) -> None:
-        self._step, self._rest, self._wait = step, rest, channel.wait
-        wake = getattr(channel, "wake", None)
-        self._longest = UNWOKEN if wake is None else IDLE
-        self.wake: Callable[[], None] = wake or (lambda: None)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Wait for the current poll, and start no other."""
-        self._ended.set()
-        self.wake()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while not self._ended.is_set():
-            self._step()
-            self._wait(min(self._rest(), self._longest))
-
-
 class SessionLock:
     """A lock of the process that created it. A thread may take it again."""
 
@@ -100,3 +72,49 @@ class SessionLock:
                 f"{message}; {TransferState.FORKED.advice}", state=TransferState.FORKED
             )
         return self._lock
+
+
+class Background:
+    """A thread that polls a session until it is stopped.
+
+    Args:
+        step: The poll.
+        rest: Returns how many seconds the next poll may be away.
+        channel: Its `wait` is where the thread rests.
+        lock: The lock of the session.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], None],
+        rest: Callable[[], float],
+        channel: Channel,
+        lock: SessionLock,
+    ) -> None:
+        self._step, self._rest, self._wait, self._lock = step, rest, channel.wait, lock
+        self._wake: Callable[[], None] | None = getattr(channel, "wake", None)
+        self._longest = UNWOKEN if self._wake is None else IDLE
+        self._until = math.inf  # when the rest ends
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """End the rest if it is longer than it has to be by now. Call this with the lock."""
+        if self._wake is not None and time.monotonic() + self._rest() < self._until:
+            self._wake()
+
+    def stop(self) -> None:
+        """Wait for the current poll, and start no other."""
+        self._ended.set()
+        if self._wake is not None:
+            self._wake()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            self._step()
+            with self._lock.held:  # so that no other poll comes between the two lines
+                rest = min(self._rest(), self._longest)
+                self._until = time.monotonic() + rest
+            self._wait(rest)

@@ -38,7 +38,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import os
 import resource
 import selectors
 import socket
@@ -68,8 +67,6 @@ FRAMES = 256
 """Messages of trusted and dialled peers that one poll returns. Of strangers, a quarter."""
 TURN = 32
 """Messages of one trusted or dialled peer that one poll returns. Of a stranger, an eighth."""
-BYTES = 4 << 20
-"""Bytes that one poll reads from trusted and dialled peers. From strangers, a quarter."""
 RESOLVED = 1 << 16
 """Addresses that `resolve` has looked up. The oldest is forgotten."""
 REST = 0.025
@@ -153,20 +150,14 @@ class _Link:
         return selectors.EVENT_READ | writes
 
     @property
-    def size(self) -> int | None:
-        """Bytes of the next message, with its length. None until the length has arrived."""
-        known = len(self.came) >= _SIZE
-        return int.from_bytes(self.came[:_SIZE], "big") + _SIZE if known else None
-
-    @property
-    def too_long(self) -> bool:
-        """Whether the peer announced a message that is longer than allowed."""
-        return (self.size or 0) > _SIZE + self.most
+    def size(self) -> int:
+        """Bytes of the next message without its length. -1 until the length has arrived."""
+        return int.from_bytes(self.came[:_SIZE], "big") if len(self.came) >= _SIZE else -1
 
     @property
     def whole(self) -> bool:
         """Whether the next message has arrived."""
-        return (size := self.size) is not None and len(self.came) >= size and not self.too_long
+        return 0 <= self.size <= min(self.most, len(self.came) - _SIZE)
 
 
 class TcpChannel:
@@ -202,23 +193,21 @@ class TcpChannel:
         except (OSError, UnicodeError) as error:
             message = f"cannot listen on {host}:{port}: {error}; give another host or port"
             raise TransferError(message, rank=host, state=TransferState.UNAVAILABLE) from error
-        self._listener.settimeout(0)
         self._address = f"{public or host}:{self._listener.getsockname()[1]}"
         self._waker, self._woken = socket.socketpair()
-        self._waker.settimeout(0)
-        self._woken.settimeout(0)
+        self._reserve = socket.socket()  # a descriptor for the moment without others: `_refuse`
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        # A descriptor for the moment in which the process has no other: see `_refuse`.
-        self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
+        for each in (self._listener, self._woken, self._waker):
+            each.settimeout(0)
+        for each in (self._listener, self._woken):
+            self._selector.register(each, selectors.EVENT_READ)
         self._links: dict[str, _Link] = {}  # all, by route
         self._strangers: dict[str, _Link] = {}  # the oldest first
         self._trusted: dict[str, _Link] = {}  # the one that was silent longest first
         self._turns: dict[str, _Link] = {}  # those that may have a message, in the order of turns
         self._resolved: dict[str, tuple[int, tuple[object, ...]]] = {}
         self._numbers = itertools.count()
-        self._rests_until: float | None = None
+        self._rests_until = 0.0  # 0: the listener does not rest
         self._next_check = 0.0
         self._closed = False
         self.lost = 0
@@ -293,9 +282,8 @@ class TcpChannel:
         """
         if self._closed:
             return []
-        now = time.monotonic()
-        if self._rests_until is not None and now >= self._rests_until:
-            self._rests_until = None
+        if self._rests_until and time.monotonic() >= self._rests_until:
+            self._rests_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
         for key, events in self._selector.select(0):
             link: _Link | None = key.data
@@ -307,17 +295,17 @@ class TcpChannel:
             # `_flush` may have closed the connection, and a new one may have its route.
             if events & selectors.EVENT_READ and self._links.get(link.route) is link:
                 self._turns.setdefault(link.route, link)
-        if now >= self._next_check:
-            self._next_check = now + STALL / 8
-            self._drop_stalled(now)
-        return self._take_turns()
+        came = self._take_turns()
+        # Last: if nobody called for long, whatever arrived meanwhile is progress.
+        self._drop_stalled(time.monotonic())
+        return came
 
     def wait(self, timeout: float) -> None:
         """Wait until data arrives or can be sent, or `wake`, for at most *timeout* seconds."""
         try:
             if not self._closed and not self._turns:
                 # The end of a rest, and peers that stall, cause no event.
-                most = STALL / 8 if self._rests_until is None else REST
+                most = REST if self._rests_until else STALL / 8
                 self._selector.select(min(timeout, most))
         except (OSError, ValueError):  # `close` does not wait for threads that wait here
             if not self._closed:
@@ -334,24 +322,19 @@ class TcpChannel:
             self._closed = True
             for link in tuple(self._links.values()):
                 self._drop(link)
-            for each in (self._listener, self._selector, self._waker, self._woken):
+            sockets = self._listener, self._waker, self._woken, self._reserve
+            for each in (self._selector, *sockets):
                 each.close()
-            if self._reserve is not None:
-                os.close(self._reserve)
 
     def _dial(self, route: str) -> _Link | None:
         """Begin to connect to an address. Return None if it is not one, or not reachable."""
-        found = self._resolved.get(route) or _look_up(route, socket.AI_NUMERICHOST)
-        if found is None:
-            return None
-        family, where = found
-        try:
-            made = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
-            return None
-        made.settimeout(0)
-        made.connect_ex(where)  # an error shows when the socket becomes writable
-        return self._keep(made, route, MAX_MESSAGE, connecting=True)
+        with contextlib.suppress(OSError):  # the process may have no free descriptor
+            if found := self._resolved.get(route) or _look_up(route, socket.AI_NUMERICHOST):
+                made = socket.socket(found[0], socket.SOCK_STREAM)
+                made.settimeout(0)
+                made.connect_ex(found[1])  # an error shows when the socket becomes writable
+                return self._keep(made, route, MAX_MESSAGE, connecting=True)
+        return None
 
     def _accept(self) -> None:
         """Accept some connections, then let the listener rest. See the module docstring."""
@@ -379,13 +362,11 @@ class TcpChannel:
         """
         if self._strangers:
             self._drop(next(iter(self._strangers.values())))  # the process needs its descriptor
-        if self._reserve is not None:
-            os.close(self._reserve)
-        self._reserve = None
+        self._reserve.close()
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
         with contextlib.suppress(OSError):  # another thread took it: the next call tries again
-            self._reserve = os.open(os.devnull, os.O_RDONLY)
+            self._reserve = socket.socket()
 
     def _keep(
         self, made: socket.socket, route: str, most: int, *, connecting: bool = False
@@ -406,10 +387,14 @@ class TcpChannel:
             link.socket.close()
 
     def _drop_stalled(self, now: float) -> None:
+        if now < self._next_check:
+            return
+        self._next_check = now + STALL / 8
         for link in tuple(self._links.values()):
-            # A peer that writes but does not read stalls too: what it writes is no progress here.
-            stalls = (link.connecting or link.came) and now - link.moved > STALL
-            if stalls or (link.unsent and now - link.taken > STALL):
+            # A peer that waits for its turn does not stall. A peer that writes but does not read
+            # stalls: what it writes is no progress here.
+            begun = link.connecting or (link.came and link.route not in self._turns)
+            if (begun and now - link.moved > STALL) or (link.unsent and now - link.taken > STALL):
                 self._drop(link)
 
     def _flush(self, link: _Link) -> None:
@@ -432,49 +417,45 @@ class TcpChannel:
     def _take_turns(self) -> list[tuple[str, bytes]]:
         """Return messages of the peers whose turn it is. The others keep their places."""
         came: list[tuple[str, bytes]] = []
-        frames = {False: FRAMES, True: FRAMES // 4}  # still allowed, by `strange`
-        size = {False: BYTES, True: BYTES // 4}
+        allowed = {False: FRAMES, True: FRAMES // 4}  # by whether it is a stranger
         for route, link in tuple(self._turns.items()):
             strange = route in self._strangers
-            if frames[strange] <= 0 or size[strange] <= 0:
+            if not allowed[strange]:
                 continue
             del self._turns[route]
-            size[strange] -= self._read(link)
-            for _ in range(min(frames[strange], TURN // 8 if strange else TURN)):
-                stop = link.size
-                if stop is None or not link.whole:
-                    break
+            self._read(link)
+            taken = 0
+            while link.whole and taken < min(allowed[strange], TURN // 8 if strange else TURN):
+                stop, taken = _SIZE + link.size, taken + 1
                 came.append((route, bytes(link.came[_SIZE:stop])))
                 del link.came[:stop]
-                frames[strange] -= 1
-            if link.too_long:
+            allowed[strange] -= taken
+            if link.size > link.most:
                 self._drop(link)
             elif link.whole:
                 self._turns[route] = link
         return came
 
-    def _read(self, link: _Link) -> int:
-        """Read some bytes, unless a whole message waits already. Return how many were read.
+    def _read(self, link: _Link) -> None:
+        """Read some bytes, unless a whole message waits already.
 
         A connection is not read while one of its messages waits, so a peer that sends faster than
         this side reads fills its own buffers, and no memory here.
         """
         if link.whole:
-            return 0
-        room = _CHUNK if link.most > MAX_QUESTION else _SIZE + link.most - len(link.came)
+            return
         try:
-            chunk = link.socket.recv(room)
+            chunk = link.socket.recv(_CHUNK if link.most == MAX_MESSAGE else _CHUNK // 16)
         except BlockingIOError:
-            return 0
+            return
         except OSError:
             chunk = b""
-        link.came += chunk
-        if link.route in self._trusted:
-            self._trusted[link.route] = self._trusted.pop(link.route)
-        link.moved = time.monotonic()
         if not chunk:
             self._drop(link)
-        return len(chunk)
+        if link.route in self._trusted:
+            self._trusted[link.route] = self._trusted.pop(link.route)  # now the last one
+        link.came += chunk
+        link.moved = time.monotonic()
 
 
 def _share(most: int, part: int) -> int:

@@ -29,12 +29,13 @@ How it works:
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import attrs
 import msgspec
@@ -65,6 +66,11 @@ ANSWER = b"kvspec-answer-1\n"
 INTRODUCTION = b"kvspec-introduction-2\n"
 ASK_AGAIN = 0.5
 """Seconds between two questions to one rank."""
+LINGER = 2 * ASK_AGAIN
+"""Seconds for which a process counts as reached after its connection has ended.
+
+A process with another secret or version closes the connection at each question.
+"""
 REST = 1e-2
 """Seconds between two looks for an introduction."""
 CHALLENGE_AGAIN = 0.25
@@ -80,31 +86,23 @@ MAX_ROUTES = 1 << 16
 """Ranks whose route is remembered. The one that was silent longest is forgotten."""
 LOG = logging.getLogger("kvspec.session")
 
-_KINDS = {
-    MESSAGE: "message",
-    CHALLENGE: "challenge",
-    ANSWER: "answer",
-    INTRODUCTION: "introduction",
-    QUESTION: "question",
-}
-_LONGEST = max(map(len, _KINDS))
+_PURPOSES = MESSAGE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION
 _WANTED = f"a sealed message of version {VERSION}"
 _SEALED = "the complete bytes that Session.introduction returned"
 
 Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
-
-
-class IntroductionFields(msgspec.Struct, forbid_unknown_fields=True, array_like=True, frozen=True):
-    """The body of an introduction as it is sent."""
-
-    address: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
-    lease: Seconds
-    heartbeat: Seconds
-    handshake: Annotated[bytes, Meta(max_length=MAX_HANDSHAKE)]
-
+Fields = tuple[
+    Annotated[str, Meta(min_length=1, max_length=MAX_NAME)],
+    Seconds,
+    Seconds,
+    Annotated[bytes, Meta(max_length=MAX_HANDSHAKE)],
+]
+"""The body of an introduction: address, lease, heartbeat and handshake."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(IntroductionFields)
+_DECODER = msgspec.msgpack.Decoder(Fields)
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @attrs.frozen(kw_only=True)
@@ -130,13 +128,9 @@ class Introduced:
 
     def seal(self, secret: Secret) -> bytes:
         """Return the bytes for peers."""
-        fields = IntroductionFields(
-            is_name("address", self.address),
-            self.lease,
-            self.heartbeat,
-            encode_handshake(self.handshake),
-        )
-        return secret.seal(INTRODUCTION, _ENCODER.encode(fields))
+        address, shake = is_name("address", self.address), encode_handshake(self.handshake)
+        body = _ENCODER.encode((address, self.lease, self.heartbeat, shake))
+        return secret.seal(INTRODUCTION, body)
 
 
 def epoch_of(epoch: int | None, cache: RankCache) -> int:
@@ -156,17 +150,13 @@ def introduced(sealed: object, secret: Secret) -> Introduced:
     """Return the rank that *sealed* introduces. Raises `WireError` for any other bytes."""
     body = secret.unseal("introduction", INTRODUCTION, sealed, _SEALED)
     try:
-        fields = _DECODER.decode(body)
+        address, lease, heartbeat, shake = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError("introduction", f"{len(body)} bytes", rule=str(error)) from None
-    if not fields.address.isprintable():
-        raise WireError("introduction.address", fields.address, "a printable text")
-    return Introduced(
-        handshake=decode_handshake(fields.handshake),
-        address=fields.address,
-        lease=fields.lease,
-        heartbeat=fields.heartbeat,
-    )
+    if not address.isprintable():
+        raise WireError("introduction.address", address, "a printable text")
+    found = decode_handshake(shake)
+    return Introduced(handshake=found, address=address, lease=lease, heartbeat=heartbeat)
 
 
 class Messages:
@@ -180,9 +170,12 @@ class Messages:
         except BaseException:
             channel.close()
             raise
-        self._channel = channel
-        self._secret = secret
-        self._note = note
+        self._channel, self._secret, self._note = channel, secret, note
+        # Methods that a channel may lack.
+        self._trust, self._reject, self._resolve, self._reaches = (
+            getattr(channel, name, lambda _: True)
+            for name in ("trust", "reject", "resolve", "reaches")
+        )
         self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by incarnation
         self._routes: OrderedDict[RankAddress, str] = OrderedDict()
         self._asked: dict[str, bytes | None] = {}
@@ -197,9 +190,8 @@ class Messages:
 
     def resolve(self, addresses: Iterable[str]) -> None:
         """Look up the hosts of *addresses*, if the channel wants that. Waits, so hold no lock."""
-        if (resolve := getattr(self._channel, "resolve", None)) is not None:
-            for address in addresses:
-                resolve(address)
+        for address in addresses:
+            self._resolve(address)
 
     def connect(self, start: tuple[str, int], ranks: Iterable[Introduced]) -> None:
         """Store the addresses of the *ranks* of one incarnation of an engine."""
@@ -224,20 +216,14 @@ class Messages:
 
     def receive(self) -> Iterator[Message]:
         """Yield the messages that arrived. Handle questions and their answers."""
-        refused = set[str]()
         for route, came in self._channel.receive():
-            if route in refused:
-                continue  # the rest of a connection that was closed
             try:
                 message = self._open(route, came)
             except WireError as error:
-                if self._refuse(route, error):
-                    refused.add(route)
+                self._refuse(route, error)
                 continue
             if message is not None:
-                LOG.debug(
-                    "received %s of %r from %s", message.kind, message.key.request_id, message.by
-                )
+                LOG.debug("received %s of %r", message.kind, message.key.request_id)
                 yield message
 
     def fetch(
@@ -256,8 +242,8 @@ class Messages:
         asked = _addresses(addresses)
         self.resolve(asked)
         begun, again = time.monotonic(), 0.0
-        waits = {address: _Wait(begun) for address in asked}
         self._asked = dict.fromkeys(asked)
+        since, last = dict.fromkeys(asked, begun), dict.fromkeys(asked, -math.inf)
         try:
             while missing := [one for one, answer in self._asked.items() if answer is None]:
                 with lock.held:
@@ -265,9 +251,13 @@ class Messages:
                         raise TransferError("the session was closed", state=TransferState.CLOSED)
                     now = time.monotonic()
                     for one in missing:
-                        reached, since = waits[one].look(now, reached=self._reached(one))
+                        if self._reaches(one):
+                            since[one] = since[one] if now - last[one] <= LINGER else now
+                            last[one] = now
+                        reached = now - last[one] <= LINGER
+                        start = since[one] if reached else max(begun, last[one])
                         most = timeout if reached else absent
-                        if now - since >= most or now - begun >= timeout + absent:
+                        if now - start >= most or now - begun >= timeout + absent:
                             raise _silent(one, most, reached=reached)
                     if now >= again:
                         again = now + ASK_AGAIN
@@ -286,13 +276,14 @@ class Messages:
             WireError: If the seal is wrong, or the body of a message has no meaning.
         """
         data = _bytes(came)
-        head = data[:_LONGEST].partition(b"\n")[0] + b"\n"
-        purpose = head if head in _KINDS else QUESTION  # any, since the seal is wrong
-        body = self._secret.unseal(_KINDS[purpose], purpose, data, _WANTED)
+        # Without a known purpose no seal is right, so any purpose gives the error.
+        purpose = next((each for each in _PURPOSES if data.startswith(each)), QUESTION)
+        kind = purpose.decode().split("-")[1]
+        body = self._secret.unseal(kind, purpose, data, _WANTED)
         if purpose == MESSAGE:
             message = decode_message(body)
             self._trust(route)
-            self._remember(message.by, route)
+            _keep(self._routes, message.by, route, MAX_ROUTES)
             return message
         waits = route in self._asked and self._asked[route] is None
         if purpose == QUESTION:
@@ -308,15 +299,11 @@ class Messages:
         else:
             # Its seal is right: it is a copy, or it comes late. The connection stays, since an
             # introduction may be on its way.
-            self._note(f"{_KINDS[purpose]} from {route}: none is expected")
+            self._note(f"{kind} from {route}: none is expected")
         return None
 
-    def _trust(self, route: str) -> None:
-        if (trust := getattr(self._channel, "trust", None)) is not None:
-            trust(route)
-
-    def _refuse(self, route: str, error: WireError) -> bool:
-        """Record why a message is refused. Return whether its sender was disconnected."""
+    def _refuse(self, route: str, error: WireError) -> None:
+        """Record why a message is refused, and disconnect its sender."""
         self._note(str(error))
         LOG.debug("refused a message from %s: %s", route, error)
         # Strangers could fill the log, so only peers that this session chose are worth a warning.
@@ -326,9 +313,7 @@ class Messages:
         if chosen and route not in self._warned:
             self._warned.add(route)
             LOG.warning("%s sends messages that are refused: %s", route, error)
-        if (reject := getattr(self._channel, "reject", None)) is not None:
-            reject(route)
-        return reject is not None
+        self._reject(route)
 
     def _challenge(self, route: str) -> None:
         """Send a challenge to *route*, unless one was sent just now."""
@@ -339,43 +324,16 @@ class Messages:
         # A challenge that is repeated keeps its bytes. If it changed, an answer that takes longer
         # than the asker waits before it asks again would always be too late.
         nonce = nonce or secrets.token_bytes(NONCE)
-        self._challenges[route] = nonce, now
-        if len(self._challenges) > MAX_CHALLENGES:
-            self._challenges.popitem(last=False)
+        _keep(self._challenges, route, (nonce, now), MAX_CHALLENGES)
         self._channel.send(route, self._secret.seal(CHALLENGE, nonce))
 
-    def _reached(self, address: str) -> bool:
-        """Whether a process accepts connections there, as far as the channel knows."""
-        reaches = getattr(self._channel, "reaches", None)
-        return reaches is None or reaches(address)
 
-    def _remember(self, rank: RankAddress, route: str) -> None:
-        self._routes[rank] = route
-        self._routes.move_to_end(rank)
-        if len(self._routes) > MAX_ROUTES:
-            self._routes.popitem(last=False)
-
-
-@attrs.define
-class _Wait:
-    """How long a rank is waited for.
-
-    A process that closes each connection at its first question has another secret or version. It
-    is reached as long as it accepts one in each round of questions.
-    """
-
-    since: float
-    reached: bool = False
-    last: float = 0.0
-
-    def look(self, now: float, *, reached: bool) -> tuple[bool, float]:
-        """Return whether the rank is there, and since when it is there or not."""
-        if reached:
-            self.since = self.since if self.reached else now
-            self.reached, self.last = True, now
-        elif self.reached and now - self.last > 2 * ASK_AGAIN:
-            self.reached, self.since = False, self.last
-        return self.reached, self.since
+def _keep(entries: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    """Store an entry as the latest one. Of more than *most*, the oldest is removed."""
+    entries[key] = value
+    entries.move_to_end(key)
+    if len(entries) > most:
+        entries.popitem(last=False)
 
 
 def _bytes(came: object) -> bytes:

@@ -124,7 +124,9 @@ class Session:
         self._holds = Holds(ledger, cache.engine, nixl, clock, tell, foreign, answers.close)
         self._loading = Loading(reader, nixl, cache, clock, tell, foreign.append)
         self._remotes, self._count = Remotes(nixl, self._lock), itertools.count()
-        self._background = Background(self.poll, self._rest, self.channel) if alone else None
+        self._background: Background | None = None
+        if alone:
+            self._background = Background(self._poll, self._rest, self.channel, self._lock)
 
     def __repr__(self) -> str:
         return f"<Session {self.me} at {self.channel.address}>"
@@ -404,6 +406,11 @@ class Session:
     def poll(self) -> None:
         """Make progress on everything: messages, transfers and deadlines. Never waits."""
         with self._lock.held:
+            self._poll()
+            self._wake()
+
+    def _poll(self) -> None:
+        with self._lock.held:
             self._holds.tick()
             for message in self._messages.receive():
                 self._deliver(message)
@@ -469,7 +476,7 @@ class Session:
             return max(BUSY, min(due, default=math.inf) - self._clock())
 
     def _wake(self) -> None:
-        """Let the background thread look at what a call has begun."""
+        """Let the background thread see what a call has begun. Needs the lock."""
         if self._background is not None:
             self._background.wake()
 

@@ -117,3 +117,22 @@ def test_channel_without_wake_is_polled_more_often(net: FakeNixl) -> None:
         producer.hold(remote_id)
         (load,) = consumer.load(request(), remote_id)
         assert happens(lambda: load.state == "done")
+
+
+def test_thread_goes_on_with_what_another_poll_has_begun(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other poll takes the message and the wake-up that the thread waits for."""
+    monkeypatch.setattr(background, "IDLE", 60.0)
+    monkeypatch.setattr("kvspec.session.channel.STALL", 480.0)
+    with (
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+        consumer.connect(producer)
+        for number in range(20):
+            remote_id = new_remote_id(f"r{number}")
+            producer.hold(remote_id)
+            (load,) = consumer.load(request(f"r{number}"), remote_id)
+            consumer.poll()
+            assert happens(lambda load=load: load.state == "done")
