@@ -26,9 +26,9 @@ from kvspec.run.request_rank import RankStats, RequestRank
 SILENT = 120.0  # seconds in which a rank has to answer
 DYING = 5.0  # seconds that a process may take to end after it has closed its pipe
 LOG_TAIL = 3  # lines of a dead rank's output that an error contains
-# The process ends with its parent. It sees to that before the imports, which take a second or more.
-# 1 is PR_SET_PDEATHSIG: the signal that a process receives when its parent dies. The parent may have
-# died before that call.
+# The process ends with its parent. It sees to that before its imports, which take a second or more.
+# 1 is PR_SET_PDEATHSIG: the signal that a process receives when its parent dies. The parent may
+# have died before that call.
 BODY = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
