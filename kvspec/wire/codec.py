@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from kvspec.errors import SpecError, WireError
-from kvspec.inputs import instance
+from kvspec.inputs import MOST, instance
 from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.compatibility import SIZE
@@ -241,4 +241,8 @@ def decode_message(data: bytes) -> AnyMessage:
         raise WireError(
             "message", shown, f"bytes that encode_message of version {VERSION} returned"
         )
-    return unpack("message", _MESSAGES, data[len(_MESSAGE) :])
+    message = unpack("message", _MESSAGES, data[len(_MESSAGE) :])
+    for path, rank in (("by", message.by.rank), ("to", message.to.rank)):
+        if not 0 <= min(rank.pp, rank.pcp, rank.tp) <= max(rank.pp, rank.pcp, rank.tp) <= MOST:
+            raise WireError(f"message.{path}.rank", rank, f"coordinates from 0 to {MOST}")
+    return message

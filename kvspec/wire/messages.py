@@ -9,8 +9,8 @@ How it works:
     The classes form a tagged union of `msgspec`: the tag is the first element of the array, and
     selects the class. A message that arrives is checked against the types and bounds of its class.
     A message that this process creates is not checked again, because its fields come from arguments
-    that public methods have checked. Only `Key`, `RankAddress` and
-    `Extent` check themselves, because their bounds are more than types.
+    that public methods have checked. Only `Key` and `Extent`
+    check themselves, because their bounds are more than types.
 
     A reader sends the questions, and a producer sends the answers:
 
@@ -39,6 +39,7 @@ from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.stripes import WHOLE, Stripe
 from kvspec.ownership.tokens import BlockCyclic
+from kvspec.wire.handshake import MAX_NAME as MAX_ENGINE_ID
 from kvspec.wire.handshake import is_name
 from kvspec.wire.packing import Count
 
@@ -64,6 +65,7 @@ DIGEST = 16
 RemoteId = NewType("RemoteId", str)
 """Name of a request in both engines, as `new_remote_id` returns it."""
 Position = Annotated[int, Meta(ge=0, le=MAX_POSITION)]
+EngineId = Annotated[str, Meta(min_length=1, max_length=MAX_ENGINE_ID)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
 Total = Annotated[bytes, Meta(min_length=SUM, max_length=SUM)]
@@ -79,16 +81,15 @@ class WireStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class RankAddress(WireStruct, frozen=True):
-    """One rank of one incarnation of an engine."""
+    """One rank of one incarnation of an engine.
 
-    engine_id: str
+    It does not check itself, because this process creates one for each message. `decode_message`
+    checks the ranks that strangers send.
+    """
+
+    engine_id: EngineId
     epoch: Count
     rank: RankId
-
-    def __post_init__(self) -> None:
-        is_name("engine_id", self.engine_id)
-        for name in ("pp", "pcp", "tp"):
-            positive_int(f"rank.{name}", getattr(self.rank, name), least=0)
 
     def __str__(self) -> str:
         return f"{self.engine_id} {self.rank}"

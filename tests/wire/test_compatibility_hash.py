@@ -1,4 +1,4 @@
-"""A compatibility hash stands for the meaning of bytes: equal where nothing differs in it."""
+"""Two engines have equal compatibility hashes if their bytes have equal meaning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Engines = tuple[kvspec.EngineSpec, kvspec.EngineSpec]
 
 
 def prints(pair: Engines) -> tuple[str, str]:
-    """Return both compatibility hashes, of the layers that neither side excludes."""
+    """Return the hashes of both engines over the layers that neither side excludes."""
     producer, consumer = pair
     return compatibility_hash(producer, consumer.excluded), compatibility_hash(
         consumer, producer.excluded
@@ -27,7 +27,7 @@ def prints(pair: Engines) -> tuple[str, str]:
 
 @st.composite
 def changed(draw: st.DrawFn, spec: Any) -> Any:
-    """Draw a spec that differs from *spec* in one field, or in a part, or in kind, or not."""
+    """Draw *spec*, or a spec that differs from it in one field, in a part or in its kind."""
     kind = draw(st.sampled_from(sorted(strategies.KINDS)))
     other: Any = draw(strategies.KINDS[kind])
     fields = [
@@ -45,14 +45,14 @@ def changed(draw: st.DrawFn, spec: Any) -> Any:
 
 
 def engine(spec: Any) -> kvspec.EngineSpec:
-    """Return an engine of the layers of *spec*."""
+    """Return an engine with layers of *spec*."""
     layers = spec.layers or ("layers.0", "layers.1")
     return kvspec.EngineSpec(groups=[kvspec.KVCacheGroup(name="g", layers=layers, spec=spec)])
 
 
 @st.composite
 def pairs(draw: st.DrawFn) -> Engines:
-    """Draw two engines of specs of which one may be a changed other."""
+    """Draw two engines. The spec of the second may be a changed spec of the first."""
     spec = draw(strategies.specs())
     return engine(spec), engine(draw(changed(spec)))
 
@@ -64,11 +64,8 @@ def full(**more: Any) -> kvspec.EngineSpec:
 
 
 @given(strategies.engine_pairs())
-def test_what_a_plan_bridges_does_not_count(pair: Engines) -> None:
-    """Engines of one model have one compatibility hash.
-
-    However each lays out and shards its cache.
-    """
+def test_hashes_are_equal_for_any_layouts_and_shardings(pair: Engines) -> None:
+    """Engines of one model have one hash, because a plan bridges the rest."""
     assert () == kvspec.mismatches(*pair)
     one, other = prints(pair)
     assert one == other
@@ -79,22 +76,19 @@ def test_what_a_plan_bridges_does_not_count(pair: Engines) -> None:
 @example((full(), full(head_size_v=2)))
 @example((full(scale_dtype="float32"), full(scale_dtype="float32", elements_per_scale=3)))
 @example((full(), full(block_size=8)))
-def test_equal_exactly_where_only_what_is_kept_differs(pair: Engines) -> None:
-    """Without a mismatch there is one compatibility hash.
-
-    With one, two, unless it is of kept tokens.
-    """
-    found = kvspec.mismatches(*pair)
+def test_hashes_differ_exactly_for_mismatches_other_than_kept_tokens(pair: Engines) -> None:
+    """Engines without a mismatch have one hash. A mismatch of kept tokens does not change it."""
+    mismatches = kvspec.mismatches(*pair)
     one, other = prints(pair)
-    if not found:
+    if not mismatches:
         assert one == other
     kept = [
         mismatch
-        for mismatch in found
+        for mismatch in mismatches
         if mismatch.field.rpartition(".")[2] in LIVENESS_FIELDS
         or any({mismatch.producer, mismatch.consumer} <= kinds for kinds in SAME_CACHE)
     ]
-    if len(kept) < len(found):
+    if len(kept) < len(mismatches):
         assert one != other
 
 
@@ -102,11 +96,11 @@ SAME_CACHE = (
     {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"},
     {"MLAAttentionSpec", "SlidingWindowMLASpec"},
 )
-"""Kinds that differ in which tokens they keep, and in nothing else."""
+"""Kinds that differ in the tokens that they keep, and in nothing else."""
 
 
-def test_to_fit_is_no_equivalence() -> None:
-    """A window fits full attention, and so does another; they do not fit: no hash can say all."""
+def test_equal_hashes_do_not_prove_that_engines_fit() -> None:
+    """Two windows both fit full attention, but not each other. No hash can express that."""
     model = {"block_size": 4, "total_num_kv_heads": 2, "head_size": 3, "dtype": "uint8"}
     short, long = (
         engine(kvspec.SlidingWindowSpec(**model, sliding_window=size)) for size in (4, 8)
@@ -118,10 +112,7 @@ def test_to_fit_is_no_equivalence() -> None:
 
 @given(strategies.engine_pairs(), st.data())
 def test_layers_count_by_name(pair: Engines, data: st.DataObject) -> None:
-    """A layer more or under another name is another compatibility hash.
-
-    Groups and their order are not.
-    """
+    """A layer more changes the hash. The order of groups does not."""
     engine = pair[0]
     kept = [layer for layer in engine.homes if layer not in engine.excluded]
     without = data.draw(st.sampled_from(kept)) if kept else None
@@ -131,38 +122,35 @@ def test_layers_count_by_name(pair: Engines, data: st.DataObject) -> None:
     assert compatibility_hash(engine) == compatibility_hash(again)
 
 
-def test_it_stays() -> None:
-    """The compatibility hash of one engine, kept.
-
-    A change of it is a change of the wire's version.
-    """
+def test_hash_of_one_engine_is_the_stored_hash() -> None:
+    """If this fails, the meaning of the hash has changed and the wire needs a new version."""
     assert "751e55beb088bc6007eb331d49422fcc" == compatibility_hash(full())
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class Rotated(kvspec.MLAAttentionSpec):
-    """A latent whose bytes mean something else."""
+    """A kind whose bytes mean something else."""
 
     turns: int = 1
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class Encoded(kvspec.MLAAttentionSpec):
-    """A latent of an encoder's tokens."""
+    """A kind that counts the tokens of the encoder."""
 
     counts_prompt = False
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class Forgetful(kvspec.MLAAttentionSpec):
-    """A latent that has every field by which a kind keeps fewer tokens."""
+    """A kind with every field that makes a kind keep fewer tokens."""
 
     sliding_window: int = 4
     extra_retained_tokens: int = 0
     attention_chunk_size: int = 4
 
 
-def test_kind_that_keeps_other_tokens_has_the_fingerprint_of_its_base_and_no_other_has() -> None:
+def test_only_kinds_that_keep_fewer_tokens_have_the_hash_of_their_base() -> None:
     """A new field, or another count of tokens, changes the kind even with equal field values."""
     fields: dict[str, Any] = {"block_size": 4, "head_size": 2, "dtype": "uint8"}
     latent = compatibility_hash(engine(kvspec.MLAAttentionSpec(**fields)))
@@ -183,8 +171,8 @@ def test_compatibility_hash_rejects_other_than_engines_of_plain_values() -> None
 
     @attrs.frozen(kw_only=True, slots=False)
     class Odd(kvspec.MLAAttentionSpec):
-        what: object = attrs.field(hash=False)
+        field: object = attrs.field(hash=False)
 
-    odd = engine(Odd(block_size=1, head_size=1, dtype="uint8", what={1}))
+    odd = engine(Odd(block_size=1, head_size=1, dtype="uint8", field={1}))
     error = refusal(lambda: compatibility_hash(odd))
     assert ("spec", {1}) == (error.field, error.value)

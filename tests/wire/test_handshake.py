@@ -1,4 +1,4 @@
-"""The handshake: what is written is read back equal, what cannot be true is refused by its path."""
+"""A handshake is decoded equal, and a fault in its bytes raises an error with its path."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def engine(layers: int = 3, tp: int = 2, **more: Any) -> kvspec.EngineSpec:
 
 
 def shake(tp: int = 0, of: kvspec.EngineSpec | None = None, **more: Any) -> Handshake:
-    """Return the introduction of one rank."""
+    """Return the handshake of one rank."""
     cache = kvspec.plan_memory(of or engine(), kvspec.RankId(tp=tp), 100, address=4096)
     fields: dict[str, Any] = {"engine_id": "prefill-0", "epoch": 7, "library": "0.1.0"}
     return Handshake(**{**fields, "cache": cache, **more})
 
 
 @given(handshakes())
-def test_what_is_written_is_read_back(given: Handshake) -> None:
-    """Every kind of layer, engine, cache and replica policy arrives equal, and means the same."""
+def test_handshake_of_any_engine_decodes_equal(given: Handshake) -> None:
+    """Every kind of layer, engine, cache and replica policy arrives equal."""
     read = decode_handshake(encode_handshake(given))
     assert given == read
     assert given.compatibility_hash == read.compatibility_hash
@@ -53,10 +53,10 @@ def test_what_is_written_is_read_back(given: Handshake) -> None:
 
 
 @given(strategies.engine_pairs(largest=4).flatmap(lambda pair: caches(pair[0])), st.randoms())
-def test_regions_of_any_order_and_place_are_read_back(
+def test_regions_in_any_order_and_place_decode_equal(
     cache: kvspec.RankCache, drawn: random.Random
 ) -> None:
-    """Regions that stand in no order, each in memory of its own, arrive in that order."""
+    """Shuffled regions, each in its own memory, arrive in the same order."""
     address, regions, memory = 2**40, [], []
     for region in drawn.sample(cache.regions, len(cache.regions)):
         size = len(region.extent)
@@ -88,7 +88,7 @@ def wide(parts: int = 33, layers: int = 80) -> kvspec.EngineSpec:
 
 
 def scattered(cache: kvspec.RankCache, *, one_memory: bool) -> kvspec.RankCache:
-    """Return a cache whose parts lie anywhere, on pages, in one memory or one each."""
+    """Return a cache with its parts on random pages, in one memory or in one memory each."""
     drawn, start = random.Random(0), 0x7F00_0000_0000
     regions, memory, address = [], [], start
     for region in cache.regions:
@@ -100,8 +100,8 @@ def scattered(cache: kvspec.RankCache, *, one_memory: bool) -> kvspec.RankCache:
     return kvspec.RankCache(cache.engine, cache.rank, regions, whole if one_memory else memory)
 
 
-def test_a_plain_rank_takes_little() -> None:
-    """32 layers in under 2 KB; 80 layers of 33 parts in under 20 KB, wherever each part lies."""
+def test_handshake_of_a_large_rank_is_small() -> None:
+    """32 layers take less than 2 KB. 80 layers of 33 parts take less than 20 KB anywhere."""
     assert len(encode_handshake(shake(of=engine(layers=32)))) < 2000
     cache = kvspec.plan_memory(wide(), kvspec.RankId(tp=3), 1000, address=1 << 46)
     several = [cache, *(scattered(cache, one_memory=one) for one in (True, False))]
@@ -110,8 +110,8 @@ def test_a_plain_rank_takes_little() -> None:
     assert sizes[0] < 5000
 
 
-def test_the_format_stands() -> None:
-    """A message of format 7 that was kept says what it always said; see `VERSION` if this fails."""
+def test_stored_handshake_of_this_version_decodes_equal() -> None:
+    """If this fails, the format has changed and needs a new `VERSION`."""
     kept = bytes.fromhex(GOLDEN.read_text(encoding="ascii"))
     assert golden() == decode_handshake(kept)
     assert opened(kept) == opened(encode_handshake(golden()))
@@ -121,7 +121,7 @@ DEAL = [range(3), range(3, 4)]
 
 
 def golden() -> Handshake:
-    """Return the introduction that was kept.
+    """Return the handshake that the file contains.
 
     Several kinds, shardings, stages and a replica policy.
     """
@@ -150,27 +150,27 @@ def golden() -> Handshake:
 
 @attrs.frozen
 class Packing:
-    """A format that a user adds."""
+    """A class that a user adds."""
 
     bits: int
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class KeysOnlySpec(kvspec.MLAAttentionSpec):
-    """A kind that a user adds, with a field of a class of its own."""
+    """A kind of layer that a user adds, with a field of a class that the user adds."""
 
     packing: Packing
 
 
 def keys_only() -> Handshake:
-    """Return the introduction of an engine of a user's kind."""
+    """Return the handshake of an engine with a kind of layer that a user adds."""
     spec = KeysOnlySpec(block_size=4, head_size=8, dtype="uint8", packing=Packing(4))
     group = kvspec.KVCacheGroup(name="keys", layers=["layers.0"], spec=spec)
     return shake(of=kvspec.EngineSpec(groups=[group]))
 
 
-def test_kinds_of_a_user_travel_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registered, they arrive; not registered, the sender and the receiver say so."""
+def test_registered_kinds_are_sent_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a kind is not registered, the sender and the receiver refuse it."""
     monkeypatch.setattr("kvspec.wire.values.KINDS", dict(kvspec.wire.values.KINDS))
     error = refusal(lambda: encode_handshake(keys_only()))
     assert "KeysOnlySpec" in str(error.value)
@@ -185,8 +185,8 @@ def test_kinds_of_a_user_travel_by_name(monkeypatch: pytest.MonkeyPatch) -> None
     assert (path, "KeysOnlySpec") == (error.path, error.value)
 
 
-def test_a_name_is_registered_once() -> None:
-    """Neither a second class of one name, nor what has no fields."""
+def test_register_rejects_second_class_of_a_name_and_other_values() -> None:
+    """A class of the user may not replace another, and must be an attrs class."""
     other = attrs.make_class("Part", ["name"], frozen=True)
     # The error of `other` has a class as its value that cannot be pickled, so `refusal` does not
     # apply.
@@ -198,15 +198,15 @@ def test_a_name_is_registered_once() -> None:
 
 @pytest.mark.parametrize("field", ["engine_id", "model", "revision", "library"])
 @pytest.mark.parametrize("value", ["", "x" * 256, "\ud800", 7, b"x"])
-def test_names_are_names(field: str, value: object) -> None:
+def test_handshake_rejects_invalid_names(field: str, value: object) -> None:
     """A name is a text of 1 to 255 bytes."""
     error = refusal(lambda: shake(**{field: value}))
     assert (field, value) == (error.field, error.value)
     assert "255" in error.expected
 
 
-def test_an_introduction_is_whole() -> None:
-    """Epochs are counts, caches and replica policies are those, transports are bytes and few."""
+def test_handshake_rejects_fields_of_wrong_types() -> None:
+    """An epoch is a count, and the transport has at most 1 MiB."""
     for field, value in (
         ("epoch", -1),
         ("epoch", True),
@@ -221,12 +221,12 @@ def test_an_introduction_is_whole() -> None:
 
 
 def agreed(**more: Any) -> tuple[Handshake, Handshake]:
-    """Return a producer's and a consumer's introduction, but for what *more* says of the latter."""
+    """Return the handshakes of a producer and of a consumer, whose fields *more* replaces."""
     return shake(), shake(**{"engine_id": "decode-0", "epoch": 3, **more})
 
 
-def test_both_sides_agree_or_it_is_named() -> None:
-    """What both have to share is compared, each by its name; what a plan bridges is not."""
+def test_disagreements_name_each_field_that_must_be_equal() -> None:
+    """Parallel sizes and layouts may differ, because a plan bridges them."""
     assert () == disagreements(*agreed())
     assert () == disagreements(*agreed(of=engine(tp=1, layout="BLNHC")))
     rows = {
@@ -242,8 +242,8 @@ def test_both_sides_agree_or_it_is_named() -> None:
         assert only.field.endswith(field)
 
 
-def test_ranks_of_one_engine_are_of_one_start() -> None:
-    """All ranks come, each once, of one name, epoch, engine, model and replica policy."""
+def test_one_engine_needs_each_rank_of_one_incarnation_once() -> None:
+    """All ranks have one name, epoch, engine, model and replica policy."""
     ranks = [shake(tp=tp) for tp in (1, 0)]
     assert [kvspec.RankId(tp=0), kvspec.RankId(tp=1)] == list(one_engine(ranks))
     for incomplete, word in ((ranks[1:], "tp1"), ([*ranks, ranks[0]], "once"), ([], "each")):
@@ -303,9 +303,9 @@ def remove(*path: Any) -> Change:
     return change
 
 
-def double(key: Any) -> Any:
+def double(members: Any) -> Any:
     """Return a list with its last member twice."""
-    return [*key, key[-1]]
+    return [*members, members[-1]]
 
 
 REFUSED = [
@@ -393,10 +393,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_changes_of_messages_keep_what_they_do_not_change() -> None:
-    """The cases above change the message that they mean to change."""
-    assert decode_handshake(closed(DATA, opened(DATA))) == shake()
-    assert not [name for name in ("engine", "memory", "regions") if name not in opened(DATA)]
+def test_handshake_without_a_change_decodes_equal() -> None:
+    """So each case above fails because of its change alone."""
+    assert shake() == decode_handshake(closed(DATA, opened(DATA)))
 
 
 @pytest.mark.parametrize(
@@ -439,7 +438,7 @@ def test_decode_handshake_rejects_impossible_fields(
     ids=str,
 )
 def test_decode_handshake_rejects_malformed_bytes(data: Any, path: str, value: Any) -> None:
-    """Another version, a part of a message, more than one, other bytes, too many, too deep."""
+    """Another version, cut or doubled bytes, other bytes, too many bytes, deep nesting."""
     error = refusal(lambda: decode_handshake(data), kvspec.WireError)
     assert path == error.path
     assert value is ... or value == error.value
@@ -447,29 +446,29 @@ def test_decode_handshake_rejects_malformed_bytes(data: Any, path: str, value: A
 
 @attrs.frozen(kw_only=True, slots=False)
 class GrowingSpec(kvspec.MLAAttentionSpec):
-    """A kind that is another whenever it is built again."""
+    """A kind whose constructor changes a field each time."""
 
     extra_retained_tokens: int = attrs.field(default=0, converter=lambda given: given + 1)
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class PickySpec(kvspec.MLAAttentionSpec):
-    """A kind whose constructor fails in a way of its own."""
+    """A kind whose constructor may raise ZeroDivisionError."""
 
     more: int = attrs.field(default=1, converter=lambda given: given if 12 // given else 1)
 
 
 def of_kind(kind: Any, **more: Any) -> Handshake:
-    """Return the introduction of an engine with one layer of a *kind*."""
+    """Return the handshake of an engine with one layer of a *kind*."""
     spec = kind(block_size=4, head_size=8, dtype="uint8", **more)
     group = kvspec.KVCacheGroup(name="own", layers=["layers.0"], spec=spec)
     return shake(of=kvspec.EngineSpec(groups=[group]))
 
 
-def test_kinds_that_are_not_read_back_as_they_were_are_not_sent(
+def test_handshake_that_would_decode_unequal_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A constructor that changes what it is given, texts that are no UTF-8, too many parts."""
+    """A constructor that changes its argument, and a text that UTF-8 cannot encode."""
     monkeypatch.setattr("kvspec.wire.values.KINDS", dict(kvspec.wire.values.KINDS))
     for kind in (GrowingSpec, PickySpec):
         register(kind)
@@ -486,8 +485,8 @@ def test_kinds_that_are_not_read_back_as_they_were_are_not_sent(
     assert "UTF-8" in str(error)
 
 
-def test_nesting_has_an_end() -> None:
-    """Lists in lists are read to a depth, not until the stack ends."""
+def test_plain_value_that_nests_too_deeply_is_refused() -> None:
+    """Values nest to a fixed depth, not until the stack ends."""
     deep: Any = 1
     for _ in range(200):
         deep = [deep]
@@ -499,7 +498,7 @@ def test_nesting_has_an_end() -> None:
 
 
 @pytest.mark.parametrize("depth", [20, 400, 900])
-def test_map_keys_that_nest_deeply_are_refused(depth: int) -> None:
+def test_map_key_that_nests_deeply_is_refused(depth: int) -> None:
     """A key may be an array of arrays, whose text would exhaust the stack."""
     key = b"\x91" * depth + b"\x90"
     engine = opened(DATA)["engine"]["EngineSpec"]
@@ -513,8 +512,8 @@ def test_map_keys_that_nest_deeply_are_refused(depth: int) -> None:
         refusal(lambda each=each: decode_handshake(packed(before + each + after)), kvspec.WireError)
 
 
-def test_what_no_peer_could_read_is_not_sent() -> None:
-    """More units than a message may spell out are the sender's error."""
+def test_handshake_of_too_much_work_is_not_sent() -> None:
+    """A range with more units than a peer would count is the sender's error."""
     sharding = tuple(range(2**22 + 1) for _ in range(2))
     parallel = kvspec.ParallelConfig(tp_size=2, shardings={2**22 + 1: sharding})
     spec = kvspec.FullAttentionSpec(

@@ -133,7 +133,7 @@ def test_regions_of_page_have_bases_of_example() -> None:
 
 
 @given(handshakes())
-def test_algorithms_of_page_find_memory_and_regions_of_any_cache(shake: Handshake) -> None:
+def test_differences_of_page_give_memory_and_regions_of_any_cache(shake: Handshake) -> None:
     """The differences of the page, on plain MessagePack, give what the library reads."""
     fields = opened(encode_handshake(shake))
     for name, start in (("memory", "address"), ("regions", "base")):
