@@ -9,8 +9,8 @@ How it works:
     The classes form a tagged union of `msgspec`: the tag is the first element of the array, and
     selects the class. A message that arrives is checked against the types and bounds of its class.
     A message that this process creates is not checked again, because its fields come from arguments
-    that public methods have checked. Only `Key` and `Extent`
-    check themselves, because their bounds are more than types.
+    that public methods have checked. Only `Extent` checks itself,
+    because its fields depend on each other.
 
     A reader sends the questions, and a producer sends the answers:
 
@@ -65,13 +65,8 @@ DIGEST = 16
 RemoteId = NewType("RemoteId", str)
 """Name of a request in both engines, as `new_remote_id` returns it."""
 Position = Annotated[int, Meta(ge=0, le=MAX_POSITION)]
-EngineId = Annotated[str, Meta(min_length=1, max_length=MAX_ENGINE_ID)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
-Total = Annotated[bytes, Meta(min_length=SUM, max_length=SUM)]
-Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-Readers = Annotated[int, Meta(ge=1, le=MAX_READERS)]
-Sample = Annotated[int, Meta(ge=0, lt=MAX_READERS)]
 
 M = TypeVar("M", bound="Message")
 
@@ -87,7 +82,7 @@ class RankAddress(WireStruct, frozen=True):
     checks the ranks that strangers send.
     """
 
-    engine_id: EngineId
+    engine_id: Annotated[str, Meta(min_length=1, max_length=MAX_ENGINE_ID)]
     epoch: Count
     rank: RankId
 
@@ -101,13 +96,8 @@ class Key(WireStruct, frozen=True):
     The producer makes the nonce when it admits the request, and sends both to the consumer.
     """
 
-    request_id: str
-    nonce: bytes
-
-    def __post_init__(self) -> None:
-        is_name("request_id", self.request_id, MAX_REQUEST)
-        if len(instance("nonce", self.nonce, bytes)) not in NONCE:
-            raise SpecError("nonce", self.nonce, f"{NONCE.start} to {NONCE.stop - 1} bytes")
+    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST)]
+    nonce: Annotated[bytes, Meta(min_length=NONCE.start, max_length=NONCE.stop - 1)]
 
     @property
     def remote_id(self) -> RemoteId:
@@ -240,7 +230,7 @@ class Message(WireStruct, frozen=True):
     to: RankAddress
     attempt: Count = 0
     number: Count = 0
-    sample: Sample = 0
+    sample: Annotated[int, Meta(ge=0, lt=MAX_READERS)] = 0
 
     @property
     def kind(self) -> str:
@@ -260,7 +250,7 @@ class ReaderStatus(Message, frozen=True, kw_only=True):
         expected: How many readers the receiver must expect in this attempt, all samples counted.
     """
 
-    expected: Readers
+    expected: Annotated[int, Meta(ge=1, le=MAX_READERS)]
 
 
 class Heartbeat(ReaderStatus, tag="heartbeat", frozen=True):
@@ -278,7 +268,7 @@ class Lease(Message, tag="lease", frozen=True, kw_only=True):
         lease: Seconds, from when the heartbeat was sent.
     """
 
-    lease: Seconds
+    lease: Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 
 class Valid(Message, tag="valid", frozen=True):
@@ -338,7 +328,7 @@ class Checksum(Message, tag="checksum", frozen=True, kw_only=True):
         total: The checksum, little-endian.
     """
 
-    total: Total
+    total: Annotated[bytes, Meta(min_length=SUM, max_length=SUM)]
 
 
 class ChecksumUnavailable(Message, tag="checksum_unavailable", frozen=True):
@@ -373,6 +363,7 @@ def new_remote_id(request_id: str) -> RemoteId:
     >>> new_remote_id("request-1").split("#")[0]
     'request-1'
     """
+    is_name("request_id", request_id, MAX_REQUEST)
     return Key(request_id, secrets.token_bytes(NEW_NONCE)).remote_id
 
 
@@ -382,12 +373,13 @@ def key_of(remote_id: object) -> Key:
     Raises:
         SpecError: If *remote_id* is not a name that `new_remote_id` returned.
     """
-    request_id, _, nonce = instance("remote_id", remote_id, str).rpartition("#")
+    request_id, _, digits = instance("remote_id", remote_id, str).rpartition("#")
     try:
-        key = Key(request_id, bytes.fromhex(nonce))
-    except ValueError:  # The nonce has other digits, or `Key` raised SpecError.
-        key = None
+        is_name("request_id", request_id, MAX_REQUEST)
+        nonce = bytes.fromhex(digits)
+    except ValueError:  # `SpecError` is a ValueError too.
+        nonce = b""
     # `bytes.fromhex` also reads capitals and spaces. Each request has only one name.
-    if key is None or key.remote_id != remote_id:
+    if len(nonce) not in NONCE or nonce.hex() != digits:
         raise SpecError("remote_id", remote_id, "a str that new_remote_id returned")
-    return key
+    return Key(request_id, nonce)

@@ -29,6 +29,8 @@ from kvspec.wire.messages import (
     Pushed,
     RankAddress,
     Valid,
+    key_of,
+    new_remote_id,
 )
 
 P = [RankAddress("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
@@ -197,11 +199,11 @@ AT = {"pp": 0, "pcp": 0, "tp": 0}
         (changed(KIND, "shout"), "$[0]", ...),
         (changed(KIND, "checksum_request"), "$[7]", "`int`"),
         (changed(KIND, "valid"), "message", "7"),
-        (changed(KEYED, ["", b"8 bytes!"]), "message.request_id", ""),
-        (changed(KEYED, ["\N{SNOWMAN}" * 342, b"8 bytes!"]), "message.request_id", ...),
+        (changed(KEYED, ["", b"8 bytes!"]), "$[1][0]", ...),
+        (changed(KEYED, ["x" * 1025, b"8 bytes!"]), "$[1][0]", ...),
         (changed(KEYED, [b"x", b"8 bytes!"]), "$[1][0]", "`bytes`"),
-        (changed(KEYED, ["x", b"short"]), "message.nonce", b"short"),
-        (changed(KEYED, ["x", bytes(65)]), "message.nonce", bytes(65)),
+        (changed(KEYED, ["x", b"short"]), "$[1][1]", ...),
+        (changed(KEYED, ["x", bytes(65)]), "$[1][1]", ...),
         (changed(BY, ["decode", -1, AT]), "$[2][1]", ...),
         (changed(TO, ["", 1, AT]), "$[3][0]", ...),
         (changed(TO, ["x" * 256, 1, AT]), "$[3][0]", ...),
@@ -254,10 +256,21 @@ def test_decode_message_rejects_malformed_bytes(data: Any, path: str, value: Any
     assert value is ... or (type(value), value) == (type(error.value), error.value)
 
 
-def test_keys_reject_invalid_ids_and_longest_messages_fit() -> None:
+@pytest.mark.parametrize(
+    "remote_id",
+    ["id", "x#", "#" + "00" * 8, "x#" + "00" * 7, "x#" + "00" * 65, "x#" + "0g" * 8,
+     "x#" + "AA" * 8, "x#" + "00 " * 8, "x" * 1025 + "#" + "00" * 8, "\ud800#" + "00" * 8, b"x", 7],
+)  # fmt: skip
+def test_key_of_rejects_names_that_new_remote_id_cannot_return(remote_id: Any) -> None:
+    """Each request has exactly one name."""
+    error = refusal(lambda: key_of(remote_id))
+    assert ("remote_id", remote_id) == (error.field, error.value)
+
+
+def test_new_remote_id_rejects_invalid_ids_and_longest_messages_fit() -> None:
     """An id is a text of 1 to 1,024 bytes."""
     for name in ("", "x" * 1025, b"x", 7):
-        error = refusal(lambda name=name: Key(name, b"8 bytes!"))
+        error = refusal(lambda name=name: new_remote_id(name))
         assert ("request_id", name) == (error.field, error.value)
         assert "1024" in error.expected
     long = said(
