@@ -26,6 +26,7 @@ from kvspec.nixl import NixlRank
 from kvspec.session import Prompts, Session, TcpChannel
 from kvspec.session.prompts import PromptLoad
 from kvspec.wire.handshake import is_name
+from kvspec.wire.messages import key_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Serving:
         self._served: Served | None = None
         self._open = contextlib.ExitStack()
         self._loads: dict[str, PromptLoad] = {}
-        self._held: dict[str, str] = {}  # Request ids by remote id.
+        self._held: set[str] = set()  # Request ids.
         self._sent: set[str] = set()
         self._failed: set[str] = set()
 
@@ -154,8 +155,7 @@ class Serving:
         """Begin the work of *step*: hold, decline and fetch requests."""
         for request_id, remote_id in step.held:
             try:
-                self._session.hold(remote_id, lease=self._settings.hold)
-                self._held[remote_id] = request_id
+                self._hold_blocks(request_id, remote_id)
             except SpecError as error:
                 # The request ends here. A reader of this remote id receives an error.
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
@@ -166,6 +166,13 @@ class Serving:
             self._loads[request.request_id] = self._reads.load(ticket, request)
         self._failed.update(step.failed)
 
+    def _hold_blocks(self, request_id: str, remote_id: str) -> None:
+        # A session holds several requests of one id, but vLLM frees blocks by the id alone.
+        if request_id in self._held:
+            raise SpecError("request_id", request_id, "the id of no held request")
+        self._session.hold(remote_id, lease=self._settings.hold)
+        self._held.add(request_id)
+
     def settle(self) -> tuple[set[str], set[str], set[str]]:
         """Return three sets of requests: sent, received or failed, and failed.
 
@@ -175,8 +182,9 @@ class Serving:
         failed = {name for name in ended if not self._complete(name, self._loads.pop(name))}
         settled = self._session.settled()
         for remote_id in settled.expired:
-            log.warning("%s was not read within its lease", self._held[remote_id])
-        freed = {self._held.pop(remote_id) for remote_id in settled.freed}
+            log.warning("%s was not read within its lease", key_of(remote_id).request_id)
+        freed = {key_of(remote_id).request_id for remote_id in settled.freed}
+        self._held -= freed
         sent, failed = freed | self._sent, failed | self._failed
         self._sent, self._failed = set(), set()
         # Failed requests count as received, too: their loads have ended.
