@@ -149,7 +149,7 @@ class HeldRequest:
     def copied(self) -> HeldRequest:
         """Return a copy that later changes of this record do not reach."""
         incarnations = {
-            name: attrs.evolve(one, readers=dict(one.readers))
+            name: Incarnation(one.attempt, one.expected, dict(one.readers))
             for name, one in self.incarnations.items()
         }
         early, progress, pushes = dict(self.early), dict(self.progress), dict(self.pushes)

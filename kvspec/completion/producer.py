@@ -21,10 +21,11 @@ How it works:
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from kvspec.completion.actions import Free, HoldAction, Present, Refused, Tell
 from kvspec.completion.held import HeldRequest, PushState, Target
@@ -50,11 +51,40 @@ from kvspec.wire.messages import (
     Valid,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Place = tuple[str, str]
 # A reader beyond the limit receives no answer, so it keeps its blocks and sends again. It must not
 # receive `stopped`: it would reuse its blocks, and a later push could write into them.
 MAX_PUSHES = 1 << 16
+
+
+def _all_or_nothing(
+    act: Callable[Concatenate[ProducerLedger, P], T],
+) -> Callable[Concatenate[ProducerLedger, P], T]:
+    """Let a method make all its changes, or none if an exception leaves it.
+
+    Only the records that the method changes are copied, by `ProducerLedger._change`.
+    """
+
+    @functools.wraps(act)
+    def call(self: ProducerLedger, /, *args: P.args, **more: P.kwargs) -> T:
+        numbers = self._now, self._kept, self.holding, self.pushes
+        self._before = {}
+        try:
+            return act(self, *args, **more)
+        except BaseException:
+            self._now, self._kept, self.holding, self.pushes = numbers
+            for key, request in self._before.items():
+                if request is None:
+                    self._requests.pop(key, None)
+                else:
+                    self._requests[key] = request
+                    # Its entry may have been taken from the heap. A second entry is skipped.
+                    heapq.heappush(self._wake, (*request.wake, key))
+            raise
+
+    return call
 
 
 class ProducerLedger:
@@ -123,6 +153,7 @@ class ProducerLedger:
         request = self._requests.get(key)
         return request is not None and request.push(target).state == "stopping"
 
+    @_all_or_nothing
     def admit(
         self,
         key: Key,
@@ -147,38 +178,33 @@ class ProducerLedger:
         first = self.lease if lease is None else seconds("lease", lease)
         if expected is not None:
             positive_int("expected", expected, most=MAX_READERS)
-        return self._at(now, lambda: self._admit(key, first, expected, blocks or {}))
-
-    def _admit(
-        self, key: Key, lease: float, expected: int | None, blocks: Mapping[str, BlockTable]
-    ) -> list[HoldAction]:
+        actions = self._expire(now)
         request = self._change(key)
         if request is not None and request.state != "unknown":
             raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
         if request is None:
             request = self._requests[key] = HeldRequest(key, 0.0, 0.0)
-        request.expires = self._now + lease
-        request.latest = self._now + max(self.longest, self.lease, lease)
+        request.expires = self._now + first
+        request.latest = self._now + max(self.longest, self.lease, first)
         request.fenced_until = 0.0
-        request.expected, request.blocks = expected, blocks
+        request.expected, request.blocks = expected, blocks or {}
         self._schedule(request)
         self.holding += 1
-        return self._step(request, "admit")
+        return actions + self._step(request, "admit")
 
+    @_all_or_nothing
     def receive(self, message: Message, now: float) -> list[HoldAction]:
         """Process a message of a reader. Return actions."""
-        return self._at(now, lambda: self._receive(message))
-
-    def _receive(self, message: Message) -> list[HoldAction]:
+        actions = self._expire(now)
         if message.to != self.me or not isinstance(message, Heartbeat | Done | StopWriting):
-            return [Refused(message, f"it is not a reader's message to {self.me}")]
+            return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
         # An old incarnation may still wait for the end of a push, so its `stop` is answered.
         stops = isinstance(message, StopWriting)
         if not stops and self._present.past(message.by.engine_id, message.by.epoch):
-            return [Refused(message, "it is from another incarnation of that engine")]
+            return [*actions, Refused(message, "it is from another incarnation of that engine")]
         known = self._change(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
-        actions = self._push_message(request, message)
+        actions += self._push_message(request, message)
         if isinstance(message, ReaderStatus):
             actions += self._deliver(request, message)
         if known is None and (request.early or request.pushes):
@@ -186,6 +212,7 @@ class ProducerLedger:
             self._schedule(request)
         return actions
 
+    @_all_or_nothing
     def record_progress(
         self, key: Key, places: Iterable[Place], upto: int, now: float
     ) -> list[HoldAction]:
@@ -200,25 +227,26 @@ class ProducerLedger:
         Raises:
             SpecError: If the request is not held, or *upto* is less than before for a layer.
         """
-        return self._at(now, lambda: self._record_progress(key, tuple(places), upto))
-
-    def _record_progress(self, key: Key, places: tuple[Place, ...], upto: int) -> list[HoldAction]:
+        actions = self._expire(now)
         request = self._held(key)
+        readers = request.reading()
         for group, layer in places:
             if upto < (before := request.progress.get((group, layer), 0)):
                 raise SpecError("upto", upto, f"at least {before}, the progress of {layer}")
-        request.progress |= dict.fromkeys(places, upto)
-        readers = request.reading()
-        return [self._progress(reader, place, upto) for place in places for reader in readers]
+            request.progress[group, layer] = upto
+            actions += [_progress(reader, (group, layer), upto) for reader in readers]
+        return actions
 
+    @_all_or_nothing
     def abort(self, key: Key, now: float) -> list[HoldAction]:
         """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
-        return self._at(now, lambda: self._abort(key))
-
-    def _abort(self, key: Key) -> list[HoldAction]:
+        actions = self._expire(now)
         request = self._change(key)
-        return self._step(request, "abort") if request is not None and request.held else []
+        if request is None or not request.held:
+            return actions
+        return actions + self._step(request, "abort")
 
+    @_all_or_nothing
     def begin_push(self, key: Key, targets: Iterable[Target]) -> tuple[Target, ...]:
         """Record that writes to readers are about to be posted.
 
@@ -228,19 +256,17 @@ class ProducerLedger:
         Raises:
             SpecError: If the request is not held, or this attempt was pushed before.
         """
-        return self._whole(lambda: self._begin_push(key, tuple(targets)))
+        request, opened = self._held(key), list[Target]()
+        for target in targets:
+            state = request.push(target).state
+            if state not in ("new", "stopped"):
+                raise SpecError("remote_id", key.remote_id, "an attempt that was not pushed before")
+            if state == "new" and not request.finished(target):
+                self._push(request, target, "begin")
+                opened.append(target)
+        return tuple(opened)
 
-    def _begin_push(self, key: Key, targets: tuple[Target, ...]) -> tuple[Target, ...]:
-        request = self._held(key)
-        if any(request.push(to).state not in ("new", "stopped") for to in targets):
-            raise SpecError("remote_id", key.remote_id, "an attempt that was not pushed before")
-        opened = tuple(
-            to for to in targets if to not in request.pushes and not request.finished(to)
-        )
-        for target in opened:
-            self._push(request, target, "begin")
-        return opened
-
+    @_all_or_nothing
     def end_push(
         self, key: Key, target: Target, pushed: Pushed | None, now: float
     ) -> list[HoldAction]:
@@ -252,13 +278,12 @@ class ProducerLedger:
             pushed: The written data, or None if the write failed.
             now: Time in seconds.
         """
-        return self._at(now, lambda: self._end_push(key, target, pushed))
-
-    def _end_push(self, key: Key, target: Target, pushed: Pushed | None) -> list[HoldAction]:
+        actions = self._expire(now)
         request = self._change(key)
         if request is None or not request.push(target).in_flight:
-            return []  # `clear` forgot it, or an interrupted call is repeated.
-        return self._push(request, target, "failed" if pushed is None else "written", pushed)
+            return actions  # `clear` forgot it, or an interrupted call is repeated.
+        event = "failed" if pushed is None else "written"
+        return actions + self._push(request, target, event, pushed)
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
@@ -275,42 +300,18 @@ class ProducerLedger:
         """Forget an engine."""
         self._present.disconnect(engine_id)
 
+    @_all_or_nothing
     def tick(self, now: float) -> list[HoldAction]:
         """Process the time, which never goes back. Return actions."""
-        return self._at(now, list)
+        return self._expire(now)
 
     def clear(self) -> None:
         """Forget all requests, without actions."""
         self._requests, self._wake = {}, []
         self.holding = self.pushes = self._kept = 0
 
-    def _at(self, now: float, act: Callable[[], list[HoldAction]]) -> list[HoldAction]:
-        """Process the time, then *act*. Return the actions of both, or change nothing."""
-        later = max(self._now, seconds("now", now))
-        return self._whole(lambda: [*self._expire(later), *act()])
-
-    def _whole(self, act: Callable[[], T]) -> T:
-        """Return what *act* returns. Undo all that it changed if an exception leaves it.
-
-        Only the records that *act* changes are copied.
-        """
-        numbers = self._now, self._kept, self.holding, self.pushes
-        self._before = {}
-        try:
-            return act()
-        except BaseException:
-            self._now, self._kept, self.holding, self.pushes = numbers
-            for key, request in self._before.items():
-                if request is None:
-                    self._requests.pop(key, None)
-                else:
-                    self._requests[key] = request
-                    # Its entry may have been taken from the heap. A second entry is skipped.
-                    heapq.heappush(self._wake, (*request.wake, key))
-            raise
-
     def _change(self, key: Key) -> HeldRequest | None:
-        """Return a record to change, or None. `_whole` undoes changes of a record from here."""
+        """Return a record to change, or None. `_all_or_nothing` undoes the changes."""
         request = self._requests.get(key)
         if key not in self._before:
             self._before[key] = request
@@ -338,12 +339,12 @@ class ProducerLedger:
 
     def _expire(self, now: float) -> list[HoldAction]:
         """Set the time, and process the requests whose time has come."""
-        self._now = now
+        self._now = max(self._now, seconds("now", now))
         actions: list[HoldAction] = []
         while self._wake and self._wake[0][0] <= self._now:
             due, order, key = self._wake[0]
             request = self._change(key)
-            heapq.heappop(self._wake)  # After `_change`, so that `_whole` can put it back.
+            heapq.heappop(self._wake)  # After `_change`, so that it can be put back.
             if request is None or request.wake != (due, order):
                 continue
             if request.expires <= self._now:
@@ -371,8 +372,8 @@ class ProducerLedger:
         """Take the row of the table for *event*, and carry it out."""
         row = PRODUCER[request.state, event]
         before, request.state = request.state, row.state
-        act = _ACTS.get(row.done)
-        actions = act(self, request, message, before) if act else []
+        act = getattr(self, f"_{row.done}") if row.done else None
+        actions: list[HoldAction] = act(request, message, before) if act else []
         if row.state == "forgotten":
             self._kept -= len(request.early)
             self.pushes -= len(request.pushes)
@@ -404,7 +405,7 @@ class ProducerLedger:
         """Extend the lease, and inform the reader of it and of the progress."""
         request.note(message, Lease)
         request.expires = max(request.expires, min(self._now + self.lease, request.latest))
-        progress = [self._progress(message, at, upto) for at, upto in request.progress.items()]
+        progress = [_progress(message, at, upto) for at, upto in request.progress.items()]
         return [Tell(message.answer(Lease, lease=request.expires - self._now)), *progress]
 
     def _valid(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
@@ -436,10 +437,6 @@ class ProducerLedger:
         request.blocks, request.checksums = {}, {}
         why = "sent" if request.complete else "expired"
         return [Free(request.key, "aborted" if before == "fenced" else why)]
-
-    def _progress(self, message: ReaderStatus, place: Place, upto: int) -> Tell:
-        group, layer = place
-        return Tell(message.answer(LayerProgress, group=group, layer=layer, upto=upto))
 
     def _push_message(self, request: HeldRequest, message: Message) -> list[HoldAction]:
         """Answer a heartbeat or `stop` if it is about a push.
@@ -477,12 +474,7 @@ class ProducerLedger:
         return [Tell(PushStopped(*name))]
 
 
-_ACTS: dict[str, Callable[..., list[HoldAction]]] = {
-    "keep": ProducerLedger._keep,  # noqa: SLF001
-    "replay": ProducerLedger._replay,  # noqa: SLF001
-    "lease": ProducerLedger._lease,  # noqa: SLF001
-    "valid": ProducerLedger._valid,  # noqa: SLF001
-    "gone": ProducerLedger._gone,  # noqa: SLF001
-    "repeat": ProducerLedger._repeat,  # noqa: SLF001
-    "free": ProducerLedger._free,  # noqa: SLF001
-}
+def _progress(reader: ReaderStatus, place: Place, upto: int) -> Tell:
+    """Return the message to a reader that a layer is written up to a position."""
+    group, layer = place
+    return Tell(reader.answer(LayerProgress, group=group, layer=layer, upto=upto))
