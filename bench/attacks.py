@@ -97,6 +97,16 @@ def idle(checkout: Path, *, quick: bool) -> dict[str, str]:
     return {"CPU of an idle session": LOST if share is None else f"{share:.3%} of a core"}
 
 
+def serving(checkout: Path) -> dict[str, str]:
+    """Return how many requests a second are served, and how long `load` takes."""
+    with process(checkout, "serve") as child:
+        found = asked(child)
+    return {
+        "loads done in a second, 64 in flight": f"{found['rate']:.0f}" if found else LOST,
+        "load(), 99th percentile": f"{found['p99'] * 1e3:.2f} ms" if found else LOST,
+    }
+
+
 def seconds(value: float | None) -> str:
     """Return *value* as text."""
     return LOST if value is None else f"{value:.3f} s"
@@ -117,6 +127,7 @@ def main() -> int:
     rows: list[tuple[str, Callable[[Path], dict[str, str]]]] = [
         ("idle", lambda checkout: idle(checkout, quick=chosen.quick)),
     ]
+    rows.append(("serving", serving))
     rows += [
         (f"{count} {kind}", lambda checkout, k=kind, n=count: attacked(checkout, k, n))  # type: ignore[misc]
         for kind, count in ATTACKS

@@ -10,6 +10,8 @@ closed. An attacker prints a line when its connections are open, and ends with i
 
 `python attacked.py quiet SECONDS` prints the share of a core that two idle sessions use.
 
+`python attacked.py serve` prints how many requests of another process a consumer loads a second.
+
 `bench/attacks.py` runs this file against other checkouts too, so it accepts their older names.
 """
 
@@ -20,6 +22,7 @@ import json
 import resource
 import select
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +36,8 @@ from kvspec.testing.fake_nixl import FakeNixl
 
 LIMIT = 1024  # descriptors of the victim: the usual limit of a process
 LOADS = 50
+BLOCKS = 128
+FLYING, SERVING, MOST = 64, 5.0, 4000  # loads in flight, for so many seconds, and in all
 EMPTY = bytes(4) * 16384
 UNSEALED = b"".join(
     len(data).to_bytes(4, "big") + data for data in [b"kvspec-message-1\n" + bytes(60_000)]
@@ -52,17 +57,18 @@ def engine() -> Any:
     return kvspec.EngineSpec(groups=[group])
 
 
-def opened(stack: ExitStack, name: str) -> Any:
-    """Open a session with a thread."""
-    cache, storage = kvspec.allocate(engine(), kvspec.RankId(), num_blocks=8)
-    nixl = stack.enter_context(NixlRank(prefix=f"{name}-", secret=b"the secret of this test"))
-    session = Session(nixl, cache, engine_id=name, owner=storage, background=True)
+def opened(stack: ExitStack, name: str, *, background: bool = True) -> Any:
+    """Open a session, with a thread or one that the caller polls."""
+    cache, storage = kvspec.allocate(engine(), kvspec.RankId(), num_blocks=BLOCKS)
+    secret = b"the secret of this test"
+    nixl = stack.enter_context(NixlRank(prefix=f"{name}-", secret=secret, polled=not background))
+    session = Session(nixl, cache, engine_id=name, owner=storage, background=background)
     return stack.enter_context(session)
 
 
-def connect(session: Any, producer: Any) -> None:
-    """Fetch the introduction of *producer*, and connect to it."""
-    found = session.fetch([producer.channel.address], timeout=20.0)
+def connect(session: Any, address: str) -> None:
+    """Fetch the introduction of the producer at *address*, and connect to it."""
+    found = session.fetch([address], timeout=20.0)
     (getattr(session, "connect", None) or session.meet)(found)
 
 
@@ -91,7 +97,7 @@ def victim() -> None:
     with ExitStack() as stack:
         stack.enter_context(FakeNixl())
         producer, consumer = opened(stack, "P"), opened(stack, "D")
-        connect(consumer, producer)
+        connect(consumer, producer.channel.address)
         longest, poll = [0.0], producer.poll
         done = names = 0
 
@@ -117,7 +123,7 @@ def victim() -> None:
                 def new(name: str = f"r{names}", reader: str = f"N{names}") -> None:
                     with ExitStack() as more:
                         session = opened(more, reader)
-                        connect(session, producer)
+                        connect(session, producer.channel.address)
                         load(session, producer, name)
 
                 answer = timed(new)
@@ -175,7 +181,7 @@ def quiet(seconds: float) -> None:
     with ExitStack() as stack:
         stack.enter_context(FakeNixl())
         producer, consumer = opened(stack, "P"), opened(stack, "D")
-        connect(consumer, producer)
+        connect(consumer, producer.channel.address)
         load(consumer, producer, "r")
         time.sleep(1.0)
         before = time.process_time()
@@ -183,10 +189,64 @@ def quiet(seconds: float) -> None:
         say((time.process_time() - before) / seconds / 2)
 
 
+def hold() -> None:
+    """Hold many requests over the real NIXL, until the input ends."""
+    with ExitStack() as stack:
+        producer = opened(stack, "P")
+        names = [new_remote_id(f"r{number}") for number in range(MOST)]
+        for name in names:
+            (getattr(producer, "hold", None) or producer.ledger.expect)(name, lease=600.0)
+        say([producer.channel.address, names])
+        sys.stdin.read()
+
+
+def serve() -> None:
+    """Load as many requests of another process as possible in a while, 64 at a time.
+
+    Print how many were done in a second, and the 99th percentile of the seconds of `load`.
+    """
+    with ExitStack() as stack:
+        command = [sys.executable, __file__, "hold"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        child = subprocess.Popen(command, text=True, **pipes)  # noqa: S603 - this file
+        assert child.stdin is not None
+        assert child.stdout is not None
+        stack.callback(child.wait)
+        stack.callback(child.stdin.close)
+        address, names = json.loads(child.stdout.readline())
+        consumer = opened(stack, "D", background=False)
+        connect(consumer, address)
+        flying, begun, done = list[Any](), list[float](), 0
+        free = [*range(BLOCKS)]
+        start = time.monotonic()
+        while time.monotonic() < start + SERVING and (flying or names):
+            while len(flying) < FLYING and names:
+                block, remote_id = free.pop(), names.pop()
+                tables = {"full": [block]}
+                request = kvspec.TransferRequest(
+                    request_id=remote_id, num_tokens=4,
+                    producer_blocks=tables, consumer_blocks=tables,
+                )  # fmt: skip
+                before = time.monotonic()
+                load = consumer.load(request, remote_id=remote_id, timeout=60.0)
+                begun.append(time.monotonic() - before)
+                flying.append((load, block))
+            consumer.poll()
+            ended = [pair for pair in flying if pair[0].state != "moving"]
+            free += [block for _, block in ended]
+            done += sum(load.state == "done" for load, _ in ended)
+            flying = [pair for pair in flying if pair not in ended]
+        taken = time.monotonic() - start
+        begun.sort()
+        say({"rate": done / taken, "p99": begun[int(len(begun) * 0.99)]})
+
+
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
         if sys.argv[1] == "victim":
             victim()
+        elif sys.argv[1] in ("hold", "serve"):
+            (hold if sys.argv[1] == "hold" else serve)()
         elif sys.argv[1] == "quiet":
             quiet(float(sys.argv[2]))
         else:
