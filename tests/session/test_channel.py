@@ -353,12 +353,16 @@ def test_rejected_connection_is_closed_and_dialled_again(
     near.reject("nobody")
 
 
+@pytest.mark.parametrize("trusted", [False, True])
 def test_channel_without_descriptors_refuses_connections_and_rests(
-    pair: tuple[TcpChannel, TcpChannel], opened: list[socket.socket]
+    pair: tuple[TcpChannel, TcpChannel], opened: list[socket.socket], *, trusted: bool
 ) -> None:
-    """`wait` waits: a connection that nobody can accept does not wake it again and again."""
+    """`wait` waits: a connection that nobody can accept does not wake it again and again.
+
+    A stranger gives its descriptor to the process, and a trusted peer keeps its connection.
+    """
     _, far = pair
-    route = link(far, opened)
+    route = link(far, opened, trusted=trusted)
     opened += [raw(far.address) for _ in range(3)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.open(os.devnull, os.O_RDONLY)
@@ -373,7 +377,7 @@ def test_channel_without_descriptors_refuses_connections_and_rests(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert turns < 100
-    assert not far.reaches(route)
+    assert trusted == far.reaches(route)
     opened[1].settimeout(5.0)
     assert b"" == opened[1].recv(1)
     link(far, opened)
