@@ -118,6 +118,32 @@ def test_blocks_may_differ(staging: int) -> None:
         assert [] == consumer.wrong(wanted)
 
 
+@pytest.mark.parametrize(
+    ("block", "tokens", "cached", "tables", "hashed"),
+    [
+        # The window of the last token begins at token 6, inside block 9.
+        (8, 14, 0, ([3, 5], [9, 4]), [[3], []]),
+        (4, 14, 0, OTHERS, [[9, 8, 7], [3]]),
+        # Tokens 0 to 7 are cached, so block 9 is complete and was hashed before.
+        (8, 14, 8, ([3, 5], [9, 4]), [[], []]),
+        # The window begins at token 12, at the start of block 3.
+        (4, 20, 0, ([9, 8, 7, 6, 5], [0, 0, 0, 3, 2]), [[9, 8, 7, 6], [3]]),
+        # All tokens are in the window.
+        (4, 8, 0, ([9, 8], [4, 3]), [[9], [4]]),
+    ],
+)
+def test_block_in_which_a_window_begins_stays_out_of_the_prefix_cache(
+    block: int, tokens: int, cached: int, tables: Any, hashed: list[list[int]]
+) -> None:
+    """A later, shorter prompt would read the tokens before the window, which did not move."""
+    with Engine("p") as producer, Engine("d", block=block) as consumer:
+        params = producer.prefill(Request("p-1", tokens), [1, 2, 3, 4, 8], [9, 5, 6, 7, 10])
+        consumer.decode(Request("d-1", tokens, params), *tables, cached=cached)
+        until(lambda: consumer.received, producer, consumer)
+        assert {} == consumer.failed
+        assert hashed == consumer.hashed("d-1", tokens - 1, *tables)
+
+
 def test_what_is_here_already_is_released() -> None:
     """Nothing moves and nothing is waited for; the producer's ranks are free at once."""
     with Engine("p", 2) as producer, Engine("d", 3) as consumer:

@@ -77,6 +77,30 @@ class Base:
         """Keep the scheduler's metadata for one step."""
         self._connector_metadata = connector_metadata
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Take the scheduler's manager of the caches."""
+
+
+@dataclass
+class Manager:
+    """The part of vLLM's manager of one group that chooses the blocks of the prefix cache.
+
+    *num_cached_block* is the number of hashed blocks of each request.
+    """
+
+    block_size: int
+    num_cached_block: dict[str, int] = field(default_factory=dict)
+
+    def allocate(self, request_id: str, ids: list[int], cached: int) -> None:
+        """Count the cached blocks and the null blocks before the window as hashed."""
+        nulls = next((place for place, block in enumerate(ids) if block), len(ids))
+        self.num_cached_block[request_id] = max(nulls, cached // self.block_size)
+
+    def cache_blocks(self, request_id: str, ids: list[int], num_tokens: int) -> list[int]:
+        """Return the blocks of a request of *num_tokens* that vLLM hashes now."""
+        places = range(self.num_cached_block[request_id], num_tokens // self.block_size)
+        return [ids[place] for place in places if ids[place]]
+
 
 @dataclass
 class Results:
@@ -213,6 +237,11 @@ class Engine:
         WORLDS[-1].run(calls)
         self.scheduler = made(worker_configs[0][0], "SCHEDULER", worker_configs[0][1])
         known = {(n // tp, n % tp): w.get_handshake_metadata() for n, w in enumerate(self.workers)}
+        self.managers = [Manager(block), Manager(block)]
+        coordinator = SimpleNamespace(single_type_managers=self.managers)
+        self.scheduler.bind_kv_cache_manager(
+            SimpleNamespace(enable_caching=True, coordinator=coordinator)
+        )
         self.scheduler.set_xfer_handshake_metadata_pp_aware(known)
         self.sent, self.received, self.failed = (dict[str, int]() for _ in range(3))
 
@@ -262,10 +291,19 @@ class Engine:
         self.scheduler.on_new_request(request)
         count, waits = self.scheduler.get_num_new_matched_tokens(request, cached)
         blocks = SimpleNamespace(get_block_ids=lambda: tables)
+        for manager, ids in zip(self.managers, tables, strict=True):
+            manager.allocate(request.request_id, ids, cached)
         self.scheduler.update_state_after_alloc(request, blocks, count)
         # vLLM calls it a second time when the request is about to run.
         self.scheduler.update_state_after_alloc(request, blocks, 0)
         return count, waits
+
+    def hashed(self, request_id: str, num_tokens: int, *tables: list[int]) -> list[list[int]]:
+        """Return the blocks of each group that vLLM hashes after *num_tokens* were loaded."""
+        return [
+            manager.cache_blocks(request_id, ids, num_tokens)
+            for manager, ids in zip(self.managers, tables, strict=True)
+        ]
 
     def fill(self, request: kvspec.TransferRequest) -> None:
         """Write the true bytes of a request into the ranks, as a producer."""

@@ -17,6 +17,9 @@ How it works:
 
     For example, a prompt has 40 tokens and the consumer has cached 16 of them. It fetches the
     tokens 16 to 38: 40 - 1 - 16 = 23 tokens. vLLM computes token 39 in any case.
+
+    If a request is `fetched`, its incomplete blocks stay out of vLLM's prefix cache (see
+    `kvspec.adapters.vllm.prefix_cache`).
 """
 
 # ruff: noqa: ANN401 - requests, blocks and configs are of vLLM's classes, which are not imported
@@ -27,6 +30,7 @@ from typing import Any
 
 import attrs
 
+from kvspec.adapters.vllm.prefix_cache import Hashed, hashed_of, withhold
 from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
@@ -80,12 +84,17 @@ class Scheduling:
     def __init__(self, kv_cache_config: Any) -> None:
         self._kv_cache_config = kv_cache_config
         self._ranks: tuple[Served, ...] = ()
+        self._hashed: dict[str, Hashed] | None = None
         self._tickets: dict[str, PrefillTicket] = {}  # Tickets not yet used or declined.
         self._next = EngineStep()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Served]) -> None:
         """Take the ranks of this engine, after all have registered their caches."""
         self._ranks = tuple(metadata.values())
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Keep vLLM's counts of hashed blocks, with which `withhold` keeps blocks unhashed."""
+        self._hashed = hashed_of(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         """Keep the ticket of a request, or stop its prompt one token early."""
@@ -125,6 +134,7 @@ class Scheduling:
         try:
             tables = self._tables(blocks.get_block_ids(), end)
             transfer = ticket.request(name, end, tables, end - num_external_tokens)
+            withhold(self._ranks[0].engine, transfer, self._hashed)
             self._next.fetched.append((ticket, transfer))
         except SpecError as error:  # One request fails, and the engine goes on.
             log.error("%s: %s", name, error)  # noqa: TRY400
