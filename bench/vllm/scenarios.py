@@ -31,6 +31,7 @@ SCENARIOS = (
     Scenario("stages 1 -> 2", "llama-2", (1, 1), stages=(1, 2)),
     Scenario("window and full, TP 1 -> 1", "gemma-2", (1, 1)),
     Scenario("window and full, TP 2 -> 1", "gemma-2", (2, 1)),
+    Scenario("window and full, blocks 32 -> 64", "gemma-2", (1, 1), (32, 64)),
     Scenario("MLA, TP 1 -> 1", "deepseek", (1, 1), (16, 16)),
     Scenario("MLA, TP 2 -> 3", "deepseek", (2, 3), (16, 16)),
 )
@@ -41,12 +42,17 @@ def beginnings() -> list[list[int]]:
 
     The second prompt begins like the first. The third is the first again, and its tokens fill whole
     blocks of 32. The fourth, with its last token, has the length at which a window begins at a
-    block boundary. The fifth is one token longer. The last is shorter than a block.
+    block boundary. The fifth is one token longer. The sixth is shorter than a block.
+
+    The last two are a long prompt and its first 128 tokens. In blocks of 64, the window of the long
+    one begins inside the second block. If the consumer took that block from its prefix cache for
+    the short one, it would read tokens that were never moved.
     """
     draw = random.Random(7)  # noqa: S311 - the same each time
 
     def fresh(count: int) -> list[int]:
         return [draw.randrange(3, VOCABULARY) for _ in range(count)]
 
-    first = fresh(96)
-    return [first, first[:64] + fresh(50), first, fresh(WINDOW + 30), fresh(WINDOW + 31), fresh(19)]
+    first, other, window = fresh(96), fresh(50), fresh(WINDOW + 30)
+    later, short, long = fresh(WINDOW + 31), fresh(19), fresh(164)
+    return [first, first[:64] + other, first, window, later, short, long, long[:128]]
