@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from kvspec.completion.states import CONSUMER, PRODUCER, PUSH, Row
+from kvspec.completion.states import CONSUMER, PRODUCER, PUBLIC, PUSH, Row
 from kvspec.wire.messages import MESSAGES
 
 PAGE = Path(__file__).with_name("ledgers.md")
@@ -60,19 +61,25 @@ def page() -> str:
         HELD,
         *section("A push to one reader", PUSH, "new"),
         PUSHED,
-        *section("Consumer", CONSUMER, "moving"),
+        *section("Consumer", CONSUMER, "connecting", PUBLIC),
     )
     return "\n\n".join(sections) + "\n"
 
 
-def section(side: str, table: Table, first: str) -> tuple[str, ...]:
-    """Return the section of one ledger: a picture, and each row with its reason."""
-    body = [(state, event, row.state, row.done, row.why) for (state, event), row in table.items()]
-    return (
-        f"## {side}",
-        picture(table, first),
-        rows(("state", "event", "next state", "action", "reason"), body),
-    )
+def section(
+    side: str, table: Table, first: str, public: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Return the section of one ledger: a picture, and each row with its reason.
+
+    *public* maps each state to the one that callers see. It becomes the last column.
+    """
+    head: tuple[str, ...] = "state", "event", "next state", "action", "reason"
+    body = [[state, event, row.state, row.done, row.why] for (state, event), row in table.items()]
+    if public is not None:
+        head += ("`Load.state`",)
+        for row in body:
+            row.append(public[row[2]] or public[row[0]])
+    return f"## {side}", picture(table, first), rows(head, list(map(tuple, body)))
 
 
 def picture(table: Table, first: str) -> str:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 import kvspec
 from kvspec.nixl import NixlRank
-from kvspec.session import PrefillTicket, Prompts, Session, new_remote_id
+from kvspec.session import PrefillTicket, Session, new_remote_id
 
 TOKENS, TABLE, LAYERS = 40, [5, 9, 2], ["layers.0", "layers.1"]
 
@@ -72,9 +72,9 @@ def consumer(router: Connection) -> None:
     session = open_session("decode", own, kvspec.RankId(), time.time_ns())
     ticket = PrefillTicket.from_params(json.loads(router.recv()))
     blocks = {"full": kvspec.BlockTable([11, 12, 40])}
-    with Prompts(session, timeout=10) as prompts:
-        load = prompts.load(ticket, ticket.request("cmpl-1", num_tokens=TOKENS, blocks=blocks))
-        load.wait()
+    request = ticket.request("cmpl-1", num_tokens=TOKENS, blocks=blocks)
+    load = session.load(request, ticket=ticket, timeout=10)
+    load.wait()
     print("consumer:", load.poll(), flush=True)
     session.close()
     session.nixl.close()

@@ -130,8 +130,8 @@ class Pair:
             for rank, places in self.consumer.readable(name).items():
                 if self.consumer.open.get(name) != "moving":
                     break
-                (group, layer), upto = next(iter(places.items()))
-                step = self.consumer.start(name, rank, group, [layer], upto)
+                place, positions = next(iter(places.items()))
+                step = self.consumer.start(name, rank, {place: positions.stop})
                 self.answered(self.consumer.finish(step, self.now))
 
     def begin(self, key: Key) -> None:

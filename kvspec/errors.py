@@ -266,7 +266,12 @@ class TransferState(enum.StrEnum):
     UNVERIFIED = (
         "unverified",
         "the data arrived, but could not be compared with the data of the producer",
-        "pass `blocks` to the producer's `hold`, or load without `digest`",
+        "pass `blocks` to the producer's `hold`, or load without `verify`",
+    )
+    REFUSED = (
+        "refused",
+        "the request does not fit the ticket or the connected engine, and nothing of it moved",
+        "read the `__cause__` of the error, correct the request, or compute the blocks",
     )
     CLOSED = (
         "closed",

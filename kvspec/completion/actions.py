@@ -41,10 +41,14 @@ class Free:
 
 
 @attrs.frozen
-class Ready:
-    """Action: all data of a request arrived and was valid. It can be used."""
+class Ended:
+    """Action: a load is done, or it has failed. Nothing can write its blocks any more.
+
+    *state* is its public state. The data of a load that is done has arrived and was valid.
+    """
 
     request_id: str
+    state: str
 
 
 @attrs.frozen
@@ -60,13 +64,6 @@ class Failed:
 
 
 @attrs.frozen
-class Release:
-    """Action: nothing can write the blocks of a failed request any more. They can be reused."""
-
-    request_id: str
-
-
-@attrs.frozen
 class Closed:
     """Action: a request has ended. It sends and expects no message any more."""
 
@@ -75,7 +72,7 @@ class Closed:
 
 HoldAction = Tell | Refused | Free
 """What the session must do for the producer's ledger, in order."""
-Action = Tell | Refused | Ready | Failed | Release | Closed
+Action = Tell | Refused | Failed | Ended | Closed
 """What the session must do for the consumer's ledger, in order."""
 
 

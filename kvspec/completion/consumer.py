@@ -1,33 +1,51 @@
 """The consumer's ledger: what a consumer rank waits for, and when the data is valid.
 
-Invariant: a request is ready only after every source and group has arrived, and each producer then
-answered `valid`. Each fault fails the request by name. Its blocks stay reserved until nothing in
+Invariant: a load is done only after all data of each source has arrived, and each source then
+answered `valid`. Each fault fails the load by name. Its blocks stay reserved until nothing in
 flight can write them.
 
-A lease never makes a request ready. Two clocks measure the lease, and the consumer's clock may stop
+A lease never makes a load done. Two clocks measure the lease, and the consumer's clock may stop
 while the producer's clock runs, for example in a paused virtual machine.
 
-Each public method that changes the ledger either makes all its changes and returns the actions, or
-raises and changes nothing. So a call that was interrupted, for example by `KeyboardInterrupt`, can
-be repeated, and no action is lost.
+How it works:
+    `CONSUMER` in `kvspec.completion.states` contains each state, each event and the next state. The
+    ledger executes its rows: `_step` takes the row of an event and calls the method that the row
+    names (`_ACTS`). Some events are conditions (`_CONDITIONS`): after each change, `_advance`
+    executes their rows for as long as they hold. For example, the last step of a load ends:
+
+        finish          missing = 0
+        _advance        moving + whole -> verifying: send `done` to each producer rank
+        receive valid   the source is valid
+        _advance        verifying + valid -> done: `Ended`
+        _advance        done + answered -> forgotten: `Closed`
+
+    Each public method that changes the ledger either makes all its changes and returns the actions,
+    or raises and changes nothing. So a call that was interrupted, for example by
+    `KeyboardInterrupt`, can be repeated, and no action is lost. `_touch` copies a load before its
+    first change in a call, and `_atomic` puts the copies back.
 """
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from kvspec.completion.actions import Action, Closed, Failed, Present, Ready, Refused, Release, Tell
-from kvspec.completion.load_plan import Frontiers, LoadPlan, Name, Place
-from kvspec.completion.pending import Pending, Source, name_of, refusal_of
-from kvspec.completion.states import CONSUMER
+import attrs
+
+from kvspec.completion.actions import Action, Closed, Ended, Failed, Present, Refused, Tell
+from kvspec.completion.load_plan import LoadPlan, Name, Place, Source
+from kvspec.completion.states import CONSUMER, PUBLIC
 from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import seconds
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.messages import (
     Done,
+    Gone,
     Heartbeat,
+    Key,
     LayerProgress,
     Lease,
     Message,
@@ -36,11 +54,112 @@ from kvspec.wire.messages import (
     Valid,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Step(NamedTuple):
+    """A part of a load that may write its blocks, until it is finished or has failed."""
+
+    request_id: str
+    number: int
+
+
+@attrs.define(eq=False)
+class OpenLoad:
+    """One load in the ledger.
+
+    Attributes:
+        request_id: The consumer's own id.
+        deadline: When the load fails, or when messages to silent producers are given up.
+        state: The state in `CONSUMER`.
+        plan: The plan, once the producer is connected.
+        sources: The producer ranks that are read.
+        steps: By number, the source and the tokens of each step that may still write.
+        asked: By rank and number, when each message was sent that has no answer yet.
+        unanswered: The producer ranks that have not sent their last answer.
+        number: Number of the last message.
+        next_message: When the next message is due.
+        wake: When the ledger looks at this load next.
+    """
+
+    request_id: str
+    deadline: float
+    state: str = "connecting"
+    plan: LoadPlan | None = None
+    sources: dict[RankId, Source] = attrs.field(factory=dict)
+    steps: dict[int, tuple[RankId, int]] = attrs.field(factory=dict)
+    asked: dict[RankId, dict[int, float]] = attrs.field(factory=dict)
+    unanswered: set[RankId] = attrs.field(factory=set)
+    number: int = 0
+    next_message: float = math.inf
+    wake: float = math.inf
+
+    @property
+    def due(self) -> float:
+        """When the time changes something. Never while the blocks of a failure may be written."""
+        return math.inf if self.state == "draining" else min(self.deadline, self.next_message)
+
+    def copied(self) -> OpenLoad:
+        """Return a copy that later changes of this one do not reach."""
+        return attrs.evolve(
+            self,
+            sources={rank: source.copied() for rank, source in self.sources.items()},
+            steps=dict(self.steps),
+            asked={rank: dict(numbers) for rank, numbers in self.asked.items()},
+            unanswered=set(self.unanswered),
+        )
+
+
+def name_of(answer: Message) -> Name:
+    """Return what a producer's message names a load by."""
+    return answer.key, answer.attempt, answer.sample, answer.by.engine_id, answer.by.epoch
+
+
+def about(
+    name: Name, by: RankAddress, rank: RankId, number: int = 0
+) -> tuple[Key, RankAddress, RankAddress, int, int, int]:
+    """Return the fields of a consumer's message about the load *name*, to a producer *rank*."""
+    key, attempt, sample, engine_id, epoch = name
+    return key, by, RankAddress(engine_id, epoch, rank), attempt, number, sample
+
+
+def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str | None:
+    """Return why rank *me* does not expect *answer* about *load*, or None if it does."""
+    if load is None or answer.to != me:
+        return "it belongs to no open load of this rank"
+    if answer.by.rank not in load.asked:
+        return "its sender received no question"
+    if isinstance(answer, LayerProgress):
+        return None
+    if not isinstance(answer, Lease | Valid | Gone):
+        return "only producers receive this kind"
+    if answer.number not in load.asked[answer.by.rank]:
+        return "the answer is a repetition, or late"
+    return None
+
+
+def _atomic(
+    act: Callable[Concatenate[ConsumerLedger, P], T],
+) -> Callable[Concatenate[ConsumerLedger, P], T]:
+    """Undo all changes of a method if an exception leaves it."""
+
+    @functools.wraps(act)
+    def whole(ledger: ConsumerLedger, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        ledger._before = {}  # noqa: SLF001
+        clock = ledger._now, ledger._numbers  # noqa: SLF001
+        try:
+            return act(ledger, *args, **kwargs)
+        except BaseException:
+            ledger._now, ledger._numbers = clock  # noqa: SLF001
+            ledger._undo()  # noqa: SLF001
+            raise
+
+    return whole
+
+
 class ConsumerLedger:
-    """The requests that one consumer rank reads. Methods receive events and return actions.
+    """The loads of one consumer rank. Methods receive events and return actions.
 
     Args:
         me: Address of this rank.
@@ -54,149 +173,127 @@ class ConsumerLedger:
         self.heartbeat = seconds("heartbeat", heartbeat)
         self.patience = seconds("patience", patience)
         self._now = 0.0
-        self._loads: dict[str, Pending] = {}
+        self._loads: dict[str, OpenLoad] = {}
         self._names: dict[Name, str] = {}
-        self._steps: dict[int, tuple[str, RankId, dict[Place, range]]] = {}
         self._numbers = 0
         self._present = Present()
-        self._due = math.inf
+        # Times and ids. An entry counts only if it has the `wake` of its load.
+        self._wakes: list[tuple[float, str]] = []
+        self._before: dict[str, OpenLoad | None] = {}
 
     @property
     def open(self) -> dict[str, str]:
-        """State of each request that still sends or expects messages."""
-        return {name: load.state for name, load in self._loads.items()}
+        """State of each load that still sends or expects messages."""
+        return {name: load.state for name, load in list(self._loads.items())}
 
     @property
     def due(self) -> float | None:
-        """Time of the next call of `tick`, or None."""
-        return None if math.isinf(self._due) else self._due
+        """Time of the next call of `tick`, or None. It may be too early."""
+        return self._wakes[0][0] if self._wakes else None
 
     @property
     def steps(self) -> int:
         """Number of steps that may still write."""
-        return len(self._steps)
+        return sum(len(load.steps) for load in list(self._loads.values()))
 
-    def check(self, plan: LoadPlan) -> None:
-        """Check that *plan* can be expected.
+    def find(self, message: Message) -> str | None:
+        """Return the id of the load that a producer's *message* is about."""
+        return self._names.get(name_of(message))
+
+    @_atomic
+    def begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
+        """Begin a load in the state *connecting*. It fails after *timeout* seconds.
 
         Raises:
-            SpecError: If the request is open already, or the producer's incarnation is not the
-                connected one.
+            SpecError: If a load of this id is open.
         """
-        if plan.request_id in self._loads:
-            raise SpecError("request_id", plan.request_id, "the id of no open request")
-        if self._present.past(plan.engine_id, plan.epoch):
-            raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
-        if plan.name in self._names:
-            raise SpecError("key", plan.key, "an attempt and sample that no open request has")
+        return self._begin(request_id, now, timeout)
 
+    @_atomic
+    def assign(self, plan: LoadPlan) -> None:
+        """Give a load its plan, so that its steps can start. Call `connected` after that.
+
+        Raises:
+            SpecError: If another load has the same name in messages, or the producer's incarnation
+                is not the connected one.
+        """
+        self._assign(plan)
+
+    @_atomic
+    def connected(self, request_id: str, now: float) -> list[Action]:
+        """Record that all reads of a load are posted. Its heartbeats begin. Return actions."""
+        load = self._touch(request_id)
+        if load is None or load.state != "connecting" or load.plan is None:
+            raise SpecError("request_id", request_id, "a load that waits for its producer")
+        self._now = max(self._now, seconds("now", now))
+        # Before the deadline is checked: only a load that was connected informs its producers.
+        return self._event(load, "connected") + self._tick(now)
+
+    @_atomic
     def expect(self, plan: LoadPlan, now: float, timeout: float) -> list[Action]:
-        """Begin a request: wait for the data of *plan* for at most *timeout* seconds.
+        """Begin a load whose producer is connected. Return actions.
 
-        Returns:
-            Actions. A request that moves no data is ready at once.
+        A load that moves no data is done at once.
         """
-        self.check(plan)
-        most = seconds("timeout", timeout)
-        return self._whole(now, None, lambda: self._expect(plan, now, most))
+        actions = self._begin(plan.request_id, now, timeout)
+        return actions + self._event(self._assign(plan), "connected")
 
-    def forget(self, plan: LoadPlan) -> None:
-        """Forget a request that sent no message yet."""
-        load = self._loads.pop(plan.request_id, None)
-        self._names.pop(plan.name, None)
-        for step in load.steps if load is not None else ():
-            self._steps.pop(step, None)
-
-    def _expect(self, plan: LoadPlan, now: float, timeout: float) -> list[Action]:
-        actions = self._tick(now)
-        load = Pending(plan, self._now + timeout)
-        self._loads[plan.request_id] = load
-        self._names[load.plan.name] = plan.request_id
-        for rank, ends in plan.sources.items():
-            if ends:
-                load.sources[rank] = Source(Frontiers(ends, partial=plan.partial))
-        load.untold = set(plan.expected)
-        self._due = min(self._due, load.due)
-        actions += self._tell(load, Heartbeat) if load.sources else []
-        return actions + self._moved(load)
-
-    def readable(self, request_id: str) -> dict[RankId, dict[Place, int]]:
-        """Return the data that can be read now.
-
-        Returns:
-            By source and layer, the position up to which it is written.
-        """
+    def readable(self, request_id: str) -> dict[RankId, dict[Place, range]]:
+        """Return the positions that can be read now, by source and layer."""
         load = self._loads.get(request_id)
         if load is None or load.state != "moving":
             return {}
-        ready = {rank: source.frontiers.readable() for rank, source in load.sources.items()}
+        ready = {rank: source.readable() for rank, source in load.sources.items()}
         return {rank: places for rank, places in ready.items() if places}
 
+    def started(self, request_id: str) -> bool:
+        """Return whether steps were started for everything that a load moves."""
+        load = self._loads.get(request_id)
+        return load is None or all(s.started == s.ends for s in load.sources.values())
+
+    @_atomic
     def start(
-        self,
-        request_id: str,
-        source: RankId,
-        group: str,
-        layers: Iterable[str] | None = None,
-        upto: int | None = None,
-    ) -> int:
+        self, request_id: str, source: RankId, upto: Mapping[Place, int] | None = None
+    ) -> Step:
         """Record that a step is about to be posted. It may write from now on.
 
         For pushed data, a step begins when the producer learns the blocks, and ends when it answers
         that the data is written.
 
         Args:
-            request_id: The request.
+            request_id: The load.
             source: Rank of the producer.
-            group: Group of the layers.
-            layers: Names of layers. All layers of the group by default.
-            upto: Position behind the last token to move. By default, the end of the request.
+            upto: For each layer that moves, the position behind the last token. By default, all
+                layers move to their ends.
 
         Returns:
-            The number of the step.
+            The step.
 
         Raises:
-            SpecError: If the request does not move, or the step would move data twice or before it
+            SpecError: If the load does not move, or the step would move data twice or before it
                 was written.
         """
-        return self._whole(
-            self._now, request_id, lambda: self._start(request_id, source, group, layers, upto)
-        )
-
-    def _start(
-        self,
-        request_id: str,
-        source: RankId,
-        group: str,
-        layers: Iterable[str] | None,
-        upto: int | None,
-    ) -> int:
-        load = self._loads.get(request_id)
-        if load is None or load.state != "moving" or source not in load.sources:
-            raise SpecError("request_id", request_id, f"a request that moves from {source}")
-        moved = load.sources[source].frontiers.start(group, layers, upto)
+        load = self._touch(request_id)
+        if load is None or load.state not in ("connecting", "moving") or source not in load.sources:
+            raise SpecError("request_id", request_id, f"a load that moves from {source}")
+        known = load.sources[source]
+        tokens = known.start(known.ends if upto is None else upto)
         self._numbers += 1
-        self._steps[self._numbers] = request_id, source, moved
-        load.steps.add(self._numbers)
-        return self._numbers
+        load.steps[self._numbers] = source, tokens
+        return Step(request_id, self._numbers)
 
-    def finish(self, step: int, now: float) -> list[Action]:
+    @_atomic
+    def finish(self, step: Step, now: float) -> list[Action]:
         """Record that all bytes of a step have arrived, and it writes no more. Return actions."""
-        return self._whole(now, self._reads(step), lambda: self._finish(step, now))
-
-    def _finish(self, step: int, now: float) -> list[Action]:
         actions = self._tick(now)
-        load, rank, moved = self._ended(step)
-        if load.state == "moving":
-            source = load.sources[rank]
-            source.frontiers.finish(moved)
-            source.whole = source.frontiers.whole
-            return actions + self._moved(load)
-        return actions + self._quiet(load)
+        load, (rank, tokens) = self._end(step)
+        load.sources[rank].missing -= tokens
+        return actions + self._advance(load)
 
+    @_atomic
     def fail(
         self,
-        step: int,
+        step: Step,
         why: str,
         now: float,
         *,
@@ -206,28 +303,19 @@ class ConsumerLedger:
         """Record that a step failed. Its data is void. Return actions.
 
         Args:
-            step: Number of the step.
+            step: The step.
             why: Reason.
             now: Time in seconds.
             quiet: Whether the step can write no more. If not, call `finish` or `fail` again later.
-            state: State of the error, if this is the first fault of the request.
+            state: State of the error, if this is the first fault of the load.
         """
-        return self._whole(
-            now, self._reads(step), lambda: self._fail(step, why, now, state, quiet=quiet)
-        )
-
-    def _fail(
-        self, step: int, why: str, now: float, state: TransferState, *, quiet: bool
-    ) -> list[Action]:
         actions = self._tick(now)
-        if quiet:
-            load = self._ended(step)[0]
-            return actions + self._fault(load, why, state) + self._quiet(load)
-        known = self._steps.get(step)
-        if known is None:
-            raise SpecError("step", step, "a step that is open")
-        return actions + self._fault(self._loads[known[0]], why, state)
+        load, moved = self._end(step)
+        if not quiet:
+            load.steps[step.number] = moved
+        return actions + self._event(load, "fault", why, state)
 
+    @_atomic
     def cancel(
         self,
         request_id: str,
@@ -235,185 +323,266 @@ class ConsumerLedger:
         why: str = "cancelled",
         state: TransferState = TransferState.STOPPED,
     ) -> list[Action]:
-        """Give a request up. If it has already ended, nothing changes. Return actions."""
-        return self._whole(now, request_id, lambda: self._cancel(request_id, now, why, state))
-
-    def _cancel(self, request_id: str, now: float, why: str, state: TransferState) -> list[Action]:
+        """Give a load up. If it has already ended, nothing changes. Return actions."""
         actions = self._tick(now)
-        load = self._loads.get(request_id)
-        return actions + (self._fault(load, why, state) if load else [])
+        load = self._touch(request_id)
+        return actions + self._event(load, "fault", why, state) if load is not None else actions
 
+    @_atomic
     def receive(self, message: Message, now: float) -> list[Action]:
         """Process a message of a producer. Return actions."""
-        name = self._names.get(name_of(message), "")
-        # A frontier grows in one line, so `progress`, which is frequent, needs no copy.
-        copied = None if isinstance(message, LayerProgress) else name
-        return self._whole(now, copied, lambda: self._receive(name, message, now))
-
-    def _receive(self, name: str, message: Message, now: float) -> list[Action]:
         actions = self._tick(now)
-        load = self._loads.get(name)
+        load = self._loads.get(self.find(message) or "")
         why = refusal_of(message, load, self.me)
         if load is None or why is not None:
-            return [*actions, Refused(message, why or "of no request that is open")]
+            return [*actions, Refused(message, why or "")]
         rank = message.by.rank
+        source = load.sources.get(rank)
         if isinstance(message, LayerProgress):
-            if rank in load.sources:
-                load.sources[rank].frontiers.record((message.group, message.layer), message.upto)
+            # A frontier grows in one line, so `progress`, which is frequent, needs no copy.
+            if source is not None:
+                source.record((message.group, message.layer), message.upto)
             return actions
+        self._touch(load.request_id)
         del load.asked[rank][message.number]
-        if not isinstance(message, Lease):
-            load.untold.discard(rank)
-            if isinstance(message, Valid):
-                # Only questions asked after everything arrived have an answer in this state.
-                if load.state == "asking" and rank in load.sources:
-                    load.sources[rank].valid = True
-            elif rank in load.sources and not load.sources[rank].sound:
-                why = f"{message.by} freed it before it was read"
-                actions += self._fault(load, why, TransferState.GONE)
-        return actions + self._moved(load) + self._told(load)
+        if isinstance(message, Lease):
+            return actions
+        load.unanswered.discard(rank)
+        if source is not None and isinstance(message, Valid):
+            # Only a question that was asked after everything arrived has an answer in this state.
+            source.valid = source.valid or load.state == "verifying"
+        elif source is not None and not source.sound:
+            why = f"{message.by} freed it before it was read"
+            return actions + self._event(load, "fault", why, TransferState.GONE)
+        return actions + self._advance(load)
 
+    @_atomic
     def connect(self, engine_id: str, epoch: int, now: float) -> list[Action]:
-        """Record the current incarnation of a producer, and return actions.
+        """Record the current incarnation of a producer. Loads of an earlier one fail.
 
-        Requests of an earlier incarnation fail.
+        Returns:
+            Actions.
         """
-        return self._whole(math.inf, None, lambda: self._meet(engine_id, epoch, now))
-
-    def _meet(self, engine_id: str, epoch: int, now: float) -> list[Action]:
         actions = self._tick(now)
         self._present.connect(engine_id, epoch)
         for load in list(self._loads.values()):
-            if load.plan.engine_id == engine_id and load.plan.epoch != epoch:
-                load.untold.clear()
+            plan = load.plan
+            if plan is not None and plan.engine_id == engine_id and plan.epoch != epoch:
+                self._touch(load.request_id)
+                load.unanswered.clear()
                 why = f"{engine_id} was restarted"
-                actions += self._fault(load, why, TransferState.GONE)
-                actions += self._told(load)
+                actions += self._event(load, "fault", why, TransferState.GONE)
         return actions
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a producer."""
         self._present.disconnect(engine_id)
 
+    @_atomic
     def tick(self, now: float) -> list[Action]:
         """Process the time, and return actions.
 
-        Heartbeats and repeated messages are sent, and late requests fail.
+        Heartbeats and repeated messages are sent, and late loads fail.
         """
-        return self._whole(now, None, lambda: self._tick(now))
+        return self._tick(now)
 
-    def open_steps(self, request_id: str) -> frozenset[int]:
-        """Return the steps of a request that may still write."""
+    def open_steps(self, request_id: str) -> frozenset[Step]:
+        """Return the steps of a load that may still write."""
         load = self._loads.get(request_id)
-        return frozenset() if load is None else frozenset(load.steps)
+        return frozenset(Step(request_id, number) for number in (load.steps if load else ()))
 
-    def _reads(self, step: int) -> str | None:
-        """Return the id of the request that a step reads."""
-        known = self._steps.get(step)
-        return None if known is None else known[0]
+    def _touch(self, request_id: str) -> OpenLoad | None:
+        """Return a load that is about to change. Copy it first, once in each call."""
+        load = self._loads.get(request_id)
+        if request_id not in self._before:
+            self._before[request_id] = None if load is None else load.copied()
+        return load
 
-    def _whole(self, now: float, request_id: str | None, act: Callable[[], T]) -> T:
-        """Return what *act* returns; undo all that it changed if an exception leaves it.
+    def _undo(self) -> None:
+        """Put back the copies of all loads that were touched."""
+        for request_id, before in self._before.items():
+            now = self._loads.pop(request_id, None)
+            if now is not None and now.plan is not None:
+                self._names.pop(now.plan.name, None)
+            if before is not None:
+                self._loads[request_id] = before
+                if before.plan is not None:
+                    self._names[before.plan.name] = request_id
+                before.wake = math.inf  # Its entry may be lost. Another one does no harm.
+                self._schedule(before)
 
-        *act* may change the request *request_id*, and every request once `tick` is due at *now*.
-        """
-        due = now >= self._due
-        copied = {
-            name: load.copied() for name, load in self._loads.items() if due or name == request_id
+    def _begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
+        if request_id in self._loads:
+            raise SpecError("request_id", request_id, "the id of no open load")
+        most = seconds("timeout", timeout)
+        actions = self._tick(now)
+        self._touch(request_id)
+        load = self._loads[request_id] = OpenLoad(request_id, self._now + most)
+        self._schedule(load)
+        return actions
+
+    def _assign(self, plan: LoadPlan) -> OpenLoad:
+        load = self._touch(plan.request_id)
+        if load is None or load.plan is not None:
+            raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
+        if self._present.past(plan.engine_id, plan.epoch):
+            raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
+        if plan.name in self._names:
+            raise SpecError("key", plan.key, "an attempt and sample that no open load has")
+        load.plan = plan
+        self._names[plan.name] = plan.request_id
+        load.sources = {
+            rank: Source.of(ends, partial=plan.partial)
+            for rank, ends in plan.sources.items()
+            if ends
         }
-        # The order of requests stays, since `tick` tells of them in this order.
-        loads = {name: copied.get(name, load) for name, load in self._loads.items()}
-        names, steps = dict(self._names), dict(self._steps)
-        clock = self._now, self._numbers, self._due
-        try:
-            return act()
-        except BaseException:
-            self._loads, self._names, self._steps = loads, names, steps
-            self._now, self._numbers, self._due = clock
-            raise
+        return load
+
+    def _end(self, step: Step) -> tuple[OpenLoad, tuple[RankId, int]]:
+        """Close an open step. Return its load, its source and its tokens."""
+        load = self._touch(step.request_id)
+        if load is None or step.number not in load.steps:
+            raise SpecError("step", step, "a step that is open")
+        return load, load.steps.pop(step.number)
 
     def _tick(self, now: float) -> list[Action]:
         self._now = max(self._now, seconds("now", now))
         actions: list[Action] = []
-        if self._now < self._due:
-            return actions
-        for load in list(self._loads.values()):
-            if load.state in ("moving", "asking") and self._now >= load.deadline:
-                actions += self._fault(load, "not there in time", TransferState.TIMEOUT)
-            elif load.state == "telling" and self._now >= load.deadline:
-                load.untold.clear()
-                actions += self._told(load)
-            elif load.state != "draining" and self._now >= load.next_tell:
+        while self._wakes and self._wakes[0][0] <= self._now:
+            wake, request_id = self._wakes[0]
+            load = self._touch(request_id)  # First: an interrupt must not lose the entry.
+            heapq.heappop(self._wakes)
+            if load is None or load.wake != wake:
+                continue
+            load.wake = math.inf
+            if self._now < load.due:
+                pass
+            elif self._now < load.deadline:
                 moves = load.state == "moving"
-                actions += self._tell(load, Heartbeat if moves else Done, again=not moves)
-        waiting = (load.due for load in self._loads.values() if load.state != "draining")
-        self._due = min(waiting, default=math.inf)
+                actions += self._send(load, Heartbeat if moves else Done, again=not moves)
+            elif (load.state, "time") in CONSUMER:
+                actions += self._event(load, "time")
+            else:
+                why = "not there in time"
+                if load.plan is None:
+                    why += ": its producer is not connected yet"
+                actions += self._event(load, "fault", why, TransferState.TIMEOUT)
+            self._schedule(load)
         return actions
 
-    def _tell(
-        self, load: Pending, kind: type[ReaderStatus], *, again: bool = False
+    def _schedule(self, load: OpenLoad) -> None:
+        """Look at *load* when it is due. The entry may be too early, but never too late."""
+        if load.due < load.wake and load.state != "forgotten":
+            load.wake = load.due
+            heapq.heappush(self._wakes, (load.wake, load.request_id))
+
+    def _event(
+        self,
+        load: OpenLoad,
+        event: str,
+        why: str = "",
+        state: TransferState = TransferState.GONE,
     ) -> list[Action]:
-        """Tell every producer rank that has not answered for good; *again*: by the same number."""
+        """Execute the row of *event*, and those of all conditions that hold after it."""
+        return self._step(load, event, why, state) + self._advance(load)
+
+    def _advance(self, load: OpenLoad) -> list[Action]:
+        """Execute the rows of conditions for as long as one holds."""
+        actions: list[Action] = []
+        while load.state in _CONDITIONS:
+            event, holds = _CONDITIONS[load.state]
+            if not holds(load):
+                break
+            actions += self._step(load, event)
+        return actions
+
+    def _step(
+        self,
+        load: OpenLoad,
+        event: str,
+        why: str = "",
+        state: TransferState = TransferState.GONE,
+    ) -> list[Action]:
+        """Execute one row of the table. *why* and *state* describe a fault."""
+        row = CONSUMER[load.state, event]
+        public, load.state = PUBLIC[load.state], row.state
+        actions: list[Action] = []
+        if PUBLIC[row.state] not in (public, ""):
+            actions.append(Ended(load.request_id, PUBLIC[row.state]))
+        if row.done == "fail":
+            actions.append(Failed(load.request_id, why, state))
+        elif row.done:
+            actions += _ACTS[row.done](self, load)
+        self._schedule(load)
+        return actions
+
+    def _start_heartbeats(self, load: OpenLoad) -> list[Action]:
+        """Send the first heartbeats. A load that moves nothing is complete and sends none."""
+        load.unanswered = set(load.plan.expected) if load.plan is not None else set()
+        return self._send(load, Heartbeat) if load.sources else []
+
+    def _ask(self, load: OpenLoad) -> list[Action]:
+        """Ask the producers whether the data was valid. Answers to heartbeats do not count now."""
+        load.asked.clear()
+        return self._send(load, Done)
+
+    def _wait(self, load: OpenLoad) -> list[Action]:
+        """Give the other producers time to answer."""
+        load.deadline = self._now + self.patience
+        return []
+
+    def _release(self, load: OpenLoad) -> list[Action]:
+        """Inform the producers of a failure, unless another attempt follows."""
+        if load.plan is not None and load.plan.again:
+            load.unanswered.clear()
+        self._wait(load)
+        return self._ask(load)
+
+    def _close(self, load: OpenLoad) -> list[Action]:
+        self._touch(load.request_id)
+        if load.plan is not None:
+            self._names.pop(load.plan.name, None)
+        self._loads.pop(load.request_id, None)
+        if not self._loads:
+            self._wakes.clear()
+        return [Closed(load.request_id)]
+
+    def _send(
+        self, load: OpenLoad, kind: type[ReaderStatus], *, again: bool = False
+    ) -> list[Action]:
+        """Send to each producer rank that has to answer. *again*: with the same number."""
+        plan = load.plan
+        if plan is None:
+            return []
         if not again:
             self._numbers += 1
             load.number = self._numbers
-        load.next_tell = self._now + self.heartbeat
-        self._due = min(self._due, load.due)
+        load.next_message = self._now + self.heartbeat
         actions: list[Action] = []
-        for rank in sorted(load.untold):
-            load.ask(rank, self._now, self.patience)
-            actions.append(Tell(load.message(kind, self.me, rank)))
+        for rank in sorted(load.unanswered):
+            asked = load.asked.setdefault(rank, {})
+            for old in [n for n, at in asked.items() if at < self._now - self.patience]:
+                del asked[old]
+            asked[load.number] = self._now
+            fields = about(plan.name, self.me, rank, load.number)
+            actions.append(Tell(kind(*fields, expected=plan.expected[rank])))
         return actions
 
-    def _ended(self, step: int) -> tuple[Pending, RankId, Mapping[Place, range]]:
-        """Close an open step."""
-        known = self._steps.pop(step, None)
-        if known is None:
-            raise SpecError("step", step, "a step that is open")
-        load = self._loads[known[0]]
-        load.steps.discard(step)
-        return load, known[1], known[2]
 
-    def _moved(self, load: Pending) -> list[Action]:
-        """Ask, once everything arrived; be ready, once it was valid."""
-        actions: list[Action] = []
-        if load.state == "moving" and all(s.whole for s in load.sources.values()):
-            load.state = CONSUMER["moving", "whole"].state
-            load.asked.clear()
-            actions += self._tell(load, Done)
-        if load.state == "asking" and all(source.sound for source in load.sources.values()):
-            load.state = CONSUMER["asking", "sound"].state
-            load.deadline = self._now + self.patience
-            self._due = min(self._due, load.due)
-            actions.append(Ready(load.plan.request_id))
-            actions += self._told(load)
-        return actions
+_ACTS: dict[str, Callable[[ConsumerLedger, OpenLoad], list[Action]]] = {
+    "begin": ConsumerLedger._start_heartbeats,  # noqa: SLF001
+    "ask": ConsumerLedger._ask,  # noqa: SLF001
+    "wait": ConsumerLedger._wait,  # noqa: SLF001
+    "release": ConsumerLedger._release,  # noqa: SLF001
+    "close": ConsumerLedger._close,  # noqa: SLF001
+}
+"""The method of each action in the table. `_step` itself does "fail"."""
 
-    def _fault(self, load: Pending, why: str, state: TransferState) -> list[Action]:
-        """Fail a request that has not ended, once, and let go of it when nothing writes it."""
-        failed = CONSUMER[load.state, "fault"]
-        load.state = failed.state
-        if failed.done != "fail":
-            return []
-        return [Failed(load.plan.request_id, why, state), *self._quiet(load)]
-
-    def _quiet(self, load: Pending) -> list[Action]:
-        """Release a failed request's blocks once no step is open, and tell the producers then."""
-        if load.state != "draining" or load.steps:
-            return []
-        load.state = CONSUMER["draining", "quiet"].state
-        load.deadline = self._now + self.patience
-        load.asked.clear()
-        if load.plan.again:
-            load.untold.clear()
-        told = self._tell(load, Done)
-        return [Release(load.plan.request_id), *told, *self._told(load)]
-
-    def _told(self, load: Pending) -> list[Action]:
-        """Close a request once nobody is left to be told."""
-        if load.state != "telling" or load.untold:
-            return []
-        load.state = CONSUMER["telling", "told"].state
-        del self._loads[load.plan.request_id], self._names[load.plan.name]
-        self._due = self._due if self._loads else math.inf
-        return [Closed(load.plan.request_id)]
+_CONDITIONS: dict[str, tuple[str, Callable[[OpenLoad], bool]]] = {
+    "moving": ("whole", lambda load: not any(s.missing for s in load.sources.values())),
+    "verifying": ("valid", lambda load: all(s.sound for s in load.sources.values())),
+    "draining": ("quiet", lambda load: not load.steps),
+    "done": ("answered", lambda load: not load.unanswered),
+    "failed": ("answered", lambda load: not load.unanswered),
+}
+"""For each state, the event that is a condition."""

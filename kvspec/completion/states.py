@@ -85,20 +85,38 @@ never writes to the reader in this attempt again.
 """
 
 CONSUMER: dict[tuple[str, str], Row] = {
-    ("moving", "whole"): Row("asking", "ask", "all data arrived: ask whether it was valid"),
+    ("connecting", "connected"): Row("moving", "begin", "its reads are posted: request time"),
+    ("connecting", "fault"): Row("draining", "fail", "the producer was not asked for anything yet"),
+    ("moving", "whole"): Row("verifying", "ask", "all data arrived: ask whether it was valid"),
     ("moving", "fault"): Row(
         "draining", "fail", "the error names the fault; its blocks may still be written"
     ),
-    ("asking", "sound"): Row("telling", "ready", "each source answered after it was read"),
-    ("asking", "fault"): Row("draining", "fail", "a source is gone, or does not answer in time"),
+    ("verifying", "valid"): Row("done", "wait", "each source answered after it was read"),
+    ("verifying", "fault"): Row("draining", "fail", "a source is gone, or does not answer in time"),
     ("draining", "fault"): Row("draining", "", "it has already failed by its first fault"),
-    ("draining", "quiet"): Row("telling", "release", "nothing in flight can write its blocks"),
-    ("telling", "fault"): Row("telling", "", "it ended already"),
-    ("telling", "told"): Row("closed", "close", "every producer rank answered, or is given up"),
+    ("draining", "quiet"): Row("failed", "release", "nothing in flight can write its blocks"),
+    ("done", "fault"): Row("done", "", "it ended already"),
+    ("done", "answered"): Row("forgotten", "close", "every producer rank has answered"),
+    ("done", "time"): Row("forgotten", "close", "the other producer ranks are given up"),
+    ("failed", "fault"): Row("failed", "", "it ended already"),
+    ("failed", "answered"): Row("forgotten", "close", "every producer rank has answered"),
+    ("failed", "time"): Row("forgotten", "close", "the other producer ranks are given up"),
 }
 """The consumer's transitions, by state and event.
 
-*whole* means that nothing is missing. *sound* means that every source answered `valid` after its
-last byte had arrived. *quiet* means that no step is open. *told* means that no message is left to
-send.
+*connected* means that the producer is connected and the reads are posted. *whole* means that
+nothing is missing. *valid* means that every source answered `valid` after its last byte had
+arrived. *quiet* means that no step is open. *answered* means that no message is left to send.
+*time* means that the patience is over. A *fault* is an error, a deadline or a cancellation.
 """
+
+PUBLIC = {
+    "connecting": "moving",
+    "moving": "moving",
+    "verifying": "moving",
+    "draining": "moving",
+    "done": "done",
+    "failed": "failed",
+    "forgotten": "",
+}
+"""The public state of a load, by its state in the consumer's ledger."""

@@ -97,7 +97,7 @@ class RequestRank(RankServer):
         """Start to load a request."""
         self._spoil(request.consumer_blocks)
         load = self.session.load(
-            request, remote_id=remote_id, timeout=timeout, pushed=pushed, digest=digest
+            request, remote_id=remote_id, timeout=timeout, pushed=pushed, verify=digest
         )
         self.loads[request.request_id] = load, seed
 

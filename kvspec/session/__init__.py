@@ -3,7 +3,6 @@
 from kvspec.session.agreement import RankAgreement
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.load import Load
-from kvspec.session.prompts import Prompts
 from kvspec.session.session import Session
 from kvspec.session.ticket import PrefillTicket, content_of
 from kvspec.wire.messages import new_remote_id
@@ -12,7 +11,6 @@ __all__ = [
     "Channel",
     "Load",
     "PrefillTicket",
-    "Prompts",
     "RankAgreement",
     "Session",
     "TcpChannel",

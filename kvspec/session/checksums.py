@@ -32,8 +32,8 @@ from collections.abc import Callable, Iterator, Mapping
 import attrs
 
 from kvspec.check.digests import Wanted, partial_sums, readable, rows_of, wanted_of
+from kvspec.completion.consumer import about
 from kvspec.completion.load_plan import Name
-from kvspec.completion.pending import about
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import SpecError, TransferState
@@ -207,8 +207,8 @@ class Audit:
     def __attrs_post_init__(self) -> None:
         for region in self.cache.regions:
             if region.memory_type != "DRAM":
-                rule = f"a digest needs host memory, not {region.memory_type}"
-                raise SpecError("digest", True, rule=rule)  # noqa: FBT003
+                rule = f"checksums need host memory, not {region.memory_type}"
+                raise SpecError("verify", True, rule=rule)  # noqa: FBT003
 
     @property
     def numbers(self) -> frozenset[int]:

@@ -1,7 +1,6 @@
-"""Load a prompt while it is computed: read each layer as far as its producer has written it.
+"""Read each layer of a request as far as its producer has written it.
 
-Invariant: data is read after it was written, and only once. The ledger counts both. Such a load is
-ready when each layer of each rank has reached its end.
+Invariant: data is read after it was written, and only once. The ledger counts both.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from kvspec.nixl.transfer_spec import Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.session.load import Load
 
-Frontiers = dict[tuple[RankId, Place], int]
-"""By rank, group and layer: up to where it was asked for."""
-Ends = dict[Place, int]
-
 
 @attrs.frozen
 class Advance:
-    """One step: from a rank, *layers* of a group, from one position up to another."""
+    """One step: from a rank, *layers* of a group, from one position up to another.
+
+    *whole*: whether these are all layers of the group that move from the rank.
+    """
 
     rank: RankId
     group: str
@@ -33,60 +31,61 @@ class Advance:
     whole: bool
 
     @property
-    def places(self) -> Iterator[tuple[RankId, Place]]:
-        """Each layer, as frontiers name it."""
-        return ((self.rank, (self.group, layer)) for layer in self.layers)
+    def upto(self) -> dict[Place, int]:
+        """The position behind the last token of each layer."""
+        return {(self.group, layer): self.tokens.stop for layer in self.layers}
 
 
-def ends_of(load: Load) -> dict[RankId, Ends]:
-    """Return up to where each layer of a load moves, of each rank that anything comes from.
+def ends_of(load: Load) -> dict[RankId, dict[Place, int]]:
+    """Return the end of each layer that moves, for each rank that is read.
 
-    Raises as `DescriptorTable.select` does: of tables that a load follows, all is known before.
+    Raises as `DescriptorTable.select`: all tables that the load will need are checked now.
     """
     plan, request = load.remote.plan, load.request
-    found: dict[RankId, Ends] = {}
+    ends: dict[RankId, dict[Place, int]] = {}
     for rank, lane in load.remote.lanes.items():
         if not len(lane.sides(request)[1][0]):
             continue
-        found[rank] = {
+        ends[rank] = {
             (edge.group, layer): request.total(spec)
             for edge in plan.between(rank, lane.table.consumer.rank)
             for layer in edge.layers
             for spec in (plan.pair_of(edge).specs[layer],)
             if request.wanted(edge.group, spec)
         }
-    return found
+    return ends
 
 
-def advances(readable: Mapping[RankId, Ends], frontiers: Frontiers) -> Iterator[Advance]:
-    """Yield the steps that can start: all layers of a group in one, where they stand alike."""
-    for rank, ends in readable.items():
-        for group in dict.fromkeys(name for name, _ in ends):
-            all_of = [layer for r, (name, layer) in frontiers if (r, name) == (rank, group)]
-            spans: dict[tuple[int, int], list[str]] = {}
-            for layer in all_of:
-                place = group, layer
-                if place in ends:
-                    span = frontiers[rank, place], ends[place]
-                    spans.setdefault(span, []).append(layer)
-            for (start, stop), layers in spans.items():
-                tokens = range(start, stop)
-                if layers == all_of:
-                    yield Advance(rank, group, tuple(layers), tokens, whole=True)
-                else:
-                    for layer in layers:
-                        yield Advance(rank, group, (layer,), tokens, whole=False)
+def advances(
+    readable: Mapping[RankId, Mapping[Place, range]], ends: Mapping[RankId, Mapping[Place, int]]
+) -> Iterator[Advance]:
+    """Yield the steps that can start.
+
+    All layers of a group move in one step if all of them can be read over the same positions.
+    Otherwise each layer moves in a step of its own.
+    """
+    for rank, ranges in readable.items():
+        for group in dict.fromkeys(name for name, _ in ranges):
+            all_layers = [layer for name, layer in ends[rank] if name == group]
+            alike: dict[range, list[str]] = {}
+            for layer in all_layers:
+                if (group, layer) in ranges:
+                    alike.setdefault(ranges[group, layer], []).append(layer)
+            for tokens, layers in alike.items():
+                whole = layers == all_layers
+                for some in [layers] if whole else [[layer] for layer in layers]:
+                    yield Advance(rank, group, tuple(some), tokens, whole)
 
 
 def start(nixl: NixlRank, load: Load, advance: Advance, timeout: float) -> Transfer | None:
-    """Start to read one step; None where nothing of it is this rank's.
+    """Start to read one step. Return None if this rank needs nothing of it.
 
-    Whatever is wrong is a `TransferError`: the load fails, not the session.
+    Each error becomes a `TransferError`: the load fails, not the session.
     """
     tokens, rank = {advance.group: advance.tokens}, str(advance.rank)
     lane = load.remote.lanes.get(advance.rank)
     if lane is None:
-        message = f"{load.remote.start[0]} was connected again meanwhile"
+        message = f"{load.engine_id} was connected again meanwhile"
         raise TransferError(message, rank=rank, state=TransferState.STALE_PEER)
     try:
         own = lane if advance.whole else lane.of_layer(nixl, advance.layers[0])

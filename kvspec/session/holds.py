@@ -235,6 +235,7 @@ class Holds:
             try:
                 if any(transfer.poll() == "PROC" for transfer in transfers):
                     continue
+                push.counters.bytes_written += sum(transfer.nbytes for transfer in transfers)
             except TransferError as error:
                 push.fail(target[-1].rank, error.message, error.state)
                 push.remote.lost |= error.state in LOST

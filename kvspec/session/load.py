@@ -1,54 +1,100 @@
-"""The state of one load or push, as the caller sees it.
+"""One load or push, as its caller sees it.
 
 Invariant: a load is done only after all data has arrived and its producers confirmed it. Its blocks
 are reserved until it has ended, even if it has already failed. After that nothing writes them.
+
+How it works:
+    This is the life of a load. `kvspec.completion.states` has the table that drives it.
+
+        state       in this state                                    leaves it when
+        ----------  -----------------------------------------------  ---------------------------
+        connecting  the producer is connected, if a ticket names it  its reads are posted
+        moving      data arrives; heartbeats keep the request held   all data has arrived
+        verifying   checksums are compared; then the producers are   each producer rank that was
+                    asked whether the data was valid                 read has answered `valid`
+        done        the blocks may be used
+        draining    an error is known, but bytes are in flight       no byte can move any more
+        failed      the blocks may be reused
+
+    The first four states are the good case. A fault leads from any of the first three to
+    *draining*, and from there to *failed*: an error, a deadline, a cancellation, or the end of the
+    session. `Load.state` is "moving" in all states but *done* and *failed*.
+
+    Data arrives in one of three ways. A load reads all of it at once, or it follows: then it reads
+    each layer as far as the producer has written it. Or the producer pushes: then the load posts no
+    read, and waits until each producer rank has sent `pushed`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Self
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvspec.analysis.explanation import carried
-from kvspec.completion.load_plan import LoadPlan, Name, Place
+from kvspec.completion.consumer import Step
+from kvspec.completion.load_plan import LoadPlan
 from kvspec.descriptors.request import TransferRequest
-from kvspec.errors import TransferError, TransferState
-from kvspec.inputs import instance
+from kvspec.errors import SpecError, TransferError, TransferState
+from kvspec.inputs import flag, instance, positive_int
 from kvspec.nixl import Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
+from kvspec.session.connector import Connection
 from kvspec.session.remotes import RemoteEngine
+from kvspec.session.stats import Counters
+from kvspec.session.ticket import PrefillTicket
 from kvspec.session.written import Blocks, blocks_of
-from kvspec.wire.messages import PushDone, Pushed, PushStopped
+from kvspec.wire.messages import MAX_READERS, PushDone, Pushed, PushStopped
 
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
-"""States after which a peer has to be connected anew."""
+"""States after which a peer has to be connected again."""
 VOID = "the contents of its `undefined_blocks` are void: compute them, or load the request again"
+LAST_SLEEP = 1e-2
+"""Seconds for which a task that awaits a load sleeps at most. Many tasks may wait at once."""
+
+
+@attrs.frozen(kw_only=True)
+class LoadOptions:
+    """The options of `Session.load`, which documents them."""
+
+    pushed: bool = False
+    follow: bool = False
+    verify: bool = False
+    attempt: int = 0
+    again: bool = False
+    sample: int = 0
+    samples: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("pushed", "follow", "verify", "again"):
+            flag(name, getattr(self, name))
+        positive_int("attempt", self.attempt, least=0)
+        most = positive_int("samples", self.samples, most=MAX_READERS) - 1
+        positive_int("sample", self.sample, least=0, most=most)
+        if self.pushed and self.follow:
+            raise SpecError("follow", True, rule="follow cannot be combined with pushed=True")  # noqa: FBT003
 
 
 @attrs.define(eq=False)
 class InFlight:
-    """What moves of a load from one *rank*, and the ledger's *steps* that it ends.
-
-    *transfer*: None where the producer writes, and *pushed* what that is to be.
-    """
+    """A step of a load from one *rank*: the transfer, or the push that is expected."""
 
     rank: RankId
     transfer: Transfer | None
-    steps: tuple[int, ...]
     pushed: Pushed | None = None
 
     def wrong(self, message: PushDone | PushStopped) -> str:
-        """Say what is wrong with what *message* says was pushed, if anything is."""
+        """Return what is wrong with the push that *message* describes, or ""."""
         if isinstance(message, PushStopped) or self.pushed is None:
             return f"{message.by} stopped writing"
         differs = message.pushed.differs(self.pushed)
@@ -62,19 +108,23 @@ class Progress:
         request: The request.
         remote_id: Name of the request, from `new_remote_id`.
         state: "moving", "done" or "failed".
-        error: The first error, or None. It is set before the state becomes "failed".
+        error: The first error, or None. It is set before the state becomes "failed". If a
+            `SpecError`, `MismatchError` or `WireError` is the cause, it is the `__cause__`.
     """
+
+    remote: RemoteEngine
+    way, advice = "to", ""
 
     def __init__(
         self,
         request: TransferRequest,
         remote_id: str,
-        remote: RemoteEngine,
-        step: Callable[[], None],
+        engine_id: str,
+        step: Callable[[float], None],
     ) -> None:
         self.request = instance("request", request, TransferRequest)
         self.remote_id = remote_id
-        self.remote = remote
+        self.engine_id = engine_id
         self.state: LoadState = "moving"
         self.error: TransferError | None = None
         self._step = step
@@ -82,13 +132,21 @@ class Progress:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request.request_id!r}: {self.state}>"
 
+    def __await__(self) -> Generator[Any, None, Self]:
+        """Wait in an event loop until the state is "done". Return this object.
+
+        The task polls the session and sleeps in turns, so no thread is needed. Cancelling the task
+        does not cancel the load: call `cancel` for that. Raises as `wait`.
+        """
+        return self._ended().__await__()
+
     def poll(self) -> LoadState:
         """Make progress on the whole session, and return the state. Never raises.
 
         "done" and "failed" are final: no byte of this request moves any more. With an `error`, the
         state stays "moving" while bytes in flight may still be written.
         """
-        self._step()
+        self._step(0.0)
         return self.state
 
     def wait(self) -> None:
@@ -100,46 +158,81 @@ class Progress:
         """
         rest = FIRST_WAIT
         while self.poll() == "moving":
-            if self.remote.unheard:
-                raise self.closed()
+            self._check_open()
             time.sleep(rest)
             rest = min(2 * rest, LAST_WAIT)
         if self.error is not None:
             raise self.error
 
-    def closed(self) -> TransferError:
-        """Return the error of a wait that cannot end, because the session is closed."""
-        why = "the session was closed before the end, so its blocks may still be written"
-        return TransferError(why, request=self.request.request_id, state=TransferState.CLOSED)
+    async def _ended(self) -> Self:
+        rest = FIRST_WAIT
+        while self.state == "moving":
+            self._step(LAST_WAIT)  # Unless another task has just polled the session.
+            if self.state == "moving":
+                self._check_open()
+                await asyncio.sleep(rest)
+                rest = min(2 * rest, LAST_SLEEP)
+        if self.error is not None:
+            raise self.error
+        return self
 
-    def fail(self, rank: RankId | None, why: str, state: TransferState) -> None:
-        """Store the first error: its *rank*, its reason and its state."""
+    def _check_open(self) -> None:
+        """Raise the error of a wait that cannot end, because the session is closed."""
+        if self.connected and self.remote.unheard:
+            why = "the session was closed before the end, so its blocks may still be written"
+            name = self.request.request_id
+            raise TransferError(why, request=name, state=TransferState.CLOSED)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the other engine was connected, so that there is a `remote`."""
+        return hasattr(self, "remote")
+
+    def fail(
+        self,
+        rank: RankId | None,
+        why: str,
+        state: TransferState,
+        cause: BaseException | None = None,
+    ) -> None:
+        """Store the first error: its rank, its reason, its state and its cause."""
         if self.error is None:
             carried = "" if rank is None else f"; {self.way} {rank}: {self._carried(rank)}"
-            engine_id = self.remote.start[0]
-            self.error = TransferError(
-                f"{why}{carried}{self.advice}",
-                rank=engine_id if rank is None else f"{engine_id} {rank}",
+            error = TransferError(
+                f"{why}{carried}{self.advice if self.connected else ''}",
+                rank=self.engine_id if rank is None else f"{self.engine_id} {rank}",
                 request=self.request.request_id,
                 state=state,
             )
-
-    way, advice = "to", ""
+            error.__cause__ = cause
+            self.error = error
 
     def _carried(self, rank: RankId) -> str:
-        """Say what moves between this rank and one other: groups, layers, units, tokens."""
+        """Describe what moves between this rank and another: groups, layers, units, tokens."""
         table = self.remote.tables[rank]
-        told: list[str] = []
+        parts: list[str] = []
         for edge in table.plan.between(table.producer.rank, table.consumer.rank):
             wanted = self.request.wanted(edge.group, table.plan.consumer.group(edge.group).spec)
             layers = f"layers {edge.layers[0]} to {edge.layers[-1]}"
             tokens = f"tokens {wanted.start}..{wanted.stop - 1}"
-            told.append(f"group {edge.group}, {layers}, {', '.join(carried(edge))}, {tokens}")
-        return "; ".join(told)
+            parts.append(f"group {edge.group}, {layers}, {', '.join(carried(edge))}, {tokens}")
+        return "; ".join(parts)
 
 
 class Push(Progress):
     """The part of a request that one producer rank writes. `Session.push` returns it."""
+
+    def __init__(
+        self,
+        request: TransferRequest,
+        remote_id: str,
+        remote: RemoteEngine,
+        step: Callable[[float], None],
+        counters: Counters,
+    ) -> None:
+        super().__init__(request, remote_id, remote.start[0], step)
+        self.remote = remote
+        self.counters = counters
 
 
 class Load(Progress):
@@ -150,43 +243,79 @@ class Load(Progress):
     """
 
     way, advice = "from", f"; {VOID}"
-    load_plan: LoadPlan  # what the ledger expects
-    name: Name  # what its messages name it by
+    plan: LoadPlan  # What the ledger expects, once the producer is connected.
 
     def __init__(
         self,
         request: TransferRequest,
         remote_id: str,
-        remote: RemoteEngine,
-        step: Callable[[], None],
-        cancel: Callable[[str], None],
+        engine_id: str,
+        options: LoadOptions,
+        step: Callable[[float], None],
+        cancel: Callable[[Load], None],
+        *,
+        ticket: PrefillTicket | None = None,
+        connection: Connection | None = None,
     ) -> None:
-        super().__init__(request, remote_id, remote, step)
-        self.in_flight: dict[RankId | int, InFlight] = {}  # by rank, or by step of what is followed
-        self.frontiers: dict[tuple[RankId, Place], int] | None = None  # of what is followed
-        self.ends: dict[tuple[RankId, Place], int] | None = None
+        super().__init__(request, remote_id, engine_id, step)
+        self.options, self.ticket, self.connection = options, ticket, connection
+        self.in_flight: dict[Step, InFlight] = {}
         self.audit: Audit | None = None
-        self.owner = 0  # what its blocks belong to
-        self.deadline = 0.0
-        self.written = False  # whether any byte of it may have been
-        self.asked = 0.0  # when producers are asked again to stop
+        self.arrived: dict[Step, None] = {}  # Steps that end after their data was compared.
+        self.began = self.deadline = 0.0
+        self.written = False  # Whether any byte may have been written.
+        self.bytes_moved = 0  # By reads that have ended.
+        self.stop_again = 0.0  # When the producers are asked again to stop writing.
         self._cancel = cancel
 
     def cancel(self) -> None:
         """Give up the load. It fails as soon as nothing can write its blocks any more."""
-        self._cancel(self.request.request_id)
+        self._cancel(self)
 
-    def fail(self, rank: RankId | None, why: str, state: TransferState) -> None:
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that have arrived, and bytes in all. (0, 0) until the producer is connected.
+
+        Bytes that a producer pushes count when its rank has written all of them.
+        """
+        if not self.connected:
+            return 0, 0
+        total, flights = sum(self._sizes.values()), tuple(self.in_flight.values())
+        if self.state == "done":
+            return total, total
+        if self.options.pushed:
+            return total - sum(self._sizes[flight.rank] for flight in flights), total
+        moved = self.bytes_moved + sum(
+            # Batches have about the same size.
+            flight.transfer.nbytes
+            * (flight.transfer.handles - flight.transfer.live_handles)
+            // len(flight.transfer.spec.batches)
+            for flight in flights
+            if flight.transfer is not None and flight.transfer.handles
+        )
+        return min(moved, total), total
+
+    @cached_property
+    def _sizes(self) -> dict[RankId, int]:
+        """The bytes that come from each producer rank."""
+        sizes = {}
+        for rank, table in self.remote.tables.items():
+            rows, (_, ids) = table.consumer_rows, table.select(self.request)
+            row_of_id = np.searchsorted(np.cumsum(rows[:, 4]), ids, side="right")
+            sizes[rank] = int(rows[row_of_id, 1].sum())
+        return sizes
+
+    def fail(
+        self,
+        rank: RankId | None,
+        why: str,
+        state: TransferState,
+        cause: BaseException | None = None,
+    ) -> None:
         """Store the first error, and the differences that are known so far."""
         differs = "" if self.audit is None or self.audit.differs in why else self.audit.differs
         more = f"; {differs}" if differs else ""
-        super().fail(rank, f"{why}{more}", state)
-
-    def follow(self, ends: Mapping[RankId, Mapping[Place, int]], deadline: float) -> None:
-        """Read from each rank and layer up to its end, until *deadline*."""
-        self.ends = {(rank, place): end for rank in ends for place, end in ends[rank].items()}
-        self.frontiers = dict.fromkeys(self.ends, 0)
-        self.deadline = deadline
+        super().fail(rank, f"{why}{more}", state, cause)
 
     def stop(self) -> None:
         """Post no more reads."""
@@ -196,14 +325,9 @@ class Load(Progress):
                     flight.transfer.stop("its load has failed", TransferState.STOPPED)
 
     @property
-    def digest_seconds(self) -> float:
+    def verify_seconds(self) -> float:
         """Seconds that this rank has spent on checksums of received data."""
         return 0.0 if self.audit is None else self.audit.seconds
-
-    @property
-    def held_back(self) -> bool:
-        """Whether received data still has to be compared."""
-        return self.audit is not None and bool(self.audit.steps)
 
     @property
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
@@ -211,7 +335,7 @@ class Load(Progress):
 
         It is empty if the load is done, or failed before any byte moved.
         """
-        in_flight = tuple(self.in_flight.values())  # at once: another thread may end some meanwhile
+        in_flight = tuple(self.in_flight.values())  # At once: another thread may end some of them.
         moves = any(f.transfer is None or f.transfer.handles for f in in_flight)
         if self.error is None or not (self.written or moves):
             return {}
@@ -229,8 +353,9 @@ class Load(Progress):
         An engine that reads whole blocks must set them to zero.
 
         Returns:
-            A uint64 array of shape (ranges, 2): address and length in bytes.
+            A uint64 array of shape (ranges, 2): address and length in bytes. Empty if the load
+            failed before its producer was connected.
         """
-        lanes = self.remote.tables.values()
-        left = [table.unwritten_ranges(self.request) for table in lanes]
+        tables: Mapping[RankId, Any] = self.remote.tables if self.connected else {}
+        left = [table.unwritten_ranges(self.request) for table in tables.values()]
         return np.concatenate([np.empty((0, 2), np.uint64), *left])

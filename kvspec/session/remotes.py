@@ -39,11 +39,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from functools import cached_property
 
 import attrs
 
-from kvspec.completion.load_plan import LoadPlan, Place
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.descriptors.tiles import Positions
@@ -57,24 +55,6 @@ from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.session.background import SessionLock
 from kvspec.session.mailbox import Introduced, introduced
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
-from kvspec.wire.messages import key_of
-
-
-@attrs.frozen(kw_only=True)
-class ReadOptions:
-    """Which read of a request this is. `LoadPlan` has these fields, and checks them.
-
-    Attributes:
-        attempt: Number of the attempt to read the request.
-        again: Whether another attempt follows if this one fails.
-        sample: Which of the equal requests of one prompt reads.
-        samples: How many equal requests the prompt has.
-    """
-
-    attempt: int = 0
-    again: bool = False
-    sample: int = 0
-    samples: int = 1
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -127,13 +107,6 @@ class Lane:
             lane.producer.release()
             lane.consumer.release()
 
-    @cached_property
-    def places(self) -> dict[Place, int]:
-        """The groups and layers of the lane. A ledger counts each as one thing."""
-        ranks = self.table.producer.rank, self.table.consumer.rank
-        edges = self.table.plan.between(*ranks)
-        return {(edge.group, layer): 1 for edge in edges for layer in edge.layers}
-
     def sides(self, request: TransferRequest, tokens: Positions | None = None) -> Sides:
         """Return what *request* moves, local and remote: all of it, or the *tokens* of one step.
 
@@ -185,22 +158,6 @@ class RemoteEngine:
             (x.ranks, {table.prefix_multiple for table in x.tables.values()}) for x in (self, other)
         ]
         return contents[0] == contents[1] and not other.lost
-
-    def load_plan(
-        self, rank: RankId, remote_id: str, request_id: str, options: ReadOptions
-    ) -> LoadPlan:
-        """Return the plan of a load by consumer *rank*, without sources."""
-        engine_id, epoch = self.start
-        return LoadPlan.of(
-            self.plan,
-            rank,
-            {},
-            request_id=request_id,
-            key=key_of(remote_id),
-            engine_id=engine_id,
-            epoch=epoch,
-            **attrs.asdict(options),
-        )
 
     def connect(self, nixl: NixlRank, timeout: float) -> None:
         """Open a lane to each rank that has a table."""

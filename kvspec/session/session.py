@@ -7,7 +7,6 @@ docstrings say so wait.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import deque
@@ -19,6 +18,7 @@ import attrs
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import Tables, TransferRequest
+from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import flag, instance, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
@@ -27,12 +27,14 @@ from kvspec.plan.plan import TransferPlan
 from kvspec.session.background import BUSY, Background, SessionLock, since_boot
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
+from kvspec.session.connector import Connector
 from kvspec.session.holds import MAX_FOREIGN, Holds, Settled
-from kvspec.session.load import Load, Push
-from kvspec.session.loading import Loading
+from kvspec.session.load import Load, LoadOptions, Push
+from kvspec.session.loads import Loads, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
-from kvspec.session.remotes import ReadOptions, Remotes, judged
-from kvspec.session.stats import SessionStats, stats_of
+from kvspec.session.remotes import RemoteEngine, Remotes, judged
+from kvspec.session.stats import Counters, SessionStats
+from kvspec.session.ticket import PrefillTicket
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import (
     ChecksumRequest,
@@ -41,9 +43,12 @@ from kvspec.wire.messages import (
     ReaderStatus,
     RemoteId,
     StopWriting,
+    key_of,
 )
 
 LEAVING = 0.02  # seconds between two looks whether an old engine's bytes have stopped
+ANSWER, ABSENT = 30.0, 2.0
+"""Seconds for which the producer of a ticket has to answer, and to accept a connection."""
 
 
 class Session:
@@ -69,6 +74,8 @@ class Session:
         heartbeat: As in `ConsumerLedger`, in seconds.
         patience: As in `ConsumerLedger`, in seconds.
         background: Start a thread that polls the session.
+        max_producers: Number of producers of tickets that stay connected. The least recently used
+            are disconnected.
 
     Raises:
         SpecError: If an argument is wrong.
@@ -92,10 +99,12 @@ class Session:
         heartbeat: float = 5.0,
         patience: float = 60.0,
         background: bool = False,
+        max_producers: int = 256,
         clock: Callable[[], float] = since_boot,
     ) -> None:
         self.nixl, alone = instance("nixl", nixl, NixlRank), flag("background", background)
         check_channel(channel)
+        self._connector = Connector(self._connect_ranks, self._disconnect, self.poll, max_producers)
         shake = Handshake(
             engine_id=engine_id,
             epoch=epoch_of(epoch, cache),
@@ -118,12 +127,15 @@ class Session:
         )
         self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
-        self._messages = Messages(self.channel, nixl.secret, self._own, foreign.append)
-        tell = self._messages.tell
-        answers = self._answers = ChecksumAnswers(ledger, cache, owner, tell, foreign.append)
+        self._counters, self._foreign, self._polled = Counters(), foreign, 0.0
+        self._messages = Messages(self.channel, nixl.secret, self._own, self._note)
+        tell = self._tell
+        answers = self._answers = ChecksumAnswers(ledger, cache, owner, tell, self._note)
         self._holds = Holds(ledger, cache.engine, nixl, clock, tell, foreign, answers.close)
-        self._loading = Loading(reader, nixl, cache, clock, tell, foreign.append)
-        self._remotes, self._count = Remotes(nixl, self._lock), itertools.count()
+        self._remotes = Remotes(nixl, self._lock)
+        self._loads = Loads(
+            reader, nixl, cache, clock, tell, self._note, self._find, self._counters
+        )
         self._background: Background | None = None
         if alone:
             self._background = Background(self._poll, self._rest, self.channel, self._lock)
@@ -201,7 +213,7 @@ class Session:
             with self._lock.held:
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
-                self._loading.connect(name, epoch)
+                self._loads.connect(name, epoch)
                 self._holds.ledger.connect(name, epoch)
                 self._messages.disconnect(self._remotes.forget(name, remote))
             self._remotes.connect(remote, most)
@@ -213,7 +225,12 @@ class Session:
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that has ended. Loads from it fail."""
         with self._lock.held:
-            self._loading.disconnect(engine_id)
+            self._connector.forget(instance("engine_id", engine_id, str))
+            self._disconnect(engine_id)
+
+    def _disconnect(self, engine_id: str) -> None:
+        with self._lock.held:
+            self._loads.disconnect(engine_id)
             self._holds.ledger.disconnect(engine_id)
             self._messages.disconnect(self._remotes.forget(engine_id))
             self._wake()
@@ -222,12 +239,13 @@ class Session:
         self,
         request: TransferRequest,
         *,
-        remote_id: str,
+        remote_id: str | None = None,
+        ticket: PrefillTicket | None = None,
         timeout: float,
         engine_id: str | None = None,
         pushed: bool = False,
         follow: bool = False,
-        digest: bool = False,
+        verify: bool = False,
         attempt: int = 0,
         again: bool = False,
         sample: int = 0,
@@ -235,16 +253,23 @@ class Session:
     ) -> Load:
         """Start reading *request* from all ranks that hold it, or wait for pushed data.
 
-        Nothing is posted if the call raises. Later errors are in the `error` of the load.
+        Pass the *remote_id* of a request that a connected producer holds. Nothing is posted if the
+        call raises. Later errors are in the `error` of the load.
+
+        Or pass the *ticket* of the producer. If this engine is not connected, or was lost, a thread
+        connects it first. Each error of the producer and of the request is then in the `error` of
+        the load. The producer learns that the request is not read, or its lease expires.
 
         Args:
             request: Tokens and blocks to move. `request_id` is the consumer's own.
             remote_id: Name of the request, which the producer made by `new_remote_id`.
+            ticket: The ticket of the producer. *request* is one that `PrefillTicket.request`
+                returned, or asks for less.
             timeout: Seconds from now until the load fails.
-            engine_id: The producer, if several are connected.
+            engine_id: The producer, if several are connected. Not with a ticket.
             pushed: Post no reads: the producer calls `push`.
             follow: Read each layer as far as the producer has written it. Not for pushed data.
-            digest: Compare checksums with the producer before the load is done. The producer must
+            verify: Compare checksums with the producer before the load is done. The producer must
                 call `hold` with `blocks`.
             attempt: Number of this attempt. Increase it to load the same request again.
             again: Another attempt will follow if this one fails, so the producer keeps the request.
@@ -257,21 +282,52 @@ class Session:
         Raises:
             SpecError: As `DescriptorTable.select`, or for wrong arguments.
             MismatchError: As `DescriptorTable.select`.
-            TransferError: With state "busy" if an unfinished load writes the same blocks.
+            TransferError: With state "busy" if an unfinished load writes the same blocks, or
+                "closed" if the session is closed.
         """
+        options = LoadOptions(
+            pushed=pushed,
+            follow=follow,
+            verify=verify,
+            attempt=attempt,
+            again=again,
+            sample=sample,
+            samples=samples,
+        )
         with self._lock.held:
-            remote = self._remotes.find("producer", engine_id)
-            load = Load(request, remote_id, remote, self.poll, self._cancel)
-            more = ReadOptions(attempt=attempt, again=again, sample=sample, samples=samples)
+            if ticket is None:
+                key_of(remote_id)
+                remote = self._remotes.find("producer", engine_id)
+                name, held, connection = remote.start[0], str(remote_id), None
+            else:
+                instance("ticket", ticket, PrefillTicket)
+                if remote_id is not None or engine_id is not None:
+                    rule = "a ticket contains the remote_id and the engine_id"
+                    raise SpecError("ticket", ticket, rule=rule)
+                seconds("timeout", timeout)
+                name, held = ticket.engine_id, ticket.remote_id
+                connection = self._connector.connection(ticket)
+            load = Load(
+                request,
+                held,
+                name,
+                options,
+                self._step,
+                self._cancel,
+                ticket=ticket,
+                connection=connection,
+            )
             try:
-                self._loading.begin(
-                    load, timeout, more, pushed=pushed, follow=follow, digest=digest
-                )
-                self._loading.move()
+                self._loads.open(load, timeout)
+                if connection is None:
+                    self._loads.begin(load, remote)
+                else:
+                    self._loads.waiting.append(Waiting(connection, name, held, options, load))
+                self._loads.move()
                 self._wake()
                 return load  # noqa: TRY300 - an interrupt outside would leave it to nobody
-            except BaseException:
-                self._loading.give_up(load)
+            except BaseException as error:
+                self._loads.give_up(load, error)
                 raise
 
     def push(
@@ -310,30 +366,38 @@ class Session:
         """
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
-            push = Push(request, remote_id, remote, self.poll)
+            push = Push(request, remote_id, remote, self._step, self._counters)
             self._holds.push(push, seconds("timeout", timeout), attempt, sample)
             self._wake()
         return push
 
     def decline(
         self,
-        remote_id: str,
+        held: str | PrefillTicket,
         *,
         engine_id: str | None = None,
-        attempt: int = 0,
         sample: int = 0,
         samples: int = 1,
     ) -> None:
         """Inform the producer that this rank will not load a request.
 
-        Call it before the producer pushes. The arguments are those of `load`.
+        Call it before the producer pushes.
+
+        Args:
+            held: The remote id of a request that a connected producer holds. Or a ticket: then the
+                producer is connected first, in a thread. If that fails, its lease expires.
+            engine_id: As in `load`.
+            sample: As in `load`.
+            samples: As in `load`.
         """
+        options = LoadOptions(sample=sample, samples=samples)
         with self._lock.held:
-            remote = self._remotes.find("producer", engine_id)
-            more = ReadOptions(attempt=attempt, sample=sample, samples=samples)
-            plan = remote.load_plan(self.me.rank, remote_id, f"decline {next(self._count)}", more)
-            self._loading.recorded.extend(self._loading.book.expect(plan, self._clock(), 0.0))
-            self._loading.act()
+            if isinstance(held, PrefillTicket):
+                connection, name = self._connector.connection(held), held.engine_id
+                self._loads.waiting.append(Waiting(connection, name, held.remote_id, options))
+                self._loads.move()
+            else:
+                self._loads.decline(self._remotes.find("producer", engine_id), held, options)
             self._wake()
 
     @property
@@ -360,7 +424,7 @@ class Session:
             lease: Seconds in which the first reader must send a heartbeat. Each heartbeat extends
                 it. By default, the lease of the session.
             readers: Number of consumer ranks that will read from this rank, if the engine knows it.
-            blocks: The block tables of the request, by group. Loads with `digest` need them.
+            blocks: The block tables of the request, by group. Loads with `verify` need them.
 
         Raises:
             SpecError: If *remote_id* was held before, or *blocks* do not fit the engine.
@@ -413,18 +477,33 @@ class Session:
         with self._lock.held:
             self._holds.tick()
             for message in self._messages.receive():
+                self._counters.messages_received += 1
                 self._deliver(message)
-            self._loading.move()
+            self._loads.move()
             self._holds.move()
             self._answers.move()
-            self._loading.recorded.extend(self._loading.book.tick(self._clock()))
-            self._loading.act()
+            self._loads.tick()
             self._remotes.leave()
+            self._polled = time.monotonic()
 
     def stats(self) -> SessionStats:
-        """Return the numbers of unfinished things."""
-        with self._lock.held:
-            return stats_of(self._loading, self._holds.ledger, self._remotes, self._answers)
+        """Return the numbers of unfinished things, and counters.
+
+        It takes no lock, so that an exporter of metrics never waits for a poll.
+        """
+        _ = self._lock.held  # Raises in a forked child.
+        ledger, book = self._holds.ledger, self._loads.book
+        return SessionStats(
+            loads=len({*book.open, *self._loads.loads}),
+            steps=book.steps,
+            pushes=ledger.pushes,
+            held=ledger.holding,
+            remembered=ledger.remembered,
+            engines=len(self._remotes),
+            leaving=self._remotes.leaving,
+            sums=self._answers.waiting,
+            counters=attrs.evolve(self._counters),
+        )
 
     def close(self, drain: float = 1.0) -> None:
         """Cancel all loads, wait until nothing moves, and disconnect all engines.
@@ -436,8 +515,14 @@ class Session:
         end = time.monotonic() + seconds("drain", drain)
         if self._lock.forked:
             return
-        for name in list(self._loading.loads):
-            self._cancel(name)
+        with self._lock.held:
+            for load in list(self._loads.loads.values()):
+                if load.connected:
+                    self._loads.cancel(load)
+                else:
+                    why = "the session was closed before its producer was connected"
+                    self._loads.cancel(load, why, TransferState.CLOSED)
+            self._connector.close()
         self.poll()
         while self._moving() and time.monotonic() < end:
             time.sleep(BUSY)
@@ -453,17 +538,17 @@ class Session:
     def _deliver(self, message: Message) -> None:
         """Give a message to whom it concerns."""
         if message.to != self.me:
-            self._loading.note(f"{message.kind} of {message.by}: it is for {message.to}")
+            self._note(f"{message.kind} of {message.by}: it is for {message.to}")
         elif isinstance(message, ChecksumRequest):
             self._answers.receive(message)
         elif isinstance(message, ReaderStatus | StopWriting):
             self._holds.receive(message)
         else:
-            self._loading.receive(message)
+            self._loads.receive(message)
 
     def _moving(self) -> bool:
         with self._lock.held:
-            return self._loading.moving or self._holds.moving or self._answers.waiting > 0
+            return self._loads.moving or self._holds.moving or self._answers.waiting > 0
 
     def _rest(self) -> float:
         """Return how many seconds the next poll may be away, if nothing happens before."""
@@ -472,7 +557,7 @@ class Session:
                 return BUSY
             if self._remotes.leaving:
                 return LEAVING
-            due = [at for at in (self._holds.ledger.due, self._loading.book.due) if at is not None]
+            due = [at for at in (self._holds.ledger.due, self._loads.book.due) if at is not None]
             return max(BUSY, min(due, default=math.inf) - self._clock())
 
     def _wake(self) -> None:
@@ -480,7 +565,28 @@ class Session:
         if self._background is not None:
             self._background.wake()
 
-    def _cancel(self, request_id: str) -> None:
+    def _cancel(self, load: Load) -> None:
         with self._lock.held:
-            self._loading.recorded.extend(self._loading.book.cancel(request_id, self._clock()))
-            self._loading.act()
+            self._loads.cancel(load)
+
+    def _step(self, rest: float) -> None:
+        """Poll, unless the session was polled less than *rest* seconds ago."""
+        if time.monotonic() - self._polled >= rest:
+            self.poll()
+
+    def _find(self, engine_id: str) -> RemoteEngine:
+        return self._remotes.find("producer", engine_id)
+
+    def _connect_ranks(self, addresses: tuple[str, ...]) -> None:
+        """Connect the producer at *addresses*. Runs in the thread of the connector."""
+        found = self.fetch(addresses, ANSWER, absent=ABSENT)
+        self.connect(found, timeout=ANSWER)
+
+    def _tell(self, message: Message) -> None:
+        self._counters.messages_sent += 1
+        self._messages.tell(message)
+
+    def _note(self, why: str) -> None:
+        """Record why a message changed nothing."""
+        self._counters.messages_refused += 1
+        self._foreign.append(why)

@@ -1,20 +1,56 @@
-"""Numbers of the things that a session holds."""
+"""Numbers of the things that a session holds, and of those that it has done."""
 
 from __future__ import annotations
 
 import attrs
 
-from kvspec.completion.producer import ProducerLedger
-from kvspec.session.checksums import ChecksumAnswers
-from kvspec.session.loading import Loading
-from kvspec.session.remotes import Remotes
+
+@attrs.define(eq=False)
+class Counters:
+    """Sums since the session was opened. They never decrease.
+
+    One thread at a time changes them, under the lock of the session. Others may read them at any
+    time without a lock.
+
+    Attributes:
+        loads_started: Loads that were begun.
+        loads_done: Loads that are done.
+        loads_failed: Loads that have failed.
+        load_seconds: Seconds from the call of `load` to the end, over all loads that are done. The
+            mean is `load_seconds / loads_done`.
+        bytes_read: Bytes that reads of this rank have moved.
+        bytes_written: Bytes that pushes of this rank have moved.
+        messages_sent: Messages that were sent.
+        messages_received: Messages that were received with a right seal.
+        messages_refused: Messages that changed nothing, because they were late, repeated, forged
+            or meant for another incarnation.
+    """
+
+    loads_started: int = 0
+    loads_done: int = 0
+    loads_failed: int = 0
+    load_seconds: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    messages_refused: int = 0
+
+    def ended(self, seconds: float, *, done: bool) -> None:
+        """Count a load that ended."""
+        if done:
+            self.load_seconds += seconds
+            self.loads_done += 1
+        else:
+            self.loads_failed += 1
 
 
 @attrs.frozen
 class SessionStats:
     """Numbers of the things that a session holds.
 
-    All are zero after everything has ended and the session is closed.
+    All but the counters are zero after everything has ended and the session is closed. The counters
+    do not take part in comparisons.
 
     Attributes:
         loads: Loads that still send or expect messages.
@@ -25,6 +61,7 @@ class SessionStats:
         engines: Connected engines.
         leaving: Old engines whose connections still exist.
         sums: Checksums that readers wait for.
+        counters: Sums since the session was opened.
     """
 
     loads: int = 0
@@ -35,19 +72,4 @@ class SessionStats:
     engines: int = 0
     leaving: int = 0
     sums: int = 0
-
-
-def stats_of(
-    loading: Loading, ledger: ProducerLedger, remotes: Remotes, answers: ChecksumAnswers
-) -> SessionStats:
-    """Count what the parts of a session hold."""
-    return SessionStats(
-        loads=len({*loading.book.open, *loading.loads}),
-        steps=loading.book.steps,
-        pushes=ledger.pushes,
-        held=ledger.holding,
-        remembered=ledger.remembered,
-        engines=len(remotes),
-        leaving=remotes.leaving,
-        sums=answers.waiting,
-    )
+    counters: Counters = attrs.field(factory=Counters, eq=False)

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 
 import numpy as np
-import numpy.typing as npt
 
 from kvspec.descriptors.request import Ids, TransferRequest, check_ids
 from kvspec.descriptors.table import DescriptorTable, sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
+from kvspec.nixl.busy import BusyRanges
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
 from kvspec.wire.messages import DIGEST, Pushed
@@ -28,7 +28,7 @@ Blocks = Mapping[str, Ids]
 def placed(
     plan: TransferPlan, group: KVCacheGroup, request: TransferRequest
 ) -> Iterator[tuple[range, Ids]]:
-    """Yield what *request* writes into the blocks of one group of the consumer.
+    """Yield the tokens that *request* writes into one group of the consumer, and their blocks.
 
     Args:
         plan: The transfer plan of the two engines. Layers that either side excludes do not move.
@@ -108,49 +108,42 @@ def pushed_of(table: DescriptorTable, request: TransferRequest) -> Pushed:
 
 
 class BlockLocks:
-    """Which load of a rank each block of its *cache* belongs to, until that is over."""
+    """Which load of a rank owns each block of its cache. Groups of one pool share their blocks."""
 
     def __init__(self, cache: RankCache) -> None:
         splits = {group.name: group.kernel_blocks_per_block for group in cache.engine.groups}
-        self._pools: dict[str, npt.NDArray[np.int64]] = {}
+        self._counts: dict[str, int] = {}
         for region in cache.regions:
-            count = region.num_blocks // splits[region.group]
-            self._pools.setdefault(region.group, np.zeros(count, np.int64))
+            self._counts.setdefault(region.group, region.num_blocks // splits[region.group])
+        self._pools = {group: group for group in self._counts}
         for groups in sharing(cache):
-            pool = max((self._pools[name] for name in groups), key=len)
-            self._pools |= dict.fromkeys(groups, pool)
-        self._names: dict[int, str] = {}
-        self._last = 0
+            self._pools |= dict.fromkeys(groups, min(groups))
+            self._counts |= dict.fromkeys(groups, max(self._counts[name] for name in groups))
+        self._busy: BusyRanges[str] = BusyRanges()
 
-    def acquire(self, request_id: str, blocks: Blocks) -> int:
-        """Return a number for `release`; `TransferError` "busy" where a block belongs to another.
+    def acquire(self, request_id: str, blocks: Blocks) -> None:
+        """Claim *blocks* until `release`. If it raises or is interrupted, call `release` as well.
 
-        `SpecError` for ids that the cache does not have.
+        Raises:
+            SpecError: If the cache does not have a block.
+            TransferError: With state "busy" if a block belongs to another load.
         """
         own = {group: ids for group, ids in blocks.items() if group in self._pools}
+        pools: dict[str, list[Ids]] = {}
         for group, ids in own.items():
-            pool = self._pools[group]
-            check_ids("consumer", group, ids, len(pool))
-            owners = pool[ids]
-            for block in ids[owners != 0][:1].tolist() if owners.any() else ():
-                owner = self._names[int(pool[block])]
+            check_ids("consumer", group, ids, self._counts[group])
+            pools.setdefault(self._pools[group], []).append(ids)
+        for pool, some in pools.items():
+            ids = np.concatenate(some)
+            conflict = self._busy.claim(request_id, pool, ids, ids + 1)
+            if conflict is not None:
+                block, owner = conflict.start, conflict.owner
+                group = next(g for g in own if self._pools[g] == pool and block in own[g])
                 message = (
                     f"block {block} of group {group} belongs to {owner!r} until that load is over"
                 )
                 raise TransferError(message, request=request_id, state=TransferState.BUSY)
-        self._last += 1
-        self._names[self._last] = request_id
-        try:
-            for group, ids in own.items():
-                self._pools[group][ids] = self._last
-            return self._last  # noqa: TRY300 - an interrupt outside would lose it
-        except BaseException:  # an interrupt: nobody else knows the number
-            self.release(self._last, blocks)
-            raise
 
-    def release(self, number: int, blocks: Blocks) -> None:
-        """Free the blocks of a load that is over; a second call changes nothing."""
-        for group in blocks.keys() & self._pools.keys():
-            ids = blocks[group]
-            self._pools[group][ids[self._pools[group][ids] == number]] = 0
-        self._names.pop(number, None)
+    def release(self, request_id: str) -> None:
+        """Free the blocks of a load. A second call changes nothing."""
+        self._busy.release(request_id)

@@ -9,7 +9,7 @@ import pytest
 from lines import interrupted_at
 
 import kvspec
-from kvspec.completion import consumer, held, load_plan, pending, producer
+from kvspec.completion import consumer, held, load_plan, producer
 from kvspec.completion.actions import Tell
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.load_plan import LoadPlan
@@ -25,7 +25,7 @@ from kvspec.wire.messages import (
     StopWriting,
 )
 
-LINES = consumer, load_plan, pending, producer, held
+LINES = consumer, load_plan, producer, held
 Calls = list[Callable[[Any, list[Any]], Any]]
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)
 
@@ -45,7 +45,7 @@ def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
 
 DONE: Calls = [
     lambda ledger, _: ledger.expect(reads(), 0.0, 20.0),
-    lambda ledger, _: ledger.start("mine", RANK, "full"),
+    lambda ledger, _: ledger.start("mine", RANK),
     lambda ledger, told: ledger.receive(answers(told[0], "lease", lease=9.0)[0], 1.0),
     lambda ledger, _: ledger.tick(6.0),
     lambda ledger, told: ledger.finish(told[1], 7.0),
@@ -57,6 +57,15 @@ LATE: Calls = [
     lambda ledger, told: ledger.fail(told[1], "it hangs", 3.0, quiet=False),
     lambda ledger, _: ledger.tick(25.0),
     lambda ledger, told: ledger.fail(told[1], "it broke", 26.0),
+    lambda ledger, _: ledger.tick(40.0),
+]
+CONNECTED: Calls = [
+    lambda ledger, _: ledger.begin("mine", 0.0, 20.0),
+    lambda ledger, _: ledger.assign(reads()),
+    lambda ledger, _: ledger.start("mine", RANK),
+    lambda ledger, _: ledger.connected("mine", 1.0),
+    lambda ledger, told: ledger.finish(told[2], 7.0),
+    lambda ledger, _: ledger.cancel("mine", 8.0),
     lambda ledger, _: ledger.tick(40.0),
 ]
 RESTARTED: Calls = [
@@ -124,7 +133,7 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
     Return what the calls returned, and whether call *at* has so many lines.
     """
-    consumes = calls in (DONE, LATE, RESTARTED)
+    consumes = calls in (DONE, LATE, CONNECTED, RESTARTED)
     ledger: Any = (
         ConsumerLedger(RankAddress("decode", 1, RANK), heartbeat=5.0, patience=12.0)
         if consumes
@@ -151,7 +160,7 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("calls", [DONE, LATE, RESTARTED, READ, ABORTED, PUSHED])
+@pytest.mark.parametrize("calls", [DONE, LATE, CONNECTED, RESTARTED, READ, ABORTED, PUSHED])
 def test_ledger_call_that_is_interrupted_can_be_made_again(calls: Calls) -> None:
     """No action is lost, doubled or another one, wherever the interrupt came."""
     want, _ = played(calls)

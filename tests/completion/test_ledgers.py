@@ -23,7 +23,6 @@ from two_engines import World
 import kvspec
 from kvspec.completion.actions import Free, Tell
 from kvspec.completion.consumer import ConsumerLedger
-from kvspec.completion.pending import name_of
 from kvspec.completion.producer import ProducerLedger
 from kvspec.completion.states import CONSUMER, PRODUCER, PUSH
 from kvspec.testing import strategies
@@ -55,9 +54,14 @@ class Machine(RuleBasedStateMachine):
     def admit_rank(self, at: int) -> None:
         self.world.admit_rank(at)
 
-    @rule(at=AT, again=st.booleans(), rejected=st.sampled_from((False, False, False, True)))
-    def expect_rank(self, at: int, again: bool, rejected: bool) -> None:
-        self.world.expect_rank(at, again=again, rejected=rejected)
+    @rule(at=AT, again=st.booleans(), rejected=st.sampled_from((False, False, False, True)),
+          connecting=st.booleans())  # fmt: skip
+    def expect_rank(self, at: int, again: bool, rejected: bool, connecting: bool) -> None:
+        self.world.expect_rank(at, again=again, rejected=rejected, connecting=connecting)
+
+    @rule(at=AT)
+    def connect_rank(self, at: int) -> None:
+        self.world.connect_rank(at)
 
     @rule(at=AT, upto=st.sampled_from((6, 6, 2, 3)))
     def start(self, at: int, upto: int) -> None:
@@ -165,7 +169,9 @@ def chaos(seed: int, steps: int = 160, **ledgers: Any) -> World:
             sure=drawn.random() < 0.3, old=drawn.randrange(2))),
         "admit rank": (8, lambda: world.admit_rank(small())),
         "expect": (9, lambda: world.expect_rank(
-            small(), again=drawn.random() < 0.4, rejected=drawn.random() < 0.1)),
+            small(), again=drawn.random() < 0.4, rejected=drawn.random() < 0.1,
+            connecting=drawn.random() < 0.2)),
+        "connect": (4, lambda: world.connect_rank(small())),
         "start": (25, lambda: world.start(small(), drawn.choice((6, 6, 3)))),
         "finish": (25, lambda: world.finish(small(), drawn.choice(ENDS * 2 + ("done",) * 8))),
         "progress": (3, lambda: world.record_progress(small(), drawn.randrange(1, 7))),
@@ -430,9 +436,9 @@ class Impatient(ProducerLedger):
 class Renumbered(ConsumerLedger):
     """Number the questions of each load from one on."""
 
-    def _tell(self, load: Any, kind: str, *, again: bool = False) -> Any:
+    def _send(self, load: Any, kind: str, *, again: bool = False) -> Any:
         kept, self._numbers = self._numbers, load.number
-        actions = super()._tell(load, kind, again=again)
+        actions = super()._send(load, kind, again=again)
         self._numbers = kept
         return actions
 
@@ -440,9 +446,9 @@ class Renumbered(ConsumerLedger):
 class Unasked(ConsumerLedger):
     """Be ready as soon as all is there, whether or not it was still held."""
 
-    def finish(self, step: int, now: float) -> Any:
+    def finish(self, step: Any, now: float) -> Any:
         """Believe every source."""
-        load = self._loads[self._steps[step][0]]
+        load = self._loads[step.request_id]
         for source in load.sources.values():
             source.valid = True
         return super().finish(step, now)
@@ -453,17 +459,18 @@ class Leased(ConsumerLedger):
 
     def receive(self, message: Any, now: float) -> Any:
         """Remember until when the producer holds the request."""
-        load = self._loads.get(self._names.get(name_of(message), ""))
+        load = self._loads.get(self.find(message) or "")
         asked = load.asked.get(message.by.rank, {}).get(message.number) if load else None
         if message.kind == "lease" and asked is not None:
             self.leases = getattr(self, "leases", {}) | {
-                (load.plan.request_id, message.by.rank): asked + message.lease - 0.01
+                (load.request_id, message.by.rank): asked + message.lease - 0.01
             }
         return super().receive(message, now)
 
-    def finish(self, step: int, now: float) -> Any:
+    def finish(self, step: Any, now: float) -> Any:
         """Take what arrives during the lease for valid."""
-        name, rank, _ = self._steps[step]
+        name = step.request_id
+        rank, _ = self._loads[name].steps[step.number]
         if now < getattr(self, "leases", {}).get((name, rank), -1.0):
             self._loads[name].sources[rank].valid = True
         return super().finish(step, now)
@@ -472,18 +479,20 @@ class Leased(ConsumerLedger):
 class OneSource(ConsumerLedger):
     """Be ready when one source is whole."""
 
-    def _moved(self, load: Any) -> Any:
-        if load.state == "moving" and any(s.whole for s in load.sources.values()):
-            load.sources = {r: s for r, s in load.sources.items() if s.whole}
-        return super()._moved(load)
+    def _advance(self, load: Any) -> Any:
+        if load.state == "moving" and any(not s.missing for s in load.sources.values()):
+            load.sources = {r: s for r, s in load.sources.items() if not s.missing}
+        return super()._advance(load)
 
 
 class AtOnce(ConsumerLedger):
     """Release the blocks of what failed at once."""
 
-    def _quiet(self, load: Any) -> Any:
-        steps, load.steps = load.steps, set()
-        actions = super()._quiet(load)
+    def _advance(self, load: Any) -> Any:
+        if load.state != "draining":
+            return super()._advance(load)
+        steps, load.steps = load.steps, {}
+        actions = super()._advance(load)
         load.steps = steps
         return actions
 
@@ -500,7 +509,7 @@ class OnlySources(ConsumerLedger):
 class Stubborn(ConsumerLedger):
     """Go on where a read has failed."""
 
-    def fail(self, step: int, why: str, now: float, *, quiet: bool = True) -> Any:
+    def fail(self, step: Any, why: str, now: float, *, quiet: bool = True) -> Any:
         """Take a failed read for one that is done."""
         return self.finish(step, now) if quiet and why else self.tick(now)
 

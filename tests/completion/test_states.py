@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvspec.completion.states import CONSUMER, PRODUCER
+from kvspec.completion.states import CONSUMER, PRODUCER, PUBLIC
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_the_page_is_the_table() -> None:
     assert page.page() == page.PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("table", "end"), [(PRODUCER, "forgotten"), (CONSUMER, "closed")])
+@pytest.mark.parametrize(("table", "end"), [(PRODUCER, "forgotten"), (CONSUMER, "forgotten")])
 def test_every_state_leads_to_the_end(table: dict[tuple[str, str], Any], end: str) -> None:
     """From every state there is a way to the last one, and none leads out of it."""
     reach = {end}
@@ -49,3 +49,15 @@ def test_only_what_is_held_is_freed() -> None:
     }
     freed = {(state, row.state) for (state, _), row in PRODUCER.items() if row.done == "free"}
     assert {("held", "freed"), ("fenced", "freed")} == left == freed
+
+
+def test_public_state_changes_once_to_done_or_failed() -> None:
+    """A load is done or has failed for good, and only its release follows a failure."""
+    states = {state for key, row in CONSUMER.items() for state in (key[0], row.state)}
+    assert states == PUBLIC.keys()
+    changes = {
+        (state, row.state)
+        for (state, _), row in CONSUMER.items()
+        if PUBLIC[state] != PUBLIC[row.state] and PUBLIC[row.state]
+    }
+    assert {("verifying", "done"), ("draining", "failed")} == changes

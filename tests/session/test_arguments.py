@@ -43,7 +43,7 @@ def first(side: Side) -> Session:
         ({"request": None}, "request=None: expected a TransferRequest"),
         ({"pushed": 1}, "pushed=1: expected True or False"),
         ({"follow": "no"}, "follow='no': expected True or False"),
-        ({"digest": None}, "digest=None: expected True or False"),
+        ({"verify": None}, "verify=None: expected True or False"),
         ({"samples": 0}, "samples=0: expected an int >= 1"),
         ({"samples": 2.0}, "samples=2.0: expected an int >= 1"),
         ({"sample": 1}, "sample=1: expected at most 0"),
@@ -203,7 +203,7 @@ class Asking:
 
     def load(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer."""
-        flags = {"pushed": False, "follow": False, "digest": False, "again": False, "samples": 1}
+        flags = {"pushed": False, "follow": False, "verify": False, "again": False, "samples": 1}
         return self.consumer.load, self.asked("P") | flags
 
     def push(self) -> tuple[Any, dict[str, Any]]:
@@ -217,8 +217,8 @@ class Asking:
 
     def decline(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer."""
-        given = {"remote_id": self.held(), "engine_id": "P", "attempt": 0, "sample": 0}
-        return self.consumer.decline, given | {"samples": 1}
+        given = {"held": self.held(), "engine_id": "P", "sample": 0, "samples": 1}
+        return self.consumer.decline, given
 
     def connect(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer."""

@@ -20,13 +20,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from session_world import MODES, PAIRS, Mode, World
 
 from kvspec.completion.consumer import ConsumerLedger
-from kvspec.completion.load_plan import Frontiers
+from kvspec.completion.load_plan import Source
 from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
 from kvspec.session import Load
-from kvspec.session.loading import Loading
+from kvspec.session.loads import Loads
 from kvspec.testing import FakeNixl
-from kvspec.wire.messages import Gone, LayerProgress, Message, Pushed, Valid
+from kvspec.wire.messages import Gone, Message, Pushed, Valid
 from kvspec.wire.seal import MAC, Secret
 
 AT = st.integers(0, 50)
@@ -38,11 +38,11 @@ FORGED = ("byte", "cut", "valid")
 class Machine(RuleBasedStateMachine):
     """Anything that may happen to sessions of two engines, in any order."""
 
-    @initialize(pair=st.sampled_from(PAIRS), mode=st.sampled_from(MODES), digest=st.booleans())
-    def begin(self, pair: Any, mode: Mode, digest: bool) -> None:
+    @initialize(pair=st.sampled_from(PAIRS), mode=st.sampled_from(MODES), verify=st.booleans())
+    def begin(self, pair: Any, mode: Mode, verify: bool) -> None:
         self.stack = contextlib.ExitStack()
         net = self.stack.enter_context(FakeNixl())
-        self.world = World(net, pair, mode, digest=digest)
+        self.world = World(net, pair, mode, verify=verify)
 
     @rule(tokens=st.integers(1, 18), cached=st.sampled_from((0, 0, 3, 20)), early=st.booleans())
     def admit(self, tokens: int, cached: int, early: bool) -> None:
@@ -110,12 +110,12 @@ TestSessions = Machine.TestCase
 TestSessions.settings = settings(max_examples=25, stateful_step_count=40)
 
 
-def chaos(seed: int, mode: Mode, *, digest: bool, steps: int = 120) -> World:
+def chaos(seed: int, mode: Mode, *, verify: bool, steps: int = 120) -> World:
     """Let anything happen to two engines, as *seed* has it."""
     drawn = random.Random(seed)
     small = lambda: drawn.randrange(51)  # noqa: E731
     with FakeNixl() as net:
-        world = World(net, drawn.choice(PAIRS), mode, digest=digest)
+        world = World(net, drawn.choice(PAIRS), mode, verify=verify)
         rules = {
             "admit": (8, lambda: world.admit(
                 drawn.randint(1, 18), drawn.choice((0, 0, 3, 20)), early=drawn.random() < 0.3)),
@@ -149,7 +149,7 @@ def chaos(seed: int, mode: Mode, *, digest: bool, steps: int = 120) -> World:
 def test_anything_may_happen_to_sessions() -> None:
     """Whatever happens, no assertion of the world fails; and everything that may happen does."""
     for mode in MODES:
-        worlds = [chaos(seed, mode, digest=seed % 2 == 0) for seed in range(8)]
+        worlds = [chaos(seed, mode, verify=seed % 2 == 0) for seed in range(8)]
         assert {"done", "failed"} == set().union(*(world.outcomes for world in worlds))
         why = {why for world in worlds for asked in world.asked for why in asked.freed.values()}
         assert {"done", "expired"} == why
@@ -159,8 +159,8 @@ def unasked(patch: pytest.MonkeyPatch) -> None:
     """Be done as soon as all is there, whether or not it was still held."""
     finish = ConsumerLedger.finish
 
-    def believe(self: Any, step: int, now: float) -> Any:
-        for source in self._loads[self._steps[step][0]].sources.values():
+    def believe(self: Any, step: Any, now: float) -> Any:
+        for source in self._loads[step.request_id].sources.values():
             source.valid = True
         return finish(self, step, now)
 
@@ -180,16 +180,16 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
 
 def one_source(patch: pytest.MonkeyPatch) -> None:
     """Read the first rank that has anything, and no other."""
-    begin = Loading.begin
+    begin = Loads.begin
 
-    def partly(self: Any, load: Any, *rest: Any, **more: Any) -> None:
-        lanes, load.remote.lanes = load.remote.lanes, dict([*load.remote.lanes.items()][:1])
+    def partly(self: Any, load: Any, remote: Any) -> None:
+        lanes, remote.lanes = remote.lanes, dict([*remote.lanes.items()][:1])
         try:
-            begin(self, load, *rest, **more)
+            begin(self, load, remote)
         finally:
-            load.remote.lanes = lanes
+            remote.lanes = lanes
 
-    patch.setattr(Loading, "begin", partly)
+    patch.setattr(Loads, "begin", partly)
 
 
 def unsealed(patch: pytest.MonkeyPatch) -> None:
@@ -207,9 +207,9 @@ def deceive(answer: Any) -> Any:
     return lambda self, kind, **more: answer(self, Valid if kind is Gone else kind, **more)
 
 
-def never_freed(patch: pytest.MonkeyPatch) -> None:
-    """Forget that quarantine ended."""
-    patch.setattr(Transfer, "free", lambda _: False)
+def never_released(patch: pytest.MonkeyPatch) -> None:
+    """Keep the handles of a transfer that failed, though they have ended."""
+    patch.setattr(Transfer, "reap", lambda self: not self.live_handles)
 
 
 def trusting(patch: pytest.MonkeyPatch) -> None:
@@ -219,30 +219,19 @@ def trusting(patch: pytest.MonkeyPatch) -> None:
 
 def ahead(patch: pytest.MonkeyPatch) -> None:
     """Read whatever a message says of a layer up to its end."""
-    wrote = Frontiers.record
-    patch.setattr(Frontiers, "record", lambda self, place, _: wrote(self, place, 10**6))
+    wrote = Source.record
+    patch.setattr(Source, "record", lambda self, place, _: wrote(self, place, 10**6))
 
 
 def back(patch: pytest.MonkeyPatch) -> None:
     """Let a frontier go back to where a late message says, and read from there again."""
 
     def again(self: Any, place: Any, upto: int) -> None:
-        if place in self._written:
-            self._written[place] = min(upto, self._ends[place])
-            self._started[place] = min(self._started[place], self._written[place])
+        if place in self.written:
+            self.written[place] = min(upto, self.ends[place])
+            self.started[place] = min(self.started[place], self.written[place])
 
-    receive = Loading.receive
-
-    def heard(self: Any, message: Message) -> None:
-        for load in self.loads.values():
-            for rank, place in load.frontiers or () if isinstance(message, LayerProgress) else ():
-                if (rank, place[1]) == (message.by.rank, message.layer):
-                    frontier = load.frontiers[rank, place]
-                    load.frontiers[rank, place] = min(frontier, message.upto)
-        receive(self, message)
-
-    patch.setattr(Frontiers, "record", again)
-    patch.setattr(Loading, "receive", heard)
+    patch.setattr(Source, "record", again)
 
 
 def states_early(patch: pytest.MonkeyPatch) -> None:
@@ -256,33 +245,37 @@ def _hastily(reached: Any) -> Any:
 
 def other_layers(patch: pytest.MonkeyPatch) -> None:
     """Take what is said of one layer for all layers of its group."""
-    wrote = Frontiers.record
+    wrote = Source.record
 
     def all_of(self: Any, place: Any, upto: int) -> None:
-        for other in self._ends:
+        for other in self.ends:
             if other[0] == place[0]:
                 wrote(self, other, upto)
 
-    patch.setattr(Frontiers, "record", all_of)
+    patch.setattr(Source, "record", all_of)
 
 
 def half_way(patch: pytest.MonkeyPatch) -> None:
-    """Be whole as soon as any layer of a source is."""
-    patch.setattr(Frontiers, "whole", property(lambda self: not all(self._left.values())))
+    """Be whole as soon as anything of a source has arrived."""
+    finish = ConsumerLedger.finish
+
+    def all_of_it(self: Any, step: Any, now: float) -> Any:
+        load = self._loads[step.request_id]
+        rank, tokens = load.steps[step.number]
+        load.sources[rank].missing = tokens
+        return finish(self, step, now)
+
+    patch.setattr(ConsumerLedger, "finish", all_of_it)
 
 
 def too_early(patch: pytest.MonkeyPatch) -> None:
     """Be done first, and compare then."""
-    patch.setattr(
-        Loading,
-        "_arrived",
-        lambda self, load, steps: self._close(load, steps),
-    )
+    patch.setattr(Loads, "_arrive", lambda self, load, step: self._close(load, (step,)))
 
 
-BROKEN: dict[Mode | Literal["digest"], tuple[Any, ...]] = {
+BROKEN: dict[Mode | Literal["verify"], tuple[Any, ...]] = {
     "pull": (
-        unasked, hasty, one_source, unsealed, unmarked, never_freed,
+        unasked, hasty, one_source, unsealed, unmarked, never_released,
         faults.free_request_is_reported_twice, faults.earlier_load_answers_for_the_next,
     ),
     "push": (
@@ -290,7 +283,7 @@ BROKEN: dict[Mode | Literal["digest"], tuple[Any, ...]] = {
         faults.first_push_answers_for_the_next,
     ),
     "follow": (ahead, back, states_early, other_layers, half_way),
-    "digest": (
+    "verify": (
         faults.differences_are_ignored, faults.only_the_first_source_is_compared,
         faults.only_the_last_token_is_compared, too_early,
     ),
@@ -308,7 +301,7 @@ def test_a_broken_session_is_caught(
 
     def try_many() -> None:
         for seed in range(100):
-            chaos(seed, "pull" if mode == "digest" else mode, digest=mode == "digest")
+            chaos(seed, "pull" if mode == "verify" else mode, verify=mode == "verify")
 
     with pytest.raises(AssertionError):
         try_many()

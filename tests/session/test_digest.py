@@ -83,7 +83,7 @@ def begin(sides: tuple[Side, Side], **more: Any) -> tuple[Any, list[Load]]:
     producer.fill(asked)
     consumer.spoil(asked)
     producer.hold(remote_id, blocks=asked.producer_blocks)
-    return asked, consumer.load(asked, remote_id, digest=True, **more)
+    return asked, consumer.load(asked, remote_id, verify=True, **more)
 
 
 def ended(loads: list[Load], *sides: Side) -> list[str]:
@@ -103,7 +103,7 @@ def test_what_arrived_whole_is_done(nixl: None, sizes: str) -> None:
         asked, loads = begin(sides)
         assert ["done"] * len(loads) == ended(loads, *sides)
         assert [] == consumer.wrong(asked)
-        spent = [load.digest_seconds for load in loads]
+        spent = [load.verify_seconds for load in loads]
         assert (True, True) == (min(spent) > 0, sum(spent) < time.monotonic() - began)
         assert [()] * len(loads) == [s.settled().foreign for s in consumer.sessions.values()]
         done: list[str] = []
@@ -127,7 +127,7 @@ def test_one_wrong_byte_is_named(
     with met(SIZES[sizes]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
-        until(lambda: loads[-1].held_back and not loads[-1].in_flight, consumer)  # not summed yet
+        until(lambda: loads[-1].arrived and not loads[-1].in_flight, consumer)  # not summed yet
         rank = consumer.spec.parallel.ranks[-1]
         views = logical_views(consumer.spec, rank, consumer.storage[rank], BLOCKS)
         group = next(group for group in consumer.spec.groups if layer in group.layers)
@@ -155,7 +155,7 @@ def test_load_fails_when_all_signs_of_a_layer_flip(signs: str) -> None:
     with FakeNixl(), met((spec, spec)) as sides:
         consumer = sides[1]
         _, loads = begin(sides)
-        until(lambda: loads[-1].held_back and not loads[-1].in_flight, consumer)  # not summed yet
+        until(lambda: loads[-1].arrived and not loads[-1].in_flight, consumer)  # not summed yet
         rank = consumer.spec.parallel.ranks[-1]
         views = logical_views(consumer.spec, rank, consumer.storage[rank], BLOCKS)
         views["full", "l.0", "k"][..., 3::4] ^= 0x80  # the byte of the sign, little-endian
@@ -172,7 +172,7 @@ def test_blocks_that_a_reader_was_told_wrong_are_found() -> None:
         producer.fill(asked)
         producer.hold(remote_id, blocks=asked.producer_blocks)
         wrong = attrs.evolve(asked, producer_blocks={"full": [1, 3, 2, 4], "window": [1, 2, 3, 4]})
-        loads = consumer.load(wrong, remote_id, digest=True)
+        loads = consumer.load(wrong, remote_id, verify=True)
         assert {"failed"} == set(ended(loads, *sides))
         assert all("tokens 4..4: received data differs" in str(load.error) for load in loads)
 
@@ -185,20 +185,20 @@ def test_who_cannot_be_asked_fails_the_load() -> None:
         for told in ({}, {"blocks": {name: [1] for name in asked.producer_blocks}}):
             remote_id = new_remote_id("r")
             producer.hold(remote_id, **told)
-            loads = consumer.load(asked, remote_id, digest=True)
+            loads = consumer.load(asked, remote_id, verify=True)
             assert ["failed"] * 2 == ended(loads, *sides)
             assert all("cannot sum it: `hold` it with `blocks`" in str(load.error)
                        for load in loads)  # fmt: skip
             until(lambda: not any(s.held for s in producer.sessions.values()), *sides)
-        loads = consumer.load(asked, new_remote_id("r"), digest=True, timeout=0.2)
+        loads = consumer.load(asked, new_remote_id("r"), verify=True, timeout=0.2)
         until(lambda: all(load.state == "failed" for load in loads), consumer)
         assert {"timeout"} == {load.error.state for load in loads if load.error}
         session = next(iter(producer.sessions.values()))
         for blocks, words in (({"else": [1]}, "block tables of the engine's"), ([1], "mapping")):
             with pytest.raises(SpecError, match=words):
                 session.hold(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
-        with pytest.raises(SpecError, match="digest=7"):
-            consumer.load(asked, new_remote_id("r"), digest=7)
+        with pytest.raises(SpecError, match="verify=7"):
+            consumer.load(asked, new_remote_id("r"), verify=7)
 
 
 def test_what_cannot_be_summed_is_refused() -> None:
@@ -260,7 +260,7 @@ def test_what_was_summed_for_one_load_is_no_answer_to_the_next() -> None:
         first.cancel()
         until(lambda: not session.stats().loads, *sides)
         other = attrs.evolve(asked, request_id="again", cached_tokens=7)
-        again = session.load(other, remote_id=first.remote_id, timeout=9.0, digest=True)
+        again = session.load(other, remote_id=first.remote_id, timeout=9.0, verify=True)
         assert again.audit is not None
         until(lambda: again.audit.numbers, consumer)
         assert numbers.isdisjoint(again.audit.numbers)
@@ -287,7 +287,7 @@ def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
     """Its memory may be gone: the load fails, and says so."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
         _, loads = begin(sides)
-        until(lambda: all(load.held_back and not load.in_flight for load in loads), sides[1])
+        until(lambda: all(load.arrived and not load.in_flight for load in loads), sides[1])
         for session in sides[side].sessions.values():
             session.nixl.close()
         assert ["failed"] * 2 == ended(loads, *sides)
@@ -407,14 +407,14 @@ def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_of_a_device_is_not_summed() -> None:
     """Refused before anything moves: a digest reads bytes where they lie."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
-        loading = next(iter(sides[1].sessions.values()))._loading
+        loading = next(iter(sides[1].sessions.values()))._loads
         gpu = [attrs.evolve(region, memory_type="VRAM") for region in loading.cache.regions]
         memory = [attrs.evolve(each, memory_type="VRAM") for each in loading.cache.memory]
         cache = loading.cache
         loading.cache = kvspec.RankCache(cache.engine, cache.rank, gpu, memory)
         with pytest.raises(SpecError, match="VRAM") as caught:
             begin(sides)
-        assert ("digest", True) == (caught.value.field, caught.value.value)
+        assert ("verify", True) == (caught.value.field, caught.value.value)
 
 
 @pytest.mark.parametrize("how", ["follow", "pushed"])

@@ -137,13 +137,13 @@ def test_a_layer_is_read_when_it_is_written_and_no_other(pair: tuple[Side, Side]
     loads = follow(consumer, prefill)
     prefill.compute(14, "l.0")
 
-    def ends(layer: str) -> set[int]:
-        found = [load.frontiers or {} for load in loads]
-        return {end for each in found for (_, (_, name)), end in each.items() if name == layer}
-
-    until(lambda: ends("l.0") == {14}, *pair)
+    until(lambda: all(load.progress[0] for load in loads), *pair)
     until(lambda: not any(load.in_flight for load in loads), *pair)
-    assert ({0}, {0}) == (ends("l.1"), ends("w.0"))
+    moved = [load.progress for load in loads]
+    some(pair)
+    # "l.0" has moved: 4 blocks. "l.1" has as many, and the window has 3 blocks.
+    assert {(4 * 32, 11 * 32)} == set(moved)
+    assert moved == [load.progress for load in loads]
     for rank, storage in consumer.storage.items():
         now, before = (
             logical_views(consumer.spec, rank, each, BLOCKS)
@@ -185,7 +185,7 @@ def test_who_is_parted_from_leaves_no_list(pair: tuple[Side, Side]) -> None:
         prefill = Prefill(producer, asked, new_remote_id(f"r-{turn}"))
         loads = follow(consumer, prefill)
         prefill.compute(14, "l.0")
-        until(lambda loads=loads: all(any((one.frontiers or {}).values()) for one in loads), *pair)
+        until(lambda loads=loads: all(one.progress[0] for one in loads), *pair)
         prefill.compute(14, *LAYERS)
         assert {"done"} == set(ended(loads, *pair))
         for session in consumer.sessions.values():
@@ -280,8 +280,8 @@ def test_what_is_said_of_no_layer_moves_nothing(pair: tuple[Side, Side]) -> None
         by = next(iter(producer.sessions.values())).me
         more: dict[str, Any] = {"group": "full", "layer": "l.9", "upto": 14}
         key = key_of(prefill.remote_id)
-        session._loading.receive(LayerProgress(key=key, by=by, to=session.me, **more))
-        assert ("moving", {0}) == (load.poll(), {*(load.frontiers or {}).values()})
+        session._loads.receive(LayerProgress(key=key, by=by, to=session.me, **more))
+        assert ("moving", 0) == (load.poll(), load.progress[0])
     prefill.compute(14, *LAYERS)
     assert {"done"} == set(ended(loads, *pair))
 

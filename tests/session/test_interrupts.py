@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -14,15 +15,25 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from lines import interrupted_at
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
-from kvspec.completion import consumer, held, load_plan, pending, producer
+from kvspec.completion import consumer, held, load_plan, producer
 from kvspec.nixl import rank, transfer
-from kvspec.session import following, holds, load, loading, session, written
+from kvspec.session import (
+    PrefillTicket,
+    connector,
+    following,
+    holds,
+    load,
+    loads,
+    session,
+    written,
+)
+from kvspec.session.connector import Connection
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 
 LINES = (
-    consumer, load_plan, pending, producer, held, session, loading, load, following, holds, written,
-    rank,
+    consumer, load_plan, producer, held, session, loads, load, connector, following, holds,
+    written, rank,
     transfer,
 )  # fmt: skip
 ENOUGH = 20_000
@@ -60,7 +71,7 @@ class Pair:
         self.count += 1
         remote_id = new_remote_id(f"r{self.count}")
         self.remote_id = remote_id
-        blocks = self.asked.producer_blocks if more.get("digest") else None
+        blocks = self.asked.producer_blocks if more.get("verify") else None
         self.producer.hold(remote_id, blocks=blocks)
         if more.get("follow"):
             self.other.record_progress(remote_id, 14)
@@ -79,15 +90,13 @@ class Pair:
             return not (
                 left.loads
                 or left.steps
-                or self.session._loading.moving
-                or self.session._loading._locks._names
+                or self.session._loads.moving
+                or self.session._loads._locks._busy._places
                 or self.session.nixl.stats().transfers
                 or self.other.stats().held
             )
 
         until(over, self.consumer, self.producer, seconds=10.0)
-        for pool in self.session._loading._locks._pools.values():
-            assert not pool.any(), "blocks are claimed for ever"
         return freed
 
 
@@ -107,7 +116,7 @@ def everywhere(stride: int, act: Callable[[int], bool]) -> None:
     raise AssertionError("it never ended")
 
 
-@pytest.mark.parametrize("more", [{}, {"follow": True}, {"digest": True}])
+@pytest.mark.parametrize("more", [{}, {"follow": True}, {"verify": True}])
 def test_load_that_is_interrupted_leaves_nothing(pair: Pair, more: dict[str, Any]) -> None:
     """Its blocks are free as soon as nothing can write them; no transfer is left alone."""
 
@@ -119,7 +128,7 @@ def test_load_that_is_interrupted_leaves_nothing(pair: Pair, more: dict[str, Any
     everywhere(7, once)
 
 
-@pytest.mark.parametrize("more", [{}, {"follow": True}, {"digest": True}])
+@pytest.mark.parametrize("more", [{}, {"follow": True}, {"verify": True}])
 def test_load_ends_when_polls_are_interrupted(pair: Pair, more: dict[str, Any]) -> None:
     """It is done and right, or has failed by name, wherever one of its polls was interrupted."""
     states: set[str] = set()
@@ -144,6 +153,42 @@ def test_load_ends_when_polls_are_interrupted(pair: Pair, more: dict[str, Any]) 
     assert "done" in states
 
 
+def test_load_of_a_ticket_ends_when_polls_are_interrupted(pair: Pair) -> None:
+    """Its start may be interrupted anywhere. The producer frees the request in any case."""
+    states: set[str] = set()
+
+    def once(place: int) -> bool:
+        pair.begin()
+        attempt = Future[object]()
+        asked = pair.asked
+        ticket = PrefillTicket(
+            engine_id="P",
+            addresses=["P"],
+            remote_id=pair.remote_id,
+            computed_tokens=asked.num_tokens,
+            tables=asked.producer_blocks,
+        )
+        pair.session._connector._connections["P"] = Connection(("P",), attempt)
+        load = pair.session.load(asked, ticket=ticket, timeout=30.0)
+        attempt.set_result(None)
+
+        def polls() -> None:
+            for _ in range(4):
+                pair.session.poll()
+                pair.producer.poll()
+
+        came, _ = interrupted_at(place, polls, *LINES)
+        pair.settle()
+        assert load.state in ("done", "failed")
+        assert ("failed" == load.state) == (load.error is not None)
+        assert "failed" == load.state or [] == pair.consumer.wrong(pair.asked)
+        states.add(load.state)
+        return came
+
+    everywhere(7, once)
+    assert {"done", "failed"} == states
+
+
 def test_pushed_load_ends_when_polls_are_interrupted(pair: Pair) -> None:
     """As one that is read, on the side that reads."""
 
@@ -156,7 +201,7 @@ def test_pushed_load_ends_when_polls_are_interrupted(pair: Pair) -> None:
                 pair.producer.poll()
                 pair.session.poll()
 
-        came, _ = interrupted_at(place, polls, consumer, load_plan, pending, loading, load, written)
+        came, _ = interrupted_at(place, polls, consumer, load_plan, loads, load, written)
         pair.settle()
         assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
         return came

@@ -1,7 +1,8 @@
-"""Prompts that are held for others: told as plain data, read from who is met when first asked."""
+"""Tickets of held prompts: sent as plain data, and loaded after their producer is connected."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,7 +21,8 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import Side, engine, new_remote_id, request, until
 
-from kvspec.session import PrefillTicket, Prompts, content_of
+from kvspec.session import Load, PrefillTicket, Session, content_of, session
+from kvspec.session.connector import Connection
 from kvspec.testing import FakeNixl
 
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
@@ -167,9 +169,12 @@ def test_what_are_no_tokens_have_no_sum(tokens: Any) -> None:
         held().check(tokens)
 
 
+ASKED = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+
+
 @pytest.fixture
 def sides() -> Iterator[tuple[Side, Side]]:
-    """Return two engines of two ranks, over memory, that have not met; the producer serves."""
+    """Return two engines of two ranks, over memory, that are not connected; the producer serves."""
     with (
         FakeNixl(),
         Side("P", engine(2), polled=False, lease=5.0, background=True) as producer,
@@ -178,218 +183,263 @@ def sides() -> Iterator[tuple[Side, Side]]:
         yield producer, consumer
 
 
-def test_who_holds_a_prompt_is_met_when_it_is_asked_for(sides: tuple[Side, Side]) -> None:
-    """Once; every byte arrives, and what is released is free at once."""
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an absent producer be given up soon."""
+    monkeypatch.setattr(session, "ABSENT", 0.2)
+
+
+def of(name: str) -> kvspec.TransferRequest:
+    """Return the request that the tests load, by another name."""
+    return attrs.evolve(ASKED, request_id=name)
+
+
+def ticket_of(side: Side, name: str, **changed: Any) -> PrefillTicket:
+    """Hold a prompt, and return its ticket."""
+    ticket = held((*side.addresses,), remote_id=new_remote_id(name), tables=ASKED.producer_blocks)
+    side.hold(ticket.remote_id)
+    return attrs.evolve(ticket, engine_id=side.name, **changed)
+
+
+def connection(session: Session, name: str) -> Connection:
+    """Return the connection to a producer that a session has or begins."""
+    return session._connector._connections[name]
+
+
+def begin(consumer: Side, ticket: PrefillTicket, asked: Any = ASKED, **more: Any) -> list[Load]:
+    """Load a ticket on all ranks."""
+    given = {"timeout": 10.0, **more}
+    return [one.load(asked, ticket=ticket, **given) for one in consumer.sessions.values()]
+
+
+def freed(producer: Side, count: int) -> list[str]:
+    """Wait until ranks have freed so many requests as done, and return them in order."""
+    done: list[str] = []
+    until(lambda: done.extend(producer.settled()[0]) or len(done) == count)
+    return sorted(done)
+
+
+def error_of(load: Load) -> TransferError:
+    """Return the error of a load that has failed."""
+    assert "failed" == load.poll()
+    with pytest.raises(TransferError) as caught:
+        load.wait()
+    assert caught.value is load.error
+    return caught.value
+
+
+def test_load_of_a_ticket_connects_its_producer(sides: tuple[Side, Side]) -> None:
+    """Once; every byte arrives, and what is declined is free at once."""
     producer, consumer = sides
-    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-    prompts = [
-        held((*producer.addresses,), remote_id=new_remote_id(name), tables=asked.producer_blocks)
-        for name in ("read", "released")
-    ]
-    producer.fill(asked)
-    consumer.spoil(asked)
-    readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
-    for prompt in prompts:
-        producer.hold(prompt.remote_id)
-    loads = [reader.load(prompts[0], asked) for reader in readers]
-    for reader in readers:
-        reader.decline(prompts[1])
+    read, declined = (ticket_of(producer, name) for name in ("read", "declined"))
+    producer.fill(ASKED)
+    consumer.spoil(ASKED)
+    loads = begin(consumer, read)
+    for one in consumer.sessions.values():
+        one.decline(declined)
     until(lambda: all(load.poll() == "done" for load in loads), producer)
     assert [None, None] == [load.error for load in loads]
-    assert [] == consumer.wrong(asked)
-    assert loads[0].load is not None
-    assert loads[0].unwritten_ranges.tolist() == loads[0].load.unwritten_ranges.tolist()
-    done: list[str] = []
-    until(lambda: done.extend(producer.settled()[0]) or len(done) == 4)
-    assert ["read", "read", "released", "released"] == sorted(done)
+    assert [] == consumer.wrong(ASKED)
+    assert all(load.progress[0] == load.progress[1] > 0 for load in loads)
+    assert ["declined", "declined", "read", "read"] == freed(producer, 4)
 
 
-def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> None:
-    """They wait for nobody else; one who comes back, or is lost, is met anew."""
+def test_load_can_be_awaited(sides: tuple[Side, Side]) -> None:
+    """Several tasks wait in one event loop. Cancelling a task does not cancel its load."""
     producer, consumer = sides
-    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-    session = next(iter(consumer.sessions.values()))
-    nobody = held(engine_id="nobody")
-    there = held((*producer.addresses,), tables=asked.producer_blocks)
-    with Prompts(session, timeout=1.0) as prompts:
-        prompts.decline(nobody)
-        until(prompts._connections["nobody"].connected.done)
-        first = prompts.load(nobody, asked)
-        assert "moving" == first.poll()
-        assert [] == first.unwritten_ranges.tolist()
-        until(lambda: first.poll() == "failed")
-        assert "no introduction from 127.0.0.1:9" in str(first.error)
-        again = prompts.load(nobody, asked)
-        assert "moving" == again.poll()
-        lost = prompts.load(there, asked)  # it is not held any more
-        met = prompts._connections["P"]
-        until(lambda: lost.poll() == "failed", producer)
-        assert "failed" == again.poll()
-        assert met.over
-        back = attrs.evolve(there, remote_id=new_remote_id("p-1"))
-        producer.hold(back.remote_id)
-        last = prompts.load(back, attrs.evolve(asked, request_id="r-1"))
-        anew = prompts._connections["P"]
-        assert anew is not met
-        until(lambda: last.poll() == "done", producer)
-        prompts.decline(back)
-        assert anew is prompts._connections["P"]
-        session.disconnect("P")
-        refused = prompts.load(there, attrs.evolve(asked, request_id="r-2"))
-        assert "failed" == refused.poll()
-        assert "connected producers" in str(refused.error)
-        after = attrs.evolve(there, remote_id=new_remote_id("p-2"))
-        producer.hold(after.remote_id)
-        once_more = prompts.load(after, attrs.evolve(asked, request_id="r-3"))
-        until(lambda: once_more.poll() == "done", producer)
+    ticket, never = ticket_of(producer, "read"), held(tables=BLOCKS)
+    producer.fill(ASKED)
+    consumer.spoil(ASKED)
+
+    async def both() -> list[Load]:
+        loads = begin(consumer, ticket)
+        for waiting in begin(
+            consumer,
+            never,
+            request("never", consumer_blocks={"full": [5, 6, 7, 0], "window": [5, 6, 7, 0]}),
+        ):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(waiting, 0.05)
+            assert ("moving", None) == (waiting.state, waiting.error)
+            waiting.cancel()
+            with pytest.raises(TransferError):
+                await waiting
+        return list(await asyncio.gather(*loads))
+
+    assert ["done", "done"] == [load.state for load in asyncio.run(both())]
+    assert [] == consumer.wrong(ASKED)
 
 
-def test_who_was_not_met_yet_is_not_met_after_the_end(sides: tuple[Side, Side]) -> None:
-    """What waited behind somebody who does not answer fails at once."""
-    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-    with Prompts(next(iter(sides[1].sessions.values())), timeout=0.3) as prompts:
-        first, second = (prompts.load(held((f"127.0.0.1:{n}",)), asked) for n in (9, 7))
-    third = prompts.load(held(), asked)
-    for late in (second, third):
-        assert "failed" == late.poll()
-        with pytest.raises(TransferError) as caught:
-            late.wait()
-        assert ("r", "closed") == (caught.value.request, caught.value.state)
+@pytest.mark.usefixtures("quick")
+def test_producer_that_is_absent_fails_only_its_own_loads(sides: tuple[Side, Side]) -> None:
+    """A producer that comes back, or was lost, is connected again."""
+    producer, consumer = sides
+    nobody, gone = held(engine_id="nobody"), held((*producer.addresses,), tables=BLOCKS)
+    one = next(iter(consumer.sessions.values()))
+    one.decline(nobody)
+    until(connection(one, "nobody").attempt.done)
+    first = one.load(of("first"), ticket=nobody, timeout=9.0)
+    assert ("moving", (0, 0), {}) == (first.poll(), first.progress, first.undefined_blocks)
+    assert [] == first.unwritten_ranges.tolist()
     until(lambda: first.poll() == "failed")
+    assert "no introduction from 127.0.0.1:9" in str(first.error)
+    again = one.load(of("again"), ticket=nobody, timeout=9.0)
+    assert "moving" == again.poll()
+    for other in producer.sessions.values():
+        other.hold(gone.remote_id)
+        other.abort(gone.remote_id)
+    lost = one.load(of("lost"), ticket=gone, timeout=9.0)
+    before = connection(one, "P")
+    until(lambda: lost.poll() == "failed", producer)
+    assert ("gone", "timeout") == (error_of(lost).state, error_of(again).state)
+    assert before.useless
+    back = ticket_of(producer, "back")
+    last = one.load(of("last"), ticket=back, timeout=9.0)
+    anew = connection(one, "P")
+    assert anew is not before
+    until(lambda: last.poll() == "done", producer)
+    one.decline(back)
+    assert anew is connection(one, "P")
+    one.disconnect("P")
+    once_more = one.load(of("once more"), ticket=ticket_of(producer, "p-2"), timeout=9.0)
+    until(lambda: once_more.poll() == "done", producer)
 
 
-def test_who_was_not_asked_for_the_longest_is_parted_from() -> None:
-    """Engines that are gone for good do not add up; one that is asked for again is met again."""
+@pytest.mark.usefixtures("quick")
+def test_session_that_closes_ends_loads_that_wait_for_a_connection(
+    sides: tuple[Side, Side],
+) -> None:
+    """A load behind a producer that does not answer fails at once, and no other begins."""
+    one = next(iter(sides[1].sessions.values()))
+    loads = [
+        one.load(
+            of(f"{port}"), ticket=held((f"127.0.0.1:{port}",), engine_id=f"{port}"), timeout=9.0
+        )
+        for port in (9, 7)
+    ]
+    one.close()
+    for load in loads:
+        error = error_of(load)
+        assert (load.request.request_id, "closed") == (error.request, error.state)
+    for call in (lambda: one.load(ASKED, ticket=held(), timeout=1.0), lambda: one.decline(held())):
+        with pytest.raises(TransferError) as caught:
+            call()
+        assert "closed" == caught.value.state
+
+
+def test_least_recently_used_producer_is_disconnected() -> None:
+    """Engines that are gone for good do not add up. One that is loaded again is connected again."""
     with FakeNixl(), contextlib.ExitStack() as stack:
         enter = stack.enter_context
         producers = [enter(Side(name, engine(1), polled=False, background=True)) for name in "PQR"]
-        consumer = enter(Side("D", engine(1), polled=True, heartbeat=0.2, background=True))
+        given: dict[str, Any] = {"heartbeat": 0.2, "background": True, "max_producers": 2}
+        consumer = enter(Side("D", engine(1), polled=True, **given))
         (session,) = consumer.sessions.values()
-        prompts = enter(Prompts(session, timeout=10.0, most=2))
 
         def read(number: int, name: str) -> None:
-            producer = producers[number]
-            remote_id = new_remote_id(name)
-            asked = request(name, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-            producer.hold(remote_id)
-            address = (*producer.addresses,)
-            prompts.load(held(address, engine_id="PQR"[number], remote_id=remote_id), asked).wait()
+            ticket = ticket_of(producers[number], name)
+            session.load(of(name), ticket=ticket, timeout=9.0).wait()
 
-        def met() -> set[str]:
-            until(lambda: prompts._submit(lambda _: None, None).result() or True)
+        def connected() -> set[str]:
+            session._connector._thread.submit(lambda: None).result()
             return {engine_id for _, engine_id in session._remotes._connected}
 
         for number in (0, 1, 0, 2):
-            read(number, f"first {number}")
-        assert {"P", "R"} == met()
+            read(number, f"first {number}.{len(connected())}")
+        assert {"P", "R"} == connected()
         read(0, "second")
         read(1, "again")
-        assert {"P", "Q"} == met()
+        assert {"P", "Q"} == connected() == {*session._connector._connections}
         (first,) = producers[0].sessions.values()
         until(lambda: not first.stats().held)
-        assert {"P", "Q"} == {*prompts._connections}
         gone = held((*producers[0].addresses,), engine_id="P", remote_id=new_remote_id("gone"))
-        lost = prompts.load(gone, request("lost", producer_blocks=BLOCKS, consumer_blocks=BLOCKS))
+        lost = session.load(request("lost"), ticket=gone, timeout=9.0)
         lost.cancel()
         until(lambda: lost.poll() == "failed")
         read(1, "once more")
         read(2, "and again")
-        assert {"Q", "R"} == met()
+        assert {"Q", "R"} == connected()
 
 
-def test_a_producer_that_moved_is_met_where_it_is(sides: tuple[Side, Side]) -> None:
-    """Its name is the same, its addresses are others; where it was takes nothing any more."""
+@pytest.mark.usefixtures("quick")
+def test_producer_that_moved_is_connected_at_its_new_addresses(sides: tuple[Side, Side]) -> None:
+    """Its name is the same. Loads from the old addresses fail."""
     producer, consumer = sides
-    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-    with Prompts(next(iter(consumer.sessions.values())), timeout=1.0) as prompts:
-        before = prompts.load(held(), asked)
-        prompt = held((*producer.addresses,))
-        producer.hold(prompt.remote_id)
-        now = prompts.load(prompt, asked)
-        until(lambda: now.poll() == "done", producer)
-        assert ("failed", ["P"]) == (before.poll(), [*prompts._connections])
+    one = next(iter(consumer.sessions.values()))
+    before = one.load(of("before"), ticket=held(), timeout=9.0)
+    now = one.load(ASKED, ticket=ticket_of(producer, "p-1"), timeout=9.0)
+    until(lambda: now.poll() == "done", producer)
+    assert ("failed", ["P"]) == (before.poll(), [*one._connector._connections])
 
 
-def test_nobody_is_waited_for_by_a_session_that_is_closed() -> None:
-    """The thread that meets ends, however patient it is: else its process would not."""
+def test_closed_session_stops_connecting_to_a_silent_producer() -> None:
+    """Else the thread would keep the process alive for half a minute."""
     with FakeNixl(), Side("D", engine(1), polled=True, background=True) as consumer:
         (session,) = consumer.sessions.values()
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
-            prompts = Prompts(session, timeout=60.0)
-            load = prompts.load(held((address,)), request())
+            load = session.load(request(), ticket=held((address,)), timeout=60.0)
             until(lambda: session.channel.reaches(address))  # type: ignore[attr-defined]
-            prompts.close()
+            attempt = connection(session, "P").attempt
             session.close()
-            until(lambda: load.poll() == "failed", seconds=5.0)
-        assert "the session was closed" in str(load.error)
+            assert "the session was closed" in str(error_of(load))
+            until(attempt.done, seconds=5.0)
 
 
-def test_prompt_wait_raises_when_the_session_is_closed() -> None:
-    """Nothing moves the load on any more, so that it would be waited for without an end."""
+def test_wait_raises_when_the_session_is_closed() -> None:
+    """Nothing moves the load any more, so the wait would not end."""
     with (
         FakeNixl() as net,
         Side("P", engine(1), polled=False, background=True) as producer,
-        Side("D", engine(1), polled=False) as consumer,
+        Side("D", engine(1), polled=True, heartbeat=0.2, background=True) as consumer,
     ):
         (session,) = consumer.sessions.values()
-        asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-        prompt = held((*producer.addresses,), tables=asked.producer_blocks)
-        with Prompts(session, timeout=30.0) as prompts:
-            until(prompts._connection(prompt).connected.done)
-            net.fate = lambda _: None  # no byte arrives
-            load = prompts.load(prompt, asked)
-            assert load.load is not None
-            errors: list[TransferError] = []
+        ticket = ticket_of(producer, "p-1")
+        session.decline(ticket_of(producer, "first"))
+        until(connection(session, "P").attempt.done)
+        net.fate = lambda _: None  # No byte arrives.
+        load = session.load(ASKED, ticket=ticket, timeout=30.0)
+        until(lambda: load.in_flight)
+        errors: list[TransferError] = []
 
-            def wait() -> None:
-                try:
-                    load.wait()
-                except TransferError as error:
-                    errors.append(error)
+        def wait() -> None:
+            try:
+                load.wait()
+            except TransferError as error:
+                errors.append(error)
 
-            waiter = threading.Thread(target=wait, daemon=True)
-            waiter.start()
-            session.close(drain=0.0)
-            waiter.join(5.0)
-            assert ["closed"] == [error.state for error in errors]
-            for flight in net.moving:
-                flight.land()
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        session.close(drain=0.0)
+        waiter.join(5.0)
+        assert ["closed"] == [error.state for error in errors]
+        with pytest.raises(TransferError) as caught:
+            asyncio.run(load._ended())
+        assert "closed" == caught.value.state
+        for flight in net.moving:
+            flight.land()
 
 
-def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
-    """As a load: waited for until it is done, cancelled before its producer is met and after."""
+def test_load_of_a_ticket_can_be_cancelled(sides: tuple[Side, Side]) -> None:
+    """Before its producer is connected, and after. The producer frees the prompt in both cases."""
     producer, consumer = sides
-    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-    prompts = [
-        held((*producer.addresses,), remote_id=new_remote_id(name), tables=asked.producer_blocks)
-        for name in ("early", "read", "late")
-    ]
-    for prompt in prompts:
-        producer.hold(prompt.remote_id)
-    readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
+    tickets = [ticket_of(producer, name) for name in ("early", "read", "late")]
     wait = threading.Event()
-    for reader in readers:
-        reader._thread.submit(wait.wait, 20.0)
-    early = [reader.load(prompts[0], asked) for reader in readers]
-    for load in early:
+    for one in consumer.sessions.values():
+        one._connector._thread.submit(wait.wait, 20.0)
+    for load in (early := begin(consumer, tickets[0], of("early"))):
         load.cancel()
         load.cancel()
-        assert ("failed", {}) == (load.poll(), load.undefined_blocks)
-        with pytest.raises(TransferError, match=r"cancelled.*state=stopped"):
-            load.wait()
+        assert ("stopped", {}) == (error_of(load).state, load.undefined_blocks)
     wait.set()
-    for load in [reader.load(prompts[1], asked) for reader in readers]:
+    for load in begin(consumer, tickets[1]):
         load.wait()
         assert ("done", None, {}) == (load.poll(), load.error, load.undefined_blocks)
-    late = [reader.load(prompts[2], asked) for reader in readers]
-    for load in late:
+    for load in begin(consumer, tickets[2], of("late")):
         load.cancel()
         until(lambda load=load: load.poll() != "moving")
-        assert load.load is None or load.undefined_blocks == load.load.undefined_blocks
-    done: list[str] = []
-    until(lambda: done.extend(producer.settled()[0]) or len(done) == 6)
-    assert ["early", "early", "late", "late", "read", "read"] == sorted(done)
+    assert ["early", "early", "late", "late", "read", "read"] == freed(producer, 6)
+    assert {"failed"} == {load.state for load in early}
 
 
 @pytest.mark.parametrize(
@@ -399,96 +449,120 @@ def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
         ({"num_tokens": 15}, "num_tokens"),
     ],
 )
-def test_a_request_of_another_prompt_is_not_read(
+def test_request_that_does_not_fit_its_ticket_fails(
     sides: tuple[Side, Side], changed: dict[str, Any], field: str
 ) -> None:
-    """It would be done, with another prompt's bytes; the producer is told that none is read."""
+    """It would read another prompt's bytes. The producer learns that nothing is read."""
     producer, consumer = sides
-    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-    tables = asked.producer_blocks
-    prompt = held((*producer.addresses,), tables=tables, remote_id=new_remote_id("p-1"))
-    producer.hold(prompt.remote_id)
-    consumer.spoil(asked)
-    readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
-    loads = [reader.load(prompt, attrs.evolve(asked, **changed)) for reader in readers]
+    ticket = ticket_of(producer, "p-1")
+    consumer.spoil(ASKED)
+    loads = begin(consumer, ticket, attrs.evolve(ASKED, **changed))
     until(lambda: all(load.poll() == "failed" for load in loads), producer)
     for load in loads:
-        with pytest.raises(SpecError) as caught:
-            load.wait()
-        assert field == caught.value.field
+        error = error_of(load)
+        assert isinstance(error.__cause__, SpecError)
+        assert (field, "refused") == (error.__cause__.field, error.state)
     for rank, storage in consumer.storage.items():
         for name, flat in storage.items():
             assert consumer.before[rank][name].tobytes() == flat.tobytes()
-    done: list[str] = []
-    until(lambda: done.extend(producer.settled()[0]) or len(done) == 2)
+    assert ["p-1", "p-1"] == freed(producer, 2)
 
 
-def test_what_is_no_request_is_refused(sides: tuple[Side, Side]) -> None:
-    """A prompt at once, since nobody can be told; a request as the load's error."""
-    wrong: Any = None
-    with Prompts(next(iter(sides[1].sessions.values())), timeout=1.0) as prompts:
-        with pytest.raises(SpecError, match="prompt=None: expected a PrefillTicket"):
-            prompts.load(wrong, request())
-        load = prompts.load(held((*sides[0].addresses,)), wrong)
-        until(lambda: load.poll() == "failed")
-    assert "request=None: expected a TransferRequest" in str(load.error)
-    with pytest.raises(SpecError, match="session=None: expected a Session"):
-        Prompts(wrong, timeout=1.0)
+def test_load_rejects_wrong_tickets(sides: tuple[Side, Side]) -> None:
+    """At once, because nobody can be informed; so are other wrong arguments."""
+    one, wrong = next(iter(sides[1].sessions.values())), new_remote_id("r")
+    given: dict[str, Any] = {"request": ASKED, "ticket": held(), "timeout": 1.0}
+    for more, field in (
+        ({"ticket": 7}, "ticket"),
+        ({"ticket": None}, "remote_id"),
+        ({"remote_id": wrong}, "ticket"),
+        ({"engine_id": "P"}, "ticket"),
+        ({"request": None}, "request"),
+        ({"timeout": None}, "timeout"),
+        ({"sample": 1}, "sample"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            one.load(**given | more)
+        assert field == caught.value.field
+    assert 0 == one.stats().loads
+    for most in (0, None, 1.5):
+        with pytest.raises(SpecError) as caught:
+            Side("Q", engine(1), polled=True, max_producers=most)
+        assert "max_producers" == caught.value.field
 
 
-def test_a_load_that_moves_is_given_up_when_nothing_writes_it() -> None:
-    """The cancelled one tells what its session's load does, also that it failed."""
+def test_load_that_moves_fails_when_nothing_writes_it() -> None:
+    """After it was cancelled, its state is still "moving" until the last byte has landed."""
     with (
         FakeNixl() as net,
         Side("P", engine(1), polled=False, background=True) as producer,
         Side("D", engine(1), polled=True, heartbeat=0.2, background=True) as consumer,
     ):
         (session,) = consumer.sessions.values()
-        asked = request(producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-        prompt = held((*producer.addresses,), tables=asked.producer_blocks)
-        producer.hold(prompt.remote_id)
-        with Prompts(session, timeout=10.0) as prompts:
-            until(prompts._connection(prompt).connected.done)
-            net.fate = lambda _: None
-            load = prompts.load(prompt, asked)
-            assert ("moving", "<PromptLoad 'r': <Load 'r': moving>>") == (
-                load.poll(),
-                repr(load),
-            )
-            load.cancel()
-            assert ("moving", True) == (load.poll(), "cancelled" in str(load.error))
-            for flight in net.moving:
-                flight.land()
-            until(lambda: load.poll() == "failed")
-            assert {"full", "window"} == set(load.undefined_blocks)
+        session.decline(ticket_of(producer, "first"))
+        until(connection(session, "P").attempt.done)
+        net.fate = lambda _: None
+        load = session.load(ASKED, ticket=ticket_of(producer, "p-1"), timeout=10.0)
+        until(lambda: load.in_flight)
+        assert ("moving", "<Load 'r': moving>") == (load.poll(), repr(load))
+        load.cancel()
+        assert ("moving", "stopped") == (load.poll(), load.error and load.error.state)
+        for flight in net.moving:
+            flight.land()
+        until(lambda: load.poll() == "failed")
+        assert {"full", "window"} == set(load.undefined_blocks)
 
 
-def test_who_takes_connections_and_says_nothing_is_waited_for_as_long_as_a_load() -> None:
-    """No longer than *timeout*, however patient; what failed so is not cancelled afterwards."""
+def test_load_waits_for_a_silent_producer_until_its_timeout() -> None:
+    """No longer, although the producer may have more time to answer others."""
     with FakeNixl(), Side("D", engine(1), polled=True, background=True) as consumer:
         (session,) = consumer.sessions.values()
-        with (
-            socket.create_server(("127.0.0.1", 0)) as silent,
-            Prompts(session, timeout=0.1, patience=9.0) as prompts,
-        ):
+        with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
-            load = prompts.load(held((address,)), request())
+            load = session.load(request(), ticket=held((address,)), timeout=0.1)
             until(lambda: load.poll() == "failed", seconds=5.0)
+            session.close()
         load.cancel()
-        told = f"no introduction from {address} within 0.1 s: the process there is silent"
-        assert told in str(load.error)
+        assert ("timeout", True) == (error_of(load).state, "connected" in error_of(load).message)
 
 
-def test_what_does_not_fit_fails_and_is_released(sides: tuple[Side, Side]) -> None:
-    """A request whose tables are short is the load's error; the producer's rank is free."""
+def test_load_that_does_not_fit_the_engine_fails_and_is_declined(sides: tuple[Side, Side]) -> None:
+    """A request whose tables are short is the load's error; the producer's ranks are free."""
     producer, consumer = sides
-    prompt = held((*producer.addresses,), tables={"full": [1, 2], "window": [3, 4]})
-    short = prompt.request("d-1", 14, BLOCKS)
-    producer.hold(prompt.remote_id)
-    readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
-    loads = [reader.load(prompt, short) for reader in readers]
+    ticket = ticket_of(producer, "p-1", tables={"full": [1, 2], "window": [3, 4]})
+    short = ticket.request("d-1", 14, BLOCKS)
+    loads = begin(consumer, ticket, short)
     until(lambda: all(load.poll() == "failed" for load in loads), producer)
-    assert all(isinstance(load.error, KVSpecError) for load in loads), loads
-    assert "d-1" in repr(loads[0])
-    done: list[str] = []
-    until(lambda: done.extend(producer.settled()[0]) or len(done) == 2)
+    assert all(isinstance(error_of(load).__cause__, KVSpecError) for load in loads), loads
+    assert ["p-1", "p-1"] == freed(producer, 2)
+
+
+def test_counters_of_a_session_count_loads_and_messages(sides: tuple[Side, Side]) -> None:
+    """They can be read at any time, also while another thread holds the lock of the session."""
+    producer, consumer = sides
+    one = next(iter(consumer.sessions.values()))
+    for load in begin(consumer, ticket_of(producer, "p-1")):
+        load.wait()
+    cancelled = one.load(of("r-2"), ticket=held(), timeout=9.0)
+    cancelled.cancel()
+    until(lambda: cancelled.poll() == "failed")
+    with one._lock.held:
+        found: list[Any] = []
+        reader = threading.Thread(target=lambda: found.append(one.stats().counters))
+        reader.start()
+        reader.join(5.0)
+    (counters,) = found
+    assert (2, 1, 1) == (counters.loads_started, counters.loads_done, counters.loads_failed)
+    assert min(counters.load_seconds, counters.bytes_read) > 0
+    assert min(counters.messages_sent, counters.messages_received) > 0
+
+
+def test_failed_load_is_logged(sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture) -> None:
+    """One line at INFO, with the request and the reason."""
+    one = next(iter(sides[1].sessions.values()))
+    with caplog.at_level("INFO", logger="kvspec.session"):
+        load = one.load(of("unlucky"), ticket=held(), timeout=9.0)
+        load.cancel()
+        until(lambda: load.poll() == "failed")
+    (line,) = [record for record in caplog.records if "unlucky" in record.getMessage()]
+    assert "cancelled" in line.getMessage()

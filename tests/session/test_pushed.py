@@ -255,7 +255,7 @@ def test_who_is_pushed_to_is_told_at_once(net: FakeNixl) -> None:
         producer.hold(remote_id)
         loads = consumer.load(request(), remote_id, pushed=True)
         (reader,) = consumer.sessions.values()
-        asked = reader._loading.book._loads["r"].asked[kvspec.RankId()]
+        asked = reader._loads.book._loads["r"].asked[kvspec.RankId()]
         until(lambda: not asked, producer, consumer)  # its first heartbeat is answered
         push(producer, request(), remote_id)
         assert ["done"] == ended(loads, producer, consumer)

@@ -610,7 +610,7 @@ def test_load_whose_start_nixl_refuses_gives_its_blocks_back(
     assert "busy" == refused.value.state
     assert (SessionStats(engines=1), {}) == (
         session.stats(),
-        session._loading._locks._names,
+        session._loads._locks._busy._places,
     )
     for flight in net.moving:
         flight.land()
@@ -649,7 +649,7 @@ def test_load_is_not_done_when_its_clock_stood_still_beyond_the_lease() -> None:
 
 def _granted(session: Session) -> bool:
     """Return whether the producer has answered every question of the only load."""
-    (pending,) = session._loading.book._loads.values()
+    (pending,) = session._loads.book._loads.values()
     return bool(pending.asked) and not any(pending.asked.values())
 
 
@@ -764,8 +764,8 @@ def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
     producer, consumer = pair
     (by, *_), (session, *_) = producer.sessions.values(), consumer.sessions.values()
     for kind, why in (
-        ("valid", "'r': it belongs to no open request of this rank"),
-        ("stopped", "nothing that it pushes is waited for"),
+        ("valid", "no open load"),
+        ("stopped", "waits for no such push"),
         ("checksum_unavailable", "no question is open for it"),
     ):
         key = key_of(new_remote_id("r"))
@@ -774,7 +774,7 @@ def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
         (told,) = session.settled().foreign
         assert (kind, True) == (told.split()[0], why in told)
     load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0)
-    session._deliver(ChecksumUnavailable(key=load.name[0], by=by.me, to=session.me))
+    session._deliver(ChecksumUnavailable(key=load.plan.name[0], by=by.me, to=session.me))
     assert "no question is open" in session.settled().foreign[-1]
 
 

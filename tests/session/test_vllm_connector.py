@@ -168,7 +168,7 @@ def test_what_ends_before_it_is_scheduled_is_released() -> None:
 
 def test_nobody_there_fails_the_request_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A producer that does not answer fails the requests of it; the next producer serves on."""
-    with Engine("p") as producer, Engine("d", timeout=2.0) as consumer:
+    with Engine("p") as producer, Engine("d") as consumer:
         params = producer.prefill(Request("p-1", 14), *TABLES)
         assert params is not None
         lost = attrs.evolve(

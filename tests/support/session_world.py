@@ -164,9 +164,9 @@ class World:
         pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
         mode: Mode = "pull",
         *,
-        digest: bool = False,
+        verify: bool = False,
     ) -> None:
-        self.nixl, self.pair, self.now, self.digest = net, pair, 0.0, digest
+        self.nixl, self.pair, self.now, self.verify = net, pair, 0.0, verify
         self.stopped = 0.0  # seconds for which the consumer's clock stood still
         self.pushed, self.follow = mode == "push", mode == "follow"
         net.fate = self.posted
@@ -270,7 +270,7 @@ class World:
             entry, rank = self.to_hold.pop(at % len(self.to_hold))
             session = self.engines["P"].sessions[rank]
             session.hold(
-                entry.remote_id, blocks=entry.request.producer_blocks if self.digest else None
+                entry.remote_id, blocks=entry.request.producer_blocks if self.verify else None
             )
             entry.held.add(rank)
             for (of, layer), upto in entry.written.items():
@@ -367,7 +367,7 @@ class World:
             try:
                 load = session.load(
                     entry.request, remote_id=entry.remote_id, timeout=TIMEOUT,
-                    pushed=self.pushed, follow=self.follow, digest=self.digest,
+                    pushed=self.pushed, follow=self.follow, verify=self.verify,
                 )  # fmt: skip
             except TransferError as error:
                 raise AssertionError("its blocks were free, and are written") from error
@@ -385,7 +385,7 @@ class World:
             reader
             for reader in self.readers
             if reader.after is not None and not reader.entry.lost
-            if reader.entry.request.request_id not in sessions[reader.rank]._loading.book.open
+            if reader.entry.request.request_id not in sessions[reader.rank]._loads.book.open
         ]
         if ended:
             reader = ended[at % len(ended)]
@@ -427,7 +427,7 @@ class World:
                 flight.fail(0.5)
             else:
                 flight.land(0.5 if how == "part" else 1.0)
-            if how == "flip" and self.digest:
+            if how == "flip" and self.verify:
                 flight.spoil(at)
             self.look()
 

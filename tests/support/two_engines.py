@@ -14,8 +14,9 @@ import attrs
 from msgspec.structs import replace
 
 import kvspec
-from kvspec.completion.actions import Closed, Failed, Free, Ready, Release, Tell
+from kvspec.completion.actions import Closed, Ended, Failed, Free, Tell
 from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.consumer import Step as LedgerStep
 from kvspec.completion.held import Target
 from kvspec.completion.load_plan import LoadPlan
 from kvspec.completion.producer import ProducerLedger
@@ -110,9 +111,10 @@ class World:
         self.sent: list[bytes] = []
         self.requests: list[Request] = []
         self.loads: list[Load] = []
-        self.steps: dict[tuple[Rank, int], Step] = {}
+        self.steps: dict[tuple[Rank, LedgerStep], Step] = {}
         self.to_admit: list[tuple[Request, Rank]] = []
         self.to_expect: list[tuple[Request, Rank, int]] = []
+        self.to_connect: list[Load] = []
         self.count = 0
         self.start_engine("P")
         self.start_engine("D")
@@ -157,6 +159,7 @@ class World:
                 load.closed, load.outcome, load.released = True, load.outcome or "died", True
         self.steps.clear()
         self.to_expect = []
+        self.to_connect = []
         self.start_engine("D")
         for ledger in self.producers.values():
             ledger.connect("D", self.epochs["D"])
@@ -191,15 +194,17 @@ class World:
             )
             self.acted(actions, "P", rank)
 
-    def expect_rank(self, at: int, *, again: bool, rejected: bool) -> None:
-        """Start the load of a request on one consumer rank."""
+    def expect_rank(
+        self, at: int, *, again: bool, rejected: bool, connecting: bool = False
+    ) -> None:
+        """Start the load of a request on one consumer rank, perhaps before it is connected."""
         if not self.to_expect:
             return
         request, rank, sample = self.to_expect.pop(at % len(self.to_expect))
         load_plan = LoadPlan.of(
             self.plan,
             rank,
-            {} if rejected else request.ends,
+            {} if rejected else self.sources(rank, request.ends),
             samples=request.samples,
             request_id=f"{self.count}.{len(self.loads)}",
             key=request.key,
@@ -219,7 +224,37 @@ class World:
             load.load_plan.name == load_plan.name for load in self.loads if load.rank == rank
         )
         self.loads.append(Load(request, rank, load_plan, left, reread=reread))
-        self.acted(self.consumers[rank].expect(load_plan, self.reader_now, TIMEOUT), "D", rank)
+        ledger = self.consumers[rank]
+        if connecting:
+            self.to_connect.append(self.loads[-1])
+            actions = ledger.begin(load_plan.request_id, self.reader_now, TIMEOUT)
+        else:
+            actions = ledger.expect(load_plan, self.reader_now, TIMEOUT)
+        self.acted(actions, "D", rank)
+
+    def sources(self, rank: Rank, ends: dict[str, int]) -> dict[Rank, dict[tuple[str, str], int]]:
+        """Return the end of each layer that a consumer rank reads, by producer rank."""
+        sources: dict[Rank, dict[tuple[str, str], int]] = {}
+        for producer in self.plan.sources(rank):
+            for edge in self.plan.between(producer, rank):
+                if end := ends.get(edge.group, 0):
+                    layers = {(edge.group, layer): end for layer in edge.layers}
+                    sources.setdefault(producer, {}).update(layers)
+        return sources
+
+    def connect_rank(self, at: int) -> None:
+        """Let a load whose producer was being connected start, unless it has failed."""
+        if not self.to_connect:
+            return
+        load = self.to_connect.pop(at % len(self.to_connect))
+        ledger, name = self.consumers[load.rank], load.load_plan.request_id
+        if self.state(load) != "connecting":
+            return
+        if load.request.epoch != self.epochs["P"]:
+            self.acted(ledger.cancel(name, self.reader_now), "D", load.rank)
+            return
+        ledger.assign(load.load_plan)
+        self.acted(ledger.connected(name, self.reader_now), "D", load.rank)
 
     def start(self, at: int, upto: int) -> None:
         """Post a read of tokens that can be read."""
@@ -231,13 +266,14 @@ class World:
         places = [(s, place, end) for s, ends in readable.items() for place, end in ends.items()]
         if not places:
             return
-        source, (group, layer), end = places[at % len(places)]
+        source, (group, layer), written = places[at % len(places)]
         begin = load.load_plan.sources[source][group, layer] - load.left[source, group, layer]
         open_ = [s for s in self.steps.values() if s.load is load and s.source == source]
         begin += sum(len(s.moved.get((group, layer), ())) for s in open_)
-        stop = min(end, begin + upto)
+        stop = min(written.stop, begin + upto)
+        assert written.start == begin
         name = load.load_plan.request_id
-        step = self.consumers[load.rank].start(name, source, group, [layer], stop)
+        step = self.consumers[load.rank].start(name, source, {(group, layer): stop})
         self.steps[load.rank, step] = Step(load, source, {(group, layer): range(begin, stop)})
 
     def finish(self, at: int, how: str) -> None:
@@ -426,7 +462,7 @@ class World:
                 self.sent = [*self.sent[-60:], self.net[-1]]
             elif isinstance(action, Free):
                 self.freed(action, rank)
-            elif isinstance(action, Ready | Failed | Release | Closed):
+            elif isinstance(action, Failed | Ended | Closed):
                 self.loaded(action)
 
     def give_up(self, at: int) -> None:
@@ -522,14 +558,14 @@ class World:
         ]
         assert not reading, f"{name} is freed on {rank} while it is read"
 
-    def loaded(self, action: Ready | Failed | Release | Closed) -> None:
+    def loaded(self, action: Failed | Ended | Closed) -> None:
         """Check the order of a load's events: ready or failed, released, closed.
 
         A load is released only when no read can still write into its blocks.
         """
         (load,) = (x for x in self.loads if x.load_plan.request_id == action.request_id)
         assert not load.closed
-        if isinstance(action, Ready):
+        if isinstance(action, Ended) and action.state == "done":
             assert load.outcome == ""
             assert not any(load.left.values()), "ready before all tokens have arrived"
             assert not load.void, "ready although a read was void"
@@ -538,7 +574,7 @@ class World:
             assert load.outcome == ""
             assert action.why
             load.outcome = "failed"
-        elif isinstance(action, Release):
+        elif isinstance(action, Ended):
             assert ("failed", False) == (load.outcome, load.released)
             assert not [s for s in self.steps.values() if s.load is load], "a read may still write"
             load.released = True
@@ -546,12 +582,18 @@ class World:
             assert load.outcome == "ready" or load.released
             load.closed = True
 
-    def end(self) -> None:
-        """Let everything in progress end; then nothing may be left on either side."""
+    def start_all(self) -> None:
+        """Start everything that waits."""
         while self.to_admit:
             self.admit_rank(0)
         while self.to_expect:
             self.expect_rank(0, again=False, rejected=True)
+        while self.to_connect:
+            self.connect_rank(0)
+
+    def end(self) -> None:
+        """Let everything in progress end; then nothing may be left on either side."""
+        self.start_all()
         while self.steps:
             self.finish(0, "failed")
         while self.writes:

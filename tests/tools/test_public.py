@@ -49,7 +49,7 @@ PROVISIONAL = """
     kvspec.models architectures
     kvspec.models.catalogue config names
     kvspec.wire register
-    kvspec.session Prompts RankAgreement content_of
+    kvspec.session RankAgreement content_of
     kvspec.testing Case FakeNixl fill logical_views
     kvspec.testing.laws KVSPEC LAWS Move PreparedLists System broken
     kvspec.testing.strategies KINDS cases engine_pairs engines requests specs
@@ -60,7 +60,7 @@ WITHOUT_EXAMPLE = {
     "is a base class or a protocol": ("kvspec.KVSpecError kvspec.LayerSpec kvspec.session.Channel"),
     "needs NIXL or a second process": (
         "kvspec.nixl.NixlRank kvspec.nixl.Staging kvspec.nixl.Transfer "
-        "kvspec.session.Prompts kvspec.session.Session kvspec.session.Load"
+        "kvspec.session.Session kvspec.session.Load"
     ),
     "needs vLLM, or a caller's own kind of layer": (
         "kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine kvspec.wire.register"

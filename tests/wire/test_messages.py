@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from refused import refusal
 
 import kvspec
-from kvspec.completion.actions import Closed, Failed, Release, Tell
-from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.actions import Closed, Ended, Failed, Tell
+from kvspec.completion.consumer import ConsumerLedger, Step
 from kvspec.completion.load_plan import LoadPlan
 from kvspec.errors import TransferState
 from kvspec.ownership.stripes import Stripe
@@ -317,11 +317,11 @@ def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
 def test_ready_when_the_source_held_it_afterwards() -> None:
     """All has arrived, the source is asked, and says that it was valid; then both are told."""
     ledger = moving()
-    step = ledger.start("mine", P[0].rank, "full")
+    step = ledger.start("mine", P[0].rank)
     asked = ledger.finish(step, 3.0)
     assert ["done", "done"] == kinds(asked)
     first, second = answers(asked, "valid")
-    assert ["Ready"] == kinds(ledger.receive(first, 4.0))
+    assert ["Ended"] == kinds(ledger.receive(first, 4.0))
     assert ["Refused"] == kinds(ledger.receive(first, 4.0))
     assert [Closed("mine")] == ledger.receive(second, 5.0)
     assert ({}, 0, None) == (ledger.open, ledger.steps, ledger.due)
@@ -330,8 +330,8 @@ def test_ready_when_the_source_held_it_afterwards() -> None:
 def test_what_was_held_when_the_last_byte_came_is_sound() -> None:
     """Answered at the very time: the source held it, and it is ready."""
     ledger = moving()
-    asked = ledger.finish(ledger.start("mine", P[0].rank, "full"), 3.0)
-    assert ["Ready"] == kinds(ledger.receive(answers(asked, "valid")[0], 3.0))
+    asked = ledger.finish(ledger.start("mine", P[0].rank), 3.0)
+    assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 3.0))
 
 
 def test_load_with_granted_lease_waits_for_valid() -> None:
@@ -339,9 +339,9 @@ def test_load_with_granted_lease_waits_for_valid() -> None:
     ledger = ConsumerLedger(D[0], heartbeat=500.0)
     grant = answers(ledger.expect(reads(), 0.0, 2000.0), "lease", lease=1000.0)[0]
     assert [] == ledger.receive(grant, 0.0)
-    asked = ledger.finish(ledger.start("mine", P[0].rank, "full"), 0.0)
+    asked = ledger.finish(ledger.start("mine", P[0].rank), 0.0)
     assert {"done"} == set(kinds(asked))
-    assert ["Ready"] == kinds(ledger.receive(answers(asked, "valid")[0], 0.0))
+    assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 0.0))
 
 
 def test_valid_before_all_has_arrived_does_not_count() -> None:
@@ -349,14 +349,14 @@ def test_valid_before_all_has_arrived_does_not_count() -> None:
     ledger = ConsumerLedger(D[0])
     early = answers(ledger.expect(reads(), 0.0, 20.0), "valid")[0]
     assert [] == ledger.receive(early, 0.0)
-    actions = ledger.finish(ledger.start("mine", P[0].rank, "full"), 1.0)
-    assert "Ready" not in kinds(actions)
+    actions = ledger.finish(ledger.start("mine", P[0].rank), 1.0)
+    assert "Ended" not in kinds(actions)
 
 
 def test_a_question_has_one_number_however_often_it_is_asked() -> None:
     """And none that a question of another load had, of the same attempt or not."""
     ledger = moving()
-    later = ledger.finish(ledger.start("mine", P[0].rank, "full"), 3.0)
+    later = ledger.finish(ledger.start("mine", P[0].rank), 3.0)
     first, *_ = [action.message for action in later]
     again = [action.message for action in ledger.tick(8.0)]
     assert ({first.number}, 2) == ({message.number for message in again}, len(again))
@@ -371,22 +371,22 @@ def test_a_question_has_one_number_however_often_it_is_asked() -> None:
 def test_gone_fails_by_name() -> None:
     """A source that freed it before it was read fails the request, once, and says who."""
     ledger = moving()
-    step = ledger.start("mine", P[0].rank, "full")
+    step = ledger.start("mine", P[0].rank)
     gone = answers(ledger.finish(step, 3.0), "gone")
     actions = ledger.receive(gone[0], 4.0)
     assert (
         Failed("mine", "prefill tp0 freed it before it was read", TransferState.GONE) == actions[0]
     )
-    assert Release("mine") == actions[1]
+    assert Ended("mine", "failed") == actions[1]
 
 
 def test_blocks_are_held_while_a_step_may_write() -> None:
     """A request that fails keeps its blocks until its last step has ended."""
     ledger = moving()
-    step = ledger.start("mine", P[0].rank, "full")
+    step = ledger.start("mine", P[0].rank)
     assert [Failed("mine", "cancelled", TransferState.STOPPED)] == ledger.cancel("mine", 1.0)
     assert [] == ledger.cancel("mine", 1.0) + ledger.tick(100.0)
-    assert ["Release", "done", "done"] == kinds(ledger.finish(step, 200.0))
+    assert ["Ended", "done", "done"] == kinds(ledger.finish(step, 200.0))
     assert [Closed("mine")] == ledger.tick(212.0)
 
 
@@ -402,7 +402,7 @@ def test_cancel_in_other_words_keeps_the_given_state() -> None:
 def test_failed_step_passes_its_state_to_the_failed_action() -> None:
     """What is known of the transfer is not lost on the way through the ledger."""
     ledger = moving()
-    step = ledger.start("mine", P[0].rank, "full")
+    step = ledger.start("mine", P[0].rank)
     actions = ledger.fail(step, "the peer died", 1.0, state=TransferState.PEER_LOST)
     assert Failed("mine", "the peer died", TransferState.PEER_LOST) == actions[0]
 
@@ -412,7 +412,7 @@ def test_late_is_failed_and_a_dead_producer_is_not_told_for_ever() -> None:
     ledger = moving()
     assert ["heartbeat", "heartbeat"] == kinds(ledger.tick(5.0))
     late = ledger.tick(20.0)
-    assert ["Failed", "Release", "done", "done"] == kinds(late)
+    assert ["Failed", "Ended", "done", "done"] == kinds(late)
     assert Failed("mine", "not there in time", TransferState.TIMEOUT) == late[0]
     assert ["done", "done"] == kinds(ledger.tick(25.0))
     assert [Closed("mine")] == ledger.tick(32.0)
@@ -422,7 +422,7 @@ def test_a_full_hit_is_ready_at_once() -> None:
     """Nothing moves: ready now, and every producer rank is told all the same."""
     ledger = ConsumerLedger(D[0])
     actions = ledger.expect(reads(sources={}), 0.0, 20.0)
-    assert ["done", "done", "Ready"] == kinds(actions)
+    assert ["done", "done", "Ended"] == kinds(actions)
     assert ["Closed"] == kinds(
         [a for n in answers(actions, "gone") for a in ledger.receive(n, 1.0)]
     )
@@ -433,7 +433,7 @@ def test_a_restarted_producer_fails_what_it_had() -> None:
     ledger = moving()
     actions = ledger.connect("prefill", 2, 1.0)
     failed = Failed("mine", "prefill was restarted", TransferState.GONE)
-    assert [failed, Release("mine")] == actions[:2]
+    assert [failed, Ended("mine", "failed")] == actions[:2]
     assert ["Closed"] == kinds(actions[2:])
     for call in (
         lambda: ledger.expect(reads(), 2.0, 9.0),
@@ -450,17 +450,17 @@ def test_frontiers_move_once_and_after_they_are_written() -> None:
     ledger = moving(partial=True)
     source = P[0].rank
     assert {} == ledger.readable("mine")
-    error = refusal(lambda: ledger.start("mine", source, "full"))
+    error = refusal(lambda: ledger.start("mine", source))
     assert ("upto", 8) == (error.field, error.value)
     wrote = said("progress", group=PLACE[0], layer=PLACE[1], upto=5)
     assert [] == ledger.receive(wrote, 1.0)
-    assert {source: {PLACE: 5}} == ledger.readable("mine")
-    first = ledger.start("mine", source, "full", ["layers.0"], 5)
+    assert {source: {PLACE: range(5)}} == ledger.readable("mine")
+    first = ledger.start("mine", source, {PLACE: 5})
     assert {} == ledger.readable("mine")
-    error = refusal(lambda: ledger.start("mine", source, "full", None, 5))
+    error = refusal(lambda: ledger.start("mine", source, {PLACE: 5}))
     assert ("upto", 5) == (error.field, error.value)
     ledger.receive(replace(wrote, upto=99), 2.0)
-    last = ledger.start("mine", source, "full")
+    last = ledger.start("mine", source)
     assert [] == ledger.finish(last, 3.0)
     assert ["done", "done"] == kinds(ledger.finish(first, 3.0))
 
@@ -470,20 +470,18 @@ def test_consumer_ledger_rejects_invalid_plans_and_steps() -> None:
     ledger = moving()
     source = P[0].rank
     calls: list[tuple[Any, str, Any]] = [
-        (lambda: reads(expected={P[1].rank: 1}), "sources", "tp0"),
         (lambda: reads(request_id=""), "request_id", ""),
         (lambda: ledger.expect(reads(), 0.0, 1.0), "request_id", "mine"),
         (lambda: ledger.expect(reads(request_id="other"), 0.0, 1.0), "key", KEY),
-        (lambda: ledger.start("other", source, "full"), "request_id", "other"),
-        (lambda: ledger.start("mine", P[1].rank, "full"), "request_id", "mine"),
-        (lambda: ledger.start("mine", source, "other"), "group", "other"),
+        (lambda: ledger.start("other", source), "request_id", "other"),
+        (lambda: ledger.start("mine", P[1].rank), "request_id", "mine"),
         (
-            lambda: ledger.start("mine", source, "full", ["layers.9"]),
+            lambda: ledger.start("mine", source, {("full", "layers.9"): 8}),
             "layers",
             ("full", "layers.9"),
         ),
-        (lambda: ledger.finish(99, 0.0), "step", 99),
-        (lambda: ledger.fail(99, "why", 0.0, quiet=False), "step", 99),
+        (lambda: ledger.finish(Step("mine", 99), 0.0), "step", ("mine", 99)),
+        (lambda: ledger.fail(Step("other", 99), "why", 0.0, quiet=False), "step", ("other", 99)),
     ]
     for call, field, value in calls:
         error = refusal(call)

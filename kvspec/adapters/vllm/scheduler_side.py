@@ -63,13 +63,13 @@ class EngineStep:
     """The work of one step for the workers. vLLM calls it connector metadata.
 
     Attributes:
-        held: Requests that peers may read: the request id and the remote id.
+        held: Requests that peers may read: the request id and the ticket for the peer.
         fetched: Transfers to begin: the producer's ticket and the request.
         declined: Tickets that are not used. Their producers may free the blocks.
         failed: Ids of requests that cannot be fetched.
     """
 
-    held: list[tuple[str, str]] = attrs.field(factory=list)
+    held: list[tuple[str, PrefillTicket]] = attrs.field(factory=list)
     fetched: list[tuple[PrefillTicket, TransferRequest]] = attrs.field(factory=list)
     declined: list[PrefillTicket] = attrs.field(factory=list)
     failed: list[str] = attrs.field(factory=list)
@@ -162,7 +162,7 @@ class Scheduling:
         except SpecError as error:
             log.warning("%s is not held: %s", request.request_id, error)
             return False, None
-        self._next.held.append((request.request_id, held.remote_id))
+        self._next.held.append((request.request_id, held))
         return True, {"do_remote_prefill": True, "do_remote_decode": False, **held.to_params()}
 
     def _hold(self, request: Any, block_ids: Any) -> PrefillTicket:

@@ -20,11 +20,10 @@ from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
-from kvspec.errors import SpecError
-from kvspec.inputs import positive_int, seconds
+from kvspec.errors import KVSpecError, SpecError
+from kvspec.inputs import flag, positive_int, seconds
 from kvspec.nixl import NixlRank
-from kvspec.session import Prompts, Session, TcpChannel
-from kvspec.session.prompts import PromptLoad
+from kvspec.session import Load, PrefillTicket, Session, TcpChannel
 from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import key_of
 
@@ -35,8 +34,11 @@ log = logging.getLogger(__name__)
 def _fits(_: object, setting: attrs.Attribute[Any], value: object) -> None:
     """Raise `SpecError` for a wrong setting. The type of its default determines the check."""
     # A float is a time in seconds and an int a size in MiB. A text may be None if its default is.
+    # A bool is an int for Python, so it comes first.
     field = f"kv_connector_extra_config[{setting.name!r}]"
-    if isinstance(setting.default, float):
+    if isinstance(setting.default, bool):
+        flag(field, value)
+    elif isinstance(setting.default, float):
         seconds(field, value)
     elif isinstance(setting.default, int):
         positive_int(field, value, least=0, most=1 << 20)
@@ -56,6 +58,8 @@ class Settings:
         hold: Seconds for which a finished prompt waits for its first reader.
         lease: Seconds for which it is held after the last message of a reader.
         timeout: Seconds within which a prompt must be read.
+        verify: Whether to compare checksums of each prompt with the producer. Both engines must set
+            it. It needs caches in host memory.
         staging: MiB of host memory through which short runs move if that is cheaper. 0 for none.
     """
 
@@ -68,6 +72,7 @@ class Settings:
     hold: float = attrs.field(default=480.0, validator=_fits)
     lease: float = attrs.field(default=30.0, validator=_fits)
     timeout: float = attrs.field(default=120.0, validator=_fits)
+    verify: bool = attrs.field(default=False, validator=_fits)
     staging: int = attrs.field(default=0, validator=_fits)
 
     @staticmethod
@@ -87,7 +92,6 @@ class Serving:
     """The session of one rank, and its loads."""
 
     _session: Session
-    _reads: Prompts
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
@@ -95,7 +99,7 @@ class Serving:
         self._settings = Settings.of(vllm_config)
         self._served: Served | None = None
         self._open = contextlib.ExitStack()
-        self._loads: dict[str, PromptLoad] = {}
+        self._loads: dict[str, Load] = {}
         self._held: set[str] = set()  # Request ids.
         self._sent: set[str] = set()
         self._failed: set[str] = set()
@@ -109,14 +113,18 @@ class Serving:
         (epoch, _), *_ = all_workers = self._all_workers(own)
         engine = whole_engine(self._vllm_config, [info for _, info in all_workers], kv_caches)
         engine_id = self._vllm_config.kv_transfer_config.engine_id
+        cache = rank_cache(engine, worker_rank(self._vllm_config), kv_caches, config=config)
+        if settings.verify and any(region.memory_type != "DRAM" for region in cache.regions):
+            field = "kv_connector_extra_config['verify']"
+            raise SpecError(field, True, rule="checksums need caches in host memory")  # noqa: FBT003
         staging = settings.staging << 20 or None
         nixl = NixlRank(prefix=f"{engine_id[:64]}-", staging=staging)
-        # The stack closes in reverse order: first the loads, then the session, then NIXL.
+        # The stack closes in reverse order: first the session, then NIXL.
         self._open.callback(nixl.close)
         self._tensors = tuple(kv_caches.values())
         self._session = Session(
             nixl,
-            rank_cache(engine, worker_rank(self._vllm_config), kv_caches, config=config),
+            cache,
             engine_id=engine_id,
             epoch=epoch,
             model=settings.model,
@@ -127,7 +135,6 @@ class Serving:
             background=True,
         )
         self._open.callback(self._session.close)
-        self._reads = self._open.enter_context(Prompts(self._session, timeout=settings.timeout))
         address = self._session.channel.address
         self._served = Served(engine=engine, engine_id=engine_id, address=address)
 
@@ -153,24 +160,33 @@ class Serving:
 
     def begin(self, step: EngineStep) -> None:
         """Begin the work of *step*: hold, decline and fetch requests."""
-        for request_id, remote_id in step.held:
+        for request_id, ticket in step.held:
             try:
-                self._hold_blocks(request_id, remote_id)
+                self._hold_blocks(request_id, ticket)
             except SpecError as error:
                 # The request ends here. A reader of this remote id receives an error.
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
                 self._sent.add(request_id)
         for ticket in step.declined:
-            self._reads.decline(ticket)
+            self._session.decline(ticket)
         for ticket, request in step.fetched:
-            self._loads[request.request_id] = self._reads.load(ticket, request)
+            name, timeout = request.request_id, self._settings.timeout
+            try:
+                self._loads[name] = self._session.load(
+                    request, ticket=ticket, timeout=timeout, verify=self._settings.verify
+                )
+            except KVSpecError as error:
+                # For example, an earlier load of this request has not ended on all ranks.
+                log.error("%s is not read: %s", name, error)  # noqa: TRY400
+                self._failed.add(name)
         self._failed.update(step.failed)
 
-    def _hold_blocks(self, request_id: str, remote_id: str) -> None:
+    def _hold_blocks(self, request_id: str, ticket: PrefillTicket) -> None:
         # A session holds several requests of one id, but vLLM frees blocks by the id alone.
         if request_id in self._held:
             raise SpecError("request_id", request_id, "the id of no held request")
-        self._session.hold(remote_id, lease=self._settings.hold)
+        tables = ticket.tables if self._settings.verify else None
+        self._session.hold(ticket.remote_id, lease=self._settings.hold, blocks=tables)
         self._held.add(request_id)
 
     def settle(self) -> tuple[set[str], set[str], set[str]]:
@@ -190,10 +206,11 @@ class Serving:
         # Failed requests count as received, too: their loads have ended.
         return sent, ended | failed, failed
 
-    def _complete(self, name: str, load: PromptLoad) -> bool:
+    def _complete(self, name: str, load: Load) -> bool:
         """Return whether a load that ended succeeded."""
         if load.error is not None:
-            log.error("%s: %s: %s", name, type(load.error).__name__, load.error)
+            error = load.error.__cause__ or load.error
+            log.error("%s: %s: %s", name, type(error).__name__, error)
             return False
         # If this is set, vLLM zeroes new blocks, but not those that are loaded. So the bytes that
         # the load has not written are zeroed here.

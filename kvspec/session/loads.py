@@ -1,0 +1,485 @@
+"""The loads of one rank: start them, move their data, and carry out what the ledger decides.
+
+Invariant: the ledger decides when a load is done or has failed. It learns that a step is finished
+when the last byte has arrived, and that a step has failed for good when no byte can arrive any
+more.
+
+Invariant: an interrupt between any two lines loses no action of the ledger. A call of the ledger
+and the recording of its actions are one line. The actions are carried out from the record, at once
+or at the next poll. Carrying out an action twice has the effect of once. If the start of a load is
+interrupted, the load fails, and its blocks are free when nothing can write them.
+
+How it works:
+    `kvspec.session.load` describes the life of a load. These methods lead from state to state:
+
+        open      -> connecting   the ledger and `loads` know the load; nothing else has happened
+        begin     -> moving       check everything, claim the blocks, start the steps, post the
+                                  reads, then let the ledger send the first heartbeats
+        give_up   -> draining     the start failed or was interrupted
+        move                      poll the transfers; start what was written meanwhile
+        receive                   give messages to the ledger; it may answer with actions
+        act       -> done, failed carry the actions out: send messages, free blocks, set states
+
+    A *step* in the ledger is one transfer, or one push of one producer rank. `Load.in_flight` has
+    them. A load whose producer is named by a ticket waits in `waiting` until it is connected. So
+    does a ticket that was declined, and a load that failed while its producer was being connected:
+    then the producer is informed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+import attrs
+import msgspec
+
+from kvspec.completion.actions import Action, Closed, Ended, Failed, Refused, Tell
+from kvspec.completion.consumer import ConsumerLedger, Step, about
+from kvspec.completion.load_plan import EVERYTHING, LoadPlan, Place
+from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
+from kvspec.inputs import instance, seconds
+from kvspec.memory.rank_cache import RankCache
+from kvspec.nixl import NixlRank, Transfer
+from kvspec.ownership.parallel import RankId
+from kvspec.session.checksums import Audit
+from kvspec.session.connector import Connection
+from kvspec.session.following import Advance, advances, ends_of, start
+from kvspec.session.load import LOST, InFlight, Load, LoadOptions
+from kvspec.session.remotes import RemoteEngine
+from kvspec.session.stats import Counters
+from kvspec.session.written import BlockLocks, pushed_of
+from kvspec.wire.messages import (
+    Checksum,
+    ChecksumUnavailable,
+    LayerProgress,
+    Message,
+    PushDone,
+    PushStopped,
+    StopWriting,
+    key_of,
+)
+
+log = logging.getLogger(__name__)
+TURN = 0.02  # Seconds in which transfers are moved, before anything else has its turn.
+
+
+@attrs.frozen(eq=False)
+class Waiting:
+    """A load, or a request to decline, whose producer is being connected."""
+
+    connection: Connection
+    engine_id: str
+    remote_id: str
+    options: LoadOptions
+    load: Load | None = None
+
+
+@attrs.define(eq=False)
+class Loads:
+    """The loads of one rank, by request id.
+
+    Attributes:
+        book: The ledger.
+        find: Returns the connected producer of a name.
+        recorded: Actions of the ledger that are still to be carried out, in order.
+        waiting: Loads and refusals whose producer is being connected.
+        advanced: Loads that follow, and whose producer wrote more since the last poll.
+    """
+
+    book: ConsumerLedger
+    nixl: NixlRank
+    cache: RankCache
+    now: Callable[[], float]
+    send: Callable[[Message], None]
+    note: Callable[[str], None]
+    find: Callable[[str], RemoteEngine]
+    counters: Counters
+    loads: dict[str, Load] = attrs.field(factory=dict)
+    recorded: deque[Action] = attrs.field(factory=deque)
+    waiting: list[Waiting] = attrs.field(factory=list)
+    advanced: dict[str, Load] = attrs.field(factory=dict)
+    _turn: int = 0
+    _declines: itertools.count[int] = attrs.field(factory=itertools.count)
+    _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
+
+    @property
+    def moving(self) -> bool:
+        """Whether anything is in flight, or is compared."""
+        return any(load.in_flight or load.arrived for load in self.loads.values())
+
+    def open(self, load: Load, timeout: float) -> None:
+        """Add *load* in the state *connecting*. Call `give_up` if this or `begin` raises."""
+        self.act()  # The end of an earlier load of this name may only be recorded.
+        name, most = load.request.request_id, seconds("timeout", timeout)
+        if name in self.loads:
+            raise SpecError("request_id", name, "the id of no open load")
+        load.began = self.now()
+        load.deadline = load.began + most
+        self.loads[name] = load
+        self.recorded.extend(self.book.begin(name, load.began, most))
+        self.counters.loads_started += 1
+
+    def begin(self, load: Load, remote: RemoteEngine) -> None:
+        """Start an open load whose producer is connected.
+
+        Everything is checked before anything is posted. No message is sent before all is posted.
+        """
+        load.remote = remote
+        request, options, name = load.request, load.options, load.request.request_id
+        if load.ticket is not None:
+            load.ticket.check_held(request)
+        if options.verify:
+            load.audit = Audit(remote, request, self.book.me, self.nixl, self.cache, self.send)
+        lanes = remote.lanes
+        pushes = {r: pushed_of(lane.table, request) for r, lane in lanes.items() if options.pushed}
+        sides = remote.sides(request, () if options.pushed or options.follow else lanes)
+        whole = dict.fromkeys((*sides, *pushes), EVERYTHING)
+        load.plan = self._plan(
+            remote,
+            load.remote_id,
+            name,
+            options,
+            sources=ends_of(load) if options.follow else whole,
+        )
+        self._locks.acquire(name, load.blocks)
+        self.book.assign(load.plan)
+        steps = {rank: self.book.start(name, rank) for rank in whole}
+        timeout = max(load.deadline - self.now(), 1e-3)
+        transfers = self.nixl.move("READ", sides.values(), request=name, timeout=timeout)
+        moved = dict(zip(sides, transfers, strict=True))
+        for rank, step in steps.items():
+            load.in_flight[step] = InFlight(rank, moved.get(rank), pushes.get(rank))
+        self.recorded.extend(self.book.connected(name, self.now()))
+        self.act()
+
+    def _plan(
+        self,
+        remote: RemoteEngine,
+        remote_id: str,
+        request_id: str,
+        options: LoadOptions,
+        sources: Mapping[RankId, Mapping[Place, int]],
+    ) -> LoadPlan:
+        engine_id, epoch = remote.start
+        return LoadPlan.of(
+            remote.plan,
+            self.book.me.rank,
+            sources,
+            request_id=request_id,
+            key=key_of(remote_id),
+            engine_id=engine_id,
+            epoch=epoch,
+            attempt=options.attempt,
+            sample=options.sample,
+            samples=options.samples,
+            partial=options.follow,
+            again=options.again,
+        )
+
+    def decline(self, remote: RemoteEngine, remote_id: str, options: LoadOptions) -> None:
+        """Inform the producer that this rank will not load a request."""
+        request_id = f"decline {next(self._declines)}"
+        plan = self._plan(remote, remote_id, request_id, options, {})
+        self.recorded.extend(self.book.expect(plan, self.now(), 0.0))
+        self.act()
+
+    def cancel(
+        self, load: Load, why: str = "cancelled", state: TransferState = TransferState.STOPPED
+    ) -> None:
+        """Give up a load, unless it has ended."""
+        name = load.request.request_id
+        if self.loads.get(name) is load:
+            self.recorded.extend(self.book.cancel(name, self.now(), why, state))
+            self.act()
+
+    def give_up(self, load: Load, error: BaseException) -> None:
+        """End a load whose start raised *error*: it was refused, or interrupted at any line."""
+        name = load.request.request_id
+        if self.loads.get(name) is not load:
+            return  # Another load has this id, or this one has ended already.
+        why, state = "its start was interrupted", TransferState.STOPPED
+        if isinstance(error, Exception):
+            why = error.message if isinstance(error, TransferError) else str(error)
+            state = error.state if isinstance(error, TransferError) else TransferState.REFUSED
+        load.fail(None, why, state, error)
+        self._adopt(load, why, state)
+        self.cancel(load, why, state)
+        if name not in self.book.open:  # The ledger may not know the load yet.
+            self.loads.pop(name, None)
+
+    def _adopt(self, load: Load, why: str, state: TransferState) -> None:
+        """Fail each step of *load* that an interrupt left without a flight.
+
+        Its transfer may have been posted. Then the step ends with the transfer.
+        """
+        name = load.request.request_id
+        known = {id(flight.transfer) for flight in load.in_flight.values()}
+        begun = [
+            transfer
+            for transfer in self.nixl.transfers
+            if transfer.request == name
+            and transfer.spec.operation == "READ"
+            and id(transfer) not in known
+        ]
+        for step in sorted(self.book.open_steps(name).difference(load.in_flight, load.arrived)):
+            quiet = not begun
+            if begun:
+                # Any of its source ranks: the step only has to stay open until the transfer ends.
+                load.in_flight[step] = InFlight(next(iter(load.remote.tables)), begun.pop())
+            now = self.now()
+            self.recorded.extend(self.book.fail(step, why, now, quiet=quiet, state=state))
+
+    def _serve_waiting(self) -> None:
+        """Begin or decline whatever waited for a producer that is connected by now."""
+        for waiting in list(self.waiting):
+            load = waiting.load
+            draining = load is not None and load.state == "moving" and load.error is not None
+            if waiting.connection.attempt.done() and not draining:
+                self._serve(waiting, load)
+                self.waiting.remove(waiting)
+
+    def _serve(self, waiting: Waiting, load: Load | None) -> None:
+        remote = None
+        try:
+            waiting.connection.attempt.result()
+            remote = self.find(waiting.engine_id)
+            if load is not None and load.state == "moving":
+                self.begin(load, remote)
+                return
+        except BaseException as error:
+            if load is not None:
+                self.give_up(load, error)
+            if not isinstance(error, Exception):  # An interrupt. Any other fails this load alone.
+                raise
+        if remote is not None and not waiting.options.again:
+            with contextlib.suppress(KVSpecError):
+                self.decline(remote, waiting.remote_id, waiting.options)
+
+    def _follow(self, load: Load) -> None:
+        """Start to read what was written since the last time."""
+        name = load.request.request_id
+        try:
+            for advance in advances(self.book.readable(name), load.plan.sources):
+                self._advance(load, advance, self.book.start(name, advance.rank, advance.upto))
+                if load.error is not None:
+                    break
+        except BaseException:
+            self._adopt(load, "it was interrupted", TransferState.STOPPED)
+            raise
+        self.act()
+
+    def _advance(self, load: Load, advance: Advance, step: Step) -> None:
+        """Post the read of a step that has started, or fail the load."""
+        try:
+            transfer = start(self.nixl, load, advance, load.deadline - self.now())
+        except TransferError as error:
+            load.fail(advance.rank, error.message, error.state)
+            why, state = error.message, error.state
+            self.recorded.extend(self.book.fail(step, why, self.now(), state=state))
+            return
+        if transfer is None:
+            self._arrive(load, step)
+        else:
+            load.in_flight[step] = InFlight(advance.rank, transfer)
+
+    def receive(self, message: Message) -> None:
+        """Process a message of a producer."""
+        load = self.loads.get(self.book.find(message) or "")
+        if isinstance(message, PushDone | PushStopped):
+            self._end_push(message, load)
+        elif isinstance(message, Checksum | ChecksumUnavailable):
+            if load is None or load.audit is None or not load.audit.deliver(message):
+                self.note(f"{message.kind} of {message.by}: no question is open for it")
+        else:
+            if isinstance(message, LayerProgress):
+                # The groups of the producer may have other names.
+                home = self.cache.engine.homes.get(message.layer)
+                if home is not None:
+                    message = msgspec.structs.replace(message, group=home.name)
+                if load is not None and load.options.follow:
+                    self.advanced[load.request.request_id] = load
+            self.recorded.extend(self.book.receive(message, self.now()))
+            self.act()
+
+    def move(self) -> None:
+        """Make progress on all loads, in turns."""
+        self.act()
+        self._serve_waiting()
+        for name, load in list(self.advanced.items()):
+            self._follow(load)
+            del self.advanced[name]  # Last: an interrupted turn is repeated.
+        end = time.monotonic() + TURN
+        flying: list[tuple[Load, Step]] = []
+        for load in list(self.loads.values()):
+            if load.arrived:
+                self._compare(load, end)
+            flying += [(load, step) for step in load.in_flight]
+        for place in range(len(flying)):
+            load, step = flying[(self._turn + place) % len(flying)]
+            flight = load.in_flight.get(step)
+            if flight is not None and flight.transfer is not None:
+                self._settle(load, step, flight, flight.transfer)
+            elif load.error is not None and self.now() >= load.stop_again:
+                self._stop_pushes(load)
+            if time.monotonic() >= end:
+                self._turn += place + 1
+                break
+
+    def _end_push(self, message: PushDone | PushStopped, load: Load | None) -> None:
+        """Record that a producer writes no more. It has written everything, or has given up."""
+        for step, flight in list(load.in_flight.items()) if load is not None else ():
+            if load is not None and flight.rank == message.by.rank and flight.transfer is None:
+                done = isinstance(message, PushDone)
+                state = TransferState.DIFFERS if done else TransferState.STOPPED
+                if why := flight.wrong(message):
+                    load.fail(flight.rank, why, state)
+                self._end(load, step, why, state)
+                return
+        self.note(f"{message.kind} of {message.by}: this rank waits for no such push")
+
+    def connect(self, engine_id: str, epoch: int) -> None:
+        """Record the current incarnation of an engine. Loads from another one fail."""
+        self.recorded.extend(self.book.connect(engine_id, epoch, self.now()))
+        self.act()
+        self._end_pushes(engine_id, epoch)
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget an engine that has ended. Loads from it fail."""
+        instance("engine_id", engine_id, str)
+        for load in list(self.loads.values()):
+            if load.connected and load.engine_id == engine_id:
+                self.cancel(load, f"{engine_id} was disconnected", TransferState.GONE)
+        self._end_pushes(engine_id)
+        self.book.disconnect(engine_id)
+
+    def _end_pushes(self, engine_id: str, epoch: int | None = None) -> None:
+        """Record that all incarnations of an engine except *epoch* write no more."""
+        for load in list(self.loads.values()):
+            if load.connected and load.engine_id == engine_id and load.remote.start[1] != epoch:
+                for step in [s for s, f in load.in_flight.items() if f.transfer is None]:
+                    self._end(load, step, f"{engine_id} is gone", TransferState.GONE)
+
+    def _stop_pushes(self, load: Load) -> None:
+        """Ask the producers that push to stop. Repeat it until they answer."""
+        load.stop_again = self.now() + self.book.heartbeat
+        for flight in load.in_flight.values():
+            self.send(StopWriting(*about(load.plan.name, self.book.me, flight.rank)))
+
+    def _settle(self, load: Load, step: Step, flight: InFlight, transfer: Transfer) -> None:
+        """Poll a transfer. Report its end to the ledger when nothing of it can move."""
+        why, state = "", TransferState.GONE
+        try:
+            if transfer.poll() == "PROC":
+                return
+            load.bytes_moved += transfer.nbytes
+            self.counters.bytes_read += transfer.nbytes
+        except TransferError as error:
+            why, state = error.message, error.state
+            load.fail(flight.rank, why, state)
+            load.remote.lost |= state in LOST
+            if not transfer.over:
+                now = self.now()
+                self.recorded.extend(self.book.fail(step, why, now, quiet=False, state=state))
+                self.act()
+                return
+        load.written |= transfer.handles > 0
+        self._end(load, step, why, state)
+
+    def _end(self, load: Load, step: Step, why: str, state: TransferState) -> None:
+        """Report the end of a flight to the ledger: everything has arrived, or *why* not."""
+        flight = load.in_flight[step]
+        load.written |= flight.transfer is None
+        if why:
+            self._close(load, (step,), why, state)
+        else:
+            self._arrive(load, step)
+        # Last: if this is interrupted, the next poll ends the flight again.
+        load.in_flight.pop(step, None)
+        self.act()
+
+    def _arrive(self, load: Load, step: Step) -> None:
+        """Report that all data of a step has arrived, or keep the step until it was compared."""
+        if load.audit is not None and load.error is None:
+            load.arrived[step] = None
+        else:
+            self._close(load, (step,))
+
+    def _close(
+        self,
+        load: Load,
+        steps: Iterable[Step],
+        why: str = "",
+        state: TransferState = TransferState.GONE,
+    ) -> None:
+        """Report that *steps* have ended, well or because of *why*. Skip those that are closed."""
+        for step in steps:
+            if step in self.book.open_steps(load.request.request_id):
+                # One line each: an interrupt must not come between the call and its record.
+                now = self.now()
+                if why:
+                    self.recorded.extend(self.book.fail(step, why, now, state=state))
+                else:
+                    self.recorded.extend(self.book.finish(step, now))
+
+    def _compare(self, load: Load, end: float) -> None:
+        """Compare checksums with the producers, after everything has arrived."""
+        if load.audit is None or load.in_flight or not self.book.started(load.request.request_id):
+            return
+        why = load.audit.move(load.plan.name, self.now(), self.book.heartbeat, end)
+        if why is None:
+            return
+        if why:
+            load.fail(load.audit.source, why, load.audit.verdict)
+        self._close(load, tuple(load.arrived), why, load.audit.verdict)
+        load.arrived.clear()
+        load.audit.cancel()
+        self.act()
+
+    def tick(self) -> None:
+        """Process the time: send heartbeats, and fail late loads."""
+        self.recorded.extend(self.book.tick(self.now()))
+        self.act()
+
+    def act(self) -> None:
+        """Carry out the recorded actions of the ledger."""
+        while self.recorded:
+            action = self.recorded[0]
+            if isinstance(action, Tell | Refused):
+                self.recorded.popleft()  # First: a message may be lost, since it is sent again.
+                if isinstance(action, Tell):
+                    self.send(action.message)
+                else:
+                    self.note(str(action))
+                continue
+            if (load := self.loads.get(action.request_id)) is not None:
+                self._change(load, action)
+            self.recorded.popleft()  # Last: an interrupted change is made again.
+
+    def _change(self, load: Load, action: Action) -> None:
+        """Carry out an action that concerns one load."""
+        name = load.request.request_id
+        if isinstance(action, Failed):
+            where = ""
+            if load.connection is not None and not load.connected:
+                where = f", at {', '.join(load.connection.addresses)}"
+            load.fail(None, action.why + where, action.state)
+            log.info("load %s from %s failed: %s", name, load.engine_id, load.error)
+            if load.connection is not None and action.state is not TransferState.STOPPED:
+                load.connection.lost = True
+            self._close(load, tuple(load.arrived))
+            load.arrived.clear()
+            if load.audit is not None:
+                load.audit.cancel()
+            load.stop()
+        elif isinstance(action, Ended) and load.state == "moving":
+            self._locks.release(name)
+            self.counters.ended(self.now() - load.began, done=action.state == "done")
+            load.state = "done" if action.state == "done" else "failed"
+        elif isinstance(action, Closed):
+            self.loads.pop(name, None)
+            self.advanced.pop(name, None)
