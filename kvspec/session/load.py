@@ -48,7 +48,7 @@ from kvspec.nixl import Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
-from kvspec.session.connector import Connection
+from kvspec.session.connecting import Connection
 from kvspec.session.remotes import RemoteEngine
 from kvspec.session.stats import Counters
 from kvspec.session.ticket import PrefillTicket

@@ -47,7 +47,7 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
-from kvspec.session.connector import Connection
+from kvspec.session.connecting import Connection
 from kvspec.session.following import Advance, advances, ends_of, start
 from kvspec.session.load import LOST, InFlight, Load, LoadOptions
 from kvspec.session.remotes import RemoteEngine

@@ -27,7 +27,7 @@ from kvspec.plan.plan import TransferPlan
 from kvspec.session.background import BUSY, Background, SessionLock, since_boot
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
-from kvspec.session.connector import Connector
+from kvspec.session.connecting import Connector
 from kvspec.session.holds import MAX_FOREIGN, Holds, Settled
 from kvspec.session.load import Load, LoadOptions, Push
 from kvspec.session.loads import Loads, Waiting

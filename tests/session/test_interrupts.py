@@ -27,7 +27,7 @@ from kvspec.session import (
     session,
     written,
 )
-from kvspec.session.connector import Connection
+from kvspec.session.connecting import Connection
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 

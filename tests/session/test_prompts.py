@@ -22,7 +22,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.session import Load, PrefillTicket, Session, content_of, session
-from kvspec.session.connector import Connection
+from kvspec.session.connecting import Connection
 from kvspec.testing import FakeNixl
 
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
