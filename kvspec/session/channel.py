@@ -22,7 +22,7 @@ How it works:
 
     A connection is closed at its first message with a wrong seal (`reject`). Until then it can cost
     little time: one poll returns few messages of each connection, and a bounded number in all. The
-    connections take turns, so that nobody waits for ever. With at most 2 messages of a connection
+    connections take turns, so that each of them is read. With at most 2 messages of a connection
     and 4 in all:
 
         poll   arrived                     returned         left, in the order of turns
@@ -64,9 +64,9 @@ MAX_ACCEPTED = 1024
 ACCEPTS = 16
 """Connections that one poll accepts."""
 FRAMES = 256
-"""Messages of trusted and dialled peers that one poll returns. Of strangers, a quarter."""
+"""Messages of trusted and dialled peers that one poll returns. Strangers get a quarter."""
 TURN = 32
-"""Messages of one trusted or dialled peer that one poll returns. Of a stranger, an eighth."""
+"""Messages of one trusted or dialled peer that one poll returns. A stranger gets an eighth."""
 RESOLVED = 1 << 16
 """Addresses that `resolve` has looked up. The oldest is forgotten."""
 REST = 0.025
@@ -116,7 +116,7 @@ class Channel(Protocol):
 
 
 def check_channel(channel: object) -> None:
-    """Raise `SpecError` if *channel* is neither a `Channel` nor None."""
+    """Raise `SpecError` unless *channel* is a `Channel` or None."""
     names = ("address", "send", "receive", "wait", "close")
     missing = [name for name in names if not hasattr(channel, name)]
     if channel is not None and missing:
@@ -296,7 +296,7 @@ class TcpChannel:
             if events & selectors.EVENT_READ and self._links.get(link.route) is link:
                 self._turns.setdefault(link.route, link)
         came = self._take_turns()
-        # Last: if nobody called for long, whatever arrived meanwhile is progress.
+        # Last: after a long time without a call, the bytes that arrived meanwhile are progress.
         self._drop_stalled(time.monotonic())
         return came
 
@@ -343,7 +343,7 @@ class TcpChannel:
                 made, _ = self._listener.accept()
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    return  # nobody waits any more
+                    return  # the queue is empty
                 self._refuse()
                 break
             made.settimeout(0)
@@ -392,7 +392,7 @@ class TcpChannel:
         self._next_check = now + STALL / 8
         for link in tuple(self._links.values()):
             # A peer that waits for its turn does not stall. A peer that writes but does not read
-            # stalls: what it writes is no progress here.
+            # stalls, because its own bytes are not progress here.
             begun = link.connecting or (link.came and link.route not in self._turns)
             if (begun and now - link.moved > STALL) or (link.unsent and now - link.taken > STALL):
                 self._drop(link)
@@ -468,7 +468,7 @@ def _share(most: int, part: int) -> int:
 
 
 def _look_up(address: str, flags: int = 0) -> tuple[int, tuple[object, ...]] | None:
-    """Return family and socket address of a host and port. None if there is no such host."""
+    """Return family and socket address of a host and port. None for an unknown host."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return None

@@ -22,8 +22,8 @@ How it works:
 
     One agent may serve two engines in these places, because a rank can be producer and consumer of
     the same peer. So agents are counted by reference: `leave` disconnects an agent with its last
-    user. The count is computed from the three places each time. A number that is kept beside them
-    could be left wrong by an interrupt. For example, agent a belongs to the producer role P and the
+    user. The count is computed from the three places each time. An interrupt could leave
+    a stored number wrong. For example, agent a belongs to the producer role P and the
     consumer role C:
 
         event                              users of a   agents that `leave` disconnects

@@ -97,7 +97,7 @@ def test_closed_session_ends_its_rest(net: FakeNixl, monkeypatch: pytest.MonkeyP
 
 
 class Plain(Direct):
-    """A channel without `wake` that waits as long as it is told."""
+    """A channel without `wake` that waits for the whole timeout."""
 
     def wait(self, timeout: float) -> None:
         """Sleep."""
