@@ -1,4 +1,4 @@
-"""The TCP channel: whole messages or none, bounded, and nobody who stalls or lies is waited for."""
+"""The TCP channel delivers whole messages, bounds its memory, and disconnects peers that stall."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ def raw(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-def test_messages_come_whole_in_order_and_are_answered(pair: tuple[TcpChannel, TcpChannel]) -> None:
-    """Of any length, and the answer goes back over the same connection."""
+def test_messages_arrive_whole_in_order_and_are_answered(
+    pair: tuple[TcpChannel, TcpChannel],
+) -> None:
+    """Messages have any length. The answer returns over the same connection."""
     near, far = pair
     sent = [b"", b"x", bytes(60_000), b"last"]
     for data in sent:
@@ -74,8 +76,10 @@ def test_messages_come_whole_in_order_and_are_answered(pair: tuple[TcpChannel, T
     assert (1, 1) == (len(near), len(far))
 
 
-def test_who_is_reached_is_known(pair: tuple[TcpChannel, TcpChannel]) -> None:
-    """When a connection stands: not before anything was sent, nor as soon as it was."""
+def test_peer_is_reached_once_connection_is_established(
+    pair: tuple[TcpChannel, TcpChannel],
+) -> None:
+    """The first `send` only begins to connect."""
     near, far = pair
     assert not near.reaches(far.address)
     near.send(far.address, b"x")
@@ -85,10 +89,10 @@ def test_who_is_reached_is_known(pair: tuple[TcpChannel, TcpChannel]) -> None:
     until(lambda: near.receive() or not near.reaches(far.address))
 
 
-def test_what_is_too_long_is_refused(
+def test_message_that_is_too_long_is_refused(
     pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the sender, and who sends it all the same is cut off, not only when it stalls."""
+    """The sender raises. A peer that announces such a message is disconnected at once."""
     monkeypatch.setattr(channel, "STALL", 1e9)
     near, far = pair
     with pytest.raises(SpecError, match="at most"):
@@ -105,10 +109,10 @@ def test_what_is_too_long_is_refused(
     liar.close()
 
 
-def test_what_nobody_takes_is_lost(
+def test_message_to_unreachable_peer_is_lost(
     pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody there, no address, a peer that reads nothing: counted, and no memory grows."""
+    """Lost messages are counted, and memory does not grow for a peer that does not read."""
     near, far = pair
     far.close()
     for route in (far.address, "nowhere", "host:port", "#7", "no such host.invalid:1", "h:99999"):
@@ -125,10 +129,10 @@ def test_what_nobody_takes_is_lost(
     deaf.close()
 
 
-def test_who_stalls_is_cut_off(
+def test_peer_that_stalls_is_disconnected(
     pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message that has begun goes on, or its connection goes; who says nothing may stay."""
+    """Only a message that has begun must make progress. A silent peer may stay."""
     _, far = pair
     silent, slow = raw(far.address), raw(far.address)
     slow.sendall(b"\0\0\0\x09half")
@@ -144,10 +148,10 @@ def test_who_stalls_is_cut_off(
     until(lambda: far.receive() or not len(far))
 
 
-def test_who_takes_nothing_is_cut_off(
+def test_peer_that_reads_nothing_is_disconnected(
     pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often it is sent to; but its time begins with what it does not take, not before."""
+    """More messages to it do not extend its time, which begins with the first unread byte."""
     near, _ = pair
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
@@ -172,10 +176,10 @@ def test_who_takes_nothing_is_cut_off(
         assert time.monotonic() - start > 0.1
 
 
-def test_channel_cuts_off_peer_that_does_not_read_its_answers(
+def test_peer_that_does_not_read_its_answers_is_disconnected(
     pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peer that dialled is cut off as soon as too many bytes wait for it, and not before."""
+    """The peer that dialled is disconnected when too many bytes wait for it, and not before."""
     monkeypatch.setattr(channel, "MAX_UNREAD", 1 << 18)
     _, far = pair
     deaf = raw(far.address)
@@ -194,7 +198,7 @@ def test_channel_cuts_off_peer_that_does_not_read_its_answers(
     deaf.close()
 
 
-def test_channel_cuts_off_peer_that_writes_but_does_not_read(
+def test_peer_that_writes_but_does_not_read_is_disconnected(
     pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes that come from the peer do not extend the time in which it has to read."""
@@ -215,8 +219,10 @@ def test_channel_cuts_off_peer_that_writes_but_does_not_read(
     deaf.close()
 
 
-def test_who_broke_off_is_dropped_when_it_is_sent_to(pair: tuple[TcpChannel, TcpChannel]) -> None:
-    """What it does not take is lost, and nothing raises; it is dialled again for the next."""
+def test_peer_that_reset_connection_is_dropped_at_next_send(
+    pair: tuple[TcpChannel, TcpChannel],
+) -> None:
+    """The message is lost without an error. The next message dials the peer again."""
     near, _ = pair
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -338,7 +344,7 @@ def test_poll_is_bounded_however_much_arrives(
 def test_rejected_connection_is_closed_and_dialled_again(
     pair: tuple[TcpChannel, TcpChannel],
 ) -> None:
-    """Of a peer that dialled, and of one that was dialled."""
+    """Both a connection of a peer that dialled and one to a peer that was dialled."""
     near, far = pair
     near.send(far.address, b"x")
     ((route, _),) = received(far, near, count=1)
@@ -413,7 +419,7 @@ def test_names_are_looked_up_by_resolve_alone(
 
 
 def test_wake_ends_wait(pair: tuple[TcpChannel, TcpChannel]) -> None:
-    """In any thread, and also if it comes before; once it is taken, `wait` waits again."""
+    """It works from any thread, and before `wait`. `receive` takes it back."""
     near, _ = pair
     start = time.monotonic()
     waker = threading.Timer(0.1, near.wake)
@@ -434,8 +440,8 @@ def took(near: TcpChannel) -> float:
     return time.monotonic() - start
 
 
-def test_a_port_in_use_is_named() -> None:
-    """And so is a host that is not ours, and a port that is none."""
+def test_port_in_use_is_named() -> None:
+    """A foreign host and an impossible port are named too."""
     one = TcpChannel()
     with pytest.raises(TransferError, match=r"cannot listen on 127.0.0.1:.*in use") as caught:
         TcpChannel(port=int(one.address.rpartition(":")[2]))
@@ -448,8 +454,8 @@ def test_a_port_in_use_is_named() -> None:
     one.close()
 
 
-def test_a_channel_may_be_closed_while_it_is_waited_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by who closes a session whose producer is just being met: there is nothing to wait for."""
+def test_channel_can_be_closed_while_a_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread may wait for a producer while another thread closes the session."""
     near = TcpChannel()
     select = near._selector.select
 
@@ -463,8 +469,8 @@ def test_a_channel_may_be_closed_while_it_is_waited_on(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])  # noqa: S104 - that is refused
-def test_who_listens_everywhere_says_where_it_is_reached(host: str) -> None:
-    """Nobody else reaches 0.0.0.0: who dials it reaches itself."""
+def test_channel_on_all_hosts_requires_public_address(host: str) -> None:
+    """A peer that dials 0.0.0.0 reaches itself."""
     with pytest.raises(SpecError, match=repr(host)) as caught:
         TcpChannel(host)
     assert ("public", "") == (caught.value.field, caught.value.value)
@@ -475,16 +481,16 @@ def test_who_listens_everywhere_says_where_it_is_reached(host: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, None, b"127.0.0.1"])
-def test_a_host_is_a_name(wrong: Any) -> None:
-    """To listen on, and to be reached by."""
+def test_host_must_be_text(wrong: Any) -> None:
+    """Both the host to listen on and the public one."""
     with pytest.raises(SpecError, match="host="):
         TcpChannel(wrong)
     with pytest.raises(SpecError, match="public="):
         TcpChannel(public=wrong)
 
 
-def test_a_closed_channel_leaves_nothing() -> None:
-    """Neither a file descriptor nor an error in whoever uses it still."""
+def test_closed_channel_leaves_no_descriptor() -> None:
+    """Later calls have no effect and raise no error."""
     gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):

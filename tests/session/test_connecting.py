@@ -1,4 +1,4 @@
-"""What a session meets, in both roles and by several threads: met whole, or not at all."""
+"""A session connects an engine completely or not at all, in both roles and from several threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def net() -> Iterator[FakeNixl]:
 
 @pytest.fixture
 def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
-    """Return a producer of two ranks and a consumer of one that met it."""
+    """Return a producer of two ranks, and a consumer of one rank that is connected to it."""
     with (
         Side("P", engine(2), polled=False) as producer,
         Side("D", engine(1), polled=False) as consumer,
@@ -39,7 +39,7 @@ def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
 
 
 def loads(producer: Side, session: Session, name: str) -> bool:
-    """Whether a request is loaded; False where its producer is not met."""
+    """Whether a request is loaded. False if its producer is not connected."""
     remote_id = new_remote_id(name)
     producer.hold(remote_id)
     try:
@@ -51,8 +51,8 @@ def loads(producer: Side, session: Session, name: str) -> bool:
     return True
 
 
-def test_a_meeting_that_fails_breaks_no_other(net: FakeNixl, pair: tuple[Side, Side]) -> None:
-    """Ranks that are met in the other role stay connected."""
+def test_failed_connect_breaks_no_other_connection(net: FakeNixl, pair: tuple[Side, Side]) -> None:
+    """Ranks that are connected in the other role stay connected."""
     producer, consumer = pair
     (session,) = consumer.sessions.values()
     last = net.agents[max(session.nixl.peers)]
@@ -64,8 +64,8 @@ def test_a_meeting_that_fails_breaks_no_other(net: FakeNixl, pair: tuple[Side, S
     assert loads(producer, session, "r")
 
 
-def test_who_is_parted_from_while_it_is_met(pair: tuple[Side, Side]) -> None:
-    """Is met whole, or not at all; whenever another thread parts, it can be met again."""
+def test_disconnect_while_connecting_leaves_all_or_nothing(pair: tuple[Side, Side]) -> None:
+    """Another thread disconnects between any two lines. The engine can be connected again."""
     producer, consumer = pair
     (session,) = consumer.sessions.values()
     failed = 0
@@ -88,16 +88,16 @@ def test_who_is_parted_from_while_it_is_met(pair: tuple[Side, Side]) -> None:
     assert failed
 
 
-def test_a_rank_may_be_closed_before_its_session(pair: tuple[Side, Side]) -> None:
-    """Its lists are gone with it: nobody is left to be parted from."""
+def test_rank_can_be_closed_before_its_session(pair: tuple[Side, Side]) -> None:
+    """NIXL has released the lists with the rank, so the session has nothing to release."""
     (session,) = pair[1].sessions.values()
     session.nixl.close()
     session.close()
     assert SessionStats() == session.stats()
 
 
-def test_nobody_waits_for_a_session_that_is_closed(pair: tuple[Side, Side]) -> None:
-    """Who is to push is not heard any more: what it may write still is moving, without an end."""
+def test_wait_raises_when_session_is_closed(pair: tuple[Side, Side]) -> None:
+    """The session no longer receives that a push has ended, so the load stays moving."""
     (session,) = pair[1].sessions.values()
     load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0, pushed=True)
     states: list[str | None] = []

@@ -1,4 +1,4 @@
-"""Whatever comes over a session's channel: nothing raises, and nothing is done because of it."""
+"""Arbitrary bytes over the channel of a session raise nothing and change nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = st.sampled_from((0, 1, 2, 3, 2**62, 2**63 - 1))
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """Draw a message that anybody who knows the secret could send, much like a true one."""
+    """Draw a message that resembles a true one, which any holder of the secret could send."""
     kind = draw(st.sampled_from(sorted(MESSAGES)))
     more: dict[str, Any] = {}
     if kind in ("heartbeat", "done"):
@@ -86,8 +86,8 @@ ANY_MESSAGES = st.one_of(
 
 @given(st.lists(st.tuples(st.sampled_from("PD"), ANY_MESSAGES), max_size=40))
 @settings(max_examples=50)
-def test_anything_may_come(messages: list[tuple[str, Any]]) -> None:
-    """Rubbish, sealed or not, and messages about anything, from and to anybody."""
+def test_arbitrary_messages_change_nothing(messages: list[tuple[str, Any]]) -> None:
+    """Random bytes, sealed or not, and messages between any ranks about any request."""
     with (
         FakeNixl(lambda flight: flight.land() if flight.copies[0][2] == 1 else None),
         Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
@@ -106,8 +106,8 @@ def test_anything_may_come(messages: list[tuple[str, Any]]) -> None:
         assert all(each.startswith((MESSAGE, CHALLENGE)) for each in answers)
 
 
-def test_who_does_not_know_the_secret_learns_nothing() -> None:
-    """A question of another secret is not answered, however well it is put."""
+def test_peer_without_secret_gets_no_answer() -> None:
+    """A question that is sealed with another secret is recorded, and not answered."""
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
         stranger = Direct("stranger")
         stranger.send("P", Secret(b"another secret, as long").seal(QUESTION, b""))
@@ -229,7 +229,7 @@ def test_fetch_over_own_channel_survives_lost_and_doubled_messages(
 
 
 def test_questions_in_a_row_get_one_challenge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that asks without an end fills no queue; the challenge is repeated after a while.
+    """A peer that repeats its question fills no queue. The challenge is repeated after a while.
 
     It is the same challenge, so that an answer on a slow way is not too late.
     """
@@ -272,8 +272,8 @@ def test_rank_answers_no_challenge_of_a_peer_that_it_did_not_ask() -> None:
         assert [] == stranger.receive()
 
 
-def test_of_what_changed_nothing_the_last_is_remembered() -> None:
-    """So many, and each is told once."""
+def test_latest_refused_messages_are_returned_once() -> None:
+    """Only `MAX_FOREIGN` reasons are kept."""
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
         stranger, session = Direct("stranger"), producer.sessions[RANK]
         for number in range(MAX_FOREIGN + 9):
@@ -319,8 +319,8 @@ def test_peer_that_was_chosen_is_warned_of_once(caplog: pytest.LogCaptureFixture
     assert [("INFO", "connected"), ("WARNING", "P"), ("INFO", "disconnected")] == names
 
 
-def test_routes_are_remembered_of_who_was_heard_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many; who is heard again is the last, and who is forgotten is not answered."""
+def test_routes_of_latest_senders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new message makes its sender the latest. A forgotten sender gets no answer."""
     monkeypatch.setattr("kvspec.session.mailbox.MAX_ROUTES", 2)
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
         (session,) = producer.sessions.values()
