@@ -218,14 +218,14 @@ def calm(seed: int, **ledgers: Any) -> World:
     return world
 
 
-def test_nothing_goes_wrong_when_nothing_fails() -> None:
+def test_all_requests_are_ready_when_nothing_fails() -> None:
     """Requests of any plan, samples and full hits are all ready, and freed as sent."""
     for seed in range(20):
         calm(seed)
 
 
-def test_anything_may_happen() -> None:
-    """Nothing is left over, freed twice or too early, nor ready with what it should not have."""
+def test_law_holds_whatever_happens() -> None:
+    """Nothing is left over, freed twice, freed too early, or ready with void data."""
     worlds = [chaos(seed) for seed in range(150)]
     outcomes = {load.outcome for world in worlds for load in world.loads}
     why = {why for world in worlds for r in world.requests for why in r.freed.values()}
@@ -233,7 +233,7 @@ def test_anything_may_happen() -> None:
     assert {"sent", "expired", "aborted"} == why
 
 
-class Taken(dict[Any, Any]):
+class RecordingTable(dict[Any, Any]):
     """A table that knows which of its rows were looked up."""
 
     def __init__(self, table: Any) -> None:
@@ -245,12 +245,12 @@ class Taken(dict[Any, Any]):
         return super().__getitem__(row)
 
 
-def test_every_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row of a table is there for show, and no other is missed."""
+def test_every_row_of_the_tables_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chaos uses each row of the tables."""
     tables = {
-        "producer.PRODUCER": Taken(PRODUCER),
-        "producer.PUSH": Taken(PUSH),
-        "consumer.CONSUMER": Taken(CONSUMER),
+        "producer.PRODUCER": RecordingTable(PRODUCER),
+        "producer.PUSH": RecordingTable(PUSH),
+        "consumer.CONSUMER": RecordingTable(CONSUMER),
     }
     for name, table in tables.items():
         monkeypatch.setattr(f"kvspec.completion.{name}", table)
@@ -261,10 +261,10 @@ def test_every_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ByTotal(ProducerLedger):
-    """Count messages that say done, not readers."""
+    """Count `done` messages instead of readers."""
 
     def receive(self, message: Any, now: float) -> Any:
-        """Take each done as one reader's."""
+        """Count each `done` as that of another reader."""
         self.extra = getattr(self, "extra", 0) + 1
         by = replace(message.by, rank=kvspec.RankId(tp=1000 + self.extra))
         request = self._requests.get(message.key)
@@ -275,10 +275,10 @@ class ByTotal(ProducerLedger):
 
 
 class ByRequest(ProducerLedger):
-    """Know a request by its id alone."""
+    """Identify a request by its request id alone."""
 
     def receive(self, message: Any, now: float) -> Any:
-        """Take whatever nonce for the right one."""
+        """Accept any nonce."""
         same = [key for key in self.held if key.request_id == message.key.request_id]
         return super().receive(replace(message, key=[*same, message.key][0]), now)
 
@@ -294,7 +294,7 @@ class OnAbort(ProducerLedger):
 
 
 class FirstCount(ProducerLedger):
-    """Believe the first that says how many will come."""
+    """Use the number of readers of the first message for all."""
 
     def receive(self, message: Any, now: float) -> Any:
         """Replace every later count by the first."""
@@ -307,7 +307,7 @@ class FirstCount(ProducerLedger):
 
 
 class NoEarly(ProducerLedger):
-    """Tell who is early that nothing is here."""
+    """Answer early messages with `gone`."""
 
     def _keep(self, request: Any, message: Any, _: str) -> Any:
         return self._gone(request, message, _)
@@ -319,7 +319,7 @@ class NoEarly(ProducerLedger):
 
 
 class NoFence(ProducerLedger):
-    """Tell who is late that all is well."""
+    """Answer late `done` messages with `valid`."""
 
     def _step(self, request: Any, event: str, message: Any = None) -> Any:
         if request.state == "freed" and event == "done":
@@ -328,7 +328,7 @@ class NoFence(ProducerLedger):
 
 
 class NoBeats(ProducerLedger):
-    """Grant time, and do not keep the promise."""
+    """Send leases, and do not extend them."""
 
     def _deliver(self, request: Any, message: Any) -> Any:
         expires = request.expires
@@ -339,17 +339,17 @@ class NoBeats(ProducerLedger):
 
 
 class Twice(ProducerLedger):
-    """Free again when the lease of what was sent is over."""
+    """Free a request again when it is forgotten."""
 
     def tick(self, now: float) -> Any:
-        """Free whatever is forgotten."""
+        """Free all requests that this call forgets."""
         before = {key for key, request in self._requests.items() if request.state == "freed"}
         actions = super().tick(now)
         return actions + [Free(key, "expired") for key in before if key not in self._requests]
 
 
 class AnyStart(ProducerLedger):
-    """Take a message of an engine's earlier start for one of the present."""
+    """Accept messages of earlier incarnations."""
 
     def receive(self, message: Any, now: float) -> Any:
         """Replace the epoch."""
@@ -358,10 +358,10 @@ class AnyStart(ProducerLedger):
 
 
 class AnyRank(ProducerLedger):
-    """Take one rank's messages for another's."""
+    """Do not distinguish the ranks of an engine."""
 
     def receive(self, message: Any, now: float) -> Any:
-        """Count all ranks as one, and all that come as it."""
+        """Replace the rank, and expect one reader."""
         message = replace(message, by=replace(message.by, rank=kvspec.RankId()))
         if isinstance(message, ReaderStatus):
             message = replace(message, expected=1)
@@ -369,10 +369,10 @@ class AnyRank(ProducerLedger):
 
 
 class Everlasting(ProducerLedger):
-    """Remember what was freed for ever."""
+    """Never forget a freed request."""
 
     def tick(self, now: float) -> Any:
-        """Put back what was forgotten."""
+        """Restore the forgotten requests."""
         kept = {k: r for k, r in self._requests.items() if r.state == "freed"}
         actions = super().tick(now)
         self._requests.update(kept)
@@ -380,10 +380,10 @@ class Everlasting(ProducerLedger):
 
 
 class ByAttempt(ProducerLedger):
-    """Take what a reader says after it was done for what it said before."""
+    """Answer another load of a reader as the first one."""
 
     def receive(self, message: Message, now: float) -> Any:
-        """Give it the number of what it said last."""
+        """Replace the message by the `done` of the first load."""
         request = self._requests.get(message.key)
         seen = request.reader(message.by, message.sample) if request else None
         other = not isinstance(message, ReaderStatus)
@@ -526,7 +526,7 @@ BROKEN = {
 @pytest.mark.parametrize(
     ("side", "ledger"), [(side, each) for side, kinds in BROKEN.items() for each in kinds]
 )
-def test_a_broken_ledger_is_caught(side: str, ledger: type) -> None:
+def test_broken_ledger_is_caught(side: str, ledger: type) -> None:
     """Each fails an assertion within a thousand seeds, most within a hundred."""
 
     def try_many() -> None:

@@ -1,4 +1,4 @@
-"""The tables of the ledgers: whole, and drawn as they are."""
+"""The tables of the ledgers are complete, and the page shows them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def drawer() -> Any:
     return module
 
 
-def test_the_page_is_the_table() -> None:
-    """docs/ledgers.md is what the tables say."""
+def test_page_equals_the_tables() -> None:
+    """docs/ledgers.md is the output of its program."""
     page = drawer()
     assert page.page() == page.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("table", "end"), [(PRODUCER, "forgotten"), (CONSUMER, "forgotten")])
-def test_every_state_leads_to_the_end(table: dict[tuple[str, str], Any], end: str) -> None:
+def test_every_state_leads_to_the_last_one(table: dict[tuple[str, str], Any], end: str) -> None:
     """From every state there is a way to the last one, and none leads out of it."""
     reach = {end}
     for _ in table:
@@ -40,7 +40,7 @@ def test_every_state_leads_to_the_end(table: dict[tuple[str, str], Any], end: st
     assert end not in {state for state, _ in table}
 
 
-def test_only_what_is_held_is_freed() -> None:
+def test_only_held_requests_are_freed() -> None:
     """A request is freed when it leaves *held* or *fenced*, to *freed*, and only then."""
     left = {
         (state, row.state)

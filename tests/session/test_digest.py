@@ -1,4 +1,4 @@
-"""Loads that compare what arrived with what is held: equal, or they fail and say where."""
+"""A load with checksums is done only if received and held data are equal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SIZES = {
 
 @contextlib.contextmanager
 def met(sizes: tuple[Any, Any], **more: Any) -> Iterator[tuple[Side, Side]]:
-    """Yield a producer and a consumer that met."""
+    """Yield a producer and a consumer that are connected."""
     given: dict[str, Any] = {"heartbeat": 0.05} | more
     with (
         Side("P", sizes[0], polled=False, lease=5.0) as producer,
@@ -56,7 +56,7 @@ def met(sizes: tuple[Any, Any], **more: Any) -> Iterator[tuple[Side, Side]]:
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.nixl)])
 def nixl(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let ranks be over memory, and over nixl."""
+    """Run over memory, and over NIXL."""
     if request.param == "real":
         pytest.importorskip("nixl_cu13", reason="needs nixl")
     with FakeNixl() if request.param == "fake" else contextlib.nullcontext():
@@ -64,7 +64,7 @@ def nixl(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def asked_of(sides: tuple[Side, Side], tokens: int = 14, cached: int = 3) -> Any:
-    """Return a request in blocks of both sides' sizes, their order reversed on the consumer's."""
+    """Return a request in blocks of both sides' sizes, in reverse order on the consumer."""
     tables = []
     for side in sides:
         group = side.spec.groups[0]
@@ -87,7 +87,7 @@ def begin(sides: tuple[Side, Side], **more: Any) -> tuple[Any, list[Load]]:
 
 
 def ended(loads: list[Load], *sides: Side) -> list[str]:
-    """Wait until all of *loads* ended, and return how; then nothing is summed any more."""
+    """Wait until *loads* and all checksums have ended. Return the states of the loads."""
     until(lambda: all(load.state != "moving" for load in loads), *sides)
     sessions = [session for side in sides for session in side.sessions.values()]
     until(lambda: not any(s.stats().sums + s.stats().loads for s in sessions), *sides)
@@ -95,9 +95,9 @@ def ended(loads: list[Load], *sides: Side) -> list[str]:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_what_arrived_whole_is_done(nixl: None, sizes: str) -> None:
-    """Sums do not depend on sizes, blocks, contexts; and the request is freed as ever."""
-    with met(SIZES[sizes], heartbeat=2.0) as sides:  # nobody asks twice
+def test_load_is_done_when_all_data_is_equal(nixl: None, sizes: str) -> None:
+    """Checksums do not depend on parallel sizes, blocks or contexts. The request is freed."""
+    with met(SIZES[sizes], heartbeat=2.0) as sides:  # No question is repeated.
         producer, consumer = sides
         began = time.monotonic()
         asked, loads = begin(sides)
@@ -120,14 +120,15 @@ def test_what_arrived_whole_is_done(nixl: None, sizes: str) -> None:
         ("contexts", "l.0", "k", 10),
     ],
 )
-def test_one_wrong_byte_is_named(
+def test_load_fails_by_name_when_one_byte_is_wrong(
     nixl: None, sizes: str, layer: str, part: str, token: int | None
 ) -> None:
-    """By layer, part, unit and token, and whose it is; the other ranks' loads are done."""
+    """The error names layer, part, unit, token and source. Other ranks' loads are done."""
     with met(SIZES[sizes]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
-        until(lambda: loads[-1].arrived and not loads[-1].in_flight, consumer)  # not summed yet
+        # The data has arrived, and nothing was compared yet.
+        until(lambda: loads[-1].arrived and not loads[-1].in_flight, consumer)
         rank = consumer.spec.parallel.ranks[-1]
         views = logical_views(consumer.spec, rank, consumer.storage[rank], BLOCKS)
         group = next(group for group in consumer.spec.groups if layer in group.layers)
@@ -155,7 +156,8 @@ def test_load_fails_when_all_signs_of_a_layer_flip(signs: str) -> None:
     with FakeNixl(), met((spec, spec)) as sides:
         consumer = sides[1]
         _, loads = begin(sides)
-        until(lambda: loads[-1].arrived and not loads[-1].in_flight, consumer)  # not summed yet
+        # The data has arrived, and nothing was compared yet.
+        until(lambda: loads[-1].arrived and not loads[-1].in_flight, consumer)
         rank = consumer.spec.parallel.ranks[-1]
         views = logical_views(consumer.spec, rank, consumer.storage[rank], BLOCKS)
         views["full", "l.0", "k"][..., 3::4] ^= 0x80  # the byte of the sign, little-endian
@@ -164,8 +166,8 @@ def test_load_fails_when_all_signs_of_a_layer_flip(signs: str) -> None:
         assert "differs" == loads[-1].error.state
 
 
-def test_blocks_that_a_reader_was_told_wrong_are_found() -> None:
-    """The producer sums where its own engine says that the request lies."""
+def test_load_fails_when_it_reads_other_blocks_than_were_held() -> None:
+    """The producer uses the blocks of its own engine."""
     with FakeNixl(), met(SIZES["blocks of two"]) as sides:
         producer, consumer = sides
         asked, remote_id = asked_of(sides), new_remote_id("r")
@@ -177,8 +179,8 @@ def test_blocks_that_a_reader_was_told_wrong_are_found() -> None:
         assert all("tokens 4..4: received data differs" in str(load.error) for load in loads)
 
 
-def test_who_cannot_be_asked_fails_the_load() -> None:
-    """A producer that was not told the blocks; one that was told too few; one that is silent."""
+def test_load_fails_when_the_producer_cannot_compute_checksums() -> None:
+    """It has no block tables, or too short ones, or it does not hold the request."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
         producer, consumer = sides
         asked = asked_of(sides)
@@ -201,8 +203,8 @@ def test_who_cannot_be_asked_fails_the_load() -> None:
             consumer.load(asked, new_remote_id("r"), verify=7)
 
 
-def test_what_cannot_be_summed_is_refused() -> None:
-    """Whatever a peer asks for: layers and units that the rank lacks, more tokens than memory."""
+def test_checksum_of_contents_that_the_rank_lacks_is_refused() -> None:
+    """A peer may request unknown layers, units of other ranks, or too many tokens."""
     spec = engine(2)
     cache, _storage = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
     tables = kvspec.BlockTable([1, 2]), kvspec.BlockTable([1, BLOCKS])
@@ -224,8 +226,8 @@ def test_what_cannot_be_summed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("parts", [("conv_x", "ssm"), ("ssm", "conv_x"), ("ssm",)])
-def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
-    """Of parts that have not as many; neither fewer are summed, nor does a question end a rank."""
+def test_request_for_rows_that_a_state_lacks_is_refused(parts: tuple[str, ...]) -> None:
+    """The rank records the reason, and continues."""
     spec = kvspec.MambaSpec.mamba2(
         num_heads=4, head_dim=2, n_groups=2, state_size=2, conv_kernel=4, dtype="float16"
     )
@@ -248,8 +250,8 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
         assert 0 == session.stats().sums
 
 
-def test_what_was_summed_for_one_load_is_no_answer_to_the_next() -> None:
-    """Which asks for other tokens, perhaps, of the same request in the same attempt."""
+def test_checksum_of_one_load_is_no_answer_to_the_next() -> None:
+    """The next load may want other tokens of the same request in the same attempt."""
     with FakeNixl(), met(SIZES["blocks of two"]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
@@ -258,17 +260,18 @@ def test_what_was_summed_for_one_load_is_no_answer_to_the_next() -> None:
         until(lambda: first.audit.numbers, consumer)
         numbers = first.audit.numbers
         first.cancel()
-        until(lambda: not session.stats().loads, *sides)
+        # The other ranks are not polled, so their loads keep the request held.
+        until(lambda: session.poll() or not session.stats().loads, sides[0])
         other = attrs.evolve(asked, request_id="again", cached_tokens=7)
         again = session.load(other, remote_id=first.remote_id, timeout=9.0, verify=True)
         assert again.audit is not None
         until(lambda: again.audit.numbers, consumer)
         assert numbers.isdisjoint(again.audit.numbers)
-        assert ["done"] == ended([again], *sides)
+        assert ["done"] == ended([again], *sides), again.error
 
 
-def test_what_is_known_by_then_is_said() -> None:
-    """A producer that falls silent while halves are compared: so far the sums have come."""
+def test_load_that_is_late_names_the_known_difference() -> None:
+    """The producer becomes silent while halves are compared."""
     with FakeNixl(corrupt), met(SIZES["blocks of two"], patience=0.1) as sides:
         consumer = sides[1]
         _, loads = begin(sides, timeout=1.0)
@@ -283,8 +286,8 @@ def test_what_is_known_by_then_is_said() -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["producer", "consumer"])
-def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
-    """Its memory may be gone: the load fails, and says so."""
+def test_load_fails_when_a_rank_is_closed_before_the_comparison(side: int) -> None:
+    """The memory of the rank may be gone."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
         _, loads = begin(sides)
         until(lambda: all(load.arrived and not load.in_flight for load in loads), sides[1])
@@ -300,8 +303,8 @@ def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
         assert states <= ({"unverified", "gone"}, {"closed"})[side]
 
 
-def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
-    """The same questions, by the same numbers; an answer to none of them is noted."""
+def test_checksum_request_is_repeated_after_each_heartbeat() -> None:
+    """It has the same number. An answer to an unknown number is recorded and ignored."""
     now = 0.0
     with FakeNixl(), met(SIZES["blocks of two"], heartbeat=1.0, clock=lambda: now) as sides:
         producer, consumer = sides
@@ -395,8 +398,8 @@ def test_load_is_done_when_a_checksum_was_lost() -> None:
         assert ["done"] == ended(loads, producer, consumer)
 
 
-def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit is not kept, and asked again: the load is done all the same."""
+def test_load_is_done_when_few_checksum_requests_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer repeats the requests that the producer did not keep."""
     monkeypatch.setattr("kvspec.session.checksums.MAX_ASKED", 1)
     monkeypatch.setattr("kvspec.session.checksums.MAX_KNOWN", 1)
     with FakeNixl(), met(SIZES["two of four"]) as sides:
@@ -404,8 +407,8 @@ def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ["done"] * 2 == ended(loads, *sides)
 
 
-def test_memory_of_a_device_is_not_summed() -> None:
-    """Refused before anything moves: a digest reads bytes where they lie."""
+def test_digest_of_device_memory_is_refused() -> None:
+    """It is refused before anything moves."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
         loading = next(iter(sides[1].sessions.values()))._loads
         gpu = [attrs.evolve(region, memory_type="VRAM") for region in loading.cache.regions]
@@ -418,8 +421,8 @@ def test_memory_of_a_device_is_not_summed() -> None:
 
 
 @pytest.mark.parametrize("how", ["follow", "pushed"])
-def test_what_follows_or_is_pushed_is_compared_too(how: str) -> None:
-    """When all of it is there, and never before."""
+def test_followed_and_pushed_data_is_compared(how: str) -> None:
+    """The comparison begins when all data has arrived."""
     flips: list[FakeFlight] = []
 
     def land(flight: FakeFlight) -> None:
@@ -450,6 +453,6 @@ def test_what_follows_or_is_pushed_is_compared_too(how: str) -> None:
 
 
 def corrupt(flight: FakeFlight) -> None:
-    """Land, with one byte wrong."""
+    """Let a transfer arrive with one wrong byte."""
     flight.land()
     flight.spoil()

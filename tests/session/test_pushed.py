@@ -1,4 +1,4 @@
-"""What is pushed is what the load asked for, or the load fails and says which field differs."""
+"""A load is done only if exactly its request was pushed. Else its error names the field."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvspec.wire.messages import Message
 
 @contextlib.contextmanager
 def pushing(producers: int = 2, consumers: int = 1, **more: Any) -> Iterator[tuple[Side, Side]]:
-    """Yield a producer that met the consumer, and is met by it."""
+    """Yield a producer and a consumer that are connected in both directions."""
     with (
         Side("P", engine(producers, **more), polled=True) as producer,
         Side("D", engine(consumers, **more), polled=False, heartbeat=0.05) as consumer,
@@ -80,10 +80,10 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("first", ["load", "push"])
 @pytest.mark.parametrize(("other", "field"), OTHERS, ids=range(len(OTHERS)))
-def test_another_request_is_not_done(
+def test_load_fails_when_another_request_is_pushed(
     net: FakeNixl, other: dict[str, Any], field: str, first: str
 ) -> None:
-    """Fewer tokens, more, others cached, other blocks or order: whoever comes first, it fails."""
+    """Fewer or more tokens, other cached tokens, other blocks, or another order of blocks."""
     with pushing(state=True) as (producer, consumer):
         wanted, pushed = request(**BASE), request(**BASE | other)
         remote_id = new_remote_id("r")
@@ -104,15 +104,17 @@ def test_another_request_is_not_done(
     "same",
     [
         {},
-        {"cached": {"full": 3, "window": 0, "state": 13}},  # the window's begin is live anyhow
+        {
+            "cached": {"full": 3, "window": 0, "state": 13}
+        },  # The first tokens of the window are live in any case.
         {"consumer_blocks": blocks(4, 3, 2, 1, 6)},
         {"producer_blocks": blocks(4, 1, 3, 2)},
         {"state_tokens": 14, "encoder_tokens": 5},
     ],
     ids=repr,
 )
-def test_the_same_request_in_other_words_is_done(net: FakeNixl, same: dict[str, Any]) -> None:
-    """What writes the same tokens into the same blocks is the same, and every byte is right."""
+def test_load_is_done_when_an_equal_request_is_pushed(net: FakeNixl, same: dict[str, Any]) -> None:
+    """Two requests are equal if they write the same tokens into the same blocks."""
     with pushing(state=True) as (producer, consumer):
         wanted, pushed = request(**BASE), request(**BASE | same)
         remote_id = new_remote_id("r")
@@ -125,8 +127,8 @@ def test_the_same_request_in_other_words_is_done(net: FakeNixl, same: dict[str, 
         assert [] == consumer.wrong(wanted)
 
 
-def test_what_is_cached_whole_waits_for_what_is_pushed(net: FakeNixl) -> None:
-    """Nothing is wanted, and nothing may come: a push of more than that is no hit."""
+def test_cached_load_waits_for_the_push(net: FakeNixl) -> None:
+    """The load wants no data. It fails if the push contains some."""
     with pushing() as (producer, consumer):
         for pushed, state in ((20, "done"), (0, "failed")):
             remote_id = new_remote_id("r")
@@ -139,8 +141,8 @@ def test_what_is_cached_whole_waits_for_what_is_pushed(net: FakeNixl) -> None:
             until(lambda: not producer.settled()[0], producer, consumer)
 
 
-def test_who_released_a_request_is_not_pushed_to(net: FakeNixl) -> None:
-    """Its blocks are another's by then; the other readers get theirs."""
+def test_push_skips_a_reader_that_declined(net: FakeNixl) -> None:
+    """Its blocks may belong to another request by then. The other readers receive their data."""
     with pushing(producers=1, consumers=2) as (producer, consumer):
         remote_id, asked = new_remote_id("r"), request()
         producer.hold(remote_id)
@@ -166,8 +168,8 @@ def test_who_released_a_request_is_not_pushed_to(net: FakeNixl) -> None:
 
 @pytest.mark.parametrize("second", ["pull", "push", "follow"])
 @pytest.mark.parametrize("first", ["pull", "push", "follow"])
-def test_blocks_belong_to_one_load(net: FakeNixl, first: str, second: str) -> None:
-    """Who is to be written into blocks that an open load waits for is refused, and named."""
+def test_load_of_blocks_of_another_load_is_refused(net: FakeNixl, first: str, second: str) -> None:
+    """The error names the block and the load that waits for it, in every mode of both loads."""
     with pushing() as (producer, consumer):
         net.fate = lambda _: None
         names = [new_remote_id(name) for name in "ab"]
@@ -176,7 +178,7 @@ def test_blocks_belong_to_one_load(net: FakeNixl, first: str, second: str) -> No
         modes = {"pull": {}, "push": {"pushed": True}, "follow": {"follow": True}}
         (open_,) = consumer.load(request("a"), names[0], **modes[first])
         for flight in net.moving:
-            flight.land()  # and nobody has looked
+            flight.land()  # No session was polled since.
         (session,) = consumer.sessions.values()
         elsewhere = request("b", tokens=4, consumer_blocks=blocks(5))
         one = request("b", tokens=8, consumer_blocks=blocks(5, 2))
@@ -194,8 +196,8 @@ def test_blocks_belong_to_one_load(net: FakeNixl, first: str, second: str) -> No
                       attempt=1, **modes[second])  # fmt: skip
 
 
-def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
-    """Ids that are none are refused by name in every mode; what was refused can be asked anew."""
+def test_refused_load_owns_no_blocks(net: FakeNixl) -> None:
+    """The error names the field in every mode, and the same request can be loaded later."""
     with pushing() as (producer, consumer):
         for mode in ({}, {"pushed": True}, {"follow": True}):
             name = f"r{mode}"
@@ -213,8 +215,8 @@ def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
             consumer.connect(producer)
 
 
-def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its heartbeats, before anything is pushed and while it is, are no reason not to."""
+def test_heartbeats_do_not_disturb_a_push(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader sends heartbeats before the push and during the push."""
     with pushing(producers=1) as (producer, consumer):
         remote_id, asked = new_remote_id("r"), request()
         producer.fill(asked)
@@ -242,8 +244,8 @@ def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) 
         assert ("done", [], False) == (pushed.poll(), consumer.wrong(asked), session._moving())
 
 
-def test_who_is_pushed_to_is_told_at_once(net: FakeNixl) -> None:
-    """And not when it next asks, which is in minutes."""
+def test_outcome_of_a_push_is_sent_at_once(net: FakeNixl) -> None:
+    """The reader does not have to send its next heartbeat, which is minutes later."""
     with (
         Side("P", engine(1), polled=True, lease=2000.0) as producer,
         Side("D", engine(1), polled=False, heartbeat=600.0) as consumer,
@@ -256,13 +258,13 @@ def test_who_is_pushed_to_is_told_at_once(net: FakeNixl) -> None:
         loads = consumer.load(request(), remote_id, pushed=True)
         (reader,) = consumer.sessions.values()
         asked = reader._loads.book._loads["r"].asked[kvspec.RankId()]
-        until(lambda: not asked, producer, consumer)  # its first heartbeat is answered
+        until(lambda: not asked, producer, consumer)  # Its first heartbeat is answered.
         push(producer, request(), remote_id)
         assert ["done"] == ended(loads, producer, consumer)
 
 
-def test_who_else_is_met_does_not_end_a_push(net: FakeNixl) -> None:
-    """Another engine, or the same start again: what is to be written may be written still."""
+def test_push_continues_when_engines_connect(net: FakeNixl) -> None:
+    """Another engine connects, or the same incarnation connects again."""
     with (
         pushing(producers=1) as (producer, consumer),
         Side("Q", engine(1), polled=True, epoch=9) as before,
@@ -285,8 +287,8 @@ def test_who_else_is_met_does_not_end_a_push(net: FakeNixl) -> None:
         assert [] == consumer.wrong(asked)
 
 
-def test_who_does_not_answer_is_asked_to_stop_once_a_beat(net: FakeNixl) -> None:
-    """At once when the load has failed, and again until it says that it writes no more."""
+def test_stop_is_sent_again_after_each_heartbeat(net: FakeNixl) -> None:
+    """The first is sent when the load fails. They end when the producer answers."""
     now = 0.0
     with (
         Side("P", engine(1), polled=True, channel=Direct("P")) as producer,
@@ -308,8 +310,8 @@ def test_who_does_not_answer_is_asked_to_stop_once_a_beat(net: FakeNixl) -> None
         assert ["failed"] == ended([load], producer, consumer)
 
 
-def test_who_gave_up_is_not_pushed_to_as_long_as_it_is_held(net: FakeNixl) -> None:
-    """A lease may be longer than what readers that are gone are remembered for else."""
+def test_reader_that_gave_up_is_skipped_while_the_request_is_held(net: FakeNixl) -> None:
+    """The lease is longer than the time for which readers of unknown requests are remembered."""
     now = 0.0
     with (
         Side("P", engine(1), polled=True, longest=60.0, clock=lambda: now) as producer,
@@ -343,8 +345,8 @@ def test_who_gave_up_is_not_pushed_to_as_long_as_it_is_held(net: FakeNixl) -> No
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_who_was_lost_in_a_push_is_met_anew(net: FakeNixl, lost: bool) -> None:
-    """A lane that broke is opened again when its engine is met; one that was late stays."""
+def test_consumer_is_connected_again_after_a_lost_push(net: FakeNixl, lost: bool) -> None:
+    """A connection that only was late stays as it is."""
     with pushing(producers=1) as (producer, consumer):
         (session,) = producer.sessions.values()
         known = session.connect(consumer.introductions, role="consumer")
