@@ -19,7 +19,7 @@ from kvspec.completion import consumer, held, load_plan, producer
 from kvspec.nixl import rank, transfer
 from kvspec.session import (
     PrefillTicket,
-    connector,
+    connecting,
     following,
     holds,
     load,
@@ -32,7 +32,7 @@ from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 
 LINES = (
-    consumer, load_plan, producer, held, session, loads, load, connector, following, holds,
+    consumer, load_plan, producer, held, session, loads, load, connecting, following, holds,
     written, rank,
     transfer,
 )  # fmt: skip
