@@ -20,6 +20,7 @@ from growth import b9, b10
 from merging import b6
 from moving import b7, b8, b15
 from planning import b3, b4, b5
+from polling import polled
 from posting import read_cost
 from requesting import b11, b12, b13, b16
 from starting import b1, b2
@@ -45,6 +46,7 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "B16": b16,
     "READ": read_cost,
     "DIGEST": digested,
+    "POLL": polled,
 }
 COLUMNS = ("budget", "what", "ours", "other", "ratio", "required", "met")
 WIDTHS = (6, 98, 24, 22, 9, 16, 4)

@@ -24,7 +24,7 @@ def bench(*arguments: str) -> list[str]:
 
 def test_bench_prints_rows_for_each_budget() -> None:
     """The first line describes the machine, and the second line has the columns."""
-    budgets = ("B1", "B2", "B4", "B11", "B12", "B13", "DIGEST")
+    budgets = ("B1", "B2", "B4", "B11", "B12", "B13", "DIGEST", "POLL")
     machine, columns, rule, *rows, load = bench("--quick", "--only", ",".join(budgets))
     assert machine.startswith("machine: ")
     for word in ("cores", "Python", "numpy", "torch", "nixl"):
