@@ -11,7 +11,7 @@ How it works:
     `CONSUMER` in `kvspec.completion.states` contains each state, each event and the next state. The
     ledger executes its rows: `_step` takes the row of an event and calls the method that the row
     names (`_ACTS`). Some events are conditions (`_CONDITIONS`): after each change, `_advance`
-    executes their rows for as long as they hold. For example, the last step of a load ends:
+    executes the row of a condition that holds. For example, the last step of a load ends:
 
         finish          missing = 0
         _advance        moving + whole -> verifying: send `done` to each producer rank
@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import attrs
@@ -227,7 +227,7 @@ class ConsumerLedger:
             raise SpecError("request_id", request_id, "a load that waits for its producer")
         self._now = max(self._now, seconds("now", now))
         # Before the deadline is checked: only a load that was connected informs its producers.
-        return self._event(load, "connected") + self._tick(now)
+        return self._step(load, "connected") + self._tick(now)
 
     @_atomic
     def expect(self, plan: LoadPlan, now: float, timeout: float) -> list[Action]:
@@ -236,7 +236,7 @@ class ConsumerLedger:
         A load that moves no data is done at once.
         """
         actions = self._begin(plan.request_id, now, timeout)
-        return actions + self._event(self._assign(plan), "connected")
+        return actions + self._step(self._assign(plan), "connected")
 
     def readable(self, request_id: str) -> dict[RankId, dict[Place, range]]:
         """Return the positions that can be read now, by source and layer."""
@@ -313,7 +313,7 @@ class ConsumerLedger:
         load, moved = self._end(step)
         if not quiet:
             load.steps[step.number] = moved
-        return actions + self._event(load, "fault", why, state)
+        return actions + self._fault(load, why, state)
 
     @_atomic
     def cancel(
@@ -326,7 +326,7 @@ class ConsumerLedger:
         """Give a load up. If it has already ended, nothing changes. Return actions."""
         actions = self._tick(now)
         load = self._touch(request_id)
-        return actions + self._event(load, "fault", why, state) if load is not None else actions
+        return actions + self._fault(load, why, state) if load is not None else actions
 
     @_atomic
     def receive(self, message: Message, now: float) -> list[Action]:
@@ -353,7 +353,7 @@ class ConsumerLedger:
             source.valid = source.valid or load.state == "verifying"
         elif source is not None and not source.sound:
             why = f"{message.by} freed it before it was read"
-            return actions + self._event(load, "fault", why, TransferState.GONE)
+            return actions + self._fault(load, why, TransferState.GONE)
         return actions + self._advance(load)
 
     @_atomic
@@ -371,7 +371,7 @@ class ConsumerLedger:
                 self._touch(load.request_id)
                 load.unanswered.clear()
                 why = f"{engine_id} was restarted"
-                actions += self._event(load, "fault", why, TransferState.GONE)
+                actions += self._fault(load, why, TransferState.GONE)
         return actions
 
     def disconnect(self, engine_id: str) -> None:
@@ -461,12 +461,12 @@ class ConsumerLedger:
                 moves = load.state == "moving"
                 actions += self._send(load, Heartbeat if moves else Done, again=not moves)
             elif (load.state, "time") in CONSUMER:
-                actions += self._event(load, "time")
+                actions += self._step(load, "time")
             else:
                 why = "not there in time"
                 if load.plan is None:
                     why += ": its producer is not connected yet"
-                actions += self._event(load, "fault", why, TransferState.TIMEOUT)
+                actions += self._fault(load, why, TransferState.TIMEOUT)
             self._schedule(load)
         return actions
 
@@ -476,45 +476,27 @@ class ConsumerLedger:
             load.wake = load.due
             heapq.heappush(self._wakes, (load.wake, load.request_id))
 
-    def _event(
-        self,
-        load: OpenLoad,
-        event: str,
-        why: str = "",
-        state: TransferState = TransferState.GONE,
-    ) -> list[Action]:
-        """Execute the row of *event*, and those of all conditions that hold after it."""
-        return self._step(load, event, why, state) + self._advance(load)
+    def _fault(self, load: OpenLoad, why: str, state: TransferState) -> list[Action]:
+        """Execute the row of a fault. Only the first fault of a load becomes its error."""
+        return self._step(load, "fault", [Failed(load.request_id, why, state)])
 
     def _advance(self, load: OpenLoad) -> list[Action]:
-        """Execute the rows of conditions for as long as one holds."""
-        actions: list[Action] = []
-        while load.state in _CONDITIONS:
-            event, holds = _CONDITIONS[load.state]
-            if not holds(load):
-                break
-            actions += self._step(load, event)
-        return actions
+        """Execute the row of the condition that leads out of the state, if it holds."""
+        event, holds = _CONDITIONS.get(load.state, ("", lambda _: False))
+        return self._step(load, event) if holds(load) else []
 
-    def _step(
-        self,
-        load: OpenLoad,
-        event: str,
-        why: str = "",
-        state: TransferState = TransferState.GONE,
-    ) -> list[Action]:
-        """Execute one row of the table. *why* and *state* describe a fault."""
+    def _step(self, load: OpenLoad, event: str, failed: Sequence[Failed] = ()) -> list[Action]:
+        """Execute one row of the table, and those of all conditions that hold after it."""
         row = CONSUMER[load.state, event]
         public, load.state = PUBLIC[load.state], row.state
         actions: list[Action] = []
         if PUBLIC[row.state] not in (public, ""):
             actions.append(Ended(load.request_id, PUBLIC[row.state]))
-        if row.done == "fail":
-            actions.append(Failed(load.request_id, why, state))
-        elif row.done:
+        actions += failed if row.done == "fail" else ()
+        if row.done in _ACTS:
             actions += _ACTS[row.done](self, load)
         self._schedule(load)
-        return actions
+        return actions + self._advance(load)
 
     def _start_heartbeats(self, load: OpenLoad) -> list[Action]:
         """Send the first heartbeats. A load that moves nothing is complete and sends none."""
