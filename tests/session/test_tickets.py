@@ -29,13 +29,13 @@ BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
 
 
 def held(addresses: tuple[str, ...] = ("127.0.0.1:9",), **changed: Any) -> PrefillTicket:
-    """Return what a producer's scheduler says."""
+    """Return a ticket that a producer's scheduler writes."""
     given = {"engine_id": "P", "addresses": addresses, "remote_id": new_remote_id("p-1")}
     return PrefillTicket(**{**given, "computed_tokens": 14, "tables": BLOCKS, **changed})
 
 
-def test_what_a_router_passes_on_is_what_was_said() -> None:
-    """Over JSON, beside whatever else it says; an id is its own."""
+def test_ticket_survives_json_and_a_router() -> None:
+    """Other entries are ignored, and the order of entries does not count."""
     said = held()
     read = PrefillTicket.from_params(json.loads(json.dumps({**said.to_params(), "more": 1})))
     assert said == read
@@ -51,8 +51,8 @@ WRONG = [None, 5, "", [], [1], {"group0": [0]}, {"group0": 5}, {"group0": [0, ["
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
 @pytest.mark.parametrize("name", [*held().to_params()])
-def test_what_no_producer_said_is_refused(name: str, value: object) -> None:
-    """By the name of what is wrong; a count of 5 is one, and to say nothing of the content."""
+def test_ticket_rejects_wrong_parameters(name: str, value: object) -> None:
+    """The error names the parameter. A count of 5 and no content are valid, so they are skipped."""
     if (name, value) in (("remote_num_tokens", 5), ("remote_content", "")):
         return
     with pytest.raises(SpecError, match=r"remote_|block_ids|first_token") as caught:
@@ -73,8 +73,8 @@ LEGAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("secret", [None, b"", b"another secret, as long"])
 @pytest.mark.parametrize("name", [*LEGAL])
-def test_what_was_changed_on_the_way_is_refused(name: str, secret: bytes | None) -> None:
-    """Another request's blocks, or count, or name, however legal; also where there is no secret."""
+def test_ticket_rejects_changed_parameters(name: str, secret: bytes | None) -> None:
+    """The blocks, count or name of another request are refused, with and without a secret."""
     said = held().to_params(secret)
     assert set(LEGAL) == set(said)
     PrefillTicket.from_params(said, secret)
@@ -89,8 +89,8 @@ def test_what_was_changed_on_the_way_is_refused(name: str, secret: bytes | None)
             )
 
 
-def test_who_does_not_know_the_secret_is_not_believed() -> None:
-    """Neither who has another, nor who has none; and none is taken for the environment's."""
+def test_ticket_rejects_another_secret() -> None:
+    """No secret is another secret, too. None means the secret of the environment."""
     said = held()
     assert said == PrefillTicket.from_params(said.to_params(), os.environ["KVSPEC_SECRET"])
     for own, other in ((None, b""), (b"", None), (b"another secret, as long", None)):
@@ -98,8 +98,8 @@ def test_who_does_not_know_the_secret_is_not_believed() -> None:
             PrefillTicket.from_params(said.to_params(own), other)
 
 
-def test_another_prompt_is_refused() -> None:
-    """The first tokens have to be those that are held; nothing said of them fits any."""
+def test_check_rejects_tokens_of_another_prompt() -> None:
+    """The first tokens must be the held ones. A ticket without a checksum fits any tokens."""
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
     prompt = held(computed_tokens=7, content=content_of(tokens[:7]))
     prompt.check(tokens)
@@ -111,16 +111,16 @@ def test_another_prompt_is_refused() -> None:
         assert ("remote_content", prompt.content) == (caught.value.field, caught.value.value)
 
 
-def test_a_request_names_what_moves() -> None:
-    """The first tokens of the prompt, less what is cached; its states have seen all of it."""
+def test_request_of_ticket_has_its_tokens_and_blocks() -> None:
+    """It moves the first tokens except cached ones. States have seen the whole prompt."""
     tables = {"full": kvspec.BlockTable([9, 8])}
     asked = held().request("d-1", 6, tables, 2)
     assert (6, 2, 14) == (asked.num_tokens, asked.cached_tokens, asked.state_tokens)
     assert (held().tables, tables) == (asked.producer_blocks, asked.consumer_blocks)
 
 
-def test_no_more_is_asked_for_than_is_held() -> None:
-    """What lies behind a prompt's last token was never computed."""
+def test_request_of_ticket_rejects_more_tokens_than_are_held() -> None:
+    """The producer has computed nothing behind the last token of its prompt."""
     tables = {"full": kvspec.BlockTable([9, 8])}
     assert 14 == held().request("d-1", 14, tables).num_tokens
     with pytest.raises(SpecError, match="14") as caught:
@@ -128,8 +128,8 @@ def test_no_more_is_asked_for_than_is_held() -> None:
     assert ("num_tokens", 15) == (caught.value.field, caught.value.value)
 
 
-def test_what_is_held_does_not_change() -> None:
-    """Nor is it told otherwise, whatever becomes of the mapping that it was made of."""
+def test_ticket_does_not_change_with_its_arguments() -> None:
+    """It keeps its own copy of the tables."""
     tables = {"full": kvspec.BlockTable([1, 2], first_token=4)}
     prompt = held(tables=tables)
     said = prompt.to_params()
@@ -146,23 +146,23 @@ def test_what_is_held_does_not_change() -> None:
         ("tables", None), ("tables", {"full": 3}), ("content", None),
     ],
 )  # fmt: skip
-def test_what_cannot_be_held_is_refused(name: str, value: object) -> None:
-    """By name, before it is told to anybody."""
+def test_ticket_rejects_wrong_fields(name: str, value: object) -> None:
+    """The error names the field."""
     with pytest.raises(SpecError, match="block_ids=3" if value == {"full": 3} else f"^{name}="):
         held(**{name: value})
 
 
 @pytest.mark.parametrize("given", [None, [], "x", 3, [("remote_num_tokens", 3)]], ids=repr)
-def test_what_is_no_mapping_was_said_by_nobody(given: Any) -> None:
-    """Whatever a router passes on."""
+def test_ticket_rejects_parameters_that_are_no_mapping(given: Any) -> None:
+    """A router may pass on any value."""
     with pytest.raises(SpecError, match="mapping") as caught:
         PrefillTicket.from_params(given)
     assert ("remote", given) == (caught.value.field, caught.value.value)
 
 
 @pytest.mark.parametrize("tokens", [[1.5], ["1"], None, 3, [2**70], [[1, 2], [3, 4]], [[1], []]])
-def test_what_are_no_tokens_have_no_sum(tokens: Any) -> None:
-    """1.5 would have that of 1, and two rows that of one."""
+def test_content_rejects_wrong_tokens(tokens: Any) -> None:
+    """1.5 would have the checksum of 1, and two rows that of one."""
     with pytest.raises(SpecError, match=r"token_ids=.*expected a sequence of ints"):
         content_of(tokens)
     with pytest.raises(SpecError, match="token_ids="):
@@ -469,7 +469,7 @@ def test_request_that_does_not_fit_its_ticket_fails(
 
 
 def test_load_rejects_wrong_tickets(sides: tuple[Side, Side]) -> None:
-    """At once, because nobody can be informed; so are other wrong arguments."""
+    """The call raises, as for other wrong arguments."""
     one, wrong = next(iter(sides[1].sessions.values())), new_remote_id("r")
     given: dict[str, Any] = {"request": ASKED, "ticket": held(), "timeout": 1.0}
     for more, field in (
