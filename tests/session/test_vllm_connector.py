@@ -98,6 +98,15 @@ def test_a_prompt_arrives_but_for_its_last_token(
         assert [] == consumer.wrong(wanted)
 
 
+def test_engines_with_a_short_lease_load() -> None:
+    """The heartbeat follows the lease, because a heartbeat of half of the lease is refused."""
+    with Engine("p", lease=2.0) as producer, Engine("d", lease=2.0) as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        consumer.decode(Request("d-1", 14, params), *OTHERS)
+        until(lambda: consumer.received, producer, consumer)
+        assert {} == consumer.failed
+
+
 @pytest.mark.parametrize("staging", [0, 4])
 def test_blocks_may_differ(staging: int) -> None:
     """Blocks of 4 tokens are read into blocks of 8, also by a rank that may stage."""

@@ -132,6 +132,9 @@ class Serving:
             channel=TcpChannel(settings.host, public=settings.public or ""),
             owner=kv_caches,
             lease=settings.lease,
+            # Peers whose heartbeat is not shorter than half of the lease are refused. So two
+            # engines with the same short lease need a shorter heartbeat than the default.
+            heartbeat=min(5.0, settings.lease / 4),
             background=True,
         )
         self._open.callback(self._session.close)
