@@ -12,18 +12,12 @@ import pytest
 from hypothesis import Phase, example, given, settings
 
 import kvspec
+from kvspec.check.counting import cached_tokens_of, context_of, live_positions
 from kvspec.descriptors.complete import complete_blocks, complete_tokens
 from kvspec.testing import Case, oracle, strategies
 from kvspec.testing.carve import Bytes, logical_views
 from kvspec.testing.parallels import is_state
-from kvspec.testing.positions import (
-    Rows,
-    cached_tokens_of,
-    context_of,
-    excluded_layers,
-    live_positions,
-    rows_of,
-)
+from kvspec.testing.positions import Rows, excluded_layers, rows_of
 from kvspec.testing.world import SEED, World, described, world
 
 Place = tuple[str, int]
