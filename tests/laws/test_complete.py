@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import Phase, example, given, settings
+from special_cases import common_cases, interleaved_cases, spanning_cases
 
 import kvspec
 from kvspec.check.counting import cached_tokens_of, context_of, live_positions
@@ -142,8 +143,8 @@ class Judge:
         return places
 
 
-CASES = strategies.cases() | strategies.sharing_cases() | strategies.common_cases()
-SPREAD = strategies.spanning_cases() | strategies.interleaved_cases()
+CASES = strategies.cases() | strategies.sharing_cases() | common_cases()
+SPREAD = spanning_cases() | interleaved_cases()
 
 
 def windowed(num_tokens: int, window: int, cached: int = 0, **fields: int) -> Case:
