@@ -41,6 +41,7 @@ import numpy.typing as npt
 from kvspec.analysis.explanation import carried
 from kvspec.completion.consumer import Step
 from kvspec.completion.load_plan import LoadPlan
+from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, positive_int
@@ -238,8 +239,9 @@ class Push(Progress):
 class Load(Progress):
     """A request that one consumer rank reads from its producer ranks. `Session.load` returns it.
 
-    `undefined_blocks` are the blocks to compute again after a failure. `unwritten_ranges` are the
-    bytes to set to zero before an engine reads whole blocks.
+    `complete_blocks` are the blocks that a prefix cache may contain, and `undefined_blocks` those
+    to compute again after a failure. `unwritten_ranges` are the bytes to set to zero before an
+    engine reads whole blocks.
     """
 
     way, advice = "from", f"; {VOID}"
@@ -345,6 +347,19 @@ class Load(Progress):
     def blocks(self) -> Blocks:
         """By group, the consumer's blocks that the load writes."""
         return blocks_of(self.remote.plan, self.request)
+
+    @property
+    def complete_blocks(self) -> dict[str, tuple[int, ...]]:
+        """By group, the consumer's blocks that a prefix cache may contain, once the load is done.
+
+        In each of them every token was moved, or was cached before. A block in which a window
+        begins, or the last block of a prompt, may have tokens that never moved. The blocks are the
+        same on all ranks of the engine, and valid when the loads of all ranks are done.
+        """
+        if self.state != "done" or not self.connected:
+            return {}
+        found = complete_blocks(self.remote.plan, self.request)
+        return {group: tuple(ids.tolist()) for group, ids in found.items()}
 
     @property
     def unwritten_ranges(self) -> npt.NDArray[np.uint64]:

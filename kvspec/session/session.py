@@ -116,7 +116,7 @@ class Session:
         self.me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
         ledger = ProducerLedger(self.me, lease=lease, longest=longest)
         reader = ConsumerLedger(self.me, heartbeat=heartbeat, patience=patience)
-        nixl.register(cache.memory, owner=owner)
+        nixl.register(cache.memory, owner=(owner, cache.owner))
         shake = attrs.evolve(shake, transport=nixl.metadata())
         self.channel: Channel = TcpChannel() if channel is None else channel
         self._own = Introduced(
