@@ -392,6 +392,11 @@ def _joined(memory: Iterable[Memory]) -> tuple[Memory, ...]:
     >>> _joined([Memory(0, 10), Memory(20, 10), Memory(5, 10)])
     (Memory(address=20, length=10, memory_type='DRAM', device=0),
      Memory(address=0, length=15, memory_type='DRAM', device=0))
+
+    Ranges that only touch stay apart, because they may be two registrations:
+
+    >>> len(_joined([Memory(0, 10), Memory(10, 10)]))
+    2
     """
     joined: list[Memory] = []
     for member in memory:

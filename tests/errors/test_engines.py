@@ -260,6 +260,8 @@ TABLE: list[Any] = [
     row(lambda: kvspec.ParallelConfig(tp_size=3, dcp_size=2), "dcp_size", 2, 3),
     row(lambda: engine(group(spec=MLA), tp_size=2, dcp_size=2, interleave_size=3),
         "interleave_size", 3, 4),
+    row(lambda: engine(group(spec=attrs.evolve(MLA, tokens_per_state=4)), tp_size=2, dcp_size=2,
+                       interleave_size=2), "interleave_size", 2),
     row(lambda: engine(tp_size=4, dcp_size=2), "context_size", 2, "0..0"),
     row(lambda: engine(tp_size=2, pcp_size=2, context_ranks=((0, 0), (0, 1))),
         "context_size", 2, "0..1"),

@@ -275,6 +275,7 @@ def handmade(**changed: Any) -> object:
 
 
 EXTENT = OURS.regions[0].extent
+OVERLAPPING = kvspec.Memory(16, 16), kvspec.Memory(24, 16)
 HANDMADE = [
     row(lambda: attrs.evolve(OURS, memory=()),
         "regions['l.k']", EXTENT, "inside"),
@@ -282,6 +283,8 @@ HANDMADE = [
         "regions['l.k']", EXTENT, "inside"),
     row(lambda: attrs.evolve(OURS, memory=(attrs.evolve(OURS.memory[0], device=1),)),
         "regions['l.k']", EXTENT, "inside"),
+    row(lambda: attrs.evolve(OURS, memory=(kvspec.Memory(0, 8), *OVERLAPPING)),
+        "memory", OVERLAPPING[1], "apart"),
     row(lambda: attrs.evolve(OURS, regions=OURS.regions[1:]), "regions", ["l.v"], "l.k"),
     row(lambda: handmade(layer="m"), "regions", "m.k"),
     row(lambda: handmade(group="h"), "regions['l.k'].group", "h"),
@@ -296,6 +299,7 @@ HANDMADE = [
     *(row(lambda f=f, v=v: handmade(**{f: v}), f"regions['l.k'].{f}", v, right)
       for f, v, right in (("content_bytes", 8, 16), ("units", 1, 4), ("states", 2, 4))),
     row(lambda: handmade(num_blocks=-3), "regions['l.k'].num_blocks", -3, 1),
+    row(lambda: handmade(num_blocks=0), "regions['l.k'].num_blocks", 0, 1),
     row(lambda: attrs.evolve(OURS, regions=OURS.regions * 2), "regions", "l.k", "once"),
 ]  # fmt: skip
 

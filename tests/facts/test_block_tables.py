@@ -474,3 +474,22 @@ def test_request_is_immutable() -> None:
     for tables in (request.cached_tokens, request.producer_blocks, request.consumer_blocks):
         with pytest.raises(TypeError, match="assignment"):
             tables["full"] = 0  # type: ignore[index]
+
+
+def test_unwritten_ranges_leave_blocks_of_repeated_ids_alone() -> None:
+    """The first three blocks are before the window. One id stands for all of them."""
+    both = engine(None, full=WINDOW)
+    caches = [kvspec.plan_memory(both, RANK, NUM_BLOCKS, base << 40) for base in (1, 2)]
+    table = kvspec.build_table(kvspec.plan_transfer(both, both), *caches)
+    ids = [5, 5, 5, 6, 7, 8]  # Tokens 113 to 175 move, those of the last three blocks.
+    request = kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=176,
+        producer_blocks={"full": ids},
+        consumer_blocks={"full": ids},
+    )
+    for region in caches[1].regions:
+        placeholder = region.address(5, 0, 0)
+        stop = placeholder + region.block_stride
+        for address, length in table.unwritten_ranges(request).tolist():
+            assert address + length <= placeholder or stop <= address
