@@ -477,11 +477,11 @@ def test_request_is_immutable() -> None:
 
 
 def test_unwritten_ranges_leave_blocks_of_repeated_ids_alone() -> None:
-    """The first three blocks are before the window. One id stands for all of them."""
+    """The last two blocks of the table are behind the prompt. One id stands for both."""
     both = engine(None, full=WINDOW)
     caches = [kvspec.plan_memory(both, RANK, NUM_BLOCKS, base << 40) for base in (1, 2)]
     table = kvspec.build_table(kvspec.plan_transfer(both, both), *caches)
-    ids = [5, 5, 5, 6, 7, 8]  # Tokens 113 to 175 move, those of the last three blocks.
+    ids = [1, 2, 3, 6, 7, 8, 5, 5]  # The prompt of 176 tokens ends in block 8.
     request = kvspec.TransferRequest(
         request_id="r",
         num_tokens=176,
