@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sessions import Side, engine, new_remote_id, request, until
+from two_engines import Side, engine, request, until
+from kvspec.session import new_remote_id
 from strange import STRANGE
 
 import kvspec

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sessions import Direct, Side, engine, new_remote_id, request
+from two_engines import Direct, Side, engine, request
+from kvspec.session import new_remote_id
 
 from kvspec.session import background
 from kvspec.testing import FakeNixl

@@ -1,10 +1,10 @@
-"""Law 12 over sessions: nothing done is wrong, each request is freed once, and nothing is left.
+"""Law 12 over sessions: done loads are right, each request is freed once, and nothing is left.
 
-Real sessions, ledgers and NIXL ranks over memory, a channel that loses, doubles, reorders and
-forges, a clock, restarts. A few broken sessions are caught by the same assertions.
+Sessions, ledgers and NIXL ranks run over a fake NIXL, and a channel that loses, repeats, reorders
+and forges messages. Clocks stand still and engines restart. Broken sessions break a `Promise`.
 """
 
-# ruff: noqa: D102 - the rules of the machine are named by what happens
+# ruff: noqa: D102 - each rule of the machine is named after the step that it performs
 
 from __future__ import annotations
 
@@ -18,16 +18,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from session_world import MODES, PAIRS, Mode, World
+from two_engines import BrokenPromise, Promise, play
 
-from kvspec.completion.consumer import ConsumerLedger
-from kvspec.completion.load_plan import Source
-from kvspec.descriptors.tiles import Tables
-from kvspec.nixl import Transfer
-from kvspec.session import Load
-from kvspec.session.loads import Loads
 from kvspec.testing import FakeNixl
-from kvspec.wire.messages import Gone, Message, Pushed, Valid
-from kvspec.wire.seal import MAC, Secret
 
 AT = st.integers(0, 50)
 LANDS = ("land", "land", "land", "land", "part", "fail", "flip")
@@ -36,7 +29,7 @@ FORGED = ("byte", "cut", "valid")
 
 
 class Machine(RuleBasedStateMachine):
-    """Anything that may happen to sessions of two engines, in any order."""
+    """All steps of a world of sessions, in any order."""
 
     @initialize(pair=st.sampled_from(PAIRS), mode=st.sampled_from(MODES), verify=st.booleans())
     def begin(self, pair: Any, mode: Mode, verify: bool) -> None:
@@ -111,197 +104,96 @@ TestSessions.settings = settings(max_examples=25, stateful_step_count=40)
 
 
 def chaos(seed: int, mode: Mode, *, verify: bool, steps: int = 120) -> World:
-    """Let anything happen to two engines, as *seed* has it."""
+    """Perform steps that *seed* draws, then end everything."""
     drawn = random.Random(seed)
     small = lambda: drawn.randrange(51)  # noqa: E731
     with FakeNixl() as net:
         world = World(net, drawn.choice(PAIRS), mode, verify=verify)
-        rules = {
-            "admit": (8, lambda: world.admit(
-                drawn.randint(1, 18), drawn.choice((0, 0, 3, 20)), early=drawn.random() < 0.3)),
-            "hold": (6, lambda: world.hold(small())),
-            "read": (12, lambda: world.read(
-                small(), "decline" if drawn.random() < 0.1 else "load")),
-            "reread": (4, lambda: world.reread(small())),
-            "push": (15 * world.pushed, lambda: world.push(
-                small(), short=drawn.random() < 0.1)),
-            "write": (25 * world.follow, lambda: world.write(
-                small(), drawn.randint(1, 9), all_layers=drawn.random() < 0.5)),
-            "land": (20, lambda: world.land(small(), drawn.choice(LANDS * 2 + ("land",) * 6))),
-            "deliver": (40, lambda: world.deliver(small(), drawn.choice(DELIVERS + ("once",) * 9))),
-            "forge": (3, lambda: world.forge(small(), drawn.choice(FORGED))),
-            "abort": (4, lambda: world.abort(small())),
-            "cancel": (0.7, lambda: world.cancel(small())),
-            "advance": (5, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
-            "restart": (0.4, lambda: world.restart(drawn.choice("PD"))),
-            "stop clock": (0.5, lambda: world.stop_clock(drawn.choice((2.0, 11.0)))),
-        }  # fmt: skip
-        weights = [weight for weight, _ in rules.values()]
         try:
-            for _, act in drawn.choices(list(rules.values()), weights, k=steps):
-                act()
+            play(drawn, steps, (
+                (8, lambda: world.admit(
+                    drawn.randint(1, 18), drawn.choice((0, 0, 3, 20)), early=drawn.random() < 0.3)),
+                (6, lambda: world.hold(small())),
+                (12, lambda: world.read(small(), "decline" if drawn.random() < 0.1 else "load")),
+                (4, lambda: world.reread(small())),
+                (15 * world.pushed, lambda: world.push(small(), short=drawn.random() < 0.1)),
+                (25 * world.follow, lambda: world.write(
+                    small(), drawn.randint(1, 9), all_layers=drawn.random() < 0.5)),
+                (20, lambda: world.land(small(), drawn.choice(LANDS * 2 + ("land",) * 6))),
+                (40, lambda: world.deliver(small(), drawn.choice(DELIVERS + ("once",) * 9))),
+                (3, lambda: world.forge(small(), drawn.choice(FORGED))),
+                (4, lambda: world.abort(small())),
+                (0.7, lambda: world.cancel(small())),
+                (5, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
+                (0.4, lambda: world.restart(drawn.choice("PD"))),
+                (0.5, lambda: world.stop_clock(drawn.choice((2.0, 11.0)))),
+            ))  # fmt: skip
             world.end()
         finally:
             world.close()
     return world
 
 
-def test_anything_may_happen_to_sessions() -> None:
-    """Whatever happens, no assertion of the world fails; and everything that may happen does."""
+def test_sessions_keep_their_promises_in_any_order_of_steps() -> None:
+    """Loads end as done and as failed, and requests are freed as done and as expired."""
     for mode in MODES:
         worlds = [chaos(seed, mode, verify=seed % 2 == 0) for seed in range(8)]
         assert {"done", "failed"} == set().union(*(world.outcomes for world in worlds))
-        why = {why for world in worlds for asked in world.asked for why in asked.freed.values()}
+        why = {why for world in worlds for entry in world.asked for why in entry.freed.values()}
         assert {"done", "expired"} == why
 
 
-def unasked(patch: pytest.MonkeyPatch) -> None:
-    """Be done as soon as all is there, whether or not it was still held."""
-    finish = ConsumerLedger.finish
-
-    def believe(self: Any, step: Any, now: float) -> Any:
-        for source in self._loads[step.request_id].sources.values():
-            source.valid = True
-        return finish(self, step, now)
-
-    patch.setattr(ConsumerLedger, "finish", believe)
-
-
-def hasty(patch: pytest.MonkeyPatch) -> None:
-    """Be over as soon as it has failed."""
-    fail = Load.fail
-
-    def at_once(self: Any, *why: Any) -> None:
-        fail(self, *why)
-        self.state = "failed"
-
-    patch.setattr(Load, "fail", at_once)
-
-
-def one_source(patch: pytest.MonkeyPatch) -> None:
-    """Read the first rank that has anything, and no other."""
-    begin = Loads.begin
-
-    def partly(self: Any, load: Any, remote: Any) -> None:
-        lanes, remote.lanes = remote.lanes, dict([*remote.lanes.items()][:1])
-        try:
-            begin(self, load, remote)
-        finally:
-            remote.lanes = lanes
-
-    patch.setattr(Loads, "begin", partly)
-
-
-def unsealed(patch: pytest.MonkeyPatch) -> None:
-    """Open whatever looks like a message."""
-    patch.setattr(Secret, "unseal", lambda _, __, purpose, data, ___: data[len(purpose) + MAC :])
-
-
-def unmarked(patch: pytest.MonkeyPatch) -> None:
-    """Answer whoever is late that all was valid."""
-    patch.setattr("kvspec.wire.messages.Message.answer", deceive(Message.answer))
-
-
-def deceive(answer: Any) -> Any:
-    """Return *answer*, which says valid for gone."""
-    return lambda self, kind, **more: answer(self, Valid if kind is Gone else kind, **more)
-
-
-def never_released(patch: pytest.MonkeyPatch) -> None:
-    """Keep the handles of a transfer that failed, though they have ended."""
-    patch.setattr(Transfer, "reap", lambda self: not self.live_handles)
-
-
-def trusting(patch: pytest.MonkeyPatch) -> None:
-    """Take whatever was pushed for what was asked for."""
-    patch.setattr(Pushed, "differs", lambda *_: "")
-
-
-def ahead(patch: pytest.MonkeyPatch) -> None:
-    """Read whatever a message says of a layer up to its end."""
-    wrote = Source.record
-    patch.setattr(Source, "record", lambda self, place, _: wrote(self, place, 10**6))
-
-
-def back(patch: pytest.MonkeyPatch) -> None:
-    """Let a frontier go back to where a late message says, and read from there again."""
-
-    def again(self: Any, place: Any, upto: int) -> None:
-        if place in self.written:
-            self.written[place] = min(upto, self.ends[place])
-            self.started[place] = min(self.started[place], self.written[place])
-
-    patch.setattr(Source, "record", again)
-
-
-def states_early(patch: pytest.MonkeyPatch) -> None:
-    """Move a state with the first step that any token of its group moves in."""
-    patch.setattr(Tables, "reached", property(_hastily(Tables.reached.fget)))
-
-
-def _hastily(reached: Any) -> Any:
-    return lambda self: self.wanted if self.whole and self.tokens else reached(self)
-
-
-def other_layers(patch: pytest.MonkeyPatch) -> None:
-    """Take what is said of one layer for all layers of its group."""
-    wrote = Source.record
-
-    def all_of(self: Any, place: Any, upto: int) -> None:
-        for other in self.ends:
-            if other[0] == place[0]:
-                wrote(self, other, upto)
-
-    patch.setattr(Source, "record", all_of)
-
-
-def half_way(patch: pytest.MonkeyPatch) -> None:
-    """Be whole as soon as anything of a source has arrived."""
-    finish = ConsumerLedger.finish
-
-    def all_of_it(self: Any, step: Any, now: float) -> Any:
-        load = self._loads[step.request_id]
-        rank, tokens = load.steps[step.number]
-        load.sources[rank].missing = tokens
-        return finish(self, step, now)
-
-    patch.setattr(ConsumerLedger, "finish", all_of_it)
-
-
-def too_early(patch: pytest.MonkeyPatch) -> None:
-    """Be done first, and compare then."""
-    patch.setattr(Loads, "_arrive", lambda self, load, step: self._close(load, (step,)))
-
-
-BROKEN: dict[Mode | Literal["verify"], tuple[Any, ...]] = {
-    "pull": (
-        unasked, hasty, one_source, unsealed, unmarked, never_released,
-        faults.free_request_is_reported_twice, faults.earlier_load_answers_for_the_next,
-    ),
-    "push": (
-        faults.outcome_is_sent_before_the_end, faults.reader_that_gave_up_is_forgotten, trusting,
-        faults.first_push_answers_for_the_next,
-    ),
-    "follow": (ahead, back, states_early, other_layers, half_way),
-    "verify": (
-        faults.differences_are_ignored, faults.only_the_first_source_is_compared,
-        faults.only_the_last_token_is_compared, too_early,
-    ),
-}  # fmt: skip
+FAULTS: dict[Mode | Literal["verify"], dict[Any, Promise]] = {
+    "pull": {
+        faults.answers_are_not_awaited: Promise.VALID,
+        faults.failed_load_ends_at_once: Promise.OWNED,
+        faults.only_the_first_source_is_read: Promise.VALID,
+        faults.seals_are_not_checked: Promise.UNREAD,
+        faults.late_reader_is_sent_valid: Promise.VALID,
+        faults.handles_are_not_released: Promise.ENDS,
+        faults.free_request_is_reported_twice: Promise.FREED_ONCE,
+        faults.earlier_load_answers_for_the_next: Promise.VALID,
+    },
+    "push": {
+        faults.outcome_is_sent_before_the_end: Promise.VALID,
+        faults.reader_that_gave_up_is_forgotten: Promise.OVER,
+        faults.pushed_requests_are_not_compared: Promise.VALID,
+        faults.first_push_answers_for_the_next: Promise.VALID,
+    },
+    "follow": {
+        faults.layers_are_read_to_their_end: Promise.VALID,
+        faults.frontier_goes_back: Promise.ONCE,
+        faults.states_move_with_the_first_token: Promise.ONCE,
+        faults.progress_counts_for_all_layers: Promise.VALID,
+        faults.source_is_whole_after_its_first_step: Promise.UNREAD,
+    },
+    "verify": {
+        faults.differences_are_ignored: Promise.VALID,
+        faults.only_the_first_source_is_compared: Promise.VALID,
+        faults.only_the_last_token_is_compared: Promise.VALID,
+        faults.load_ends_before_it_is_compared: Promise.VALID,
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("mode", "broken"), [(mode, broken) for mode, plants in BROKEN.items() for broken in plants]
+    ("mode", "fault", "promise"),
+    [
+        pytest.param(mode, fault, promise, id=f"{mode}-{fault.__name__}")
+        for mode, some in FAULTS.items()
+        for fault, promise in some.items()
+    ],
 )
-def test_a_broken_session_is_caught(
-    mode: Any, broken: Any, monkeypatch: pytest.MonkeyPatch
+def test_chaos_finds_the_promise_that_a_fault_breaks(
+    mode: Any, fault: Any, promise: Promise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each fails an assertion of the world within some seeds."""
-    broken(monkeypatch)
+    """Each fault breaks its promise within a hundred seeds, and no other promise before."""
+    fault(monkeypatch)
 
     def try_many() -> None:
         for seed in range(100):
             chaos(seed, "pull" if mode == "verify" else mode, verify=mode == "verify")
 
-    with pytest.raises(AssertionError):
+    with pytest.raises(BrokenPromise) as caught:
         try_many()
+    assert promise == caught.value.promise

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from lines import Other, between_lines
-from sessions import Side, engine, new_remote_id, request, until
+from two_engines import Side, engine, request, until
+from kvspec.session import new_remote_id
 
 from kvspec.errors import MismatchError, SpecError, TransferError
 from kvspec.ownership.replicas import Role

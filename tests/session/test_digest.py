@@ -17,7 +17,8 @@ from kvspec.errors import SpecError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from sessions import BLOCKS, Direct, Side, engine, new_remote_id, request, until
+from two_engines import BLOCKS, Direct, Side, engine, request, until
+from kvspec.session import new_remote_id
 
 from kvspec.completion.producer import ProducerLedger
 from kvspec.session import Load
@@ -388,7 +389,7 @@ def test_load_is_done_when_a_checksum_was_lost() -> None:
 
         def lose() -> bool:
             producer.poll()
-            came = Direct.channels["D"].came
+            came = Direct.channels["D"].arrived
             lost.extend(data for _, data in came if b"checksum" in data)
             came[:] = [each for each in came if b"checksum" not in each[1]]
             return bool(lost)

@@ -15,7 +15,8 @@ from kvspec.errors import SpecError, TransferError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from sessions import BLOCKS, Side, engine, new_remote_id, request, until
+from two_engines import BLOCKS, Side, engine, request, until
+from kvspec.session import new_remote_id
 
 from kvspec.session import Load
 from kvspec.testing import FakeNixl, logical_views

@@ -9,7 +9,8 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from sessions import Direct, Side, engine, new_remote_id, request, until
+from two_engines import Direct, Side, engine, request, until
+from kvspec.session import new_remote_id
 
 from kvspec.errors import SpecError
 from kvspec.session import Session
@@ -136,7 +137,7 @@ def test_recorded_heartbeat_of_a_dead_reader_extends_no_lease(
     session = only(producer)
     session.hold(remote_id)
     consumer.load(request(), remote_id, follow=True)
-    recorded = [data for _, data in Direct.channels["P"].came if b"heartbeat" in data]
+    recorded = [data for _, data in Direct.channels["P"].arrived if b"heartbeat" in data]
     assert recorded
     producer.poll()
     while session.held:

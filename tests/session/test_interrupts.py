@@ -13,7 +13,8 @@ import pytest
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from lines import interrupted_at
-from sessions import Direct, Side, engine, new_remote_id, request, until
+from two_engines import Direct, Side, engine, request, until
+from kvspec.session import new_remote_id
 
 from kvspec.completion import consumer, held, load_plan, producer
 from kvspec.nixl import rank, transfer

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import Direct, Side, engine, new_remote_id, request
+from two_engines import Direct, Side, engine, request
+from kvspec.session import new_remote_id
 
 import kvspec
 from kvspec.session import TcpChannel
@@ -194,7 +195,7 @@ def test_first_introduction_that_verifies_is_kept(monkeypatch: pytest.MonkeyPatc
         other = INTRODUCTION + bytes(99)
 
         def wait(timeout: float) -> None:
-            session.channel.came += [("P", each) for each in (false, other, good, other, false)]
+            session.channel.arrived += [("P", each) for each in (false, other, good, other, false)]
 
         monkeypatch.setattr(session.channel, "wait", wait)
         assert [good] == session.fetch(["P"], timeout=0.5)
@@ -312,7 +313,7 @@ def test_peer_that_was_chosen_is_warned_of_once(caplog: pytest.LogCaptureFixture
     ):
         (session,) = consumer.sessions.values()
         consumer.connect(producer)
-        session.channel.came += [(route, b"?") for route in "PXPX"]
+        session.channel.arrived += [(route, b"?") for route in "PXPX"]
         session.poll()
         session.disconnect("P")
     names = [(each.levelname, each.message.partition(" ")[0]) for each in caplog.records]

@@ -12,7 +12,8 @@ pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 from faulty_ranks import FaultyEngine, go_on, stop
 from session_soak import soak
-from sessions import engine, new_remote_id
+from two_engines import engine
+from kvspec.session import new_remote_id
 
 import kvspec
 from kvspec.run.rank_client import until

@@ -15,7 +15,8 @@ from kvspec.errors import SpecError, TransferError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from sessions import Direct, Side, engine, new_remote_id, request, until
+from two_engines import Direct, Side, engine, request, until
+from kvspec.session import new_remote_id
 
 from kvspec.session import Load
 from kvspec.session.holds import Holds
@@ -305,7 +306,7 @@ def test_stop_is_sent_again_after_each_heartbeat(net: FakeNixl) -> None:
         for later in (0.0, 0.0, 0.9, 1.0, 1.0, 2.5, 3.0, 3.5):
             now = later
             consumer.poll()
-            asked.append(sum(b"stop" in data for _, data in Direct.channels["P"].came))
+            asked.append(sum(b"stop" in data for _, data in Direct.channels["P"].arrived))
         assert [1, 1, 1, 2, 2, 3, 3, 4] == asked
         assert ["failed"] == ended([load], producer, consumer)
 

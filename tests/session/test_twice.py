@@ -10,7 +10,8 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from sessions import Side, engine, new_remote_id, request, until
+from two_engines import Side, engine, request, until
+from kvspec.session import new_remote_id
 
 from kvspec.session import Load
 from kvspec.testing import FakeNixl

@@ -1,6 +1,7 @@
-"""Faults of a session's producer and of its checksums. The chaos of sessions must find each one.
+"""Faults of sessions. The chaos of sessions must find each one.
 
-Each function plants one fault with a `MonkeyPatch`, which removes the fault.
+Each function plants one fault with a `MonkeyPatch`, which removes the fault. Faults of the ledgers
+alone are in `ledger_faults`, and those of plans and proofs in `faults`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.held import HeldRequest
+from kvspec.completion.load_plan import Source
 from kvspec.completion.producer import ProducerLedger
 from kvspec.completion.states import PUSH, Row
+from kvspec.descriptors.tiles import Tables
+from kvspec.nixl import Transfer
+from kvspec.session import Load
 from kvspec.session.checksums import Audit, extents_of
 from kvspec.session.holds import Holds
-from kvspec.wire.messages import PushDone
+from kvspec.session.loads import Loads
+from kvspec.wire.messages import Gone, Message, PushDone, Pushed, Valid
+from kvspec.wire.seal import MAC, Secret
 
 if TYPE_CHECKING:
     import pytest
@@ -101,3 +109,122 @@ def only_the_last_token_is_compared(patch: pytest.MonkeyPatch) -> None:
             replace(extent, tokens=extent.tokens[-1:]) for extent in extents_of(*given)
         ),
     )
+
+
+def answers_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """End a load as done when its data is there, whether or not the producer still held it."""
+    finish = ConsumerLedger.finish
+
+    def trust(self: Any, step: Any, now: float) -> Any:
+        for source in self._loads[step.request_id].sources.values():
+            source.valid = True
+        return finish(self, step, now)
+
+    patch.setattr(ConsumerLedger, "finish", trust)
+
+
+def failed_load_ends_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Set the state "failed" while bytes may still be written."""
+    fail = Load.fail
+
+    def end(self: Any, *why: Any) -> None:
+        fail(self, *why)
+        self.state = "failed"
+
+    patch.setattr(Load, "fail", end)
+
+
+def only_the_first_source_is_read(patch: pytest.MonkeyPatch) -> None:
+    """Read one of the producer ranks, and no other."""
+    begin = Loads.begin
+
+    def first(self: Any, load: Any, remote: Any) -> None:
+        lanes, remote.lanes = remote.lanes, dict([*remote.lanes.items()][:1])
+        try:
+            begin(self, load, remote)
+        finally:
+            remote.lanes = lanes
+
+    patch.setattr(Loads, "begin", first)
+
+
+def seals_are_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """Open any bytes that have the form of a message."""
+    patch.setattr(Secret, "unseal", lambda _, __, purpose, data, ___: data[len(purpose) + MAC :])
+
+
+def late_reader_is_sent_valid(patch: pytest.MonkeyPatch) -> None:
+    """Send `valid` instead of `gone`."""
+    answer = Message.answer
+
+    def deceive(self: Any, kind: Any, **more: Any) -> Any:
+        return answer(self, Valid if kind is Gone else kind, **more)
+
+    patch.setattr("kvspec.wire.messages.Message.answer", deceive)
+
+
+def handles_are_not_released(patch: pytest.MonkeyPatch) -> None:
+    """Keep the handles of a transfer that failed, though they have ended."""
+    patch.setattr(Transfer, "reap", lambda self: not self.live_handles)
+
+
+def pushed_requests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """Accept any pushed request as the one that the load expects."""
+    patch.setattr(Pushed, "differs", lambda *_: "")
+
+
+def layers_are_read_to_their_end(patch: pytest.MonkeyPatch) -> None:
+    """Read a whole layer as soon as any of it was written."""
+    record = Source.record
+    patch.setattr(Source, "record", lambda self, place, _: record(self, place, 10**6))
+
+
+def frontier_goes_back(patch: pytest.MonkeyPatch) -> None:
+    """Let a late message move a frontier back, and read from there again."""
+
+    def back(self: Any, place: Any, upto: int) -> None:
+        if place in self.written:
+            self.written[place] = min(upto, self.ends[place])
+            self.started[place] = min(self.started[place], self.written[place])
+
+    patch.setattr(Source, "record", back)
+
+
+def states_move_with_the_first_token(patch: pytest.MonkeyPatch) -> None:
+    """Move a state with the first step in which any token of its group moves."""
+    reached: Any = Tables.reached.fget  # type: ignore[attr-defined]
+
+    def hastily(self: Any) -> Any:
+        return self.wanted if self.whole and self.tokens else reached(self)
+
+    patch.setattr(Tables, "reached", property(hastily))
+
+
+def progress_counts_for_all_layers(patch: pytest.MonkeyPatch) -> None:
+    """Record the progress of one layer for all layers of its group."""
+    record = Source.record
+
+    def all_layers(self: Any, place: Any, upto: int) -> None:
+        for other in self.ends:
+            if other[0] == place[0]:
+                record(self, other, upto)
+
+    patch.setattr(Source, "record", all_layers)
+
+
+def source_is_whole_after_its_first_step(patch: pytest.MonkeyPatch) -> None:
+    """Take a source for whole as soon as any of its data has arrived."""
+    finish = ConsumerLedger.finish
+
+    def first_step(self: Any, step: Any, now: float) -> Any:
+        load = self._loads[step.request_id]
+        rank, tokens = load.steps[step.number]
+        load.sources[rank].missing = tokens
+        return finish(self, step, now)
+
+    patch.setattr(ConsumerLedger, "finish", first_step)
+
+
+def load_ends_before_it_is_compared(patch: pytest.MonkeyPatch) -> None:
+    """End the steps of a load before their checksums are compared."""
+    patch.setattr(Loads, "_arrive", lambda self, load, step: self._close(load, (step,)))

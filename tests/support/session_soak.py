@@ -18,7 +18,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from faulty_ranks import FaultyEngine, LossyRank, go_on, stop
-from sessions import engine
+from two_engines import engine
 
 from kvspec.run import Figures, Job
 from kvspec.run.job import Side

@@ -1,4 +1,4 @@
-"""Two engines of sessions that reuse blocks at once, and a network that loses messages.
+"""Sessions of two engines that reuse blocks at once, over a network that loses messages.
 
 How it works:
     The world keeps the truth apart from the sessions. A block has the bytes of one request until
@@ -18,14 +18,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
-from sessions import engine
+from two_engines import (
+    HEARTBEAT,
+    LEASE,
+    LONGEST,
+    PATIENCE,
+    TIMEOUT,
+    BrokenPromise,
+    Promise,
+    Side,
+    TwoEngines,
+    check,
+    engine,
+)
 
 import kvspec
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl import NixlRank
 from kvspec.nixl.rank import NixlStats
 from kvspec.run.contents import truth
-from kvspec.session import Load, Session, new_remote_id
+from kvspec.session import Load, new_remote_id
 from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
@@ -36,9 +47,6 @@ if TYPE_CHECKING:
 
 # Blocks of a rank: few enough that requests reuse each other's blocks all the time.
 BLOCKS = 12
-# Seconds. Heartbeats fit three times into a lease, the consumer waits longer than a lease for an
-# answer, and `LONGEST` exceeds the timeout of a load.
-LEASE, LONGEST, HEARTBEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
 # The byte in blocks that no request owns.
 RUBBISH = 0xEE
 Rank = kvspec.RankId
@@ -65,11 +73,11 @@ def spans(views: Any, tables: Any) -> list[range]:
     return ranges
 
 
-class Hook:
+class Delayed:
     """A channel of the world. A message waits in the world's network until it is delivered."""
 
     def __init__(self, world: World, address: str) -> None:
-        self.world, self.address, self.came = world, address, list[tuple[str, bytes]]()
+        self.world, self.address, self.arrived = world, address, list[tuple[str, bytes]]()
 
     def send(self, route: str, data: bytes) -> None:
         """Put a message into the network."""
@@ -77,15 +85,15 @@ class Hook:
 
     def receive(self) -> list[tuple[str, bytes]]:
         """Return the messages that were delivered."""
-        came, self.came = self.came, []
-        return came
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     def wait(self, timeout: float) -> None:
         """Return at once."""
 
     def close(self) -> None:
         """Forget the delivered messages."""
-        self.came.clear()
+        self.arrived.clear()
 
 
 @attrs.define(eq=False)
@@ -119,33 +127,29 @@ class Reader:
     after: dict[Any, Any] | None = None
 
 
-class Engine:
-    """All ranks of one start of an engine."""
+class Engine(Side):
+    """All ranks of one incarnation of an engine, with views of the bytes in their blocks."""
 
-    def __init__(self, world: World, name: str, spec: kvspec.EngineSpec, start: int) -> None:
-        self.spec, self.start = spec, start
-        self.sessions: dict[Rank, Session] = {}
-        self.views: dict[Rank, Any] = {}
-        self.hooks: dict[Rank, Hook] = {}
-        for rank in spec.parallel.ranks:
-            cache, storage = kvspec.allocate(spec, rank, num_blocks=BLOCKS)
-            nixl = NixlRank(prefix=f"{name}{start}-{rank}-", polled=(name == "D") != world.pushed)
-            self.hooks[rank] = Hook(world, f"{name}{start}-{rank}")
-            self.sessions[rank] = Session(
-                nixl, cache, engine_id=name, epoch=start, owner=storage, channel=self.hooks[rank],
-                lease=LEASE, longest=LONGEST, heartbeat=HEARTBEAT, patience=PATIENCE,
-                clock=world.reader_clock if name == "D" else world.clock,
-            )  # fmt: skip
-            self.views[rank] = logical_views(spec, rank, storage, BLOCKS)
+    def __init__(self, world: World, name: str, spec: kvspec.EngineSpec, epoch: int) -> None:
+        self.channels: dict[Rank, Delayed] = {}
 
-    def introductions(self) -> list[bytes]:
-        """Return the introductions of all ranks."""
-        return [session.introduction for session in self.sessions.values()]
+        def channel(rank: Rank) -> Delayed:
+            return self.channels.setdefault(rank, Delayed(world, f"{name}{epoch}-{rank}"))
+
+        super().__init__(
+            name, spec, epoch=epoch, blocks=BLOCKS, channel=channel,
+            polled=(name == "D") != world.pushed, lease=LEASE, longest=LONGEST,
+            heartbeat=HEARTBEAT, patience=PATIENCE,
+            clock=world.reader_clock if name == "D" else world.clock,
+        )  # fmt: skip
+        self.views: dict[Rank, Any] = {
+            rank: logical_views(spec, rank, storage, BLOCKS)
+            for rank, storage in self.storage.items()
+        }
 
     def truth(self, rank: Rank, entry: Entry, tables: Any, *, producer: bool) -> Iterator[Any]:
         """Yield for each part: key, the request's blocks, true bytes, and which bytes count."""
-        given = (self.spec, rank, tables, entry.request, entry.seed)
-        return truth(*given, producer=producer)
+        return truth(self.spec, rank, tables, entry.request, entry.seed, producer=producer)
 
     def kill(self, net: FakeNixl) -> None:
         """End the processes of the engine."""
@@ -155,8 +159,11 @@ class Engine:
             session.nixl.close(drain=0.0)
 
 
-class World:
-    """A producer "P", a consumer "D", and the network between them."""
+class World(TwoEngines[tuple[str, str, bytes]]):
+    """Sessions of a producer and a consumer whose blocks are scarce.
+
+    A message of the network has a receiver, a sender and bytes.
+    """
 
     def __init__(
         self,
@@ -166,12 +173,11 @@ class World:
         *,
         verify: bool = False,
     ) -> None:
-        self.nixl, self.pair, self.now, self.verify = net, pair, 0.0, verify
-        self.stopped = 0.0  # seconds for which the consumer's clock stood still
+        super().__init__()
+        self.nixl, self.pair, self.verify = net, pair, verify
         self.pushed, self.follow = mode == "push", mode == "follow"
         net.fate = self.posted
         self.moved = set[int]()  # the consumer's bytes that transfers were posted for
-        self.net: list[tuple[str, str, bytes]] = []
         self.asked: list[Entry] = []
         self.readers: list[Reader] = []
         self.to_hold: list[tuple[Entry, Rank]] = []
@@ -185,19 +191,6 @@ class World:
         self.restart("P")
         self.restart("D")
 
-    def clock(self) -> float:
-        """Return the time."""
-        return self.now
-
-    def reader_clock(self) -> float:
-        """Return the time of the consumer's clock."""
-        return self.now - self.stopped
-
-    def stop_clock(self, seconds: float) -> None:
-        """Advance the producer's clock while the consumer's clock stands still."""
-        self.stopped += seconds
-        self.advance(seconds)
-
     def posted(self, flight: FakeFlight) -> None:
         """Land the byte that proves a connection; check that a load moves no byte twice."""
         if [1] == [length for *_, length in flight.copies]:
@@ -205,7 +198,7 @@ class World:
             return
         for to, _, length in flight.copies:
             span = range(to, to + length)
-            assert self.moved.isdisjoint(span), "moved twice"
+            check(Promise.ONCE, self.moved.isdisjoint(span))
             self.moved.update(span)
 
     def restart(self, name: str) -> None:
@@ -226,11 +219,9 @@ class World:
         self.to_read.clear()
         self.to_push.clear()
         if "D" in self.engines:
-            for session in self.engines["D"].sessions.values():
-                session.connect(self.engines["P"].introductions())
+            self.engines["D"].connect(self.engines["P"])
         if "D" in self.engines and self.pushed:
-            for session in self.engines["P"].sessions.values():
-                session.connect(self.engines["D"].introductions(), role="consumer")
+            self.engines["P"].connect(self.engines["D"], "consumer")
         self.look()
 
     def admit(self, tokens: int, cached: int, *, early: bool) -> None:
@@ -348,31 +339,43 @@ class World:
                         request, remote_id=entry.remote_id, timeout=TIMEOUT, epoch=entry.to
                     )
                 except TransferError as error:
-                    raise AssertionError("its blocks were free, and are written") from error
-                except SpecError:
-                    assert entry.to != self.starts["D"], "refused, though nothing has changed"
+                    raise BrokenPromise(Promise.OWNED, entry.remote_id) from error
+                except SpecError as error:
+                    restarted = entry.to != self.starts["D"]
+                    check(Promise.OWNED, restarted, error)
             self.look()
 
     def read(self, at: int, how: str) -> None:
-        """Let one consumer rank load or decline a request."""
+        """Let one consumer rank load or decline a request.
+
+        A rank that has loaded it before may have to wait until the producer knows the end of that
+        load. It tries again later, unless it declines.
+        """
         if not self.to_read:
             return
         entry, rank = self.to_read.pop(at % len(self.to_read))
         session, load = self.engines["D"].sessions[rank], None
-        if how == "decline" and not self.pushed:
-            session.decline(entry.remote_id)
-        else:
-            if not self.pushed:
-                self.spoil(entry, rank)
-            try:
+        declined = how == "decline" and not self.pushed
+        if not declined and not self.pushed:
+            self.spoil(entry, rank)
+        try:
+            if declined:
+                session.decline(entry.remote_id)
+            else:
                 load = session.load(
                     entry.request, remote_id=entry.remote_id, timeout=TIMEOUT,
                     pushed=self.pushed, follow=self.follow, verify=self.verify,
                 )  # fmt: skip
-            except TransferError as error:
-                raise AssertionError("its blocks were free, and are written") from error
-            if how == "decline":
-                load.cancel()
+        except TransferError as error:
+            raise BrokenPromise(Promise.OWNED, entry.remote_id) from error
+        except SpecError as error:
+            waits = error.field in ("request_id", "key") and rank in entry.read
+            check(Promise.OWNED, waits, error)
+            if how != "decline":
+                self.to_read.append((entry, rank))
+                return
+        if how == "decline" and load is not None:
+            load.cancel()
         again = rank in entry.read
         entry.read.add(rank)
         self.readers.append(Reader(entry, rank, self.starts["D"], load, again))
@@ -380,13 +383,7 @@ class World:
 
     def reread(self, at: int) -> None:
         """Let a rank whose load has ended load the same attempt again."""
-        sessions = self.engines["D"].sessions
-        ended = [
-            reader
-            for reader in self.readers
-            if reader.after is not None and not reader.entry.lost
-            if reader.entry.request.request_id not in sessions[reader.rank]._loads.book.open
-        ]
+        ended = [r for r in self.readers if r.after is not None and not r.entry.lost]
         if ended:
             reader = ended[at % len(ended)]
             self.readers.remove(reader)
@@ -433,13 +430,13 @@ class World:
 
     def deliver(self, at: int, how: str = "once") -> None:
         """Deliver a message once or twice, or lose it."""
-        if self.net:
-            at %= len(self.net)
-            route, sender, data = self.net[at] if how == "twice" else self.net.pop(at)
-            hooks = [hook for side in self.engines.values() for hook in side.hooks.values()]
-            for hook in hooks:
-                if hook.address == route and how != "lose":
-                    hook.came.append((sender, data))
+        message = self.take(at, keep=how == "twice")
+        if message is not None:
+            route, sender, data = message
+            channels = [c for side in self.engines.values() for c in side.channels.values()]
+            for channel in channels:
+                if channel.address == route and how != "lose":
+                    channel.arrived.append((sender, data))
             self.look()
 
     def forge(self, at: int, how: str) -> None:
@@ -491,8 +488,8 @@ class World:
             settled = session.settled()
             for name in settled.freed:
                 (entry,) = [a for a in self.asked if a.remote_id == name]
-                assert rank in entry.held, f"{name} was not held on {rank}"
-                assert rank not in entry.freed, f"{name} is freed twice on {rank}"
+                once = rank in entry.held and rank not in entry.freed
+                check(Promise.FREED_ONCE, once, f"{name} on {rank}")
                 entry.freed[rank] = "done" if name in settled.done else "expired"
                 ids = entry.request.producer_blocks["full"].block_ids
                 if name in settled.done:
@@ -517,7 +514,7 @@ class World:
                 for flight in self.nixl.moving:
                     to, of, _ = flight.copies[0]
                     reads = any(of in span for span in source) and any(to in s for s in target)
-                    assert not reads, f"{entry.remote_id} is free on {rank}, and is read"
+                    check(Promise.UNREAD, not reads, f"{entry.remote_id} on {rank}")
 
     def judge(self) -> None:
         """Compare done loads with the truth, and ended loads with the copy of their bytes."""
@@ -528,13 +525,14 @@ class World:
             tables = reader.entry.request.consumer_blocks
             if reader.after is None:
                 self.outcomes[reader.load.state] += 1
-                assert (reader.load.state == "failed") == (reader.load.error is not None)
+                failed = reader.load.state == "failed"
+                check(Promise.EXPLAINED, failed == (reader.load.error is not None))
                 if reader.load.state == "done":
                     self.right(reader)
                 reader.after = {k: v[tables[k[0]].block_ids].copy() for k, v in views.items()}
             for key, view in views.items():
                 ids = tables[key[0]].block_ids
-                assert np.array_equal(reader.after[key], view[ids]), "written after it was over"
+                check(Promise.OVER, np.array_equal(reader.after[key], view[ids]), key)
         for entry in {id(r.entry): r.entry for r in self.readers}.values():
             readers = [r for r in self.readers if r.entry is entry]
             over = all(r.load is None or r.after is not None for r in readers)
@@ -549,7 +547,7 @@ class World:
         having = attrs.evolve(reader.entry, request=whole)
         for key, ids, right, counts in side.truth(reader.rank, having, tables, producer=False):
             wrong = (side.views[reader.rank][key][ids] != right) & counts
-            assert not wrong.any(), f"done, with wrong bytes in {key}"
+            check(Promise.VALID, not wrong.any(), key)
 
     def end(self) -> None:
         """Let everything in progress end; then nothing may be left on either side."""
@@ -565,21 +563,22 @@ class World:
                 self.deliver(0)
             self.advance(HEARTBEAT)
         for reader in self.readers:
-            assert reader.load is None or reader.load.state != "moving", "never over"
+            over = reader.load is None or reader.load.state != "moving"
+            check(Promise.ENDS, over, reader.entry.remote_id)
         for name, side in self.engines.items():
             for rank, session in side.sessions.items():
                 left = session.stats()
-                met = int(name == "D" or self.pushed)
-                assert SessionStats(engines=met) == left, f"{name} {rank}: {left}"
-                mine = session.nixl.stats()
-                assert (0, 0) == (mine.transfers, mine.handles)
+                engines = int(name == "D" or self.pushed)
+                check(Promise.CLEAN, SessionStats(engines=engines) == left, f"{rank}: {left}")
+                own = session.nixl.stats()
+                check(Promise.CLEAN, (0, 0) == (own.transfers, own.handles), f"{rank}: {own}")
         for entry in self.asked:
-            assert entry.lost or set(self.engines["P"].sessions) == set(entry.freed), "never freed"
+            everywhere = set(self.engines["P"].sessions) == set(entry.freed)
+            check(Promise.FREED_ONCE, entry.lost or everywhere, entry.remote_id)
 
     def close(self) -> None:
         """Close every engine."""
         for side in self.engines.values():
+            side.close()
             for session in side.sessions.values():
-                session.close(drain=0.0)
-                session.nixl.close(drain=0.0)
-                assert NixlStats() == session.nixl.stats()
+                check(Promise.CLEAN, NixlStats() == session.nixl.stats(), session)

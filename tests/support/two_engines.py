@@ -1,437 +1,108 @@
-"""Two engines of ledgers, and a network that loses, repeats, delays and forges messages.
+"""Two engines in one process: a producer "P", a consumer "D", and the messages between them.
 
-The world keeps the truth apart from the ledgers: which blocks are overwritten, what was read when,
-and which readers were expected. A ledger that frees too early, is ready too early, or never ends
-fails an assertion.
+How it works:
+    `Side` is one engine: a session, a cache and its bytes for each rank. Tests of sessions connect
+    two of them, over the real NIXL or a fake one, and call the sessions themselves.
+
+    `TwoEngines` is the world of a test that performs steps in any order. It has a clock for each
+    engine and a network that loses, repeats and delays messages. `play` draws the steps. A world
+    keeps the truth apart from the tested objects, and raises `BrokenPromise` if they contradict it.
+    Two worlds test two layers:
+
+    ==================  ==========================  ==============================================
+    module              tested objects              because
+    ==================  ==========================  ==============================================
+    `ledger_world`      the pure ledgers            no byte moves, so it performs thousands of
+                                                    steps a second and can forge any message
+    `session_world`     sessions with their         real bytes in blocks that requests reuse show
+                        ledgers and NIXL ranks      a load that is done too early
+    ==================  ==========================  ==============================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import attrs
-from msgspec.structs import replace
+import enum
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import kvspec
-from kvspec.completion.actions import Closed, Ended, Failed, Free, Tell
-from kvspec.completion.consumer import ConsumerLedger
-from kvspec.completion.consumer import Step as LedgerStep
-from kvspec.completion.held import Target
-from kvspec.completion.load_plan import LoadPlan
-from kvspec.completion.producer import ProducerLedger
-from kvspec.wire.codec import decode_message, encode_message
-from kvspec.wire.messages import (
-    Done,
-    Heartbeat,
-    Key,
-    Lease,
-    Message,
-    PushDone,
-    Pushed,
-    PushStopped,
-    RankAddress,
-    ReaderStatus,
-    StopWriting,
-)
+from kvspec.nixl import NixlRank, Staging
+from kvspec.session import Load, Session
+from kvspec.session.channel import Channel
+from kvspec.session.load import Push
+from kvspec.testing import FakeNixl, oracle
+from kvspec.wire.messages import key_of
 
-# Seconds. Heartbeats fit three times into a lease, the consumer waits longer than a lease for an
-# answer, and `LONGEST` exceeds the timeout of a load.
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvspec.ownership.replicas import Role
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+BLOCKS = 8
+# Seconds for worlds. Heartbeats fit three times into a lease, the consumer waits longer than a
+# lease for an answer, and `LONGEST` exceeds the timeout of a load.
 LEASE, LONGEST, HEARTBEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
-Rank = kvspec.RankId
-Write = tuple[Key, Rank, Target]
+Message = TypeVar("Message")
 
 
-@attrs.define(eq=False)
-class Request:
-    """One request of the producer: its extent, and its outcome by producer rank."""
+class Promise(enum.StrEnum):
+    """What sessions and ledgers promise, whatever happens to messages, bytes, ranks and clocks."""
 
-    key: Key
-    epoch: int
-    samples: int
-    ends: dict[str, int]
-    partial: bool
-    sure: bool
-    attempt: int = 0
-    admitted: dict[Rank, float] = attrs.field(factory=dict)
-    promised: dict[Rank, float] = attrs.field(factory=dict)
-    freed: dict[Rank, str] = attrs.field(factory=dict)
-    done: dict[Rank, set[tuple[Rank, int]]] = attrs.field(factory=dict)
-    lost: bool = False
+    VALID = "a load that is done has the bytes of its request"
+    WHOLE = "a load that is done has received all of its tokens"
+    ONCE = "a load moves no byte twice"
+    OVER = "nothing writes the blocks of a load that has ended"
+    ORDER = "a load ends, releases its blocks and closes, in this order and once"
+    EXPLAINED = "a load has an error if and only if it failed"
+    OWNED = "the blocks of a load that has ended can be loaded into"
+    FREED_ONCE = "a held request is freed exactly once on each rank"
+    UNREAD = "a request is freed when no reader reads it, or its lease is over"
+    LEASED = "a heartbeat extends a lease once"
+    PUSHED = "a reader is sent the true outcome of a push when its bytes no longer move"
+    FENCED = "a producer never writes to a reader that was sent `stopped`, and never twice"
+    ANSWERED = "without faults every load is done and every request is freed as read"
+    ENDS = "every load ends"
+    CLEAN = "nothing is left when everything has ended"
 
 
-@attrs.define(eq=False)
-class Load:
-    """One rank's attempt to read a request.
+class BrokenPromise(AssertionError):
+    """A promise that a world found broken."""
 
-    *reread* is true if the rank has read the request in this attempt before.
+    def __init__(self, promise: Promise, why: object) -> None:
+        super().__init__(f"{promise.name}: {promise}: {why}")
+        self.promise = promise
+
+
+def check(promise: Promise, kept: object, why: object = "") -> None:
+    """Raise `BrokenPromise` unless *kept*. *why* describes the case."""
+    if not kept:
+        raise BrokenPromise(promise, why)
+
+
+class TwoEngines(Generic[Message]):
+    """The clocks of two engines, and the messages that are on their way.
+
+    Attributes:
+        now: The time of the producer.
+        stopped: Seconds for which the clock of the consumer stood still.
+        net: Messages that were sent and not delivered yet.
     """
 
-    request: Request
-    rank: Rank
-    load_plan: LoadPlan
-    left: dict[tuple[Rank, str, str], int]
-    void: bool = False
-    outcome: str = ""
-    released: bool = False
-    closed: bool = False
-    reread: bool = False
+    def __init__(self) -> None:
+        self.now = self.stopped = 0.0
+        self.net: list[Message] = []
 
+    def clock(self) -> float:
+        """Return the time of the producer."""
+        return self.now
 
-@attrs.define(eq=False)
-class Step:
-    """One read that was posted."""
-
-    load: Load
-    source: Rank
-    moved: dict[tuple[str, str], range]
-    failed: bool = False
-
-
-class World:
-    """A producer "P", a consumer "D", and the network between them."""
-
-    def __init__(
-        self,
-        plan: kvspec.TransferPlan,
-        producer: type[ProducerLedger] = ProducerLedger,
-        consumer: type[ConsumerLedger] = ConsumerLedger,
-    ) -> None:
-        self.plan, self.kinds, self.now = plan, (producer, consumer), 0.0
-        self.stopped = 0.0  # seconds for which the consumer's clock stood still
-        self.epochs = {"P": 1, "D": 1}
-        self.net: list[bytes] = []
-        self.leases: set[tuple[Any, ...]] = set()
-        # Of pushes, by request, producer rank and reader: the writes in flight, all writes that
-        # were begun, when each reader was sent `stopped`, and the last outcome with its failure.
-        self.writes: list[Write] = []
-        self.pushed: set[Write] = set()
-        self.fenced: dict[Write, float] = {}
-        self.outcome: tuple[Write, bool] | None = None
-        self.sent: list[bytes] = []
-        self.requests: list[Request] = []
-        self.loads: list[Load] = []
-        self.steps: dict[tuple[Rank, LedgerStep], Step] = {}
-        self.to_admit: list[tuple[Request, Rank]] = []
-        self.to_expect: list[tuple[Request, Rank, int]] = []
-        self.to_connect: list[Load] = []
-        self.count = 0
-        self.start_engine("P")
-        self.start_engine("D")
-
-    def start_engine(self, name: str) -> None:
-        """Start an engine: empty ledgers of a new epoch."""
-        side = self.plan.producer if name == "P" else self.plan.consumer
-        ranks = side.parallel.ranks
-        own = {rank: RankAddress(name, self.epochs[name], rank) for rank in ranks}
-        if name == "P":
-            self.producers = {
-                rank: self.kinds[0](address, lease=LEASE, longest=LONGEST)
-                for rank, address in own.items()
-            }
-            for ledger in self.producers.values():
-                ledger.connect("D", self.epochs["D"])
-        else:
-            self.consumers = {
-                rank: self.kinds[1](address, heartbeat=HEARTBEAT, patience=PATIENCE)
-                for rank, address in own.items()
-            }
-            for reader in self.consumers.values():
-                self.acted(
-                    reader.connect("P", self.epochs["P"], self.reader_now), "D", reader.me.rank
-                )
-
-    def restart(self, name: str) -> None:
-        """End an engine and start it again; its peer connects with the new start."""
-        self.epochs[name] += 1
-        if name == "P":
-            self.writes.clear()
-            for request in self.requests:
-                request.lost = True
-            self.to_admit.clear()
-            self.to_expect = []
-            self.start_engine("P")
-            for rank, reader in self.consumers.items():
-                self.acted(reader.connect("P", self.epochs["P"], self.reader_now), "D", rank)
-            return
-        for load in self.loads:
-            if not load.closed:
-                load.closed, load.outcome, load.released = True, load.outcome or "died", True
-        self.steps.clear()
-        self.to_expect = []
-        self.to_connect = []
-        self.start_engine("D")
-        for ledger in self.producers.values():
-            ledger.connect("D", self.epochs["D"])
-
-    def admit(self, samples: int, moved: int, *, partial: bool, sure: bool, old: int) -> None:
-        """Create a request; its producer ranks and readers learn of it one by one."""
-        self.count += 1
-        name = f"request {old}"  # Several requests of one id may be held at the same time.
-        groups = [group.name for group in self.plan.consumer.groups]
-        ends = {group: 6 for at, group in enumerate(groups) if moved >> at & 1}
-        key = Key(name, self.count.to_bytes(8, "big"))
-        request = Request(key, self.epochs["P"], samples, ends, partial, sure)
-        self.requests.append(request)
-        self.to_admit += [(request, rank) for rank in self.producers]
-        self.expected(request)
-
-    def expected(self, request: Request) -> None:
-        """Add all readers of a request, or of its next attempt, to those that will start."""
-        self.to_expect += [
-            (request, rank, sample) for rank in self.consumers for sample in range(request.samples)
-        ]
-
-    def admit_rank(self, at: int) -> None:
-        """Admit a request on one producer rank."""
-        if self.to_admit:
-            request, rank = self.to_admit.pop(at % len(self.to_admit))
-            readers = len(self.plan.notifiers(rank)) * request.samples
-            request.promised[rank] = self.now + LEASE
-            request.admitted[rank] = self.now
-            actions = self.producers[rank].admit(
-                request.key, self.now, expected=readers if request.sure else None
-            )
-            self.acted(actions, "P", rank)
-
-    def expect_rank(
-        self, at: int, *, again: bool, rejected: bool, connecting: bool = False
-    ) -> None:
-        """Start the load of a request on one consumer rank, perhaps before it is connected."""
-        if not self.to_expect:
-            return
-        request, rank, sample = self.to_expect.pop(at % len(self.to_expect))
-        load_plan = LoadPlan.of(
-            self.plan,
-            rank,
-            {} if rejected else self.sources(rank, request.ends),
-            samples=request.samples,
-            request_id=f"{self.count}.{len(self.loads)}",
-            key=request.key,
-            engine_id="P",
-            epoch=request.epoch,
-            attempt=request.attempt,
-            sample=sample,
-            partial=request.partial,
-            again=again,
-        )
-        if request.epoch != self.epochs["P"]:
-            return
-        left = {
-            (s, *place): end for s, ends in load_plan.sources.items() for place, end in ends.items()
-        }
-        reread = any(
-            load.load_plan.name == load_plan.name for load in self.loads if load.rank == rank
-        )
-        self.loads.append(Load(request, rank, load_plan, left, reread=reread))
-        ledger = self.consumers[rank]
-        if connecting:
-            self.to_connect.append(self.loads[-1])
-            actions = ledger.begin(load_plan.request_id, self.reader_now, TIMEOUT)
-        else:
-            actions = ledger.expect(load_plan, self.reader_now, TIMEOUT)
-        self.acted(actions, "D", rank)
-
-    def sources(self, rank: Rank, ends: dict[str, int]) -> dict[Rank, dict[tuple[str, str], int]]:
-        """Return the end of each layer that a consumer rank reads, by producer rank."""
-        sources: dict[Rank, dict[tuple[str, str], int]] = {}
-        for producer in self.plan.sources(rank):
-            for edge in self.plan.between(producer, rank):
-                if end := ends.get(edge.group, 0):
-                    layers = {(edge.group, layer): end for layer in edge.layers}
-                    sources.setdefault(producer, {}).update(layers)
-        return sources
-
-    def connect_rank(self, at: int) -> None:
-        """Let a load whose producer was being connected start, unless it has failed."""
-        if not self.to_connect:
-            return
-        load = self.to_connect.pop(at % len(self.to_connect))
-        ledger, name = self.consumers[load.rank], load.load_plan.request_id
-        if self.state(load) != "connecting":
-            return
-        if load.request.epoch != self.epochs["P"]:
-            self.acted(ledger.cancel(name, self.reader_now), "D", load.rank)
-            return
-        ledger.assign(load.load_plan)
-        self.acted(ledger.connected(name, self.reader_now), "D", load.rank)
-
-    def start(self, at: int, upto: int) -> None:
-        """Post a read of tokens that can be read."""
-        moving = [load for load in self.loads if self.state(load) == "moving"]
-        if not moving:
-            return
-        load = moving[at % len(moving)]
-        readable = self.consumers[load.rank].readable(load.load_plan.request_id)
-        places = [(s, place, end) for s, ends in readable.items() for place, end in ends.items()]
-        if not places:
-            return
-        source, (group, layer), written = places[at % len(places)]
-        begin = load.load_plan.sources[source][group, layer] - load.left[source, group, layer]
-        open_ = [s for s in self.steps.values() if s.load is load and s.source == source]
-        begin += sum(len(s.moved.get((group, layer), ())) for s in open_)
-        stop = min(written.stop, begin + upto)
-        assert written.start == begin
-        name = load.load_plan.request_id
-        step = self.consumers[load.rank].start(name, source, {(group, layer): stop})
-        self.steps[load.rank, step] = Step(load, source, {(group, layer): range(begin, stop)})
-
-    def finish(self, at: int, how: str) -> None:
-        """End a read: done, failed, or failed while it may still write."""
-        if not self.steps:
-            return
-        name = list(self.steps)[at % len(self.steps)]
-        step, ledger = self.steps[name], self.consumers[name[0]]
-        if how == "done" or step.failed:
-            del self.steps[name]
-            request = step.load.request
-            step.load.void |= request.lost or step.source in request.freed or step.failed
-            for place, tokens in step.moved.items():
-                step.load.left[step.source, *place] -= len(tokens)
-            actions = ledger.finish(name[1], self.reader_now)
-        elif how == "failed":
-            del self.steps[name]
-            step.load.void = True
-            actions = ledger.fail(name[1], "a read failed", self.reader_now)
-        else:
-            step.failed = step.load.void = True
-            actions = ledger.fail(name[1], "a read hangs", self.reader_now, quiet=False)
-        self.acted(actions, "D", name[0])
-        assert how == "done" or self.state(step.load) != "moving", "it moves on after a failed read"
-
-    def record_progress(self, at: int, upto: int) -> None:
-        """Let a producer rank record how far it wrote each layer of a partial request."""
-        partial = [
-            (request, rank)
-            for request in self.requests
-            if request.partial and not request.lost
-            for rank in request.promised
-            if rank not in request.freed
-        ]
-        if partial:
-            request, rank = partial[at % len(partial)]
-            for group in self.plan.consumer.groups:
-                for layer in group.layers:
-                    ledger, place = self.producers[rank], (group.name, layer)
-                    self.acted(ledger.tick(self.now), "P", rank)
-                    if ledger.find(request.key) is None:
-                        return
-                    # A frontier must never go back, so a lower position repeats the last one.
-                    frontier = max(ledger.written(request.key, *place), upto)
-                    actions = ledger.record_progress(request.key, [place], frontier, self.now)
-                    self.acted(actions, "P", rank)
-
-    def deliver(self, at: int, *, twice: bool = False) -> None:
-        """Deliver a message from the network, or a copy of it."""
-        if self.net:
-            at %= len(self.net)
-            data = self.net[at] if twice else self.net.pop(at)
-            self.arrive(decode_message(data))
-
-    def arrive(self, message: Message) -> None:
-        """Pass a message to the rank that it is addressed to."""
-        ledgers: dict[Rank, Any] = self.producers if message.to.engine_id == "P" else self.consumers
-        ledger = ledgers.get(message.to.rank)
-        if ledger is None:
-            return
-        mine = [r for r in self.requests if r.key == message.key and not r.lost]
-        true = message.by.epoch == self.epochs["D"] and message.to == ledger.me
-        if mine and isinstance(message, Done) and true:
-            reader = message.by.rank, message.sample
-            mine[0].done.setdefault(message.to.rank, set()).add(reader)
-        now = self.now if message.to.engine_id == "P" else self.reader_now
-        self.acted(ledger.receive(message, now), message.to.engine_id, message.to.rank)
-
-    def lose(self, at: int) -> None:
-        """Lose a message."""
-        if self.net:
-            self.net.pop(at % len(self.net))
-
-    def forge(self, at: int, how: str) -> None:
-        """Deliver a copy of a message that was sent before, changed or not."""
-        if not self.sent:
-            return
-        message = decode_message(self.sent[at % len(self.sent)])
-        reader = isinstance(message, ReaderStatus)
-
-        def heartbeat(**changes: Any) -> Message:
-            """Return a heartbeat of the same reader, with other fields."""
-            assert isinstance(message, ReaderStatus)
-            fields = {field: getattr(message, field) for field in Heartbeat.__struct_fields__}
-            return Heartbeat(**fields | changes)
-
-        stranger = replace(message.by, rank=Rank(tp=77))
-        changes: dict[str, Callable[[], Message]] = {
-            "nonce": lambda: replace(message, key=Key(message.key.request_id, b"another nonce")),
-            "id": lambda: replace(message, key=Key("another", message.key.nonce)),
-            "epoch": lambda: replace(message, by=replace(message.by, epoch=0)),
-            "start": lambda: replace(message, to=replace(message.to, epoch=0)),
-            "number": lambda: replace(message, number=message.number + 1000),
-            "copy": lambda: message,
-            "fewer": lambda: heartbeat(expected=1),
-            "more": lambda: heartbeat(expected=9),
-            "stranger": lambda: heartbeat(by=stranger),
-        }
-        if how in ("fewer", "more", "stranger") and not reader:
-            return
-        if how == "number" and reader:
-            return
-        self.arrive(changes[how]())
-
-    def abort(self, at: int) -> None:
-        """Abort a request on all producer ranks."""
-        if self.requests:
-            request = self.requests[at % len(self.requests)]
-            for rank, ledger in self.producers.items():
-                self.acted(ledger.abort(request.key, self.now), "P", rank)
-
-    def cancel(self, at: int) -> None:
-        """Cancel a load."""
-        open_loads = [load for load in self.loads if not load.closed]
-        if open_loads:
-            load = open_loads[at % len(open_loads)]
-            actions = self.consumers[load.rank].cancel(load.load_plan.request_id, self.reader_now)
-            self.acted(actions, "D", load.rank)
-
-    def retry(self, at: int) -> None:
-        """Start the next attempt at a request that failed on some rank, once all loads ended."""
-        if not self.requests:
-            return
-        request = self.requests[at % len(self.requests)]
-        loads = [load for load in self.loads if load.request is request]
-        waits = any(waiting is request for waiting, _, _ in self.to_expect) or request.lost
-        last = [load for load in loads if load.load_plan.attempt == request.attempt]
-        if waits or not last or not all(load.closed for load in last):
-            return
-        if any(load.outcome == "failed" and load.load_plan.again for load in last):
-            request.attempt += 1
-            self.expected(request)
-
-    def reread(self, at: int) -> None:
-        """Let a rank load the same attempt again that it has read or given up."""
-        ended = [load for load in self.loads if load.closed and not load.request.lost]
-        if ended:
-            load = ended[at % len(ended)]
-            name = load.request, load.rank, load.load_plan.sample
-            in_progress = [
-                (other.request, other.rank, other.load_plan.sample)
-                for other in self.loads
-                if not other.closed
-            ]
-            if name not in (*in_progress, *self.to_expect):
-                self.to_expect.append(name)
-
-    def advance(self, seconds: float) -> None:
-        """Advance the time."""
-        self.now += seconds
-        sides = (("P", self.producers, self.now), ("D", self.consumers, self.reader_now))
-        for name, ledgers, now in sides:
-            for rank, ledger in list(ledgers.items()):
-                self.acted(ledger.tick(now), name, rank)
-
-    @property
-    def reader_now(self) -> float:
-        """The time of the consumer's clock."""
+    def reader_clock(self) -> float:
+        """Return the time of the consumer."""
         return self.now - self.stopped
 
     def stop_clock(self, seconds: float) -> None:
@@ -439,179 +110,268 @@ class World:
         self.stopped += seconds
         self.advance(seconds)
 
-    def state(self, load: Load) -> str | None:
-        """Return the ledger's state of a load."""
-        return (
-            self.consumers[load.rank].open.get(load.load_plan.request_id)
-            if not load.closed
-            else None
+    def advance(self, seconds: float) -> None:
+        """Advance the time."""
+        raise NotImplementedError
+
+    def take(self, at: int, *, keep: bool = False) -> Message | None:
+        """Return a message of the network, and remove it unless *keep*. None if there is none."""
+        if not self.net:
+            return None
+        at %= len(self.net)
+        return self.net[at] if keep else self.net.pop(at)
+
+
+def play(
+    drawn: random.Random, steps: int, rules: Iterable[tuple[float, Callable[[], object]]]
+) -> None:
+    """Perform *steps* that are drawn from *rules*: pairs of a weight and a call."""
+    weights, calls = zip(*rules, strict=True)
+    for call in drawn.choices(calls, weights, k=steps):
+        call()
+
+
+def engine(
+    tp: int,
+    heads: int = 2,
+    block: int = 4,
+    *,
+    size: int = 4,
+    state: bool = False,
+    dtype: str = "uint8",
+    **parallel: Any,
+) -> kvspec.EngineSpec:
+    """Return an engine with two full layers, a layer with a window, and an optional state."""
+    sizes: dict[str, Any] = {"total_num_kv_heads": heads, "head_size": size, "dtype": dtype}
+    full = kvspec.FullAttentionSpec(block_size=block, **sizes)
+    window = kvspec.SlidingWindowSpec(block_size=block, sliding_window=8, **sizes)
+    groups = [
+        kvspec.KVCacheGroup(name="full", layers=["l.0", "l.1"], spec=full),
+        kvspec.KVCacheGroup(name="window", layers=["w.0"], spec=window),
+    ]
+    if state:
+        conv = kvspec.MambaSpec.short_conv(
+            conv_dim=6, conv_kernel=3, dtype="uint8", block_size=block
         )
+        groups.append(kvspec.KVCacheGroup(name="state", layers=["s.0"], spec=conv))
+    sizes = kvspec.ParallelConfig(tp_size=tp, **parallel)
+    return kvspec.EngineSpec(groups=groups, parallel=sizes)
 
-    def acted(self, actions: list[Any], name: str, rank: Rank) -> None:
-        """Execute the actions of a ledger, and compare them with the truth."""
-        for action in actions:
-            if isinstance(action, Tell):
-                message = action.message
-                assert (name, rank) == (message.by.engine_id, message.by.rank)
-                if isinstance(message, Lease):
-                    self.promise(message)
-                if isinstance(message, PushDone | PushStopped):
-                    self.push_ended(message)
-                    continue
-                self.net.append(encode_message(message))
-                self.sent = [*self.sent[-60:], self.net[-1]]
-            elif isinstance(action, Free):
-                self.freed(action, rank)
-            elif isinstance(action, Failed | Ended | Closed):
-                self.loaded(action)
 
-    def give_up(self, at: int) -> None:
-        """Let a reader send `stop` to a producer rank, whether or not that rank pushes."""
-        if self.loads:
-            load = self.loads[at % len(self.loads)]
-            plan, ranks = load.load_plan, list(self.producers)
-            to = RankAddress("P", plan.epoch, ranks[at % len(ranks)])
-            by = RankAddress("D", self.epochs["D"], load.rank)
-            message = StopWriting(plan.key, by, to, plan.attempt, 0, plan.sample)
-            self.net.append(encode_message(message))
+class Direct:
+    """A channel inside this process. A message arrives at once."""
 
-    def begin_push(self, at: int) -> None:
-        """Let a producer rank begin the push of one sample of a request to all its readers."""
-        held = [(r, rank) for r in self.requests for rank in r.admitted if not r.lost]
-        if not held:
-            return
-        request, rank = held[at % len(held)]
-        ledger, attempt, sample = self.producers[rank], request.attempt, at % request.samples
-        self.acted(ledger.tick(self.now), "P", rank)
-        targets = [
-            (attempt, sample, RankAddress("D", self.epochs["D"], reader))
-            for reader in self.plan.notifiers(rank)
+    channels: ClassVar[dict[str, Direct]] = {}
+
+    def __init__(self, address: str) -> None:
+        self.address, self.arrived = address, list[tuple[str, bytes]]()
+        self.channels[address] = self
+
+    def send(self, route: str, data: bytes) -> None:
+        """Append *data* to the messages of the receiver."""
+        if route in self.channels:
+            self.channels[route].arrived.append((self.address, data))
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Return the messages that have arrived."""
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def wait(self, timeout: float) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Remove the channel, so that later messages to it are lost."""
+        self.channels.pop(self.address, None)
+
+
+class Side:
+    """One engine of this process: a session and a storage for each rank."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: kvspec.EngineSpec,
+        *,
+        epoch: int = 1,
+        polled: bool,
+        staging: Staging | None = None,
+        blocks: int = BLOCKS,
+        channel: Channel | Callable[[kvspec.RankId], Channel] | None = None,
+        **session: Any,
+    ) -> None:
+        self.name, self.spec, self.epoch = name, spec, epoch
+        self.sessions: dict[kvspec.RankId, Session] = {}
+        self.storage: dict[kvspec.RankId, dict[str, np.ndarray]] = {}
+        self.before: dict[kvspec.RankId, dict[str, np.ndarray]] = {}
+        for rank in spec.parallel.ranks:
+            cache, storage = kvspec.allocate(spec, rank, num_blocks=blocks)
+            nixl = NixlRank(prefix=f"{name}-{rank}-", polled=polled, staging=staging)
+            own = channel(rank) if callable(channel) else channel
+            self.sessions[rank] = Session(
+                nixl, cache, engine_id=name, epoch=epoch, owner=storage, channel=own, **session
+            )
+            self.storage[rank] = storage
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def first(self) -> Session:
+        """The session of the first rank."""
+        return next(iter(self.sessions.values()))
+
+    @property
+    def introductions(self) -> list[bytes]:
+        """The introductions of all ranks, which the other side connects with."""
+        return [session.introduction for session in self.sessions.values()]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of the ranks' channels."""
+        return [session.channel.address for session in self.sessions.values()]
+
+    def connect(self, other: Side, role: Role = "producer") -> None:
+        """Connect every rank with the *other* engine, whose role is *role*."""
+        for session in self.sessions.values():
+            session.connect(other.introductions, role=role)
+
+    def hold(self, remote_id: str, **more: Any) -> None:
+        """Hold a request on every rank."""
+        for session in self.sessions.values():
+            session.hold(remote_id, **more)
+
+    def load(self, request: kvspec.TransferRequest, remote_id: str, **more: Any) -> list[Load]:
+        """Load a request on every rank."""
+        options = {"timeout": 10.0, "remote_id": remote_id} | more
+        return [session.load(request, **options) for session in self.sessions.values()]
+
+    def push(self, request: kvspec.TransferRequest, remote_id: str, **more: Any) -> list[Push]:
+        """Push a request from every rank."""
+        options = {"timeout": 9.0, "remote_id": remote_id, "epoch": 1} | more
+        return [session.push(request, **options) for session in self.sessions.values()]
+
+    def poll(self) -> None:
+        """Poll every rank once."""
+        for session in self.sessions.values():
+            session.poll()
+
+    def fill(self, request: kvspec.TransferRequest, seed: int = 0) -> None:
+        """Write a request's true bytes into the producer's ranks, and random bytes elsewhere."""
+        for rank, storage in self.storage.items():
+            tables = request.producer_blocks
+            oracle.fill(self.spec, rank, storage, BLOCKS, tables, request, seed=seed)
+
+    def spoil(self, request: kvspec.TransferRequest, seed: int = 0) -> None:
+        """Write wrong bytes into the consumer's ranks where the request must write."""
+        for rank, storage in self.storage.items():
+            tables = request.consumer_blocks
+            oracle.spoil(self.spec, rank, storage, BLOCKS, tables, request, seed=seed)
+            self.before[rank] = {name: flat.copy() for name, flat in storage.items()}
+
+    def wrong(self, request: kvspec.TransferRequest, seed: int = 0) -> list[str]:
+        """Return every difference between the consumer's bytes and the oracle's."""
+        return [
+            f"{rank}: {line}"
+            for rank, storage in self.storage.items()
+            for line in oracle.check(
+                self.spec, rank, self.before[rank], storage, BLOCKS, request.consumer_blocks,
+                request, seed=seed,
+            )
+        ]  # fmt: skip
+
+    def settled(self) -> tuple[list[str], list[str]]:
+        """Return the request ids that any rank has freed: first as done, then otherwise."""
+        settled = [session.settled() for session in self.sessions.values()]
+        done = [key_of(name).request_id for some in settled for name in some.done]
+        other = [
+            key_of(name).request_id for some in settled for name in (*some.expired, *some.aborted)
         ]
-        try:
-            opened = ledger.begin_push(request.key, targets)
-        except kvspec.SpecError:
-            before = any((request.key, rank, target) in self.pushed for target in targets)
-            assert before or rank in request.freed
-            return
-        assert rank not in request.freed, "a push of a request that is not held"
-        for target in opened:
-            write = request.key, rank, target
-            fenced = self.fenced.get(write)
-            late = fenced is None or fenced + LONGEST <= request.admitted[rank]
-            assert late, "written after `stopped`"
-            assert write not in self.pushed, "pushed twice"
-            self.writes.append(write)
-            self.pushed.add(write)
+        return sorted(done), sorted(other)
 
-    def end_push(self, at: int, *, fails: bool) -> None:
-        """End the write to one reader. The reader is informed at once."""
-        if self.writes:
-            write = self.writes.pop(at % len(self.writes))
-            key, rank, target = write
-            pushed = None if fails else Pushed(1, 0, 0, bytes(16), bytes(16))
-            self.outcome = None
-            self.acted(self.producers[rank].end_push(key, target, pushed, self.now), "P", rank)
-            assert self.outcome == (write, fails), "the outcome is not sent, or it is not true"
+    def close(self) -> None:
+        """Close all sessions and NIXL ranks."""
+        for session in self.sessions.values():
+            session.close(drain=0.0)
+            session.nixl.close(drain=0.0)
 
-    def push_ended(self, message: PushDone | PushStopped) -> None:
-        """Check the outcome of a push: nothing of it may move any more."""
-        write = message.key, message.by.rank, (message.attempt, message.sample, message.to)
-        assert write not in self.writes, "an outcome while bytes may still move"
-        if isinstance(message, PushStopped):
-            self.fenced[write] = self.now
-        else:
-            assert write in self.pushed, "`pushed` without a write"
-        self.outcome = write, isinstance(message, PushStopped)
 
-    def promise(self, message: Lease) -> None:
-        """Record a lease: until it ends, a rank may free only requests that have finished.
+def request(name: str = "r", tokens: int = 14, cached: int = 0, **more: Any) -> Any:
+    """Return a request of *tokens* in blocks 1, 2, 3, ... of both sides, 4 tokens each.
 
-        One heartbeat extends a lease once. A repeated copy of it must not.
-        """
-        name = message.by, message.to, message.key, message.attempt, message.sample, message.number
-        assert name not in self.leases, "one heartbeat extended the lease twice"
-        self.leases.add(name)
-        for request in self.requests:
-            if request.key == message.key and not request.lost:
-                until = self.now + message.lease
-                before = request.promised[message.by.rank]
-                request.promised[message.by.rank] = max(before, until)
+    The consumer's table is reversed, so that a swap of the two tables is noticed.
+    """
+    blocks = list(range(1, -(-tokens // 4) + 1))
+    tables: dict[str, Any] = {
+        "producer_blocks": {"full": blocks, "window": blocks},
+        "consumer_blocks": {"full": blocks[::-1], "window": blocks[::-1]},
+    }
+    return kvspec.TransferRequest(
+        request_id=name, num_tokens=tokens, cached_tokens=cached, **tables | more
+    )
 
-    def freed(self, action: Free, rank: Rank) -> None:
-        """Check that blocks are freed once, and only if no rank reads or the lease is over."""
-        name = action.key.remote_id
-        mine = [r for r in self.requests if r.key == action.key and rank in r.promised]
-        held = [r for r in mine if not r.lost and rank not in r.freed]
-        assert held, f"{name} is freed on {rank}, where nothing of that name is held"
-        request = held[0]
-        request.freed[rank] = action.why
-        if self.now >= request.promised[rank]:
-            return
-        to_come = {(by, s) for by in self.plan.notifiers(rank) for s in range(request.samples)}
-        missing = to_come - request.done.get(rank, set())
-        assert not missing, f"{name} is freed on {rank} before {missing} have finished"
-        reading = [
-            step
-            for step in self.steps.values()
-            if step.source == rank and step.load.request is request
-            if not step.load.reread
-        ]
-        assert not reading, f"{name} is freed on {rank} while it is read"
 
-    def loaded(self, action: Failed | Ended | Closed) -> None:
-        """Check the order of a load's events: ready or failed, released, closed.
+def until(true: Callable[[], Any], *sides: Side, seconds: float = 20.0) -> None:
+    """Poll the *sides* until *true* returns a true value."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"the condition stayed false for {seconds} s"
+        for side in sides:
+            side.poll()
+        time.sleep(2e-4)  # Other threads and processes of the test need the core.
 
-        A load is released only when no read can still write into its blocks.
-        """
-        (load,) = (x for x in self.loads if x.load_plan.request_id == action.request_id)
-        assert not load.closed
-        if isinstance(action, Ended) and action.state == "done":
-            assert load.outcome == ""
-            assert not any(load.left.values()), "ready before all tokens have arrived"
-            assert not load.void, "ready although a read was void"
-            load.outcome = "ready"
-        elif isinstance(action, Failed):
-            assert load.outcome == ""
-            assert action.why
-            load.outcome = "failed"
-        elif isinstance(action, Ended):
-            assert ("failed", False) == (load.outcome, load.released)
-            assert not [s for s in self.steps.values() if s.load is load], "a read may still write"
-            load.released = True
-        else:
-            assert load.outcome == "ready" or load.released
-            load.closed = True
 
-    def start_all(self) -> None:
-        """Start everything that waits."""
-        while self.to_admit:
-            self.admit_rank(0)
-        while self.to_expect:
-            self.expect_rank(0, again=False, rejected=True)
-        while self.to_connect:
-            self.connect_rank(0)
+def ended(loads: list[Load], *sides: Side) -> list[str]:
+    """Wait until all of *loads* have ended, and return their states."""
+    until(lambda: all(load.state != "moving" for load in loads), *sides)
+    return [load.state for load in loads]
 
-    def end(self) -> None:
-        """Let everything in progress end; then nothing may be left on either side."""
-        self.start_all()
-        while self.steps:
-            self.finish(0, "failed")
-        while self.writes:
-            self.end_push(0, fails=True)
-        for _ in range(60):
-            while self.net:
-                self.deliver(0)
-            self.advance(HEARTBEAT)
-        self.nothing_left()
 
-    def nothing_left(self) -> None:
-        """Check that no ledger remembers anything, and that each request was freed."""
-        for ledger in self.producers.values():
-            assert ((), 0, None) == (ledger.held, ledger.remembered, ledger.due)
-            assert (0, 0) == (ledger.holding, ledger.pushes)
-        for reader in self.consumers.values():
-            assert ({}, 0, None) == (reader.open, reader.steps, reader.due)
-        for load in self.loads:
-            assert load.closed
-        for request in self.requests:
-            assert request.lost or set(self.producers) == set(request.freed)
+def quiet(*sides: Side) -> None:
+    """Wait until no load is open and no request is held."""
+    sessions = [session for side in sides for session in side.sessions.values()]
+    until(lambda: not any(s.stats().loads + s.stats().held for s in sessions), *sides)
+
+
+def freed(count: int, producer: Side, *others: Side) -> list[str]:
+    """Wait until ranks of *producer* have freed *count* requests as done; return their names."""
+    names: list[str] = []
+    until(lambda: names.extend(producer.settled()[0]) or len(names) >= count, producer, *others)
+    return sorted(names)
+
+
+def let_nothing_land(net: FakeNixl) -> None:
+    """Let transfers move nothing until a test lands them."""
+    net.fate = lambda _: None
+
+
+def land(net: FakeNixl) -> None:
+    """Land all transfers that move."""
+    for flight in net.moving:
+        flight.land()
+
+
+@contextmanager
+def four_to_two(staging: Staging | None = None) -> Iterator[tuple[Side, Side]]:
+    """Yield a producer of four ranks, two of which are read, and a connected consumer of two."""
+    with (
+        Side("P", engine(4), polled=False, lease=5.0, staging=staging) as producer,
+        Side("D", engine(2), polled=True, heartbeat=0.2, staging=staging) as consumer,
+    ):
+        consumer.connect(producer)
+        yield producer, consumer
+
+
+@contextmanager
+def pushing(producers: int = 2, consumers: int = 1, **spec: Any) -> Iterator[tuple[Side, Side]]:
+    """Yield a producer and a consumer that are connected with each other, so that one can push."""
+    with (
+        Side("P", engine(producers, **spec), polled=True) as producer,
+        Side("D", engine(consumers, **spec), polled=False, heartbeat=0.05) as consumer,
+    ):
+        consumer.connect(producer)
+        producer.connect(consumer, "consumer")
+        yield producer, consumer

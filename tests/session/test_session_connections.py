@@ -1,0 +1,220 @@
+"""Connections of sessions: introductions that are rejected, restarts, and engines in both roles."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+from two_engines import Side, ended, engine, four_to_two, let_nothing_land, quiet, request
+
+import kvspec
+from kvspec.errors import MismatchError, SpecError, TransferError, WireError
+from kvspec.nixl import NixlRank
+from kvspec.session import Session, new_remote_id
+from kvspec.session.mailbox import INTRODUCTION, introduced
+from kvspec.testing import FakeNixl
+from kvspec.testing.fake_nixl import FakeFlight
+from kvspec.wire.codec import encode_handshake
+
+
+@pytest.fixture
+def net() -> Iterator[FakeNixl]:
+    """Replace NIXL."""
+    with FakeNixl() as fake:
+        yield fake
+
+
+@pytest.fixture
+def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
+    """Yield a producer of four ranks and a connected consumer of two."""
+    with four_to_two() as sides:
+        yield sides
+
+
+def changed(side: Side, **changes: Any) -> list[bytes]:
+    """Return the introductions of a side with another handshake."""
+    return [changed_of(session, **changes) for session in side.sessions.values()]
+
+
+def changed_of(session: Session, **changes: Any) -> bytes:
+    """Return the introduction of a session with another handshake."""
+    own = introduced(session.introduction, session.nixl.secret)
+    handshake = attrs.evolve(own.handshake, **changes)
+    return attrs.evolve(own, handshake=handshake).seal(session.nixl.secret)
+
+
+def handshake_of(session: Session) -> bytes:
+    """Return the encoded handshake of a session."""
+    return encode_handshake(introduced(session.introduction, session.nixl.secret).handshake)
+
+
+def sealed(session: Session, *fields: object) -> bytes:
+    """Return an introduction with any fields, sealed with the secret of a session."""
+    return session.nixl.secret.seal(INTRODUCTION, msgspec.msgpack.encode(fields))
+
+
+def place(error: SpecError | WireError | MismatchError) -> list[str]:
+    """Return the fields that an error rejects."""
+    if isinstance(error, MismatchError):
+        return [mismatch.field for mismatch in error.mismatches]
+    return [error.path if isinstance(error, WireError) else error.field]
+
+
+def test_connect_rejects_introductions_that_do_not_fit(pair: tuple[Side, Side]) -> None:
+    """No engine is connected, and the connected one stays."""
+    producer, consumer = pair
+    session, first = consumer.first, producer.first
+    good, *others = producer.introductions
+    peers, handshake = session.nixl.peers, handshake_of(first)
+    other_version = handshake.replace(b"kvspec-handshake\n\0", b"kvspec-handshake\n\1")
+    assert handshake != other_version
+    with NixlRank("other", secret=b"another secret, long enough") as other:
+        foreign = introduced(good, first.nixl.secret).seal(other.secret)
+    salted = kvspec.ReplicaPolicy("spread", 3)
+    for introductions, kind, field in (
+        ([sealed(first, "h:1", 30.0, 5.0, other_version), *others], WireError, "version"),
+        ([sealed(first, "h:1", 30.0, 5.0, handshake[:-1]), *others], WireError, "handshake"),
+        ([sealed(first, "h" * 256, 30.0, 5.0, handshake), *others], WireError, "introduction"),
+        ([first.nixl.secret.seal(INTRODUCTION, b""), *others], WireError, "introduction"),
+        ([foreign, *others], WireError, "introduction"),
+        ([good[:-1], *others], WireError, "introduction"),
+        ([b"rubbish", *others], WireError, "introduction"),
+        (others, SpecError, "handshakes"),
+        ([good, good, *others], SpecError, "handshakes"),
+        ([], SpecError, "handshakes"),
+        (good, SpecError, "introductions"),
+        ([changed_of(first, epoch=2), *others], MismatchError, "epoch"),
+        (changed(producer, epoch=0), SpecError, "epoch"),
+        (changed(producer, model="m"), MismatchError, "model"),
+        (changed(producer, replica_policy=salted), MismatchError, "replica_policy.salt"),
+        (changed(producer, engine_id="D"), MismatchError, "engine_id"),
+        (consumer.introductions, MismatchError, "engine_id"),
+    ):
+        with pytest.raises((WireError, SpecError, MismatchError)) as caught:
+            session.connect(introductions)
+        assert (kind, [field]) == (type(caught.value), place(caught.value))
+        assert peers == session.nixl.peers
+    wrong: Any = "friend"
+    with pytest.raises(SpecError) as refused:
+        session.connect([good, *others], role=wrong)
+    assert ("role", "friend") == (refused.value.field, refused.value.value)
+    session.connect([good, *others])
+    assert peers == session.nixl.peers
+
+
+def test_connect_rejects_an_older_incarnation(pair: tuple[Side, Side]) -> None:
+    """Its ranks have ended, so nobody answers there."""
+    producer, consumer = pair
+    consumer.first.connect(changed(producer, epoch=9))
+    with pytest.raises(SpecError) as caught:
+        consumer.first.connect(producer.introductions)
+    assert ("epoch", 1) == (caught.value.field, caught.value.value)
+
+
+@pytest.mark.parametrize("address", ["", "h" * 256, "h\n:1", b"h:1", 7], ids=range(5))
+def test_introduction_rejects_an_address_that_is_not_a_short_printable_text(
+    pair: tuple[Side, Side], address: object
+) -> None:
+    """A peer that knows the secret may send it."""
+    session = pair[0].first
+    handshake, secret = handshake_of(session), session.nixl.secret
+    for good in ("h:1", "h" * 255):
+        assert good == introduced(sealed(session, good, 30.0, 5.0, handshake), secret).address
+    with pytest.raises(WireError) as caught:
+        introduced(sealed(session, address, 30.0, 5.0, handshake), secret)
+    assert caught.value.path.startswith("introduction")
+
+
+@pytest.mark.parametrize("kind", ["fake", "staged", pytest.param("real", marks=pytest.mark.nixl)])
+def test_restarted_producer_is_connected_again(kind: str) -> None:
+    """Loads from its last incarnation fail, and loads from the new one are right."""
+    staging = kvspec.nixl.Staging(buffer=4096, slot_bytes=2048, always=True)
+    if kind == "real":
+        pytest.importorskip("nixl_cu13", reason="needs nixl")
+    nixl = contextlib.nullcontext() if kind == "real" else FakeNixl()
+    with nixl, four_to_two(staging if kind == "staged" else None) as (_, consumer):
+        old = consumer.load(request("old"), new_remote_id("old"))
+        with Side("P", engine(1), epoch=2, polled=False) as again:
+            consumer.connect(again)
+            assert ["failed"] * 2 == [load.state for load in old]
+            assert all(load.error and "restarted" in load.error.message for load in old)
+            asked, remote_id = request("new"), new_remote_id("new")
+            again.fill(asked)
+            consumer.spoil(asked)
+            again.hold(remote_id)
+            loads = consumer.load(asked, remote_id)
+            assert ["done"] * 2 == ended(loads, again, consumer)
+            assert [] == consumer.wrong(asked)
+            quiet(again, consumer)
+            for session in consumer.sessions.values():
+                assert 1 == len(session.nixl.peers)
+                assert (1, 0) == (session.stats().engines, session.stats().leaving)
+                session.disconnect("P")
+                assert () == session.nixl.peers
+                with pytest.raises(SpecError) as caught:
+                    session.decline(remote_id)
+                assert "engine_id" == caught.value.field
+
+
+def test_connection_in_one_role_outlives_that_in_the_other(net: FakeNixl) -> None:
+    """A lost connection is lost in both roles, and both are connected again."""
+    with (
+        Side("A", engine(1), polled=False, heartbeat=0.05) as one,
+        Side("B", engine(1), polled=False, heartbeat=0.05) as other,
+    ):
+        near, far = one.first, other.first
+        for role in ("producer", "consumer"):
+            one.connect(other, role)  # type: ignore[arg-type]
+            other.connect(one, role)  # type: ignore[arg-type]
+        let_nothing_land(net)
+        options: dict[str, Any] = {"remote_id": new_remote_id("r"), "timeout": 9.0}
+        far.hold(options["remote_id"])
+        load = near.load(request(), **options)
+        net.moving[0].fail()
+        assert ["failed"] == ended([load], one, other)
+        net.fate = FakeFlight.land
+        for role in ("producer", "consumer"):
+            one.connect(other, role)  # type: ignore[arg-type]
+        assert (2, 0) == (near.stats().engines, near.stats().leaving)
+        options["remote_id"] = new_remote_id("pushed")
+        one.fill(request("pushed"))
+        other.spoil(request("pushed"))
+        near.hold(options["remote_id"])
+        near.push(request("pushed"), epoch=1, **options)
+        load = far.load(request("pushed"), pushed=True, **options)
+        assert ["done"] == ended([load], one, other)
+        assert [] == other.wrong(request("pushed"))
+        options["remote_id"] = new_remote_id("again")
+        far.hold(options["remote_id"])
+        load = near.load(request("again"), **options)
+        assert ["done"] == ended([load], one, other)
+        quiet(one, other)
+        near.disconnect("B")
+        assert () == near.nixl.peers
+
+
+def test_failed_connect_leaves_no_connection(net: FakeNixl) -> None:
+    """The memory of the peer is not registered, or its agent has ended."""
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        session = consumer.first
+        ((name, agent),) = ((name, life) for name, life in net.agents.items() if name[0] == "P")
+        registered = list(agent.memory)
+        agent.memory[1:] = []
+        with pytest.raises(TransferError) as caught:
+            session.connect(producer.introductions)
+        assert "not_registered" == caught.value.state
+        assert ((), 0) == (session.nixl.peers, session.stats().engines)
+        agent.memory[:] = registered
+        session.connect(producer.introductions)
+        session.disconnect("P")
+        net.kill(name)
+        with pytest.raises(TransferError):
+            session.connect(producer.introductions)
+        assert () == session.nixl.peers

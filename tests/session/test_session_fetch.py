@@ -1,0 +1,90 @@
+"""Introductions that a session fetches from other processes, which may be absent or silent."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from two_engines import Side, four_to_two
+
+from kvspec.errors import SpecError, TransferError
+from kvspec.testing import FakeNixl
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Side, Side]]:
+    """Yield a producer of four ranks and a consumer of two, over a fake NIXL."""
+    with FakeNixl(), four_to_two() as sides:
+        yield sides
+
+
+def refused(side: Side, address: str, **seconds: float) -> tuple[TransferError, float]:
+    """Return the error of a fetch from *address*, and the seconds that it took."""
+    start = time.monotonic()
+    with pytest.raises(TransferError) as caught:
+        side.first.fetch([address], **seconds)
+    assert (address, "timeout") == (caught.value.rank, caught.value.state)
+    return caught.value, time.monotonic() - start
+
+
+def test_fetch_returns_the_introductions_of_all_addresses(pair: tuple[Side, Side]) -> None:
+    """The addresses of the channels are enough. An address without an answer is in the error."""
+    producer, consumer = pair
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            producer.poll()
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert producer.introductions == consumer.first.fetch(producer.addresses)
+    finally:
+        stop.set()
+        thread.join()
+    # The time in the message is `timeout`, or `absent` if no process accepts connections.
+    for address, seconds in (("127.0.0.1:9", {"timeout": 0.1}), ("nowhere", {"absent": 0.1})):
+        error, _ = refused(consumer, address, **{"timeout": 5.0, **seconds})
+        assert "0.1" in error.message
+    wrong: Any = "127.0.0.1:9"
+    with pytest.raises(SpecError) as caught:
+        consumer.first.fetch(wrong)
+    assert ("addresses", wrong) == (caught.value.field, caught.value.value)
+
+
+def test_fetch_waits_its_whole_timeout_for_a_silent_process(pair: tuple[Side, Side]) -> None:
+    """The process accepts connections, so *absent* does not count."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        error, seconds = refused(pair[1], address, timeout=0.5, absent=0.1)
+        assert "silent" in error.message
+        assert seconds >= 0.5
+
+
+def test_fetch_fails_early_when_the_process_closes_each_connection(
+    pair: tuple[Side, Side],
+) -> None:
+    """So it does when the process has ended meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        assert refused(pair[1], address, timeout=1.0, absent=1.0)[1] < 5.0
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    error, seconds = refused(pair[1], address, timeout=60.0, absent=0.2)
+    assert "accepts" in error.message
+    assert seconds < 5.0

@@ -1,0 +1,225 @@
+"""Loads of connected sessions: they move the right bytes, and the producer frees the request."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from two_engines import (
+    Side,
+    ended,
+    engine,
+    four_to_two,
+    freed,
+    land,
+    let_nothing_land,
+    quiet,
+    request,
+)
+
+from kvspec.errors import SpecError
+from kvspec.nixl import Staging
+from kvspec.session import Load, new_remote_id
+from kvspec.testing import FakeNixl
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Side, Side]]:
+    """Yield a producer of four ranks and a connected consumer of two, over a fake NIXL."""
+    with FakeNixl(), four_to_two() as sides:
+        yield sides
+
+
+@pytest.mark.parametrize("kind", ["fake", "staged", pytest.param("real", marks=pytest.mark.nixl)])
+def test_load_moves_each_byte_and_each_rank_frees_the_request_once(kind: str) -> None:
+    """The staging area has two slots, so the batches of a load take turns in it."""
+    staging = Staging(buffer=4096, slot_bytes=2048, always=True) if kind == "staged" else None
+    if kind == "real":
+        pytest.importorskip("nixl_cu13", reason="needs nixl")
+    nixl = contextlib.nullcontext() if kind == "real" else FakeNixl()
+    with nixl, four_to_two(staging) as (producer, consumer):
+        asked, remote_id = request(tokens=14, cached=3), new_remote_id("cmpl-1")
+        producer.fill(asked)
+        consumer.spoil(asked)
+        producer.hold(remote_id)
+        loads = consumer.load(asked, remote_id)
+        assert ["done", "done"] == ended(loads, producer, consumer)
+        assert [] == consumer.wrong(asked)
+        assert [(None, {})] * 2 == [(load.error, load.undefined_blocks) for load in loads]
+        assert ["cmpl-1"] * 4 == freed(4, producer, consumer)
+        quiet(producer, consumer)
+        for session in (*producer.sessions.values(), *consumer.sessions.values()):
+            stats = session.stats()
+            assert 0 == session.nixl.stats().transfers
+            assert (0, 0, 0) == (stats.loads, stats.steps, stats.pushes)
+
+
+@pytest.mark.parametrize("wrong", [None, "1", True, -1, float("nan"), float("inf"), 10**400])
+def test_load_rejects_a_timeout_that_is_not_a_finite_number(
+    pair: tuple[Side, Side], wrong: Any
+) -> None:
+    """An int that is too large for a float is rejected, too."""
+    with pytest.raises(SpecError) as caught:
+        pair[1].load(request(), new_remote_id("r"), timeout=wrong)
+    assert ("timeout", repr(wrong)) == (caught.value.field, repr(caught.value.value))
+
+
+def test_unwritten_ranges_cover_the_rest_of_the_blocks(pair: tuple[Side, Side]) -> None:
+    """They are the bytes of the request's own blocks that hold older data."""
+    producer, consumer = pair
+    longer = [6, 5, 4, 3, 2]  # The last block is for tokens 16 to 19.
+    asked = request(tokens=14, consumer_blocks={"full": longer, "window": longer})
+    remote_id = new_remote_id("cmpl-1")
+    producer.hold(remote_id)
+    for rank, load in zip(consumer.sessions, consumer.load(asked, remote_id), strict=True):
+        ended([load], producer, consumer)
+        starts = [flat.ctypes.data for flat in consumer.storage[rank].values()]
+        spans = load.unwritten_ranges
+        assert (np.uint64, (len(spans), 2)) == (spans.dtype, spans.shape)
+        # 4 tokens of 2 layers and of 1 layer, K and V, 1 head of 4 bytes.
+        assert 4 * (2 + 1) * 2 * 4 == int(spans[:, 1].sum())
+        assert all(any(0 <= int(at) - start < 1 << 20 for start in starts) for at in spans[:, 0])
+
+
+def test_full_hit_and_decline_free_the_request_without_a_transfer(pair: tuple[Side, Side]) -> None:
+    """A load of cached tokens is done at once. All producer ranks learn of both."""
+    producer, consumer = pair
+    hit, declined = new_remote_id("hit"), new_remote_id("declined")
+    producer.hold(hit)
+    producer.hold(declined)
+    loads = consumer.load(request(tokens=14, cached=14), hit)
+    assert ["done", "done"] == [load.state for load in loads]
+    for session in consumer.sessions.values():
+        session.decline(declined)
+    assert ["declined"] * 4 + ["hit"] * 4 == freed(8, producer, consumer)
+
+
+def test_prefix_multiple_saves_rows_and_limits_cached_prefixes(pair: tuple[Side, Side]) -> None:
+    """The same bytes move. Another call of `connect` takes the limit back."""
+    producer, consumer = pair
+
+    def rows() -> int:
+        """Return the number of rows of a load, which moves nothing."""
+        remote_id = new_remote_id("hit")
+        producer.hold(remote_id)
+        (load, _) = consumer.load(request("hit", cached=14), remote_id)
+        quiet(producer, consumer)
+        return sum(len(table.consumer_rows) for table in load.remote.tables.values())
+
+    before = rows()
+    for session in consumer.sessions.values():
+        session.connect(producer.introductions, prefix_multiple=4)
+    assert rows() < before
+    asked, remote_id = request(tokens=14, cached=8), new_remote_id("r")
+    producer.fill(asked)
+    consumer.spoil(asked)
+    producer.hold(remote_id)
+    assert ["done", "done"] == ended(consumer.load(asked, remote_id), producer, consumer)
+    assert [] == consumer.wrong(asked)
+    with pytest.raises(SpecError, match="prefix_multiple") as caught:
+        consumer.load(request(cached=7), new_remote_id("r"), timeout=1.0)
+    assert ("cached_tokens", 7) == (caught.value.field, caught.value.value)
+    with pytest.raises(SpecError) as caught:
+        consumer.first.connect(producer.introductions, prefix_multiple=0)
+    assert ("prefix_multiple", 0) == (caught.value.field, caught.value.value)
+    quiet(producer, consumer)
+    consumer.first.connect(producer.introductions)
+    assert before == rows()
+
+
+def test_request_is_freed_after_all_samples_of_its_prompt(pair: tuple[Side, Side]) -> None:
+    """Each sample is read or declined."""
+    producer, consumer = pair
+    remote_id = new_remote_id("n=2")
+    producer.hold(remote_id)
+    first = consumer.load(request("a"), remote_id, sample=0, samples=2)
+    assert ["done", "done"] == ended(first, producer, consumer)
+    assert ([], []) == producer.settled()
+    for session in consumer.sessions.values():
+        session.decline(remote_id, sample=1, samples=2)
+    assert ["n=2"] * 4 == freed(4, producer, consumer)
+
+
+def test_load_rejects_wrong_arguments_before_anything_moves(pair: tuple[Side, Side]) -> None:
+    """Nothing of a rejected load is left, so the next one can start."""
+    session, good, remote_id = pair[1].first, request(), new_remote_id("r")
+    outside = attrs.evolve(good, consumer_blocks={"full": [1, 2, 3, 77], "window": [1, 2, 3, 4]})
+    for more, field in (
+        ({"request": outside}, "consumer_blocks['full']"),
+        ({"remote_id": "r"}, "remote_id"),
+        ({"remote_id": "r#zz"}, "remote_id"),
+        ({"remote_id": b"r"}, "remote_id"),
+        ({"engine_id": "Q"}, "engine_id"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"attempt": -1}, "attempt"),
+    ):
+        arguments: dict[str, Any] = {"request": good, "remote_id": remote_id, "timeout": 1.0}
+        with pytest.raises(SpecError) as caught:
+            session.load(**arguments | more)
+        assert field == caught.value.field
+        assert 0 == session.stats().loads == session.nixl.stats().transfers
+    load = session.load(good, remote_id=remote_id, timeout=9.0)
+    with pytest.raises(SpecError) as caught:
+        session.load(good, remote_id=new_remote_id("r"), timeout=9.0)
+    assert ("request_id", "r") == (caught.value.field, caught.value.value)
+    load.cancel()
+
+
+def test_load_ignores_tables_of_excluded_group() -> None:
+    """A draft model moves nothing: its table may be short, and two loads may share its blocks."""
+    specs = []
+    for tp in (4, 2):
+        full, window = engine(tp).groups
+        draft = attrs.evolve(window, excluded=window.layers)
+        specs.append(attrs.evolve(engine(tp), groups=(full, draft)))
+    with (
+        FakeNixl(),
+        Side("P", specs[0], polled=False, lease=5.0) as producer,
+        Side("D", specs[1], polled=True, heartbeat=0.2) as consumer,
+    ):
+        consumer.connect(producer)
+        loads: list[Load] = []
+        for name, full_blocks in (("a", [1, 2]), ("b", [3, 4])):
+            blocks = {"full": full_blocks, "window": [5]}
+            remote_id = new_remote_id(name)
+            producer.hold(remote_id)
+            asked = request(name, tokens=8, producer_blocks=blocks, consumer_blocks=blocks)
+            loads += consumer.load(asked, remote_id)
+        assert {"done"} == {*ended(loads, producer, consumer)}
+
+
+def test_session_holds_a_name_once(pair: tuple[Side, Side]) -> None:
+    """An abort of another name of the same request changes nothing."""
+    session, remote_id = pair[0].first, new_remote_id("r")
+    session.hold(remote_id)
+    with pytest.raises(SpecError) as caught:
+        session.hold(remote_id)
+    assert ("remote_id", remote_id) == (caught.value.field, caught.value.value)
+    session.abort(new_remote_id("r"))
+    assert (remote_id,) == session.held
+
+
+@pytest.mark.parametrize("name", ["", "x" * 1025, "\ud800", b"binary", None], ids=range(5))
+def test_remote_id_rejects_a_request_id_that_messages_cannot_carry(name: Any) -> None:
+    """It must be a text of 1 to 1024 characters that UTF-8 can encode."""
+    with pytest.raises(SpecError) as caught:
+        new_remote_id(name)
+    assert ("request_id", name) == (caught.value.field, caught.value.value)
+
+
+def test_open_steps_are_counted_beside_loads_that_move_nothing() -> None:
+    """It does not matter which load starts first."""
+    with FakeNixl() as net, four_to_two() as (_, consumer):
+        let_nothing_land(net)
+        counts = []
+        for number, name in enumerate("abc"):
+            asked = request(name, cached=0 if number == 1 else 14)
+            consumer.first.load(asked, remote_id=new_remote_id(name), timeout=9.0)
+            counts.append(consumer.first.stats().steps)
+        assert [0, counts[1], counts[1]] == counts
+        assert counts[1] > 0
+        land(net)

@@ -1,0 +1,620 @@
+"""Ledgers of two engines, over a network that loses, repeats, delays and forges messages.
+
+The world keeps the truth apart from the ledgers: which blocks are overwritten, what was read when,
+and which readers were expected. A ledger that frees too early, is ready too early, or never ends
+breaks a `Promise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from msgspec.structs import replace
+from two_engines import (
+    HEARTBEAT,
+    LEASE,
+    LONGEST,
+    PATIENCE,
+    TIMEOUT,
+    Promise,
+    TwoEngines,
+    check,
+)
+
+import kvspec
+from kvspec.completion.actions import Closed, Ended, Failed, Free, Tell
+from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.consumer import Step as LedgerStep
+from kvspec.completion.held import Target
+from kvspec.completion.load_plan import LoadPlan
+from kvspec.completion.producer import ProducerLedger
+from kvspec.wire.codec import decode_message, encode_message
+from kvspec.wire.messages import (
+    Done,
+    Heartbeat,
+    Key,
+    Lease,
+    Message,
+    PushDone,
+    Pushed,
+    PushStopped,
+    RankAddress,
+    ReaderStatus,
+    StopWriting,
+)
+
+Rank = kvspec.RankId
+Write = tuple[Key, Rank, Target]
+
+
+@attrs.define(eq=False)
+class Request:
+    """One request of the producer: its extent, and its outcome by producer rank."""
+
+    key: Key
+    epoch: int
+    samples: int
+    ends: dict[str, int]
+    partial: bool
+    sure: bool
+    attempt: int = 0
+    admitted: dict[Rank, float] = attrs.field(factory=dict)
+    promised: dict[Rank, float] = attrs.field(factory=dict)
+    freed: dict[Rank, str] = attrs.field(factory=dict)
+    done: dict[Rank, set[tuple[Rank, int]]] = attrs.field(factory=dict)
+    lost: bool = False
+
+
+@attrs.define(eq=False)
+class Load:
+    """One rank's attempt to read a request.
+
+    *reread* is true if the rank has read the request in this attempt before.
+    """
+
+    request: Request
+    rank: Rank
+    load_plan: LoadPlan
+    left: dict[tuple[Rank, str, str], int]
+    void: bool = False
+    outcome: str = ""
+    released: bool = False
+    closed: bool = False
+    reread: bool = False
+
+
+@attrs.define(eq=False)
+class Step:
+    """One read that was posted."""
+
+    load: Load
+    source: Rank
+    moved: dict[tuple[str, str], range]
+    failed: bool = False
+
+
+class World(TwoEngines[bytes]):
+    """The ledgers of a producer and of a consumer. A message of the network is its bytes."""
+
+    def __init__(
+        self,
+        plan: kvspec.TransferPlan,
+        producer: type[ProducerLedger] = ProducerLedger,
+        consumer: type[ConsumerLedger] = ConsumerLedger,
+    ) -> None:
+        super().__init__()
+        self.plan, self.kinds = plan, (producer, consumer)
+        self.epochs = {"P": 1, "D": 1}
+        self.leases: set[tuple[Any, ...]] = set()
+        # Of pushes, by request, producer rank and reader: the writes in flight, all writes that
+        # were begun, when each reader was sent `stopped`, and the last outcome with its failure.
+        self.writes: list[Write] = []
+        self.pushed: set[Write] = set()
+        self.fenced: dict[Write, float] = {}
+        self.outcome: tuple[Write, bool] | None = None
+        self.sent: list[bytes] = []
+        self.requests: list[Request] = []
+        self.loads: list[Load] = []
+        self.steps: dict[tuple[Rank, LedgerStep], Step] = {}
+        self.to_admit: list[tuple[Request, Rank]] = []
+        self.to_expect: list[tuple[Request, Rank, int]] = []
+        self.to_connect: list[Load] = []
+        self.count = 0
+        self.start_engine("P")
+        self.start_engine("D")
+
+    def start_engine(self, name: str) -> None:
+        """Start an engine: empty ledgers of a new epoch."""
+        side = self.plan.producer if name == "P" else self.plan.consumer
+        ranks = side.parallel.ranks
+        own = {rank: RankAddress(name, self.epochs[name], rank) for rank in ranks}
+        if name == "P":
+            self.producers = {
+                rank: self.kinds[0](address, lease=LEASE, longest=LONGEST)
+                for rank, address in own.items()
+            }
+            for ledger in self.producers.values():
+                ledger.connect("D", self.epochs["D"])
+        else:
+            self.consumers = {
+                rank: self.kinds[1](address, heartbeat=HEARTBEAT, patience=PATIENCE)
+                for rank, address in own.items()
+            }
+            for reader in self.consumers.values():
+                self.acted(
+                    reader.connect("P", self.epochs["P"], self.reader_now), "D", reader.me.rank
+                )
+
+    def restart(self, name: str) -> None:
+        """End an engine and start it again; its peer connects with the new start."""
+        self.epochs[name] += 1
+        if name == "P":
+            self.writes.clear()
+            for request in self.requests:
+                request.lost = True
+            self.to_admit.clear()
+            self.to_expect = []
+            self.start_engine("P")
+            for rank, reader in self.consumers.items():
+                self.acted(reader.connect("P", self.epochs["P"], self.reader_now), "D", rank)
+            return
+        for load in self.loads:
+            if not load.closed:
+                load.closed, load.outcome, load.released = True, load.outcome or "died", True
+        self.steps.clear()
+        self.to_expect = []
+        self.to_connect = []
+        self.start_engine("D")
+        for ledger in self.producers.values():
+            ledger.connect("D", self.epochs["D"])
+
+    def admit(self, samples: int, moved: int, *, partial: bool, sure: bool, old: int) -> None:
+        """Create a request; its producer ranks and readers learn of it one by one."""
+        self.count += 1
+        name = f"request {old}"  # Several requests of one id may be held at the same time.
+        groups = [group.name for group in self.plan.consumer.groups]
+        ends = {group: 6 for at, group in enumerate(groups) if moved >> at & 1}
+        key = Key(name, self.count.to_bytes(8, "big"))
+        request = Request(key, self.epochs["P"], samples, ends, partial, sure)
+        self.requests.append(request)
+        self.to_admit += [(request, rank) for rank in self.producers]
+        self.expected(request)
+
+    def expected(self, request: Request) -> None:
+        """Add all readers of a request, or of its next attempt, to those that will start."""
+        self.to_expect += [
+            (request, rank, sample) for rank in self.consumers for sample in range(request.samples)
+        ]
+
+    def admit_rank(self, at: int) -> None:
+        """Admit a request on one producer rank."""
+        if self.to_admit:
+            request, rank = self.to_admit.pop(at % len(self.to_admit))
+            readers = len(self.plan.notifiers(rank)) * request.samples
+            request.promised[rank] = self.now + LEASE
+            request.admitted[rank] = self.now
+            actions = self.producers[rank].admit(
+                request.key, self.now, expected=readers if request.sure else None
+            )
+            self.acted(actions, "P", rank)
+
+    def expect_rank(
+        self, at: int, *, again: bool, rejected: bool, connecting: bool = False
+    ) -> None:
+        """Start the load of a request on one consumer rank, perhaps before it is connected."""
+        if not self.to_expect:
+            return
+        request, rank, sample = self.to_expect.pop(at % len(self.to_expect))
+        load_plan = LoadPlan.of(
+            self.plan,
+            rank,
+            {} if rejected else self.sources(rank, request.ends),
+            samples=request.samples,
+            request_id=f"{self.count}.{len(self.loads)}",
+            key=request.key,
+            engine_id="P",
+            epoch=request.epoch,
+            attempt=request.attempt,
+            sample=sample,
+            partial=request.partial,
+            again=again,
+        )
+        if request.epoch != self.epochs["P"]:
+            return
+        left = {
+            (s, *place): end for s, ends in load_plan.sources.items() for place, end in ends.items()
+        }
+        reread = any(
+            load.load_plan.name == load_plan.name for load in self.loads if load.rank == rank
+        )
+        self.loads.append(Load(request, rank, load_plan, left, reread=reread))
+        ledger = self.consumers[rank]
+        if connecting:
+            self.to_connect.append(self.loads[-1])
+            actions = ledger.begin(load_plan.request_id, self.reader_now, TIMEOUT)
+        else:
+            actions = ledger.expect(load_plan, self.reader_now, TIMEOUT)
+        self.acted(actions, "D", rank)
+
+    def sources(self, rank: Rank, ends: dict[str, int]) -> dict[Rank, dict[tuple[str, str], int]]:
+        """Return the end of each layer that a consumer rank reads, by producer rank."""
+        sources: dict[Rank, dict[tuple[str, str], int]] = {}
+        for producer in self.plan.sources(rank):
+            for edge in self.plan.between(producer, rank):
+                if end := ends.get(edge.group, 0):
+                    layers = {(edge.group, layer): end for layer in edge.layers}
+                    sources.setdefault(producer, {}).update(layers)
+        return sources
+
+    def connect_rank(self, at: int) -> None:
+        """Let a load whose producer was being connected start, unless it has failed."""
+        if not self.to_connect:
+            return
+        load = self.to_connect.pop(at % len(self.to_connect))
+        ledger, name = self.consumers[load.rank], load.load_plan.request_id
+        if self.state(load) != "connecting":
+            return
+        if load.request.epoch != self.epochs["P"]:
+            self.acted(ledger.cancel(name, self.reader_now), "D", load.rank)
+            return
+        ledger.assign(load.load_plan)
+        self.acted(ledger.connected(name, self.reader_now), "D", load.rank)
+
+    def start(self, at: int, upto: int) -> None:
+        """Post a read of tokens that can be read."""
+        moving = [load for load in self.loads if self.state(load) == "moving"]
+        if not moving:
+            return
+        load = moving[at % len(moving)]
+        readable = self.consumers[load.rank].readable(load.load_plan.request_id)
+        places = [(s, place, end) for s, ends in readable.items() for place, end in ends.items()]
+        if not places:
+            return
+        source, (group, layer), written = places[at % len(places)]
+        begin = load.load_plan.sources[source][group, layer] - load.left[source, group, layer]
+        open_ = [s for s in self.steps.values() if s.load is load and s.source == source]
+        begin += sum(len(s.moved.get((group, layer), ())) for s in open_)
+        stop = min(written.stop, begin + upto)
+        check(Promise.WHOLE, written.start == begin, f"{written} is readable from {begin}")
+        name = load.load_plan.request_id
+        step = self.consumers[load.rank].start(name, source, {(group, layer): stop})
+        self.steps[load.rank, step] = Step(load, source, {(group, layer): range(begin, stop)})
+
+    def finish(self, at: int, how: str) -> None:
+        """End a read: done, failed, or failed while it may still write."""
+        if not self.steps:
+            return
+        name = list(self.steps)[at % len(self.steps)]
+        step, ledger = self.steps[name], self.consumers[name[0]]
+        if how == "done" or step.failed:
+            del self.steps[name]
+            request = step.load.request
+            step.load.void |= request.lost or step.source in request.freed or step.failed
+            for place, tokens in step.moved.items():
+                step.load.left[step.source, *place] -= len(tokens)
+            actions = ledger.finish(name[1], self.reader_now)
+        elif how == "failed":
+            del self.steps[name]
+            step.load.void = True
+            actions = ledger.fail(name[1], "a read failed", self.reader_now)
+        else:
+            step.failed = step.load.void = True
+            actions = ledger.fail(name[1], "a read hangs", self.reader_now, quiet=False)
+        self.acted(actions, "D", name[0])
+        stopped = how == "done" or self.state(step.load) != "moving"
+        check(Promise.ORDER, stopped, "a load moves on after a failed read")
+
+    def record_progress(self, at: int, upto: int) -> None:
+        """Let a producer rank record how far it wrote each layer of a partial request."""
+        partial = [
+            (request, rank)
+            for request in self.requests
+            if request.partial and not request.lost
+            for rank in request.promised
+            if rank not in request.freed
+        ]
+        if partial:
+            request, rank = partial[at % len(partial)]
+            for group in self.plan.consumer.groups:
+                for layer in group.layers:
+                    ledger, place = self.producers[rank], (group.name, layer)
+                    self.acted(ledger.tick(self.now), "P", rank)
+                    if ledger.find(request.key) is None:
+                        return
+                    # A frontier must never go back, so a lower position repeats the last one.
+                    frontier = max(ledger.written(request.key, *place), upto)
+                    actions = ledger.record_progress(request.key, [place], frontier, self.now)
+                    self.acted(actions, "P", rank)
+
+    def deliver(self, at: int, *, twice: bool = False) -> None:
+        """Deliver a message from the network, or a copy of it."""
+        data = self.take(at, keep=twice)
+        if data is not None:
+            self.arrive(decode_message(data))
+
+    def arrive(self, message: Message) -> None:
+        """Pass a message to the rank that it is addressed to."""
+        ledgers: dict[Rank, Any] = self.producers if message.to.engine_id == "P" else self.consumers
+        ledger = ledgers.get(message.to.rank)
+        if ledger is None:
+            return
+        mine = [r for r in self.requests if r.key == message.key and not r.lost]
+        true = message.by.epoch == self.epochs["D"] and message.to == ledger.me
+        if mine and isinstance(message, Done) and true:
+            reader = message.by.rank, message.sample
+            mine[0].done.setdefault(message.to.rank, set()).add(reader)
+        now = self.now if message.to.engine_id == "P" else self.reader_now
+        self.acted(ledger.receive(message, now), message.to.engine_id, message.to.rank)
+
+    def lose(self, at: int) -> None:
+        """Lose a message."""
+        self.take(at)
+
+    def forge(self, at: int, how: str) -> None:
+        """Deliver a copy of a message that was sent before, changed or not."""
+        if not self.sent:
+            return
+        message = decode_message(self.sent[at % len(self.sent)])
+        reader = isinstance(message, ReaderStatus)
+
+        def heartbeat(**changes: Any) -> Message:
+            """Return a heartbeat of the same reader, with other fields."""
+            assert isinstance(message, ReaderStatus)
+            fields = {field: getattr(message, field) for field in Heartbeat.__struct_fields__}
+            return Heartbeat(**fields | changes)
+
+        stranger = replace(message.by, rank=Rank(tp=77))
+        changes: dict[str, Callable[[], Message]] = {
+            "nonce": lambda: replace(message, key=Key(message.key.request_id, b"another nonce")),
+            "id": lambda: replace(message, key=Key("another", message.key.nonce)),
+            "epoch": lambda: replace(message, by=replace(message.by, epoch=0)),
+            "start": lambda: replace(message, to=replace(message.to, epoch=0)),
+            "number": lambda: replace(message, number=message.number + 1000),
+            "copy": lambda: message,
+            "fewer": lambda: heartbeat(expected=1),
+            "more": lambda: heartbeat(expected=9),
+            "stranger": lambda: heartbeat(by=stranger),
+        }
+        if how in ("fewer", "more", "stranger") and not reader:
+            return
+        if how == "number" and reader:
+            return
+        self.arrive(changes[how]())
+
+    def abort(self, at: int) -> None:
+        """Abort a request on all producer ranks."""
+        if self.requests:
+            request = self.requests[at % len(self.requests)]
+            for rank, ledger in self.producers.items():
+                self.acted(ledger.abort(request.key, self.now), "P", rank)
+
+    def cancel(self, at: int) -> None:
+        """Cancel a load."""
+        open_loads = [load for load in self.loads if not load.closed]
+        if open_loads:
+            load = open_loads[at % len(open_loads)]
+            actions = self.consumers[load.rank].cancel(load.load_plan.request_id, self.reader_now)
+            self.acted(actions, "D", load.rank)
+
+    def retry(self, at: int) -> None:
+        """Start the next attempt at a request that failed on some rank, once all loads ended."""
+        if not self.requests:
+            return
+        request = self.requests[at % len(self.requests)]
+        loads = [load for load in self.loads if load.request is request]
+        waits = any(waiting is request for waiting, _, _ in self.to_expect) or request.lost
+        last = [load for load in loads if load.load_plan.attempt == request.attempt]
+        if waits or not last or not all(load.closed for load in last):
+            return
+        if any(load.outcome == "failed" and load.load_plan.again for load in last):
+            request.attempt += 1
+            self.expected(request)
+
+    def reread(self, at: int) -> None:
+        """Let a rank load the same attempt again that it has read or given up."""
+        ended = [load for load in self.loads if load.closed and not load.request.lost]
+        if ended:
+            load = ended[at % len(ended)]
+            name = load.request, load.rank, load.load_plan.sample
+            in_progress = [
+                (other.request, other.rank, other.load_plan.sample)
+                for other in self.loads
+                if not other.closed
+            ]
+            if name not in (*in_progress, *self.to_expect):
+                self.to_expect.append(name)
+
+    def advance(self, seconds: float) -> None:
+        """Advance the time."""
+        self.now += seconds
+        sides = (("P", self.producers, self.now), ("D", self.consumers, self.reader_now))
+        for name, ledgers, now in sides:
+            for rank, ledger in list(ledgers.items()):
+                self.acted(ledger.tick(now), name, rank)
+
+    @property
+    def reader_now(self) -> float:
+        """The time of the consumer's clock."""
+        return self.reader_clock()
+
+    def state(self, load: Load) -> str | None:
+        """Return the ledger's state of a load."""
+        return (
+            self.consumers[load.rank].open.get(load.load_plan.request_id)
+            if not load.closed
+            else None
+        )
+
+    def acted(self, actions: list[Any], name: str, rank: Rank) -> None:
+        """Execute the actions of a ledger, and compare them with the truth."""
+        for action in actions:
+            if isinstance(action, Tell):
+                message = action.message
+                assert (name, rank) == (message.by.engine_id, message.by.rank), "a wrong sender"
+                if isinstance(message, Lease):
+                    self.promise(message)
+                if isinstance(message, PushDone | PushStopped):
+                    self.push_ended(message)
+                    continue
+                self.net.append(encode_message(message))
+                self.sent = [*self.sent[-60:], self.net[-1]]
+            elif isinstance(action, Free):
+                self.freed(action, rank)
+            elif isinstance(action, Failed | Ended | Closed):
+                self.loaded(action)
+
+    def give_up(self, at: int) -> None:
+        """Let a reader send `stop` to a producer rank, whether or not that rank pushes."""
+        if self.loads:
+            load = self.loads[at % len(self.loads)]
+            plan, ranks = load.load_plan, list(self.producers)
+            to = RankAddress("P", plan.epoch, ranks[at % len(ranks)])
+            by = RankAddress("D", self.epochs["D"], load.rank)
+            message = StopWriting(plan.key, by, to, plan.attempt, 0, plan.sample)
+            self.net.append(encode_message(message))
+
+    def begin_push(self, at: int) -> None:
+        """Let a producer rank begin the push of one sample of a request to all its readers."""
+        held = [(r, rank) for r in self.requests for rank in r.admitted if not r.lost]
+        if not held:
+            return
+        request, rank = held[at % len(held)]
+        ledger, attempt, sample = self.producers[rank], request.attempt, at % request.samples
+        self.acted(ledger.tick(self.now), "P", rank)
+        targets = [
+            (attempt, sample, RankAddress("D", self.epochs["D"], reader))
+            for reader in self.plan.notifiers(rank)
+        ]
+        try:
+            opened = ledger.begin_push(request.key, targets)
+        except kvspec.SpecError as error:
+            before = any((request.key, rank, target) in self.pushed for target in targets)
+            check(Promise.ANSWERED, before or rank in request.freed, error)
+            return
+        check(Promise.FENCED, rank not in request.freed, "a push of a request that is not held")
+        for target in opened:
+            write = request.key, rank, target
+            fenced = self.fenced.get(write)
+            late = fenced is None or fenced + LONGEST <= request.admitted[rank]
+            check(Promise.FENCED, late, "written after `stopped`")
+            check(Promise.FENCED, write not in self.pushed, "pushed twice")
+            self.writes.append(write)
+            self.pushed.add(write)
+
+    def end_push(self, at: int, *, fails: bool) -> None:
+        """End the write to one reader. The reader is informed at once."""
+        if self.writes:
+            write = self.writes.pop(at % len(self.writes))
+            key, rank, target = write
+            pushed = None if fails else Pushed(1, 0, 0, bytes(16), bytes(16))
+            self.outcome = None
+            self.acted(self.producers[rank].end_push(key, target, pushed, self.now), "P", rank)
+            check(Promise.PUSHED, self.outcome == (write, fails), "no outcome, or a false one")
+
+    def push_ended(self, message: PushDone | PushStopped) -> None:
+        """Check the outcome of a push: nothing of it may move any more."""
+        write = message.key, message.by.rank, (message.attempt, message.sample, message.to)
+        check(Promise.PUSHED, write not in self.writes, "bytes may still move")
+        if isinstance(message, PushStopped):
+            self.fenced[write] = self.now
+        else:
+            check(Promise.PUSHED, write in self.pushed, "`pushed` without a write")
+        self.outcome = write, isinstance(message, PushStopped)
+
+    def promise(self, message: Lease) -> None:
+        """Record a lease: until it ends, a rank may free only requests that have finished.
+
+        One heartbeat extends a lease once. A repeated copy of it must not.
+        """
+        name = message.by, message.to, message.key, message.attempt, message.sample, message.number
+        check(Promise.LEASED, name not in self.leases, name)
+        self.leases.add(name)
+        for request in self.requests:
+            if request.key == message.key and not request.lost:
+                until = self.now + message.lease
+                before = request.promised[message.by.rank]
+                request.promised[message.by.rank] = max(before, until)
+
+    def freed(self, action: Free, rank: Rank) -> None:
+        """Check that blocks are freed once, and only if no rank reads or the lease is over."""
+        name = action.key.remote_id
+        mine = [r for r in self.requests if r.key == action.key and rank in r.promised]
+        held = [r for r in mine if not r.lost and rank not in r.freed]
+        check(Promise.FREED_ONCE, held, f"{name} on {rank}")
+        request = held[0]
+        request.freed[rank] = action.why
+        if self.now >= request.promised[rank]:
+            return
+        to_come = {(by, s) for by in self.plan.notifiers(rank) for s in range(request.samples)}
+        missing = to_come - request.done.get(rank, set())
+        check(Promise.UNREAD, not missing, f"{name} on {rank}, before {missing} have finished")
+        reading = [
+            step
+            for step in self.steps.values()
+            if step.source == rank and step.load.request is request
+            if not step.load.reread
+        ]
+        check(Promise.UNREAD, not reading, f"{name} on {rank}, while it is read")
+
+    def loaded(self, action: Failed | Ended | Closed) -> None:
+        """Check the order of a load's events: ready or failed, released, closed.
+
+        A load is released only when no read can still write into its blocks.
+        """
+        (load,) = (x for x in self.loads if x.load_plan.request_id == action.request_id)
+        check(Promise.ORDER, not load.closed, "an event after the last")
+        if isinstance(action, Ended) and action.state == "done":
+            check(Promise.ORDER, load.outcome == "", load.outcome)
+            check(Promise.WHOLE, not any(load.left.values()), load.left)
+            check(Promise.VALID, not load.void, "a read was void")
+            load.outcome = "ready"
+        elif isinstance(action, Failed):
+            check(Promise.ORDER, load.outcome == "", load.outcome)
+            check(Promise.EXPLAINED, action.why)
+            load.outcome = "failed"
+        elif isinstance(action, Ended):
+            check(Promise.ORDER, ("failed", False) == (load.outcome, load.released))
+            writing = [s for s in self.steps.values() if s.load is load]
+            check(Promise.OVER, not writing, "a read may still write")
+            load.released = True
+        else:
+            check(Promise.ORDER, load.outcome == "ready" or load.released, "closed too early")
+            load.closed = True
+
+    def start_all(self) -> None:
+        """Start everything that waits."""
+        while self.to_admit:
+            self.admit_rank(0)
+        while self.to_expect:
+            self.expect_rank(0, again=False, rejected=True)
+        while self.to_connect:
+            self.connect_rank(0)
+
+    def end(self) -> None:
+        """Let everything in progress end; then nothing may be left on either side."""
+        self.start_all()
+        while self.steps:
+            self.finish(0, "failed")
+        while self.writes:
+            self.end_push(0, fails=True)
+        for _ in range(60):
+            while self.net:
+                self.deliver(0)
+            self.advance(HEARTBEAT)
+        self.nothing_left()
+
+    def nothing_left(self) -> None:
+        """Check that no ledger remembers anything, and that each request was freed."""
+        for ledger in self.producers.values():
+            left = ledger.held, ledger.remembered, ledger.due, ledger.holding, ledger.pushes
+            check(Promise.CLEAN, ((), 0, None, 0, 0) == left, left)
+        for reader in self.consumers.values():
+            rest = reader.open, reader.steps, reader.due
+            check(Promise.CLEAN, ({}, 0, None) == rest, rest)
+        for load in self.loads:
+            check(Promise.ENDS, load.closed, load.load_plan.request_id)
+        for request in self.requests:
+            everywhere = set(self.producers) == set(request.freed)
+            check(Promise.FREED_ONCE, request.lost or everywhere, request.key)
