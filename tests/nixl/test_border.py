@@ -1,6 +1,7 @@
-"""What real engines hand over, moved over NIXL, every byte compared by the oracle.
+"""Test that NIXL moves the memory of real engines. The oracle compares every byte.
 
-Between real processes, or between agents of this one where the memory is not what `allocate` makes.
+The ranks are real processes. Memory that `allocate` cannot make belongs
+to agents of this process.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ def engine(*groups: kvspec.KVCacheGroup, **parallel: Any) -> kvspec.EngineSpec:
     )
 
 
-TARGET = kvspec.KVCacheGroup(name="target", layers=["layers.0", "layers.1"], spec=MLA)
-BESIDE = kvspec.KVCacheGroup(name="draft", layers=["draft.0"], spec=DRAFT, context_sharded=False)
+TARGET_GROUP = kvspec.KVCacheGroup(name="target", layers=["layers.0", "layers.1"], spec=MLA)
+DRAFT_GROUP = kvspec.KVCacheGroup(
+    name="draft", layers=["draft.0"], spec=DRAFT, context_sharded=False
+)
 
 
 def sharded(**shardings: Any) -> kvspec.KVCacheGroup:
@@ -50,8 +53,8 @@ def sharded(**shardings: Any) -> kvspec.KVCacheGroup:
 
 PAIRS = {
     "a whole draft next to a target that shares its tokens": (
-        engine(TARGET, BESIDE),
-        engine(TARGET, BESIDE, tp_size=2, dcp_size=2, interleave_size=16),
+        engine(TARGET_GROUP, DRAFT_GROUP),
+        engine(TARGET_GROUP, DRAFT_GROUP, tp_size=2, dcp_size=2, interleave_size=16),
     ),
     "keys and values sharded differently": (
         engine(sharded(), tp_size=3),
@@ -63,8 +66,10 @@ PAIRS = {
 @pytest.mark.nixl
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_every_byte_is_right(pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec], mode: Any) -> None:
-    """Two requests, the first tokens cached, in blocks of both sides' own."""
+def test_transfer_of_special_engines_moves_every_byte(
+    pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec], mode: Any
+) -> None:
+    """The consumer has the first 16 tokens cached. Both sides use block ids of their own."""
     producer, consumer = pair
     report = run_transfer(
         Job(producer=producer, consumer=consumer, tokens=75, cached=16, mode=mode)
@@ -77,7 +82,7 @@ Caches = Mapping[kvspec.RankId, kvspec.RankCache]
 
 
 def carry(here: World, mode: str, caches: tuple[Caches, Caches] | None = None) -> None:
-    """Move the request of *here* between real agents, one a rank, over the memory of its caches."""
+    """Move the request of *here* between real agents, one for each rank, in its caches."""
     sources, targets = caches or (
         {rank: cache for rank, (cache, _) in side.items()}
         for side in (here.producers, here.consumers)
@@ -95,10 +100,10 @@ def carry(here: World, mode: str, caches: tuple[Caches, Caches] | None = None) -
                 table = kvspec.build_table(here.plan, sources[source], cache)
                 ids = table.select(here.case.request)
                 rows = table.producer_rows, table.consumer_rows
-                ends = agents[0][source], agents[1][target]
+                pair = agents[0][source], agents[1][target]
                 if mode == "pull":
-                    ids, rows, ends = ids[::-1], rows[::-1], ends[::-1]
-                near, far = ends
+                    ids, rows, pair = ids[::-1], rows[::-1], pair[::-1]
+                near, far = pair
                 peer = near.connect(far.metadata())
                 local, remote = near.prepare(rows[0]), near.prepare(rows[1], peer=peer)
                 move = near.read if mode == "pull" else near.write
@@ -114,13 +119,13 @@ def case(
     tokens: int,
     cached: Any = 0,
 ) -> Any:
-    """Return the case of a request between two engines, with these tables."""
-    asked = builders.request(tokens, *blocks, cached_tokens=cached)
-    return builders.case(producer, consumer, asked)
+    """Return the case of a request between two engines. *blocks* contains the tables of both."""
+    request = builders.request(tokens, *blocks, cached_tokens=cached)
+    return builders.case(producer, consumer, request)
 
 
 def pages(block_size: int, page_format: str, **more: Any) -> kvspec.EngineSpec:
-    """Return an engine of four heads, whose pages have keys and values of a head together."""
+    """Return an engine of four heads. A page contains the keys and values of a head together."""
     spec = builders.gqa(4, block_size=block_size, head_size=16, page_format=page_format)
     return builders.engine(spec, layers=("l", "m"), layout="LBHKNC", **more)
 
@@ -130,27 +135,27 @@ MODES = pytest.mark.parametrize("mode", ["pull", "push"])
 
 @pytest.mark.nixl
 @MODES
-def test_keys_transposed_to_other_blocks_and_on_to_plain_rows(mode: str) -> None:
-    """CPU attention's pages of 32 tokens, to pages of 64 of it, and these on to rows of 16."""
+def test_transposed_keys_move_to_larger_blocks_and_then_to_plain_rows(mode: str) -> None:
+    """Pages of CPU attention move from 32 tokens to 64, and from there to rows of 16 tokens."""
     small, large, plain = (
         pages(32, "keys-transposed", tp=2),
         pages(64, "keys-transposed"),
         pages(16, "plain", tp=4),
     )
-    there = [5, 0, 3]
-    first = world(case(small, large, ([4, 1, 6, 2, 0], there), 150))
+    large_blocks = [5, 0, 3]
+    first = world(case(small, large, ([4, 1, 6, 2, 0], large_blocks), 150))
     carry(first, mode)
     assert [] == first.differences()
-    then = case(large, plain, (there, [9, 2, 3, 7, 1, 11, 0, 4, 6, 5]), 150, cached=33)
-    second = world(then, producers=first.consumers)
+    onward = case(large, plain, (large_blocks, [9, 2, 3, 7, 1, 11, 0, 4, 6, 5]), 150, cached=33)
+    second = world(onward, producers=first.consumers)
     carry(second, mode)
     assert [] == second.differences()
 
 
 @pytest.mark.nixl
 @MODES
-def test_nvfp4_of_four_ranks_to_one(mode: str) -> None:
-    """Data and scales of keys and of values are four parts; scales of four tokens in a row."""
+def test_nvfp4_pages_of_four_ranks_move_to_one(mode: str) -> None:
+    """Keys, values and their scales are four parts. A row has the scales of four tokens."""
     spec = builders.gqa(
         8, head_size=32, dtype="uint8", scale_dtype="float8_e4m3fn", elements_per_scale=8,
         tokens_per_scale=4,
@@ -171,9 +176,9 @@ HYBRID = [
 ]
 
 
-def handed_over(engine: kvspec.EngineSpec, held: Any, pools: Mapping[str, int]) -> Caches:
-    """Return the caches that vLLM's adapter reads: states of raw pages, rows as vLLM has them."""
-    found = {}
+def vllm_caches(engine: kvspec.EngineSpec, held: Any, pools: Mapping[str, int]) -> Caches:
+    """Return the caches that vLLM's adapter reads from raw pages of states and from rows."""
+    caches = {}
     for rank, (_, storage) in held.items():
         raw = raw_pages(engine, rank, storage, pools)
         assert {"s.0", "s.1"} == set(raw)
@@ -183,20 +188,20 @@ def handed_over(engine: kvspec.EngineSpec, held: Any, pools: Mapping[str, int]) 
         assert (keys.ctypes.data, values.ctypes.data) == (
             rows.ctypes.data, rows.ctypes.data + keys.shape[3]
         )  # fmt: skip
-        found[rank] = vllm.rank_cache(engine, rank, {**raw, "a.0": rows})
-    return found
+        caches[rank] = vllm.rank_cache(engine, rank, {**raw, "a.0": rows})
+    return caches
 
 
 @pytest.mark.nixl
 @MODES
-def test_a_hybrid_whose_states_are_raw_pages(mode: str) -> None:
-    """`[B, 1, 1, bytes]`, cut by vLLM's adapter: conv and SSM states and rows, TP 2 to 4."""
+def test_hybrid_moves_if_its_states_are_raw_pages(mode: str) -> None:
+    """The adapter of vLLM divides `[B, 1, 1, bytes]` into conv and SSM states."""
     two, four = (builders.engine(*HYBRID, tp=tp) for tp in (2, 4))
     tables = {"rows": [4, 0, 2], "states": [3]}, {"rows": [1, 3, 0], "states": [1]}
     here = world(case(two, four, tables, 45, cached={"rows": 7}))
     caches = (
-        handed_over(two, here.producers, here.case.producer_pool),
-        handed_over(four, here.consumers, here.case.consumer_pool),
+        vllm_caches(two, here.producers, here.case.producer_pool),
+        vllm_caches(four, here.consumers, here.case.consumer_pool),
     )
     carry(here, mode, caches)
     assert [] == here.differences()

@@ -1,4 +1,4 @@
-"""Claims of busy ranges, number by number against sets."""
+"""Test claims of busy ranges against sets of all numbers in them."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ STEPS = st.lists(st.builds(Claim, OWNERS, PLACES, st.none() | RANGES, st.boolean
 
 
 def bounds(ranges: list[range]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return starts and ends."""
+    """Return the starts and the ends of *ranges*."""
     return (
-        np.array([each.start for each in ranges], np.int64),
-        np.array([each.stop for each in ranges], np.int64),
+        np.array([one_range.start for one_range in ranges], np.int64),
+        np.array([one_range.stop for one_range in ranges], np.int64),
     )
 
 
 def numbers(claim: Claim) -> set[int]:
     """Return all numbers of *claim*."""
-    return {number for each in claim.ranges or () for number in each}
+    return {number for one_range in claim.ranges or () for number in one_range}
 
 
 @given(STEPS)
 def test_claims_conflict_only_if_numbers_are_busy(steps: list[Claim]) -> None:
-    """The brute force keeps all claims, and compares their numbers one by one."""
+    """The reference keeps the numbers of all claims and compares them one by one."""
     busy: BusyRanges[str] = BusyRanges()
     kept: list[Claim] = []
     for step in steps:
@@ -88,8 +88,8 @@ def test_release_of_unknown_owner_does_nothing() -> None:
     assert busy.claim("b", "pool", *bounds([range(2, 4)])) == ("a", 2)
 
 
-def test_claims_of_hundreds_of_owners_are_found_again() -> None:
-    """500 owners claim 400 ranges each. Each is in conflict exactly as long as it has its claim."""
+def test_claims_of_500_owners_conflict_until_they_are_released() -> None:
+    """500 owners claim 400 ranges each. A new claim conflicts until the owner releases its own."""
     busy: BusyRanges[int] = BusyRanges()
     blocks = np.random.default_rng(0).permutation(500 * 400).reshape(500, 400) * 2
     for owner, starts in enumerate(blocks):

@@ -1,6 +1,6 @@
-"""Test that interrupted calls, signals, exits and wrong settings neither crash, hang nor corrupt.
+"""Test that interrupts, signals, exits and wrong settings cause no crash, hang or wrong byte.
 
-Each scenario that could take the process with it runs in one of its own.
+Each test runs its code in a process of its own, because a failure may end that process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ release = Agent.release
 
 def interrupted(agent, handle):
     release(agent, handle)
-    raise KeyboardInterrupt  # as the handler of a signal that comes just now
+    raise KeyboardInterrupt  # A signal handler may raise at this moment.
 
 with NixlRank(polled=True) as near, NixlRank() as far:
     ranks = Pair(near, far)
@@ -45,8 +45,8 @@ print(near.stats().handles)
     ["transfer.wait(); assert ranks.right(0, 20)", "near.close()"],
     ids=["goes on", "closes"],
 )
-def test_an_interrupted_release_leaves_no_freed_handle(then: str) -> None:
-    """A handle is forgotten before nixl frees it: nothing uses it again, and no crash follows."""
+def test_interrupted_release_leaves_no_freed_handle(then: str) -> None:
+    """The transfer drops a handle before NIXL frees it, so nothing uses the handle again."""
     done = run_script(INTERRUPTED.format(then=then))
     assert (0, "interrupted\n0\n") == (done.returncode, done.stdout), done.stderr
 
@@ -62,8 +62,8 @@ ranks = Pair(near, far)
 """
 
 
-def test_an_interrupted_close_leaves_no_freed_handle() -> None:
-    """Closing again after an interrupt in the middle of it ends what is left."""
+def test_interrupted_close_is_completed_by_a_second_close() -> None:
+    """The second `close` releases everything that the first one left."""
     code = """
 release = Agent.release
 
@@ -87,8 +87,8 @@ print(near.stats().handles)
     assert (0, "interrupted\n0\n") == (done.returncode, done.stdout), done.stderr
 
 
-def test_signals_at_any_moment_neither_crash_nor_leak() -> None:
-    """A signal handler raises at random moments. Bytes are right, or the transfer failed."""
+def test_transfer_interrupted_by_signals_releases_its_handles() -> None:
+    """A signal handler raises at random moments. Each transfer moves right bytes or fails."""
     code = """
 import random, signal, sys
 from kvspec.errors import TransferError
@@ -139,7 +139,7 @@ with NixlRank(polled=True) as near, NixlRank() as far:
     assert (0, "True 0 0\n") == (done.returncode, done.stdout), done.stderr
 
 
-def test_a_signal_handler_of_python_survives_a_rank() -> None:
+def test_rank_keeps_the_signal_handler_of_python() -> None:
     """UCX replaces the handler of SIGHUP unless a variable is set before it is loaded."""
     code = """
 import os, signal
@@ -154,8 +154,8 @@ with NixlRank(polled=True):
 
 
 @pytest.mark.parametrize("tls", ["all", "tcp"])
-def test_an_interpreter_may_end_while_threads_wait(tls: str) -> None:
-    """Ranks are closed before the interpreter is: its exit status is the script's."""
+def test_interpreter_exits_cleanly_while_threads_wait(tls: str) -> None:
+    """The ranks are closed before the interpreter, so the exit status is that of the script."""
     code = """
 import threading, time
 import numpy as np
@@ -210,7 +210,7 @@ while True:
 
 
 def test_producer_survives_readers_that_are_killed_over_tcp() -> None:
-    """Readers die in the middle of a read, while the producer sends them data."""
+    """Each reader is killed during a read, while the producer sends data to it."""
     code = """
 import os, subprocess, sys, time
 import numpy as np
@@ -239,8 +239,8 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("tls", ["all", "tcp"])
-def test_wrong_network_devices_are_named(tls: str) -> None:
-    """The setting that UCX could not follow is in the message, with the devices that there are."""
+def test_rank_with_unknown_network_device_is_refused(tls: str) -> None:
+    """The message contains the setting that UCX rejects and the devices of the machine."""
     code = "from kvspec.nixl import NixlRank; NixlRank('never', polled=True)"
     done = run_script(code, UCX_NET_DEVICES="nowhere0", UCX_TLS=tls)
     assert 1 == done.returncode

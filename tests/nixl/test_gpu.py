@@ -1,4 +1,4 @@
-"""The pairs of the command line on a GPU: several ranks share one device."""
+"""Test transfers between engines on a GPU. Several ranks share one device."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ CASES: dict[str, tuple[Sequence[LayerSpec], tuple[int, int], tuple[str, str]]] =
 @pytest.mark.parametrize("staging", [0, 4], ids=["direct", "staged"])
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_byte_on_a_gpu_is_right(
+def test_transfer_on_a_gpu_moves_every_byte(
     case: str, mode: Literal["pull", "push"], staging: int
 ) -> None:
-    """Ranks of both engines, each a process, move device memory; all of it is compared.
+    """Each rank of both engines is a process, and all device memory is compared.
 
-    Staged, it is permuted by the device: one kernel that gathers, one that puts.
+    If the transfer is staged, the device permutes the bytes with one gather and one scatter kernel.
     """
     specs, tp_sizes, layouts = CASES[case]
     groups = [
@@ -91,4 +91,4 @@ def test_every_byte_on_a_gpu_is_right(
     )
     report = run_transfer(job)
     assert () == report.faults
-    assert all(each.torch for each in report.ranks)
+    assert all(rank.torch for rank in report.ranks)

@@ -1,4 +1,4 @@
-"""What introduces one rank to another: whole, authentic, and of the agent that it names."""
+"""Test that a rank accepts only complete, authentic metadata of the agent that it names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvspec.errors import SpecError, TransferError, WireError
-from kvspec.nixl import envelope
 from kvspec.nixl.envelope import Envelope, opened
 from kvspec.wire.seal import Secret
 
@@ -25,30 +24,30 @@ from kvspec.nixl import NixlRank
 
 pytestmark = pytest.mark.nixl
 SECRET = b"sixteen bytes or more"
-OTHER = b"of somebody else, as long"
+OTHER = b"another secret of 25 bytes"
 
 
 def nixl_bytes(name: bytes, rest: bytes = b"|rest") -> bytes:
-    """Return bytes that begin as those of the agent *name* do."""
+    """Return bytes that begin like NIXL's metadata of the agent *name*."""
     return b"nixlSerDes|Agent" + struct.pack("<Q", len(name)) + name + rest
 
 
 def test_envelope_is_equal_after_seal_and_open() -> None:
-    """An envelope comes back whole, with the secret and without one."""
+    """Sealing and opening preserves an envelope, with a secret and without one."""
     envelope = Envelope(name="näme", metadata=nixl_bytes("näme".encode()), probe=4096)
     for secret in (SECRET, b""):
         assert envelope == opened(envelope.seal(secret), secret)
 
 
 def test_metadata_of_nixl_begins_with_its_agent_name() -> None:
-    """The agent's name stands where it is looked for, in the bytes of nixl itself."""
+    """NIXL's own bytes contain the agent's name at the place where `opened` reads it."""
     with NixlRank("here", polled=True, secret=SECRET) as rank:
         metadata = opened(rank.metadata(), SECRET).metadata
     assert metadata.startswith(nixl_bytes(b"here", b"|"))
 
 
 def test_changed_metadata_is_refused() -> None:
-    """Any cut or any changed byte is a `WireError`, after which the whole metadata still loads."""
+    """Damaged metadata raises `WireError`. The rank then still accepts the intact metadata."""
     with NixlRank(polled=True) as near, NixlRank() as far:
         metadata = far.metadata()
         for damaged in (
@@ -70,7 +69,7 @@ def test_changed_metadata_is_refused() -> None:
 
 
 def test_metadata_with_another_secret_is_refused() -> None:
-    """Another secret, or none on either side, is refused before nixl sees a byte."""
+    """Both sides need the same secret. Metadata under another secret never reaches NIXL."""
     with (
         NixlRank(polled=True, secret=SECRET) as near,
         NixlRank(polled=True, secret=OTHER) as other,
@@ -82,15 +81,15 @@ def test_metadata_with_another_secret_is_refused() -> None:
             assert () == one.peers
 
 
-def test_the_secret_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an argument `KVSPEC_SECRET` is taken, text or bytes alike."""
+def test_rank_without_argument_uses_secret_of_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text in `KVSPEC_SECRET` equals a secret that is passed as bytes."""
     monkeypatch.setenv("KVSPEC_SECRET", SECRET.decode())
     with NixlRank(polled=True) as near, NixlRank(secret=SECRET) as far:
         assert far.name == near.connect(far.metadata())
 
 
 def test_rank_without_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names both ways out. Tickets are sealed by the same rule."""
+    """The error names both ways to continue. Tickets are sealed by the same rule."""
     monkeypatch.delenv("KVSPEC_SECRET")
     with pytest.raises(SpecError, match="KVSPEC_SECRET") as caught:
         NixlRank()
@@ -101,8 +100,8 @@ def test_rank_without_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("secret", ["", "short", b"fifteen bytes..", 7, ["x"]])
-def test_a_secret_is_long_and_not_shown(secret: object) -> None:
-    """A secret that can be guessed is refused, and no message repeats it."""
+def test_short_secret_is_refused_and_not_shown(secret: object) -> None:
+    """The message does not contain the secret."""
     with pytest.raises(SpecError) as caught:
         NixlRank(secret=secret)
     assert "secret" == caught.value.field
@@ -113,7 +112,7 @@ def test_a_secret_is_long_and_not_shown(secret: object) -> None:
 # Each case: a change of the metadata, and the path and the value of the error. A value of `...` is
 # not compared, because it is an excerpt.
 BAD: dict[str, tuple[Callable[[Envelope], Envelope], str, Any]] = {
-    "another agent's bytes": (
+    "bytes of another agent": (
         lambda good: attrs.evolve(good, name="somebody"),
         "metadata.agent",
         b"far",
@@ -123,7 +122,11 @@ BAD: dict[str, tuple[Callable[[Envelope], Envelope], str, Any]] = {
         "metadata.agent",
         b"far away",
     ),
-    "not nixl's": (lambda good: attrs.evolve(good, metadata=b"not nixl's"), "metadata.agent", ...),
+    "not the bytes of nixl": (
+        lambda good: attrs.evolve(good, metadata=b"not nixl's"),
+        "metadata.agent",
+        ...,
+    ),
     "empty": (lambda good: attrs.evolve(good, metadata=b""), "metadata.agent", ...),
     "a name past the end": (
         lambda good: attrs.evolve(good, metadata=nixl_bytes(b"far", b"")[:-1]),
@@ -156,8 +159,8 @@ BAD: dict[str, tuple[Callable[[Envelope], Envelope], str, Any]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_contradicting_metadata_is_refused_and_breaks_nothing(case: str) -> None:
-    """Sealed by who knows the secret, and wrong: refused by name; the good peer stays good."""
+def test_contradictory_metadata_is_refused_and_changes_nothing(case: str) -> None:
+    """Wrong metadata is refused even with a valid seal. The connected peer stays usable."""
     change, path, value = BAD[case]
     with (
         NixlRank("near", polled=True, secret=SECRET) as near,
@@ -176,16 +179,16 @@ def test_contradicting_metadata_is_refused_and_breaks_nothing(case: str) -> None
 
 
 def test_metadata_with_a_name_that_is_not_utf8_is_refused() -> None:
-    """A name is UTF-8."""
-    body = envelope._HEAD.pack(1, 8) + b"\xff" + nixl_bytes(b"\xff")
-    sealed = Secret(SECRET).seal(envelope._MAGIC, body)
+    """The envelope is built by hand: `Envelope.seal` cannot encode such a name."""
+    head = struct.pack("<IQ", 1, 8)  # The name has one byte, and the probe is at address 8.
+    sealed = Secret(SECRET).seal(b"kvspec-nixl-2\n", head + b"\xff" + nixl_bytes(b"\xff"))
     with pytest.raises(WireError, match="UTF-8") as caught:
         opened(sealed, SECRET)
     assert ("metadata.name", b"\xff") == (caught.value.path, caught.value.value)
 
 
-def test_rubbish_after_the_name_is_refused_by_nixl() -> None:
-    """What only nixl can judge comes from who knows the secret; the good metadata still loads."""
+def test_metadata_with_invalid_bytes_after_the_name_is_refused_by_nixl() -> None:
+    """Only NIXL can check these bytes. The rank then still accepts the intact metadata."""
     with NixlRank("near", polled=True) as near, NixlRank("far") as far:
         good = opened(far.metadata(), near.secret.key)
         bad = attrs.evolve(good, metadata=nixl_bytes(b"far"))

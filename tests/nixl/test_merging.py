@@ -1,4 +1,4 @@
-"""Test that pairs of ids become few descriptors with the bytes of the ids, each in one memory."""
+"""Test that pairs of ids become few descriptors with the same bytes, each in one memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GAP = 5
 
 @attrs.frozen
 class Drawn:
-    """Rows in memories that may touch, and ids of them."""
+    """Rows in memories that may touch, and ids of the rows."""
 
     rows: StridedRows
     ids: np.ndarray
@@ -47,7 +47,7 @@ class Drawn:
 
 @st.composite
 def sides(draw: st.DrawFn, size: int) -> Drawn:
-    """Draw rows of *size* bytes an id, and all their ids once, often one after the other."""
+    """Draw rows of *size* bytes for each id, and all their ids once, often in ascending order."""
     memories, table, at = [], [], 1000
     for _ in range(draw(st.integers(1, 3))):
         at += draw(st.sampled_from((0, GAP)))
@@ -55,7 +55,7 @@ def sides(draw: st.DrawFn, size: int) -> Drawn:
         for _ in range(draw(st.integers(1, 2))):
             dense, many = draw(st.booleans()), draw(st.integers(1, 6))
             stride = size if dense else draw(st.integers(1, 3)) * size
-            first = draw(st.integers(start, at))  # rows may share bytes
+            first = draw(st.integers(start, at))  # Rows may share bytes.
             table.append((first, size, 0, stride, many))
             at = max(at, first + (many - 1) * stride + size)
         memories.append(range(start, at))
@@ -66,7 +66,7 @@ def sides(draw: st.DrawFn, size: int) -> Drawn:
 
 @st.composite
 def drawn_pairs(draw: st.DrawFn) -> tuple[Drawn, Drawn]:
-    """Draw both sides of one transfer, with ids of as many bytes."""
+    """Draw both sides of one transfer. The ids of both sides have equal lengths."""
     size = draw(st.integers(1, 3))
     one, other = draw(sides(size)), draw(sides(size))
     count = min(len(one.ids), len(other.ids))
@@ -91,7 +91,7 @@ def moves(local: Drawn, remote: Drawn, pairing: pairs.Pairing) -> Iterator[tuple
 def test_descriptors_have_the_bytes_of_the_ids(
     both: tuple[Drawn, Drawn], destination: str, most_bytes: int, most: int
 ) -> None:
-    """However runs are joined and cut: the same bytes from the same bytes, in one memory each."""
+    """For any limits, each byte moves from its source, and each descriptor is in one memory."""
     local, remote = both
     wanted = sorted(
         pair
@@ -129,10 +129,10 @@ def test_descriptors_have_the_bytes_of_the_ids(
 
 @given(strategies.cases())
 def test_posted_descriptors_are_near_the_minimum(case: strategies.Case) -> None:
-    """Of any request, at most 1.15 of the fewest descriptors are posted, also of one alone.
+    """Every request posts at most 1.15 times the fewest descriptors.
 
-    Pools have a spare block: where one row's last block ends and another's first begins, rows
-    only touch, and might be two memories.
+    Each pool has a spare block. Without it, a row could end where another one begins, and NIXL
+    could not know that both are in one memory.
     """
     pools = (
         {name: blocks + 1 for name, blocks in pool.items()}
@@ -151,10 +151,10 @@ def test_posted_descriptors_are_near_the_minimum(case: strategies.Case) -> None:
 @pytest.mark.parametrize(
     ("layouts", "cached"), [(("LHBNC", "LHBNC"), 37), (("BLHNC", "BHLNC"), 64)]
 )
-def test_merging_spares_descriptors_that_ids_alone_would_post(
+def test_merging_posts_fewer_descriptors_than_nixl_posts_for_the_ids(
     layouts: tuple[str, str], cached: int
 ) -> None:
-    """A cached prefix that ends inside a block; layers and heads in another order: in few too."""
+    """The cached prefix ends inside a block, or both sides order layers and heads differently."""
     spec = kvspec.FullAttentionSpec(
         block_size=16, total_num_kv_heads=8, head_size=8, dtype="bfloat16"
     )
@@ -175,18 +175,18 @@ def test_merging_spares_descriptors_that_ids_alone_would_post(
 
 
 def by_nixls_rule_of(local: Drawn, remote: Drawn, batch: slice) -> int:
-    """Return the descriptors left of some pairs of drawn ids."""
+    """Return the number of descriptors that NIXL posts for one batch of drawn ids."""
     both = (local.rows.table, remote.rows.table), (local.ids[batch], remote.ids[batch])
     return left_of(*both)
 
 
 def by_nixls_rule(table: kvspec.DescriptorTable, ids: tuple[np.ndarray, np.ndarray]) -> int:
-    """Return the descriptors left of the ids of a table, (producer's, consumer's)."""
+    """Return the number of descriptors that NIXL posts for (producer, consumer) ids of a table."""
     return left_of((table.producer_rows, table.consumer_rows), ids)
 
 
 def left_of(tables: tuple[np.ndarray, np.ndarray], ids: tuple[np.ndarray, np.ndarray]) -> int:
-    """Return the descriptors left of pairs of ids, of which those that follow in a row join."""
+    """Return the number of descriptors after joining pairs that follow each other in dense rows."""
     starts = [0] if len(ids[0]) else []
     for at in range(1, len(ids[0])):
         for rows, own in zip(tables, ids, strict=True):
@@ -208,8 +208,8 @@ def test_counts_follow_the_rule_of_nixl(case: strategies.Case) -> None:
         assert len(table.descriptors(case.request)) == fewest <= posted
 
 
-def test_counts_of_blocks_that_lie_side_by_side() -> None:
-    """With tokens outside of the blocks, a row of one token's blocks is dense by itself."""
+def test_counts_join_adjacent_blocks_of_dense_rows() -> None:
+    """In this layout, the row of one token in all blocks is dense."""
     sides = []
     for size in (4, 2):
         spec = kvspec.MLAAttentionSpec(block_size=size, head_size=4, dtype="int8")
@@ -227,31 +227,31 @@ def test_counts_of_blocks_that_lie_side_by_side() -> None:
 
 
 def test_runs_of_rows_that_share_memory_are_joined() -> None:
-    """The end of a tile and the tiles that follow are one descriptor, although rows differ."""
+    """The end of a tile and the next tiles become one descriptor, although their rows differ."""
     rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1000, 4, 0, 4, 32)], np.uint64))
-    ids = np.array([8 + 6, 8 + 7, 2, 3, 4], np.int32)  # 8 bytes, then three tiles
+    ids = np.array([8 + 6, 8 + 7, 2, 3, 4], np.int32)  # 8 bytes, and then three tiles.
     pairing = pairs.pair(rows, ids, rows, ids, "local")
     assert pairing.joined is not None
     assert [[1024, 56, 0]] == pairing.joined.local.tolist() == pairing.joined.remote.tolist()
     assert (1, 56, (slice(0, 1),)) == (pairing.runs, pairing.nbytes, pairing.batches)
 
 
-def test_runs_of_rows_that_only_touch_are_not() -> None:
-    """Two rows of which one begins where the other ends may be two registered memories."""
+def test_runs_of_rows_that_only_touch_are_separate() -> None:
+    """A row that begins at the end of another row may be in another registered memory."""
     rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1128, 16, 0, 16, 8)], np.uint64))
     pairing = pairs.pair(rows, np.arange(16), rows, np.arange(16), "local")
     assert (None, 2) == (pairing.joined, pairing.runs)
 
 
-def test_a_row_of_another_device_is_other_memory() -> None:
-    """Equal addresses of two devices are not one memory."""
+def test_rows_of_two_devices_are_separate() -> None:
+    """The addresses of two devices overlap, but they are two memories."""
     rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1016, 16, 1, 16, 8)], np.uint64))
     ids = np.array([0, 8], np.int32)
     assert pairs.pair(rows, ids, rows, ids, "local").joined is None
 
 
-def test_a_long_run_is_cut() -> None:
-    """No descriptor is longer than one handle takes, and the last is what is left."""
+def test_long_run_is_divided_into_descriptors_of_one_handle() -> None:
+    """Each descriptor has at most 64 MiB, and the last one has the rest."""
     rows = checked_rows(
         np.array([(0, 1 << 20, 0, 1 << 20, 200), (0, 1, 0, 1, 200 << 20)], np.uint64)
     )

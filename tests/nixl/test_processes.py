@@ -1,4 +1,4 @@
-"""Ranks in different processes: killed, stopped, forked, and moving bytes meanwhile."""
+"""Test ranks in different processes that are killed, stopped or forked during transfers."""
 
 from __future__ import annotations
 
@@ -52,44 +52,44 @@ class Worker:
         child_end.close()
 
     def introduce(self) -> tuple[bytes, int]:
-        """Return its metadata and the address of its storage."""
+        """Return the metadata of its rank and the address of its storage."""
         metadata, address = self.receive()
         return metadata, address
 
-    def ask(self, *command: object) -> Any:
-        """Return its answer to *command*."""
+    def call(self, *command: object) -> Any:
+        """Return the result of *command*."""
         self.pipe.send(command)
         return self.receive()
 
     def receive(self) -> Any:
-        """Return what it sends, within 20 s."""
-        assert self.pipe.poll(20), "the worker is silent"
+        """Return the next message of the process, which arrives within 20 s."""
+        assert self.pipe.poll(20), "the worker sent nothing"
         return self.pipe.recv()
 
     def stop(self) -> None:
-        """Stop it, and wait until its last thread stands."""
+        """Stop the process, and wait until all its threads have stopped."""
         os.kill(self.process.pid, signal.SIGSTOP)
         _, status = os.waitpid(self.process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
 
     def go_on(self) -> None:
-        """Let it go on."""
+        """Continue the stopped process."""
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill the process and wait for its end."""
         self.process.kill()
         self.process.wait()
 
     def leave(self) -> int:
-        """Let it close its rank and exit; return its exit status."""
+        """Let the process close its rank and exit. Return its exit status."""
         self.pipe.close()
         return self.process.wait(20)
 
 
 @contextlib.contextmanager
 def worker(seed: int = 1, *name: str, tls: str = "all") -> Iterator[Worker]:
-    """Run a `Worker`, and end it whatever happens."""
+    """Run a `Worker`, and end it in every case."""
     made = Worker(seed, name, tls)
     try:
         yield made
@@ -99,7 +99,7 @@ def worker(seed: int = 1, *name: str, tls: str = "all") -> Iterator[Worker]:
 
 
 class Side:
-    """The rank of the process that runs the test, its storage, and lists for one worker."""
+    """The rank and the storage of the test process, and lists for one worker."""
 
     def __init__(self, rank: NixlRank, metadata: bytes, address: int) -> None:
         self.rank = rank
@@ -115,7 +115,7 @@ class Side:
         return self.rank.read(self.local, ids, self.remote, ids, request=request, timeout=timeout)
 
     def read_blocks(self, first: int, count: int, request: str) -> Transfer:
-        """Start reading *count* blocks from *first* on."""
+        """Start reading *count* blocks, beginning with block *first*."""
         ids = np.arange(first, first + count)
         return self.rank.read(self.local, ids, self.remote, ids, request=request, timeout=10.0)
 
@@ -131,56 +131,57 @@ def blocks(storage: np.ndarray) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8
 
 @pytest.fixture
 def tcp(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make agents move data over sockets, so that a stopped peer stops the data."""
+    """Let agents move data over sockets, so that a stopped peer sends and receives nothing."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     return "tcp"
 
 
-def ends(rank: NixlRank, seconds: float = 10.0) -> bool:
+def transfers_end(rank: NixlRank, seconds: float = 10.0) -> bool:
     """Return whether all transfers of *rank* are over in time."""
-    end = time.monotonic() + seconds
-    while rank.transfers and time.monotonic() < end:
+    deadline = time.monotonic() + seconds
+    while rank.transfers and time.monotonic() < deadline:
         time.sleep(0.01)
     return not rank.transfers
 
 
 STAGED = Staging(buffer=1 << 16, slot_bytes=1 << 15, always=True)
-"""Two batches: 15 blocks go through each at a time, with the gaps between them."""
+"""The buffer has two slots. Each takes 15 blocks of 4 KiB."""
 
 
 @pytest.mark.parametrize("staging", [None, STAGED], ids=["direct", "staged"])
-def test_two_processes_move_exact_bytes_and_notify_afterwards(staging: Staging | None) -> None:
-    """A read and a write over strided rows move the blocks and nothing between them."""
+def test_two_processes_move_exact_bytes_and_notify(staging: Staging | None) -> None:
+    """A read and a write over strided rows move only the blocks, without the gaps."""
     with worker() as child, NixlRank(polled=True, staging=staging) as rank:
         side = Side(rank, *child.introduce())
         read = side.read()
         read.wait()
         assert (staging is not None) == read.staged
-        wanted = np.zeros(SIZE, np.uint8)
-        blocks(wanted)[:] = blocks(pattern(1))
-        assert wanted.tobytes() == side.storage.tobytes()
+        expected = np.zeros(SIZE, np.uint8)
+        blocks(expected)[:] = blocks(pattern(1))
+        assert expected.tobytes() == side.storage.tobytes()
         side.storage[:] = pattern(2)
         ids = np.array([5, 6, 7, 20])
-        order = rank.write(side.local, ids, side.remote, ids[::-1], request="w", timeout=5)
-        order.wait()
-        child.ask("connect", rank.metadata())
+        rank.write(side.local, ids, side.remote, ids[::-1], request="w", timeout=5).wait()
+        child.call("connect", rank.metadata())
         rank.notify(side.peer, b"plan 7")
-        assert rank.name == child.ask("wait", b"plan 7")
-        there = pattern(1)
-        blocks(there)[ids[::-1]] = blocks(pattern(2))[ids]
-        assert there.tobytes() == child.ask("storage")
-        child.ask("notify", rank.metadata(), rank.name)
+        assert rank.name == child.call("wait", b"plan 7")
+        expected = pattern(1)
+        blocks(expected)[ids[::-1]] = blocks(pattern(2))[ids]
+        assert expected.tobytes() == child.call("storage")
+        child.call("notify", rank.metadata(), rank.name)
         assert side.peer == wait_for(rank, b"from the worker")
         assert 0 == child.leave()
 
 
 def test_read_from_a_stopped_peer_is_quarantined_until_it_continues() -> None:
-    """The deadline holds although nothing fails; nothing is released while it is in flight."""
+    """The wait ends at its deadline. A handle in flight is not released."""
     with worker() as child, NixlRank() as rank:
         side = Side(rank, *child.introduce())
         side.read().wait()
         child.stop()
-        rank.notify(side.peer, b"x")  # from here on, reads wait for the peer's progress
+        rank.notify(
+            side.peer, b"x"
+        )  # Reads after a notification wait until the peer makes progress.
         began = time.monotonic()
         transfer = side.read(0.5, "late")
         with pytest.raises(TransferError, match="quarantine") as caught:
@@ -197,7 +198,7 @@ def test_read_from_a_stopped_peer_is_quarantined_until_it_continues() -> None:
             rank.disconnect(side.peer)
         assert "busy" == caught.value.state
         child.go_on()
-        assert ends(rank)
+        assert transfers_end(rank)
         assert transfer.over
         assert ((), 0, "timeout") == (rank.transfers, rank.stats().handles, transfer.state)
         side.storage[:] = 0
@@ -206,7 +207,7 @@ def test_read_from_a_stopped_peer_is_quarantined_until_it_continues() -> None:
 
 
 def test_staged_transfers_share_the_buffer_over_sockets(tcp: str) -> None:
-    """Handles that are in the air for long: several transfers, two batches, every byte right."""
+    """Four transfers of slow handles share two slots, and every byte is right."""
     with worker(tls=tcp) as child, NixlRank(staging=STAGED) as rank:
         side = Side(rank, *child.introduce())
         reads = [side.read_blocks(16 * part, 16, f"{part}") for part in range(4)]
@@ -218,8 +219,8 @@ def test_staged_transfers_share_the_buffer_over_sockets(tcp: str) -> None:
         assert not gaps.any()
 
 
-def test_a_stopped_peer_never_writes_a_staged_cache(tcp: str) -> None:
-    """Late bytes arrive in the buffer, in quarantine. The blocks keep their bytes."""
+def test_late_bytes_of_a_stopped_peer_never_reach_a_staged_cache(tcp: str) -> None:
+    """The late bytes arrive in the buffer. The blocks keep their bytes."""
     with worker(tls=tcp) as child, NixlRank(staging=STAGED) as rank:
         side = Side(rank, *child.introduce())
         side.read_blocks(0, 1, "warm").wait()
@@ -231,15 +232,15 @@ def test_a_stopped_peer_never_writes_a_staged_cache(tcp: str) -> None:
         before = side.storage.copy()
         assert late.live_handles
         child.go_on()
-        assert ends(rank)
+        assert transfers_end(rank)
         assert late.over
         assert before.tobytes() == side.storage.tobytes()
         side.read().wait()
         assert np.array_equal(blocks(pattern(1)), side.blocks())
 
 
-def test_polled_rank_connects_or_raises() -> None:
-    """Connecting to a silent peer ends at the deadline; the attempt is in quarantine."""
+def test_connect_to_a_stopped_peer_raises_at_the_deadline() -> None:
+    """The attempt stays in quarantine until the peer continues. The connection then works."""
     with worker() as child, NixlRank(polled=True) as rank:
         metadata, _ = child.introduce()
         child.stop()
@@ -247,16 +248,16 @@ def test_polled_rank_connects_or_raises() -> None:
             rank.connect(metadata, timeout=0.3)
         peer = caught.value.rank
         assert ("connect", "timeout") == (caught.value.request, caught.value.state)
-        assert ["connect"] == [each.request for each in rank.transfers]
+        assert ["connect"] == [transfer.request for transfer in rank.transfers]
         child.go_on()
-        assert ends(rank)
-        child.ask("connect", rank.metadata())
-        rank.notify(peer, b"now it does")
-        assert rank.name == child.ask("wait", b"now it does")
+        assert transfers_end(rank)
+        child.call("connect", rank.metadata())
+        rank.notify(peer, b"connected now")
+        assert rank.name == child.call("wait", b"connected now")
 
 
-def test_closing_the_rank_stops_its_transfers(tcp: str) -> None:
-    """After `close` no byte of a quarantined read arrives, however long the peer lives."""
+def test_close_stops_transfers_in_quarantine(tcp: str) -> None:
+    """After `close`, no byte of a read in quarantine arrives, although the peer continues."""
     with worker(tls=tcp) as child:
         metadata, address = child.introduce()
         rank = NixlRank()
@@ -274,8 +275,8 @@ def test_closing_the_rank_stops_its_transfers(tcp: str) -> None:
         assert np.array_equal(before, side.storage)
 
 
-def test_a_close_in_the_middle_of_a_read_leaves_the_peer_alive(tcp: str) -> None:
-    """Reads in flight over sockets end first. An aborted one may kill the process of the peer."""
+def test_close_during_reads_leaves_the_peer_alive(tcp: str) -> None:
+    """`close` waits for reads over sockets. An aborted read may kill the process of the peer."""
     with worker(tls=tcp) as child:
         metadata, address = child.introduce()
         for turn in range(20):
@@ -285,12 +286,12 @@ def test_a_close_in_the_middle_of_a_read_leaves_the_peer_alive(tcp: str) -> None
             rank.close()
             assert {"closed", "DONE"} >= {transfer.state for transfer in transfers}
             assert NixlStats() == rank.stats()
-        assert pattern(1).tobytes() == child.ask("storage")
+        assert pattern(1).tobytes() == child.call("storage")
         assert 0 == child.leave()
 
 
-def test_a_killed_peer_is_lost_at_once_and_replaced_by_its_successor() -> None:
-    """Every use of a dead peer raises "peer_lost" long before the deadline."""
+def test_killed_peer_is_lost_at_once_and_a_new_one_takes_its_place() -> None:
+    """Each use of a dead peer raises "peer_lost" long before the deadline."""
     with NixlRank() as rank:
         with worker() as child:
             side = Side(rank, *child.introduce())
@@ -304,7 +305,7 @@ def test_a_killed_peer_is_lost_at_once_and_replaced_by_its_successor() -> None:
             assert (side.peer, "dead", "peer_lost") == (error.rank, error.request, error.state)
             assert ((), 0) == (rank.transfers, rank.stats().handles)
             with pytest.raises(TransferError, match="notify") as caught:
-                rank.notify(side.peer, b"hello?")
+                rank.notify(side.peer, b"greeting")
             assert "peer_lost" == caught.value.state
             rank.disconnect(side.peer)
             assert () == rank.peers
@@ -314,8 +315,8 @@ def test_a_killed_peer_is_lost_at_once_and_replaced_by_its_successor() -> None:
             assert np.array_equal(blocks(pattern(3)), side.blocks())
 
 
-def test_a_peer_killed_in_the_middle_is_lost_and_leaves_nothing_in_flight(tcp: str) -> None:
-    """Handles of a dead peer end by themselves, so none needs quarantine."""
+def test_peer_killed_during_a_read_leaves_nothing_in_flight(tcp: str) -> None:
+    """The handles of a dead peer end without help, so the quarantine stays empty."""
     with worker(tls=tcp) as child, NixlRank() as rank:
         side = Side(rank, *child.introduce())
         child.stop()
@@ -328,10 +329,10 @@ def test_a_peer_killed_in_the_middle_is_lost_and_leaves_nothing_in_flight(tcp: s
         assert ((), 0) == (rank.transfers, rank.stats().handles)
 
 
-def test_two_peers_of_one_name_collide_until_the_first_is_disconnected() -> None:
-    """A restarted peer that kept its name is stale, not silently the old one."""
-    with worker(1, "twin") as one, worker(2, "twin") as two, NixlRank() as rank:
-        first, second = one.introduce(), two.introduce()
+def test_peer_with_the_name_of_a_connected_peer_is_stale() -> None:
+    """The second peer can connect after the first one is disconnected."""
+    with worker(1, "twin") as old, worker(2, "twin") as new, NixlRank() as rank:
+        first, second = old.introduce(), new.introduce()
         side = Side(rank, *first)
         with pytest.raises(TransferError, match="NotAllowed") as caught:
             rank.connect(second[0])
@@ -344,18 +345,18 @@ def test_two_peers_of_one_name_collide_until_the_first_is_disconnected() -> None
         assert np.array_equal(blocks(pattern(2)), side.blocks())
 
 
-def test_a_fork_is_refused_and_does_not_hurt_its_parent() -> None:
-    """The child is error so, leaves through the normal exit, and the parent goes on."""
+def test_forked_child_cannot_use_the_rank_and_its_parent_continues() -> None:
+    """A call in the child raises "forked". Its normal exit does not damage the parent."""
     with worker() as child, NixlRank() as rank:
         side = Side(rank, *child.introduce())
-        assert "forked 7" == child.ask("fork")
+        assert "forked 7" == child.call("fork")
         side.read().wait()
         assert np.array_equal(blocks(pattern(1)), side.blocks())
         assert 0 == child.leave()
 
 
 class Lane:
-    """One worker after another, killed and stopped at random, and what is read from them."""
+    """Reads from a worker that is stopped and killed at random, and then replaced."""
 
     def __init__(
         self, rank: NixlRank, tls: str, chance: random.Random, children: contextlib.ExitStack
@@ -367,16 +368,16 @@ class Lane:
         self.start()
 
     def start(self) -> None:
-        """Start a worker with other bytes, and connect to it."""
+        """Start a worker with new bytes, and connect to it."""
         self.seed += 1
         self.worker = self.children.enter_context(worker(self.seed, tls=self.tls))
         self.side = Side(self.rank, *self.worker.introduce())
-        self.wanted = blocks(pattern(self.seed))
+        self.expected = blocks(pattern(self.seed))
         self.dead = False
         self.stopped_until = 0.0
 
     def disturb(self) -> None:
-        """Kill or stop the worker, rarely; let it go on; replace it once nothing moves."""
+        """Rarely kill, stop or continue the worker. Replace a dead one when all reads are over."""
         now = time.monotonic()
         if self.stopped_until and now > self.stopped_until:
             self.worker.go_on()
@@ -395,7 +396,7 @@ class Lane:
             self.stopped_until = now + self.chance.uniform(0.05, 0.5)
 
     def read(self, request: str) -> bool:
-        """Start reading some blocks; return whether no other read has any of them."""
+        """Start reading some blocks. Return False if another read uses one of them."""
         ids = np.array(self.chance.sample(range(BLOCKS), self.chance.choice((1, 4, 20))))
         timeout = self.chance.choice((0.02, 0.3, 5.0))
         lists = self.side.local, self.side.remote
@@ -408,20 +409,22 @@ class Lane:
         return False
 
     def right(self, transfer: Transfer) -> bool:
-        """Whether a read that is done brought the worker's bytes."""
+        """Return whether a finished read moved the bytes of the worker."""
         ids = self.reads[transfer]
-        return np.array_equal(self.wanted[ids], self.side.blocks()[ids])
+        return np.array_equal(self.expected[ids], self.side.blocks()[ids])
 
 
 @pytest.mark.parametrize("tls", ["all", "tcp"])
-def test_no_wrong_byte_is_done_under_chaos(tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers die and stand still while they are read from: every read ends, and nothing is left."""
+def test_reads_from_failing_peers_end_without_wrong_bytes(
+    tls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers are killed and stopped during reads. Each read ends, and nothing stays in flight."""
     monkeypatch.setenv("UCX_TLS", tls)
     counts: Counter[str] = Counter()
     with contextlib.ExitStack() as children, NixlRank() as rank:
         lanes = [Lane(rank, tls, random.Random(seed), children) for seed in range(3)]
         end = time.monotonic() + 6
-        # A slow machine needs more time for a few kills and stops.
+        # On a slow machine the first 6 s may contain too few kills and stops.
         while (
             (going := time.monotonic() < end or sum(lane.kills + lane.stops for lane in lanes) < 4)
             or any(lane.reads for lane in lanes)

@@ -1,4 +1,4 @@
-"""Test that `ProductSpans` agrees with its spans one by one."""
+"""Test that `ProductSpans` counts the same spans as a list of all spans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Spans = list[tuple[int, int, int, int, int]]
 
 @st.composite
 def strides(draw: st.DrawFn, sizes: tuple[int, ...], nbytes: int, inner: list[int]) -> list[int]:
-    """Draw how far apart the things of axes of *sizes* are, *inner* first: dense or padded."""
+    """Draw dense or padded strides of axes of *sizes*. *inner* lists the innermost axis first."""
     found, reached = [0] * len(sizes), nbytes
     for axis in inner:
         found[axis] = reached
@@ -26,7 +26,7 @@ def strides(draw: st.DrawFn, sizes: tuple[int, ...], nbytes: int, inner: list[in
 
 @st.composite
 def parts(draw: st.DrawFn) -> list[_Part]:
-    """Draw one part, or two of the same runs, of other tiles: whole ones, and the head of each."""
+    """Draw a part of whole tiles, or also a second part of the heads of other tiles."""
     sizes = tuple(draw(st.integers(1, 4)) for _ in range(3))
     nbytes = draw(st.sampled_from([2, 4]))
     order = draw(st.permutations(range(3)))
@@ -54,7 +54,7 @@ def parts(draw: st.DrawFn) -> list[_Part]:
 
 
 def _joined_part(runs: Offsets, min_gap: int, tiles: Offsets, size: int) -> _Part:
-    """Return the part of *tiles* in *runs*, those that touch made one."""
+    """Return the part of *tiles* in *runs*. Tiles that touch are joined."""
     tiles, _ = tiles.ascending()
     first = np.flatnonzero(np.append(True, ~tiles.follows(size, size)))
     nbytes = np.diff(first, append=len(tiles)) * size
@@ -77,7 +77,7 @@ def one_by_one(some: list[_Part]) -> Spans:
 
 
 def joined(spans: Spans) -> int:
-    """Return how many are left when those are one that touch on both sides, in one memory."""
+    """Return the number of spans after joining those that touch on both sides in one memory."""
     return len(spans) - sum(
         a[1] == b[0] and a[2] + a[1] - a[0] == b[2] and a[3:] == b[3:] for a, b in pairwise(spans)
     )
@@ -86,7 +86,7 @@ def joined(spans: Spans) -> int:
 @given(parts())
 @settings(max_examples=500)
 def test_product_spans_count_the_joined_spans(some: list[_Part]) -> None:
-    """Wherever it is one, of spans that share no byte, as those of a selection never do."""
+    """The spans share no byte, like the spans of any selection."""
     spans = one_by_one(some)
     assume(all(a[1] <= b[0] for a, b in pairwise(spans)))
     left = _joined(some)

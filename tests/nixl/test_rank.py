@@ -1,4 +1,4 @@
-"""Test ranks with real NIXL agents in one process: moving, merging and refusing."""
+"""Test how ranks with real NIXL agents in one process move, merge and reject ids."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, merging
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl.memory import check_inside
+from kvspec.nixl.memory import held as live_memories
 from kvspec.nixl.peers import HELLO
 from kvspec.nixl.rank import PROBES
 from kvspec.nixl.rows import checked_rows
@@ -37,45 +38,47 @@ pytestmark = pytest.mark.nixl
 
 
 def offsets(rows: list[tuple[int, ...]]) -> list[int]:
-    """Return the offset of each id, counted one by one."""
-    return [at + k * stride for at, _, stride, count in rows for k in range(count)]
+    """Return the offset of each id, computed one by one."""
+    return [first + k * stride for first, _, stride, count in rows for k in range(count)]
 
 
 def open_files() -> int:
-    """Return how many file descriptors this process holds."""
+    """Return the number of open file descriptors of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture
 def ranks() -> Iterator[Pair]:
-    """Two connected ranks; the first is polled and has telemetry."""
+    """Return two connected ranks. The first one is polled and has telemetry."""
     with NixlRank(polled=True, telemetry=True) as near, NixlRank() as far:
         yield Pair(near, far)
 
 
 LOCAL = [(0, 512, 1024, 100), (200_000, 512, 512, 60), (300_000, 64, 64, 16)]
 REMOTE = [(4096, 512, 512, 70), (500_000, 512, 4096, 90), (900_000, 64, 640, 16)]
-ALL = np.arange(160)  # the ids of 512 bytes; 160 to 176 are of 64
+ALL = np.arange(160)  # The ids of 512 bytes. The ids 160 to 175 have 64 bytes.
 
 
 @pytest.mark.parametrize("strided", [True, False], ids=["Nx5", "Nx3"])
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_exact_bytes_move_over_strided_rows(ranks: Pair, operation: str, *, strided: bool) -> None:
-    """Each pair of ids moves its bytes, no other byte changes; also without strided lists."""
+def test_move_over_strided_rows_writes_exact_bytes(
+    ranks: Pair, operation: str, *, strided: bool
+) -> None:
+    """Each pair of ids moves its bytes, and no other byte changes, also without strided lists."""
     ranks.near._agent.strided = strided
     local, remote = ranks.lists(LOCAL, REMOTE)
     random = np.random.default_rng(5)
     near = np.concatenate([random.permutation(ALL)[:50], [170, 171, 160]])
     far = np.concatenate([random.permutation(ALL)[:50], [165, 166, 175]])
     ranks.local[:] = random.integers(0, 256, SIZE, dtype=np.uint8)
-    wanted = {"read": ranks.local.copy(), "write": ranks.remote.copy()}[operation]
-    for one, other in zip(near.tolist(), far.tolist(), strict=True):
-        size = 512 if one < 160 else 64
-        here, there = offsets(LOCAL)[one], offsets(REMOTE)[other]
+    expected = {"read": ranks.local.copy(), "write": ranks.remote.copy()}[operation]
+    for near_id, far_id in zip(near.tolist(), far.tolist(), strict=True):
+        size = 512 if near_id < 160 else 64
+        here, there = offsets(LOCAL)[near_id], offsets(REMOTE)[far_id]
         if operation == "read":
-            wanted[here : here + size] = ranks.remote[there : there + size]
+            expected[here : here + size] = ranks.remote[there : there + size]
         else:
-            wanted[there : there + size] = ranks.local[here : here + size]
+            expected[there : there + size] = ranks.local[here : here + size]
     move = getattr(ranks.near, operation)
     transfer = move(local, near, remote, far, request="r", timeout=10)
     transfer.wait()
@@ -85,22 +88,22 @@ def test_exact_bytes_move_over_strided_rows(ranks: Pair, operation: str, *, stri
         transfer.nbytes,
     )
     result = ranks.local if operation == "read" else ranks.remote
-    assert np.array_equal(wanted, result)
+    assert np.array_equal(expected, result)
     assert (0, ()) == (ranks.near.stats().handles, ranks.near.transfers)
 
 
 def received(rank: NixlRank, count: int) -> list[tuple[str, bytes]]:
     """Return the next *count* notifications of *rank*, which arrive within 20 s."""
-    found: list[tuple[str, bytes]] = []
-    end = time.monotonic() + 20
-    while len(found) < count:
-        assert time.monotonic() < end
-        found += rank.notifications()
-    return found
+    notifications: list[tuple[str, bytes]] = []
+    deadline = time.monotonic() + 20
+    while len(notifications) < count:
+        assert time.monotonic() < deadline
+        notifications += rank.notifications()
+    return notifications
 
 
 def posted(ranks: Pair, near: np.ndarray, far: np.ndarray, lists: list[Prepared]) -> int:
-    """Return how many descriptors NIXL posts for a read, which must equal `runs`."""
+    """Return the number of descriptors that NIXL posts for a read. `runs` must be equal."""
     transfer = ranks.near.read(lists[0], near, lists[1], far, request="r", timeout=10)
     transfer.wait()
     assert transfer.runs == transfer.posted
@@ -108,7 +111,7 @@ def posted(ranks: Pair, near: np.ndarray, far: np.ndarray, lists: list[Prepared]
 
 
 def test_ids_adjacent_on_both_sides_are_posted_as_one(ranks: Pair) -> None:
-    """Ids are merged within dense rows, on both sides at once, whatever their order."""
+    """Ids of a dense row are merged if they are adjacent on both sides, in any order."""
     lists = ranks.lists([(0, 1024, 1024, 512)], [(1024, 1024, 1024, 512)])
     ids = np.arange(512)
     shuffled = np.arange(32)[::-1]
@@ -124,57 +127,61 @@ def test_ids_adjacent_on_both_sides_are_posted_as_one(ranks: Pair) -> None:
 def test_runs_of_several_rows_are_posted_as_one(
     ranks: Pair, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    """Rows that share memory are joined where their runs touch; the bytes are right, none else."""
+    """Runs of different rows are joined if they touch. Exactly the bytes of the ids move."""
     monkeypatch.setattr(merging, "MAX_BYTES", 9 * 512)
-    rows = [(0, 512, 512, 64), (0, 64, 64, 512)]  # whole tiles, and their eighths
+    rows = [(0, 512, 512, 64), (0, 64, 64, 512)]  # Whole tiles, and eighths of the same tiles.
     lists = ranks.lists(rows, [(at + 512, *rest) for at, *rest in rows])
     ids = np.array([*range(64 + 8 * 3 - 5, 64 + 8 * 3), *range(3, 20), 40, 41, 30])
     ranks.local[:] = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
-    wanted = {"read": ranks.local.copy(), "write": ranks.remote.copy()}[operation]
+    expected = {"read": ranks.local.copy(), "write": ranks.remote.copy()}[operation]
     for start, stop in ((3 * 512 - 320, 20 * 512), (40 * 512, 42 * 512), (30 * 512, 31 * 512)):
         there = slice(start + 512, stop + 512)
         if operation == "read":
-            wanted[start:stop] = ranks.remote[there]
+            expected[start:stop] = ranks.remote[there]
         else:
-            wanted[there] = ranks.local[start:stop]
+            expected[there] = ranks.local[start:stop]
     move = getattr(ranks.near, operation)
     transfer = move(lists[0], ids, lists[1], ids, request="r", timeout=10)
     transfer.wait()
-    # 17.6 tiles as 9 and 8.6 of them, each a handle; then two runs in one handle.
+    # The first run has 17.6 tiles: one handle moves 9 of them, and one 8.6. The two other runs
+    # share a handle.
     assert (4, 4, 3) == (transfer.runs, transfer.posted, transfer.handles)
     assert len(ids) == transfer.descriptors
     assert 20 * 512 + 320 == transfer.nbytes
-    assert np.array_equal(wanted, ranks.local if operation == "read" else ranks.remote)
+    assert np.array_equal(expected, ranks.local if operation == "read" else ranks.remote)
 
 
-def test_a_row_lies_in_one_registered_memory() -> None:
-    """Neither side takes a row over two memories that touch: so rows that share bytes share one."""
+def test_prepare_rejects_row_over_two_adjacent_memories() -> None:
+    """Both sides reject such a row. So rows that share bytes are in one memory."""
     array = np.zeros(8192, np.uint8)
     with NixlRank(polled=True) as near, NixlRank() as far:
         for rank in (near, far):
             rank.register([memory(array[:4096]), memory(array[4096:])], owner=array)
         peer = near.connect(far.metadata())
-        over = table(array.ctypes.data, [(0, 512, 512, 16)])
-        for who in (None, peer):
+        rows = table(array.ctypes.data, [(0, 512, 512, 16)])
+        for owner in (None, peer):
             with pytest.raises(TransferError) as caught:
-                near.prepare(over, peer=who)
+                near.prepare(rows, peer=owner)
             assert caught.value.state == "not_registered"
 
 
-def test_neither_gaps_nor_rows_are_merged_over(ranks: Pair) -> None:
-    """Rows that touch stay apart, so one row should hold whatever is to be merged."""
+def test_ids_of_separate_rows_or_with_gaps_are_not_merged(ranks: Pair) -> None:
+    """Rows that only touch stay separate. A caller that wants a merge needs one row."""
     gaps = ranks.lists([(0, 512, 1024, 64)], [(0, 512, 512, 64)])
     assert posted(ranks, np.arange(64), np.arange(64), gaps) == 64
     touching = [(k * 4096, 512, 512, 8) for k in range(8)]
     assert posted(ranks, np.arange(64), np.arange(64), ranks.lists(touching, touching)) == 8
 
 
-def test_long_transfers_are_cut_between_runs(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No handle passes the bounds, no run is cut unless it alone is too long, nothing is lost."""
+def test_long_transfer_is_divided_between_runs(
+    ranks: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each handle keeps its limits. A run is cut only if it is too long for one handle."""
     monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 3)
     monkeypatch.setattr(merging, "MAX_BYTES", 40 * 512)
     lists = ranks.lists([(0, 512, 512, 1000)], [(0, 512, 512, 1000)])
-    lengths = [10, 10, 10, 10, 39, 1, 2, 100, 5]  # batches: 10+10+10, 10, 39+1, 2, 40, 40, 20, 5
+    lengths = [10, 10, 10, 10, 39, 1, 2, 100, 5]
+    # The batches are 10 + 10 + 10, 10, 39 + 1, 2, 40, 40, 20, 5.
     ids = np.concatenate([np.arange(n) + 101 * k for k, n in enumerate(lengths)])
     transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
     transfer.wait()
@@ -187,7 +194,7 @@ def test_long_transfers_are_cut_between_runs(ranks: Pair, monkeypatch: pytest.Mo
 
 
 def test_poll_posts_batch_after_batch(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`poll` never waits: a long transfer is "PROC" in between and "DONE" at the end."""
+    """`poll` never waits. The state is "PROC" until the last batch has ended, and then "DONE"."""
     monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 1)
     lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
     ids = np.arange(100)
@@ -204,8 +211,8 @@ def test_poll_posts_batch_after_batch(ranks: Pair, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint64])
-def test_ids_may_be_any_integers(ranks: Pair, dtype: type) -> None:
-    """Integer arrays of any width, also with strides of their own, name the same descriptors."""
+def test_ids_of_any_integer_type_are_accepted(ranks: Pair, dtype: type) -> None:
+    """Arrays of any width and stride select the same descriptors."""
     lists = ranks.lists([(0, 512, 512, 100)], [(0, 512, 512, 100)])
     ids = np.arange(100).astype(dtype)[::2]
     ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=10).wait()
@@ -226,14 +233,14 @@ BAD_IDS: dict[str, tuple[Any, str, object]] = {
     "a list": ([1], "local_ids", "list"),
     "another number": (np.array([0, 1]), "local_ids", 2),
     "twice": (np.array([1, 1]), "local_ids", "runs from 1 and 1"),
-    "the other row's bytes": (np.array([0, 3]), "local_ids", "runs from 0 and 3"),
+    "bytes of the other row": (np.array([0, 3]), "local_ids", "runs from 0 and 3"),
     "another length": (np.array([2]), "local_ids[0]", "2 (64 B)"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_IDS)
-def test_bad_ids_are_refused_before_anything_is_posted(ranks: Pair, case: str) -> None:
-    """What nixl would truncate, wrap or overwrite in any order is a `SpecError` with the value."""
+def test_wrong_ids_are_refused_before_anything_is_posted(ranks: Pair, case: str) -> None:
+    """NIXL would truncate these ids, wrap them, or overwrite bytes in any order."""
     ids, field, value = BAD_IDS[case]
     local, remote = ranks.lists(
         [(0, 512, 512, 2), (8192, 64, 64, 1), (256, 512, 512, 1)], [(0, 512, 512, 9)]
@@ -248,7 +255,7 @@ def test_bad_ids_are_refused_before_anything_is_posted(ranks: Pair, case: str) -
 
 @pytest.mark.parametrize("operation", ["read", "Write", "COPY", "", None, 3])
 def test_move_rejects_unknown_operations(ranks: Pair, operation: Any) -> None:
-    """By name: it is not guessed which way the bytes shall go."""
+    """The error names the operation. The direction of the bytes is never guessed."""
     sides = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     local, remote = ranks.local.copy(), ranks.remote.copy()
     pair = sides[0], np.arange(4), sides[1], np.arange(4)
@@ -261,32 +268,32 @@ def test_move_rejects_unknown_operations(ranks: Pair, operation: Any) -> None:
 
 @pytest.mark.parametrize("pairs", [None, 3, [3], [()], ["four"], [(1, 2, 3)]])
 def test_move_rejects_wrong_pairs(ranks: Pair, pairs: Any) -> None:
-    """Of each, all four."""
+    """Each pair needs two lists and their ids."""
     with pytest.raises(SpecError) as caught:
         ranks.near.move("READ", pairs, request="r", timeout=5)
     assert "pairs" == caught.value.field
 
 
-def test_a_source_may_be_named_twice(ranks: Pair) -> None:
-    """Only destinations must differ: the remote side of a write, the local side of a read."""
+def test_source_may_be_selected_twice(ranks: Pair) -> None:
+    """Only destinations must differ: the remote ids of a write, and the local ids of a read."""
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
-    one, other = np.array([1, 1]), np.array([2, 3])
-    ranks.near.write(local, one, remote, other, request="w", timeout=5).wait()
-    ranks.near.read(local, other, remote, one, request="r", timeout=5).wait()
+    twice, distinct = np.array([1, 1]), np.array([2, 3])
+    ranks.near.write(local, twice, remote, distinct, request="w", timeout=5).wait()
+    ranks.near.read(local, distinct, remote, twice, request="r", timeout=5).wait()
     with pytest.raises(SpecError) as caught:
-        ranks.near.write(local, other, remote, one, request="w", timeout=5)
+        ranks.near.write(local, distinct, remote, twice, request="w", timeout=5)
     assert ("remote_ids", "runs from 1 and 1") == (caught.value.field, caught.value.value)
 
 
 @pytest.mark.parametrize("rows", [[(0, 512, 512, 4)], []])
-def test_no_ids_are_done_at_once(ranks: Pair, rows: list[tuple[int, ...]]) -> None:
-    """An empty transfer, even over empty lists, is complete without a handle."""
+def test_transfer_without_ids_is_done_at_once(ranks: Pair, rows: list[tuple[int, ...]]) -> None:
+    """An empty transfer needs no handle. Its lists may be empty as well."""
     lists = [
         ranks.near.prepare(table(ranks.local.ctypes.data, rows).reshape(-1, 5)),
         ranks.near.prepare(table(ranks.remote.ctypes.data, rows).reshape(-1, 5), peer=ranks.peer),
     ]
-    none = np.array([], np.int32)
-    transfer = ranks.near.read(lists[0], none, lists[1], none, request="r", timeout=0)
+    no_ids = np.array([], np.int32)
+    transfer = ranks.near.read(lists[0], no_ids, lists[1], no_ids, request="r", timeout=0)
     assert ("DONE", 0, 0) == (transfer.state, transfer.handles, transfer.nbytes)
     transfer.wait()
     assert transfer.poll() == "DONE"
@@ -309,8 +316,8 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("case", BAD_ROWS)
 @pytest.mark.parametrize("side", ["local", "remote"])
-def test_bad_rows_are_refused_by_name(ranks: Pair, case: str, side: str) -> None:
-    """Each wrong number of a row is found on either side, wherever the row stands."""
+def test_prepare_rejects_row_with_a_wrong_number(ranks: Pair, case: str, side: str) -> None:
+    """The error names the row, for rows of this rank and of a peer."""
     row, word = BAD_ROWS[case]
     good = (ranks.local.ctypes.data, 8, 0, 8, 1)
     with pytest.raises(SpecError, match=re.escape(word)) as caught:
@@ -321,7 +328,7 @@ def test_bad_rows_are_refused_by_name(ranks: Pair, case: str, side: str) -> None
 
 
 def test_prepare_rejects_rows_that_are_not_n_by_5_uint64(ranks: Pair) -> None:
-    """Other dtypes, shapes and types, unknown memory types and 2**31 ids are refused."""
+    """The rows may have at most 2**31 - 1 ids. The memory type must be known."""
     good = table(ranks.local.ctypes.data, [(0, 8, 8, 1)])
     for bad, value in (
         (good.astype(np.int64), "int64"),
@@ -338,16 +345,16 @@ def test_prepare_rejects_rows_that_are_not_n_by_5_uint64(ranks: Pair) -> None:
     assert ("memory_type", "HBM") == (caught.value.field, caught.value.value)
 
 
-def test_prepared_rows_do_not_follow_the_callers_array(ranks: Pair) -> None:
-    """Rows are copied: changing them afterwards changes nothing."""
+def test_prepared_rows_are_a_copy(ranks: Pair) -> None:
+    """A later change of the array of the caller has no effect."""
     rows = table(ranks.local.ctypes.data, [(0, 512, 512, 4)])
     prepared = ranks.near.prepare(rows)
     rows[:] = 0
     assert 512 == int(prepared.rows.length[0])
 
 
-def test_the_nearest_memory_is_the_one_with_the_smallest_gap() -> None:
-    """A row that begins in one memory and ends outside it, just before another begins."""
+def test_nearest_memory_in_an_error_has_the_smallest_gap() -> None:
+    """The row begins in one memory and ends 8 bytes before the next."""
     rows = checked_rows(np.array([(0x1FF8, 16, 0, 16, 1)], np.uint64))
     memories = [Memory(0x1000, 0x1000), Memory(0x2010, 0x1000)]
     with pytest.raises(TransferError, match=r"\[0x1000, 0x2000\)"):
@@ -362,7 +369,7 @@ def test_the_nearest_memory_is_the_one_with_the_smallest_gap() -> None:
     ],
 )  # fmt: skip
 def test_row_one_byte_beyond_a_memory_is_refused(address: int, length: int, inside: bool) -> None:
-    """The first and the last byte of a registered memory are its border."""
+    """Rows that end at the first or last byte of a registered memory are accepted."""
     rows = checked_rows(np.array([(address, length, 0, length, 1)], np.uint64))
     if inside:
         check_inside(rows, "DRAM", [Memory(0x1000, 0x1000)])
@@ -376,7 +383,7 @@ def test_row_one_byte_beyond_a_memory_is_refused(address: int, length: int, insi
     "row", [(-8, 16, 16, 1), (SIZE - 8, 16, 16, 1), (0, 8, SIZE, 2)], ids=["before", "past", "last"]
 )
 def test_rows_outside_registered_memory_are_refused(ranks: Pair, row: tuple[int, ...]) -> None:
-    """Of this rank's rows the row and the nearest region are named, of a peer's what to do."""
+    """The error names the row and the nearest memory. NIXL itself checks the rows of a peer."""
     base = ranks.local.ctypes.data
     with pytest.raises(TransferError) as caught:
         ranks.near.prepare(table(base, [(0, 8, 8, 1), row]))
@@ -392,23 +399,29 @@ def test_rows_outside_registered_memory_are_refused(ranks: Pair, row: tuple[int,
     assert caught.value.state == "not_registered"
 
 
-def test_each_byte_is_registered_once() -> None:
-    """Repeated and contained memories are covered; any other overlap is refused with both."""
+def registered(rank: NixlRank) -> tuple[Memory, ...]:
+    """Return the registered memories of *rank*, which is the newest rank of this process."""
+    return live_memories()[-1].memories
+
+
+def test_register_covers_each_byte_once() -> None:
+    """A memory may repeat or contain another one. Any other overlap is refused."""
     array = np.zeros(8192, np.uint8)
     at = array.ctypes.data
     with NixlRank(polled=True) as rank:
         rank.register([Memory(at + 64, 64), Memory(at, 4096), Memory(at, 4096)], array)
         rank.register([memory(array[:4096]), Memory(at + 4000, 96)])
         assert [4096, PROBES] == sorted(
-            (each.end - each.address for each in rank._held.memories), reverse=True
+            (held.end - held.address for held in registered(rank)), reverse=True
         )
         rank.register([Memory(at + 4096, 64)])
-        assert 3 == len(rank._held.memories) == len(rank._registered)  # one is the probe
+        # The third memory contains the probe that peers read to connect.
+        assert 3 == len(registered(rank)) == rank.stats().registrations
         for start, length in ((4000, 97), (0, 8192), (-8, 16), (4100, 64)):
             with pytest.raises(SpecError, match="overlap") as caught:
                 rank.register([Memory(at + start, length)])
             assert "memories" == caught.value.field
-        assert 3 == len(rank._held.memories)
+        assert 3 == len(registered(rank))
 
 
 @pytest.mark.parametrize(
@@ -426,7 +439,7 @@ def test_each_byte_is_registered_once() -> None:
 def test_register_rejects_impossible_memory(
     ranks: Pair, bad: tuple[Any, ...], field: str, value: object
 ) -> None:
-    """Addresses, lengths, types and devices are checked before nixl sees them."""
+    """Addresses, lengths, types and devices are checked before NIXL receives them."""
     with pytest.raises(SpecError) as caught:
         ranks.near.register([Memory(*bad)])
     assert (field, value) == (caught.value.field, caught.value.value)
@@ -434,21 +447,21 @@ def test_register_rejects_impossible_memory(
 
 @pytest.mark.parametrize("wrong", [None, 3, Memory(4096, 4096)])
 def test_register_rejects_a_single_memory(ranks: Pair, wrong: Any) -> None:
-    """One is a list of one."""
+    """The argument must be a sequence of memories."""
     with pytest.raises(SpecError) as caught:
         ranks.near.register(wrong)
     assert ("memories", wrong) == (caught.value.field, caught.value.value)
 
 
 def test_register_rejects_other_types(ranks: Pair) -> None:
-    """Only a `Memory`, whose numbers were checked, is registered."""
+    """Each item must be a `Memory`."""
     with pytest.raises(SpecError) as caught:
         ranks.near.register([(8, 8)])
     assert ("memories[0]", (8, 8)) == (caught.value.field, caught.value.value)
 
 
-def test_the_owner_of_memory_lives_until_the_rank_is_closed() -> None:
-    """Registered bytes cannot be freed under nixl, and are freed after it."""
+def test_owner_of_memory_lives_until_the_rank_is_closed() -> None:
+    """Registered bytes are freed only after NIXL has released them."""
 
     class Storage:
         bytes = np.zeros(64, np.uint8)
@@ -464,8 +477,8 @@ def test_the_owner_of_memory_lives_until_the_rank_is_closed() -> None:
     assert alive() is None
 
 
-def test_metadata_registered_later_is_added_by_connecting_again(ranks: Pair) -> None:
-    """The same peer's newer metadata makes its newer memory reachable."""
+def test_second_connect_adds_memory_that_was_registered_later(ranks: Pair) -> None:
+    """The newer metadata of a peer makes its newer memory reachable."""
     more = np.ones(4096, np.uint8)
     ranks.far.register([memory(more)], more)
     rows = table(more.ctypes.data, [(0, 4096, 4096, 1)])
@@ -474,20 +487,20 @@ def test_metadata_registered_later_is_added_by_connecting_again(ranks: Pair) -> 
     assert ranks.peer == ranks.near.connect(ranks.far.metadata())
     remote = ranks.near.prepare(rows, peer=ranks.peer)
     local = ranks.near.prepare(table(ranks.local.ctypes.data, [(0, 4096, 4096, 1)]))
-    one = np.array([0])
-    ranks.near.read(local, one, remote, one, request="r", timeout=5).wait()
+    ids = np.array([0])
+    ranks.near.read(local, ids, remote, ids, request="r", timeout=5).wait()
     assert ranks.local[:4096].all()
 
 
-def test_a_rank_does_not_connect_to_itself(ranks: Pair) -> None:
+def test_rank_does_not_connect_to_itself(ranks: Pair) -> None:
     """The metadata of the rank itself is refused."""
     with pytest.raises(TransferError, match="own") as caught:
         ranks.near.connect(ranks.near.metadata())
     assert caught.value.state == "stale_peer"
 
 
-def test_names_are_unique_while_they_live() -> None:
-    """A name is free again after `close`; default names never meet."""
+def test_names_of_live_ranks_are_unique() -> None:
+    """A name is free again after `close`. Default names are always unique."""
     with NixlRank("one", polled=True), NixlRank(prefix="p-", polled=True) as other:
         assert other.name.startswith("p-")
         with pytest.raises(SpecError, match="live") as caught:
@@ -510,8 +523,8 @@ def test_names_are_unique_while_they_live() -> None:
     NixlRank("one", polled=True).close()
 
 
-def test_disconnecting_ends_the_peers_lists(ranks: Pair) -> None:
-    """Old lists are released. A new connection moves bytes again."""
+def test_disconnect_releases_the_lists_of_the_peer(ranks: Pair) -> None:
+    """Lists that are prepared after a new connection move bytes again."""
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     ranks.near.disconnect(ranks.peer)
@@ -532,8 +545,8 @@ def test_disconnecting_ends_the_peers_lists(ranks: Pair) -> None:
     assert np.array_equal(ranks.remote[:2048], ranks.local[:2048])
 
 
-def test_lists_keep_to_their_side_and_rank(ranks: Pair) -> None:
-    """Swapped sides, lists of other ranks and other types are refused."""
+def test_read_rejects_lists_of_another_side_or_rank(ranks: Pair) -> None:
+    """Values that are not prepared lists are rejected as well."""
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     foreign = ranks.far.prepare(table(ranks.remote.ctypes.data, [(0, 512, 512, 4)]))
@@ -549,8 +562,8 @@ def test_lists_keep_to_their_side_and_rank(ranks: Pair) -> None:
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), True, "1", None])
-def test_a_timeout_is_finite_seconds(ranks: Pair, timeout: object) -> None:
-    """No wait is for ever."""
+def test_timeout_must_be_a_finite_number(ranks: Pair, timeout: object) -> None:
+    """Each wait ends."""
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     for call, field in (
@@ -563,10 +576,8 @@ def test_a_timeout_is_finite_seconds(ranks: Pair, timeout: object) -> None:
         assert field == caught.value.field
 
 
-def test_a_transfer_that_is_late_posts_no_more(
-    ranks: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Past its deadline a transfer fails, even when the next batch would be quick."""
+def test_late_transfer_posts_no_further_batch(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its deadline a transfer fails, although the next batch would be quick."""
     monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 1)
     ids = np.arange(100)
     lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
@@ -577,8 +588,8 @@ def test_a_transfer_that_is_late_posts_no_more(
     assert not ranks.local[-1024 * 50 :].any()
 
 
-def test_notifications_are_exact_and_none_is_lost(ranks: Pair) -> None:
-    """Each payload arrives as it was sent, in order for each sender, without the hello."""
+def test_notifications_arrive_complete_and_in_order(ranks: Pair) -> None:
+    """The order holds for each sender. The greeting of `connect` is not returned."""
     with NixlRank(polled=True) as third:
         third.connect(ranks.far.metadata())
         for rank in (third, ranks.near):
@@ -594,18 +605,18 @@ def test_notifications_are_exact_and_none_is_lost(ranks: Pair) -> None:
         assert far.notifications() == []
 
 
-def test_a_notification_is_a_few_bytes(ranks: Pair) -> None:
-    """Text, too many bytes and the greeting's own bytes are refused."""
+def test_notify_rejects_wrong_payload(ranks: Pair) -> None:
+    """A payload must be at most 64 KiB, and must differ from the greeting."""
     for bad, word in (("text", "bytes"), (bytes(65537), "65537"), (HELLO, "kvspec")):
         with pytest.raises(SpecError, match=word) as caught:
             ranks.near.notify(ranks.peer, bad)
         assert "payload" == caught.value.field
 
 
-def test_every_use_of_a_closed_rank_raises_closed(
+def test_closed_rank_raises_closed_in_every_method(
     ranks: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing crashes after `close`: each use is an error, closing again is not."""
+    """A second `close` does nothing."""
     monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 1)
     ids = np.arange(100)
     local, remote = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
@@ -633,8 +644,8 @@ def test_every_use_of_a_closed_rank_raises_closed(
     rank.close()
 
 
-def test_transfers_leave_nothing_behind(ranks: Pair) -> None:
-    """Handles and file descriptors are where they were after twenty transfers."""
+def test_transfers_release_handles_and_file_descriptors(ranks: Pair) -> None:
+    """Twenty transfers do not change the number of handles and of open files."""
     ids = np.arange(160)
     lists = ranks.lists(LOCAL, REMOTE)
     for turn in range(22):
@@ -646,8 +657,8 @@ def test_transfers_leave_nothing_behind(ranks: Pair) -> None:
     assert (0, 0) == (ranks.near.stats().handles, ranks.near.stats().transfers)
 
 
-def test_closing_gives_every_descriptor_of_the_process_back() -> None:
-    """Making and closing ranks does not grow the process."""
+def test_close_releases_all_file_descriptors() -> None:
+    """The second and the third pair of ranks leave equal numbers of open files."""
     counts = []
     for _ in range(3):
         with NixlRank(polled=True) as near, NixlRank() as far:
@@ -656,8 +667,8 @@ def test_closing_gives_every_descriptor_of_the_process_back() -> None:
     assert counts[1] == counts[2]
 
 
-def test_an_idle_rank_does_not_spin() -> None:
-    """The progress thread of a rank that waits takes a small part of a core."""
+def test_idle_rank_uses_little_processor_time() -> None:
+    """The progress thread uses less than half a core."""
     with NixlRank():
         time.sleep(0.1)
         before = time.process_time()
@@ -665,24 +676,24 @@ def test_an_idle_rank_does_not_spin() -> None:
         assert time.process_time() - before < 0.25
 
 
-def test_threads_share_a_rank(ranks: Pair) -> None:
-    """Threads read, register and notify at once without failures and without mixed bytes."""
+def test_threads_use_one_rank_together(ranks: Pair) -> None:
+    """Four threads read, register and notify at the same time without errors or wrong bytes."""
     lists = ranks.lists([(0, 512, 512, 1600)], [(0, 512, 512, 1600)])
     failures: list[BaseException] = []
 
-    def run(work: int) -> None:
+    def run(thread: int) -> None:
         try:
-            ids = np.arange(400) + 400 * work
+            ids = np.arange(400) + 400 * thread
             for turn in range(10):
                 move = ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=20)
                 extra = np.zeros(64, np.uint8)
                 ranks.near.register([memory(extra)], extra)
-                ranks.near.notify(ranks.peer, b"%d %d" % (work, turn))
+                ranks.near.notify(ranks.peer, b"%d %d" % (thread, turn))
                 move.wait()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
+        except BaseException as error:  # noqa: BLE001 - the test checks all errors
             failures.append(error)
 
-    threads = [threading.Thread(target=run, args=(work,)) for work in range(4)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -691,25 +702,27 @@ def test_threads_share_a_rank(ranks: Pair) -> None:
     assert np.array_equal(ranks.remote[: 1600 * 512], ranks.local[: 1600 * 512])
     ranks.far.connect(ranks.near.metadata())
     payloads = {payload for _, payload in received(ranks.far, 40)}
-    assert {b"%d %d" % (work, turn) for work in range(4) for turn in range(10)} == payloads
+    assert {b"%d %d" % (thread, turn) for thread in range(4) for turn in range(10)} == payloads
 
 
-def test_every_error_of_nixl_has_a_state() -> None:
-    """Every exception of NIXL is mapped to a state, and every state has advice."""
+def test_every_exception_of_nixl_has_a_state() -> None:
+    """The table contains each exception of NIXL, except those that only a bug can raise."""
     kinds = {*nixl_agent.STATE_OF_KIND.values(), *nixl_agent.STATE_OF_STEP.values()}
     assert kinds <= set(TransferState)
     nb = nixl_agent.bindings()
-    words = {
-        nixl_agent.kind_of(each()) for name, each in vars(nb).items() if name.endswith("Error")
+    exceptions = {
+        nixl_agent.kind_of(kind()) for name, kind in vars(nb).items() if name.endswith("Error")
     }
     bugs = {"InvalidParam", "Mismatch", "RepostActive", "NotPosted", "NotAllowed", "NotSupported"}
-    assert words == {*nixl_agent.STATE_OF_KIND, *bugs, "NoTelemetry"}
+    assert exceptions == {*nixl_agent.STATE_OF_KIND, *bugs, "NoTelemetry"}
 
 
-def test_the_package_follows_the_environment_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`KVSPEC_NIXL_PACKAGE` wins, then what is loaded, then torch's CUDA, then the newest."""
+def test_package_of_nixl_is_chosen_by_environment_and_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order is `KVSPEC_NIXL_PACKAGE`, a loaded package, the CUDA of torch, the newest."""
     monkeypatch.delenv("KVSPEC_NIXL_PACKAGE", raising=False)
-    assert nixl_agent.package_names() == ("nixl_cu13",)  # the other tests have loaded it
+    assert nixl_agent.package_names() == ("nixl_cu13",)  # Other tests have loaded it.
     for name in nixl_agent.PACKAGES:
         monkeypatch.delitem(sys.modules, f"{name}._bindings", raising=False)
     for cuda, names in (("12.8", ("nixl_cu12",)), (None, ("nixl_cu13", "nixl_cu12"))):
@@ -723,8 +736,8 @@ def test_the_package_follows_the_environment_and_torch(monkeypatch: pytest.Monke
     monkeypatch.delenv("KVSPEC_NIXL_PACKAGE")
 
 
-def test_neither_nixl_nor_torch_is_imported_early() -> None:
-    """Importing the module loads nothing; making a rank loads the bindings and no torch."""
+def test_nixl_is_imported_by_the_first_rank_and_torch_never() -> None:
+    """Importing `kvspec.nixl` loads no bindings. Creating a rank loads NIXL, but not torch."""
     code = (
         "import sys, kvspec.nixl as n\n"
         "loaded = lambda: sorted({'nixl', 'nixl_cu13', 'torch'} & set(sys.modules))\n"

@@ -25,7 +25,7 @@ UNLIMITED = 1 << 40
 
 
 def rows_of(table: DescriptorTable) -> dict[Role, Any]:
-    """Return the rows of both sides, as NIXL has checked them."""
+    """Return the checked rows of both sides."""
     return {
         "producer": checked_rows(table.producer_rows),
         "consumer": checked_rows(table.consumer_rows),
@@ -35,7 +35,7 @@ def rows_of(table: DescriptorTable) -> dict[Role, Any]:
 def both(
     table: DescriptorTable, request: kvspec.TransferRequest, target: Role
 ) -> tuple[Pairing | None, Pairing]:
-    """Return the pairs by tile and the pairs by id, written to *target*."""
+    """Return the pairs by tile and the pairs by id. *target* is the side that is written."""
     selection, rows = table.select(request), rows_of(table)
     ids = [
         checked_ids("ids", each, rows[side].total)
@@ -54,14 +54,14 @@ def moved(pairing: Pairing) -> tuple[list[tuple[int, int]], ...]:
         spans: list[tuple[int, int]] = []
         for start, end in sorted(zip(starts.tolist(), ends.tolist(), strict=True)):
             if spans and spans[-1][1] == start:
-                start = spans.pop()[0]  # noqa: PLW2901 - it goes on the span before
+                start = spans.pop()[0]  # noqa: PLW2901 - extend the previous span
             spans.append((start, end))
         found.append(spans)
     return tuple(found)
 
 
 def posted(rows: dict[Role, Any], pairing: Pairing, *batches: slice) -> int:
-    """Return how many descriptors NIXL posts for *batches*: it joins ids of one dense row."""
+    """Return the number of descriptors that NIXL posts. It joins ids of one dense row."""
     count = 0
     for batch in batches or pairing.batches:
         sides = zip(rows.values(), (pairing.remote_ids, pairing.local_ids), strict=True)
@@ -73,7 +73,7 @@ def posted(rows: dict[Role, Any], pairing: Pairing, *batches: slice) -> int:
 
 @given(strategies.cases() | strategies.sharing_cases())
 def test_pairs_by_tile_equal_pairs_by_id(case: Case) -> None:
-    """Bytes, posted descriptors, read and written ranges are equal, pulled and pushed."""
+    """Bytes, posted descriptors, read ranges and written ranges are equal for pull and push."""
     here = world(case)
     for _, _, table in here.tables():
         for target in ("consumer", "producer"):
@@ -91,10 +91,10 @@ def test_pairs_by_tile_equal_pairs_by_id(case: Case) -> None:
 
 @pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (12, 4), (8, 12), (4, 4)])
 @pytest.mark.parametrize("tp_sizes", [(2, 2), (4, 2), (2, 1)])
-def test_unequal_blocks_are_posted_as_nixl_joins_them(
+def test_unequal_blocks_are_counted_like_nixl_joins_them(
     sizes: tuple[int, int], tp_sizes: tuple[int, int]
 ) -> None:
-    """The number of posted descriptors is that of NIXL, with tiles in order and not in order."""
+    """The counted descriptors equal those that NIXL posts, also if tiles are out of order."""
     names = ("LBHNC", "LBNHC", "LKBHNC", "BLHNC", "LHBNC")
     for layouts in product(names, repeat=2):
         case = unequal(layouts, sizes, tp_sizes)
@@ -106,8 +106,8 @@ def test_unequal_blocks_are_posted_as_nixl_joins_them(
 
 
 @given(strategies.cases(), st.integers(1, 9), st.integers(1, 4096) | st.just(UNLIMITED))
-def test_batches_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) -> None:
-    """For any limits of a handle. No two handles share a run. One handle takes all if it fits."""
+def test_each_batch_fits_into_one_handle(case: Case, descriptors: int, nbytes: int) -> None:
+    """Handles have any limits and share no run. A transfer that fits into one handle uses one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merging, "MAX_DESCRIPTORS", descriptors)
         patch.setattr(merging, "MAX_BYTES", nbytes)
@@ -122,12 +122,12 @@ def test_batches_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) ->
                 assert length[batch].sum() <= nbytes or batch.stop - batch.start == 1
             if fits(found.runs, found.nbytes):
                 assert len(found.batches) == 1
-            if nbytes == UNLIMITED:  # else a run may be cut within that is too long for one handle
+            if nbytes == UNLIMITED:  # Else a run that is too long for one handle is cut.
                 assert found.runs == posted(rows, found)
 
 
 def unequal(layouts: tuple[str, str], sizes: tuple[int, int], tp_sizes: tuple[int, int]) -> Case:
-    """Return a request of 24 tokens in blocks of unequal *sizes*, some of which follow."""
+    """Return a request of 24 tokens in blocks of unequal *sizes*. Some block ids are adjacent."""
     sides = [
         builders.engine(
             builders.gqa(4, block_size=size), layers=("l.0", "l.1"), tp=tp, layout=layout
@@ -138,7 +138,7 @@ def unequal(layouts: tuple[str, str], sizes: tuple[int, int], tp_sizes: tuple[in
     return builders.case(*sides, builders.request(24, *tables))
 
 
-def asked(layouts: tuple[str, str], **more: Any) -> Case:
+def shuffled(layouts: tuple[str, str], **more: Any) -> Case:
     """Return a request of shuffled blocks between TP 4 and TP 2, in *layouts*."""
     sides = [
         builders.engine(
@@ -154,9 +154,9 @@ PLAIN = [("LBHNC", "LBHNC"), ("LBNHC", "LBHNC"), ("LKBHNC", "LBHNC"), ("LKBNHC",
 
 @pytest.mark.parametrize("layouts", PLAIN)
 @pytest.mark.parametrize("cached", [0, 6])
-def test_the_common_layouts_are_worked_out_by_tile(layouts: tuple[str, str], cached: int) -> None:
+def test_common_layouts_are_paired_by_tile(layouts: tuple[str, str], cached: int) -> None:
     """The layouts of most engines take the fast path, so that benchmarks measure it."""
-    case = asked(layouts, cached_tokens=cached)
+    case = shuffled(layouts, cached_tokens=cached)
     here = world(case)
     for _, _, table in here.tables():
         found, expected = both(table, case.request, "consumer")
@@ -167,9 +167,9 @@ def test_the_common_layouts_are_worked_out_by_tile(layouts: tuple[str, str], cac
         assert np.array_equal(*lists)
 
 
-def test_a_selection_is_its_ids() -> None:
-    """It unpacks into the ids of both sides."""
-    case = asked(PLAIN[0])
+def test_selection_unpacks_into_its_ids() -> None:
+    """The first item contains the ids of the producer, and the second those of the consumer."""
+    case = shuffled(PLAIN[0])
     here = world(case)
     table = here.table(RankId(), RankId())
     producer, consumer = selection = table.select(case.request)
@@ -182,8 +182,8 @@ def test_a_selection_is_its_ids() -> None:
 
 @pytest.mark.parametrize("operation", ["READ", "WRITE"])
 def test_selection_moves_the_same_bytes_as_its_ids(operation: str) -> None:
-    """Over real NIXL, pulled and pushed; every byte is right."""
-    case = asked(PLAIN[0], cached_tokens=6)
+    """Real NIXL moves every byte right for pull and push."""
+    case = shuffled(PLAIN[0], cached_tokens=6)
     here = world(case)
     with NixlRank(secret=b"") as producer, NixlRank(secret=b"") as consumer:
         for side, ranks in ((producer, here.producers), (consumer, here.consumers)):
@@ -203,9 +203,9 @@ def test_selection_moves_the_same_bytes_as_its_ids(operation: str) -> None:
     assert [] == here.differences()
 
 
-def test_a_selection_cannot_be_changed() -> None:
-    """Only its parts are checked, so its ids are read-only. A copy of the ids is checked."""
-    case = asked(PLAIN[0])
+def test_ids_of_a_selection_are_read_only() -> None:
+    """A transfer checks only the parts of a selection, so the ids cannot be changed."""
+    case = shuffled(PLAIN[0])
     selection = world(case).table(RankId(), RankId()).select(case.request)
     for ids in selection:
         with pytest.raises(ValueError, match="read-only"):
@@ -213,9 +213,9 @@ def test_a_selection_cannot_be_changed() -> None:
         ids.copy()[0] = 10**6
 
 
-def test_a_selection_of_another_table_is_refused() -> None:
+def test_selection_of_another_table_is_refused() -> None:
     """Equal rows of another array are refused, and so are ids in addition to a selection."""
-    case = asked(PLAIN[0])
+    case = shuffled(PLAIN[0])
     tables = [world(case).table(RankId(), RankId()) for _ in range(2)]
     here = world(case)
     with NixlRank(secret=b"") as rank, NixlRank(secret=b"") as peer:

@@ -61,7 +61,7 @@ def use_in_fork(rank: NixlRank) -> str:
 
 
 def main(parent: Connection) -> None:
-    """Answer commands until the pipe is closed."""
+    """Run commands and send their results until the pipe is closed."""
     storage = pattern(int(sys.argv[2]))
     name = sys.argv[3] if len(sys.argv) > 3 else None
     with NixlRank(name, prefix="" if name else "worker-") as rank:
