@@ -369,7 +369,7 @@ def test_nearest_memory_in_an_error_has_the_smallest_gap() -> None:
     ],
 )  # fmt: skip
 def test_row_one_byte_beyond_a_memory_is_refused(address: int, length: int, inside: bool) -> None:
-    """Rows that end at the first or last byte of a registered memory are accepted."""
+    """A row may begin at the first byte of a memory and end at its last byte."""
     rows = checked_rows(np.array([(address, length, 0, length, 1)], np.uint64))
     if inside:
         check_inside(rows, "DRAM", [Memory(0x1000, 0x1000)])

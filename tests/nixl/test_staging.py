@@ -1,4 +1,4 @@
-"""Test that the buffer is shared and bounded, and that failed transfers never reach a cache."""
+"""Test that transfers share a bounded staging buffer, and that failed reads change no cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOT_BYTES = 4096
 
 
 class Pair:
-    """Two ranks over a fake nixl: runs lie side by side far away, every fourth place near."""
+    """Two ranks over a fake NIXL. Runs are adjacent on the far side, with gaps on the near side."""
 
     def __init__(
         self, buffer: Any = SLOT_BYTES, slot_bytes: int = SLOT_BYTES, **options: Any
@@ -45,54 +45,54 @@ class Pair:
     def move(
         self, ids: range, operation: Operation = "READ", timeout: float = 10, name: str = "r"
     ) -> Transfer:
-        """Start to move the runs *ids*, far away in order, near in the order backwards."""
+        """Start to move the runs *ids*. The near side has them in reverse order."""
         order = np.array(ids, np.int32)
         sides = self.lists[0], order[::-1], self.lists[1], order
         [transfer] = self.near.move(operation, [sides], request=name, timeout=timeout)
         return transfer
 
     def right(self, *moved: range) -> bool:
-        """Whether the near side has what was read, and nothing else."""
-        wanted = np.zeros(SIZE, np.uint8).reshape(RUNS, 4, RUN)
+        """Return whether the near side contains the runs that were read, and no other byte."""
+        expected = np.zeros(SIZE, np.uint8).reshape(RUNS, 4, RUN)
         for ids in moved:
             order = np.array(ids)
-            wanted[order[::-1], 0] = self.remote[: RUN * RUNS].reshape(RUNS, RUN)[order]
-        return wanted.tobytes() == self.local.tobytes()
+            expected[order[::-1], 0] = self.remote[: RUN * RUNS].reshape(RUNS, RUN)[order]
+        return expected.tobytes() == self.local.tobytes()
 
 
 def keep(flight: FakeFlight) -> None:
-    """Let what is posted stay in the air."""
+    """Leave the posted handle in flight."""
 
 
 @pytest.fixture
 def net() -> Iterator[FakeNixl]:
-    """Replace nixl."""
+    """Replace NIXL."""
     with FakeNixl() as made:
         yield made
 
 
-def in_air(net: FakeNixl) -> FakeFlight:
-    """Return the only handle in the air."""
+def in_flight(net: FakeNixl) -> FakeFlight:
+    """Return the only handle in flight."""
     [flight] = net.moving
     return flight
 
 
-ONE, OTHER = range(64), range(64, 128)  # a slot each
-LONG = range(192)  # three
+ONE, OTHER = range(64), range(64, 128)  # Each needs one slot.
+LONG = range(192)  # It needs three slots.
 
 
-def test_one_slot_is_shared_in_turn(net: FakeNixl) -> None:
+def test_two_transfers_use_one_slot_in_turn(net: FakeNixl) -> None:
     """The second transfer waits, and receives the slot when the first one is done."""
     pair = Pair()
     net.fate = keep
     first, second = pair.move(ONE), pair.move(OTHER, name="s")
     assert (1, 0) == (first.live_handles, second.live_handles)
     assert "PROC" == second.poll()
-    in_air(net).land()
+    in_flight(net).land()
     second.poll()  # This polls the first transfer as well.
     second.poll()
     assert ("DONE", 1) == (first.state, second.live_handles)
-    in_air(net).land()
+    in_flight(net).land()
     assert "DONE" == second.poll()
     assert pair.right(ONE, OTHER)
 
@@ -103,7 +103,7 @@ def test_short_transfer_ends_before_a_long_one(net: FakeNixl) -> None:
     net.fate = keep
     long, short = pair.move(LONG), pair.move(range(192, 200), name="s")
     for _ in range(3):
-        in_air(net).land()
+        in_flight(net).land()
         long.poll()
         long.poll()
         short.poll()
@@ -112,16 +112,16 @@ def test_short_transfer_ends_before_a_long_one(net: FakeNixl) -> None:
     assert ("PROC", "DONE") == (long.state, short.state)
     while long.poll() == "PROC":
         if net.moving:
-            in_air(net).land()
+            in_flight(net).land()
     assert pair.right(LONG, range(192, 200))
 
 
 def test_waiting_transfer_polls_the_others(net: FakeNixl) -> None:
-    """A waiting transfer polls the transfers that wait for a slot or have one."""
+    """The last transfer polls those that have the slot or wait for it before itself."""
     pair = Pair()
-    idle = [pair.move(range(64 * at, 64 * at + 64), name=f"{at}") for at in range(3)]
+    others = [pair.move(range(64 * at, 64 * at + 64), name=f"{at}") for at in range(3)]
     pair.move(range(192, 256), name="last").wait()
-    assert ["DONE"] * 3 == [transfer.state for transfer in idle]
+    assert ["DONE"] * 3 == [transfer.state for transfer in others]
     assert pair.right(*(range(64 * at, 64 * at + 64) for at in range(4)))
 
 
@@ -132,7 +132,7 @@ def test_late_read_keeps_its_slot_and_is_never_copied(net: FakeNixl) -> None:
     late = pair.move(ONE, timeout=0.01)
     with pytest.raises(TransferError, match="quarantine"):
         late.wait()
-    flight = in_air(net)
+    flight = in_flight(net)
     other = pair.move(OTHER, timeout=0.01, name="s")
     with pytest.raises(TransferError, match="nothing is in flight"):
         other.wait()
@@ -144,49 +144,49 @@ def test_late_read_keeps_its_slot_and_is_never_copied(net: FakeNixl) -> None:
     assert pair.right(OTHER)
 
 
-@pytest.mark.parametrize("how", ["dies", "is given up"])
-def test_a_failed_read_never_lands(net: FakeNixl, how: str) -> None:
-    """Bytes in a slot never reach the cache after a failure, even if they arrived."""
+@pytest.mark.parametrize("failure", ["peer lost", "stopped"])
+def test_failed_read_never_reaches_the_cache(net: FakeNixl, failure: str) -> None:
+    """The bytes in a slot are not copied after a failure, although all of them arrived."""
     pair = Pair()
     net.fate = keep
     transfer = pair.move(ONE)
-    if how == "dies":
-        in_air(net).fail(part=0.9)  # of one range: all bytes, no answer
+    if failure == "peer lost":
+        in_flight(net).fail(part=0.9)  # All bytes of the only range arrive.
     else:
-        transfer.stop("enough", TransferState.STOPPED)
-        in_air(net).land()
+        transfer.stop("the test stops it", TransferState.STOPPED)
+        in_flight(net).land()
     with pytest.raises(TransferError):
         transfer.wait()
     assert () == pair.near.transfers
     assert (0, True) == (transfer.live_handles, pair.right())
 
 
-def test_a_write_that_fails_writes_whole_slots_only(net: FakeNixl) -> None:
-    """A batch that was never posted is not written."""
+def test_failed_write_writes_only_posted_slots(net: FakeNixl) -> None:
+    """Batches that were not posted are not written."""
     pair = Pair()
     pair.local[:] = 7
     before = pair.remote.copy()
     net.fate = keep
     transfer = pair.move(LONG, "WRITE")
-    in_air(net).land()
+    in_flight(net).land()
     transfer.poll()
-    in_air(net).fail()
+    in_flight(net).fail()
     with pytest.raises(TransferError) as caught:
         transfer.wait()
     assert "peer_lost" == caught.value.state
-    wanted = before.copy()
-    wanted[: 64 * RUN] = 7
-    assert wanted.tobytes() == pair.remote.tobytes()
+    expected = before.copy()
+    expected[: 64 * RUN] = 7
+    assert expected.tobytes() == pair.remote.tobytes()
 
 
-def test_an_interrupted_landing_is_done_again(
+def test_interrupted_copy_from_a_slot_is_repeated(
     net: FakeNixl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handle is let go only after its bytes are where they belong."""
+    """A handle is released only after its bytes are copied to the cache."""
     pair = Pair()
     net.fate = keep
     transfer = pair.move(ONE)
-    in_air(net).land()
+    in_flight(net).land()
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -201,7 +201,7 @@ def test_an_interrupted_landing_is_done_again(
 
 
 def test_close_deregisters_the_buffer(net: FakeNixl) -> None:
-    """Its registration goes as all others do."""
+    """The buffer is one registration of the rank."""
     pair = Pair(telemetry=True)
     before = pair.near.stats().registrations
     transfer = pair.move(LONG)
@@ -213,7 +213,7 @@ def test_close_deregisters_the_buffer(net: FakeNixl) -> None:
 
 
 def test_threshold_decides_what_is_staged(net: FakeNixl) -> None:
-    """Short runs that lie side by side far away are staged; few or long ones are not."""
+    """Many short runs that are adjacent on the far side are staged. Few or long runs are not."""
     for options, choice in (
         (Staging(), [True, False]),
         (1 << 20, [True, False]),
@@ -226,8 +226,8 @@ def test_threshold_decides_what_is_staged(net: FakeNixl) -> None:
         assert staged == Pair(staging=Staging(stage_below=below)).move(LONG).staged
 
 
-def test_a_run_longer_than_a_slot_goes_directly(net: FakeNixl) -> None:
-    """A buffer smaller than a run is not used."""
+def test_run_longer_than_a_slot_is_not_staged(net: FakeNixl) -> None:
+    """The transfer moves the run without the buffer."""
     pair = Pair(slot_bytes=RUN - 1)
     transfer = pair.move(LONG)
     transfer.wait()
@@ -257,15 +257,15 @@ READ_ONLY.flags.writeable = False
     ],
 )
 def test_staging_rejects_wrong_settings(more: dict[str, Any], field: str, value: Any) -> None:
-    """The error comes before a rank is made."""
+    """`Staging` raises the error, before a rank exists."""
     with pytest.raises(SpecError) as caught:
         Staging(**more)
     assert field == caught.value.field
     assert value is ... or value == caught.value.value
 
 
-def test_memory_of_the_caller_is_the_buffer(net: FakeNixl) -> None:
-    """It is registered and held; no cache may lie in it."""
+def test_caller_may_pass_memory_as_the_buffer(net: FakeNixl) -> None:
+    """The rank registers the memory and keeps it. A cache must not overlap it."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair(buffer=area)
     pair.move(LONG).wait()
@@ -278,7 +278,7 @@ def test_memory_of_the_caller_is_the_buffer(net: FakeNixl) -> None:
 
 
 def test_two_ranks_cannot_share_a_buffer(net: FakeNixl) -> None:
-    """Each would write over what the other has on its way: refused while the first rank lives."""
+    """Each rank would overwrite bytes of the other. The memory is free when the first is closed."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     first = Pair(buffer=area)
     for part in (area, area[SLOT_BYTES:], area.view(np.uint16)):
@@ -290,12 +290,12 @@ def test_two_ranks_cannot_share_a_buffer(net: FakeNixl) -> None:
 
 
 def test_memory_of_a_collected_rank_can_be_a_buffer(net: FakeNixl) -> None:
-    """The rank is unreachable, whether or not Python has collected it."""
+    """The rank is unreachable, although Python may collect it later."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair()
     pair.near.register([Memory(area.ctypes.data, SLOT_BYTES)])
     net.fate = keep
-    pair.move(ONE)  # which knows its rank, and is known by it
+    pair.move(ONE)  # The transfer and the rank refer to each other.
     del pair
     NixlRank(secret=b"", staging=Staging(buffer=area)).close()
 
@@ -317,8 +317,8 @@ def test_buffer_cannot_be_cache_memory(net: FakeNixl) -> None:
     assert "not_registered" == outside.value.state
 
 
-def test_buffer_that_cannot_be_allocated_is_refused(net: FakeNixl) -> None:
-    """By name, when it is first needed; nothing is posted."""
+def test_buffer_beyond_all_memory_is_refused_before_anything_is_posted(net: FakeNixl) -> None:
+    """The first staged transfer allocates the buffer, and raises the error."""
     pair = Pair(buffer=1 << 60)
     with pytest.raises(SpecError) as caught:
         pair.move(LONG)
@@ -327,7 +327,7 @@ def test_buffer_that_cannot_be_allocated_is_refused(net: FakeNixl) -> None:
 
 
 def test_buffer_of_another_device_is_refused(net: FakeNixl) -> None:
-    """The error names both devices. A direct transfer is not refused."""
+    """The error names both devices."""
     pair = Pair(buffer=np.zeros(2 * SLOT_BYTES, np.uint8))
     array = np.zeros(SIZE, np.uint8)
     pair.near.register([Memory(array.ctypes.data, SIZE, "VRAM", 3)], owner=array)
@@ -338,15 +338,15 @@ def test_buffer_of_another_device_is_refused(net: FakeNixl) -> None:
     assert ("staging.buffer", "DRAM of device 0") == (caught.value.field, caught.value.value)
 
 
-def test_buffer_freed_by_its_owner_is_noticed(net: FakeNixl) -> None:
-    """A transfer in flight fails, and no byte of it reaches the cache. Later ones are refused."""
+def test_buffer_freed_by_its_owner_fails_its_transfers(net: FakeNixl) -> None:
+    """A read in flight fails and changes no cache. Later transfers are refused."""
     torch = pytest.importorskip("torch")
     area = torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8)
     pair = Pair(buffer=area)
     pair.move(ONE).wait()
     net.fate = keep
     transfer = pair.move(OTHER)
-    in_air(net).land()
+    in_flight(net).land()
     area.untyped_storage().resize_(0)
     with pytest.raises(TransferError, match="freed"):
         transfer.wait()
@@ -354,11 +354,11 @@ def test_buffer_freed_by_its_owner_is_noticed(net: FakeNixl) -> None:
         pair.move(OTHER, name="s")
     assert ("staging.buffer", "0 bytes") == (caught.value.field, caught.value.value)
     assert (True, 0) == (pair.right(ONE), pair.near.stats().handles)
-    pair.near.close()  # or whoever is given that memory next could not register it
+    pair.near.close()  # Else the next owner of this memory could not register it.
 
 
-def test_host_memory_of_any_device_has_a_buffer(net: FakeNixl) -> None:
-    """NIXL numbers devices of host memory too. The buffer has the number of the local list."""
+def test_host_memory_with_a_device_number_is_staged(net: FakeNixl) -> None:
+    """NIXL also numbers devices of host memory. The buffer has the number of the local list."""
     pair = Pair()
     array = np.zeros(SIZE, np.uint8)
     pair.near.register([Memory(array.ctypes.data, SIZE, "DRAM", 3)], owner=array)
@@ -374,7 +374,7 @@ def test_host_memory_of_any_device_has_a_buffer(net: FakeNixl) -> None:
 @pytest.mark.parametrize("length", [1, 6, 64, 256])
 @pytest.mark.parametrize("inward", [True, False])
 def test_torch_copies_the_same_bytes_as_numpy(length: int, inward: bool) -> None:
-    """The very code that a GPU runs, over tensors of host memory."""
+    """The code of a GPU runs over tensors of host memory."""
     pytest.importorskip("torch")
     drawn = np.random.default_rng(length)
     near, slot = drawn.integers(0, 256, (2, 64 * length), dtype=np.uint8)
@@ -384,12 +384,12 @@ def test_torch_copies_the_same_bytes_as_numpy(length: int, inward: bool) -> None
         length=length,
     )
     expected = near.copy(), slot.copy()
-    wanted = Moves(
+    same_moves = Moves(
         offset=moves.offset,
         near=moves.near - near.ctypes.data + expected[0].ctypes.data,
         length=length,
     )
-    permuting.copy_runs(expected[1].ctypes.data, wanted, inward=inward)
+    permuting.copy_runs(expected[1].ctypes.data, same_moves, inward=inward)
     permuting.copy_by_torch(slot.ctypes.data, moves, inward=inward, device="cpu")
     assert expected[0].tobytes() == near.tobytes()
     assert expected[1].tobytes() == slot.tobytes()
@@ -398,7 +398,7 @@ def test_torch_copies_the_same_bytes_as_numpy(length: int, inward: bool) -> None
 @pytest.mark.parametrize("length", [3, 64, 4096])
 @pytest.mark.parametrize("side", ["below", "above", "both"])
 def test_bytes_between_runs_are_copied_to_scratch(length: int, side: str) -> None:
-    """Runs of a slot with gaps arrive whether or not they are copied in one pass; nothing else."""
+    """Runs of a slot with gaps arrive, copied in one pass or in two. Other bytes do not change."""
     spare, items = permuting.SPARE, 40
     sizes = [items * length, spare, items * length, spare, items * length]
     below, _, base, above, end = np.cumsum([0, *sizes[:-1]]).tolist()
@@ -407,13 +407,13 @@ def test_bytes_between_runs_are_copied_to_scratch(length: int, side: str) -> Non
     order = np.random.default_rng(1).permutation(items)[: len(item)]
     place = {"below": below + 0 * item, "above": end + 0 * item, "both": (item % 2) * end}[side]
     expected = held.copy()
-    for one, other in zip(item, place + order * length, strict=True):
-        start = base + one * length
-        expected[other : other + length] = held[start : start + length]
+    for run, target in zip(item, place + order * length, strict=True):
+        start = base + run * length
+        expected[target : target + length] = held[start : start + length]
     address = held.ctypes.data
     moves = Moves(offset=item * length, near=address + place + order * length, length=length)
     scratch = address + sizes[0], address + above
     assert (side != "both") == permuting._copied_whole(address + base, moves, scratch)
     permuting.copy_runs(address + base, moves, inward=True, scratch=scratch)
-    for each in (slice(0, sizes[0]), slice(base, above), slice(end, None)):
-        assert expected[each].tobytes() == held[each].tobytes()
+    for checked in (slice(0, sizes[0]), slice(base, above), slice(end, None)):
+        assert expected[checked].tobytes() == held[checked].tobytes()

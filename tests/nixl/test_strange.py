@@ -1,4 +1,4 @@
-"""Test that strange arguments of ranks, tables and requests are accepted or refused by name."""
+"""Test that strange arguments of public calls are accepted, or raise an error of the library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import engine, gqa
-from builders import request as ask
+from builders import request as make_request
 from nixl_pair import Pair
 from strange import STRANGE
 
@@ -24,13 +24,13 @@ Call = tuple[Callable[..., Any], dict[str, Any]]
 
 @pytest.fixture
 def ranks() -> Iterator[Pair]:
-    """Return two ranks over memory."""
+    """Return two ranks over a fake NIXL."""
     with FakeNixl(), NixlRank(secret=b"") as near, NixlRank(secret=b"") as far:
         yield Pair(near, far)
 
 
-def of_a_rank(ranks: Pair) -> dict[str, Call]:
-    """Return what a rank can be asked, with arguments that are right."""
+def rank_calls(ranks: Pair) -> dict[str, Call]:
+    """Return the methods of a rank with valid arguments."""
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     near, ids = ranks.near, np.arange(4)
     sides = {"local": local, "local_ids": ids, "remote": remote, "remote_ids": ids}
@@ -59,25 +59,25 @@ RANK = (
 )
 
 
-def wrong(call: Callable[..., Any], given: dict[str, Any]) -> list[str]:
-    """Return the arguments that raise an error which is not one of the library."""
-    found = []
-    for argument in given:
+def foreign_errors(call: Callable[..., Any], valid: dict[str, Any]) -> list[str]:
+    """Return the arguments for which *call* raises an error of another library."""
+    errors = []
+    for argument in valid:
         for value in STRANGE:
             try:
-                call(**given | {argument: value})
+                call(**valid | {argument: value})
             except KVSpecError:
                 continue
-            except Exception as error:  # noqa: BLE001 - that is what is looked for
-                found.append(f"{argument}={value!r}: {error!r}")
-    return found
+            except Exception as error:  # noqa: BLE001 - the test reports all other errors
+                errors.append(f"{argument}={value!r}: {error!r}")
+    return errors
 
 
 @pytest.mark.parametrize("name", [*RANK, "notify"])
 def test_rank_survives_strange_arguments(ranks: Pair, name: str) -> None:
-    """And what is right is read after it."""
-    calls = of_a_rank(ranks)
-    assert [] == wrong(*calls[name])
+    """The rank reads right bytes afterwards."""
+    calls = rank_calls(ranks)
+    assert [] == foreign_errors(*calls[name])
     ranks.near.notifications()
     ranks.local[:] = 0
     ranks.read(0, 8).wait()
@@ -88,13 +88,13 @@ P, C = engine(gqa(), tp=2), engine(gqa())
 PLAN = kvspec.plan_transfer(P, C)
 CACHES = kvspec.plan_memory(P, RankId(), 8, 4096), kvspec.plan_memory(C, RankId(), 8, 1 << 30)
 TABLE = kvspec.build_table(PLAN, *CACHES)
-ASKED = ask(20, [1, 2], [3, 4])
-PROMPT: dict[str, Any] = {
+REQUEST = make_request(20, [1, 2], [3, 4])
+TICKET_FIELDS: dict[str, Any] = {
     "engine_id": "P", "addresses": ["a:1"], "remote_id": new_remote_id("p"), "computed_tokens": 20,
     "tables": {"g": [1, 2]}, "content": "",
 }  # fmt: skip
-HELD = PrefillTicket(**PROMPT)
-PLAIN: dict[str, Call] = {
+TICKET = PrefillTicket(**TICKET_FIELDS)
+CALLS: dict[str, Call] = {
     "request": (kvspec.TransferRequest, {
         "request_id": "r", "num_tokens": 20, "producer_blocks": {"g": [1, 2]},
         "consumer_blocks": {"g": [3, 4]}, "cached_tokens": 0, "encoder_tokens": None,
@@ -105,30 +105,30 @@ PLAIN: dict[str, Call] = {
         "plan": PLAN, "producer_cache": CACHES[0], "consumer_cache": CACHES[1], "layers": None,
         "prefix_multiple": 1,
     }),
-    "select": (TABLE.select, {"request": ASKED, "tokens": None}),
-    "descriptors": (TABLE.descriptors, {"request": ASKED, "tokens": None}),
-    "unwritten_ranges": (TABLE.unwritten_ranges, {"request": ASKED}),
-    "dead_bytes": (TABLE.dead_bytes, {"request": ASKED}),
-    "counts": (TABLE.counts, {"request": ASKED}),
+    "select": (TABLE.select, {"request": REQUEST, "tokens": None}),
+    "descriptors": (TABLE.descriptors, {"request": REQUEST, "tokens": None}),
+    "unwritten_ranges": (TABLE.unwritten_ranges, {"request": REQUEST}),
+    "dead_bytes": (TABLE.dead_bytes, {"request": REQUEST}),
+    "counts": (TABLE.counts, {"request": REQUEST}),
     "explain": (partial(kvspec.explain, TABLE), {"consumer_id": None, "request": None}),
     "traffic": (partial(kvspec.traffic, PLAN), {"num_tokens": 20}),
     "verify": (kvspec.verify, {
-        "plan": PLAN, "producers": {RankId(): CACHES[0]}, "consumers": {}, "request": ASKED,
+        "plan": PLAN, "producers": {RankId(): CACHES[0]}, "consumers": {}, "request": REQUEST,
     }),
     "staging": (Staging, {"buffer": 4096, "slot_bytes": 4096, "stage_below": 1, "always": False}),
-    "held prompt": (PrefillTicket, PROMPT),
-    "of": (PrefillTicket.from_params, {"given": HELD.to_params(), "secret": None}),
-    "its request": (HELD.request, {
+    "ticket": (PrefillTicket, TICKET_FIELDS),
+    "from_params": (PrefillTicket.from_params, {"given": TICKET.to_params(), "secret": None}),
+    "request of a ticket": (TICKET.request, {
         "request_id": "r", "num_tokens": 20, "blocks": {"g": [3, 4]}, "cached": 0,
     }),
-    "its tokens": (HELD.check, {"token_ids": [1, 2]}),
+    "tokens of a ticket": (TICKET.check, {"token_ids": [1, 2]}),
     "content_of": (content_of, {"token_ids": [1, 2]}),
     "new_remote_id": (new_remote_id, {"request_id": "r"}),
     "channel": (lambda **given: TcpChannel(**given).close(), {"port": 0, "public": ""}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*PLAIN])
-def test_strange_values_are_accepted_or_refused_by_name(name: str) -> None:
-    """By an error of the library."""
-    assert [] == wrong(*PLAIN[name])
+@pytest.mark.parametrize("name", [*CALLS])
+def test_call_with_a_strange_argument_raises_only_errors_of_the_library(name: str) -> None:
+    """Some strange values are valid, so a call may also succeed."""
+    assert [] == foreign_errors(*CALLS[name])

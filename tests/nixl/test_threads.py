@@ -1,4 +1,4 @@
-"""One rank of many threads: each moment between two lines, over a fake nixl."""
+"""Test one rank that several threads use, with a switch of threads between any two lines."""
 
 from __future__ import annotations
 
@@ -24,55 +24,55 @@ IDS = np.arange(40)
 
 @pytest.fixture
 def net() -> Iterator[FakeNixl]:
-    """Replace nixl."""
+    """Replace NIXL."""
     with FakeNixl() as fake:
         yield fake
 
 
 def keep(_: FakeFlight) -> None:
-    """Leave it in the air."""
+    """Leave the posted handle in flight."""
 
 
 def test_stats_work_while_peers_connect_and_disconnect(net: FakeNixl) -> None:
-    """The thread of a session reads the statistics, and would end if they raised."""
+    """The thread of a session reads the statistics, so an error there would end it."""
     with NixlRank() as near, NixlRank() as far, NixlRank() as third:
         Pair(near, far).lists(ROWS, ROWS)
-        for ask in (near.stats, lambda: near.peers):
+        for read_stats in (near.stats, lambda: near.peers):
             for place in range(1, 10):
                 other = Other(lambda: near.connect(third.metadata()))
                 with between_lines(other.at(place), peers):
-                    ask()
+                    read_stats()
                 other.join()
                 near.disconnect(third.name)
 
 
-def test_ranks_are_made_while_others_register(net: FakeNixl) -> None:
-    """Listing the live ranks works while another thread creates or closes one."""
+def test_ranks_can_be_created_and_closed_while_others_register(net: FakeNixl) -> None:
+    """Listing the live ranks works while another thread creates or closes a rank."""
     made: list[NixlRank] = []
     with NixlRank(), NixlRank():
-        for look in (memory.held, lambda: NixlRank().close()):
+        for list_ranks in (memory.held, lambda: NixlRank().close()):
             for place in range(1, 12, 2):
                 begin = Other(lambda: made.append(NixlRank()))
                 end = Other(lambda: made.pop().close())
                 for other in (begin, end):
                     with between_lines(other.at(place), memory, weakref):
-                        look()
+                        list_ranks()
                     other.join()
     assert [] == made
 
 
 def test_peer_that_cannot_be_notified_is_not_connected(net: FakeNixl) -> None:
-    """Another thread disconnects the peer meanwhile. The error is a `TransferError`."""
+    """Another thread disconnects the peer at the same time. The error is a `TransferError`."""
     with NixlRank() as near, NixlRank() as far:
         metadata = far.metadata()
         net.agents[far.name].alive = False
 
-        def give_up() -> None:
+        def disconnect() -> None:
             with contextlib.suppress(TransferError):
                 near.disconnect(far.name)
 
         for place in range(16):
-            other = Other(give_up)
+            other = Other(disconnect)
             with pytest.raises(TransferError), between_lines(other.at(place), peers):
                 near.connect(metadata)
             other.join()
@@ -80,7 +80,7 @@ def test_peer_that_cannot_be_notified_is_not_connected(net: FakeNixl) -> None:
 
 
 def test_read_that_waits_for_close_raises_closed(net: FakeNixl) -> None:
-    """Nothing begins between the end of what moved and the end of the agent."""
+    """No transfer begins after `close` has ended the others and before the agent ends."""
     refused: list[str | None] = []
     with NixlRank() as near, NixlRank() as far:
         pair = Pair(near, far)
@@ -96,7 +96,7 @@ def test_read_that_waits_for_close_raises_closed(net: FakeNixl) -> None:
         other = threading.Thread(target=begin)
 
         def slowly(line: int) -> None:
-            if line == 4:  # held by now
+            if line == 4:  # By now, `close` holds the lock.
                 other.start()
             time.sleep(0.01)
 
@@ -109,7 +109,7 @@ def test_read_that_waits_for_close_raises_closed(net: FakeNixl) -> None:
 def test_transfer_may_be_stopped_while_it_posts(
     net: FakeNixl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread stops it at any moment. Only posted handles are in flight."""
+    """Another thread stops the transfer at any moment. Only posted handles stay in flight."""
     monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 1)
     monkeypatch.setattr(transfer, "IN_FLIGHT", 2)
     net.fate = keep
@@ -133,7 +133,7 @@ class AlarmError(Exception):
 
 
 def test_failed_transfer_is_never_done(net: FakeNixl) -> None:
-    """Wherever an interrupt comes, in the middle of failing."""
+    """An interrupt at any line of the failure does not change the outcome."""
     with NixlRank() as near, NixlRank() as far:
         pair = Pair(near, far)
         for place in range(80):
@@ -153,7 +153,7 @@ def test_failed_transfer_is_never_done(net: FakeNixl) -> None:
 
 
 def test_buffer_is_created_once(net: FakeNixl) -> None:
-    """However many threads are the first to need it."""
+    """Two threads need the buffer at the same time."""
     with NixlRank() as far:
         for place in range(0, 30, 3):
             with NixlRank(staging=Staging(buffer=1 << 16, always=True)) as near:

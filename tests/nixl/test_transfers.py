@@ -1,4 +1,4 @@
-"""Test that no transfer of a rank moves bytes of another one, and that everything is counted."""
+"""Test that a transfer cannot use bytes of another one in flight, and that stats are right."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ pytestmark = pytest.mark.nixl
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """Two ranks over sockets of which the far one answers only when it is polled."""
+    """Return two ranks over sockets. The far rank makes progress only when it is polled."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     with NixlRank() as near, NixlRank(polled=True) as far:
         ranks = Pair(near, far)
-        warm = ranks.read(1000, 1)
-        until(lambda: warm.poll() == "DONE", far)
+        first = ranks.read(1000, 1)
+        until(lambda: first.poll() == "DONE", far)
         yield ranks
         until(lambda: not near.stats().transfers, far, near)
 
 
-def until(true: Callable[[], Any], *polled: NixlRank) -> None:
-    """Poll all transfers of the ranks *polled* until something is *true*, at most 20 s."""
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
+def until(condition: Callable[[], Any], *polled: NixlRank) -> None:
+    """Poll all transfers of the ranks *polled* until *condition* is true, at most 20 s."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
         for rank in polled:
             for transfer in rank.transfers:
                 with contextlib.suppress(TransferError):
@@ -50,15 +50,15 @@ def until(true: Callable[[], Any], *polled: NixlRank) -> None:
         time.sleep(1e-3)
 
 
-def refused(start: Callable[[], object], by: str) -> None:
-    """Check that the transfer *by* is named as the reason not to *start*."""
-    with pytest.raises(TransferError, match=f"READ '{by}'") as caught:
+def check_busy(start: Callable[[], object], owner: str) -> None:
+    """Check that *start* fails, and that the error names the transfer *owner*."""
+    with pytest.raises(TransferError, match=f"READ '{owner}'") as caught:
         start()
     assert "busy" == caught.value.state
 
 
-def written(ranks: Pair, first: int, count: int) -> Callable[[], object]:
-    """Return what writes from as many blocks as `Pair.read` reads into."""
+def writer(ranks: Pair, first: int, count: int) -> Callable[[], object]:
+    """Return a call that writes from the blocks into which `Pair.read` reads."""
     rows = [(first * 1024, 512, 1024, count)]
     ids = np.arange(count)
     local, remote = ranks.lists(rows, [(500_000 + first * 1024, 512, 1024, count)])
@@ -66,44 +66,44 @@ def written(ranks: Pair, first: int, count: int) -> Callable[[], object]:
 
 
 def test_bytes_in_flight_are_refused_to_other_transfers(slow: Pair) -> None:
-    """The blocks of a read in flight cannot be read into or written from. Others can."""
+    """No transfer may read into or write from these blocks. Other blocks are free."""
     first = slow.read(10, 10)
     for start, count in ((10, 10), (0, 11), (19, 5), (14, 1)):
-        refused(lambda start=start, count=count: slow.read(start, count), "10")
-        refused(written(slow, start, count), "10")
-    beside = [slow.read(0, 10), slow.read(20, 5), written(slow, 40, 5)()]
-    refused(lambda: slow.read(24, 2), "20")
-    until(lambda: all(each.poll() == "DONE" for each in (first, *beside)), slow.far)
+        check_busy(lambda start=start, count=count: slow.read(start, count), "10")
+        check_busy(writer(slow, start, count), "10")
+    others = [slow.read(0, 10), slow.read(20, 5), writer(slow, 40, 5)()]
+    check_busy(lambda: slow.read(24, 2), "20")
+    until(lambda: all(transfer.poll() == "DONE" for transfer in (first, *others)), slow.far)
     slow.read(10, 10)
 
 
 def test_bytes_in_quarantine_are_refused_to_other_transfers(slow: Pair) -> None:
-    """A read that was late still writes. Its blocks are refused until it is over."""
+    """A late read may still write. Its blocks are busy until the read is over."""
     late = slow.read(10, 10, timeout=0.05)
     with pytest.raises(TransferError, match="quarantine"):
         late.wait()
-    refused(lambda: slow.read(12, 1), "10")
+    check_busy(lambda: slow.read(12, 1), "10")
     assert 1 == slow.near.stats().transfers == slow.near.stats().handles
     until(lambda: not slow.near.transfers, slow.far)
     assert late.over
     slow.read(12, 1)
 
 
-def test_a_source_in_flight_is_not_written(slow: Pair) -> None:
+def test_source_in_flight_is_refused_as_a_destination(slow: Pair) -> None:
     """The source of a write in flight cannot be the destination of a read."""
-    write = written(slow, 10, 10)()
+    write = writer(slow, 10, 10)()
     with pytest.raises(TransferError, match="WRITE 'w'") as caught:
         slow.read(15, 1)
     assert "busy" == caught.value.state
     with pytest.raises(TransferError, match="WRITE 'w'") as caught:
-        written(slow, 19, 3)()  # the same bytes of the peer
+        writer(slow, 19, 3)()  # Both writes have the same destination.
     assert "busy" == caught.value.state
     until(lambda: write.poll() == "DONE", slow.far)
     slow.read(15, 1)
 
 
 def test_move_starts_all_transfers_or_none(slow: Pair) -> None:
-    """If bytes of one transfer are busy, or its ids are wrong, the others are not posted."""
+    """If one transfer has busy bytes or wrong ids, no other one is posted."""
     rows = [(0, 512, 1024, 40)]
     local, remote = slow.lists(rows, rows)
     first = slow.read(10, 10)
@@ -115,13 +115,13 @@ def test_move_starts_all_transfers_or_none(slow: Pair) -> None:
         assert 1 == slow.near.stats().transfers
     pairs = [(local, ids, remote, ids) for ids in (free, np.arange(30, 40))]
     both = slow.near.move("READ", pairs, request="both", timeout=9)
-    until(lambda: all(each.poll() == "DONE" for each in (first, *both)), slow.far)
+    until(lambda: all(transfer.poll() == "DONE" for transfer in (first, *both)), slow.far)
     assert slow.right(0, 5)
     assert slow.right(30, 10)
 
 
-def test_stats_count_everything(slow: Pair) -> None:
-    """All objects of a rank are counted. A closed rank holds none."""
+def test_stats_count_all_objects_of_a_rank(slow: Pair) -> None:
+    """After `close`, all counts are 0."""
     near = slow.near
     before = near.stats()
     transfer = slow.read(0, 10, timeout=60)
@@ -156,16 +156,16 @@ def test_stats_count_everything(slow: Pair) -> None:
 
 
 def test_close_waits_for_transfers_in_flight(slow: Pair) -> None:
-    """Bytes in flight arrive before the rank is closed. Batches that were not posted do not."""
+    """Bytes in flight arrive before the rank is closed. The transfer then is "closed"."""
     transfer = slow.read(0, 10)
     stop = threading.Event()
 
-    def serve() -> None:
+    def poll_far() -> None:
         while not stop.is_set():
             slow.far.notifications()
             time.sleep(1e-3)
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=poll_far)
     thread.start()
     try:
         slow.near.close(drain=20)
@@ -179,30 +179,30 @@ def test_close_waits_for_transfers_in_flight(slow: Pair) -> None:
 def test_notifications_of_unknown_peers_wait_until_they_are_connected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All unknown peers share one limit. A connected peer has none, because nothing is kept."""
+    """All unknown peers share one limit. Messages of connected peers are not kept."""
     monkeypatch.setattr(peers, "MAX_KEPT", 6)
-    with NixlRank() as far, NixlRank(polled=True) as one, NixlRank(polled=True) as other:
-        for rank in (one, other):
+    with NixlRank() as far, NixlRank(polled=True) as near, NixlRank(polled=True) as third:
+        for rank in (near, third):
             rank.connect(far.metadata())
             for number in range(4):
                 rank.notify(far.name, b"%d" % number)
         until(lambda: far.notifications() or far.stats().notifications == 6)
-        far.connect(one.metadata())
+        far.connect(near.metadata())
         first = far.notifications()
-        assert [(one.name, b"%d" % number) for number in range(len(first))] == first
+        assert [(near.name, b"%d" % number) for number in range(len(first))] == first
         assert 6 == len(first) + far.stats().notifications
         for _ in range(20):
-            one.notify(far.name, b"known")
+            near.notify(far.name, b"known")
         arrived: list[tuple[str, bytes]] = []
         until(lambda: arrived.extend(far.notifications()) or len(arrived) == 20)
-        assert {(one.name, b"known")} == set(arrived)
+        assert {(near.name, b"known")} == set(arrived)
         before = far.stats().notifications
-        far.disconnect(one.name)
-        one.notify(far.name, b"unknown again")
+        far.disconnect(near.name)
+        near.notify(far.name, b"unknown again")
         until(lambda: far.notifications() or far.stats().notifications == before + 1)
         assert [] == far.notifications()
         with pytest.raises(TransferError, match="connected") as caught:
-            far.disconnect(one.name)
+            far.disconnect(near.name)
         assert "stale_peer" == caught.value.state
 
 
