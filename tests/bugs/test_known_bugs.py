@@ -308,7 +308,7 @@ def kernels(ours: int | None, theirs: int | None) -> Callable[[], Faults]:
 
 
 def minimax(size: int) -> Callable[[], Faults]:
-    """Return the case of 4 sharded heads beside indexer keys on every rank, TP 4 to 1."""
+    """Return the case of 4 sharded heads and of indexer keys on every rank, TP 4 to 1."""
     return sized(gqa(4), mla(16, size), p=4, d=1)
 
 

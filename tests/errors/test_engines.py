@@ -290,7 +290,7 @@ def test_wrong_description_is_rejected(
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "LBNHC", "LBKNHC", "BLKHNC"])
 def test_padding_is_accepted_if_a_page_is_one_chunk(layout: str) -> None:
-    """The rejection of padding is no broader than necessary."""
+    """Padding is rejected only if it would divide a page."""
     cache(PADDED, layout)
 
 

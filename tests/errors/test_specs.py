@@ -166,7 +166,7 @@ def test_slices_reject_wrong_argument(name: str, value: Any, word: object) -> No
              kvspec.SlidingWindowMLASpec(**MLA, sliding_window=3), OPAQUE, UNIFORM],
 )  # fmt: skip
 def test_number_of_tokens_must_be_a_plain_int(spec: kvspec.LayerSpec) -> None:
-    """Negative, bool, float, None and text are no number of tokens."""
+    """A negative number, a bool, a float, None and a text are rejected."""
     check_values(spec.live_tokens, "num_tokens", [-1, True, 1.0, None, "3"], 0)
 
 

@@ -301,7 +301,7 @@ def test_from_vllm_ignores_numbers_of_model_if_ranks_have_several_heads(
 
 
 def test_heads_of_layer_with_overrides_are_not_compared_with_the_model() -> None:
-    """An entry with overrides is the number of its own layer, so another number is no error."""
+    """An entry with overrides is the number of its own layer, so it may differ from the model."""
     model = arch(4, num_global_key_value_heads=2)
     model.model_arch_config.per_layer_overrides = {1: {}}  # type: ignore[attr-defined]
     vllm_config = configured("layers.0.attn", model=model, tensor_parallel_size=8)

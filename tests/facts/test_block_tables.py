@@ -435,7 +435,7 @@ def test_tables_that_kvspec_makes_do_not_use_null_block() -> None:
 @pytest.mark.parametrize("pool", [1_200, 5_000, 200_000])
 @pytest.mark.parametrize("blocks", [900, 1_100])
 def test_select_sorts_ids_of_long_shuffled_tables(pool: int, blocks: int) -> None:
-    """The producer's ids ascend, and each stays beside its consumer's id."""
+    """The producer's ids ascend, and each keeps its place with its consumer's id."""
     spec = kvspec.FullAttentionSpec(
         block_size=16, total_num_kv_heads=1, head_size=8, dtype="float32"
     )

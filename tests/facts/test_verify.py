@@ -293,7 +293,7 @@ def test_verify_checks_source_of_every_write_of_a_content(wrong: int) -> None:
 
 
 def test_verify_finds_wrong_source_beside_empty_rows() -> None:
-    """Rows without bytes do not hide a wrong source and are no fault themselves."""
+    """Rows without bytes do not hide a wrong source, and are not faults themselves."""
     empty = attrs.evolve(GOOD_ROW, length=0, source=0)
     wrong = attrs.evolve(GOOD_ROW, source=GOOD_ROW.source + 1)
     assert fault_at("wrong source") == first_fault(with_rows(empty, wrong, empty))

@@ -57,7 +57,7 @@ class Judge:
         return logical_views(self.case.consumer, rank, storage, self.case.consumer_pool)
 
     def valid_before(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which rows the consumer had before the load, as far as it says so."""
+        """Return which rows the consumer had before the load, as the request describes it."""
         cached = cached_tokens_of(self.request, self.case.consumer.group(rows.key[0]))
         if not rows.part.per_token:
             return np.full(len(rows.row), 0 < cached == self.request.num_tokens)

@@ -1,4 +1,4 @@
-"""Tests of parts with different types, rows and units, such as scales beside keys and values.
+"""Tests of parts with different types, rows and units, such as keys, values and their scales.
 
 One kind of layer is made here: its page has a scale for four tokens of all heads. It keeps the laws
 of every kind. Scales for each token and head are read from typed tensors.

@@ -181,7 +181,7 @@ def letters(engine: kvspec.EngineSpec) -> list[str]:
 
 
 def window_start(case: Case, group: kvspec.KVCacheGroup) -> int:
-    """Return the first position that the next query attends to, or 0 if there is none."""
+    """Return the first position that the next query attends to, or 0 if no position exists."""
     live = live_positions(group.spec.of_layer(group.layers[0]), case.request)
     return int(live.argmax()) if live.any() else 0
 
@@ -544,7 +544,7 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "more tokens kept on one side": lambda c: any_pair(
         c, lambda a, b: len(windows(a)) == len(windows(b)) and windows(a) != windows(b)
     ),
-    "one cached count beside an encoder": lambda c: (
+    "one cached count together with an encoder": lambda c: (
         c.request.encoder_tokens is not None
         and isinstance(c.request.cached_tokens, int)
         and c.request.cached_tokens > 0

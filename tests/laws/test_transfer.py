@@ -97,7 +97,7 @@ def test_end_of_a_tile_before_a_row_of_several_tiles_keeps_all_laws(cached: int)
 
 
 def first_of(live: npt.NDArray[np.bool_]) -> int:
-    """Return the first live position, or 0 if there is none."""
+    """Return the first live position, or 0 if no position is live."""
     return int(np.argmax(live)) if live.any() else 0
 
 

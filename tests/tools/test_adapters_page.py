@@ -1,4 +1,4 @@
-"""The example adapter in docs/adapters.md runs, moves the right bytes and rejects wrong input."""
+"""Test that the example adapter in docs/adapters.md moves right bytes and rejects wrong input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS = dict(re.findall(r"^```python (\w+)\n(.*?)^```$", PAGE, re.MULTILINE | r
 
 
 def run(*names: str) -> dict[str, Any]:
-    """Run blocks of the page, one after the other, and return their names."""
+    """Run blocks of the page in the given order, and return the names that they define."""
     namespace: dict[str, Any] = {}
     for name in names:
         exec(compile(BLOCKS[name], f"docs/adapters.md, {name}", "exec"), namespace)  # noqa: S102
@@ -43,7 +43,7 @@ def test_example_adapter_moves_every_live_token() -> None:
 
 
 def test_example_adapter_rejects_wrong_arrays_and_lost_blocks() -> None:
-    """An array has another type, and a table has lost a block that the window reads."""
+    """One array has another dtype. One table lacks a block that the window reads."""
     here = run("kiln", "adapter", "use")
     kiln = here["KilnRank"](0, 1, heads_of_model=2)
     engine = here["engine_of"](kiln)
@@ -66,7 +66,7 @@ def test_example_adapter_rejects_wrong_arrays_and_lost_blocks() -> None:
 
 
 def test_page_of_adapters_names_every_adapter() -> None:
-    """It names the functions that each adapter has."""
+    """The page also names the functions of each adapter."""
     for engine in kvspec.adapters.ENGINES:
         assert f"kvspec.adapters.{engine}" in PAGE
         module = getattr(kvspec.adapters, engine)

@@ -1,4 +1,4 @@
-"""Imports point one way between folders, form no cycle, and load heavy modules late.
+"""Test that folders import only lower layers, and that heavy modules are loaded late.
 
 `FOLDERS` places every folder and single file of `kvspec/` in a layer. CONTRIBUTING.md draws the
 same layers.
@@ -36,7 +36,7 @@ FOLDERS = (
     "descriptors wire",
     "analysis check completion nixl",
     "draw session",
-    ".",  # kvspec/__init__.py, which names the public values
+    ".",  # kvspec/__init__.py, which exports the public names
     "testing",
     "adapters run",
     "cli",
@@ -55,7 +55,7 @@ CORE = {
 }
 CORE |= {"analysis", "check", "draw"}
 CORE -= {"models"}
-"""The pure part: descriptions in, rows out. `models` reads its catalogue from a file."""
+"""The pure part computes rows from descriptions. `models` reads a file, so it is not pure."""
 
 EFFECTS = {"torch", "nixl", "ctypes", "socket", "threading", "subprocess", "time", "os", "pathlib"}
 """Modules that the pure part may not import when it is loaded."""
@@ -96,14 +96,14 @@ def watch(event, args):
 
 plan = kvspec.plan_transfer(engine(2), engine(4))
 caches = [
-    {rank: kvspec.plan_memory(one, rank, 8) for rank in one.parallel.ranks}
-    for one in (plan.producer, plan.consumer)
+    {rank: kvspec.plan_memory(side, rank, 8) for rank in side.parallel.ranks}
+    for side in (plan.producer, plan.consumer)
 ]
 table = kvspec.build_table(plan, caches[0][RankId()], caches[1][RankId()])
 request = kvspec.TransferRequest(
     request_id="r", num_tokens=6, producer_blocks={"full": [1, 2]}, consumer_blocks={"full": [3, 4]}
 )
-table.descriptors(request)  # numpy loads some of its own modules at the first use
+table.descriptors(request)  # numpy loads some of its modules at their first use
 sys.addaudithook(watch)
 plan = kvspec.plan_transfer(engine(2), engine(4))
 table = kvspec.build_table(plan, caches[0][RankId()], caches[1][RankId()])
@@ -117,7 +117,13 @@ print("done")
 
 @attrs.frozen
 class Import:
-    """One imported module; *late*: inside a function; *typing*: for a type checker alone."""
+    """One imported module.
+
+    Attributes:
+        name: Name of the module.
+        late: Whether the import is inside a function.
+        typing: Whether the import is only for a type checker.
+    """
 
     name: str
     late: bool
@@ -130,14 +136,14 @@ def tree_of(module: str) -> ast.Module:
 
 
 def imports_of(module: str) -> Iterator[Import]:
-    """Yield what *module* imports."""
+    """Yield the imports of *module*."""
 
     def walk(node: ast.AST, *, late: bool, typing: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
-            yield from (Import(each.name, late, typing) for each in node.names)
+            yield from (Import(alias.name, late, typing) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} line {node.lineno}: imports are written out"
-            whole = [f"{node.module}.{each.name}" for each in node.names]
+            assert node.level == 0, f"{module} line {node.lineno}: imports must be absolute"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in SOURCES else str(node.module) for name in whole]
             yield from (Import(name, late, typing) for name in dict.fromkeys(names))
         late = late or isinstance(node, (ast.FunctionDef, ast.Lambda))
@@ -163,7 +169,7 @@ def folder_of(module: str) -> str:
 
 def own_imports(module: str) -> Iterator[str]:
     """Yield the modules of kvspec that *module* imports, also inside functions and for types."""
-    yield from (each.name for each in IMPORTS[module] if top(each.name) == "kvspec")
+    yield from (imported.name for imported in IMPORTS[module] if top(imported.name) == "kvspec")
 
 
 def test_layers_place_every_folder_once() -> None:
@@ -172,7 +178,7 @@ def test_layers_place_every_folder_once() -> None:
 
 
 def test_folders_import_only_lower_layers() -> None:
-    """The rule holds for imports inside functions and for type checkers, too."""
+    """Imports inside functions and for type checkers keep the rule, too."""
     upward = {
         (module, name)
         for module in SOURCES
@@ -184,14 +190,14 @@ def test_folders_import_only_lower_layers() -> None:
 
 
 def test_files_form_no_import_cycle() -> None:
-    """Python's own sorter finds a cycle if there is one."""
+    """The topological sorter of Python raises an error for a cycle."""
     graph = {module: {name for name in own_imports(module) if name != module} for module in SOURCES}
-    tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+    tuple(TopologicalSorter(graph).static_order())  # It raises CycleError.
 
 
 def test_private_names_stay_in_their_folder() -> None:
     """No module imports a name with a leading underscore from another folder."""
-    found = {
+    foreign = {
         (module, alias.name)
         for module in SOURCES
         for node in ast.walk(tree_of(module))
@@ -200,24 +206,24 @@ def test_private_names_stay_in_their_folder() -> None:
         if alias.name.startswith("_") and not alias.name.endswith("__")
         if folder_of(f"{node.module}.{alias.name}") != folder_of(module)
     }
-    assert set() == found
+    assert set() == foreign
 
 
 def test_core_imports_no_effects() -> None:
-    """The core has no clock, file, process or framework when it is loaded."""
-    found = {
-        (module, each.name)
+    """Loading the core imports no clock, file, process or framework."""
+    effects = {
+        (module, imported.name)
         for module in SOURCES
         if folder_of(module) in CORE
-        for each in IMPORTS[module]
-        if top(each.name) in EFFECTS and not each.late and not each.typing
+        for imported in IMPORTS[module]
+        if top(imported.name) in EFFECTS and not imported.late and not imported.typing
     }
-    # A digest reads the bytes of a cache where they lie.
-    assert {("kvspec.check.digests", "ctypes")} == found
+    # A digest reads the bytes of a cache at their address, without a copy.
+    assert {("kvspec.check.digests", "ctypes")} == effects
 
 
 def test_core_opens_no_file_and_imports_no_nixl() -> None:
-    """A plan is made, counted, explained, drawn and checked in a process that watches both."""
+    """An audit hook watches a process that makes, counts, explains, draws and checks a plan."""
     done = subprocess.run(  # noqa: S603 - our own interpreter and code
         [sys.executable, "-c", WATCHED], capture_output=True, text=True, check=False, cwd=ROOT
     )
@@ -225,45 +231,45 @@ def test_core_opens_no_file_and_imports_no_nixl() -> None:
 
 
 def test_torch_is_imported_only_inside_functions() -> None:
-    """Who plans does not wait for torch to start."""
-    found = {
+    """A process that only plans does not wait until torch is loaded."""
+    early = {
         module
         for module in SOURCES
-        for each in IMPORTS[module]
-        if top(each.name) == "torch" and not each.late and not each.typing
+        for imported in IMPORTS[module]
+        if top(imported.name) == "torch" and not imported.late and not imported.typing
     }
-    assert set() == found
+    assert set() == early
 
 
-def test_one_module_binds_nixl() -> None:
-    """Nothing but `kvspec.nixl.agent` imports nixl, nor anything by a name worked out late.
+def test_only_the_agent_module_imports_nixl() -> None:
+    """Only `kvspec.nixl.agent` imports NIXL, also if the name of the module is computed.
 
-    The others in the set find their own modules by name, on first use.
+    The other modules in the set import only their own modules by a computed name.
     """
-    found = {
+    importers = {
         module
         for module, path in SOURCES.items()
-        if any(top(each.name).startswith("nixl") for each in IMPORTS[module])
+        if any(top(imported.name).startswith("nixl") for imported in IMPORTS[module])
         or "import_module" in path.read_text(encoding="utf-8")
     }
     lazy = {"kvspec", "kvspec.adapters", "kvspec.analysis", "kvspec.check", "kvspec.testing"}
-    assert lazy | {"kvspec.nixl.agent"} == found
+    assert lazy | {"kvspec.nixl.agent"} == importers
 
 
 @pytest.mark.parametrize("start", ["kvspec", "kvspec.check.reference"])
-def test_importing_kvspec_loads_nothing_heavy(start: str) -> None:
-    """A process that only plans loads attrs and numpy."""
+def test_import_of_kvspec_loads_no_heavy_module(start: str) -> None:
+    """A process that only plans needs attrs and numpy."""
     code = f"import sys, {start}; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    told = subprocess.run(  # noqa: S603 - our own interpreter and code
+    done = subprocess.run(  # noqa: S603 - our own interpreter and code
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert "" == told.stdout.strip()
+    assert "" == done.stdout.strip()
 
 
-def test_functions_fit_a_screen() -> None:
-    """A function has at most 60 lines of code; its docstring does not count.
+def test_functions_have_at_most_60_lines() -> None:
+    """The docstring does not count.
 
-    The options of a command are its signature, so only the body of a command is counted.
+    The signature of a command contains its options, so only the body of a command is counted.
     """
     long: dict[str, int] = {}
     for module in SOURCES:
@@ -285,38 +291,40 @@ SAME_NAME_SAME_MEANING = {
     "tables": "the block tables of a serving engine",
     "tensors": "the tensors of a serving engine",
 }
-"""File names that stand in several folders, and what each of them means everywhere."""
+"""Names of files in several folders, with the one meaning of each name."""
 
 
-def test_file_names_stand_once() -> None:
-    """A file name that stands twice means the same thing twice."""
+def test_file_names_are_unique_unless_listed() -> None:
+    """Files with one name must have the same meaning."""
     # A file of `kvspec.cli` has the name of its command.
     names = Counter(path.stem for name, path in SOURCES.items() if ".cli" not in name)
     twice = {name for name, count in names.items() if count > 1}
     assert set() == twice - set(SAME_NAME_SAME_MEANING)
 
 
-def test_a_module_opens_with_what_it_obeys() -> None:
-    """The first statement is a docstring."""
-    silent = [name for name in SOURCES if not (ast.get_docstring(tree_of(name)) or "").strip()]
-    assert [] == silent
+def test_modules_have_a_docstring() -> None:
+    """The first statement of each module is a docstring."""
+    undocumented = [
+        name for name in SOURCES if not (ast.get_docstring(tree_of(name)) or "").strip()
+    ]
+    assert [] == undocumented
 
 
-def test_input_is_never_asserted() -> None:
-    """An assert is gone under ``python -O``; input is refused with an error instead."""
-    found = [
+def test_package_has_no_assert_statement() -> None:
+    """``python -O`` removes asserts, so wrong input must raise an error instead."""
+    asserts = [
         (module, node.lineno)
         for module in SOURCES
         if ".testing" not in module
         for node in ast.walk(tree_of(module))
         if isinstance(node, ast.Assert)
     ]
-    assert [] == found
+    assert [] == asserts
 
 
 def test_keyword_arguments_are_typed_unless_listed() -> None:
-    """A call through untyped ``**keywords`` is checked by nobody; each exception is needed."""
-    found = {
+    """A type checker cannot check untyped ``**keywords``. Each listed exception exists."""
+    untyped = {
         f"{module}.{node.name}"
         for module in SOURCES
         for node in ast.walk(tree_of(module))
@@ -324,22 +332,22 @@ def test_keyword_arguments_are_typed_unless_listed() -> None:
         for kind in (node.args.kwarg.annotation,)
         if kind is None or ast.unparse(kind) in {"Any", "object"}
     }
-    assert found == set(UNTYPED)
+    assert untyped == set(UNTYPED)
 
 
-def test_the_two_sides_are_named() -> None:
-    """Producer and consumer, local and remote: nothing is called by whose eyes see it."""
-    found = [
+def test_names_contain_no_pronoun() -> None:
+    """The sides are the producer and the consumer, or local and remote, but never "ours"."""
+    pronouns = [
         (module, node.lineno)
         for module in SOURCES
         for node in ast.walk(tree_of(module))
         if (isinstance(node, ast.Name) and node.id in PRONOUNS)
         or (isinstance(node, ast.arg) and node.arg in PRONOUNS)
     ]
-    assert [] == found
+    assert [] == pronouns
 
 
-def test_contributing_draws_the_same_layers() -> None:
+def test_contributing_shows_the_layers_of_this_test() -> None:
     """The picture in CONTRIBUTING.md has the rows of `FOLDERS`, in their order."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     drawn = text.partition("```text layers\n")[2].partition("```")[0]

@@ -1,4 +1,4 @@
-"""The benchmarks run and print their tables. These tests measure no time."""
+"""Test that the benchmarks run and print their tables. These tests measure no time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_bench_prints_rows_for_each_budget() -> None:
 
 
 def test_readme_of_bench_explains_every_budget() -> None:
-    """It has a row for each budget, in the order of the program."""
+    """The page has a row for each budget, in the order of the program."""
     page = (BENCH / "README.md").read_text("utf-8")
     source = (BENCH / "run.py").read_text("utf-8")
     assert re.findall(r'^    "(\w+)": ', source, re.MULTILINE) == re.findall(
@@ -45,7 +45,7 @@ def test_readme_of_bench_explains_every_budget() -> None:
 
 
 def test_number_of_rows_does_not_depend_on_pool_size() -> None:
-    """B4 compares pools with pools of a sixteenth of their size."""
+    """B4 compares each pool with a pool of a sixteenth of its size."""
     rows = [row.split() for row in bench("--quick", "--only", "B4") if "  rows, pools" in row]
     assert ["yes"] * 5 == [row[-1] for row in rows]
 
@@ -70,7 +70,7 @@ def test_bench_compares_the_chosen_way_with_the_other() -> None:
 
 
 def test_bench_rejects_an_unknown_budget() -> None:
-    """The error names it and the known budgets."""
+    """The error names the unknown budget and the known budgets."""
     with pytest.raises(subprocess.CalledProcessError) as caught:
         bench("--only", "B99")
     assert "B99" in caught.value.stderr
@@ -123,7 +123,7 @@ def test_compare_rejects_a_folder_without_kvspec(tmp_path: Path) -> None:
 
 
 def test_compare_runs_a_checkout_that_has_the_old_name_of_plan_memory(tmp_path: Path) -> None:
-    """Checkouts before 0.1.0 call it `lay_out`."""
+    """Checkouts before 0.1.0 have `lay_out` instead."""
     shutil.copytree(BENCH.parent / "kvspec", tmp_path / "kvspec")
     with (tmp_path / "kvspec" / "__init__.py").open("a") as module:
         module.write("lay_out = plan_memory\ndel plan_memory\n")

@@ -1,4 +1,4 @@
-"""The script docs/border.py: kvspec moves each page format exactly or rejects it by name."""
+"""Test the script docs/border.py, which shows the page formats that move or are rejected."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_page_formats_are_exact_or_rejected(border: Any) -> None:
     assert 44 == sum(verdicts[0] == "exact" for verdicts in verdicts_of.values())
 
 
-def test_the_command_prints_the_table() -> None:
-    """It has a line for each page and kind, below a line with the trials."""
+def test_border_script_prints_its_table() -> None:
+    """The table has a line for each page and kind, below a line with the trials."""
     command = [sys.executable, str(PATH)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
     title, *lines = run.stdout.splitlines()

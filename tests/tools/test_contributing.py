@@ -1,4 +1,4 @@
-"""Check the worked example of CONTRIBUTING.md: three steps suffice for a new kind of layer."""
+"""Test the example of CONTRIBUTING.md, which adds a new kind of layer in three steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_contributing_has_three_steps() -> None:
 
 
 def test_facts_of_step_three_hold(source: ModuleType) -> None:
-    """The numbers that were worked out by hand are right."""
+    """The numbers that a person computed are right."""
     exec(compile(STEPS["3"], "CONTRIBUTING.md, step 3", "exec"), dict(vars(source)))  # noqa: S102
 
 
@@ -52,7 +52,7 @@ def test_facts_of_step_three_hold(source: ModuleType) -> None:
 @settings(suppress_health_check=list(HealthCheck))
 @pytest.mark.usefixtures("source")
 def test_new_kind_keeps_every_law(data: st.DataObject) -> None:
-    """Plan, table, `verify`, the oracle and the laws need no change for it."""
+    """Plan, table, `verify`, the oracle and the laws need no change for a new kind."""
     case, other = data.draw(strategies.twins(kinds=(KIND,)))
     assert [] == laws.broken(KVSPEC, case, other)
     transfer = world(case)

@@ -1,4 +1,4 @@
-"""The examples in the docstrings run and print what they show."""
+"""Test that the examples in docstrings print the output that they show."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MODULES = [
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_of_a_module_are_true(name: str) -> None:
-    """Each example prints what its docstring shows."""
+def test_examples_of_a_module_print_the_shown_output(name: str) -> None:
+    """Each example prints the output in its docstring."""
     module = importlib.import_module(name)
     failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert 0 == failed
 
 
 def test_modules_have_examples() -> None:
-    """The search for modules and examples works."""
+    """The search finds modules and examples, so the other test is not empty."""
     examples = sum(
         len(test.examples)
         for name in MODULES

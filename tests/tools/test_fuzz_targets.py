@@ -1,4 +1,4 @@
-"""Each fuzz target runs on fixed inputs, decodes most of them and finds a planted fault."""
+"""Test that each fuzz target decodes most fixed inputs and finds a planted fault."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fuzz(target: str, count: int = INPUTS) -> int:
 
 
 @pytest.mark.parametrize("target", FUZZ.TARGETS)
-def test_target_holds_on_fixed_inputs(target: str) -> None:
+def test_target_finds_no_fault_in_fixed_inputs(target: str) -> None:
     """More than half of the inputs decode to a case."""
     assert fuzz(target) > INPUTS // 2
 
@@ -51,7 +51,7 @@ def test_target_begins_with_its_invariant(target: str) -> None:
     assert first.endswith(".")
 
 
-def crowding(patch: pytest.MonkeyPatch) -> None:
+def first_replica_only(patch: pytest.MonkeyPatch) -> None:
     """Send every consumer to the first replica under every policy."""
 
     def first(_self: object, _reader: int, equal: Any) -> Any:
@@ -60,12 +60,12 @@ def crowding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kvspec.ownership.replicas.ReplicaChooser, "choose", first)
 
 
-def late_page(patch: pytest.MonkeyPatch) -> None:
+def second_part_shifted(patch: pytest.MonkeyPatch) -> None:
     """Place every second part one byte too late."""
-    right = kvspec.memory.allocation.place
+    original = kvspec.memory.allocation.place
 
     def place(*arguments: Any) -> Any:
-        members, size = right(*arguments)
+        members, size = original(*arguments)
         for member in members[1::2]:
             member.offset += 1
         return members, size + 1
@@ -73,60 +73,60 @@ def late_page(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kvspec.memory.allocation, "place", place)
 
 
-def forgetful(patch: pytest.MonkeyPatch) -> None:
-    """Leave out the last chunk of every request."""
-    right = kvspec.descriptors.tiles._cut
+def last_tile_lost(patch: pytest.MonkeyPatch) -> None:
+    """Omit the last tile of every request."""
+    original = kvspec.descriptors.tiles._cut
 
     def cut(*arguments: Any) -> Any:
-        return {step: begins[:-1] for step, begins in right(*arguments).items()}
+        return {step: begins[:-1] for step, begins in original(*arguments).items()}
 
     patch.setattr(kvspec.descriptors.tiles, "_cut", cut)
 
 
-def credulous(patch: pytest.MonkeyPatch) -> None:
-    """Accept a table that has one block at two places."""
+def repeated_block_accepted(patch: pytest.MonkeyPatch) -> None:
+    """Accept a table that contains one block twice."""
     patch.setattr(kvspec.descriptors.tiles, "_check_once", lambda *_, **__: None)
 
 
-def one_context(patch: pytest.MonkeyPatch) -> None:
+def contexts_compared_by_number(patch: pytest.MonkeyPatch) -> None:
     """Treat two context ranks as sharing tokens only if their numbers are equal."""
-    patch.setattr(kvspec.plan.replica_groups, "meet", lambda ours, theirs: ours.rank == theirs.rank)
+    patch.setattr(kvspec.plan.replica_groups, "meet", lambda one, other: one.rank == other.rank)
 
 
-def trusting(patch: pytest.MonkeyPatch) -> None:
+def any_field_is_a_number(patch: pytest.MonkeyPatch) -> None:
     """Accept any field of a config as a number."""
     patch.setattr(
         "kvspec.models.fields.ModelConfig.number", lambda self, name: int(self.get(name) or 0)
     )
 
 
-def unread(patch: pytest.MonkeyPatch) -> None:
-    """Raise the caller's error for an impossible message, not the sender's."""
+def impossible_message_blames_caller(patch: pytest.MonkeyPatch) -> None:
+    """Raise an impossible message as an error of the caller instead of the sender."""
     patch.setattr("kvspec.wire.packing.refuse", lambda _, error, __: (_ for _ in ()).throw(error))
 
 
-def gullible(patch: pytest.MonkeyPatch) -> None:
-    """Raise the error of a constructor unchanged, as if the caller had made it."""
+def impossible_value_blames_caller(patch: pytest.MonkeyPatch) -> None:
+    """Raise the error of a constructor unchanged, as if the caller had passed the value."""
     patch.setattr("kvspec.wire.values.refuse", lambda _, error, __: (_ for _ in ()).throw(error))
 
 
 @pytest.mark.parametrize(
     ("target", "plant"),
     [
-        ("slices", crowding),
-        ("layouts", late_page),
-        ("contexts", one_context),
-        ("block_tables", forgetful),
-        ("block_tables", credulous),
-        ("from_config", trusting),
-        ("handshakes", gullible),
-        ("messages", unread),
+        ("slices", first_replica_only),
+        ("layouts", second_part_shifted),
+        ("contexts", contexts_compared_by_number),
+        ("block_tables", last_tile_lost),
+        ("block_tables", repeated_block_accepted),
+        ("from_config", any_field_is_a_number),
+        ("handshakes", impossible_value_blames_caller),
+        ("messages", impossible_message_blames_caller),
     ],
 )
 def test_target_finds_a_planted_fault(
     target: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The inputs are the first of the same series."""
+    """The search uses 40 times as many inputs of the same series."""
     plant(monkeypatch)
     with pytest.raises((AssertionError, ValueError, TypeError)):
         fuzz(target, 40 * INPUTS)
@@ -134,12 +134,12 @@ def test_target_finds_a_planted_fault(
 
 def test_input_selects_its_law() -> None:
     """The first byte is the number of the law. An empty input runs none."""
-    seen: list[tuple[int, bytes]] = []
-    laws = [lambda data, at=at: seen.append((at, data)) for at in range(3)]
+    runs: list[tuple[int, bytes]] = []
+    laws = [lambda data, at=at: runs.append((at, data)) for at in range(3)]
     run = FUZZ.one_input(laws)
     for data in (b"", b"\x00a", b"\x04b", b"\x05"):
         run(data)
-    assert [(0, b"a"), (1, b"b"), (2, b"")] == seen
+    assert [(0, b"a"), (1, b"b"), (2, b"")] == runs
 
 
 def test_corpus_gets_seeds_only_once(tmp_path: Path) -> None:

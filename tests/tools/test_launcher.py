@@ -1,4 +1,4 @@
-"""Transfers under a launcher, where each process is one rank and may be missing or die."""
+"""Test transfers under a launcher. Each process is one rank, and it may be missing or die."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMMAND = [
     *("transfer", "--model", str(MODEL), "--requests", "1"),
     *("--producer-tp", "1", "--consumer-tp", "1"),
 ]
-OF_TORCHRUN = ("--launcher", "torchrun")
+TORCHRUN = ("--launcher", "torchrun")
 OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "KVSPEC_SECRET")
 
 
@@ -90,7 +90,7 @@ def test_two_nodes_of_torchrun_move_every_byte() -> None:
         *("--master-addr", "127.0.0.1", "--master-port", str(port())),
     ]
     nodes = [
-        started([*command, "--node-rank", node, "-m", "kvspec.cli", *COMMAND, *OF_TORCHRUN])
+        started([*command, "--node-rank", node, "-m", "kvspec.cli", *COMMAND, *TORCHRUN])
         for node in "01"
     ]
     (status, output, errors), (other, silent, _) = map(ended, nodes)
@@ -109,7 +109,7 @@ def test_processes_of_slurm_push_every_request() -> None:
 
 
 def test_report_names_a_missing_rank() -> None:
-    """The first process prints it soon after the timeout of the job."""
+    """The first process prints the report soon after the timeout of the job."""
     began = time.monotonic()
     status, output, _ = ended(rank_of("openmpi", 0, port(), "--timeout", "5"))
     assert status == 1
@@ -118,24 +118,24 @@ def test_report_names_a_missing_rank() -> None:
 
 
 def test_error_names_the_address_of_a_missing_store() -> None:
-    """The first process keeps the store, and the test does not start it."""
-    place = port()
-    status, output, errors = ended(rank_of("slurm", 1, place, "--timeout", "4"))
+    """The first process runs the store, and the test does not start that process."""
+    store = port()
+    status, output, errors = ended(rank_of("slurm", 1, store, "--timeout", "4"))
     assert (1, "") == (status, output)
-    assert f"127.0.0.1:{place}" in errors
+    assert f"127.0.0.1:{store}" in errors
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_report_names_a_rank_that_dies_or_hangs(how: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_report_names_a_rank_that_dies_or_hangs(number: signal.Signals) -> None:
     """The other process reports it in time and ends."""
     store = port()
-    ranks = [rank_of("slurm", number, store, "--timeout", "12") for number in range(2)]
+    ranks = [rank_of("slurm", rank, store, "--timeout", "12") for rank in range(2)]
     try:
         while not any("nixl" in line for line in mapped(ranks[1].pid)):
-            # It has loaded NIXL, so it starts soon.
+            # Wait until the second process has loaded NIXL, shortly before its rank starts.
             time.sleep(0.05)
             assert ranks[1].poll() is None
-        ranks[1].send_signal(how)
+        ranks[1].send_signal(number)
         status, output, errors = ended(ranks[0])
         assert status == 1
         assert "consumer tp0" in output, errors
@@ -184,7 +184,7 @@ def test_place_rejects_missing_and_wrong_variables(
 
 
 def test_command_rejects_a_missing_variable() -> None:
-    """It exits with status 2."""
+    """The exit status is 2."""
     status, _, errors = ended(started(["-m", "kvspec.cli", *COMMAND, "--launcher", "torchrun"]))
     assert status == 2
     assert "RANK=None" in errors

@@ -1,4 +1,4 @@
-"""The page of limits lists every time limit with its default, and the versions of the package."""
+"""Test that the page of limits lists the defaults of time limits and the right versions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def rows(heading: str, columns: int) -> list[list[str]]:
 def function(call: str) -> Callable[..., Any]:
     """Return the function of a cell, such as `Session.load`."""
     name, _, method = call.partition(".")
-    found: Callable[..., Any] = getattr(CLASSES[name], method or "__init__")
-    return found
+    callee: Callable[..., Any] = getattr(CLASSES[name], method or "__init__")
+    return callee
 
 
 LIMITS = [(call, name, default) for call, name, default in rows("## All time limits", 3)]
@@ -59,11 +59,11 @@ def test_page_lists_every_time_limit_of_a_session() -> None:
     assert times == {(call, name) for call, name, _ in LIMITS if call.startswith("Session")}
 
 
-def test_versions_are_those_of_the_package_and_of_the_tests() -> None:
+def test_page_shows_the_least_and_the_tested_versions() -> None:
     """The least versions are in `pyproject.toml`, and the tested ones in `constraints.txt`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["nixl"]]
-    least = dict(each.split(">=") for each in needed) | {
+    least = dict(requirement.split(">=") for requirement in needed) | {
         "Python": project["requires-python"].removeprefix(">=")
     }
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")

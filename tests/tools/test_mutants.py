@@ -1,4 +1,4 @@
-"""The list of tests that judge mutants, and the list of equivalent mutants, are current.
+"""Test that the lists of judges and of equivalent mutants match the package.
 
 These tests make no mutants, so they do not need cosmic-ray.
 """
@@ -29,14 +29,14 @@ MUTANTS = load()
 
 @pytest.mark.parametrize("package", ["first", *MUTANTS.CORE])
 def test_judges_of_a_package_exist(package: str) -> None:
-    """Each package of the core has judges, which are test files."""
+    """The judges of each package of the core are test files."""
     judges = MUTANTS.JUDGES[package]
     assert judges
     assert [] == [path for path in judges if not (ROOT / path).is_file()]
 
 
 def test_equivalent_mutants_have_their_line_and_a_reason() -> None:
-    """The source still has the line before the change."""
+    """The source still contains the line before the change."""
     for (path, before, after), reason in MUTANTS.equivalents().items():
         source = " ".join(line.strip() for line in (ROOT / path).read_text().splitlines())
         assert before in source, f"{path}: {before}"

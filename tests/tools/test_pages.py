@@ -1,4 +1,4 @@
-"""Check the documentation: its examples run and print what is shown, and its links exist."""
+"""Test that the examples in the documentation print the shown output, and that links exist."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ REFRESHER = _refresher()
 
 
 @pytest.mark.parametrize("page", REFRESHER.pages(), ids=lambda page: page.name)
-def test_examples_of_page_print_what_is_shown(page: Path) -> None:
+def test_examples_of_page_print_the_shown_output(page: Path) -> None:
     """The examples run in a process of their own. `docs/refresh_outputs.py` updates the page."""
     assert REFRESHER.executed_alone(page) == page.read_text(encoding="utf-8")
 
 
 def test_pages_with_examples_are_found() -> None:
-    """A change of the marks of blocks must not make the other test empty."""
+    """The search finds the pages, so the other test is not empty."""
     names = {page.name for page in REFRESHER.pages()}
     assert {"README.md", "plan.md", "session.md"} <= names
 
@@ -50,12 +50,12 @@ GENERATED = REFRESHER.generated()
 
 @pytest.mark.parametrize("path", sorted(GENERATED), ids=lambda path: path.name)
 def test_generated_file_is_up_to_date(path: Path) -> None:
-    """Tables and pictures are those that the code gives. The script updates them, too."""
+    """Tables and pictures equal those that the code generates. The script updates them, too."""
     assert GENERATED[path] == path.read_text(encoding="utf-8")
 
 
 def test_refresh_replaces_inserts_and_removes_output(tmp_path: Path) -> None:
-    """A page with wrong, missing and needless output becomes right in one step."""
+    """One step mends wrong, missing and needless output."""
     page = tmp_path / "page.md"
     page.write_text(
         "```python\nx = 1\nprint(x)\n```\n\n```text\n2\n```\n\n"
@@ -82,7 +82,7 @@ def test_refresh_reports_a_failing_example(tmp_path: Path) -> None:
 
 
 def _anchor(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
+    """Return the anchor of a heading on GitHub."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -113,7 +113,7 @@ def test_files_named_in_page_exist(page: Path) -> None:
 
 
 def test_architecture_page_lists_every_layer() -> None:
-    """The table has the rows of the picture in CONTRIBUTING.md, which has those of the code."""
+    """The table has the rows of the picture in CONTRIBUTING.md. Another test checks the picture."""
     picture = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     layers = picture.partition("```text layers\n")[2].partition("```")[0].splitlines()
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def test_architecture_page_lists_every_layer() -> None:
 
 
 def test_glossary_has_at_most_forty_words() -> None:
-    """Each word costs a reader time, so the list is short and names no word twice."""
+    """A long list would cost readers time. Each word occurs once."""
     glossary = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Glossary")[2]
     rows = [line.split("|")[1] for line in glossary.splitlines() if line.startswith("| ")][1:]
     words = [word.strip() for row in rows for word in row.split(",")]

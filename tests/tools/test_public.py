@@ -1,4 +1,4 @@
-"""The public names of the package, their documentation and their examples."""
+"""Test the public names of the package, their documentation and their examples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FROZEN = """
     kvspec.wire VERSION
     kvspec.session Channel PrefillTicket Session Load TcpChannel new_remote_id
 """
-"""Names that version 1.0 keeps as they are. Each line has a module and its names."""
+"""Names that version 1.0 will keep. Each line has a module and its names."""
 
 PROVISIONAL = """
     kvspec.adapters.sglang worker_rank
@@ -141,8 +141,8 @@ def test_public_names_have_an_example() -> None:
     assert sorted(without) == sorted(listed)
 
 
-def test_public_modules_load_when_they_are_used() -> None:
-    """A bare ``import kvspec`` loads none of them."""
+def test_public_modules_are_loaded_at_their_first_use() -> None:
+    """A bare ``import kvspec`` loads none of these modules."""
     code = (
         "import sys, kvspec; "
         "late = kvspec.ON_DEMAND - {'analysis', 'check'}; "

@@ -1,4 +1,4 @@
-"""Check README.md: its length, its commands, and the numbers that it states."""
+"""Test the length of README.md, its commands and its numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = range(1, 17)
 
 
 def test_readme_is_short() -> None:
-    """A newcomer reads it in a few minutes. Everything else is on the pages in docs."""
+    """A newcomer can read 150 lines in a few minutes. Other topics are on the pages in docs."""
     assert len(README.splitlines()) <= 150
 
 
