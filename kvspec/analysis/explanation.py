@@ -113,7 +113,7 @@ def _plan_lines(plan: TransferPlan) -> Iterator[str]:
     for edge in plan.edges:
         ranks = f"consumer {edge.consumer} reads producer {edge.producer}"
         yield f"{ranks}, group {edge.group}, {layer_names(edge.layers)}"
-        tokens = _edge_tokens(plan, edge)
+        tokens = edge_tokens(plan, edge)
         yield from (f"  {line}{tokens}" for line in carried(edge))
     for rank in plan.producer.parallel.ranks:
         notifiers = plan.notifiers(rank)
@@ -146,7 +146,7 @@ def carried(edge: Edge) -> Iterator[str]:
         yield f"{'+'.join(piece.parts)} {units}{layers}{blocks}"
 
 
-def _edge_tokens(plan: TransferPlan, edge: Edge) -> str:
+def edge_tokens(plan: TransferPlan, edge: Edge) -> str:
     """Return the tokens of an edge between context ranks. Edges without contexts move all tokens.
 
     Two edges of a plan may read the same units of different context ranks. Only the tokens

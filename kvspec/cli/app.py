@@ -6,8 +6,7 @@ import typer
 
 import kvspec
 from kvspec.cli.calibrate import calibrate
-from kvspec.cli.simulate import simulate_command
-from kvspec.cli.slices import slices
+from kvspec.cli.plan import plan
 from kvspec.cli.transfer import transfer
 from kvspec.cli.verify import verify
 
@@ -18,9 +17,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(transfer)
-app.command()(slices)
+app.command()(plan)
 app.command()(verify)
-app.command("simulate")(simulate_command)
 app.command()(calibrate)
 
 

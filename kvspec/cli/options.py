@@ -5,9 +5,9 @@ progress goes to standard error.
 
 How it works:
     An engine is described by a model and by *words* such as ``tp=4,pp=2,block=32,layout=NHD``.
-    `KEYS` maps each key to its field in `ParallelConfig`, in the groups or in `EngineSpec`. Words
-    override the separate options, such as ``--producer-tp``. A key that occurs twice is an error.
-    An error names the side too: ``producer.tp='two': expected a whole number``.
+    `KEYS` maps each key to its field in `ParallelConfig`, in the groups or in `EngineSpec`. A key
+    that is missing has the value in `DEFAULTS`. A key that occurs twice is an error. An error names
+    the side too: ``producer.tp='two': expected a whole number``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import attrs
 import typer
@@ -26,8 +26,10 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvspec import models
+from kvspec.analysis.explanation import sizes
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import KVSpecError, MismatchError, SpecError
@@ -37,11 +39,10 @@ from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.replicas import POLICIES, ReplicaPolicy, ReplicaPolicyName, Topology
 from kvspec.ownership.stripes import Stripe
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
 # Exit statuses: a check failed, the input is invalid, and Ctrl-C (128 + SIGINT).
 WRONG, REFUSED, INTERRUPTED = 1, 2, 130
+# Rows of a table that are printed. ``--json`` has all of them.
+MAX_ROWS = 48
 _BLOCK = 16
 
 # Keys of the words that describe one engine, and the fields that they set.
@@ -55,20 +56,33 @@ KEYS = {
     "kernel": "kernel_block_size",
     "layout": "layout",
 }
-POLICY_NAMES = "|".join(POLICIES)
+# The fields of each engine that its words do not set. The sizes and the layouts differ, so that
+# the commands without options show more than a copy.
+DEFAULTS: dict[str, dict[str, int | str]] = {
+    "producer": {"tp_size": 2, "layout": "LBNHC"},
+    "consumer": {"tp_size": 3, "layout": "LBHNC"},
+}
 
-# Options of one panel of the help text. `words_option` describes one engine in words.
+# Options of one panel of the help text.
 engine_option = partial(typer.Option, rich_help_panel="The two engines")
 request_option = partial(typer.Option, rich_help_panel="The requests")
-words_option = partial(engine_option, metavar="KEY=VALUE,…")
 
 # Options of several commands.
 MODEL = typer.Option(
     catalogue.DEFAULT, help="Name of a model in the catalogue, or path of a config.json."
 )
+PRODUCER, CONSUMER = (
+    engine_option(
+        "",
+        metavar="KEY=VALUE,…",
+        help=f"Sizes and layout of the {side}, such as tp=4,pp=2,block=32,layout=NHD. "
+        f"Keys: {', '.join(KEYS)}. Default: tp={fields['tp_size']},layout={fields['layout']}.",
+    )
+    for side, fields in DEFAULTS.items()
+)
 REPLICA_POLICY = engine_option(
     "spread",
-    metavar=POLICY_NAMES,
+    metavar="|".join(POLICIES),
     help="How to choose among producer ranks that hold the same data.",
 )
 RANKS_PER_NODE = typer.Option(
@@ -87,13 +101,13 @@ def model_groups(model: str, block_size: int) -> tuple[KVCacheGroup, ...]:
     return models.from_config(catalogue.config(model), block_size=block_size)
 
 
-def engine_words(side: str, words: str, **defaults: int | str) -> dict[str, int | str]:
-    """Return the fields that *words* set, added to *defaults*. Errors name the *side*.
+def engine_words(side: str, words: str) -> dict[str, int | str]:
+    """Return the fields of one *side*: those that *words* set, and the defaults.
 
-    >>> engine_words("producer", "tp=4,layout=NHD", tp_size=1, pp_size=2)
-    {'tp_size': 4, 'pp_size': 2, 'layout': 'NHD'}
+    >>> engine_words("producer", "tp=4,pp=2")
+    {'tp_size': 4, 'layout': 'LBNHC', 'pp_size': 2}
     """
-    sizes, seen = dict(defaults), set[str]()
+    fields, seen = dict(DEFAULTS[side]), set[str]()
     for word in filter(None, (word.strip() for word in words.split(","))):
         key, _, value = word.partition("=")
         if key not in KEYS or not value:
@@ -101,11 +115,8 @@ def engine_words(side: str, words: str, **defaults: int | str) -> dict[str, int 
         if key in seen:
             raise SpecError(f"{side}.{key}", value, rule="each key may be set only once")
         seen.add(key)
-        if key == "layout":
-            sizes["layout"] = value
-        else:
-            sizes[KEYS[key]] = _whole(f"{side}.{key}", value)
-    return sizes
+        fields[KEYS[key]] = value if key == "layout" else _whole(f"{side}.{key}", value)
+    return fields
 
 
 def _whole(field: str, word: str) -> int:
@@ -119,14 +130,19 @@ def _whole(field: str, word: str) -> int:
     return int(word)
 
 
-def engine(side: str, model: str, words: str, **defaults: int | str) -> EngineSpec:
+def engine_pair(model: str, producer: str, consumer: str) -> tuple[EngineSpec, EngineSpec]:
+    """Return the two engines that the options of a command describe."""
+    return engine("producer", model, producer), engine("consumer", model, consumer)
+
+
+def engine(side: str, model: str, words: str) -> EngineSpec:
     """Return an engine that serves *model*, described by *words*. Errors name the *side*.
 
     >>> engine("producer", "Qwen3-0.6B", "tp=4,pp=2").parallel.tp_size
     4
     """
-    parallel: dict[str, Any] = engine_words(side, words, **defaults)
-    block_size, layout = parallel.pop("block_size", _BLOCK), parallel.pop("layout", "LBHNC")
+    parallel: dict[str, Any] = engine_words(side, words)
+    block_size, layout = parallel.pop("block_size", _BLOCK), parallel.pop("layout")
     kernel = parallel.pop("kernel_block_size", None)
     try:
         groups = model_groups(model, block_size)
@@ -188,30 +204,39 @@ def progress_bar() -> Progress:
 
 
 def replica_policy_of(
-    replica_policy: str,
-    ranks_per_node: int | None,
-    producer: ParallelConfig,
-    consumer: ParallelConfig,
+    name: str, ranks_per_node: int | None, engines: tuple[EngineSpec, EngineSpec]
 ) -> ReplicaPolicy:
     """Return the replica policy of the options ``--replica-policy`` and ``--ranks-per-node``."""
-    topology = topology_of((replica_policy,), ranks_per_node, producer, consumer)
-    return ReplicaPolicy(cast("ReplicaPolicyName", replica_policy), topology=topology)
+    topology = None
+    if ranks_per_node is not None:
+        topology = Topology.packed(*(side.parallel for side in engines), ranks_per_node)
+    elif name in POLICIES and POLICIES[name].needs_topology:
+        rule = f"--replica-policy {name} needs --ranks-per-node"
+        raise SpecError("ranks_per_node", None, rule=rule)
+    return ReplicaPolicy(cast("ReplicaPolicyName", name), topology=topology)
 
 
-def topology_of(
-    replica_policy: Iterable[str],
-    ranks_per_node: int | None,
-    producer: ParallelConfig,
-    consumer: ParallelConfig,
-) -> Topology | None:
-    """Return the nodes of all ranks, or None without ``--ranks-per-node``."""
-    if ranks_per_node is None:
-        for name in replica_policy:
-            if name in POLICIES and POLICIES[name].needs_topology:
-                rule = f"--replica-policy {name} needs --ranks-per-node"
-                raise SpecError("ranks_per_node", None, rule=rule)
-        return None
-    return Topology.packed(producer, consumer, ranks_per_node)
+def print_heading(console: Console, model: str, producer: EngineSpec, consumer: EngineSpec) -> None:
+    """Print the model with its groups, and both engines."""
+    groups = ", ".join(map(_group, producer.groups))
+    console.print(Text.assemble((model, "bold"), f"  {groups}"), soft_wrap=True)
+    engines = f"{_engine(producer)} -> {_engine(consumer)}"
+    console.print(Text(engines, "bold"), soft_wrap=True)
+
+
+def _engine(spec: EngineSpec) -> str:
+    # Only groups with tokens have blocks. A recurrent state has one slot for each request.
+    blocks = {g.spec.block_size for g in spec.groups if g.spec.parts[0].per_token}
+    tokens = f", blocks of {' and '.join(map(str, sorted(blocks)))}" if blocks else ""
+    return f"{sizes(spec.parallel)}{tokens}, {spec.layout}"
+
+
+def _group(group: KVCacheGroup) -> str:
+    by_units: dict[int, list[str]] = {}
+    for part in group.spec.of_layer(group.layers[0]).parts:
+        by_units.setdefault(part.units // part.granularity, []).append(part.name)
+    units = "; ".join(f"{'+'.join(names)} {count}" for count, names in by_units.items())
+    return f"{len(group.layers)} {group.name} layers (units: {units})"
 
 
 def table(

@@ -11,29 +11,26 @@ from typing import TYPE_CHECKING, cast
 
 import attrs
 import typer
-from rich.text import Text
 
-from kvspec.analysis.explanation import sizes
 from kvspec.cli.options import (
     AS_JSON,
-    KEYS,
+    CONSUMER,
+    MAX_ROWS,
     MODEL,
+    PRODUCER,
     RANKS_PER_NODE,
     REPLICA_POLICY,
     WRONG,
-    engine,
-    engine_option,
+    engine_pair,
     output,
+    print_heading,
     print_json,
     progress_bar,
     replica_policy_of,
     reported_errors,
     request_option,
     table,
-    words_option,
 )
-from kvspec.engines.engine import EngineSpec
-from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.nixl.agent import package_names
 from kvspec.run import (
@@ -56,27 +53,16 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Pairs of ranks in the table, and wrong bytes, that are printed. ``--json`` has all of them.
-MAX_PAIRS, MAX_LINES = 48, 12
+# Wrong bytes that are printed. ``--json`` has all of them.
+MAX_LINES = 12
 
 run_option = partial(typer.Option, rich_help_panel="The run")
 
 
 def transfer(
     model: str = MODEL,
-    producer_tp: int = engine_option(2, help="Tensor-parallel size of the producer."),
-    consumer_tp: int = engine_option(3, help="Tensor-parallel size of the consumer."),
-    producer_layout: str = engine_option(
-        "LBNHC", help="Layout of the producer's cache: NHD, HND, or the letters of its axes."
-    ),
-    consumer_layout: str = engine_option("LBHNC", help="Layout of the consumer's cache."),
-    block_size: int = engine_option(16, help="Tokens of one block."),
-    producer: str = words_option(
-        "",
-        help="Sizes of the producer, such as tp=4,pp=2,block=32. They override the options above. "
-        f"Keys: {', '.join(KEYS)}.",
-    ),
-    consumer: str = words_option("", help="Sizes of the consumer, with the same keys."),
+    producer: str = PRODUCER,
+    consumer: str = CONSUMER,
     replica_policy: str = REPLICA_POLICY,
     ranks_per_node: int | None = RANKS_PER_NODE,
     tokens: int = request_option(300, help="Tokens of each prompt."),
@@ -126,20 +112,14 @@ def transfer(
     Exit status 1: something is wrong. Exit status 2: invalid input.
     """
     with reported_errors():
-        engine_of = partial(engine, model=model, block_size=block_size)
-        engines = (
-            engine_of("producer", words=producer, tp_size=producer_tp, layout=producer_layout),
-            engine_of("consumer", words=consumer, tp_size=consumer_tp, layout=consumer_layout),
-        )
+        engines = engine_pair(model, producer, consumer)
         job = Job(
             producer=engines[0],
             consumer=engines[1],
             tokens=tokens,
             cached=cached,
             requests=requests,
-            replica_policy=replica_policy_of(
-                replica_policy, ranks_per_node, *(side.parallel for side in engines)
-            ),
+            replica_policy=replica_policy_of(replica_policy, ranks_per_node, engines),
             mode=cast("Mode", mode),
             device=device,
             seed=seed,
@@ -215,42 +195,24 @@ def _recover(model: str, job: Job, kill: int, launcher: str, *, as_json: bool) -
 
 def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -> None:
     """Print the model, both engines and the requests. If ranks are *killed*, lengths are random."""
-    groups = ", ".join(map(_group, job.producer.groups))
-    engines = f"{_engine(job.producer)} -> {_engine(job.consumer)}"
     cached = f", {job.cached} of them cached" if job.cached else ""
     mode = "consumers read" if job.mode == "pull" else "producers write"
     memory = "host memory" if job.device == "cpu" else job.device
     count = counted(job.requests, "request")
-    console.print(Text.assemble((model, "bold"), f"  {groups}"), soft_wrap=True)
-    console.print(Text.assemble((engines, "bold")), soft_wrap=True)
+    print_heading(console, model, job.producer, job.consumer)
     shortest, suffix = ("1 to " if job.tokens > 1 else "", "at most") if killed else ("", "each")
     tokens, size = f"{shortest}{counted(job.tokens, 'token')}{cached}", nbytes(job.request_bytes)
     line = f"{count} of {tokens}; {size} {suffix}; {mode}; caches in {memory}"
     console.print(line, soft_wrap=True)
 
 
-def _engine(engine: EngineSpec) -> str:
-    # Only groups with tokens have blocks. A recurrent state has one slot for each request.
-    blocks = {g.spec.block_size for g in engine.groups if g.spec.parts[0].per_token}
-    tokens = f", blocks of {' and '.join(map(str, sorted(blocks)))}" if blocks else ""
-    return f"{sizes(engine.parallel)}{tokens}, {engine.layout}"
-
-
-def _group(group: KVCacheGroup) -> str:
-    by_units: dict[int, list[str]] = {}
-    for part in group.spec.of_layer(group.layers[0]).parts:
-        by_units.setdefault(part.units // part.granularity, []).append(part.name)
-    units = "; ".join(f"{'+'.join(names)} {count}" for count, names in by_units.items())
-    return f"{len(group.layers)} {group.name} layers (units: {units})"
-
-
 def _show_report(console: Console, job: Job, report: Report) -> None:
     """Print the pairs of ranks, the counts and the result."""
     console.print()
     if report.moved:
-        console.print(_pairs(report.moved[:MAX_PAIRS]))
-        if len(report.moved) > MAX_PAIRS:
-            console.print(f"and {len(report.moved) - MAX_PAIRS} more pairs, see --json")
+        console.print(_pairs(report.moved[:MAX_ROWS]))
+        if len(report.moved) > MAX_ROWS:
+            console.print(f"and {len(report.moved) - MAX_ROWS} more pairs, see --json")
         console.print(
             f"moved: {sum(pair.nbytes for pair in report.moved):,} bytes, as in the table"
         )

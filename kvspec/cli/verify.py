@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import cast
 
 import typer
 
 from kvspec.check.proof import MAX_HEADS, MAX_TP, prove
 from kvspec.cli.options import (
-    POLICY_NAMES,
     RANKS_PER_NODE,
     WRONG,
     output,
     progress_bar,
     reported_errors,
-    topology_of,
 )
 from kvspec.errors import SpecError
-from kvspec.ownership.parallel import ParallelConfig
-from kvspec.ownership.replicas import ReplicaPolicyName, known_policies
+from kvspec.ownership.replicas import POLICIES, known_policies
 
 # Number of counter-examples that are printed.
 MAX_FAULTS = 10
@@ -31,20 +27,17 @@ def verify(
     ),
     max_heads: int = typer.Option(16, help=f"Largest number of KV heads, at most {MAX_HEADS}."),
     jobs: int | None = typer.Option(None, help="Number of processes. Default: one for each core."),
-    replica_policy: str = typer.Option(
-        "spread", metavar=f"{POLICY_NAMES}|all", help="Replica policy to check."
-    ),
     ranks_per_node: int | None = RANKS_PER_NODE,
 ) -> None:
     """Check that each consumer rank reads each of its heads exactly once, from an owner.
 
-    The command tries every combination of producer TP, consumer TP and number of heads.
+    The command tries every combination of producer TP, consumer TP and number of heads, with each
+    replica policy.
     Exit status 0: all are exact. 1: there is a counter-example. 2: invalid input.
     """
     start = time.perf_counter()
     with reported_errors():
-        nodes = topology_of((replica_policy,), ranks_per_node, ParallelConfig(), ParallelConfig())
-        policies = known_policies(nodes) if replica_policy == "all" else (replica_policy,)
+        policies = known_policies(None) if ranks_per_node is None else tuple(POLICIES)
         if jobs is not None and jobs < 1:
             raise SpecError("jobs", jobs, "an int >= 1")
         with progress_bar() as bar:
@@ -54,7 +47,7 @@ def verify(
                 max_heads,
                 jobs=jobs,
                 progress=lambda done: bar.update(task, advance=done),
-                replica_policies=cast("tuple[ReplicaPolicyName, ...]", policies),
+                replica_policies=policies,
                 ranks_per_node=ranks_per_node,
             )
     console = output()

@@ -408,13 +408,11 @@ def test_flows_rejects_invalid_plan_or_token_count(value: Any) -> None:
 
 
 def command(*words: str) -> tuple[int, str]:
-    """Run `kvspec simulate`. Return its exit status and its output."""
-    typer, testing = pytest.importorskip("typer"), pytest.importorskip("typer.testing")
-    from kvspec.cli.simulate import simulate_command  # noqa: PLC0415 - needs an extra
+    """Run `kvspec plan`. Return its exit status and its output."""
+    testing = pytest.importorskip("typer.testing")
+    from kvspec.cli.app import app  # noqa: PLC0415 - needs an extra
 
-    app = typer.Typer()
-    app.command()(simulate_command)
-    result = testing.CliRunner().invoke(app, [*words])
+    result = testing.CliRunner().invoke(app, ["plan", *words])
     return result.exit_code, result.output
 
 
@@ -430,10 +428,13 @@ def test_command_prints_table_of_policies() -> None:
 
 def test_command_prints_json() -> None:
     """The time follows from the largest load and the default speed of 50 GB/s."""
-    status, output = command("--json", "--replica-policy", "first", "--producer", "tp=4")
-    policies = json.loads(output)["policies"]
+    engines = ("--model", "DeepSeek-V3", "--producer", "tp=4", "--consumer", "tp=1")
+    status, output = command("--json", "--replica-policy", "first", *engines)
+    plan = json.loads(output)
+    policies = plan["policies"]
     first = policies["first"]
-    assert (0, ["first"]) == (status, list(policies))
+    assert (0, ["spread", "first", "stripe"]) == (status, list(policies))
+    assert sum(edge["bytes"] for edge in plan["edges"]) == first["out_bytes"]["tp0"]
     assert sum(first["out_bytes"].values()) == sum(first["in_bytes"].values())
     moved = max(*first["out_bytes"].values(), *first["in_bytes"].values())
     assert moved / 50e9 == first["seconds"]

@@ -53,80 +53,97 @@ def rows(result: Result) -> list[list[str]]:
     return [cells for cells in lines if cells and cells[0].startswith("tp")]
 
 
-def test_slices_prints_sources_of_each_consumer() -> None:
+def test_plan_prints_sources_and_bytes_of_each_consumer() -> None:
     """8 heads, TP 2 to 3: the middle consumer reads both producers."""
-    result = run("slices", "--heads", "8")
+    result = run("plan", "--model", "Qwen3-0.6B", "--tokens", "1")
     assert 0 == result.exit_code
+    head = 28 * 2 * 128 * 2  # bytes of one head of a token: layers, k and v, elements, bfloat16
     expected = [
-        ["tp0", "tp0", "k+v", "0..1", "0..1", "0..1"],
-        ["tp1", "tp0", "k+v", "2..3", "0..1", "2..3"],
-        ["tp1", "tp1", "k+v", "4", "2", "0"],
-        ["tp2", "tp1", "k+v", "5..7", "0..2", "1..3"],
+        ["tp0", "tp0", "full", "k+v", "units", "0..1", f"{2 * head:,}"],
+        ["tp1", "tp0", "full", "k+v", "units", "2..3", f"{2 * head:,}"],
+        ["tp1", "tp1", "full", "k+v", "unit", "4", f"{head:,}"],
+        ["tp2", "tp1", "full", "k+v", "units", "5..7", f"{3 * head:,}"],
     ]
     assert expected == rows(result)
 
 
-def test_slices_of_one_producer_rank_swap_the_columns() -> None:
-    """A producer's view swaps the last two columns, local and remote."""
-    result = run("slices", "--heads", "8", "--role", "producer", "--rank", "1")
-    assert [
-        ["tp1", "tp1", "k+v", "4", "0", "2"],
-        ["tp1", "tp2", "k+v", "5..7", "1..3", "0..2"],
-    ] == rows(result)
+def edges_of(*options: str) -> list[dict[str, Any]]:
+    """Return the edges that `kvspec plan --json` prints."""
+    edges: list[dict[str, Any]] = json.loads(run("plan", *options, "--json").stdout)["edges"]
+    return edges
 
 
-def test_slices_prints_stripes() -> None:
+def test_json_of_a_plan_has_the_places_on_both_ranks() -> None:
+    """Producer tp1 holds heads 4 to 7, so head 5 is at its place 1."""
+    edge = edges_of("--model", "Qwen3-0.6B")[-1]
+    (piece,) = edge["slices"]
+    assert ("tp1", "tp2", ["k", "v"]) == (edge["producer"], edge["consumer"], piece["parts"])
+    ranges = [piece[f"{name}_range"] for name in ("global", "local", "remote")]
+    assert [[5, 8], [0, 3], [1, 4]] == ranges
+
+
+def test_plan_prints_stripes() -> None:
     """A striped consumer takes every other block from each replica."""
-    options = ("--kind", "mla", "--producer-tp", "2", "--consumer-tp", "1")
-    result = run("slices", *options, "--replica-policy", "stripe", "--json")
-    slices = json.loads(result.stdout)
-    assert [(0, [0, 2]), (1, [1, 2])] == [(e["remote_rank"], e["stripe"]) for e in slices]
-    assert "b % 2 == 1" in run("slices", *options, "--replica-policy", "stripe").stdout
+    options = ("--model", "DeepSeek-V3", "--consumer", "tp=1", "--replica-policy", "stripe")
+    edges = edges_of(*options)
+    assert [("tp0", [0, 2]), ("tp1", [1, 2])] == [
+        (edge["producer"], edge["slices"][0]["stripe"]) for edge in edges
+    ]
+    assert edges[0]["bytes"] == edges[1]["bytes"]
+    assert "b % 2 == 1" in run("plan", *options).stdout
+
+
+def test_plan_prints_the_tokens_of_each_context_rank() -> None:
+    """Two context ranks hold the same unit of different tokens."""
+    words = ("--producer", "tp=2,dcp=2,interleave=8", "--consumer", "tp=1")
+    output = " ".join(run("plan", "--model", "DeepSeek-V3", *words).stdout.split())
+    assert has_in_order(["tp0 tp0", "0..7, 16..23", "tp0 tp1", "8..15, 24..31"], output)
 
 
 @pytest.mark.parametrize(
-    ("kind", "parts"),
+    ("model", "parts"),
     [
-        ("mamba1", {"conv_x+ssm"}),
-        ("mamba2", {"conv_x", "conv_b+conv_c", "ssm"}),
-        ("gated-delta-net", {"conv_q+conv_k", "conv_v", "ssm"}),
+        ("falcon-mamba-7b", {"conv_x+ssm"}),
+        ("Bamba-9B", {"conv_x", "conv_b+conv_c", "ssm", "k+v"}),
+        ("Qwen3-Next-80B-A3B", {"conv_q+conv_k", "conv_v", "ssm", "k+v"}),
     ],
 )
-def test_slices_of_states_join_parts_with_equal_shardings(kind: str, parts: set[str]) -> None:
-    """Parts with equal shardings share a row, and each other part has its own."""
-    result = run("slices", "--kind", kind, "--heads", "4", "--groups", "2", "--json")
-    assert parts == {"+".join(entry["parts"]) for entry in json.loads(result.stdout)}
+def test_plan_of_states_joins_parts_with_equal_shardings(model: str, parts: set[str]) -> None:
+    """Parts with equal shardings share a slice, and each other part has its own."""
+    edges = edges_of("--model", model, "--producer", "tp=1", "--consumer", "tp=2")
+    assert parts == {"+".join(piece["parts"]) for edge in edges for piece in edge["slices"]}
 
 
-def test_slices_of_a_model_have_its_groups(tmp_path: Path) -> None:
+def test_plan_of_a_model_has_its_groups(tmp_path: Path) -> None:
     """A model is a name, or the path of a config.json or of its folder."""
-    slices = json.loads(run("slices", "--model", "gemma-3-1b", "--json").stdout)
-    assert {"full", "sliding_window"} == {entry["group"] for entry in slices}
+    edges = edges_of("--model", "gemma-3-1b")
+    assert {"full", "sliding_window"} == {edge["group"] for edge in edges}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     for model in (path, tmp_path):
-        slices = json.loads(run("slices", "--model", str(model), "--json").stdout)
-        assert {"full"} == {entry["group"] for entry in slices}
+        assert {"full"} == {edge["group"] for edge in edges_of("--model", str(model))}
 
 
-SLICES = ("slices", "--heads", "4")
+def test_plan_draws_the_exchange(tmp_path: Path) -> None:
+    """The picture has all groups, and standard error has the name of the file."""
+    path = tmp_path / "plan.svg"
+    result = run("plan", "--model", "gemma-3-1b", "--svg", str(path))
+    assert (0, f"wrote {path}\n") == (result.exit_code, result.stderr)
+    assert "sliding_window" in path.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
     ("arguments", "fact", "word"),
     [
-        (("slices",), "heads=None", "--heads"),
-        (("slices", "--heads", "0"), "total_num_kv_heads=0", "1"),
-        ((*SLICES, "--producer-tp", "0"), "producer_tp=0", "1"),
-        ((*SLICES, "--rank", "3"), "rank=3", "consumer"),
-        ((*SLICES, "--role", "x"), "role='x'", "producer"),
-        ((*SLICES, "--kind", "x"), "kind='x'", "mla"),
-        ((*SLICES, "--replica-policy", "x"), "replica_policy='x'", "spread"),
-        (("slices", "--model", "qwen3-0.7b"), "model='qwen3-0.7b'", "Qwen3-"),
-        (("slices", "--model", "/no/config.json"), "config='/no/config.json'", "readable"),
-        (("transfer", "--producer-tp", "0"), "producer.tp_size=0", "1"),
-        (("transfer", "--consumer-layout", "LBX"), "consumer.layout='LBX'", "LBNHC"),
-        (("transfer", "--consumer-tp", "300"), "ranks=302", "256"),
+        (("plan", "--producer", "tp=0"), "producer.tp_size=0", "1"),
+        (("plan", "--producer", "tq=1"), "producer='tq=1'", "dcp"),
+        (("plan", "--tokens", "-1"), "num_tokens=-1", "0"),
+        (("plan", "--replica-policy", "x"), "replica_policy='x'", "spread"),
+        (("plan", "--model", "qwen3-0.7b"), "model='qwen3-0.7b'", "Qwen3-"),
+        (("plan", "--model", "/no/config.json"), "config='/no/config.json'", "readable"),
+        (("transfer", "--producer", "tp=0"), "producer.tp_size=0", "1"),
+        (("transfer", "--consumer", "layout=LBX"), "consumer.layout='LBX'", "LBNHC"),
+        (("transfer", "--consumer", "tp=300"), "ranks=302", "256"),
         (("transfer", "--tokens", "0"), "tokens=0", "1"),
         (("transfer", "--tokens", "2000000000"), "tokens=2000000000", "1000000000"),
         (("transfer", "--tokens", "400000000"), "memory='667.6 TiB", "tokens"),
@@ -138,21 +155,21 @@ SLICES = ("slices", "--heads", "4")
         (("transfer", "--timeout", "nan"), "timeout=nan", "finite"),
         (("transfer", "--timeout", "0"), "timeout=0.0", "0"),
         (("transfer", "--seed", "-1"), "seed=-1", "0"),
-        (("transfer", "--block-size", "0"), "producer.block_size=0", "1"),
+        (("transfer", "--producer", "block=0"), "producer.block_size=0", "1"),
         (("transfer", "--consumer", "block=0"), "consumer.block_size=0", "1"),
-        (("simulate", "--producer", "block=0"), "producer.block_size=0", "1"),
-        (("simulate", "--model", "nemo"), "model='nemo'", "catalogue"),
-        ((*SLICES, "--consumer-tp", "65537"), "consumer_tp=65537", "65536"),
-        (("slices", "--model", "gemma-3-1b", "--svg", ""), "svg=''", "file"),
-        ((*SLICES, "--svg", "/"), "svg='/'", "file"),
+        (("plan", "--producer", "block=0"), "producer.block_size=0", "1"),
+        (("plan", "--model", "nemo"), "model='nemo'", "catalogue"),
+        (("plan", "--consumer", "tp=65537"), "consumer.ranks=65537", "65536"),
+        (("plan", "--model", "gemma-3-1b", "--svg", ""), "svg=''", "file"),
+        (("plan", "--svg", "/"), "svg='/'", "file"),
         (("verify", "--max-tp", "100000000"), "max_tp=100000000", "256"),
         (("verify", "--max-heads", "100000000"), "max_heads=100000000", "256"),
         (("verify", "--max-tp", "0"), "max_tp=0", "1"),
         (("verify", "--max-heads", "-3"), "max_heads=-3", "1"),
         (("verify", "--jobs", "0"), "jobs=0", "1"),
-        (("verify", "--replica-policy", "x"), "replica_policy='x'", "spread"),
+        (("verify", "--ranks-per-node", "0"), "ranks_per_node=0", "1"),
         *(((*command, "--replica-policy", "nearest"), "ranks_per_node=None", "--ranks-per-node")
-          for command in (("verify",), ("simulate",), ("transfer",), SLICES)),
+          for command in (("plan",), ("transfer",))),
     ],
 )  # fmt: skip
 def test_command_with_wrong_option_prints_one_line_and_exits_with_2(
@@ -203,13 +220,12 @@ def test_verify_prints_how_many_cases_it_tried() -> None:
     assert 0 == result.exit_code
     assert ["48", "120"] == re.findall(r"\b(\d+) (?:triples|consumer ranks)", result.stdout)
     assert "all exact" in result.stdout
-    assert result.stdout.split()[-1] == "spread"
 
 
 @pytest.mark.parametrize(("more", "last"), [((), "stripe"), (("--ranks-per-node", "2"), "nearest")])
 def test_verify_prints_the_policies_that_it_tried(more: tuple[str, ...], last: str) -> None:
-    """`all` includes nearest only if the option for nodes is present."""
-    result = run("verify", "--max-tp", "2", "--max-heads", "2", "--replica-policy", "all", *more)
+    """The policy nearest needs the option for nodes."""
+    result = run("verify", "--max-tp", "2", "--max-heads", "2", *more)
     assert 0 == result.exit_code
     known = ("spread", "first", "stripe", "nearest")
     policies = " ".join(result.stdout.split()).rpartition(": ")[2]
@@ -225,7 +241,7 @@ def test_verify_fails_if_one_triple_is_not_exact(monkeypatch: pytest.MonkeyPatch
         return Proof(9, 27, ("3 heads, TP 2 -> 3, spread: rank 1: heads 1.. missing",))
 
     monkeypatch.setattr(cli_verify, "prove", prove)
-    result = run("verify", "--replica-policy", "all")
+    result = run("verify")
     assert 1 == result.exit_code
     assert "1 of 9" in result.stdout
     assert "rank 1: heads 1.. missing" in result.stdout

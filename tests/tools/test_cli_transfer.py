@@ -331,7 +331,7 @@ def test_transfer_in_host_memory_does_not_import_torch() -> None:
     """Neither the parent nor a rank imports it, so the command starts fast."""
     code = (
         "import sys, kvspec.cli\n"
-        "sys.argv = ['kvspec', 'transfer', '--tokens', '5', '--consumer-tp', '1', '--json']\n"
+        "sys.argv = ['kvspec', 'transfer', '--tokens', '5', '--consumer', 'tp=1', '--json']\n"
         "if __name__ == '__main__':\n"
         "    assert 'typer' not in sys.modules and 'rich' not in sys.modules\n"
         "    try:\n"
@@ -351,7 +351,7 @@ def test_sessions_lose_no_request_when_ranks_are_killed(tmp_path: Path) -> None:
     """Sessions move 8 requests from TP 1 to TP 2 while two ranks are killed and restart."""
     model = tmp_path / "config.json"
     model.write_text(json.dumps(builders.LLAMA), "utf-8")
-    sizes = ("--producer-tp", "1", "--consumer-tp", "2", "--seed", "1")
+    sizes = ("--producer", "tp=1", "--consumer", "tp=2", "--seed", "1")
     done = run("--model", str(model), *sizes, "--requests", "8", "--kill", "2", "--json")
     assert (0, "") == (done.returncode, done.stderr)
     output = json.loads(done.stdout)

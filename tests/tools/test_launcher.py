@@ -35,7 +35,7 @@ REPO = Path(kvspec.__file__).parents[1]
 MODEL = Path(tempfile.mkdtemp(prefix="kvspec-test-")) / "config.json"
 COMMAND = [
     *("transfer", "--model", str(MODEL), "--requests", "1"),
-    *("--producer-tp", "1", "--consumer-tp", "1"),
+    *("--producer", "tp=1", "--consumer", "tp=1"),
 ]
 TORCHRUN = ("--launcher", "torchrun")
 OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "KVSPEC_SECRET")

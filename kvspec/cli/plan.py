@@ -1,0 +1,182 @@
+"""Implement `kvspec plan`: which rank reads what from which rank, how many bytes, how long."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import typer
+from rich.text import Text
+
+from kvspec.analysis.explanation import carried, edge_tokens
+from kvspec.analysis.flows import flows
+from kvspec.analysis.simulation import PolicyLoad, Simulation, simulate
+from kvspec.cli.options import (
+    AS_JSON,
+    CONSUMER,
+    MAX_ROWS,
+    MODEL,
+    PRODUCER,
+    RANKS_PER_NODE,
+    REPLICA_POLICY,
+    engine_option,
+    engine_pair,
+    output,
+    print_heading,
+    print_json,
+    replica_policy_of,
+    reported_errors,
+    request_option,
+    table,
+)
+from kvspec.draw import plan_svg
+from kvspec.errors import SpecError, nbytes
+from kvspec.plan.edges import Edge, assignments
+from kvspec.plan.plan import TransferPlan, plan_transfer
+
+_STEPS = "▁▂▃▄▅▆▇█"
+
+# Bars of one policy, so that a line fits on a terminal. If there are more ranks, each bar stands
+# for several neighbouring ranks and shows the busiest of them.
+BARS = 64
+SPEED = typer.Option(50.0, help="GB/s out of each producer rank, or into each consumer rank.")
+
+
+def plan(
+    model: str = MODEL,
+    producer: str = PRODUCER,
+    consumer: str = CONSUMER,
+    consumers: int = engine_option(1, help="Number of consumer engines that read at once."),
+    replica_policy: str = REPLICA_POLICY,
+    ranks_per_node: int | None = RANKS_PER_NODE,
+    tokens: int = request_option(8192, help="Tokens of each prompt, of which none is cached."),
+    out_speed: float = SPEED,
+    in_speed: float = SPEED,
+    svg: str | None = typer.Option(None, metavar="FILE", help="Also draw the plan as SVG."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Show which rank reads what from which rank, and predict the time for each replica policy.
+
+    The first table has the units and the bytes that one consumer engine reads for one prompt.
+    A unit is a KV head, a latent, or a part of a recurrent state.
+    The other tables compare all policies.
+    The predicted time is that of the slowest link: load / speed.
+    A real transfer takes longer.
+    """
+    with reported_errors():
+        engines = engine_pair(model, producer, consumer)
+        policy = replica_policy_of(replica_policy, ranks_per_node, engines)
+        made = plan_transfer(*engines, policy)
+        loads = _loads_of_edges(made, tokens)
+        simulation = simulate(
+            engines,
+            num_tokens=tokens,
+            consumers=consumers,
+            out_speed=_speed("out_speed", out_speed),
+            in_speed=_speed("in_speed", in_speed),
+            topology=policy.topology,
+        )
+        if svg is not None:
+            _draw(made, svg)
+    if as_json:
+        summary = {"model": model, "num_tokens": tokens, "consumers": consumers}
+        policies = {load.replica_policy: _policy(load) for load in simulation.policies}
+        edges = [attrs.asdict(e, recurse=False) | {"bytes": loads[_key(e)]} for e in made.edges]
+        print_json(summary | {"edges": edges, "policies": policies})
+        return
+    console = output()
+    print_heading(console, model, *engines)
+    moved = f"{nbytes(loads.total())} of {tokens:,} tokens to each engine"
+    console.print(f"{moved}; replicas chosen by {made.policy_name!r}", soft_wrap=True)
+    names = ("consumer", "producer", "group", "units of the model", "bytes")
+    rows = [_row(made, edge, loads[_key(edge)]) for edge in made.edges]
+    console.print(table(names, rows[:MAX_ROWS], ("bytes",)))
+    if rows[MAX_ROWS:]:
+        console.print(f"and {len(rows) - MAX_ROWS} more pairs, see --json")
+    _show_policies(simulation)
+    links = f"{out_speed:g} GB/s out of and {in_speed:g} GB/s into each rank"
+    note = f"predicted: time of the slowest link, with {links} (a lower bound)"
+    console.print(note, style="dim", soft_wrap=True)
+
+
+def _key(edge: Edge) -> tuple[object, ...]:
+    return edge.consumer, edge.group, edge.producer
+
+
+def _loads_of_edges(made: TransferPlan, tokens: int) -> Counter[tuple[object, ...]]:
+    """Return the bytes of each edge for one request of *tokens*."""
+    loads: Counter[tuple[object, ...]] = Counter()
+    sources, targets = made.producer.parallel.ranks, made.consumer.parallel.ranks
+    # `flows` has one entry for each assignment, in the same order.
+    each = assignments(made.producer, made.consumer, made.replica_groups, made.replica_policy)
+    for own, moved in zip(each, flows(made, tokens).moved.tolist(), strict=True):
+        group = own.replica_group.pair.consumer.name
+        loads[targets[own.reader], group, sources[own.unit_range.producer]] += moved
+    return loads
+
+
+def _row(made: TransferPlan, edge: Edge, load: int) -> Iterable[str]:
+    tokens = edge_tokens(made, edge)
+    units = "\n".join(f"{line}{tokens}" for line in carried(edge))
+    return str(edge.consumer), str(edge.producer), edge.group, units, f"{load:,}"
+
+
+def _draw(made: TransferPlan, file: str) -> None:
+    try:
+        Path(file).write_text(plan_svg(made), encoding="utf-8")
+    except OSError as error:
+        raise SpecError("svg", file, f"a file that can be written ({error})") from None
+    typer.echo(f"wrote {file}", err=True)
+
+
+def _speed(field: str, value: float) -> float:
+    """Convert GB/s to bytes per second."""
+    # Large values overflow to infinity in bytes per second.
+    if not 0 < value * 1e9 < math.inf:
+        raise SpecError(field, value, "GB/s > 0, and finite in bytes per second")
+    return value * 1e9
+
+
+def _show_policies(simulation: Simulation) -> None:
+    """Print the loads of every policy, and bars of the bytes out of the producer ranks."""
+    console, first = output(), simulation.policies[0]
+    numbers = ("predicted", "busiest producer", "max / mean")
+    best = simulation.best.seconds
+    rows = (_policy_row(load, best=load.seconds == best) for load in simulation.policies)
+    console.print(table(("policy", *numbers, "slowest link"), rows, numbers))
+    step = -(-len(first.out) // BARS)
+    ranks = "each producer rank" if step == 1 else f"the busiest of {step} producer ranks each"
+    most = max(int(load.out.max()) for load in simulation.policies)
+    bars = ((load.replica_policy, _bars(load, step, most)) for load in simulation.policies)
+    console.print(table(("policy", f"bytes out of {ranks}"), bars))
+
+
+def _policy_row(load: PolicyLoad, *, best: bool) -> Iterable[str | Text]:
+    style = "bold green" if best else ""
+    return (
+        Text(load.replica_policy, style=style),
+        Text(f"{load.seconds * 1e3:,.2f} ms", style=style),
+        f"{nbytes(load.busiest.load)} {load.busiest.rank}",
+        f"{load.unevenness:.2f}",
+        f"{load.bottleneck}, {nbytes(load.bottleneck.load)}",
+    )
+
+
+def _bars(load: PolicyLoad, step: int, most: int) -> str:
+    tops = [int(load.out[at : at + step].max()) for at in range(0, len(load.out), step)]
+    return "".join(_STEPS[(top * len(_STEPS) - 1) // most] if top else "·" for top in tops)
+
+
+def _policy(load: PolicyLoad) -> dict[str, Any]:
+    link = load.bottleneck
+    return {
+        "seconds": load.seconds,
+        "bottleneck": {"side": link.side, "rank": link.rank, "bytes": link.load},
+        "max_over_mean": load.unevenness,
+        "out_bytes": dict(zip(map(str, load.producer_ranks), load.out.tolist(), strict=True)),
+        "in_bytes": dict(zip(map(str, load.consumer_ranks), load.into.tolist(), strict=True)),
+    }
