@@ -209,7 +209,8 @@ def replica_policy_of(
     """Return the replica policy of the options ``--replica-policy`` and ``--ranks-per-node``."""
     topology = None
     if ranks_per_node is not None:
-        topology = Topology.packed(*(side.parallel for side in engines), ranks_per_node)
+        producer, consumer = engines
+        topology = Topology.packed(producer.parallel, consumer.parallel, ranks_per_node)
     elif name in POLICIES and POLICIES[name].needs_topology:
         rule = f"--replica-policy {name} needs --ranks-per-node"
         raise SpecError("ranks_per_node", None, rule=rule)

@@ -6,31 +6,27 @@ adds its own bytes. Bytes that no request may change are compared as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
-from kvspec.memory.allocation import allocate
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Job, Side
 from kvspec.run.report import Compared
-from kvspec.testing import fill, logical_views
-from kvspec.testing.oracle import check, expected, spoil
+from kvspec.testing import logical_views
+from kvspec.testing.oracle import check, content_of
+from kvspec.testing.positions import Rows, rows_of
 
 Bytes = NDArray[np.uint8]
 Storage = dict[str, Bytes]
 Marks = dict[str, NDArray[np.bool_]]
-Key = tuple[str, str, str]
-RUBBISH = 0xEE
-"""The byte in blocks that no request has filled."""
 MAX_LINES = 5
 """Number of wrong bytes of each request that a rank describes."""
-_POISON = 8  # added to a seed, so that random bytes of producers differ from those of consumers
 
 
 @attrs.frozen
@@ -45,32 +41,35 @@ class Contents:
         """Return what the rank holds before the run. *sizes* has the bytes of each group.
 
         A producer holds the true bytes of each request, and random bytes in all other places. A
-        consumer holds random bytes, and no true byte of a request, not even of cached tokens.
+        consumer holds random bytes, and no true byte of a request, not even of cached tokens. So a
+        byte that is not written shows, and so does a cached byte that is written.
         """
-        storage = {name: np.empty(size, np.uint8) for name, size in sizes.items()}
-        first = self._request(0)
-        first["seed"] += _POISON if self.side == "producer" else 0
-        spoil(self.job.engine(self.side), self.rank, storage, **first)
-        if self.side == "producer":
-            return self.after(storage)[0]
-        # A random byte may be true by chance. Then it would not show that nothing was written.
-        true, _ = self.after(storage, cached=False)
-        return {name: np.where(flat == true[name], ~flat, flat) for name, flat in storage.items()}
+        number = list(self.job.ranks()).index((self.side, self.rank))
+        drawn = np.random.default_rng([self.job.seed, number])
+        storage = {name: drawn.integers(256, size=n, dtype=np.uint8) for name, n in sizes.items()}
+        views = self._views(storage)
+        for rows, true in self._rows():
+            view, known = views[rows.key], rows.known
+            if self.side == "producer":
+                view[rows.block[known], :, rows.row[known]] = true[known]
+            else:
+                now = view[rows.block, :, rows.row]
+                view[rows.block, :, rows.row] = np.where(now == true, ~true, now)
+        return storage
 
-    def after(self, storage: Storage, *, cached: bool = True) -> tuple[Storage, Storage]:
-        """Return *storage* with the true bytes of all requests, and a mask of the free bytes.
+    def after(self, before: Storage) -> tuple[Storage, Storage]:
+        """Return what the rank must hold after the run, and a mask of the free bytes.
 
-        If *cached*, the consumer keeps the bytes of its cached tokens. Free bytes may have any
-        value.
+        Free bytes may have any value.
         """
-        engine, free = self.job.engine(self.side), dict.fromkeys(storage, np.zeros(1, np.uint8))
-        for number in range(self.job.requests):
-            options = self._request(number)
-            if not cached:
-                options["request"] = attrs.evolve(options["request"], cached_tokens=0)
-            storage, may = expected(engine, self.rank, storage, **options)
-            free = {name: flat | free[name] for name, flat in may.items()}
-        return storage, free
+        must = {name: flat.copy() for name, flat in before.items()}
+        free = {name: np.zeros_like(flat) for name, flat in before.items()}
+        must_views, free_views = self._views(must), self._views(free)
+        for rows, true in self._rows():
+            live, dead = rows.live, rows.dead
+            must_views[rows.key][rows.block[live], :, rows.row[live]] = true[live]
+            free_views[rows.key][rows.block[dead], :, rows.row[dead]] = 1
+        return must, free
 
     def judge(self, before: Storage, after: Storage) -> Compared:
         """Compare every byte that a consumer rank holds after the run with what it must hold."""
@@ -106,6 +105,13 @@ class Contents:
         blocks, seed = self.job.num_blocks(self.side), self.job.content_seed(number)
         return {"num_blocks": blocks, "tables": tables, "request": request, "seed": seed}
 
+    def _rows(self) -> Iterator[tuple[Rows, Bytes]]:
+        """Yield the rows of all requests, with their true bytes."""
+        engine, producer = self.job.engine(self.side), self.side == "producer"
+        for number, request in enumerate(self.job.moves):
+            seed = self.job.content_seed(number)
+            yield from true_rows(engine, self.rank, request, seed, producer=producer)
+
     def _views(self, storage: Storage) -> dict[tuple[str, str, str], Bytes]:
         blocks = self.job.num_blocks(self.side)
         return logical_views(self.job.engine(self.side), self.rank, storage, blocks)
@@ -134,56 +140,15 @@ class Contents:
             yield f"{name}: {line}"
 
 
-def truth(
-    engine: EngineSpec,
-    rank: RankId,
-    tables: Mapping[str, BlockTable],
-    request: TransferRequest,
-    seed: int,
-    *,
-    producer: bool,
-) -> Iterator[tuple[Key, NDArray[np.int64], Bytes, NDArray[np.bool_]]]:
-    """Yield the true bytes of one request in a cache. The cost does not depend on the cache.
+def true_rows(
+    engine: EngineSpec, rank: RankId, request: TransferRequest, seed: int, *, producer: bool
+) -> Iterator[tuple[Rows, Bytes]]:
+    """Yield the rows of a request on one rank, part by part.
 
-    Args:
-        engine: The engine of the rank.
-        rank: The rank.
-        tables: The block tables of this side, without null blocks.
-        request: The request.
-        seed: Seed of the contents.
-        producer: Whether the engine is the producer. If not, cached tokens are `RUBBISH`.
-
-    Yields:
-        For each part: its key in `logical_views`, the blocks of the request, their true bytes, and
-        which of these bytes count.
+    The cost depends on the request, not on the size of the cache. The second value has the true
+    bytes of the rows, of shape (rows, units, bytes).
     """
-    # The oracle fills a small cache that contains only the blocks of the request.
-    first = 0 if engine.null_block is None else engine.null_block + 1
-    own = {
-        name: attrs.evolve(table, block_ids=np.arange(first, first + len(table.block_ids)))
-        for name, table in tables.items()
-    }
-    blocks = {name: max(1, first + len(table.block_ids)) for name, table in own.items()}
-    _, storage = allocate(engine, rank, blocks)
-    for flat in storage.values():
-        flat[:] = RUBBISH
-    if producer:
-        fill(engine, rank, storage, blocks, own, request, seed=seed)
-        free = {name: np.zeros_like(flat) for name, flat in storage.items()}
-    else:
-        storage, free = expected(engine, rank, storage, blocks, own, request, seed=seed)
-    loose = logical_views(engine, rank, free, blocks)
-    for key, view in logical_views(engine, rank, storage, blocks).items():
-        name, kernel_blocks_per_block = key[0], len(view) // blocks[key[0]]
-        at = in_memory(own[name].block_ids, kernel_blocks_per_block)
-        yield (
-            key,
-            in_memory(tables[name].block_ids, kernel_blocks_per_block),
-            view[at],
-            loose[key][at] == 0,
-        )
-
-
-def in_memory(ids: NDArray[np.int64], kernel_blocks_per_block: int) -> NDArray[np.int64]:
-    """Return the kernel blocks of the blocks *ids*, in order."""
-    return (ids[:, None] * kernel_blocks_per_block + np.arange(kernel_blocks_per_block)).reshape(-1)
+    tables = request.producer_blocks if producer else request.consumer_blocks
+    seen = request.state_tokens if producer else None
+    for rows in rows_of(engine, rank, tables, request, seen):
+        yield rows, content_of(rows, seed)

@@ -7,23 +7,24 @@ request. A load that is done is compared at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.nixl.rank import NixlStats
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
-from kvspec.run.contents import RUBBISH, in_memory, truth
+from kvspec.run.contents import true_rows
 from kvspec.run.rank_server import Launch, RankServer, request_of
 from kvspec.session import Load
 from kvspec.session.load import LoadState
 from kvspec.session.stats import SessionStats
 from kvspec.testing import logical_views
+
+RUBBISH = 0xEE
+"""The byte in blocks that no request has filled."""
 
 
 class LoadOutcome(NamedTuple):
@@ -50,13 +51,7 @@ class RequestRank(RankServer):
         super().__init__(engine, rank, launch)
         for flat in self.storage.values():
             flat[:] = RUBBISH
-        blocks = launch.blocks
-        views = logical_views(engine, rank, self.storage, blocks)
-        # Each view, and in how many kernel blocks it cuts a block.
-        self.views = {
-            key: (view, len(view) // (blocks if isinstance(blocks, int) else blocks[key[0]]))
-            for key, view in views.items()
-        }
+        self.views = logical_views(engine, rank, self.storage, launch.blocks)
         self.held: dict[str, TransferRequest] = {}
         self.loads: dict[str, tuple[Load, int]] = {}
 
@@ -68,19 +63,17 @@ class RequestRank(RankServer):
         self, remote_id: str, request: TransferRequest, seed: int, lease: float | None = None
     ) -> None:
         """Write the true bytes of a request into its blocks, and hold it."""
-        tables = request.producer_blocks
-        for key, ids, right, _ in truth(
-            self.engine, self.rank, tables, request, seed, producer=True
-        ):
-            self.views[key][0][ids] = right
-        self.session.hold(remote_id, lease=lease, blocks=tables)
+        for rows, true in true_rows(self.engine, self.rank, request, seed, producer=True):
+            known = rows.known
+            self.views[rows.key][rows.block[known], :, rows.row[known]] = true[known]
+        self.session.hold(remote_id, lease=lease, blocks=request.producer_blocks)
         self.held[request_of(remote_id)] = request
 
     def settled(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Overwrite the blocks of requests that ended. Return their ids: done, and others."""
         settled = self.session.settled()
         for name in map(request_of, settled.freed):
-            self._spoil(self.held.pop(name).producer_blocks)
+            self._spoil(self.held.pop(name), producer=True)
         others = (*settled.expired, *settled.aborted)
         return tuple(map(request_of, settled.done)), tuple(map(request_of, others))
 
@@ -95,7 +88,7 @@ class RequestRank(RankServer):
         digest: bool = False,
     ) -> None:
         """Start to load a request."""
-        self._spoil(request.consumer_blocks)
+        self._spoil(request, producer=False)
         load = self.session.load(
             request, remote_id=remote_id, timeout=timeout, pushed=pushed, verify=digest
         )
@@ -110,10 +103,10 @@ class RequestRank(RankServer):
         load, seed = self.loads[name]
         request, wrong = load.request, 0
         if load.poll() == "done":
-            for key, ids, right, counts in truth(
-                self.engine, self.rank, request.consumer_blocks, request, seed, producer=False
-            ):
-                wrong += int(np.count_nonzero((self.views[key][0][ids] != right) & counts))
+            for rows, true in true_rows(self.engine, self.rank, request, seed, producer=False):
+                right = np.where(rows.live[:, None, None], true, RUBBISH)
+                differs = self.views[rows.key][rows.block, :, rows.row] != right
+                wrong += int(np.count_nonzero(differs[~rows.dead]))
         if load.state != "moving":
             del self.loads[name]
         return LoadOutcome(load.state, str(load.error or ""), load.undefined_blocks, wrong)
@@ -122,8 +115,7 @@ class RequestRank(RankServer):
         """Return the numbers of the objects that exist."""
         return RankStats(self.session.stats(), self.nixl.stats(), threading.active_count())
 
-    def _spoil(self, tables: Mapping[str, BlockTable]) -> None:
+    def _spoil(self, request: TransferRequest, *, producer: bool) -> None:
         """Write rubbish into all blocks of a request."""
-        for key, (view, kernel_blocks_per_block) in self.views.items():
-            ids: npt.NDArray[np.int64] = tables[key[0]].block_ids
-            view[in_memory(ids, kernel_blocks_per_block)] = RUBBISH
+        for rows, _ in true_rows(self.engine, self.rank, request, 0, producer=producer):
+            self.views[rows.key][rows.block, :, rows.row] = RUBBISH

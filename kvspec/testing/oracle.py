@@ -110,7 +110,7 @@ def content(
     return word.astype("<u8").view(np.uint8)[:, :, :size]
 
 
-def _content_of(rows: Rows, seed: int) -> Bytes:
+def content_of(rows: Rows, seed: int) -> Bytes:
     """Return the true bytes of *rows*, of shape (entries, units, bytes)."""
     of_tokens, (_, layer, name) = rows.part.per_token, rows.key
     numbers, seen = (rows.token, -1) if of_tokens else (rows.row, rows.seen)
@@ -159,7 +159,7 @@ def fill(
     views = _views(engine, rank, storage, num_blocks)
     for rows in rows_of(engine, rank, tables, request, request.state_tokens):
         known = rows.known
-        views[rows.key][rows.block[known], :, rows.row[known]] = _content_of(rows, seed)[known]
+        views[rows.key][rows.block[known], :, rows.row[known]] = content_of(rows, seed)[known]
 
 
 def spoil(
@@ -188,7 +188,7 @@ def spoil(
     _random(storage, rank, seed + 2)
     views = _views(engine, rank, storage, num_blocks)
     for rows in rows_of(engine, rank, tables, request):
-        now, true = views[rows.key][rows.block, :, rows.row], _content_of(rows, seed)
+        now, true = views[rows.key][rows.block, :, rows.row], content_of(rows, seed)
         views[rows.key][rows.block, :, rows.row] = np.where(now == true, ~true, now)
 
 
@@ -226,7 +226,7 @@ def expected(
     may_views = _views(engine, rank, may, num_blocks)
     for rows in rows_of(engine, rank, tables, request, source=source):
         live, dead = rows.live, rows.dead
-        must_views[rows.key][rows.block[live], :, rows.row[live]] = _content_of(rows, seed)[live]
+        must_views[rows.key][rows.block[live], :, rows.row[live]] = content_of(rows, seed)[live]
         may_views[rows.key][rows.block[dead], :, rows.row[dead]] = 1
     return must, may
 

@@ -31,11 +31,11 @@ from two_engines import (
     check,
     engine,
 )
+from truths import RUBBISH, truth
 
 import kvspec
 from kvspec.errors import SpecError, TransferError
 from kvspec.nixl.rank import NixlStats
-from kvspec.run.contents import truth
 from kvspec.session import Load, new_remote_id
 from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl, logical_views
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 # Blocks of a rank: few enough that requests reuse each other's blocks all the time.
 BLOCKS = 12
-# The byte in blocks that no request owns.
-RUBBISH = 0xEE
 Rank = kvspec.RankId
 PAIRS = tuple(
     (engine(p, heads, state=state), engine(d, heads, block=block, state=state))
