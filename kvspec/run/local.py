@@ -7,21 +7,15 @@ fails or gives no answer is named with its stage and reason, and ends the run.
 from __future__ import annotations
 
 import secrets
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import wait
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvspec.errors import KVSpecError
 from kvspec.run.job import Job
 from kvspec.run.limits import check_device, check_memory
 from kvspec.run.rank_client import Ranks
-from kvspec.run.rank_server import ENDING
 from kvspec.run.report import Failure, Report
 from kvspec.run.run_stages import Arguments, Progress, StageError, lead
 from kvspec.run.transfer_rank import TransferRank
@@ -49,7 +43,7 @@ def check_job(job: Job) -> int:
 def run_transfer(job: Job, progress: Progress | None = None) -> Report:
     """Run *job* with one process for each rank.
 
-    A signal that ends this process ends all ranks first.
+    A signal that ends this process ends all ranks, too.
 
     Args:
         job: The job.
@@ -63,12 +57,8 @@ def run_transfer(job: Job, progress: Progress | None = None) -> Report:
         MismatchError: If the engines do not fit. Then nothing has started.
     """
     devices = check_job(job)
-    with (
-        exits(),
-        TemporaryDirectory(prefix="kvspec-") as folder,
-        LocalRanks(job, progress or (lambda *_: None)) as ranks,
-    ):
-        ranks.start(devices, Path(folder))
+    with LocalRanks(job, progress or (lambda *_: None)) as ranks:
+        ranks.start(devices)
         report = lead(job, ranks.through)
         if not report.failures:
             ranks.close()
@@ -83,14 +73,14 @@ class LocalRanks(Ranks):
         self.job, self.progress = job, progress
         self.deadline = time.monotonic() + job.timeout
 
-    def start(self, devices: int, folder: Path) -> None:
-        """Start all processes. Their output goes to files in *folder*."""
+    def start(self, devices: int) -> None:
+        """Start all processes."""
         secret = secrets.token_bytes(16)
         deadline = self.deadline - min(MARGIN, self.job.timeout / 10)
         for number, (side, rank) in enumerate(self.job.ranks()):
             device = f"cuda:{number % devices}" if self.job.device == "cuda" else self.job.device
             arguments = self.job, side, rank, device, deadline, secret
-            self.add(f"{side} {rank}", TransferRank, arguments, folder / f"{side}-{rank}.log")
+            self.add(f"{side} {rank}", TransferRank, arguments)
 
     def through(self, stage: str, arguments: Arguments) -> list[Any]:
         """Let all ranks do one stage, and return their answers. See `Through`."""
@@ -138,24 +128,3 @@ class LocalRanks(Ranks):
         end = time.monotonic() + LEAVE
         for client in self.ranks:
             wait([client.pipe], max(0.0, end - time.monotonic()))
-
-
-@contextmanager
-def exits() -> Iterator[None]:
-    """Turn the first signal that would end this process into `SystemExit`."""
-    main = threading.current_thread() is threading.main_thread()
-    caught = [each for each in ENDING if main and signal.getsignal(each) == signal.SIG_DFL]
-
-    def leave(number: int, frame: object) -> None:
-        del frame
-        for each in caught:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    for each in caught:
-        signal.signal(each, leave)
-    try:
-        yield
-    finally:
-        for each in caught:
-            signal.signal(each, signal.SIG_DFL)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Self
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.replicas import Role
-from kvspec.run.rank_server import ENDING, Launch
+from kvspec.run.rank_server import Launch
 from kvspec.run.request_rank import RankStats, RequestRank
 
 SILENT = 120.0  # seconds in which a rank has to answer
@@ -46,23 +46,19 @@ class RankClient:
         name: Name of the rank, in errors and in the list of processes.
         server_type: The class that the process creates and serves.
         arguments: The arguments of this class.
-        log: File for what its libraries print. They print to standard error if the environment
-            has a log level for UCX or NIXL. By default, nothing is kept.
+
+    What its libraries print goes to a file without a name, for the error when it dies. They print
+    to standard error if the environment has a log level for UCX or NIXL.
     """
 
-    def __init__(
-        self,
-        name: str,
-        server_type: type[object],
-        arguments: tuple[object, ...],
-        log: Path | None = None,
-    ) -> None:
-        self.name, self.log = name, log
+    def __init__(self, name: str, server_type: type[object], arguments: tuple[object, ...]) -> None:
+        # The file has no name, so nothing is left of it even if this process is killed.
+        self.name, self.log = name, TemporaryFile()  # noqa: SIM115 - `kill` closes it
         self.pipe, child_end = Pipe()
         path = os.pathsep.join(filter(None, sys.path))
         loud = {"UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"} & set(os.environ)
-        with child_end, Path(log or os.devnull).open("ab") as file:
-            target = sys.stderr.fileno() if loud and log else file.fileno()
+        target = sys.stderr.fileno() if loud else self.log.fileno()
+        with child_end:
             self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
                 [sys.executable, "-P", "-c", BODY, str(child_end.fileno()), str(os.getpid()), name],
                 pass_fds=[child_end.fileno()],
@@ -106,6 +102,7 @@ class RankClient:
         self.process.kill()
         self.process.wait()
         self.pipe.close()
+        self.log.close()
 
     def death(self) -> str:
         """Describe how the process ended, with the last lines that it printed."""
@@ -114,7 +111,8 @@ class RankClient:
         except subprocess.TimeoutExpired:
             return "its process closed its pipe"
         signals = {-number.value: number.name for number in signal.Signals}
-        text = self.log.read_text(errors="replace") if self.log else ""
+        self.log.seek(0)
+        text = self.log.read().decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()][-LOG_TAIL:]
         words = f"; its last words: {' | '.join(lines)}" if lines else ""
         return f"its process died ({signals.get(code, f'exit status {code}')}){words}"
@@ -132,17 +130,11 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def add(
-        self,
-        name: str,
-        server_type: type[object],
-        arguments: tuple[object, ...],
-        log: Path | None = None,
-    ) -> None:
+    def add(self, name: str, server_type: type[object], arguments: tuple[object, ...]) -> None:
         """Start one more rank. If that fails, kill all."""
         try:
             with _uninterrupted():
-                self.ranks.append(RankClient(name, server_type, arguments, log))
+                self.ranks.append(RankClient(name, server_type, arguments))
         except BaseException:
             self.kill()
             raise
@@ -157,12 +149,12 @@ class Ranks:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Block signals while a process starts, so that an interrupt loses no process.
+    """Block SIGINT while a process starts, so that an interrupt loses no process.
 
-    The process inherits the blocked signals. It unblocks all but SIGINT: Ctrl-C reaches the whole
-    process group, and only the parent handles it.
+    The process inherits the blocked signal: Ctrl-C reaches the whole process group, and only the
+    parent handles it.
     """
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:

@@ -7,7 +7,6 @@ of other ranks are read by the session alone.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -23,9 +22,6 @@ from kvspec.nixl import NixlRank, Staging
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.session import Session, TcpChannel
-
-# Signals that end a process. Its parent has blocked them while it started the process.
-ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @attrs.frozen(kw_only=True)
@@ -132,7 +128,6 @@ def main() -> None:
 
     The parent first sends a class and its arguments, then commands, which are methods of the class.
     """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     parent = Connection(int(sys.argv[1]))
     # After the parent has died, the process ends. After another error the rank cannot continue.
     with suppress(EOFError, BrokenPipeError):

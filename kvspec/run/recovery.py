@@ -3,10 +3,11 @@
 Invariant: an impossible run is refused before a process starts, and no process is left after a run.
 
 How it works:
-    At most `MAX_OPEN` requests are open at a time. Each has blocks of its own on both sides, until
-    every live rank has freed or loaded it. A killed rank takes its whole engine with it: the engine
-    is started again under the same name, and its ranks hold and load nothing. The ranks of the
-    other engine continue, and must free or fail what concerned the old start.
+    At most `SLOTS` requests are open at a time. Each has a slot, with blocks of its own on both
+    sides, until every live rank has freed or loaded it. The next request reuses the slot at once.
+    A killed rank takes its whole engine with it: the engine is started again under the same name,
+    and its ranks hold and load nothing. The ranks of the other engine continue, and must free or
+    fail what concerned the old start.
 
     Each rank compares a load at once when it is done. `Figures` counts what went wrong: requests
     that never end are lost, bytes of a load that is done may be wrong, and objects that exist at
@@ -28,7 +29,6 @@ from kvspec.inputs import positive_int
 from kvspec.memory.allocation import plan_memory
 from kvspec.run.job import SIDES, SPARE_BLOCKS, Job, Side
 from kvspec.run.limits import check_memory
-from kvspec.run.local import exits
 from kvspec.run.rank_client import EngineClient, RankClient
 from kvspec.run.rank_server import Launch
 from kvspec.run.report import Figures
@@ -37,8 +37,7 @@ from kvspec.session import new_remote_id
 
 KILLS = ("kill producer", "kill consumer")
 LEASE, HEARTBEAT, PATIENCE = 3.0, 0.4, 3.0  # of the sessions, in seconds
-MAX_OPEN = 8  # requests at a time
-POOL_REQUESTS = 4  # number of the longest requests for which each pool has blocks
+SLOTS = 6  # requests at a time
 DRAIN = 20.0  # seconds in which the last requests must end
 THREADS = 3  # of a process with a session
 
@@ -46,13 +45,16 @@ Unanswered = list[tuple[RankClient, int | None]]
 """Ranks that have not answered a command yet. A rank that loads has its number."""
 
 
+def slot_sizes(jobs: Sequence[Job], side: Side) -> dict[str, int]:
+    """Return the number of blocks of each group in one slot: enough for each of *jobs*."""
+    groups = jobs[0].engine(side).groups
+    return {g.name: max(len(job.block_starts(side, g)) for job in jobs) for g in groups}
+
+
 def pools_of(jobs: Sequence[Job], side: Side) -> dict[str, int]:
-    """Return the number of blocks of each group."""
-    engine, first = jobs[0].engine(side), jobs[0].first_block(side)
-    longest = {g.name: max(len(job.block_starts(side, g)) for job in jobs) for g in engine.groups}
-    return {
-        name: first + 2 * SPARE_BLOCKS + POOL_REQUESTS * count for name, count in longest.items()
-    }
+    """Return the number of blocks of each group: those of all slots, and a few more."""
+    first, sizes = jobs[0].first_block(side), slot_sizes(jobs, side)
+    return {name: first + SLOTS * size + SPARE_BLOCKS for name, size in sizes.items()}
 
 
 def check_kills(job: Job, kills: int) -> list[Job]:
@@ -105,14 +107,14 @@ def run_recovery(
     """
     drawn = random.Random(job.seed)  # noqa: S311 - no secret
     faults = [drawn.choice(KILLS) for _ in range(kills)]
-    with exits():
-        return Recovery(job, check_kills(job, kills)).run(faults, progress or (lambda _: None))
+    return Recovery(job, check_kills(job, kills)).run(faults, progress or (lambda _: None))
 
 
 @attrs.define(eq=False)
 class OpenRequest:
-    """A request that has not ended, and the numbers of the ranks that still hold or load it."""
+    """A request that has not ended, its slot, and the ranks that still hold or load it."""
 
+    slot: int
     request: TransferRequest
     remote_id: str
     holders: set[int]
@@ -133,11 +135,8 @@ class Recovery:
         self.drawn = random.Random(job.seed)  # noqa: S311 - no secret
         self.pushed, self.secret = job.mode == "push", secrets.token_hex(16)
         self.figures, self.epoch = Figures(), dict.fromkeys(SIDES, 0)
-        self.pools = {side: pools_of(jobs, side) for side in SIDES}
-        self.free = {
-            side: {name: set(range(job.first_block(side), n)) for name, n in pools.items()}
-            for side, pools in self.pools.items()
-        }
+        self.sizes = {side: slot_sizes(jobs, side) for side in SIDES}
+        self.slots = list(range(SLOTS))  # the free ones
         self.open: dict[str, OpenRequest] = {}
         self.engines: dict[Side, EngineClient] = {}
 
@@ -170,7 +169,7 @@ class Recovery:
         launch = Launch(
             name=side,
             epoch=self.epoch[side],
-            blocks=self.pools[side],
+            blocks=pools_of(self.jobs, side),
             polled=side == self.job.active,
             replica_policy=self.job.replica_policy,
             lease=LEASE,
@@ -190,50 +189,38 @@ class Recovery:
         while (sent := self.figures.requests) < len(self.jobs) and time.monotonic() < deadline:
             injected = self.figures.faults
             fault = faults[injected] if injected < len(due) and due[injected] <= sent else ""
-            if len(self.open) < MAX_OPEN and self.admit(fault):
+            if self.slots:
+                self.admit(fault)
                 progress(sent + 1)
             self.look()
 
-    def admit(self, fault: str = "") -> bool:
-        """Send a request and inject *fault* meanwhile. Return False if there are too few blocks."""
-        number = self.figures.requests
+    def admit(self, fault: str) -> None:
+        """Send a request and inject *fault* meanwhile."""
+        number, slot = self.figures.requests, self.slots.pop()
         job, name = self.jobs[number], f"request-{number}"
-        producer, consumer = (self.tables(side, job) for side in SIDES)
-        if producer is None or consumer is None:
-            return False
+        producer, consumer = (self.tables(side, job, slot) for side in SIDES)
         request = attrs.evolve(
             job.moves[0], request_id=name, producer_blocks=producer, consumer_blocks=consumer
         )
-        self.take(request)
         holders, loaders = (set(range(len(self.engines[side].ranks))) for side in SIDES)
-        each = self.open[name] = OpenRequest(request, new_remote_id(name), holders, loaders)
+        each = OpenRequest(slot, request, new_remote_id(name), holders, loaders)
+        self.open[name] = each
         self.figures.requests += 1
         self.hold(each, number, fault)
         unanswered = self.move(each, number)
         self.figures.faults += fault != ""
         self.inject(fault, each, unanswered)
         self.collect(each, unanswered)
-        return True
 
-    def tables(self, side: Side, job: Job) -> dict[str, BlockTable] | None:
-        """Return block tables of free blocks, or None if there are too few."""
+    def tables(self, side: Side, job: Job, slot: int) -> dict[str, BlockTable]:
+        """Return block tables of the blocks in a slot, in random order."""
         tables: dict[str, BlockTable] = {}
+        first = job.first_block(side)
         for group in job.engine(side).groups:
-            starts, free = job.block_starts(side, group), self.free[side][group.name]
-            if len(free) < len(starts):
-                return None
-            ids = self.drawn.sample(sorted(free), len(starts))
-            tables[group.name] = BlockTable(ids, starts.start)
+            starts, size = job.block_starts(side, group), self.sizes[side][group.name]
+            blocks = range(first + slot * size, first + (slot + 1) * size)
+            tables[group.name] = BlockTable(self.drawn.sample(blocks, len(starts)), starts.start)
         return tables
-
-    def take(self, request: TransferRequest, *, back: bool = False) -> None:
-        """Remove the blocks of a request from the free blocks, or give them *back*."""
-        for side, tables in zip(
-            SIDES, (request.producer_blocks, request.consumer_blocks), strict=True
-        ):
-            for name, table in tables.items():
-                ids, free = set(table.block_ids.tolist()), self.free[side][name]
-                self.free[side][name] = free | ids if back else free - ids
 
     def hold(self, each: OpenRequest, seed: int, fault: str) -> None:
         """Let the producer compute and hold a request."""
@@ -297,7 +284,7 @@ class Recovery:
                         self.figures.wrong += outcome.wrong
         for name, each in list(self.open.items()):
             if not each.holders and not each.loaders:
-                self.take(self.open.pop(name).request, back=True)
+                self.slots.append(self.open.pop(name).slot)
 
     def end(self) -> None:
         """Wait until all requests have ended, and count the objects that are left."""
