@@ -43,15 +43,11 @@ def _escaped(value: object) -> str:
 class Canvas:
     """A picture in progress. Each new shape lies in front of the earlier ones.
 
-    A viewer shows the *title* of a shape when the mouse points at it. *look* contains SVG
-    attributes. The attributes ``data_…`` describe the shape for programs that read the picture.
+    *look* contains SVG attributes. The attributes ``data_…`` describe the shape for programs that
+    read the picture.
     """
 
     elements: list[str] = attrs.field(factory=list)
-
-    def _add(self, name: str, title: str, **look: Look) -> None:
-        inside = element("title", _escaped(title)) if title else ""
-        self.elements.append(element(name, inside, **look))
 
     def text(
         self, x: float, y: float, text: str, size: float = style.NORMAL, **look: Look
@@ -97,26 +93,24 @@ class Canvas:
             x += room
         return y + 20 if x > style.MARGIN else y
 
-    def box(
-        self, corner: Point, size: Point, pattern: str = "", title: str = "", **look: Look
-    ) -> None:
+    def box(self, corner: Point, size: Point, pattern: str = "", **look: Look) -> None:
         """Draw a rectangle. The *pattern* covers its colour."""
         (x, y), (width, height) = corner, size
         place: dict[str, Look] = {"x": x, "y": y, "width": width, "height": height}
         place["rx"] = look.get("rx")
-        self._add("rect", title, **place | look)
+        self.elements.append(element("rect", **place | look))
         if pattern:
-            self._add("rect", "", **place, fill=f"url(#{pattern})")
+            self.elements.append(element("rect", **place, fill=f"url(#{pattern})"))
 
-    def curve(self, start: Point, stop: Point, title: str, stroke: str, **look: Look) -> None:
+    def curve(self, start: Point, stop: Point, stroke: str, **look: Look) -> None:
         """Draw an arrow whose two ends are horizontal."""
         (x0, y0), (x1, y1) = start, stop
         self._path(("M", x1 - 7, y1 - 4, "L", x1, y1, "L", x1 - 7, y1 + 4, "Z"), fill=stroke)
         half = (x0 + x1 - 6) / 2
         steps = ("M", x0, y0, "C", half, y0, half, y1, x1 - 6, y1)
-        self._path(steps, title, fill="none", stroke=stroke, **look)
+        self._path(steps, fill="none", stroke=stroke, **look)
 
-    def ribbon(self, upper: Span, lower: Span, rows: Point, title: str, **look: Look) -> None:
+    def ribbon(self, upper: Span, lower: Span, rows: Point, **look: Look) -> None:
         """Fill the area between two horizontal spans (left, right) at the heights *rows*.
 
         Its left and right edges are S-shaped.
@@ -124,15 +118,15 @@ class Canvas:
         (a, b), (c, d), (y0, y1) = upper, lower, rows
         half = (y0 + y1) / 2
         there, back = ("C", a, half, c, half, c, y1), ("C", d, half, b, half, b, y0)
-        self._path(("M", a, y0, *there, "L", d, y1, *back, "Z"), title, **look)
+        self._path(("M", a, y0, *there, "L", d, y1, *back, "Z"), **look)
 
     def rule(self, start: Point, stop: Point) -> None:
         """Draw a thin straight line."""
         self._path(("M", *start, "L", *stop), stroke=style.LINE)
 
-    def _path(self, steps: Iterable[str | float], title: str = "", **look: Look) -> None:
+    def _path(self, steps: Iterable[str | float], **look: Look) -> None:
         drawn = " ".join(step if isinstance(step, str) else f"{step:.1f}" for step in steps)
-        self._add("path", title, d=drawn, **look)
+        self.elements.append(element("path", d=drawn, **look))
 
     def svg(self, width: float, height: float, title: str) -> str:
         """Return the picture as the text of an SVG file."""

@@ -363,7 +363,7 @@ def _layers(names: Iterable[str]) -> str:
 
 
 def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
-    """Draw *plan* as SVG text: the ranks of both engines, and the units that move between them.
+    r"""Draw *plan* as SVG text: the ranks of both engines, and the units that move between them.
 
     Each rank is a box with its units. A line runs from a producer rank to each consumer rank that
     reads from it. The box of a producer rank without reads is grey and names the consumer rank
@@ -386,7 +386,7 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     >>> group = kvspec.KVCacheGroup(name="attention", layers=("layers.0",), spec=layer)
     >>> engine = kvspec.EngineSpec(groups=(group,))
     >>> picture = plan_svg(kvspec.plan_transfer(engine, engine))
-    >>> "tp0 reads k+v heads 0..1 of attention from tp0" in picture
+    >>> "k+v \N{LEFTWARDS ARROW} tp0, 512 B a token" in picture
     True
     """
     instance("plan", plan, TransferPlan)
@@ -446,12 +446,9 @@ def _curves(canvas: Canvas, scene: Scene) -> None:
         # In the order of their ends, the curves of one line do not cross.
         for nth, read in enumerate(sorted(line.reads, key=ends.__getitem__)):
             number, parts = scene.numbers[read.producer], read.part_group
-            units = f"{parts.noun}s {read.units.start}..{read.units.stop - 1}"
-            fact = f"{read.consumer} reads {parts.name} {units} of {', '.join(read.groups)} from "
             canvas.curve(
                 (producer.left + producer.width, y + nth * step),
                 (consumer.left, ends[read]),
-                f"{fact}{read.producer}: {read.size}",
                 style.colour(number),
                 stroke_width=1.8,
                 stroke_dasharray=_DASHES[number // len(style.PALETTE) % len(_DASHES)],

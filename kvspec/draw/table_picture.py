@@ -46,14 +46,13 @@ from kvspec.plan.edges import Edge
 
 # In pixels: the width and height of both bars, and the distance between them.
 _WIDTH, _BAR, _BETWEEN = 960.0, 34.0, 170.0
-# In pixels: the width of a gap, the least width of a stretch with an outline, and the least
-# distance between two ticks. All gaps together use at most half of the bar.
-_GAP, _OUTLINED, _APART = 30.0, 12.0, 92.0
+# In pixels: the width of a gap. All gaps together use at most half of the bar.
+_GAP = 30.0
 # `_first_blocks` searches at most so many tokens, and tries at most so many shorter requests.
 _MOST_TOKENS, _MOST_TRIED = 2**16, 8
 # More would be too narrow to distinguish, or too many for a browser.
 _MOST_STRETCHES, _MOST_UNITS, _MOST_LAYERS = 200, 64, 3
-_MOST_RIBBONS, _MOST_LABELS, _MOST_KEYS = 256, 16, 12
+_MOST_RIBBONS, _MOST_KEYS = 256, 12
 
 
 @attrs.frozen
@@ -410,47 +409,28 @@ def _heading(canvas: Canvas, window: Window, y: float) -> None:
 
 def _bar(canvas: Canvas, side: str, axis: Axis, y: float, parts: Sequence[str]) -> None:
     """Draw the stretches with a pattern for each part, and their units."""
-    for before, after in pairwise(axis.chunks):
-        end = before.placed[-1][1][1]
-        dots = style.fitting(["…"], after.left - end)
-        canvas.text((end + after.left) / 2, y + _BAR / 2 + 3, dots, text_anchor="middle")
     for stretch, (left, right) in axis.placed:
-        units, size = style.span_text(stretch.units), nbytes(stretch.stop - stretch.start)
         canvas.box(
             (left, y),
             (right - left, _BAR),
             style.hatch(parts.index(stretch.part)),
-            f"{stretch.layer} {stretch.part}, {style.unit_noun(stretch.part)} {units}: {size}",
             fill=stretch.colour,
             fill_opacity=style.FADED,
-            stroke=style.INK if right - left > _OUTLINED else "none",
-            stroke_width=0.5,
             data_side=side.lower(),
             data_layer=stretch.layer,
             data_part=stretch.part,
-            data_units=units,
+            data_units=style.span_text(stretch.units),
         )
-    for left, right, texts in _labels(axis):
-        label = style.fitting(texts, right - left - 3)
-        middle = (left + right) / 2
-        canvas.text(middle, y + _BAR / 2 + 4, label, style.SMALL, text_anchor="middle")
-
-
-def _labels(axis: Axis) -> Iterator[tuple[float, float, tuple[str, str]]]:
-    """Yield labels: left edge, right edge, and texts from the longest to the shortest.
-
-    Narrow stretches of the same unit share a label if they touch.
-    """
+    # Stretches of the same unit share a label if they touch.
     for chunk in axis.chunks:
         for units, same_units in groupby(chunk.placed, key=lambda own: own[0].units):
-            group, text = list(same_units), style.span_text(units)
-            room = style.width_of(text, style.SMALL) + 3
-            if all(right - left > room for _, (left, right) in group):
-                for stretch, (left, right) in group:
-                    yield left, right, (f"{stretch.part} {text}", text)
-            else:
-                noun = style.unit_noun(group[0][0].part)
-                yield group[0][1][0], group[-1][1][1], (f"{noun} {text}", text)
+            stretches, spans = zip(*same_units, strict=True)
+            left, right, text = spans[0][0], spans[-1][1], style.span_text(units)
+            texts = f"{style.unit_noun(stretches[0].part)} {text}", text
+            label = style.fitting(texts, right - left - 3)
+            canvas.text(
+                (left + right) / 2, y + _BAR / 2 + 4, label, style.SMALL, text_anchor="middle"
+            )
 
 
 def _layers(canvas: Canvas, axis: Axis, y: float) -> None:
@@ -468,29 +448,22 @@ def _layers(canvas: Canvas, axis: Axis, y: float) -> None:
 
 
 def _ticks(canvas: Canvas, axis: Axis, y: float) -> None:
-    """Write distances at the beginning of each chunk and at round distances inside, if they fit.
+    """Write the distance of each chunk from the first drawn byte of its memory, if it fits.
 
-    Distances begin at the first drawn byte of each memory. Addresses would be different in each
-    process.
+    Addresses would be different in each process.
     """
     origin: dict[int, int] = {}
-    step = 64
-    while step * axis.scale < _APART:
-        step *= 2
     free, end = 0.0, style.MARGIN + _WIDTH
     for chunk in axis.chunks:
-        first = origin.setdefault(chunk.stretches[0].memory, chunk.start)
-        begin, stop = chunk.start - first, chunk.stop - first
-        for place in (begin, *range(begin // step * step + step, stop, step)):
-            x, _ = chunk.span(first + place, stop)
-            label = f"+{nbytes(place)}" if place else "0 B"
-            if not place and len(origin) > 1:
-                label = f"memory {len(origin)}"
-            width = style.width_of(label, style.SMALL)
-            if free <= x <= end - width:
-                canvas.rule((x, y - 9), (x, y + 1))
-                canvas.text(x + 3, y, label, style.SMALL, fill=style.FAINT)
-                free = x + width + 11
+        distance = chunk.start - origin.setdefault(chunk.stretches[0].memory, chunk.start)
+        label = f"+{nbytes(distance)}" if distance else "0 B"
+        if not distance and len(origin) > 1:
+            label = f"memory {len(origin)}"
+        width = style.width_of(label, style.SMALL)
+        if free <= chunk.left <= end - width:
+            canvas.rule((chunk.left, y - 9), (chunk.left, y + 1))
+            canvas.text(chunk.left + 3, y, label, style.SMALL, fill=style.FAINT)
+            free = chunk.left + width + 11
 
 
 def _lengths(runs: Ints) -> str:
@@ -511,7 +484,6 @@ def _ribbons(canvas: Canvas, axes: Sequence[Axis], runs: Ints, rows: tuple[float
     numbers = np.unique(drawn[:, 3])
     step = -(-len(numbers) // _MOST_RIBBONS) or 1
     for *starts, length, number in drawn[np.isin(drawn[:, 3], numbers[::step])].tolist():
-        size = int(runs[number, 2])
         chunks = [axis.chunk(start) for axis, start in zip(axes, starts, strict=True)]
         upper, lower = (c.span(at, at + length) for c, at in zip(chunks, starts, strict=True))
         inside = chunks[1].stretches
@@ -519,12 +491,7 @@ def _ribbons(canvas: Canvas, axes: Sequence[Axis], runs: Ints, rows: tuple[float
         units = {u for s in inside if s.start < end and begin < s.stop for u in s.units}
         fill = style.colour(units.pop()) if len(units) == 1 else style.LINE
         look: dict[str, Look] = {"fill": fill, "fill_opacity": 0.38, "stroke": fill}
-        look |= {"stroke_width": 0.5, "data_length": size}
-        canvas.ribbon(upper, lower, rows, f"a run of {nbytes(size)}", **look)
-        if len(numbers) <= _MOST_LABELS:
-            room = min(upper[1] - upper[0], lower[1] - lower[0])
-            label = style.fitting([nbytes(size)], room - 4)
-            x, y = sum((*upper, *lower)) / 4, sum(rows) / 2 + 4
-            canvas.text(x, y, label, style.SMALL, text_anchor="middle")
+        look |= {"stroke_width": 0.5, "data_length": int(runs[number, 2])}
+        canvas.ribbon(upper, lower, rows, **look)
     every = f", 1 of {step} drawn" if step > 1 else ""
     return f"{_lengths(runs[numbers])} between the drawn bytes{every}"
