@@ -17,8 +17,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from ledger_world import World
 from msgspec.structs import replace
-from two_engines import World
 
 import kvspec
 from kvspec.completion.actions import Free, Tell

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from two_engines import Side, engine, request, until
-from kvspec.session import new_remote_id
 from strange import STRANGE
+from two_engines import Side, engine, request, until
 
 import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError
 from kvspec.nixl import NixlRank
-from kvspec.session import Load, Session, TcpChannel
+from kvspec.session import Load, Session, TcpChannel, new_remote_id
 from kvspec.session.load import Push
 from kvspec.testing import FakeNixl
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from two_engines import Direct, Side, engine, request
-from kvspec.session import new_remote_id
 
-from kvspec.session import background
+from kvspec.session import background, new_remote_id
 from kvspec.testing import FakeNixl
 
 

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from session_world import MODES, PAIRS, Mode, World
-from two_engines import BrokenPromise, Promise, play
+from two_engines import BrokenPromiseError, Promise, play
 
 from kvspec.testing import FakeNixl
 
@@ -194,6 +194,6 @@ def test_chaos_finds_the_promise_that_a_fault_breaks(
         for seed in range(100):
             chaos(seed, "pull" if mode == "verify" else mode, verify=mode == "verify")
 
-    with pytest.raises(BrokenPromise) as caught:
+    with pytest.raises(BrokenPromiseError) as caught:
         try_many()
     assert promise == caught.value.promise

@@ -8,7 +8,7 @@ import weakref
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from sessions import Side, engine, new_remote_id, request, until
+from two_engines import Side, engine, new_remote_id, request, until
 
 import kvspec
 from kvspec.nixl import NixlRank

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from lines import Other, between_lines
 from two_engines import Side, engine, request, until
-from kvspec.session import new_remote_id
 
 from kvspec.errors import MismatchError, SpecError, TransferError
 from kvspec.ownership.replicas import Role
-from kvspec.session import Session, remotes
+from kvspec.session import Session, new_remote_id, remotes
 from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl
 

@@ -18,10 +18,9 @@ from kvspec.errors import SpecError
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import BLOCKS, Direct, Side, engine, request, until
-from kvspec.session import new_remote_id
 
 from kvspec.completion.producer import ProducerLedger
-from kvspec.session import Load
+from kvspec.session import Load, new_remote_id
 from kvspec.session.checksums import ChecksumAnswers, sums_of
 from kvspec.session.mailbox import MESSAGE
 from kvspec.testing import FakeNixl, logical_views

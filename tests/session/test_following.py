@@ -16,9 +16,8 @@ from kvspec.errors import SpecError, TransferError
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import BLOCKS, Side, engine, request, until
-from kvspec.session import new_remote_id
 
-from kvspec.session import Load
+from kvspec.session import Load, new_remote_id
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.positions import rows_of
 from kvspec.wire.messages import LayerProgress, key_of

@@ -10,10 +10,9 @@ import pytest
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import Direct, Side, engine, request, until
-from kvspec.session import new_remote_id
 
 from kvspec.errors import SpecError
-from kvspec.session import Session
+from kvspec.session import Session, new_remote_id
 from kvspec.session.holds import Settled
 from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl

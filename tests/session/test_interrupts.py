@@ -14,7 +14,6 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from lines import interrupted_at
 from two_engines import Direct, Side, engine, request, until
-from kvspec.session import new_remote_id
 
 from kvspec.completion import consumer, held, load_plan, producer
 from kvspec.nixl import rank, transfer
@@ -25,6 +24,7 @@ from kvspec.session import (
     holds,
     load,
     loads,
+    new_remote_id,
     session,
     written,
 )

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from two_engines import Direct, Side, engine, request
-from kvspec.session import new_remote_id
 
 import kvspec
-from kvspec.session import TcpChannel
+from kvspec.session import TcpChannel, new_remote_id
 from kvspec.session.holds import MAX_FOREIGN
 from kvspec.session.mailbox import ANSWER, CHALLENGE, INTRODUCTION, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl

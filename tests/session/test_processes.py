@@ -13,11 +13,11 @@ pytest.importorskip("nixl_cu13", reason="needs nixl")
 from faulty_ranks import FaultyEngine, go_on, stop
 from session_soak import soak
 from two_engines import engine
-from kvspec.session import new_remote_id
 
 import kvspec
 from kvspec.run.rank_client import until
 from kvspec.run.rank_server import Launch
+from kvspec.session import new_remote_id
 
 pytestmark = pytest.mark.nixl
 TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}

@@ -16,9 +16,8 @@ from kvspec.errors import SpecError, TransferError
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import Direct, Side, engine, request, until
-from kvspec.session import new_remote_id
 
-from kvspec.session import Load
+from kvspec.session import Load, new_remote_id
 from kvspec.session.holds import Holds
 from kvspec.session.load import Push
 from kvspec.testing import FakeNixl

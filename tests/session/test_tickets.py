@@ -20,9 +20,8 @@ from kvspec.errors import KVSpecError, SpecError, TransferError
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import Side, engine, request, until
-from kvspec.session import new_remote_id
 
-from kvspec.session import Load, PrefillTicket, Session, content_of, session
+from kvspec.session import Load, PrefillTicket, Session, content_of, new_remote_id, session
 from kvspec.session.connecting import Connection
 from kvspec.testing import FakeNixl
 

@@ -11,9 +11,8 @@ import pytest
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import Side, engine, request, until
-from kvspec.session import new_remote_id
 
-from kvspec.session import Load
+from kvspec.session import Load, new_remote_id
 from kvspec.testing import FakeNixl
 
 ASKED = request()

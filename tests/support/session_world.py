@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
+from truths import RUBBISH, truth
 from two_engines import (
     HEARTBEAT,
     LEASE,
     LONGEST,
     PATIENCE,
     TIMEOUT,
-    BrokenPromise,
+    BrokenPromiseError,
     Promise,
     Side,
     TwoEngines,
     check,
     engine,
 )
-from truths import RUBBISH, truth
 
 import kvspec
 from kvspec.errors import SpecError, TransferError
@@ -337,7 +337,7 @@ class World(TwoEngines[tuple[str, str, bytes]]):
                         request, remote_id=entry.remote_id, timeout=TIMEOUT, epoch=entry.to
                     )
                 except TransferError as error:
-                    raise BrokenPromise(Promise.OWNED, entry.remote_id) from error
+                    raise BrokenPromiseError(Promise.OWNED, entry.remote_id) from error
                 except SpecError as error:
                     restarted = entry.to != self.starts["D"]
                     check(Promise.OWNED, restarted, error)
@@ -365,7 +365,7 @@ class World(TwoEngines[tuple[str, str, bytes]]):
                     pushed=self.pushed, follow=self.follow, verify=self.verify,
                 )  # fmt: skip
         except TransferError as error:
-            raise BrokenPromise(Promise.OWNED, entry.remote_id) from error
+            raise BrokenPromiseError(Promise.OWNED, entry.remote_id) from error
         except SpecError as error:
             waits = error.field in ("request_id", "key") and rank in entry.read
             check(Promise.OWNED, waits, error)

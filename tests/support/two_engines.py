@@ -6,7 +6,7 @@ How it works:
 
     `TwoEngines` is the world of a test that performs steps in any order. It has a clock for each
     engine and a network that loses, repeats and delays messages. `play` draws the steps. A world
-    keeps the truth apart from the tested objects, and raises `BrokenPromise` if they contradict it.
+    keeps the truth apart from the tested objects, and raises `BrokenPromiseError` if they contradict it.
     Two worlds test two layers:
 
     ==================  ==========================  ==============================================
@@ -70,7 +70,7 @@ class Promise(enum.StrEnum):
     CLEAN = "nothing is left when everything has ended"
 
 
-class BrokenPromise(AssertionError):
+class BrokenPromiseError(AssertionError):
     """A promise that a world found broken."""
 
     def __init__(self, promise: Promise, why: object) -> None:
@@ -79,9 +79,9 @@ class BrokenPromise(AssertionError):
 
 
 def check(promise: Promise, kept: object, why: object = "") -> None:
-    """Raise `BrokenPromise` unless *kept*. *why* describes the case."""
+    """Raise `BrokenPromiseError` unless *kept*. *why* describes the case."""
     if not kept:
-        raise BrokenPromise(promise, why)
+        raise BrokenPromiseError(promise, why)
 
 
 class TwoEngines(Generic[Message]):
