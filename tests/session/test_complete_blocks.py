@@ -8,11 +8,11 @@ import weakref
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from two_engines import Side, engine, new_remote_id, request, until
+from two_engines import Side, engine, request, until
 
 import kvspec
 from kvspec.nixl import NixlRank
-from kvspec.session import Session
+from kvspec.session import Session, new_remote_id
 from kvspec.testing import FakeNixl
 
 
