@@ -22,10 +22,8 @@ def calibrate(
     Run this command on an idle machine, with the environment of the engines
     (`UCX_TLS`, `UCX_NET_DEVICES`).
     """
-    requests = tuple(probes(megabytes << 20))
-    with reported_errors(), progress_bar() as bar:
-        task = bar.add_task("requests", total=len(requests))
-        samples = measure(requests, tries, lambda done: bar.update(task, advance=done))
+    with reported_errors(), progress_bar() as show:
+        samples = measure(tuple(probes(megabytes << 20)), tries, show)
     rows = [
         (
             nbytes(sample.mean),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -189,18 +189,26 @@ def output() -> Console:
     return Console(markup=False, highlight=False, emoji=False)
 
 
-def progress_bar() -> Progress:
-    """Return a progress bar. It appears only on a terminal, and disappears when it ends."""
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a progress bar on a terminal, until the block ends.
+
+    Yields:
+        Function that receives what is going on, how much of it is done, and how much there is.
+    """
     console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}", justify="left"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
+    columns = TextColumn("{task.description:8}"), BarColumn(bar_width=30), MofNCompleteColumn()
+    with Progress(
+        *columns,
         TimeElapsedColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,
-    )
+    ) as bar:
+        task = bar.add_task("start")
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total
+        )
 
 
 def replica_policy_of(

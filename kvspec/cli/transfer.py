@@ -35,7 +35,6 @@ from kvspec.errors import SpecError, counted, nbytes
 from kvspec.nixl.agent import package_names
 from kvspec.run import (
     LAUNCHERS,
-    STAGES,
     Job,
     Moved,
     Place,
@@ -157,12 +156,7 @@ def _run(job: Job, place: Place | None) -> Report | None:
         except StageError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(WRONG) from None
-    with progress_bar() as bar:
-        task = bar.add_task(STAGES[0], total=len(list(job.ranks())))
-
-        def show(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{stage:8}", completed=done, total=total)
-
+    with progress_bar() as show:
         return run_transfer(job, show)
 
 
@@ -175,12 +169,7 @@ def _recover(model: str, job: Job, kill: int, launcher: str, *, as_json: bool) -
     console = output()
     if not as_json:
         _show_job(console, model, job, killed=True)
-    with progress_bar() as bar:
-        task = bar.add_task("recover", total=job.requests)
-
-        def show(sent: int) -> None:
-            bar.update(task, completed=sent)
-
+    with progress_bar() as show:
         figures = run_recovery(job, kill, show)
     if as_json:
         print_json({"model": model, "ok": figures.ok, **attrs.asdict(figures)})
@@ -200,10 +189,8 @@ def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -
     memory = "host memory" if job.device == "cpu" else job.device
     count = counted(job.requests, "request")
     print_heading(console, model, job.producer, job.consumer)
-    shortest, suffix = ("1 to " if job.tokens > 1 else "", "at most") if killed else ("", "each")
-    tokens, size = f"{shortest}{counted(job.tokens, 'token')}{cached}", nbytes(job.request_bytes)
-    line = f"{count} of {tokens}; {size} {suffix}; {mode}; caches in {memory}"
-    console.print(line, soft_wrap=True)
+    tokens = f"{'1 to ' if killed and job.tokens > 1 else ''}{counted(job.tokens, 'token')}"
+    console.print(f"{count} of {tokens}{cached}; {mode}; caches in {memory}", soft_wrap=True)
 
 
 def _show_report(console: Console, job: Job, report: Report) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import typer
@@ -14,7 +15,6 @@ from kvspec.cli.options import (
     progress_bar,
     reported_errors,
 )
-from kvspec.errors import SpecError
 from kvspec.ownership.replicas import POLICIES, known_policies
 
 # Number of counter-examples that are printed.
@@ -38,15 +38,13 @@ def verify(
     start = time.perf_counter()
     with reported_errors():
         policies = known_policies(None) if ranks_per_node is None else tuple(POLICIES)
-        if jobs is not None and jobs < 1:
-            raise SpecError("jobs", jobs, "an int >= 1")
-        with progress_bar() as bar:
-            task = bar.add_task("triples", total=max(1, max_tp * max_tp * max_heads))
+        heads = itertools.count(1)
+        with progress_bar() as show:
             proof = prove(
                 max_tp,
                 max_heads,
                 jobs=jobs,
-                progress=lambda done: bar.update(task, advance=done),
+                progress=lambda _: show("heads", next(heads), max_heads),
                 replica_policies=policies,
                 ranks_per_node=ranks_per_node,
             )

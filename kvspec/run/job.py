@@ -6,7 +6,7 @@ job, so the engines exchange only metadata and addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -167,27 +167,16 @@ class Job:
         null = self.engine(side).null_block
         return 0 if null is None else null + 1
 
-    @property
-    def request_bytes(self) -> int:
-        """Bytes of one request in the model: each live byte once, without cached tokens."""
-        total = 0
-        for group in self.consumer.groups:
-            for layer in group.layers:
-                spec = group.spec.of_layer(layer)
-                live = spec.live_tokens(self.tokens)
-                for part in spec.parts:
-                    size, rows = part.tokens_per_state, part.states
-                    if size:
-                        rows = -(-live.stop // size) - live.start // size
-                    total += part.units * rows * part.content_bytes
-        return total
+    def cache_bytes(self, blocks: Mapping[Side, dict[str, int]] | None = None) -> list[int]:
+        """Return the bytes of each rank's cache, by default with the blocks of the job.
 
-    def cache_bytes(self) -> list[int]:
-        """Return the bytes of each rank's cache. Raise `SpecError` if the layout is impossible."""
+        Raises:
+            SpecError: If the layout is impossible.
+        """
+        pools = blocks or {side: self.num_blocks(side) for side in SIDES}
         return [
             sum(
-                memory.length
-                for memory in plan_memory(self.engine(side), rank, self.num_blocks(side)).memory
+                memory.length for memory in plan_memory(self.engine(side), rank, pools[side]).memory
             )
             for side, rank in self.ranks()
         ]

@@ -23,7 +23,7 @@ from kvspec.run.job import Job
 from kvspec.run.limits import check_device
 from kvspec.run.rank_server import words_of
 from kvspec.run.report import Failure, RankReport, Report
-from kvspec.run.run_stages import STAGES, Arguments, Progress, StageError, lead
+from kvspec.run.run_stages import STAGES, Arguments, StageError, lead
 from kvspec.run.transfer_rank import TransferRank
 
 REST = 0.02  # seconds between two looks at the store
@@ -93,13 +93,12 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def run_launched(job: Job, place: Place, progress: Progress | None = None) -> Report | None:
+def run_launched(job: Job, place: Place) -> Report | None:
     """Run this process's rank of *job*.
 
     Args:
         job: The job, the same on all processes.
         place: The place of this process.
-        progress: Function that receives the progress, or None.
 
     Returns:
         The report on the first process, None on all others.
@@ -111,7 +110,7 @@ def run_launched(job: Job, place: Place, progress: Progress | None = None) -> Re
     _ = job.plan  # planning is a check
     devices = check_device(job.device)
     device = f"cuda:{place.local % devices}" if job.device == "cuda" else job.device
-    rank = LaunchedRank(job, place, device, deadline, progress or (lambda *_: None))
+    rank = LaunchedRank(job, place, device, deadline)
     try:
         report = lead(job, rank.through)
         if place.number == 0:
@@ -126,11 +125,8 @@ def run_launched(job: Job, place: Place, progress: Progress | None = None) -> Re
 class LaunchedRank:
     """This process's rank, and the store that contains the answers of all ranks."""
 
-    def __init__(
-        self, job: Job, place: Place, device: str, deadline: float, progress: Progress
-    ) -> None:
-        self.job, self.place, self.device = job, place, device
-        self.deadline, self.progress = deadline, progress
+    def __init__(self, job: Job, place: Place, device: str, deadline: float) -> None:
+        self.job, self.place, self.device, self.deadline = job, place, device, deadline
         self.ranks = list(job.ranks())
         self.store: Any = None  # torch's store
         self.server: TransferRank | None = None
@@ -197,22 +193,16 @@ class LaunchedRank:
 
     def _wait(self, stage: str) -> None:
         """Wait for the answers of all ranks. Raise `StageError` if one fails or does not answer."""
-        waiting = {number: f"{stage}/{number}" for number in range(self.place.size)}
-        while not self._ask(stage, "check", list(waiting.values())):
+        keys = {number: f"{stage}/{number}" for number in range(self.place.size)}
+        while not self._ask(stage, "check", list(keys.values())):
             if self._ask(stage, "check", ["failed"]):
                 failed = self._ask(stage, "get", "failed")
                 raise StageError((msgspec.json.decode(failed, type=Failure),))
-            late = time.monotonic() >= self.deadline
-            if late or self.place.number == 0:
-                waiting = {
-                    number: key
-                    for number, key in waiting.items()
-                    if not self._ask(stage, "check", [key])
-                }
-                self.progress(stage, self.place.size - len(waiting), self.place.size)
-            if late and waiting:
+            if time.monotonic() >= self.deadline:
                 why = f"no answer within {self.job.timeout:g} s"
-                raise StageError(tuple(self._failure(n, stage, why) for n in waiting))
+                late = [n for n, key in keys.items() if not self._ask(stage, "check", [key])]
+                if late:
+                    raise StageError(tuple(self._failure(n, stage, why) for n in late))
             time.sleep(REST)
 
     def _ask(self, stage: str, method: str, *arguments: object) -> Any:  # noqa: ANN401

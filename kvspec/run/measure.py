@@ -8,7 +8,7 @@ it posts, the time is that of the processor.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import log
 
@@ -27,6 +27,7 @@ from kvspec.nixl.transfer_spec import Prepared
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import plan_transfer
 from kvspec.run.rank_client import Ranks
+from kvspec.run.run_stages import Progress
 from kvspec.specs import FullAttentionSpec
 
 RANK = RankId()
@@ -123,7 +124,7 @@ class ProbeServer:
 
 
 def measure(
-    wanted: tuple[Probe, ...], tries: int = 7, progress: Callable[[int], object] = lambda _: None
+    wanted: Sequence[Probe], tries: int = 7, progress: Progress = lambda *_: None
 ) -> list[Sample]:
     """Return the least times of each probe, directly and staged."""
     samples: list[Sample] = []
@@ -135,7 +136,7 @@ def measure(
             except (ConnectionError, TimeoutError) as error:
                 raise TransferError(str(error), state=TransferState.PEER_LOST) from error
             samples.append(_measured(probe, metadata, base, tries))
-            progress(1)
+            progress("requests", len(samples), len(wanted))
     return samples
 
 

@@ -19,20 +19,20 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import positive_int
-from kvspec.memory.allocation import plan_memory
 from kvspec.run.job import SIDES, SPARE_BLOCKS, Job, Side
 from kvspec.run.limits import check_memory
 from kvspec.run.rank_client import EngineClient, RankClient
 from kvspec.run.rank_server import Launch
 from kvspec.run.report import Figures
 from kvspec.run.request_rank import LoadOutcome, RankStats
+from kvspec.run.run_stages import Progress
 from kvspec.session import new_remote_id
 
 KILLS = ("kill producer", "kill consumer")
@@ -77,17 +77,11 @@ def check_kills(job: Job, kills: int) -> list[Job]:
     for _ in range(job.requests):
         tokens = drawn.randint(1, job.tokens)
         jobs.append(attrs.evolve(job, tokens=tokens, cached=min(job.cached, tokens), requests=1))
-    pools = {side: pools_of(jobs, side) for side in SIDES}
-    plans = [plan_memory(job.engine(side), rank, pools[side]) for side, rank in job.ranks()]
-    check_memory([sum(memory.length for memory in plan.memory) for plan in plans])
+    check_memory(job.cache_bytes({side: pools_of(jobs, side) for side in SIDES}))
     return jobs
 
 
-def run_recovery(
-    job: Job,
-    kills: int,
-    progress: Callable[[int], None] | None = None,
-) -> Figures:
+def run_recovery(job: Job, kills: int, progress: Progress | None = None) -> Figures:
     """Run *job* over sessions, and kill a random rank *kills* times.
 
     The engine of a killed rank is restarted. The requests have random lengths, up to the tokens of
@@ -107,7 +101,7 @@ def run_recovery(
     """
     drawn = random.Random(job.seed)  # noqa: S311 - no secret
     faults = [drawn.choice(KILLS) for _ in range(kills)]
-    return Recovery(job, check_kills(job, kills)).run(faults, progress or (lambda _: None))
+    return Recovery(job, check_kills(job, kills)).run(faults, progress or (lambda *_: None))
 
 
 @attrs.define(eq=False)
@@ -140,7 +134,7 @@ class Recovery:
         self.open: dict[str, OpenRequest] = {}
         self.engines: dict[Side, EngineClient] = {}
 
-    def run(self, faults: Sequence[str], progress: Callable[[int], None]) -> Figures:
+    def run(self, faults: Sequence[str], progress: Progress) -> Figures:
         """Send all requests, inject *faults* at some of them, and wait until all have ended."""
         began = time.monotonic()
         try:
@@ -183,7 +177,7 @@ class Recovery:
             if self.pushed:
                 self.engines["producer"].connect(self.engines["consumer"], role="consumer")
 
-    def send(self, faults: Sequence[str], progress: Callable[[int], None], deadline: float) -> None:
+    def send(self, faults: Sequence[str], progress: Progress, deadline: float) -> None:
         """Send all requests that can be sent before the *deadline*."""
         due = sorted(self.drawn.sample(range(len(self.jobs)), len(faults)))
         while (sent := self.figures.requests) < len(self.jobs) and time.monotonic() < deadline:
@@ -191,7 +185,7 @@ class Recovery:
             fault = faults[injected] if injected < len(due) and due[injected] <= sent else ""
             if self.slots:
                 self.admit(fault)
-                progress(sent + 1)
+                progress("recover", sent + 1, len(self.jobs))
             self.look()
 
     def admit(self, fault: str) -> None:

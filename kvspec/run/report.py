@@ -25,7 +25,6 @@ class Moved:
         consumer: Rank of the consumer.
         nbytes: Bytes of all requests.
         staged: Those of them that moved through a staging buffer.
-        ids: Pairs of ids.
         runs: Descriptors after merging.
         seconds: Seconds from the start of a request until the last byte of this pair, for all
             requests together. Pairs with the same rank share this time.
@@ -35,7 +34,6 @@ class Moved:
     consumer: RankId
     nbytes: int = 0
     staged: int = 0
-    ids: int = 0
     runs: int = 0
     seconds: float = 0.0
 
@@ -184,16 +182,10 @@ class Report:
         return not self.faults
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values. Ranks are named by their texts."""
-        whole = attrs.asdict(self, value_serializer=_plain)
-        moved = [attrs.asdict(pair, value_serializer=_plain) for pair in self.moved]
+        """Return the fields of the report, and what follows from them."""
         summary = {"ok": self.ok, "faults": list(self.faults), "judged_bytes": self.judged}
-        return summary | {"wrong_bytes": self.wrong, "pairs": moved} | whole
-
-
-def _plain(instance: object, field: object, value: Any) -> Any:  # noqa: ANN401 - any field's value
-    del instance, field
-    return str(value) if isinstance(value, RankId) else value
+        summary |= {"wrong_bytes": self.wrong, "pairs": self.moved}
+        return summary | attrs.asdict(self, recurse=False)
 
 
 @attrs.define

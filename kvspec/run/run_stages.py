@@ -17,7 +17,7 @@ STAGES = ("start", "fill", "connect", "transfer", "compare")
 """The stages of a run, in order. Each is a method of `TransferRank`."""
 
 Progress = Callable[[str, int, int], None]
-"""Function that receives a stage, how many ranks have ended it, and how many ranks there are."""
+"""Function that receives what is going on, how much of it is done, and how much there is."""
 
 Arguments = Mapping[Side, tuple[Any, ...]]
 Through = Callable[[str, Arguments], list[Any]]
