@@ -9,7 +9,6 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
-import attrs
 import typer
 
 from kvspec.cli.options import (
@@ -35,6 +34,7 @@ from kvspec.errors import SpecError, counted, nbytes
 from kvspec.nixl.agent import package_names
 from kvspec.run import (
     LAUNCHERS,
+    Figures,
     Job,
     Moved,
     Place,
@@ -130,26 +130,39 @@ def transfer(
         if not any(map(find_spec, names)):
             rule = "is not installed: run pip install 'kvspec[nixl]'"
             raise SpecError("nixl", " or ".join(names), rule=rule)
-        if kill:
-            raise typer.Exit(_recover(model, job, kill, launcher, as_json=as_json))
-        place = Place.of(launcher, job) if launcher else None
-        if place is None:
-            check_job(job)
+        place = _place(job, kill, launcher)
         console = output()
         # With a launcher, each rank is such a command. Only the first one prints.
         if not as_json and (place is None or place.number == 0):
-            _show_job(console, model, job)
-        report = _run(job, place)
+            _show_job(console, model, job, killed=kill != 0)
+        report = _run(job, kill, place)
     if report is None:
         return
     if as_json:
         print_json({"model": model, **report.as_dict()})
-    else:
+    elif isinstance(report, Report):
         _show_report(console, job, report)
+    else:
+        _show_figures(console, report)
     raise typer.Exit(0 if report.ok else WRONG)
 
 
-def _run(job: Job, place: Place | None) -> Report | None:
+def _place(job: Job, kill: int, launcher: str) -> Place | None:
+    """Check that the run is possible. Return the place of this process in a launch."""
+    if kill and launcher:
+        # The command restarts the ranks that it kills, so it must have started them.
+        raise SpecError("kill", kill, rule=f"cannot be combined with launcher={launcher}")
+    if launcher:
+        return Place.of(launcher, job)
+    if kill:
+        check_kills(job, kill)
+    else:
+        check_job(job)
+    return None
+
+
+def _run(job: Job, kill: int, place: Place | None) -> Report | Figures | None:
+    """Run *job*: as one rank of a launcher, with kills, or once without."""
     if place is not None:
         try:
             return run_launched(job, place)
@@ -157,29 +170,7 @@ def _run(job: Job, place: Place | None) -> Report | None:
             typer.echo(str(error), err=True)
             raise typer.Exit(WRONG) from None
     with progress_bar() as show:
-        return run_transfer(job, show)
-
-
-def _recover(model: str, job: Job, kill: int, launcher: str, *, as_json: bool) -> int:
-    """Run *job* over sessions, kill ranks meanwhile, print the counts, return the exit status."""
-    if launcher:
-        # The command restarts the ranks that it kills, so it must have started them.
-        raise SpecError("kill", kill, rule=f"cannot be combined with launcher={launcher}")
-    check_kills(job, kill)
-    console = output()
-    if not as_json:
-        _show_job(console, model, job, killed=True)
-    with progress_bar() as show:
-        figures = run_recovery(job, kill, show)
-    if as_json:
-        print_json({"model": model, "ok": figures.ok, **attrs.asdict(figures)})
-        return 0 if figures.ok else WRONG
-    console.print(f"\n{figures}", soft_wrap=True)
-    if figures.ok:
-        console.print("nothing lost, wrong or leaked", style="bold green")
-    for fault in figures.wrongs:
-        console.print(f"WRONG: {fault}", style="bold red")
-    return 0 if figures.ok else WRONG
+        return run_recovery(job, kill, show) if kill else run_transfer(job, show)
 
 
 def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -> None:
@@ -191,6 +182,15 @@ def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -
     print_heading(console, model, job.producer, job.consumer)
     tokens = f"{'1 to ' if killed and job.tokens > 1 else ''}{counted(job.tokens, 'token')}"
     console.print(f"{count} of {tokens}{cached}; {mode}; caches in {memory}", soft_wrap=True)
+
+
+def _show_figures(console: Console, figures: Figures) -> None:
+    """Print the counts of a run with kills, and the result."""
+    console.print(f"\n{figures}", soft_wrap=True)
+    if figures.ok:
+        console.print("nothing lost, wrong or leaked", style="bold green")
+    for fault in figures.wrongs:
+        console.print(f"WRONG: {fault}", style="bold red")
 
 
 def _show_report(console: Console, job: Job, report: Report) -> None:

@@ -240,3 +240,7 @@ class Figures:
         if not self.done and self.requests > self.faults:
             told = ("no load was done", *told)
         return (self.died, *told) if self.died else told
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields of the figures, and whether the run is right."""
+        return {"ok": self.ok, **attrs.asdict(self)}
