@@ -1,4 +1,4 @@
-"""Print what attackers cost a session, and what an idle one costs, beside another checkout.
+"""Print the cost of attackers and of idle time for a session, compared with another checkout.
 
 `python bench/attacks.py [CHECKOUT] [--quick]`. The processes are those of the tests in
 `tests/session/test_attackers.py`: a victim with 1,024 descriptors, and attackers without the
@@ -51,7 +51,7 @@ def process(checkout: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         child.stdout.close()  # type: ignore[union-attr]
 
 
-def asked(child: subprocess.Popen[str], command: str = "") -> Any:  # noqa: ANN401 - JSON
+def answer_of(child: subprocess.Popen[str], command: str = "") -> Any:  # noqa: ANN401 - JSON
     """Return the answer of *child* to *command*, or None if it dies or is too slow."""
     late = threading.Timer(PATIENCE, child.kill)
     late.start()
@@ -67,19 +67,19 @@ def asked(child: subprocess.Popen[str], command: str = "") -> Any:  # noqa: ANN4
         late.cancel()
 
 
-def attacked(checkout: Path, kind: str, count: int) -> dict[str, str]:
+def attack(checkout: Path, kind: str, count: int) -> dict[str, str]:
     """Return the figures of one attack: seconds, and the number of lost requests."""
     with ExitStack() as stack:
         victim = stack.enter_context(process(checkout, "victim"))
-        address = asked(victim)
-        alone = asked(victim, "load")
-        asked(victim, "stats")
+        address = answer_of(victim)
+        alone = answer_of(victim, "load")
+        answer_of(victim, "stats")
         with process(ROOT, kind, address, str(count)) as attacker:
-            asked(attacker)
-            during = asked(victim, "load")
-            poll = asked(victim, "stats")
-            new = asked(victim, "new")
-        after = asked(victim, "new")
+            answer_of(attacker)
+            during = answer_of(victim, "load")
+            poll = answer_of(victim, "stats")
+            new = answer_of(victim, "new")
+        after = answer_of(victim, "new")
     return {
         "50 loads alone": seconds(alone),
         "50 loads during the attack": seconds(during),
@@ -93,14 +93,14 @@ def attacked(checkout: Path, kind: str, count: int) -> dict[str, str]:
 def idle(checkout: Path, *, quick: bool) -> dict[str, str]:
     """Return the share of a core that an idle background session uses."""
     with process(checkout, "quiet", "3" if quick else "10") as child:
-        share = asked(child)
+        share = answer_of(child)
     return {"CPU of an idle session": LOST if share is None else f"{share:.3%} of a core"}
 
 
 def serving(checkout: Path) -> dict[str, str]:
     """Return how many requests a second are served, and how long `load` takes."""
     with process(checkout, "serve") as child:
-        found = asked(child)
+        found = answer_of(child)
     return {
         "loads done in a second, 64 in flight": f"{found['rate']:.0f}" if found else LOST,
         "load(), 99th percentile": f"{found['p99'] * 1e3:.2f} ms" if found else LOST,
@@ -129,7 +129,7 @@ def main() -> int:
     ]
     rows.append(("serving", serving))
     rows += [
-        (f"{count} {kind}", lambda checkout, k=kind, n=count: attacked(checkout, k, n))  # type: ignore[misc]
+        (f"{count} {kind}", lambda checkout, k=kind, n=count: attack(checkout, k, n))  # type: ignore[misc]
         for kind, count in ATTACKS
     ]
     print(f"load: {os.getloadavg()[0]:.2f}")

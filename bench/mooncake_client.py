@@ -61,7 +61,7 @@ class Mooncake:
 
 
 def python_of(argument: str | None) -> str | None:
-    """Return the interpreter that has Mooncake, or None if there is none."""
+    """Return the interpreter that has Mooncake, or None if Mooncake is not installed."""
     python = argument or os.environ.get(VARIABLE)
     if not python:
         return None

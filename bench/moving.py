@@ -173,13 +173,13 @@ def serve(pipe: Connection, work: works.Work) -> None:
     """Run the producer: all source ranks of one consumer rank, until the pipe is closed."""
     producer, consumer = work.engines()
     sources = plan_transfer(producer, consumer).sources(TARGET)
-    made = [allocate(producer, source, work.pools[0]) for source in sources]
+    caches = [allocate(producer, source, work.pools[0]) for source in sources]
     with NixlRank(secret=b"") as rank:
-        for cache, storage in made:
+        for cache, storage in caches:
             for flat in storage.values():
                 flat[:] = 1  # The first access to a page costs a fault, which must not be timed.
             rank.register(cache.memory, owner=storage)
-        pipe.send((rank.metadata(), [cache.memory[0].address for cache, _ in made]))
+        pipe.send((rank.metadata(), [cache.memory[0].address for cache, _ in caches]))
         while not pipe.poll(0.001):
             rank.notifications()
 

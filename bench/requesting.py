@@ -125,7 +125,7 @@ class Lanes:
 
     def by_hand(self) -> list[int]:
         """Compute ids as a connector for equal engines does; make one handle for each source."""
-        made, regions = [], self.work.layers
+        created, regions = [], self.work.layers
         for local, remote in self.lists:
             sides, checked = [], []
             for pool, blocks in zip(self.work.pools, self.blocks, strict=True):
@@ -138,8 +138,8 @@ class Lanes:
                 raise ValueError(checked)
             handles = local.check(), remote.check()
             pairs = (handles[0], sides[1]), (handles[1], sides[0])
-            made.append(self.agent.make("READ", *pairs, ("", "r")))
-        return made
+            created.append(self.agent.make("READ", *pairs, ("", "r")))
+        return created
 
     def timed(self, work: Callable[[], list[int]]) -> Timer:
         """Return a timer of *work* in this thread's CPU time; its handles are released after."""

@@ -1,6 +1,6 @@
 """B14: tables of large blocks and of groups of states, and the cost of caches.
 
-Invariant: neither the time nor the number of rows grows with the block size, because rows of a part
+Invariant: the time and the number of rows do not grow with the block size, because rows of a part
 of a block have sizes that grow by a scale.
 """
 

@@ -5,8 +5,8 @@ often execution changes from one file of kvspec to another, and the calls that v
 With the path of another checkout, the same work runs there in a process of its own, for comparison.
 
 The load reads one request of 40 tokens from one producer rank over NIXL. It is the second load of
-its session, so that caches are warm. Both sessions are in one process and one thread. What the
-producer's session does meanwhile is counted too.
+its session, so that caches are warm. Both sessions are in one process and one thread, so the
+work of the producer's session is counted too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 HERE = Path(__file__).resolve()
-# Functions whose only work is to check values: the helpers of `inputs`, validators and converters
-# of attrs classes, and what attrs runs after construction.
+# Functions that only check values: the helpers of `inputs`, the validators and converters of attrs
+# classes, and the functions that attrs calls after construction.
 CHECKS = ("__attrs_post_init__", "check", "_check", "is_name")
 
 
@@ -39,7 +39,7 @@ class Trace:
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(self.package):
             return
-        if code.co_name.startswith("<"):  # a comprehension or a lambda is a part of its function
+        if code.co_name.startswith("<"):  # A comprehension or a lambda is a part of its function.
             return
         if event == "return":
             back = frame.f_back

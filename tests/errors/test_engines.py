@@ -34,9 +34,9 @@ ROWS = kvspec.UniformTypeKVCacheSpecs(
 )
 
 
-def group(*layers: Any, name: Any = "g", spec: Any = FULL, **given: Any) -> kvspec.KVCacheGroup:
+def group(*layers: Any, name: Any = "g", spec: Any = FULL, **fields: Any) -> kvspec.KVCacheGroup:
     """Return a group of *layers*, by default the layer "l"."""
-    return kvspec.KVCacheGroup(name=name, layers=layers or ("l",), spec=spec, **given)
+    return kvspec.KVCacheGroup(name=name, layers=layers or ("l",), spec=spec, **fields)
 
 
 def engine(*groups: Any, layout: Any = "LBHNC", **sizes: Any) -> kvspec.EngineSpec:
@@ -89,9 +89,9 @@ def sharding(*ranges: Any, units: Any = 4) -> object:
 BARE = kvspec.LayerSpec(block_size=4)
 
 
-def blocks(num_blocks: Any, **given: Any) -> object:
+def blocks(num_blocks: Any, **fields: Any) -> object:
     """Allocate a cache of *num_blocks*."""
-    return kvspec.allocate(engine(), RankId(), num_blocks, **given)
+    return kvspec.allocate(engine(), RankId(), num_blocks, **fields)
 
 
 def at(rank: Any) -> object:

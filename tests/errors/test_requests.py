@@ -50,10 +50,10 @@ class Pair:
         """Return the pair for a layer of *spec*."""
         plan = kvspec.plan_transfer(engine(spec), engine(spec))
         sides = [kvspec.allocate(e, RankId(), NUM_BLOCKS) for e in (plan.producer, plan.consumer)]
-        (ours, mine), (theirs, yours) = sides
+        (producer_ids, mine), (consumer_ids, yours) = sides
         mine["g"][:] = 7  # The consumer has zeros, so a copy changes it.
-        table = kvspec.build_table(plan, ours, theirs)
-        return Pair(plan, ours, theirs, table, (mine["g"], yours["g"]))
+        table = kvspec.build_table(plan, producer_ids, consumer_ids)
+        return Pair(plan, producer_ids, consumer_ids, table, (mine["g"], yours["g"]))
 
     def verify(self, request: kvspec.TransferRequest) -> kvspec.CounterExample | None:
         """Verify the descriptors of *request*."""
@@ -63,37 +63,37 @@ class Pair:
 
 
 PAIRS = {spec: Pair.of(spec) for spec in (FULL, CROSS, ROWS, WINDOW, STATE, STATES)}
-PLAN, OURS, THEIRS = PAIRS[FULL].plan, PAIRS[FULL].producer, PAIRS[FULL].consumer
+PLAN, PRODUCER, CONSUMER = PAIRS[FULL].plan, PAIRS[FULL].producer, PAIRS[FULL].consumer
 
 
-def ask(**given: Any) -> kvspec.TransferRequest:
-    """Return a request of ten tokens in three blocks. The fields in *given* replace its own."""
+def make_request(**changes: Any) -> kvspec.TransferRequest:
+    """Return a request of ten tokens in three blocks. The fields in *changes* replace its own."""
     base: dict[str, Any] = {"request_id": "r", "num_tokens": 10, **BLOCKS}
-    return kvspec.TransferRequest(**base | given)
+    return kvspec.TransferRequest(**base | changes)
 
 
-def select(spec: kvspec.LayerSpec = FULL, **given: Any) -> Any:
+def select(spec: kvspec.LayerSpec = FULL, **changes: Any) -> Any:
     """Return the descriptor ids of a request between two engines of *spec*."""
-    return PAIRS[spec].table.select(ask(**given))
+    return PAIRS[spec].table.select(make_request(**changes))
 
 
 @pytest.mark.parametrize("value", ["", None, 3, b"r"])
 def test_request_rejects_empty_name(value: Any) -> None:
     """The id must be a text that is not empty."""
-    check_rejected(lambda: ask(request_id=value), "request_id", value)
+    check_rejected(lambda: make_request(request_id=value), "request_id", value)
 
 
 @pytest.mark.parametrize("name", ["num_tokens", "cached_tokens", "encoder_tokens", "state_tokens"])
 def test_request_rejects_count_that_is_no_natural_int(name: str) -> None:
     """None is accepted only if it means the number of tokens."""
     bad = [-1, True, 1.0, "3", *([None] if name in {"num_tokens", "cached_tokens"} else [])]
-    check_values(lambda value: ask(**{name: value}), name, bad, 0)
+    check_values(lambda value: make_request(**{name: value}), name, bad, 0)
 
 
 def test_request_rejects_cached_count_of_group_that_is_no_natural_int() -> None:
     """The counts in a mapping have the same rule."""
     bad = [-1, True, 1.0, "3", None]
-    check_values(lambda value: ask(cached_tokens={"g": value}), "cached_tokens", bad, 0)
+    check_values(lambda value: make_request(cached_tokens={"g": value}), "cached_tokens", bad, 0)
 
 
 def test_block_table_rejects_first_token_that_is_no_natural_int() -> None:
@@ -115,7 +115,7 @@ IDS: list[Any] = [
 def test_block_table_rejects_ids_that_are_no_ints(value: Any) -> None:
     """Float, bool, text, two-dimensional and too wide ids fail when the table is made."""
     check_rejected(lambda: BlockTable(value), "block_ids", value)
-    check_rejected(lambda: ask(consumer_blocks={"g": value}), "block_ids", value)
+    check_rejected(lambda: make_request(consumer_blocks={"g": value}), "block_ids", value)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int16, np.uint32, np.int64, np.uint64])
@@ -126,7 +126,7 @@ def test_block_tables_of_any_int_type_are_equal(kind: type[np.integer]) -> None:
 
 def test_equal_requests_and_tables_have_equal_hashes() -> None:
     """Equal values are one key."""
-    assert 1 == len({ask(), ask()})
+    assert 1 == len({make_request(), make_request()})
     assert 2 == len({BlockTable((1, 2)), BlockTable([1, 2]), BlockTable([2, 1])})
 
 
@@ -158,7 +158,7 @@ TABLE = [
     row(lambda: select(cached_tokens={"h": 4}), "cached_tokens", ["h"]),
     row(lambda: select(cached_tokens={0: 1, "b": 2}), "cached_tokens", ["b", 0]),
     row(lambda: select(producer_blocks={0: (1,), "a": (2,)}), "producer_blocks", ["a", 0], "g"),
-    *(row(lambda s=side, v=value: ask(**{s: v}), side, value)
+    *(row(lambda s=side, v=value: make_request(**{s: v}), side, value)
       for side in BLOCKS for value in (None, (1, 2))),
     # states
     *(row(lambda s=side, i=i: select(STATE, **SLOTS | {s: {"g": i}}), f"{side}['g']", list(i), 9)
@@ -180,10 +180,11 @@ TABLE = [
     row(lambda: select(WINDOW, num_tokens=16, cached_tokens=15), "cached_tokens", 15, 4),
     # things of another type
     row(lambda: PAIRS[FULL].table.select("r"), "request", "r"),  # type: ignore[arg-type]
-    row(lambda: kvspec.build_table(None, OURS, THEIRS), "plan", None),  # type: ignore[arg-type]
-    row(lambda: kvspec.build_table(PLAN, None, THEIRS), "producer_cache", None),  # type: ignore[arg-type]
-    row(lambda: kvspec.build_table(PLAN, OURS, "c"), "consumer_cache", "c"),  # type: ignore[arg-type]
-    row(lambda: kvspec.build_table(PLAN, OURS, THEIRS, prefix_multiple=0), "prefix_multiple", 0),
+    row(lambda: kvspec.build_table(None, PRODUCER, CONSUMER), "plan", None),  # type: ignore[arg-type]
+    row(lambda: kvspec.build_table(PLAN, None, CONSUMER), "producer_cache", None),  # type: ignore[arg-type]
+    row(lambda: kvspec.build_table(PLAN, PRODUCER, "c"), "consumer_cache", "c"),  # type: ignore[arg-type]
+    row(lambda: kvspec.build_table(PLAN, PRODUCER, CONSUMER, prefix_multiple=0),
+        "prefix_multiple", 0),
 ]  # fmt: skip
 
 
@@ -204,10 +205,10 @@ def huge(num_blocks: int) -> kvspec.RankCache:
     return kvspec.RankCache(engine(LATENT), RankId(), (region,), (kvspec.Memory(0, 2**62),))
 
 
-def table_of(ours: int, theirs: int) -> kvspec.DescriptorTable:
+def table_of(producer_ids: int, consumer_ids: int) -> kvspec.DescriptorTable:
     """Return the table of two caches with so many blocks, without memory behind them."""
     plan = kvspec.plan_transfer(engine(LATENT), engine(LATENT))
-    return kvspec.build_table(plan, huge(ours), huge(theirs))
+    return kvspec.build_table(plan, huge(producer_ids), huge(consumer_ids))
 
 
 HELD = "producer_blocks['g']"
@@ -242,7 +243,7 @@ def test_select_returns_the_last_id_of_an_int32(num_blocks: int) -> None:
     """A table may have exactly as many descriptors as an int32 has ids."""
     last = num_blocks - 1
     tables = {"producer_blocks": {"g": (last,)}, "consumer_blocks": {"g": (last,)}}
-    ids = table_of(num_blocks, num_blocks).select(ask(num_tokens=1, **tables))
+    ids = table_of(num_blocks, num_blocks).select(make_request(num_tokens=1, **tables))
     assert ([last], [last]) == tuple(side.tolist() for side in ids)
 
 
@@ -250,7 +251,7 @@ def test_select_returns_the_last_id_of_an_int32(num_blocks: int) -> None:
 def test_table_rejects_cache_of_another_engine(side: str) -> None:
     """The difference is a mismatch between the plan and the cache."""
     other, _ = kvspec.allocate(engine(CROSS), RankId(), 2)
-    caches = (other, THEIRS) if side == "producer" else (OURS, other)
+    caches = (other, CONSUMER) if side == "producer" else (PRODUCER, other)
     error = refusal(lambda: kvspec.build_table(PLAN, *caches), kvspec.MismatchError)
     assert [(f"{side}_cache.engine.groups[0].spec", FULL, CROSS)] == differences(error)
 
@@ -258,11 +259,14 @@ def test_table_rejects_cache_of_another_engine(side: str) -> None:
 def test_mismatch_of_caches_names_the_innermost_field() -> None:
     """Two engines that shard the same units differently differ in the ranges of that sharding."""
     low, high = range(2), range(2, 4)
-    ours, theirs = (
+    producer_ids, consumer_ids = (
         engine(FULL, tp_size=2, shardings={4: sharding}) for sharding in ((low, high), (high, low))
     )
-    caches = kvspec.plan_memory(theirs, RankId(), 2), kvspec.plan_memory(ours, RankId(), 2)
-    plan = kvspec.plan_transfer(ours, ours)
+    caches = (
+        kvspec.plan_memory(consumer_ids, RankId(), 2),
+        kvspec.plan_memory(producer_ids, RankId(), 2),
+    )
+    plan = kvspec.plan_transfer(producer_ids, producer_ids)
     error = refusal(lambda: kvspec.build_table(plan, *caches), kvspec.MismatchError)
     field = "producer_cache.engine.parallel.shardings[4]"
     assert [(f"{field}[0]", low, high), (f"{field}[1]", high, low)] == differences(error)
@@ -270,37 +274,37 @@ def test_mismatch_of_caches_names_the_innermost_field() -> None:
 
 def handmade(**changed: Any) -> object:
     """Build a table from regions with *changed* fields."""
-    regions = tuple(attrs.evolve(region, **changed) for region in OURS.regions)
-    return kvspec.build_table(PLAN, attrs.evolve(OURS, regions=regions), THEIRS)
+    regions = tuple(attrs.evolve(region, **changed) for region in PRODUCER.regions)
+    return kvspec.build_table(PLAN, attrs.evolve(PRODUCER, regions=regions), CONSUMER)
 
 
-EXTENT = OURS.regions[0].extent
+EXTENT = PRODUCER.regions[0].extent
 OVERLAPPING = kvspec.Memory(16, 16), kvspec.Memory(24, 16)
 HANDMADE = [
-    row(lambda: attrs.evolve(OURS, memory=()),
+    row(lambda: attrs.evolve(PRODUCER, memory=()),
         "regions['l.k']", EXTENT, "inside"),
-    row(lambda: attrs.evolve(OURS, memory=(kvspec.Memory(EXTENT.start, 8),)),
+    row(lambda: attrs.evolve(PRODUCER, memory=(kvspec.Memory(EXTENT.start, 8),)),
         "regions['l.k']", EXTENT, "inside"),
-    row(lambda: attrs.evolve(OURS, memory=(attrs.evolve(OURS.memory[0], device=1),)),
+    row(lambda: attrs.evolve(PRODUCER, memory=(attrs.evolve(PRODUCER.memory[0], device=1),)),
         "regions['l.k']", EXTENT, "inside"),
-    row(lambda: attrs.evolve(OURS, memory=(kvspec.Memory(0, 8), *OVERLAPPING)),
+    row(lambda: attrs.evolve(PRODUCER, memory=(kvspec.Memory(0, 8), *OVERLAPPING)),
         "memory", OVERLAPPING[1], "apart"),
-    row(lambda: attrs.evolve(OURS, regions=OURS.regions[1:]), "regions", ["l.v"], "l.k"),
+    row(lambda: attrs.evolve(PRODUCER, regions=PRODUCER.regions[1:]), "regions", ["l.v"], "l.k"),
     row(lambda: handmade(layer="m"), "regions", "m.k"),
     row(lambda: handmade(group="h"), "regions['l.k'].group", "h"),
     row(lambda: handmade(units=True), "regions['l.k'].units", value=True, word=4),
     row(lambda: handmade(block_stride=-8), "regions['l.k'].block_stride", -8, 0),
     row(lambda: handmade(base=8.0), "regions['l.k'].base", 8.0, 0),
-    row(lambda: attrs.evolve(OURS, engine="e"), "engine", "e"),
-    row(lambda: attrs.evolve(OURS, regions=("k",)), "regions", "k"),
-    row(lambda: OURS.region("l", "z"), "region", "l.z"),
-    row(lambda: attrs.evolve(OURS, rank=RankId(tp=5)),
+    row(lambda: attrs.evolve(PRODUCER, engine="e"), "engine", "e"),
+    row(lambda: attrs.evolve(PRODUCER, regions=("k",)), "regions", "k"),
+    row(lambda: PRODUCER.region("l", "z"), "region", "l.z"),
+    row(lambda: attrs.evolve(PRODUCER, rank=RankId(tp=5)),
         "rank", RankId(tp=5)),
     *(row(lambda f=f, v=v: handmade(**{f: v}), f"regions['l.k'].{f}", v, right)
       for f, v, right in (("content_bytes", 8, 16), ("units", 1, 4), ("states", 2, 4))),
     row(lambda: handmade(num_blocks=-3), "regions['l.k'].num_blocks", -3, 1),
     row(lambda: handmade(num_blocks=0), "regions['l.k'].num_blocks", 0, 1),
-    row(lambda: attrs.evolve(OURS, regions=OURS.regions * 2), "regions", "l.k", "once"),
+    row(lambda: attrs.evolve(PRODUCER, regions=PRODUCER.regions * 2), "regions", "l.k", "once"),
 ]  # fmt: skip
 
 
@@ -325,7 +329,7 @@ def test_handmade_cache_is_checked(
 )
 def test_window_that_begins_inside_a_row_is_moved(num_tokens: int, cached: int) -> None:
     """The cached tokens end where the row begins, so the whole row may be written."""
-    assert None is PAIRS[WINDOW].verify(ask(num_tokens=num_tokens, cached_tokens=cached))
+    assert None is PAIRS[WINDOW].verify(make_request(num_tokens=num_tokens, cached_tokens=cached))
 
 
 ACCEPTED: list[tuple[kvspec.LayerSpec, dict[str, Any], list[int], list[int]]] = [
@@ -344,16 +348,19 @@ ACCEPTED: list[tuple[kvspec.LayerSpec, dict[str, Any], list[int], list[int]]] = 
 ]
 
 
-@pytest.mark.parametrize(("spec", "given", "ours", "theirs"), ACCEPTED)
+@pytest.mark.parametrize(("spec", "changes", "producer_ids", "consumer_ids"), ACCEPTED)
 def test_select_ignores_entries_that_do_not_move(
-    spec: kvspec.LayerSpec, given: dict[str, Any], ours: list[int], theirs: list[int]
+    spec: kvspec.LayerSpec,
+    changes: dict[str, Any],
+    producer_ids: list[int],
+    consumer_ids: list[int],
 ) -> None:
     """Dead, cached and foreign entries of a table do not matter, and a prefix may repeat."""
-    producer, consumer = select(spec, **given)
+    producer, consumer = select(spec, **changes)
     assert producer.dtype == consumer.dtype == np.int32
-    assert ours == producer[: len(ours)].tolist()
-    assert theirs == consumer[: len(theirs)].tolist()
-    assert bool(ours) == bool(len(producer))
+    assert producer_ids == producer[: len(producer_ids)].tolist()
+    assert consumer_ids == consumer[: len(consumer_ids)].tolist()
+    assert bool(producer_ids) == bool(len(producer))
 
 
 BAD_REQUESTS: list[tuple[kvspec.LayerSpec, dict[str, Any]]] = [
@@ -364,14 +371,14 @@ BAD_REQUESTS: list[tuple[kvspec.LayerSpec, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "given"), BAD_REQUESTS)
-def test_rejected_select_changes_nothing(spec: kvspec.LayerSpec, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("spec", "changes"), BAD_REQUESTS)
+def test_rejected_select_changes_nothing(spec: kvspec.LayerSpec, changes: dict[str, Any]) -> None:
     """After the error every byte is as before, and the table serves the next request."""
     pair = Pair.of(spec)
-    good = ask(**SLOTS if spec is STATE else BLOCKS)
+    good = make_request(**SLOTS if spec is STATE else BLOCKS)
     pair.storage[0][:] = np.arange(pair.storage[0].size) % 251
     before = [array.copy() for array in (*pair.storage, *pair.table.select(good))]
-    bad = ask(**given)
+    bad = make_request(**changes)
     for method in (pair.table.select, pair.table.descriptors):
         with pytest.raises(kvspec.KVSpecError):
             method(bad)
@@ -382,20 +389,20 @@ def test_rejected_select_changes_nothing(spec: kvspec.LayerSpec, given: dict[str
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "replica_policy"),
+    ("producer_ids", "consumer_ids", "replica_policy"),
     [
         ({"tp_size": 1}, {"tp_size": 2, "dcp_size": 2, "interleave_size": 4}, "spread"),
         ({"tp_size": 2}, {"tp_size": 1}, "stripe"),
     ],
 )
 def test_every_pair_rejects_a_block_that_is_read_twice(
-    ours: dict[str, int], theirs: dict[str, int], replica_policy: Any
+    producer_ids: dict[str, int], consumer_ids: dict[str, int], replica_policy: Any
 ) -> None:
     """Different pairs of ranks may read the two places of the block."""
     four = attrs.evolve(LATENT, block_size=4)
     producer, consumer = (
         attrs.evolve(engine(four), parallel=kvspec.ParallelConfig(**sizes))
-        for sizes in (ours, theirs)
+        for sizes in (producer_ids, consumer_ids)
     )
     plan = kvspec.plan_transfer(producer, consumer, replica_policy)
     request = builders.request(8, [0, 0], [0, 1])
@@ -434,23 +441,27 @@ def test_select_checks_every_block_of_a_long_range(sizes: tuple[int, int]) -> No
 def held(pair: Pair) -> tuple[Any, Any]:
     """Return the caches and storages of both sides, as `reference.copy` accepts them."""
     caches = (pair.producer, pair.consumer)
-    ours, theirs = ({RankId(): (c, {"g": s})} for c, s in zip(caches, pair.storage, strict=True))
-    return ours, theirs
+    producer_ids, consumer_ids = (
+        {RankId(): (c, {"g": s})} for c, s in zip(caches, pair.storage, strict=True)
+    )
+    return producer_ids, consumer_ids
 
 
-def copy(spec: kvspec.LayerSpec = FULL, blocks: dict[str, Any] | None = None, **given: Any) -> None:
-    """Copy a request with `reference.copy`. The arguments in *given* replace its own."""
+def copy(
+    spec: kvspec.LayerSpec = FULL, blocks: dict[str, Any] | None = None, **changes: Any
+) -> None:
+    """Copy a request with `reference.copy`. The arguments in *changes* replace its own."""
     pytest.importorskip("torch")
     from kvspec.check import reference  # noqa: PLC0415 - torch
 
-    ours, theirs = held(PAIRS[spec])
+    producer_ids, consumer_ids = held(PAIRS[spec])
     base = {
         "plan": PAIRS[spec].plan,
-        "producers": ours,
-        "consumers": theirs,
-        "request": ask(**blocks or {}),
+        "producers": producer_ids,
+        "consumers": consumer_ids,
+        "request": make_request(**blocks or {}),
     }
-    reference.copy(**base | given)
+    reference.copy(**base | changes)
 
 
 REFERENCE: list[Any] = [
@@ -461,14 +472,19 @@ REFERENCE: list[Any] = [
     row(lambda: copy(producers={}), "producers[tp0]", None),
     row(lambda: copy(producers={RankId(): 3}), "producers[tp0]", 3),
     row(lambda: copy(producers={RankId(): (1, 2)}), "producers[tp0]", (1, 2)),
-    row(lambda: copy(producers={RankId(): (OURS, {})}), "producers[tp0]", [], "g"),
+    row(lambda: copy(producers={RankId(): (PRODUCER, {})}), "producers[tp0]", [], "g"),
     row(
-        lambda: copy(consumers={RankId(): (THEIRS, {"g": PAIRS[FULL].storage[1][1:]})}),
+        lambda: copy(consumers={RankId(): (CONSUMER, {"g": PAIRS[FULL].storage[1][1:]})}),
         "consumers[tp0]",
         ["g"],
         "g",
     ),
-    row(lambda: copy(consumers={RankId(): (THEIRS, {"g": [0]})}), "consumers[tp0]", ["g"], "g"),
+    row(
+        lambda: copy(consumers={RankId(): (CONSUMER, {"g": [0]})}),
+        "consumers[tp0]",
+        ["g"],
+        "g",
+    ),
     row(lambda: copy(blocks={"producer_blocks": {}}), "producer_blocks", [], "g"),
     row(lambda: copy(blocks={"consumer_blocks": {"x": [1, 2, 3]}}), "consumer_blocks", ["x"], "g"),
     row(lambda: copy(blocks={"consumer_blocks": {"g": [1, -1, 2]}}), "consumer_blocks['g']", -1, 5),
@@ -493,7 +509,7 @@ def test_reference_rejects_wrong_arguments_and_writes_nothing(
 @pytest.mark.parametrize("flat", [np.array("x"), np.array([None]), np.zeros(9, np.float32)])
 def test_reference_rejects_storage_that_is_no_bytes(flat: np.typing.NDArray[Any]) -> None:
     """An array of another type does not cause an exception of torch."""
-    consumers = {RankId(): (THEIRS, {"g": flat})}
+    consumers = {RankId(): (CONSUMER, {"g": flat})}
     check_rejected(lambda: copy(consumers=consumers), "consumers[tp0]", ["g"])
 
 
@@ -501,21 +517,21 @@ def test_reference_accepts_tensors_inside_a_larger_storage() -> None:
     """The bytes are at the address of the cache, not at the start of the tensor's storage."""
     torch = pytest.importorskip("torch")
     sides: list[tuple[kvspec.RankCache, Any]] = []
-    for cache, flat in zip((OURS, THEIRS), PAIRS[FULL].storage, strict=True):
+    for cache, flat in zip((PRODUCER, CONSUMER), PAIRS[FULL].storage, strict=True):
         inside = torch.zeros(len(flat) + 64, dtype=torch.uint8)[64:]
         by = inside.data_ptr() - cache.memory[0].address
         regions = [attrs.evolve(region, base=region.base + by) for region in cache.regions]
         memory = [attrs.evolve(m, address=m.address + by) for m in cache.memory]
         moved = attrs.evolve(cache, regions=regions, memory=memory)
         sides.append((moved, inside))
-    (ours, source), (theirs, target) = sides
+    (producer_ids, source), (consumer_ids, target) = sides
     source[:] = torch.arange(len(source)) % 251
     blocks = {"num_tokens": 12}
-    held = {"producers": {RankId(): (ours, {"g": source})}}
-    copy(blocks=blocks, **held, consumers={RankId(): (theirs, {"g": target})})
+    held = {"producers": {RankId(): (producer_ids, {"g": source})}}
+    copy(blocks=blocks, **held, consumers={RankId(): (consumer_ids, {"g": target})})
     expected = torch.zeros(len(target), dtype=torch.uint8)
-    table = kvspec.build_table(PAIRS[FULL].plan, ours, theirs)
-    rows = table.descriptors(ask(**blocks)).astype(np.int64)
+    table = kvspec.build_table(PAIRS[FULL].plan, producer_ids, consumer_ids)
+    rows = table.descriptors(make_request(**blocks)).astype(np.int64)
     rows[:, :2] -= [source.data_ptr(), target.data_ptr()]
     for start, place, length in rows.tolist():
         expected[place : place + length] = source[start : start + length]
@@ -526,14 +542,17 @@ def test_reference_writes_no_group_if_another_group_is_wrong() -> None:
     """The second of two groups has a wrong block, so the first is not copied either."""
     groups = [kvspec.KVCacheGroup(name=name, layers=(name,), spec=FULL) for name in "gh"]
     side = kvspec.EngineSpec(groups=groups)
-    ours, theirs = (kvspec.allocate(side, RankId(), NUM_BLOCKS) for _ in range(2))
-    for flat in ours[1].values():
+    producer_ids, consumer_ids = (kvspec.allocate(side, RankId(), NUM_BLOCKS) for _ in range(2))
+    for flat in producer_ids[1].values():
         flat[:] = 7
-    request = ask(
+    request = make_request(
         producer_blocks={"g": (0, 1, 2), "h": (0, 1, 2)},
         consumer_blocks={"g": (0, 1, 2), "h": (0, 1, 9)},
     )
-    plan, held = kvspec.plan_transfer(side, side), ({RankId(): ours}, {RankId(): theirs})
+    plan, held = (
+        kvspec.plan_transfer(side, side),
+        ({RankId(): producer_ids}, {RankId(): consumer_ids}),
+    )
     call = partial(kvspec.check.reference.copy, plan, *held, request)
     check_rejected(call, "consumer_blocks['h']", 9, 5)
-    assert not any(flat.any() for flat in theirs[1].values())
+    assert not any(flat.any() for flat in consumer_ids[1].values())

@@ -47,11 +47,11 @@ GOOD = z(6, 4, 4, 16)
 CONV, SSM = z(6, CHANNELS, 3), z(6, 4, 2, 3, dtype=np.float32)
 
 
-def read(tensor: Any, axes: Any = None, rank: Any = RankId(), **given: Any) -> kvspec.RankCache:  # noqa: B008 - frozen
+def read(tensor: Any, axes: Any = None, rank: Any = RankId(), **fields: Any) -> kvspec.RankCache:  # noqa: B008 - frozen
     """Read *tensor* as that of layer "l". Its axes are explicit: it has as many heads as rows."""
     if axes is None:
-        axes = {"LBNHC": "BNHC", "LKBNHC": "KBNHC"}[given.get("layout", "LBNHC")]
-    return kvspec.RankCache.from_tensors(engine(**given), rank, {"l": tensor}, axes)
+        axes = {"LBNHC": "BNHC", "LKBNHC": "KBNHC"}[fields.get("layout", "LBNHC")]
+    return kvspec.RankCache.from_tensors(engine(**fields), rank, {"l": tensor}, axes)
 
 
 def latent(tensor: Any, axes: Any = "BNC") -> kvspec.RankCache:
@@ -93,11 +93,11 @@ def latents(at: int = 0, stride: int = 64, blocks: int = 6) -> Any:
     return np.ndarray((blocks, 4, 1, 8), np.uint16, POOL, at, (stride, 16, 16, 2))
 
 
-def across(one: Any, other: Any, spec: kvspec.LayerSpec = FULL, **given: Any) -> kvspec.RankCache:
+def across(one: Any, other: Any, spec: kvspec.LayerSpec = FULL, **fields: Any) -> kvspec.RankCache:
     """Read the tensors of the layers l and m, which belong to different groups."""
     groups = [
         kvspec.KVCacheGroup(name="g", layers=["l"], spec=FULL),
-        kvspec.KVCacheGroup(name="h", layers=["m"], spec=spec, **given),
+        kvspec.KVCacheGroup(name="h", layers=["m"], spec=spec, **fields),
     ]
     engine = kvspec.EngineSpec(groups=groups, layout="LBNHC")
     if other.ndim == len("KBNHC"):

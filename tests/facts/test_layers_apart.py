@@ -117,12 +117,12 @@ def test_verify_checks_source_of_both_writes_of_a_content(half: int) -> None:
     side = engine(mla(block_size=2, head_size=4, dtype="uint8"))
     allocated = [kvspec.allocate(side, RANK, 2) for _ in range(2)]
     producers, consumers = ({RANK: cache} for cache, _ in allocated)
-    plan, wanted = kvspec.plan_transfer(side, side), request(1, [1], [1])
+    plan, load = kvspec.plan_transfer(side, side), request(1, [1], [1])
     start, stop = (caches[RANK].regions[0].address(1, 0, 0) for caches in (producers, consumers))
     writes = np.array([(start + at, stop + at, 2) for at in (0, 2)], np.uint64)
-    assert kvspec.verify(plan, producers, consumers, wanted, {(RANK, RANK): writes}) is None
+    assert kvspec.verify(plan, producers, consumers, load, {(RANK, RANK): writes}) is None
     writes[half, 0] += np.uint64(4)
-    fault = kvspec.verify(plan, producers, consumers, wanted, {(RANK, RANK): writes})
+    fault = kvspec.verify(plan, producers, consumers, load, {(RANK, RANK): writes})
     assert fault is not None
     assert ("wrong source", 2 * half) == (fault.kind, fault.byte)
 
@@ -134,9 +134,9 @@ def test_verify_names_context_rank_that_owns_missing_token() -> None:
     producers = {rank: kvspec.allocate(producer, rank, 4)[0] for rank in producer.parallel.ranks}
     consumers = {RANK: kvspec.allocate(consumer, RANK, 4)[0]}
     plan = kvspec.plan_transfer(producer, consumer)
-    wanted = request(4, [1], [1])
-    rows = kvspec.build_table(plan, producers[RANK], consumers[RANK]).descriptors(wanted)
-    fault = kvspec.verify(plan, producers, consumers, wanted, {(RANK, RANK): rows})
+    load = request(4, [1], [1])
+    rows = kvspec.build_table(plan, producers[RANK], consumers[RANK]).descriptors(load)
+    fault = kvspec.verify(plan, producers, consumers, load, {(RANK, RANK): rows})
     assert fault is not None
     assert ("missing", 2, (RankId(tp=1),)) == (fault.kind, fault.token, fault.wanted_from)
 

@@ -41,11 +41,11 @@ def test_last_block_is_cut_if_that_is_cheaper(
 ) -> None:
     """The blocks are not adjacent on either side. The moved bytes and dead bytes are counted."""
     table = table_of(layout, tp, block)
-    wanted = request(tokens, [3, 5], [7, 2])
-    moved = table.descriptors(wanted)
+    load = request(tokens, [3, 5], [7, 2])
+    moved = table.descriptors(load)
     assert (count, nbytes) == (len(moved), int(moved[:, 2].sum()))
-    assert (count, dead) == (table.counts(wanted)[0], table.dead_bytes(wanted))
-    text = kvspec.explain(table, request=wanted)
+    assert (count, dead) == (table.counts(load)[0], table.dead_bytes(load))
+    text = kvspec.explain(table, request=load)
     assert ("dead" in text) == (dead > 0)
     assert not dead or f"{dead:,}" in text
 
@@ -65,6 +65,6 @@ def test_dead_bytes_are_moved_bytes_without_wanted_bytes() -> None:
     for block in (16, 64, 128):
         table = table_of("LBNHC", (1, 1), block)
         for tokens in (1, block - 1, block, block + 1, 2 * block):
-            wanted = request(tokens, [3, 5], [7, 2])
-            moved = int(table.descriptors(wanted)[:, 2].sum())
-            assert 1024 * tokens == moved - table.dead_bytes(wanted)
+            load = request(tokens, [3, 5], [7, 2])
+            moved = int(table.descriptors(load)[:, 2].sum())
+            assert 1024 * tokens == moved - table.dead_bytes(load)

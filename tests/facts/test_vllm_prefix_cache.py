@@ -1,4 +1,4 @@
-"""vLLM's connector: the blocks of a load that vLLM may put into its prefix cache."""
+"""Test which blocks of a load the connector lets vLLM put into its prefix cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 def plan_of(*specs: kvspec.LayerSpec) -> kvspec.TransferPlan:
-    """Return the plan of an engine with one group for each spec, to itself."""
+    """Return the plan between two equal engines with one group for each spec."""
     groups = [
         builders.group(spec, f"layers.{at}", name=f"group{at}") for at, spec in enumerate(specs)
     ]
@@ -36,7 +36,7 @@ def window(size: int, **more: int) -> kvspec.SlidingWindowSpec:
 
 
 def request(plan: kvspec.TransferPlan, num_tokens: int, cached: int = 0) -> kvspec.TransferRequest:
-    """Return a load into the blocks that vLLM allocates: null blocks before the window."""
+    """Return a load into the blocks that vLLM allocates. It has null blocks before the window."""
     tables = {}
     for number, group in enumerate(plan.consumer.groups):
         start = group.spec.live_tokens(num_tokens).start // BLOCK
@@ -73,7 +73,7 @@ def hashed_after(
 @pytest.mark.parametrize("cached", [0, 16, 32])
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 33, 40])
 def test_only_complete_blocks_are_hashed(size: int, cached: int) -> None:
-    """At each length, and all complete blocks are hashed that were not cached before."""
+    """For each length, vLLM hashes exactly the complete blocks that were not cached before."""
     chunk = kvspec.ChunkedLocalAttentionSpec(**heads(), attention_chunk_size=size)
     specs = kvspec.FullAttentionSpec(**heads()), window(size), chunk
     plan = plan_of(*specs, window(size, extra_retained_tokens=3))
@@ -109,7 +109,7 @@ def test_load_without_dead_tokens_needs_no_manager() -> None:
 
 
 def test_load_with_dead_tokens_is_refused_without_a_manager() -> None:
-    """The request fails by name, because vLLM would hash an incomplete block."""
+    """Without the manager, vLLM would hash an incomplete block."""
     plan = plan_of(window(17))
     with pytest.raises(kvspec.SpecError) as refused:
         withhold(plan.consumer, request(plan, 39), None)
@@ -117,7 +117,7 @@ def test_load_with_dead_tokens_is_refused_without_a_manager() -> None:
 
 
 def test_engine_without_a_prefix_cache_needs_no_counts() -> None:
-    """Its managers are not read."""
+    """The managers of such an engine are not read."""
     assert {} == hashed_of(SimpleNamespace(enable_caching=False))
     plan = plan_of(window(17))
     withhold(plan.consumer, request(plan, 39), {})

@@ -204,9 +204,9 @@ def windows(
 ) -> list[int]:
     """Return the complete blocks of a table of blocks of eight tokens."""
     side = builders.engine(builders.window(window, 1, block_size=8), null_block=null)
-    asked = builders.request(num_tokens, [4, 5, 6, 7], ids, **fields)
-    found: list[int] = complete_blocks(kvspec.plan_transfer(side, side), asked)["g"].tolist()
-    return found
+    load = builders.request(num_tokens, [4, 5, 6, 7], ids, **fields)
+    blocks: list[int] = complete_blocks(kvspec.plan_transfer(side, side), load)["g"].tolist()
+    return blocks
 
 
 def test_block_with_dead_tokens_before_the_window_is_not_complete() -> None:
@@ -242,17 +242,17 @@ def test_row_that_the_cached_prefix_does_not_fill_is_not_complete() -> None:
     """Rows of four tokens: 22 cached tokens fill five rows."""
     side = builders.engine(builders.gqa(1, block_size=8, tokens_per_state=4))
     plan = kvspec.plan_transfer(side, side)
-    asked = builders.request(20, [0, 1, 2], [5, 6, 7], cached_tokens=22)
-    assert {"g": (range(20),)} == complete_tokens(plan, asked)
+    load = builders.request(20, [0, 1, 2], [5, 6, 7], cached_tokens=22)
+    assert {"g": (range(20),)} == complete_tokens(plan, load)
 
 
 def test_cached_prefix_without_a_move_is_complete() -> None:
     """The consumer has cached everything, so nothing moves."""
     side = builders.engine(builders.gqa(1, block_size=8))
     plan = kvspec.plan_transfer(side, side)
-    asked = builders.request(20, [0, 1, 2], [5, 6, 7], cached_tokens=24)
-    assert [5, 6, 7] == complete_blocks(plan, asked)["g"].tolist()
-    assert {"g": (range(24),)} == complete_tokens(plan, asked)
+    load = builders.request(20, [0, 1, 2], [5, 6, 7], cached_tokens=24)
+    assert [5, 6, 7] == complete_blocks(plan, load)["g"].tolist()
+    assert {"g": (range(24),)} == complete_tokens(plan, load)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +263,10 @@ def test_state_is_complete_only_at_the_end_of_its_block(
 ) -> None:
     """A later prompt looks for the state after a whole number of blocks."""
     side = builders.engine(builders.mamba2(block_size=16))
-    asked = builders.request(num_tokens, [0, 1], [5, 6], cached_tokens=cached)
-    found = complete_blocks(kvspec.plan_transfer(side, side), asked)
-    assert complete == found["g"].tolist()
-    assert {} == complete_tokens(kvspec.plan_transfer(side, side), asked)
+    load = builders.request(num_tokens, [0, 1], [5, 6], cached_tokens=cached)
+    blocks = complete_blocks(kvspec.plan_transfer(side, side), load)
+    assert complete == blocks["g"].tolist()
+    assert {} == complete_tokens(kvspec.plan_transfer(side, side), load)
 
 
 def test_state_with_rows_of_the_consumer_alone_is_not_complete() -> None:
@@ -276,15 +276,15 @@ def test_state_with_rows_of_the_consumer_alone_is_not_complete() -> None:
     ]
     plan = kvspec.plan_transfer(sides[0], sides[1], common_states=True)
     for cached, complete in ((0, []), (32, [6])):
-        asked = builders.request(32, [0, 1], [5, 6], cached_tokens=cached)
-        assert complete == complete_blocks(plan, asked)["g"].tolist()
+        load = builders.request(32, [0, 1], [5, 6], cached_tokens=cached)
+        assert complete == complete_blocks(plan, load)["g"].tolist()
 
 
 def test_state_in_the_null_block_is_not_complete() -> None:
     """A table has the null block if the state was given back."""
     side = builders.engine(builders.mamba2(block_size=16), null_block=0)
-    asked = builders.request(32, [1, 2], [3, 0], cached_tokens=32)
-    assert [] == complete_blocks(kvspec.plan_transfer(side, side), asked)["g"].tolist()
+    load = builders.request(32, [1, 2], [3, 0], cached_tokens=32)
+    assert [] == complete_blocks(kvspec.plan_transfer(side, side), load)["g"].tolist()
 
 
 def test_groups_whose_layers_all_stay_have_no_entry() -> None:
@@ -293,8 +293,8 @@ def test_groups_whose_layers_all_stay_have_no_entry() -> None:
     target = builders.group(spec, "l", name="g")
     draft = builders.group(spec, "draft", name="draft", excluded=("draft",))
     plan = kvspec.plan_transfer(builders.engine(target), builders.engine(target, draft))
-    asked = builders.request(16, [0, 1], {"g": [5, 6], "draft": [1, 2]})
-    assert ["g"] == list(complete_blocks(plan, asked)) == list(complete_tokens(plan, asked))
+    load = builders.request(16, [0, 1], {"g": [5, 6], "draft": [1, 2]})
+    assert ["g"] == list(complete_blocks(plan, load)) == list(complete_tokens(plan, load))
 
 
 def test_complete_blocks_reject_a_wrong_request() -> None:

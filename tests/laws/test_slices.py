@@ -293,7 +293,7 @@ def test_slices_with_replicas_are_not_symmetric() -> None:
     assert {(0, 0)} == back
 
 
-def test_a_third_engine_may_change_which_replica_is_read() -> None:
+def test_slices_over_a_third_engine_may_read_another_replica() -> None:
     """Two replicas send to 2 ranks over 1 rank: the units stay the same, the source changes."""
     spec = attrs.evolve(GQA, total_num_kv_heads=1)
     direct = [spec.get_tp_transfer_slices(rank, 2, 2)[0].remote_rank for rank in (0, 1)]

@@ -109,23 +109,25 @@ HOW = ("removed", "doubled", "cut", "read elsewhere", "written elsewhere")
 Sources = dict[kvspec.RankId, dict[int, list[tuple[kvspec.RankId, int]]]]
 
 
-def sources(here: World, made: Descriptors) -> Sources:
+def sources(here: World, descriptors: Descriptors) -> Sources:
     """Return the source of each byte that a consumer rank receives, by its address."""
     by_rank: Sources = {rank: {} for rank in here.consumers}
-    for (source, rank), rows in made.items():
+    for (source, rank), rows in descriptors.items():
         for start, place, length in rows.tolist():
             for i in range(length):
                 by_rank[rank].setdefault(place + i, []).append((source, start + i))
     return by_rank
 
 
-def faults(here: World, made: Descriptors, right: Sources) -> set[tuple[kvspec.RankId, int, str]]:
+def faults(
+    here: World, descriptors: Descriptors, right: Sources
+) -> set[tuple[kvspec.RankId, int, str]]:
     """Return (rank, address, kind) of every wrong byte. The oracle defines live and dead bytes.
 
     A byte is wrong if its source differs from its source in *right*, where all bytes are right.
     """
     wrong = set()
-    for rank, sent in sources(here, made).items():
+    for rank, sent in sources(here, descriptors).items():
         _, may, live = here.live(rank)
         free: set[int] = set()
         for name, flat in here.consumers[rank][1].items():
@@ -183,14 +185,14 @@ def address_of(here: World, example: kvspec.CounterExample) -> int:
 def test_verify_names_a_wrong_byte_and_its_kind(case: strategies.Case, how: str, pick: int) -> None:
     """A row is removed, doubled, cut or shifted. A row of dead tokens alone may be changed."""
     here = world(case)
-    made: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
-    before = sources(here, made)
-    filled = [pair for pair in sorted(made) if len(made[pair])]
+    descriptors: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
+    before = sources(here, descriptors)
+    filled = [pair for pair in sorted(descriptors) if len(descriptors[pair])]
     assume(filled)
     pair = filled[pick % len(filled)]
-    made[pair] = changed(made[pair], pick % len(made[pair]), how)
-    wrong = faults(here, made, before)
-    example = kvspec.verify(here.plan, *caches(here), case.request, made)
+    descriptors[pair] = changed(descriptors[pair], pick % len(descriptors[pair]), how)
+    wrong = faults(here, descriptors, before)
+    example = kvspec.verify(here.plan, *caches(here), case.request, descriptors)
     if example is None:
         assert set() == wrong
     else:
@@ -203,11 +205,11 @@ def test_suspects_are_the_contents_that_judge_finds_wrong(
 ) -> None:
     """The vectors of the checker and the definition for one byte agree."""
     here = world(case)
-    made: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
-    filled = [pair for pair in sorted(made) if len(made[pair])]
+    descriptors: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
+    filled = [pair for pair in sorted(descriptors) if len(descriptors[pair])]
     assume(filled)
     pair = filled[pick % len(filled)]
-    made[pair] = changed(made[pair], pick % len(made[pair]), how)
+    descriptors[pair] = changed(descriptors[pair], pick % len(descriptors[pair]), how)
     checkers: list[Checker] = []
 
     def record(checker: Checker) -> None:
@@ -215,7 +217,7 @@ def test_suspects_are_the_contents_that_judge_finds_wrong(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checker, "first", record)
-        kvspec.verify(here.plan, *caches(here), case.request, made)
+        kvspec.verify(here.plan, *caches(here), case.request, descriptors)
     for checker in checkers:
         for grid in checker.grids():
             bytes_ = product(range(len(grid.address)), range(grid.size))
@@ -256,21 +258,23 @@ def test_verify_names_a_dead_byte_that_is_read_from_another_request(
 ) -> None:
     """The byte lies in another request's block, or after the memory."""
     here = world(case)
-    made: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
-    assume(made)
-    source, rank = sorted(made)[pick % len(made)]
+    descriptors: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
+    assume(descriptors)
+    source, rank = sorted(descriptors)[pick % len(descriptors)]
     live = {
         here.consumers[rank][1][name].ctypes.data + at
         for name, arrives in here.live(rank)[2].items()
         for at in np.flatnonzero(arrives).tolist()
     }
-    dead = sorted(set(sources(here, made)[rank]) - live)
+    dead = sorted(set(sources(here, descriptors)[rank]) - live)
     if not dead:
         return  # The table moves no dead byte.
     foreign = foreign_addresses(here, source)
     row = [foreign[pick % len(foreign)], dead[pick % len(dead)], 1]
-    made[source, rank] = np.concatenate([made[source, rank], np.array([row], np.uint64)])
-    example = kvspec.verify(here.plan, *caches(here), case.request, made)
+    descriptors[source, rank] = np.concatenate(
+        [descriptors[source, rank], np.array([row], np.uint64)]
+    )
+    example = kvspec.verify(here.plan, *caches(here), case.request, descriptors)
     assert example is not None
     assert ("foreign", rank, source) == (example.kind, example.consumer, example.producer)
     assert row[0] == address_of(here, example)
@@ -292,8 +296,8 @@ def test_verify_names_the_last_byte_of_a_content_cut_short() -> None:
     latent = engine(mla(block_size=2, head_size=3, dtype="uint8"))
     here = one_block(latent, latent)
     ((p, c, table),) = here.tables()
-    made = {(p, c): changed(table.descriptors(here.case.request), 0, "cut")}
-    example = kvspec.verify(here.plan, *caches(here), here.case.request, made)
+    descriptors = {(p, c): changed(table.descriptors(here.case.request), 0, "cut")}
+    example = kvspec.verify(here.plan, *caches(here), here.case.request, descriptors)
     assert example is not None
     assert ("missing", 1, 2) == (example.kind, example.token, example.byte)
 

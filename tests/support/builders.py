@@ -98,7 +98,7 @@ def _group(
 def request(
     num_tokens: int, producer_blocks: Any, consumer_blocks: Any, **more: Any
 ) -> kvspec.TransferRequest:
-    """Return a request; tables that are not a mapping are those of group "g"."""
+    """Return a request. A table that is not in a mapping belongs to group "g"."""
     sides = (
         side if isinstance(side, Mapping) else {"g": side}
         for side in (producer_blocks, consumer_blocks)

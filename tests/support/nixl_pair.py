@@ -1,4 +1,4 @@
-"""Two connected ranks of one process with memory to move, for tests and for their scripts."""
+"""Two connected ranks of one process and their memory, for tests and their scripts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def memory(array: np.ndarray) -> Memory:
 
 
 def table(base: int, rows: list[tuple[int, ...]]) -> np.ndarray:
-    """Return (offset, length, stride, count) rows as `NixlRank.prepare` takes them."""
+    """Return rows for `NixlRank.prepare`, from (offset, length, stride, count)."""
     return np.array([(base + at, size, 0, stride, n) for at, size, stride, n in rows], np.uint64)
 
 
@@ -48,14 +48,14 @@ class Pair:
         ]
 
     def read(self, first: int, count: int, timeout: float = 10.0) -> Transfer:
-        """Start to read *count* blocks of 512 bytes, every second one, from block *first* on."""
+        """Start to read *count* blocks of 512 bytes. Block k is at offset 1024 * (*first* + k)."""
         rows = [(first * 1024, 512, 1024, count)]
         local, remote = self.lists(rows, rows)
         ids = np.arange(count)
         return self.near.read(local, ids, remote, ids, request=f"{first}", timeout=timeout)
 
     def right(self, first: int, count: int) -> bool:
-        """Return whether those blocks equal the other side's, and the gaps are still zero."""
+        """Return whether the blocks equal those of the other side, and the gaps are still zero."""
         local, remote = (
             side[first * 1024 : (first + count) * 1024].reshape(count, 2, 512)
             for side in (self.local, self.remote)

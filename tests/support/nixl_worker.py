@@ -1,7 +1,7 @@
 """A child process that owns one rank and executes its parent's commands over a pipe.
 
-The parent starts it by path, with the number of an inherited end of a pipe. So the process imports
-neither pytest nor the parent's modules.
+The parent starts it by path, with the number of an inherited end of a pipe. So the process does
+not import pytest or the modules of the parent.
 """
 
 from __future__ import annotations

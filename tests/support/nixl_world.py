@@ -1,4 +1,4 @@
-"""The request of a `World`, moved by two ranks of one process over any bindings of NIXL."""
+"""Move the request of a `World` with two ranks of one process, over any bindings of NIXL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Moving:
     def start(
         self, table: DescriptorTable, *, plain: bool = False, timeout: float = 10
     ) -> Transfer:
-        """Start the part of the request that a table moves, by its selection or by *plain* ids."""
+        """Start the part of the request that a table moves, by a selection or by *plain* ids."""
         pulled = self.operation == "READ"
         consumer = self.local.prepare(table.consumer_rows, peer=None if pulled else self.peer)
         producer = self.local.prepare(table.producer_rows, peer=self.peer if pulled else None)
@@ -45,13 +45,13 @@ class Moving:
         return self.local.write(producer, selection[0], consumer, selection[1], **more)
 
     def start_all(self, **more: Any) -> list[Transfer]:
-        """Start the whole request, between every pair of ranks."""
+        """Start the whole request between all pairs of ranks."""
         return [self.start(table, **more) for _, _, table in self.here.tables()]
 
 
 @contextlib.contextmanager
 def moving(here: World, operation: Operation, **options: Any) -> Iterator[Moving]:
-    """Connect two ranks that share all memory of a world; *options* are those of the local rank."""
+    """Connect two ranks that share all memory of a world. The local rank has the *options*."""
     pulled = operation == "READ"
     with NixlRank(secret=b"") as remote, NixlRank(secret=b"", **options) as local:
         consumer, producer = (local, remote) if pulled else (remote, local)

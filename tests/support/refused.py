@@ -80,14 +80,3 @@ def has_in_order(facts: list[str], text: str) -> bool:
 def differences(error: Any) -> list[tuple[str, object, object]]:
     """Return field, producer's value and consumer's value of each mismatch of *error*."""
     return [(each.field, each.producer, each.consumer) for each in error.mismatches]
-
-
-def words(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError) -> str:
-    """Return the message of the error of *kind* that *call* raises."""
-    return str(refusal(call, kind))
-
-
-def case(call: Callable[[], object], wanted: str) -> Any:
-    """Return a call and the message of its error, named by the message without addresses."""
-    name = re.sub(r"\d{8,}", "...", wanted)[:50]
-    return pytest.param(call, wanted, id=f"{next(NUMBER)} {name}")

@@ -19,7 +19,7 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 
 @st.composite
 def replica_policies(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.ReplicaPolicy:
-    """Draw a replica policy; some have a topology with the nodes of both sides' ranks."""
+    """Draw a replica policy. Some have a topology with the nodes of the ranks of both sides."""
     salt = draw(st.integers(0, 3))
     if draw(st.booleans()):
         return kvspec.ReplicaPolicy(draw(st.sampled_from(strategies.POLICIES)), salt)

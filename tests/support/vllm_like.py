@@ -274,7 +274,7 @@ def _broken_member(given: Any) -> Iterator[tuple[str, Any]]:
 
 
 def engine_spec(config: Any, **options: Any) -> kvspec.EngineSpec:
-    """Return the engine of a config; its layers have the FlashAttention backend by default."""
+    """Return the engine of a config. By default its layers have the FlashAttention backend."""
     return vllm.engine_spec(config, **{"backends": FLASH, **options})
 
 
@@ -366,7 +366,7 @@ def _tokens(
     tensor: KVCacheTensor,
     layers: int,
 ) -> Any:
-    """Return a view [blocks, slots, tokens, content]; the layout decides the strides of H and N."""
+    """Return a view [blocks, slots, tokens, content]. The layout decides the strides of H and N."""
     rows, content = spec.block_size // spec.tokens_per_state, spec.content
     extents = {"H": spec.slots, "N": rows, "C": content}
     strides = {"C": 1}

@@ -1,4 +1,4 @@
-"""An engine as its connectors see it: one connector in the scheduler, one in each worker.
+"""An engine with one connector in the scheduler and one in each worker.
 
 Only vLLM's base class and its callers are imitated. Sessions, NIXL and memory are real.
 """
@@ -278,7 +278,7 @@ class Engine:
                 counts.update({name: counts.get(name, 0) + 1 for name in names})
 
     def prefill(self, request: Request, *tables: list[int]) -> dict[str, Any] | None:
-        """Prefill a prompt for another engine; return the parameters that a router passes on."""
+        """Prefill a prompt for another engine. Return the parameters that a router forwards."""
         request.kv_transfer_params = {"do_remote_decode": True}
         self.scheduler.on_new_request(request)
         request.num_computed_tokens = request.num_prompt_tokens
@@ -287,7 +287,7 @@ class Engine:
         return json.loads(json.dumps(params))  # type: ignore[no-any-return]
 
     def decode(self, request: Request, *tables: list[int], cached: int = 0) -> tuple[int, bool]:
-        """Accept a request with *cached* local tokens; return the tokens that vLLM waits for."""
+        """Accept a request with *cached* local tokens. Return the tokens that vLLM will load."""
         self.scheduler.on_new_request(request)
         count, waits = self.scheduler.get_num_new_matched_tokens(request, cached)
         blocks = SimpleNamespace(get_block_ids=lambda: tables)

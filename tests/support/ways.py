@@ -1,4 +1,4 @@
-"""Move the request of a case in every possible way; the byte oracle judges each."""
+"""Move the request of a case in every possible way. The oracle compares the bytes."""
 
 from __future__ import annotations
 
