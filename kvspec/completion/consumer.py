@@ -352,7 +352,7 @@ class ConsumerLedger:
             # Only a question that was asked after everything arrived has an answer in this state.
             source.valid = source.valid or load.state == "verifying"
         elif source is not None and not source.sound:
-            why = f"{message.by} freed it before it was read"
+            why = f"{message.by} aborted it, or its lease ended before it was read"
             return actions + self._fault(load, why, TransferState.GONE)
         return actions + self._advance(load)
 

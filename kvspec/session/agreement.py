@@ -11,7 +11,6 @@ How it works:
 
         report                                            effect
         ------------------------------------------------  ------------------------------------------
-        of a rank that the engine does not have           ignored
         of an older start of the rank                     ignored
         of a newer start of the rank                      replaces all earlier reports of the rank
         "moving" after "done" or "failed"                 ignored: it is late
@@ -79,20 +78,23 @@ class RankAgreement(Generic[RankT]):
         """Record what *rank* reports about its load.
 
         Args:
-            rank: The rank. A rank that the engine does not have is ignored.
+            rank: One of the ranks of this object.
             state: `Load.state`: "moving", "done" or "failed".
             start: A number that grows each time the process of the rank starts. If it has grown,
                 the earlier reports of the rank no longer count: its memory is gone.
             undefined_blocks: `Load.undefined_blocks`, block ids by group.
 
         Raises:
-            SpecError: If *state* is unknown, or *start* is not an int >= 0.
+            SpecError: If the engine does not have *rank*, *state* is unknown, or *start* is not an
+                int >= 0.
         """
         if state not in get_args(RankState):
             raise SpecError("state", state, f"one of {', '.join(get_args(RankState))}")
         positive_int("start", start, least=0)
         word = self._words.get(rank)
-        if word is None or start < word.start:
+        if word is None:
+            raise SpecError("rank", rank, f"one of the ranks {', '.join(map(str, self._words))}")
+        if start < word.start:
             return
         if start > word.start:
             word = self._words[rank] = _Word(start)

@@ -416,7 +416,8 @@ class Session:
     ) -> None:
         """Hold a request until all its readers are done.
 
-        Call it when the data is computed, or just before: the lease runs from this call.
+        Call it when the data is computed: the lease runs from this call. Only loads that follow may
+        begin before the data is computed. Any other load reads at once.
 
         Args:
             remote_id: Name from `new_remote_id`, the same on all ranks. A client that retries a

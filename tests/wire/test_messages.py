@@ -375,7 +375,12 @@ def test_gone_fails_by_name() -> None:
     gone = answers(ledger.finish(step, 3.0), "gone")
     actions = ledger.receive(gone[0], 4.0)
     assert (
-        Failed("mine", "prefill tp0 freed it before it was read", TransferState.GONE) == actions[0]
+        Failed(
+            "mine",
+            "prefill tp0 aborted it, or its lease ended before it was read",
+            TransferState.GONE,
+        )
+        == actions[0]
     )
     assert Ended("mine", "failed") == actions[1]
 
