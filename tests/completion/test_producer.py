@@ -1,4 +1,4 @@
-"""The producer's ledger: facts beside the law of `test_ledgers`."""
+"""The ledger of a producer: examples beside the law of `test_ledgers`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_repeated_heartbeat_extends_no_lease() -> None:
 
 
 def test_repeated_heartbeat_extends_no_lease_after_an_abort() -> None:
-    """An aborted request is freed when its lease ends, whatever is repeated."""
+    """An aborted request is freed when its lease ends, and repetitions do not change that."""
     ledger = held()
     ledger.receive(heartbeat(1), 1.0)
     ledger.abort(KEY, 2.0)
@@ -101,7 +101,7 @@ def test_repeated_heartbeat_extends_no_lease_after_an_abort() -> None:
 
 
 def test_repeated_heartbeat_is_kept_once_before_the_request_is_held() -> None:
-    """Of several copies of an early heartbeat, one extends the lease."""
+    """Only one of several copies of an early heartbeat extends the lease."""
     ledger = ProducerLedger(P[0], lease=10.0)
     for now in (0.0, 1.0, 2.0):
         assert [] == ledger.receive(heartbeat(1), now)
@@ -179,10 +179,10 @@ def test_heartbeats_extend_the_lease_up_to_the_longest() -> None:
     ledger = held()
     leases = []
     for number, now in enumerate((5.0, 14.0, 23.0)):
-        (told,) = ledger.receive(heartbeat(number), now)
-        assert isinstance(told, Tell)
-        assert isinstance(told.message, Lease)
-        leases.append(told.message.lease)
+        (answer,) = ledger.receive(heartbeat(number), now)
+        assert isinstance(answer, Tell)
+        assert isinstance(answer.message, Lease)
+        leases.append(answer.message.lease)
     assert [10.0, 10.0, 7.0] == leases
     assert ["Free", "gone"] == kinds(ledger.receive(heartbeat(9), 30.0))
 
@@ -219,7 +219,7 @@ def test_number_of_readers_from_the_engine_is_not_disputed() -> None:
 
 
 def test_messages_for_others_change_nothing() -> None:
-    """Of another rank or incarnation of either side, of a producer, of an earlier attempt."""
+    """They name another rank, another incarnation, an earlier attempt, or come from a producer."""
     ledger = held()
     ledger.connect("decode", 1)
     ledger.receive(heartbeat(1, attempt=1), 1.0)
@@ -299,15 +299,15 @@ def test_progress_is_sent_to_readers_that_are_not_done() -> None:
     ledger = held()
     ledger.receive(heartbeat(1), 1.0)
     ledger.receive(done(1), 1.0)
-    (told,) = ledger.record_progress(KEY, [("g", "l")], 3, 2.0)
-    assert isinstance(told, Tell)
-    assert isinstance(told.message, LayerProgress)
-    assert (D[0], 3) == (told.message.to, told.message.upto)
+    (progress,) = ledger.record_progress(KEY, [("g", "l")], 3, 2.0)
+    assert isinstance(progress, Tell)
+    assert isinstance(progress.message, LayerProgress)
+    assert (D[0], 3) == (progress.message.to, progress.message.upto)
     assert ["lease", "progress"] == kinds(ledger.receive(heartbeat(3), 3.0))
 
 
 def test_held_request_has_blocks_until_it_is_freed() -> None:
-    """They are those of the engine, and nobody computes checksums of them later."""
+    """They are those of the engine. No checksum of them is computed later."""
     tables = {"g": kvspec.BlockTable([1])}
     ledger = held(blocks=tables)
     record = ledger.find(KEY)
@@ -354,8 +354,8 @@ def test_outcome_of_a_push_is_sent_when_nothing_moves() -> None:
     assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
     assert [] == ledger.receive(stop(1), 1.0)
     assert [False, True] == [ledger.stopping(KEY, target) for target in targets]
-    (told,) = ledger.end_push(KEY, targets[0], WRITTEN, 2.0)
-    assert Tell(PushDone(KEY, P[0], D[0], pushed=WRITTEN)) == told
+    (outcome,) = ledger.end_push(KEY, targets[0], WRITTEN, 2.0)
+    assert Tell(PushDone(KEY, P[0], D[0], pushed=WRITTEN)) == outcome
     assert ["stopped"] == kinds(ledger.end_push(KEY, targets[1], None, 2.0))
     assert [] == ledger.end_push(KEY, targets[1], None, 2.0)
     assert ["pushed", "lease"] == kinds(ledger.receive(heartbeat(2), 3.0))

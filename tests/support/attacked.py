@@ -138,7 +138,7 @@ def victim() -> None:
 
 
 def dialled(address: tuple[str, int]) -> socket.socket | None:
-    """Return a connection that does not block, or None if there is none in a second."""
+    """Return a connection that does not block, or None if it is not accepted within a second."""
     try:
         made = socket.create_connection(address, timeout=1.0)
     except OSError:

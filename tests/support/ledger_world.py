@@ -1,7 +1,7 @@
 """Ledgers of two engines, over a network that loses, repeats, delays and forges messages.
 
-The world keeps the truth apart from the ledgers: which blocks are overwritten, what was read when,
-and which readers were expected. A ledger that frees too early, is ready too early, or never ends
+The world records apart from the ledgers when blocks were overwritten and read, and by which
+readers. A ledger that frees too early, is ready too early, or never ends
 breaks a `Promise`.
 """
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def earlier_load_answers_for_the_next(patch: pytest.MonkeyPatch) -> None:
-    """Repeat the first answer to a reader, also for questions about another load."""
+    """Repeat the first answer to a reader that loads the request again."""
 
     def repeats(self: HeldRequest, message: Any) -> bool:
         reader = self.reader(message.by, message.sample)
@@ -86,7 +86,7 @@ def reader_that_gave_up_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def differences_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Treat unequal checksums as equal."""
+    """Take different checksums for equal ones."""
     patch.setattr(Audit, "_narrow", lambda *_: None)
 
 

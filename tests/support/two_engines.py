@@ -116,7 +116,7 @@ class TwoEngines(Generic[Message]):
         raise NotImplementedError
 
     def take(self, at: int, *, keep: bool = False) -> Message | None:
-        """Return a message of the network, and remove it unless *keep*. None if there is none."""
+        """Return a message of the network, or None. Remove it unless *keep*."""
         if not self.net:
             return None
         at %= len(self.net)

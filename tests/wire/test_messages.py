@@ -1,4 +1,4 @@
-"""Messages, and what the ledgers do with each: facts beside the law of `test_ledgers`."""
+"""Messages of any kind are encoded and decoded equal, and malformed bytes are rejected."""
 
 from __future__ import annotations
 
@@ -12,23 +12,17 @@ from msgspec.structs import replace
 from refused import refusal
 
 import kvspec
-from kvspec.completion.actions import Closed, Ended, Failed, Tell
-from kvspec.completion.consumer import ConsumerLedger, Step
-from kvspec.completion.load_plan import LoadPlan
-from kvspec.errors import TransferState
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic
 from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import (
     MESSAGES,
     ChecksumRequest,
-    Done,
     Extent,
     Key,
     Message,
     Pushed,
     RankAddress,
-    Valid,
     key_of,
     new_remote_id,
 )
@@ -44,7 +38,7 @@ PARTIES = st.builds(
 )
 
 
-def said(kind: str, by: int = 0, **more: Any) -> Message:
+def message_of(kind: str, by: int = 0, **more: Any) -> Message:
     """Return a message of one of two readers to a producer, or of a producer to a reader."""
     reader = kind in ("heartbeat", "done")
     fields: dict[str, Any] = {"expected": 2, "by": D[by], "to": P[0]} if reader else {}
@@ -133,12 +127,12 @@ def test_message_of_any_kind_decodes_equal(given: Message) -> None:
     assert len(data) < 400
 
 
-HEARTBEAT = encode_message(said("heartbeat"))
+HEARTBEAT = encode_message(message_of("heartbeat"))
 
 
 def changed(at: int, value: Any) -> bytes:
     """Return the bytes of a heartbeat with another element."""
-    data = encode_message(said("heartbeat"))
+    data = encode_message(message_of("heartbeat"))
     fields = msgspec.msgpack.decode(data[HEAD:])
     fields[at] = value
     return data[:HEAD] + msgspec.msgpack.encode(fields)
@@ -161,17 +155,17 @@ def within(message: Message, field: int, at: int, value: Any) -> bytes:
 
 def asked(at: int, value: Any) -> bytes:
     """Return the bytes of a checksum request with another element of its extent."""
-    return within(said("checksum_request", by=0, extent=ASKED), OWN, at, value)
+    return within(message_of("checksum_request", by=0, extent=ASKED), OWN, at, value)
 
 
 def wrote(at: int, value: Any) -> bytes:
     """Return the bytes of `pushed` with another element of its description."""
-    return within(said("pushed", pushed=DONE), OWN, at, value)
+    return within(message_of("pushed", pushed=DONE), OWN, at, value)
 
 
 def own(kind: str, at: int, value: Any, **more: Any) -> bytes:
     """Return the bytes of a message of *kind* with another element."""
-    data = encode_message(said(kind, **more))
+    data = encode_message(message_of(kind, **more))
     fields = msgspec.msgpack.decode(data[HEAD:])
     fields[at] = value
     return data[:HEAD] + msgspec.msgpack.encode(fields)
@@ -273,7 +267,7 @@ def test_new_remote_id_rejects_invalid_ids_and_longest_messages_fit() -> None:
         error = refusal(lambda name=name: new_remote_id(name))
         assert ("request_id", name) == (error.field, error.value)
         assert "1024" in error.expected
-    long = said(
+    long = message_of(
         "progress", key=Key("x" * 1024, bytes(64)), group="g" * 1024, layer="l" * 1024, upto=9
     )
     far = [replace(address, engine_id="e" * 255, epoch=2**62) for address in (P[0], D[0])]
@@ -283,222 +277,3 @@ def test_new_remote_id_rejects_invalid_ids_and_longest_messages_fit() -> None:
     key = Key("x" * 1024, bytes(64))
     asking = ChecksumRequest(key=key, by=far[1], to=far[0], extent=most)
     assert 5500 < len(encode_message(asking)) < 8192
-
-
-def kinds(actions: list[Any]) -> list[str]:
-    """Return what actions are, messages by their kind."""
-    return [a.message.kind if isinstance(a, Tell) else type(a).__name__ for a in actions]
-
-
-PLACE = ("full", "layers.0")
-
-
-def reads(**more: Any) -> LoadPlan:
-    """Return an order: read one layer of the first producer rank, and tell both."""
-    fields: dict[str, Any] = {
-        "request_id": "mine", "key": KEY, "engine_id": "prefill", "epoch": 1,
-        "expected": {P[0].rank: 2, P[1].rank: 1}, "sources": {P[0].rank: {PLACE: 8}},
-    }  # fmt: skip
-    return LoadPlan(**{**fields, **more})
-
-
-def moving(**more: Any) -> ConsumerLedger:
-    """Return a consumer rank that reads, since second 0, for at most twenty."""
-    ledger = ConsumerLedger(D[0], heartbeat=5.0, patience=12.0)
-    assert ["heartbeat", "heartbeat"] == kinds(ledger.expect(reads(**more), 0.0, 20.0))
-    return ledger
-
-
-def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
-    """Return the answers to the messages among *actions*."""
-    return [a.message.answer(MESSAGES[kind], **more) for a in actions if isinstance(a, Tell)]
-
-
-def test_ready_when_the_source_held_it_afterwards() -> None:
-    """All has arrived, the source is asked, and says that it was valid; then both are told."""
-    ledger = moving()
-    step = ledger.start("mine", P[0].rank)
-    asked = ledger.finish(step, 3.0)
-    assert ["done", "done"] == kinds(asked)
-    first, second = answers(asked, "valid")
-    assert ["Ended"] == kinds(ledger.receive(first, 4.0))
-    assert ["Refused"] == kinds(ledger.receive(first, 4.0))
-    assert [Closed("mine")] == ledger.receive(second, 5.0)
-    assert ({}, 0, None) == (ledger.open, ledger.steps, ledger.due)
-
-
-def test_what_was_held_when_the_last_byte_came_is_sound() -> None:
-    """Answered at the very time: the source held it, and it is ready."""
-    ledger = moving()
-    asked = ledger.finish(ledger.start("mine", P[0].rank), 3.0)
-    assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 3.0))
-
-
-def test_load_with_granted_lease_waits_for_valid() -> None:
-    """The consumer's clock may have stood still, so its measure of the lease proves nothing."""
-    ledger = ConsumerLedger(D[0], heartbeat=500.0)
-    grant = answers(ledger.expect(reads(), 0.0, 2000.0), "lease", lease=1000.0)[0]
-    assert [] == ledger.receive(grant, 0.0)
-    asked = ledger.finish(ledger.start("mine", P[0].rank), 0.0)
-    assert {"done"} == set(kinds(asked))
-    assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 0.0))
-
-
-def test_valid_before_all_has_arrived_does_not_count() -> None:
-    """Only an answer to a question asked after the last byte counts."""
-    ledger = ConsumerLedger(D[0])
-    early = answers(ledger.expect(reads(), 0.0, 20.0), "valid")[0]
-    assert [] == ledger.receive(early, 0.0)
-    actions = ledger.finish(ledger.start("mine", P[0].rank), 1.0)
-    assert "Ended" not in kinds(actions)
-
-
-def test_a_question_has_one_number_however_often_it_is_asked() -> None:
-    """And none that a question of another load had, of the same attempt or not."""
-    ledger = moving()
-    later = ledger.finish(ledger.start("mine", P[0].rank), 3.0)
-    first, *_ = [action.message for action in later]
-    again = [action.message for action in ledger.tick(8.0)]
-    assert ({first.number}, 2) == ({message.number for message in again}, len(again))
-    for message in again:
-        ledger.receive(message.answer(Valid), 9.0)
-    assert {} == ledger.open
-    heartbeats = [action.message for action in ledger.expect(reads(), 9.0, 20.0)]
-    assert all(message.number > first.number for message in heartbeats)
-    assert "Refused" in kinds(ledger.receive(first.answer(Valid), 9.0))
-
-
-def test_gone_fails_by_name() -> None:
-    """A source that freed it before it was read fails the request, once, and says who."""
-    ledger = moving()
-    step = ledger.start("mine", P[0].rank)
-    gone = answers(ledger.finish(step, 3.0), "gone")
-    actions = ledger.receive(gone[0], 4.0)
-    assert (
-        Failed(
-            "mine",
-            "prefill tp0 aborted it, or its lease ended before it was read",
-            TransferState.GONE,
-        )
-        == actions[0]
-    )
-    assert Ended("mine", "failed") == actions[1]
-
-
-def test_blocks_are_held_while_a_step_may_write() -> None:
-    """A request that fails keeps its blocks until its last step has ended."""
-    ledger = moving()
-    step = ledger.start("mine", P[0].rank)
-    assert [Failed("mine", "cancelled", TransferState.STOPPED)] == ledger.cancel("mine", 1.0)
-    assert [] == ledger.cancel("mine", 1.0) + ledger.tick(100.0)
-    assert ["Ended", "done", "done"] == kinds(ledger.finish(step, 200.0))
-    assert [Closed("mine")] == ledger.tick(212.0)
-
-
-def test_cancel_in_other_words_keeps_the_given_state() -> None:
-    """The state of a failure does not depend on the words of its reason."""
-    ledger = moving()
-    failed = ledger.cancel("mine", 1.0, "not there in time", TransferState.GONE)
-    assert failed[0] == Failed("mine", "not there in time", TransferState.GONE)
-    ledger = moving()
-    assert ledger.cancel("mine", 1.0, "not wanted")[0].state is TransferState.STOPPED  # type: ignore[union-attr]
-
-
-def test_failed_step_passes_its_state_to_the_failed_action() -> None:
-    """What is known of the transfer is not lost on the way through the ledger."""
-    ledger = moving()
-    step = ledger.start("mine", P[0].rank)
-    actions = ledger.fail(step, "the peer died", 1.0, state=TransferState.PEER_LOST)
-    assert Failed("mine", "the peer died", TransferState.PEER_LOST) == actions[0]
-
-
-def test_late_is_failed_and_a_dead_producer_is_not_told_for_ever() -> None:
-    """Not there in time: it fails. Nobody answers: it is repeated, then given up."""
-    ledger = moving()
-    assert ["heartbeat", "heartbeat"] == kinds(ledger.tick(5.0))
-    late = ledger.tick(20.0)
-    assert ["Failed", "Ended", "done", "done"] == kinds(late)
-    assert Failed("mine", "not there in time", TransferState.TIMEOUT) == late[0]
-    assert ["done", "done"] == kinds(ledger.tick(25.0))
-    assert [Closed("mine")] == ledger.tick(32.0)
-
-
-def test_a_full_hit_is_ready_at_once() -> None:
-    """Nothing moves: ready now, and every producer rank is told all the same."""
-    ledger = ConsumerLedger(D[0])
-    actions = ledger.expect(reads(sources={}), 0.0, 20.0)
-    assert ["done", "done", "Ended"] == kinds(actions)
-    assert ["Closed"] == kinds(
-        [a for n in answers(actions, "gone") for a in ledger.receive(n, 1.0)]
-    )
-
-
-def test_a_restarted_producer_fails_what_it_had() -> None:
-    """A new epoch: what the earlier start held is lost, and there is nobody to tell."""
-    ledger = moving()
-    actions = ledger.connect("prefill", 2, 1.0)
-    failed = Failed("mine", "prefill was restarted", TransferState.GONE)
-    assert [failed, Ended("mine", "failed")] == actions[:2]
-    assert ["Closed"] == kinds(actions[2:])
-    for call in (
-        lambda: ledger.expect(reads(), 2.0, 9.0),
-        lambda: ledger.connect("prefill", 1, 2.0),
-    ):
-        error = refusal(call)
-        assert ("epoch", 1) == (error.field, error.value)
-    ledger.disconnect("prefill")
-    assert ["heartbeat", "heartbeat"] == kinds(ledger.expect(reads(), 2.0, 9.0))
-
-
-def test_frontiers_move_once_and_after_they_are_written() -> None:
-    """What is read in parts moves up to what was written, nothing twice, and all in the end."""
-    ledger = moving(partial=True)
-    source = P[0].rank
-    assert {} == ledger.readable("mine")
-    error = refusal(lambda: ledger.start("mine", source))
-    assert ("upto", 8) == (error.field, error.value)
-    wrote = said("progress", group=PLACE[0], layer=PLACE[1], upto=5)
-    assert [] == ledger.receive(wrote, 1.0)
-    assert {source: {PLACE: range(5)}} == ledger.readable("mine")
-    first = ledger.start("mine", source, {PLACE: 5})
-    assert {} == ledger.readable("mine")
-    error = refusal(lambda: ledger.start("mine", source, {PLACE: 5}))
-    assert ("upto", 5) == (error.field, error.value)
-    ledger.receive(replace(wrote, upto=99), 2.0)
-    last = ledger.start("mine", source)
-    assert [] == ledger.finish(last, 3.0)
-    assert ["done", "done"] == kinds(ledger.finish(first, 3.0))
-
-
-def test_consumer_ledger_rejects_invalid_plans_and_steps() -> None:
-    """Ranks that are read and do not count readers, steps of nothing, plans that are open."""
-    ledger = moving()
-    source = P[0].rank
-    calls: list[tuple[Any, str, Any]] = [
-        (lambda: reads(request_id=""), "request_id", ""),
-        (lambda: ledger.expect(reads(), 0.0, 1.0), "request_id", "mine"),
-        (lambda: ledger.expect(reads(request_id="other"), 0.0, 1.0), "key", KEY),
-        (lambda: ledger.start("other", source), "request_id", "other"),
-        (lambda: ledger.start("mine", P[1].rank), "request_id", "mine"),
-        (
-            lambda: ledger.start("mine", source, {("full", "layers.9"): 8}),
-            "layers",
-            ("full", "layers.9"),
-        ),
-        (lambda: ledger.finish(Step("mine", 99), 0.0), "step", ("mine", 99)),
-        (lambda: ledger.fail(Step("other", 99), "why", 0.0, quiet=False), "step", ("other", 99)),
-    ]
-    for call, field, value in calls:
-        error = refusal(call)
-        assert (field, value) == (error.field, error.value)
-    assert [] == ledger.cancel("other", 0.0)
-    assert {} == ledger.readable("other")
-    heartbeat = Done(KEY, P[0], D[0], 0, 1, expected=1)
-    for message in (
-        heartbeat,
-        said("valid", by=1, number=7),
-        said("valid", key=Key("x", b"8 bytes!")),
-    ):
-        assert ["Refused"] == kinds(ledger.receive(message, 0.0))
-    stranger = replace(said("valid"), by=replace(P[0], rank=kvspec.RankId(tp=9)))
-    assert ["Refused"] == kinds(ledger.receive(stranger, 0.0))

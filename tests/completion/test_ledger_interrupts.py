@@ -31,7 +31,7 @@ RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)
 
 
 def reads() -> LoadPlan:
-    """Return an order: read one layer of the first producer rank, and tell both."""
+    """Return a plan that reads one layer of the first producer rank, and informs both."""
     return LoadPlan(
         request_id="mine", key=Key("theirs", b"8 bytes!"), engine_id="prefill", epoch=1,
         expected={RANK: 1, OTHER: 1}, sources={RANK: {("full", "layers.0"): 8}},
@@ -46,17 +46,17 @@ def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
 DONE: Calls = [
     lambda ledger, _: ledger.expect(reads(), 0.0, 20.0),
     lambda ledger, _: ledger.start("mine", RANK),
-    lambda ledger, told: ledger.receive(answers(told[0], "lease", lease=9.0)[0], 1.0),
+    lambda ledger, results: ledger.receive(answers(results[0], "lease", lease=9.0)[0], 1.0),
     lambda ledger, _: ledger.tick(6.0),
-    lambda ledger, told: ledger.finish(told[1], 7.0),
-    lambda ledger, told: ledger.receive(answers(told[4], "valid")[0], 8.0),
-    lambda ledger, told: ledger.receive(answers(told[4], "valid")[1], 8.0),
+    lambda ledger, results: ledger.finish(results[1], 7.0),
+    lambda ledger, results: ledger.receive(answers(results[4], "valid")[0], 8.0),
+    lambda ledger, results: ledger.receive(answers(results[4], "valid")[1], 8.0),
 ]
 LATE: Calls = [
     *DONE[:2],
-    lambda ledger, told: ledger.fail(told[1], "it hangs", 3.0, quiet=False),
+    lambda ledger, results: ledger.fail(results[1], "it hangs", 3.0, quiet=False),
     lambda ledger, _: ledger.tick(25.0),
-    lambda ledger, told: ledger.fail(told[1], "it broke", 26.0),
+    lambda ledger, results: ledger.fail(results[1], "it broke", 26.0),
     lambda ledger, _: ledger.tick(40.0),
 ]
 CONNECTED: Calls = [
@@ -64,7 +64,7 @@ CONNECTED: Calls = [
     lambda ledger, _: ledger.assign(reads()),
     lambda ledger, _: ledger.start("mine", RANK),
     lambda ledger, _: ledger.connected("mine", 1.0),
-    lambda ledger, told: ledger.finish(told[2], 7.0),
+    lambda ledger, results: ledger.finish(results[2], 7.0),
     lambda ledger, _: ledger.cancel("mine", 8.0),
     lambda ledger, _: ledger.tick(40.0),
 ]
@@ -72,7 +72,7 @@ RESTARTED: Calls = [
     *DONE[:2],
     lambda ledger, _: ledger.cancel("mine", 3.0),
     lambda ledger, _: ledger.connect("prefill", 99, 4.0),
-    lambda ledger, told: ledger.finish(told[1], 5.0),
+    lambda ledger, results: ledger.finish(results[1], 5.0),
     lambda ledger, _: ledger.tick(40.0),
 ]
 
@@ -85,7 +85,7 @@ TARGETS = [(0, 0, reader) for reader in READERS]
 WRITTEN = Pushed(8, 0, 0, bytes(16), bytes(16))
 
 
-def asks(kind: Any, by: int, number: int, key: Key = KEY) -> Any:
+def message_of(kind: Any, by: int, number: int, key: Key = KEY) -> Any:
     """Return a message of one of two readers."""
     return kind(key, READERS[by], ME, 0, number, expected=2)
 
@@ -96,22 +96,24 @@ def ticks(now: float) -> Calls:
 
 
 READ: Calls = [
-    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 1), 0.0),
-    lambda ledger, _: ledger.receive(asks(Done, 1, 1, OTHER_KEY), 0.0),
+    lambda ledger, _: ledger.receive(message_of(Heartbeat, 0, 1), 0.0),
+    lambda ledger, _: ledger.receive(message_of(Done, 1, 1, OTHER_KEY), 0.0),
     lambda ledger, _: ledger.admit(KEY, 1.0, lease=20.0),
     lambda ledger, _: ledger.record_progress(KEY, [("full", "l.0"), ("full", "l.1")], 4, 2.0),
-    lambda ledger, _: ledger.receive(asks(Heartbeat, 1, 1), 12.0),  # others expire meanwhile
-    lambda ledger, _: ledger.receive(asks(Done, 0, 2), 13.0),
-    lambda ledger, _: ledger.receive(asks(Done, 1, 2), 14.0),
-    lambda ledger, _: ledger.receive(asks(Done, 1, 2), 15.0),
+    lambda ledger, _: ledger.receive(
+        message_of(Heartbeat, 1, 1), 12.0
+    ),  # The other request expires.
+    lambda ledger, _: ledger.receive(message_of(Done, 0, 2), 13.0),
+    lambda ledger, _: ledger.receive(message_of(Done, 1, 2), 14.0),
+    lambda ledger, _: ledger.receive(message_of(Done, 1, 2), 15.0),
     *ticks(99.0),
 ]
 ABORTED: Calls = [
     lambda ledger, _: ledger.admit(KEY, 0.0),
     lambda ledger, _: ledger.admit(OTHER_KEY, 0.0),
-    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 1), 1.0),
+    lambda ledger, _: ledger.receive(message_of(Heartbeat, 0, 1), 1.0),
     lambda ledger, _: ledger.abort(KEY, 2.0),
-    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 2), 3.0),
+    lambda ledger, _: ledger.receive(message_of(Heartbeat, 0, 2), 3.0),
     *ticks(40.0),  # Both leases end in one call.
     *ticks(99.0),
 ]
@@ -120,9 +122,9 @@ PUSHED: Calls = [
     *ticks(11.0),
     lambda ledger, _: ledger.admit(KEY, 12.0),
     lambda ledger, _: ledger.begin_push(KEY, TARGETS),
-    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 1), 13.0),
+    lambda ledger, _: ledger.receive(message_of(Heartbeat, 0, 1), 13.0),
     lambda ledger, _: ledger.end_push(KEY, TARGETS[0], WRITTEN, 14.0),
-    lambda ledger, _: ledger.receive(asks(Heartbeat, 0, 2), 15.0),
+    lambda ledger, _: ledger.receive(message_of(Heartbeat, 0, 2), 15.0),
     *ticks(40.0),
     *ticks(99.0),
 ]
@@ -139,12 +141,12 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
         if consumes
         else ProducerLedger(ME, lease=10.0, longest=30.0)
     )
-    told: list[Any] = []
+    results: list[Any] = []
     reached = False
     for number, call in enumerate(calls):
 
         def act(call: Any = call) -> None:
-            told.append(call(ledger, told))
+            results.append(call(ledger, results))
 
         raised = True
         if number == at:
@@ -156,18 +158,18 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
     else:
         empty = ledger.held, ledger.holding, ledger.pushes, ledger.remembered, ledger.due
         assert ((), 0, 0, 0, None) == empty
-    return told, reached
+    return results, reached
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("calls", [DONE, LATE, CONNECTED, RESTARTED, READ, ABORTED, PUSHED])
 def test_ledger_call_that_is_interrupted_can_be_made_again(calls: Calls) -> None:
-    """No action is lost, doubled or another one, wherever the interrupt came."""
-    want, _ = played(calls)
+    """The actions are the same wherever the interrupt comes."""
+    expected, _ = played(calls)
     for at in range(len(calls)):
         place, reached = 0, True
         while reached:
-            told, reached = played(calls, at, place)
-            assert want == told, (at, place)
+            results, reached = played(calls, at, place)
+            assert expected == results, (at, place)
             place += 1
         assert place > 1

@@ -1,4 +1,4 @@
-"""The tables of the ledgers are complete, and the page shows them."""
+"""The tables of the ledgers are complete, and the documentation is drawn from them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ def drawer() -> Any:
     return module
 
 
-def test_page_equals_the_tables() -> None:
-    """docs/ledgers.md is the output of its program."""
+def test_page_of_the_ledgers_is_drawn_from_their_tables() -> None:
+    """The file docs/ledgers.md is up to date."""
     page = drawer()
     assert page.page() == page.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("table", "end"), [(PRODUCER, "forgotten"), (CONSUMER, "forgotten")])
-def test_every_state_leads_to_the_last_one(table: dict[tuple[str, str], Any], end: str) -> None:
-    """From every state there is a way to the last one, and none leads out of it."""
+def test_every_state_of_a_table_leads_to_the_last(
+    table: dict[tuple[str, str], Any], end: str
+) -> None:
+    """No row leads out of the last state."""
     reach = {end}
     for _ in table:
         reach |= {state for (state, _), row in table.items() if row.state in reach}
@@ -40,8 +42,8 @@ def test_every_state_leads_to_the_last_one(table: dict[tuple[str, str], Any], en
     assert end not in {state for state, _ in table}
 
 
-def test_only_held_requests_are_freed() -> None:
-    """A request is freed when it leaves *held* or *fenced*, to *freed*, and only then."""
+def test_request_is_freed_exactly_when_it_stops_being_held() -> None:
+    """It leaves the states *held* and *fenced* only for *freed*."""
     left = {
         (state, row.state)
         for (state, _), row in PRODUCER.items()

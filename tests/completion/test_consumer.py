@@ -1,0 +1,242 @@
+"""The ledger of a consumer: examples beside the law of `test_ledgers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+from refused import refusal
+
+import kvspec
+from kvspec.completion.actions import Closed, Ended, Failed, Tell
+from kvspec.completion.consumer import ConsumerLedger, Step
+from kvspec.completion.load_plan import LoadPlan
+from kvspec.errors import TransferState
+from kvspec.wire.messages import MESSAGES, Done, Key, Message, RankAddress, Valid
+
+P = [RankAddress("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
+D = [RankAddress("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]
+KEY = Key("cmpl-1", b"8 bytes!")
+
+
+def message_of(kind: str, by: int = 0, **more: Any) -> Message:
+    """Return a message of a producer rank to the consumer rank."""
+    return MESSAGES[kind](**{"key": KEY, "by": P[by], "to": D[0], **more})
+
+
+def kinds(actions: list[Any]) -> list[str]:
+    """Return the kind of each action; of a message, its own kind."""
+    return [a.message.kind if isinstance(a, Tell) else type(a).__name__ for a in actions]
+
+
+PLACE = ("full", "layers.0")
+
+
+def reads(**more: Any) -> LoadPlan:
+    """Return a plan that reads one layer of the first producer rank, and informs both."""
+    fields: dict[str, Any] = {
+        "request_id": "mine", "key": KEY, "engine_id": "prefill", "epoch": 1,
+        "expected": {P[0].rank: 2, P[1].rank: 1}, "sources": {P[0].rank: {PLACE: 8}},
+    }  # fmt: skip
+    return LoadPlan(**{**fields, **more})
+
+
+def moving(**more: Any) -> ConsumerLedger:
+    """Return a consumer rank whose load started at second 0, with a timeout of 20 seconds."""
+    ledger = ConsumerLedger(D[0], heartbeat=5.0, patience=12.0)
+    assert ["heartbeat", "heartbeat"] == kinds(ledger.expect(reads(**more), 0.0, 20.0))
+    return ledger
+
+
+def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
+    """Return the answers to the messages among *actions*."""
+    return [a.message.answer(MESSAGES[kind], **more) for a in actions if isinstance(a, Tell)]
+
+
+def test_load_is_done_when_its_source_answers_valid() -> None:
+    """The load asks after its last byte. It closes when both producer ranks have answered."""
+    ledger = moving()
+    step = ledger.start("mine", P[0].rank)
+    asked = ledger.finish(step, 3.0)
+    assert ["done", "done"] == kinds(asked)
+    first, second = answers(asked, "valid")
+    assert ["Ended"] == kinds(ledger.receive(first, 4.0))
+    assert ["Refused"] == kinds(ledger.receive(first, 4.0))
+    assert [Closed("mine")] == ledger.receive(second, 5.0)
+    assert ({}, 0, None) == (ledger.open, ledger.steps, ledger.due)
+
+
+def test_load_is_done_when_valid_comes_at_the_time_of_the_last_byte() -> None:
+    """The producer held the request when it answered, so it held it when the byte arrived."""
+    ledger = moving()
+    asked = ledger.finish(ledger.start("mine", P[0].rank), 3.0)
+    assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 3.0))
+
+
+def test_load_with_granted_lease_waits_for_valid() -> None:
+    """The consumer's clock may have stood still, so its measure of the lease proves nothing."""
+    ledger = ConsumerLedger(D[0], heartbeat=500.0)
+    grant = answers(ledger.expect(reads(), 0.0, 2000.0), "lease", lease=1000.0)[0]
+    assert [] == ledger.receive(grant, 0.0)
+    asked = ledger.finish(ledger.start("mine", P[0].rank), 0.0)
+    assert {"done"} == set(kinds(asked))
+    assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 0.0))
+
+
+def test_valid_before_all_has_arrived_does_not_count() -> None:
+    """Only an answer to a question asked after the last byte counts."""
+    ledger = ConsumerLedger(D[0])
+    early = answers(ledger.expect(reads(), 0.0, 20.0), "valid")[0]
+    assert [] == ledger.receive(early, 0.0)
+    actions = ledger.finish(ledger.start("mine", P[0].rank), 1.0)
+    assert "Ended" not in kinds(actions)
+
+
+def test_repeated_message_keeps_its_number_and_no_other_load_has_it() -> None:
+    """So a late answer to an earlier load of the same attempt is refused."""
+    ledger = moving()
+    later = ledger.finish(ledger.start("mine", P[0].rank), 3.0)
+    first, *_ = [action.message for action in later]
+    again = [action.message for action in ledger.tick(8.0)]
+    assert ({first.number}, 2) == ({message.number for message in again}, len(again))
+    for message in again:
+        ledger.receive(message.answer(Valid), 9.0)
+    assert {} == ledger.open
+    heartbeats = [action.message for action in ledger.expect(reads(), 9.0, 20.0)]
+    assert all(message.number > first.number for message in heartbeats)
+    assert "Refused" in kinds(ledger.receive(first.answer(Valid), 9.0))
+
+
+def test_load_fails_when_its_source_answers_gone() -> None:
+    """The source freed the request before it was read. The reason names its rank."""
+    ledger = moving()
+    step = ledger.start("mine", P[0].rank)
+    gone = answers(ledger.finish(step, 3.0), "gone")
+    actions = ledger.receive(gone[0], 4.0)
+    assert isinstance(actions[0], Failed)
+    assert ("mine", TransferState.GONE) == (actions[0].request_id, actions[0].state)
+    assert "prefill tp0" in actions[0].why
+    assert Ended("mine", "failed") == actions[1]
+
+
+def test_failed_load_keeps_its_blocks_until_its_last_step_has_ended() -> None:
+    """The step may still write into them."""
+    ledger = moving()
+    step = ledger.start("mine", P[0].rank)
+    (failed,) = ledger.cancel("mine", 1.0)
+    assert isinstance(failed, Failed)
+    assert TransferState.STOPPED == failed.state
+    assert [] == ledger.cancel("mine", 1.0) + ledger.tick(100.0)
+    assert ["Ended", "done", "done"] == kinds(ledger.finish(step, 200.0))
+    assert [Closed("mine")] == ledger.tick(212.0)
+
+
+def test_cancel_in_other_words_keeps_the_given_state() -> None:
+    """The state of a failure does not depend on the words of its reason."""
+    ledger = moving()
+    failed = ledger.cancel("mine", 1.0, "not there in time", TransferState.GONE)
+    assert failed[0] == Failed("mine", "not there in time", TransferState.GONE)
+    ledger = moving()
+    assert ledger.cancel("mine", 1.0, "not wanted")[0].state is TransferState.STOPPED  # type: ignore[union-attr]
+
+
+def test_failed_step_passes_its_state_to_the_failed_action() -> None:
+    """The state contains all that is known of the transfer."""
+    ledger = moving()
+    step = ledger.start("mine", P[0].rank)
+    actions = ledger.fail(step, "the peer died", 1.0, state=TransferState.PEER_LOST)
+    assert Failed("mine", "the peer died", TransferState.PEER_LOST) == actions[0]
+
+
+def test_late_load_fails_and_stops_informing_a_producer_that_does_not_answer() -> None:
+    """It fails at its timeout, and repeats its messages while *patience* lasts."""
+    ledger = moving()
+    assert ["heartbeat", "heartbeat"] == kinds(ledger.tick(5.0))
+    late = ledger.tick(20.0)
+    assert ["Failed", "Ended", "done", "done"] == kinds(late)
+    assert isinstance(late[0], Failed)
+    assert TransferState.TIMEOUT == late[0].state
+    assert ["done", "done"] == kinds(ledger.tick(25.0))
+    assert [Closed("mine")] == ledger.tick(32.0)
+
+
+def test_load_without_sources_is_done_at_once() -> None:
+    """All tokens are cached. Every producer rank is informed all the same."""
+    ledger = ConsumerLedger(D[0])
+    actions = ledger.expect(reads(sources={}), 0.0, 20.0)
+    assert ["done", "done", "Ended"] == kinds(actions)
+    assert ["Closed"] == kinds(
+        [a for n in answers(actions, "gone") for a in ledger.receive(n, 1.0)]
+    )
+
+
+def test_load_fails_when_its_producer_restarts() -> None:
+    """The earlier incarnation has ended, so no message is sent to it."""
+    ledger = moving()
+    actions = ledger.connect("prefill", 2, 1.0)
+    assert isinstance(actions[0], Failed)
+    assert ("mine", TransferState.GONE) == (actions[0].request_id, actions[0].state)
+    assert Ended("mine", "failed") == actions[1]
+    assert ["Closed"] == kinds(actions[2:])
+    for call in (
+        lambda: ledger.expect(reads(), 2.0, 9.0),
+        lambda: ledger.connect("prefill", 1, 2.0),
+    ):
+        error = refusal(call)
+        assert ("epoch", 1) == (error.field, error.value)
+    ledger.disconnect("prefill")
+    assert ["heartbeat", "heartbeat"] == kinds(ledger.expect(reads(), 2.0, 9.0))
+
+
+def test_partial_load_reads_each_written_token_once() -> None:
+    """It reads up to the position that the producer has written, and everything in the end."""
+    ledger = moving(partial=True)
+    source = P[0].rank
+    assert {} == ledger.readable("mine")
+    error = refusal(lambda: ledger.start("mine", source))
+    assert ("upto", 8) == (error.field, error.value)
+    progress = message_of("progress", group=PLACE[0], layer=PLACE[1], upto=5)
+    assert [] == ledger.receive(progress, 1.0)
+    assert {source: {PLACE: range(5)}} == ledger.readable("mine")
+    first = ledger.start("mine", source, {PLACE: 5})
+    assert {} == ledger.readable("mine")
+    error = refusal(lambda: ledger.start("mine", source, {PLACE: 5}))
+    assert ("upto", 5) == (error.field, error.value)
+    ledger.receive(replace(progress, upto=99), 2.0)
+    last = ledger.start("mine", source)
+    assert [] == ledger.finish(last, 3.0)
+    assert ["done", "done"] == kinds(ledger.finish(first, 3.0))
+
+
+def test_consumer_ledger_rejects_invalid_plans_and_steps() -> None:
+    """A plan is open already, a rank is not a source, or a step does not exist."""
+    ledger = moving()
+    source = P[0].rank
+    calls: list[tuple[Any, str, Any]] = [
+        (lambda: reads(request_id=""), "request_id", ""),
+        (lambda: ledger.expect(reads(), 0.0, 1.0), "request_id", "mine"),
+        (lambda: ledger.expect(reads(request_id="other"), 0.0, 1.0), "key", KEY),
+        (lambda: ledger.start("other", source), "request_id", "other"),
+        (lambda: ledger.start("mine", P[1].rank), "request_id", "mine"),
+        (
+            lambda: ledger.start("mine", source, {("full", "layers.9"): 8}),
+            "layers",
+            ("full", "layers.9"),
+        ),
+        (lambda: ledger.finish(Step("mine", 99), 0.0), "step", ("mine", 99)),
+        (lambda: ledger.fail(Step("other", 99), "why", 0.0, quiet=False), "step", ("other", 99)),
+    ]
+    for call, field, value in calls:
+        error = refusal(call)
+        assert (field, value) == (error.field, error.value)
+    assert [] == ledger.cancel("other", 0.0)
+    assert {} == ledger.readable("other")
+    heartbeat = Done(KEY, P[0], D[0], 0, 1, expected=1)
+    for message in (
+        heartbeat,
+        message_of("valid", by=1, number=7),
+        message_of("valid", key=Key("x", b"8 bytes!")),
+    ):
+        assert ["Refused"] == kinds(ledger.receive(message, 0.0))
+    stranger = replace(message_of("valid"), by=replace(P[0], rank=kvspec.RankId(tp=9)))
+    assert ["Refused"] == kinds(ledger.receive(stranger, 0.0))
