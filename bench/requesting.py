@@ -22,10 +22,10 @@ from timing import Options, Row, Timer, cpu, interleaved, readable
 
 import kvspec
 from kvspec import DescriptorTable
-from kvspec.nixl import NixlRank
+from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.rows import checked_rows
-from kvspec.nixl.transfer_spec import Prepared, spec_of
+from kvspec.nixl.transfer_spec import Prepared
 
 PLAIN = works.Work(
     name="80 layers, TP 4 -> 4, blocks of 16",
@@ -119,8 +119,8 @@ class Lanes:
         request, handles = self.request(), []
         for table, (local, remote) in zip(self.tables, self.lists, strict=True):
             selection = table.select(request)
-            spec = spec_of(self.agent, "READ", (local, selection, remote, None), "r", 1.0)
-            handles += [spec.make(self.agent, batch) for batch in spec.pairs.batches]
+            transfer = Transfer(self.agent, "READ", (local, selection, remote, None), "r", 1.0)
+            handles += [transfer.make(batch) for batch in transfer.batches]
         return handles
 
     def by_hand(self) -> list[int]:
@@ -181,7 +181,7 @@ def b12(options: Options) -> Iterator[Row]:
     selection = table.select(lanes.request())
 
     def joined() -> object:
-        return spec_of(lanes.agent, "READ", (local, selection, remote, None), "r", 1.0)
+        return Transfer(lanes.agent, "READ", (local, selection, remote, None), "r", 1.0)
 
     (ours,) = interleaved(options.times(16), cpu(joined))
     what = f"check and merge W1, shuffled: {len(selection[0]):,} ids of one source"

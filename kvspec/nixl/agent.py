@@ -25,9 +25,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -67,6 +67,9 @@ STATE_OF_STEP = {
 # Kinds after which the backend no longer uses a handle. NotFound is not one of them: it also means
 # that the peer's entry was removed while the data still moves.
 TERMINAL_KINDS = frozenset({"RemoteDisconnect", "Cancelled", "Backend", "NotPosted"})
+# Methods of NIXL's agent that return the status of a handle.
+ADVANCES = {"post": "postXferReq", "check": "getXferStatus"}
+NOBODY = None, None
 
 
 def kind_of(error: BaseException) -> str:
@@ -122,8 +125,31 @@ def _devices() -> str:
     return f"UCX_NET_DEVICES={asked!r}; this machine has {', '.join(names)}; "
 
 
+class _ForkedLock:
+    """The lock of an agent in a forked child. The child can never take it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        state = TransferState.FORKED
+        message = f"the agent was used in the fork {os.getpid()} of its process: {state.advice}"
+        raise TransferError(message, rank=self._name, state=state)
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+
 class Agent:
-    """One NIXL agent with the UCX backend and one lock. Its handles are plain ints."""
+    """One NIXL agent with the UCX backend and one lock. Its handles are plain ints.
+
+    Attributes:
+        forked: Whether this process is a fork of the one that made the agent.
+        lock: The lock of the agent. In a fork, it raises `TransferError` "forked". The lock itself
+            is the context manager: an interrupt between two lines of Python cannot leave it locked.
+    """
+
+    forked = False
 
     def __init__(self, name: str, *, progress_thread: bool, telemetry: bool) -> None:
         self.name = name
@@ -132,9 +158,9 @@ class Agent:
         # freed memory, and then overwrites what lies there.
         self.owners: list[object] = []
         self.waiters: set[int] = set()  # Ids of the threads that wait.
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self.lock: AbstractContextManager[object] = threading.RLock()
         self._nb = nb = bindings()
+        self._verbs = {"READ": nb.NIXL_READ, "WRITE": nb.NIXL_WRITE}
         kinds = tuple(value for name, value in vars(nb).items() if name.endswith("Error"))
         plain = (ValueError, KeyError, IndexError, TypeError, RuntimeError)
         # NIXL's exceptions have no common base, and pybind11 raises plain ones for wrong values.
@@ -159,23 +185,6 @@ class Agent:
     def __del__(self) -> None:
         self.drop()
 
-    @property
-    def forked(self) -> bool:
-        """Whether this process is a fork of the one that made the agent."""
-        return os.getpid() != self._pid
-
-    def lock(self) -> threading.RLock:
-        """Return the lock of the agent. Raise `TransferError` "forked" in a fork.
-
-        The lock itself is the context manager: an interrupt between two lines of Python cannot
-        leave it locked.
-        """
-        if os.getpid() != self._pid:
-            message = f"the agent of process {self._pid} was used in its fork {os.getpid()}"
-            state = TransferState.FORKED
-            raise TransferError(f"{message}; {state.advice}", rank=self.name, state=state)
-        return self._lock
-
     def check_open(self) -> None:
         """Raise `TransferError` "closed" if the agent was destroyed. The caller holds the lock."""
         if self._native is None:
@@ -196,15 +205,13 @@ class Agent:
 
     def _call(
         self,
+        subject: tuple[str | None, str | None],
         step: str,
         method: str,
         *arguments: object,
-        subject: tuple[str | None, str | None] = (None, None),
     ) -> Any:  # noqa: ANN401 - nixl has no stubs
         """Call *method* of the native agent with the lock. Turn its exceptions into ours."""
-        if os.getpid() != self._pid:
-            self.lock()
-        with self._lock:
+        with self.lock:
             if self._native is None:
                 self.check_open()
             try:
@@ -227,27 +234,27 @@ class Agent:
         """Register *memory*. Return the argument for `deregister`."""
         row = np.array([(memory.address, memory.length, memory.device)], np.uint64)
         descs = self._nb.nixlRegDList(self._segment(memory.memory_type), row)
-        self._call("register", "registerMem", descs, [])
+        self._call(NOBODY, "register", "registerMem", descs, [])
         return descs
 
     def deregister(self, descs: object) -> None:
         """Undo one `register`. Peers that know the memory can still read and write it."""
-        self._call("deregister", "deregisterMem", descs, [])
+        self._call(NOBODY, "deregister", "deregisterMem", descs, [])
 
     def metadata(self) -> bytes:
         """Return NIXL's metadata: it lets peers reach the memory registered so far."""
-        return bytes(self._call("metadata", "getLocalMD"))
+        return bytes(self._call(NOBODY, "metadata", "getLocalMD"))
 
     def connect(self, peer: str, metadata: bytes) -> None:
         """Load the *metadata* of *peer*.
 
         The caller must have checked that it belongs to *peer*: NIXL keeps half of wrong metadata.
         """
-        self._call("connect", "loadRemoteMD", metadata, subject=(peer, None))
+        self._call((peer, None), "connect", "loadRemoteMD", metadata)
 
     def disconnect(self, peer: str) -> None:
         """Forget the metadata of *peer*."""
-        self._call("disconnect", "invalidateRemoteMD", peer, subject=(peer, None))
+        self._call((peer, None), "disconnect", "invalidateRemoteMD", peer)
 
     def prepare(self, peer: str | None, memory_type: str, rows: StridedRows) -> int:
         """Return a list handle for *rows* of *peer*, or of this agent if *peer* is None."""
@@ -256,22 +263,22 @@ class Agent:
         form: tuple[object, ...] = segment, rows.table
         if not self.strided:
             form = (self._nb.nixlXferDList(segment, rows.expanded()),)
-        return int(self._call("prepare", "prepXferDlist", name, *form, [], subject=(peer, None)))
+        return int(self._call((peer, None), "prepare", "prepXferDlist", name, *form, []))
 
     def release_list(self, handle: int) -> None:
         """Release a list handle. Transfers made from it are independent of it."""
-        self._call("release", "releasedDlistH", handle)
+        self._call(NOBODY, "release", "releasedDlistH", handle)
 
     def make(
         self, operation: str, local: tuple[int, Ids], remote: tuple[int, Ids], subject: Subject
     ) -> int:
         """Return a handle for *operation* ("READ" or "WRITE") over (list handle, ids) pairs."""
-        verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
-        # No notification: attached ones are sent only when this side polls the finished handle.
+        # "": no notification. Attached ones are sent only when this side polls the finished handle.
         # False: let NIXL merge descriptors, since each posted one costs about 3 us.
         rest: tuple[object, ...] = "", [], False
-        handle = self._call("make", "makeXferReq", verb, *local, *remote, *rest, subject=subject)
-        return int(handle)
+        verb = self._verbs[operation]
+        handle: int = self._call(subject, "make", "makeXferReq", verb, *local, *remote, *rest)
+        return handle
 
     def make_plain(
         self,
@@ -284,32 +291,26 @@ class Agent:
 
         NIXL does not merge these descriptors. So the caller merges them first.
         """
-        verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
         sides = [
             self._nb.nixlXferDList(self._segment(kind), rows) for kind, rows in (local, remote)
         ]
-        arguments = verb, *sides, subject[0], "", []
-        return int(self._call("make", "createXferReq", *arguments, subject=subject))
+        arguments = self._verbs[operation], *sides, subject[0], "", []
+        handle: int = self._call(subject, "make", "createXferReq", *arguments)
+        return handle
 
-    def post(self, handle: int, subject: Subject) -> bool:
-        """Start *handle*. Return whether it is done already."""
-        status = self._call("post", "postXferReq", handle, subject=subject)
-        return status == self._nb.NIXL_SUCCESS or self._unfinished("post", status, subject)
-
-    def check(self, handle: int, subject: Subject) -> bool:
-        """Return whether the posted *handle* is done. Makes progress."""
-        status = self._call("check", "getXferStatus", handle, subject=subject)
-        return status == self._nb.NIXL_SUCCESS or self._unfinished("check", status, subject)
-
-    def _unfinished(self, step: str, status: object, subject: Subject) -> bool:
+    def advance(self, handle: int, step: Literal["post", "check"], subject: Subject) -> bool:
+        """Post *handle*, or check it, which makes progress. Return whether it is done."""
+        status = self._call(subject, step, ADVANCES[step], handle)
+        if status == self._nb.NIXL_IN_PROG:
+            return False
         # All failures seen were exceptions. Another status would be new.
-        if status != self._nb.NIXL_IN_PROG:
+        if status != self._nb.NIXL_SUCCESS:
             raise self._failed(step, RuntimeError(status), *subject)
-        return False
+        return True
 
     def terminal(self, handle: int) -> bool:
         """Whether no byte of *handle* can move any more."""
-        with self.lock():
+        with self.lock:
             self.check_open()
             try:
                 return bool(self._native.getXferStatus(handle) == self._nb.NIXL_SUCCESS)
@@ -321,26 +322,26 @@ class Agent:
 
         Needs telemetry.
         """
-        return int(self._call("telemetry", "getXferTelemetry", handle).descCount)
+        return int(self._call(NOBODY, "telemetry", "getXferTelemetry", handle).descCount)
 
     def release(self, handle: int) -> None:
         """Release a *handle* in a terminal state. It must never be used again: NIXL would crash."""
-        self._call("release", "releaseXferReq", handle)
+        self._call(NOBODY, "release", "releaseXferReq", handle)
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Send *payload* to *peer*. Returns before it arrives."""
-        self._call("notify", "genNotif", peer, payload, subject=(peer, None))
+        self._call((peer, None), "notify", "genNotif", peer, payload)
 
     def notifications(self) -> dict[str, list[bytes]]:
         """Return the notifications since the last call, by peer. Makes progress."""
-        received: dict[str, list[bytes]] = self._call("notifications", "getNotifs", {}, [])
+        received: dict[str, list[bytes]] = self._call(NOBODY, "notifications", "getNotifs", {}, [])
         return received
 
     def drop(self) -> None:
         """Destroy the agent, which stops everything in flight. Then release the owners."""
         # `_native` is missing if the constructor failed early.
         if getattr(self, "_native", None) is not None and not self.forked:
-            with self._lock:
+            with self.lock:
                 self._native = None
                 self.owners.clear()
 
@@ -352,12 +353,13 @@ _AGENTS: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
 def _keep_in_child() -> None:
-    """Keep the parent's agents alive in a forked child, so that their destructors never run there.
+    """Mark the agents in a forked child, and keep them alive: their destructors never run there.
 
     Both processes share sockets and epoll sets. A destructor in the child hangs, or makes the
     parent abort.
     """
     for agent in tuple(_AGENTS):
+        agent.forked, agent.lock = True, _ForkedLock(agent.name)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent._native))  # noqa: SLF001 - same module
 
 

@@ -68,7 +68,7 @@ class Peers:
 
     def load(self, peer: Envelope) -> bool:
         """Load the metadata of *peer* and send hello. Return whether the connection is new."""
-        with self._agent.lock():
+        with self._agent.lock:
             self._agent.check_open()
             new = peer.name not in self._lists
             self._agent.connect(peer.name, peer.metadata)
@@ -105,7 +105,7 @@ class Peers:
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Return sender and payload of all notifications of connected peers that arrived."""
-        with self._agent.lock():
+        with self._agent.lock:
             arrived, kept, early, size = [], self.early, list[tuple[str, bytes]](), 0
             received = self._agent.notifications().items()
             new = [(sender, payload) for sender, payloads in received for payload in payloads]

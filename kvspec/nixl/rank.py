@@ -38,7 +38,7 @@ from kvspec.nixl.peers import Peers, check_payload
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging import Buffers, Staging
 from kvspec.nixl.transfer import InFlightTransfers, Transfer
-from kvspec.nixl.transfer_spec import Operation, Prepared, Sides, spec_of
+from kvspec.nixl.transfer_spec import Operation, Prepared, Sides
 from kvspec.wire.seal import Secret
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class NixlRank:
             SpecError: If a memory overlaps a registered one in part, or overlaps a staging buffer
                 of this or another rank.
         """
-        with self._agent.lock():
+        with self._agent.lock:
             self._agent.check_open()
             self._agent.owners.append(owner)
             buffers = [buffer for each in held() for buffer in each.buffers]
@@ -235,7 +235,7 @@ class NixlRank:
         Raises:
             TransferError: With state "busy" while a transfer with the peer is not over.
         """
-        with self._agent.lock():
+        with self._agent.lock:
             self._agent.check_open()
             self._in_flight.check_idle(peer)
             self._peers.forget(peer)
@@ -264,7 +264,7 @@ class NixlRank:
         """
         check_memory_type(memory_type)
         checked = checked_rows(rows)
-        with self._agent.lock():
+        with self._agent.lock:
             self._agent.check_open()
             if peer is None:
                 check_inside(checked, memory_type, self._held.caches)
@@ -351,7 +351,7 @@ class NixlRank:
     ) -> tuple[Transfer, ...]:
         agent, buffers = self._agent, self._buffers
         return self._in_flight.start(
-            [spec_of(agent, operation, sides, request, timeout, buffers) for sides in pairs]
+            [Transfer(agent, operation, sides, request, timeout, buffers) for sides in pairs]
         )
 
     def notify(self, peer: str, payload: bytes) -> None:
@@ -362,7 +362,7 @@ class NixlRank:
             TransferError: With state "stale_peer" if *peer* is not connected.
         """
         check_payload(payload)
-        with self._agent.lock():
+        with self._agent.lock:
             self._agent.check_open()
             self._peers.check(peer)
             self._agent.notify(peer, payload)
@@ -386,7 +386,7 @@ class NixlRank:
         if self._agent.forked:
             return
         # The lock is held to the end: a thread that waits for it then finds the rank closed.
-        with self._agent.lock():
+        with self._agent.lock:
             with contextlib.suppress(TransferError):
                 self._agent.check_open()
                 self._aborted |= not self._in_flight.stop(limit)

@@ -42,7 +42,7 @@ class StridedRows:
     def _columns(self) -> Ints:
         return np.ascontiguousarray(self.table.view(np.int64).T)
 
-    @property
+    @cached_property
     def length(self) -> Ints:
         """Bytes of one id of each row."""
         return np.asarray(self._columns[1])

@@ -471,9 +471,8 @@ def _cut(parts: Sequence[_Part]) -> Iterator[slice]:
         pieces = [(part.tiles, len(part.posted), part.tiles * part.size)]
         if not fits(*pieces[0][1:]):
             length = np.full(part.tiles, part.size)
-            reached = np.add.reduceat(length, part.posted).cumsum()
             full = merging.MAX_DESCRIPTORS, merging.MAX_BYTES
-            pieces = [(s.stop - s.start, *full) for s in cut(part.posted, reached, length)]
+            pieces = [(s.stop - s.start, *full) for s in cut(part.posted, length)]
         for tiles, more, size in pieces * part.repeats:
             if stop > start and not fits(posted + more, nbytes + size):
                 yield slice(start, stop)

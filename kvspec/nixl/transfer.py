@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import cast
 
 from kvspec.errors import TransferError, TransferState
+from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.busy import BusyRanges
 from kvspec.nixl.ranges import Batch
-from kvspec.nixl.transfer_spec import TransferSpec
+from kvspec.nixl.staging import Buffers, Stage
+from kvspec.nixl.transfer_spec import Operation, Sides, checked_pairs, runs_of
 
 IN_FLIGHT = 16  # Handles posted at once. A list of any length makes few.
 TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
@@ -30,8 +33,12 @@ class Transfer:
     """A read or write in progress. Call `poll` or `wait` until it is "DONE".
 
     Attributes:
-        request: Name of the request, as passed by the caller.
-        peer: Name of the peer.
+        operation: "READ" or "WRITE".
+        local: List of this rank.
+        remote: List of the peer.
+        subject: Name of the peer, and name of the request as passed by the caller.
+        pairs: The pairs of ids.
+        stage: How the transfer uses the staging buffer, or None.
         descriptors: Number of pairs of ids.
         nbytes: Bytes to move.
         handles: Number of batches posted so far.
@@ -41,27 +48,57 @@ class Transfer:
         staged: Whether the transfer moves through the staging buffer.
     """
 
-    def __init__(self, agent: Agent, spec: TransferSpec) -> None:
-        self.spec = spec
-        self.peer, self.request = spec.subject
-        self.descriptors, self.nbytes = len(spec.pairs.local_ids), spec.pairs.nbytes
-        self.staged = spec.stage is not None
-        self.buffer = None if spec.stage is None else spec.stage.buffer
-        self.ticket: int | None = None  # Its place in the line for a slot of the buffer.
-        self.handles = 0
+    handles = 0
+    error: TransferError | None = None
+    claimed = False  # Whether its bytes are recorded as busy.
+    ticket: int | None = None  # Its place in the line for a slot of the buffer.
+    _turn = 0.0  # The time at which a step has done enough.
+    _settled = 0
+
+    def __init__(
+        self,
+        agent: Agent,
+        operation: Operation,
+        sides: Sides,
+        request: object,
+        timeout: object,
+        buffers: Buffers | None = None,
+    ) -> None:
+        """Check the transfer of *sides*, staged if that is faster. Nothing is posted yet."""
+        self.operation = operation
+        self.pairs = pairs = checked_pairs(agent, operation, sides)
+        self.local, _, self.remote, _ = sides
+        self.timeout = seconds("timeout", timeout)
+        self.subject = self.remote.peer or "", instance("request", request, str)
+        self.stage: Stage | None = None
+        if buffers is not None and buffers.staging is not None:
+            runs, kind = partial(runs_of, sides, pairs), self.local.memory_type
+            rows = self.local.rows, self.remote.rows
+            self.stage = buffers.stage(pairs, *rows, runs, kind, inward=operation == "READ")
+        self.descriptors, self.nbytes = len(pairs.local_ids), pairs.nbytes
+        self.batches: Sequence[slice | Batch]
+        self.batches = pairs.batches if self.stage is None else self.stage.ranges.batches
+        self.staged = self.stage is not None
+        self.buffer = None if self.stage is None else self.stage.buffer
         self.posted: int | None = 0 if agent.telemetry else None
-        self.error: TransferError | None = None
-        self.claimed = False  # Whether its bytes are recorded as busy.
         self._agent = agent
-        self._deadline = time.monotonic() + spec.timeout
-        self._pending: deque[slice | Batch] = deque(spec.batches)
+        self._deadline = time.monotonic() + self.timeout
+        self._pending = [*reversed(self.batches)]  # The next one is the last.
         self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # Batch and slot of each handle.
-        self._turn = 0.0  # The time at which a step has done enough.
-        self._settled = 0
 
     def __repr__(self) -> str:
-        name = f"{self.spec.operation} {self.request!r} with {self.peer!r}"
+        name = f"{self.operation} {self.request!r} with {self.peer!r}"
         return f"<Transfer {name}: {self.state}, {self.live_handles} in flight>"
+
+    @property
+    def peer(self) -> str:
+        """Name of the peer."""
+        return self.subject[0]
+
+    @property
+    def request(self) -> str:
+        """Name of the request, as passed by the caller."""
+        return self.subject[1]
 
     @property
     def state(self) -> str:
@@ -73,7 +110,7 @@ class Transfer:
     @property
     def runs(self) -> int:
         """Number of descriptors expected after merging. If staged, number of ranges of the peer."""
-        return self.spec.pairs.runs if self.spec.stage is None else self.spec.stage.ranges.ranges
+        return self.pairs.runs if self.stage is None else self.stage.ranges.ranges
 
     @property
     def live_handles(self) -> int:
@@ -100,7 +137,7 @@ class Transfer:
         Raises:
             TransferError: If the transfer failed, or its deadline is over.
         """
-        with self._agent.lock():
+        with self._agent.lock:
             self._agent.check_open()
             self.step()
             if self.buffer is not None and self.ticket is not None and self.state == "PROC":
@@ -137,7 +174,7 @@ class Transfer:
         self._turn = now + TURN
         try:
             for handle in tuple(self._in_flight):
-                if self._agent.check(handle, self.spec.subject):
+                if self._agent.advance(handle, "check", self.subject):
                     self._settle(handle)
                     if self.staged and time.monotonic() >= self._turn:
                         break
@@ -153,7 +190,7 @@ class Transfer:
 
     def reap(self) -> bool:
         """Release the handles that ended. Return whether none is left."""
-        with self._agent.lock():
+        with self._agent.lock:
             for handle in tuple(self._in_flight):
                 if self._agent.terminal(handle):
                     self._let_go(handle)
@@ -165,7 +202,7 @@ class Transfer:
         state: TransferState = TransferState.CLOSED,
     ) -> bool:
         """Post nothing more, and fail with *why*. Return whether nothing is in flight."""
-        with self._agent.lock():
+        with self._agent.lock:
             if self.state == "PROC":
                 message = f"{why}: {state.advice}"
                 self.error = TransferError(
@@ -188,30 +225,46 @@ class Transfer:
             with contextlib.suppress(TransferError):
                 self._let_go(next(reversed(self._in_flight)))
 
+    def make(self, batch: slice | Batch, slot: int = 0) -> int:
+        """Return NIXL's handle for one batch. A staged batch uses *slot* of the buffer."""
+        # Later batches are made when the list may be released already.
+        local, remote, pairs = self.local.check(), self.remote.check(), self.pairs
+        agent, operation, subject = self._agent, self.operation, self.subject
+        if isinstance(batch, Batch):
+            stage, kind = cast("Stage", self.stage), self.remote.memory_type
+            return stage.make(agent, operation, kind, subject, batch, slot)
+        if pairs.joined is not None:
+            near = self.local.memory_type, pairs.joined.local[batch]
+            far = self.remote.memory_type, pairs.joined.remote[batch]
+            return agent.make_plain(operation, near, far, subject)
+        near_ids, far_ids = pairs.local_ids, pairs.remote_ids
+        if len(self.batches) > 1:
+            near_ids, far_ids = near_ids[batch], far_ids[batch]
+        return agent.make(operation, (local, near_ids), (remote, far_ids), subject)
+
     def _post(self) -> None:
-        spec, agent = self.spec, self._agent
         while self._pending and len(self._in_flight) < IN_FLIGHT:
-            batch, slot = self._pending[0], 0
+            batch, slot = self._pending[-1], 0
             if self.buffer is not None:
                 free = self.buffer.free_slot(self.ticket)
                 if free is None:
                     self.ticket = self.buffer.ticket() if self.ticket is None else self.ticket
                     return
                 slot, self.ticket = free, None
-            handle = spec.make(agent, batch, slot)
+            handle = self.make(batch, slot)
             self._in_flight[handle] = batch, slot
-            self._pending.popleft()
+            self._pending.pop()
             self.handles += 1
-            if agent.post(handle, spec.subject):
+            if self._agent.advance(handle, "post", self.subject):
                 self._settle(handle)
                 if not self.staged or time.monotonic() >= self._turn:
                     return
 
     def _settle(self, handle: int) -> None:
         batch, slot = self._in_flight[handle]
-        if self.spec.stage is not None and isinstance(batch, Batch):
+        if self.stage is not None and isinstance(batch, Batch):
             # Copy first: if an interrupt comes before the release, the copy is repeated.
-            self.spec.stage.land(batch, slot)
+            self.stage.land(batch, slot)
         if self.posted is not None:
             self.posted += self._agent.posted(handle)
         self._let_go(handle)
@@ -230,9 +283,9 @@ class Transfer:
                 f"{self.live_handles} stay in flight, in quarantine: no block of either side may be"
                 " used again until this transfer is over or the rank is closed"
             )
-        done, batches = self._settled, len(self.spec.batches)
+        done, batches = self._settled, len(self.batches)
         return TransferError(
-            f"{done} of {batches} batches were done after {self.spec.timeout} s; {rest}",
+            f"{done} of {batches} batches were done after {self.timeout} s; {rest}",
             rank=self.peer,
             request=self.request,
             state=TransferState.TIMEOUT,
@@ -252,12 +305,11 @@ class InFlightTransfers:
         """Yield the transfers that are not over."""
         return (transfer for transfer in self._known if not transfer.over)
 
-    def start(self, specs: Iterable[TransferSpec]) -> tuple[Transfer, ...]:
+    def start(self, started: Sequence[Transfer]) -> tuple[Transfer, ...]:
         """Start transfers, or none of them if bytes of one are busy. `poll` raises other errors."""
-        with self._agent.lock():
+        with self._agent.lock:
             self._agent.check_open()
-            moving = self._sweep() if self._known else ()
-            started = [Transfer(self._agent, spec) for spec in specs]
+            moving = self.reap() if self._known else ()
             every = (*moving, *started)
             try:
                 # The ranges of a transfer take time to compute, so one that is alone claims none.
@@ -280,8 +332,9 @@ class InFlightTransfers:
         Addresses identify bytes: those of two devices of one memory type differ as well.
         """
         self._busy.release(transfer)  # An interrupt may have left a part of an earlier claim.
-        read, written = transfer.spec.pairs.bounds()
-        source, target = transfer.spec.places
+        read, written = transfer.pairs.bounds()
+        near, far = ("", transfer.local.memory_type), (transfer.peer, transfer.remote.memory_type)
+        source, target = (far, near) if transfer.operation == "READ" else (near, far)
         conflict = self._busy.claim(transfer, target, *written)
         conflict = conflict or self._busy.claim(transfer, source, *read, shared=True)
         transfer.claimed = conflict is None
@@ -291,21 +344,23 @@ class InFlightTransfers:
             message = f"{conflict.owner!r} moves some of the same bytes: {state.advice}"
             raise TransferError(message, rank=transfer.peer, request=transfer.request, state=state)
 
-    def _sweep(self) -> tuple[Transfer, ...]:
-        """Forget the transfers that are over, and return the others."""
-        moving = self.reap()
-        for transfer in self._known:
-            if transfer.over and transfer.claimed:
-                self._busy.release(transfer)
-        self._known = moving
-        return moving
-
     def reap(self) -> tuple[Transfer, ...]:
-        """Release handles in quarantine that ended. Return the transfers that are not over."""
-        for transfer in self._known:
-            if transfer.error is not None:
-                transfer.reap()
-        return tuple(self)
+        """Release handles in quarantine that ended. Forget the transfers that are over.
+
+        Returns:
+            The other transfers.
+        """
+        with self._agent.lock:
+            moving = []
+            for transfer in self._known:
+                if transfer.error is not None:
+                    transfer.reap()
+                if not transfer.over:
+                    moving.append(transfer)
+                elif transfer.claimed:
+                    self._busy.release(transfer)
+            self._known = tuple(moving)
+            return self._known
 
     def check_idle(self, peer: str) -> None:
         """Raise `TransferError` "busy" while a transfer with *peer* is not over."""

@@ -211,7 +211,7 @@ class Holds:
             transfer
             for transfer in self.nixl.transfers
             if transfer.request == writes.push.request.request_id
-            and transfer.spec.operation == "WRITE"
+            and transfer.operation == "WRITE"
             and id(transfer) not in known
         )
         # It is not known which reader a transfer writes to, so each reader waits for all of them.

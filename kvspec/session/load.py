@@ -291,7 +291,7 @@ class Load(Progress):
             # Batches have about the same size.
             flight.transfer.nbytes
             * (flight.transfer.handles - flight.transfer.live_handles)
-            // len(flight.transfer.spec.batches)
+            // len(flight.transfer.batches)
             for flight in flights
             if flight.transfer is not None and flight.transfer.handles
         )

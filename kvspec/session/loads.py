@@ -223,7 +223,7 @@ class Loads:
             transfer
             for transfer in self.nixl.transfers
             if transfer.request == name
-            and transfer.spec.operation == "READ"
+            and transfer.operation == "READ"
             and id(transfer) not in known
         ]
         for step in sorted(self.book.open_steps(name).difference(load.in_flight, load.arrived)):

@@ -52,8 +52,8 @@ def test_staged_transfers_keep_law_1(
 
 
 def _longest(transfer: Any) -> int:
-    rows = transfer.spec.local.rows
-    return int(rows.length[rows.row_of(transfer.spec.pairs.local_ids)].max())
+    rows = transfer.local.rows
+    return int(rows.length[rows.row_of(transfer.pairs.local_ids)].max())
 
 
 def through_ranges(far: Role, longest: int, gap: int) -> System:
