@@ -15,7 +15,7 @@ import socket
 import struct
 import uuid
 
-import attrs
+import msgspec
 
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import MOST, instance
@@ -24,14 +24,12 @@ from kvspec.wire.seal import Secret
 MAX_NAME = 255  # bytes
 MIN_SECRET = 16  # bytes
 
-_MAGIC = b"kvspec-nixl-2\n"
-_HEAD = struct.Struct("<IQ")  # length of the name, address of the probe
+_MAGIC = b"kvspec-nixl-3\n"
 _INNER = struct.Struct("<16sQ")  # how NIXL's bytes begin: a tag, and the length of the agent's name
 _TAG = b"nixlSerDes|Agent"
 
 
-@attrs.frozen(kw_only=True)
-class Envelope:
+class Envelope(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The introduction of one agent.
 
     Attributes:
@@ -41,14 +39,12 @@ class Envelope:
     """
 
     name: str
-    metadata: bytes = attrs.field(repr=False)
+    metadata: bytes
     probe: int
 
     def seal(self, secret: bytes) -> bytes:
         """Return the sealed bytes. A peer with the same *secret* detects any change."""
-        title = self.name.encode()
-        body = _HEAD.pack(len(title), self.probe) + title + self.metadata
-        return Secret(secret).seal(_MAGIC, body)
+        return Secret(secret).seal_value(_MAGIC, self)
 
 
 def name_of(name: object, prefix: str) -> str:
@@ -97,27 +93,17 @@ def secret_of(secret: object) -> bytes:
 def opened(sealed: object, secret: bytes) -> Envelope:
     """Return what was sealed, or raise `WireError`."""
     wanted = "the complete bytes that NixlRank.metadata() returned"
-    body = Secret(secret).unseal("metadata", _MAGIC, sealed, wanted)
-    if len(body) < _HEAD.size:
-        raise WireError("metadata", f"{len(body)} bytes", wanted)
-    size, probe = _HEAD.unpack_from(body)
-    title, metadata = body[_HEAD.size :][:size], body[_HEAD.size + size :]
-    name = _name("metadata.name", title)
-    if not 0 < probe < MOST:
-        raise WireError("metadata.probe", probe, f"an address below {MOST}")
-    inner = _inner_name(metadata)
-    if inner != title:
-        raise WireError("metadata.agent", inner[:MAX_NAME], f"{name!r}, the name on the envelope")
-    return Envelope(name=name, metadata=metadata, probe=probe)
-
-
-def _name(path: str, title: bytes) -> str:
-    if not 0 < len(title) <= MAX_NAME:
-        raise WireError(path, f"{len(title)} bytes", f"1 to {MAX_NAME} bytes")
-    try:
-        return title.decode()
-    except UnicodeDecodeError:
-        raise WireError(path, title, "UTF-8") from None
+    peer = Secret(secret).unseal_value("metadata", _MAGIC, sealed, Envelope, wanted)
+    name = peer.name.encode()
+    if not 0 < len(name) <= MAX_NAME:
+        raise WireError("metadata.name", f"{len(name)} bytes", f"1 to {MAX_NAME} bytes")
+    if not 0 < peer.probe < MOST:
+        raise WireError("metadata.probe", peer.probe, f"an address below {MOST}")
+    inner = _inner_name(peer.metadata)
+    if inner != name:
+        expected = f"{peer.name!r}, the name on the envelope"
+        raise WireError("metadata.agent", inner[:MAX_NAME], expected)
+    return peer
 
 
 def _inner_name(metadata: bytes) -> bytes:

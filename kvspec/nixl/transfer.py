@@ -212,13 +212,6 @@ class Transfer:
             self.ticket = None
             return self.reap()
 
-    def free(self) -> bool:
-        """Return `reap`. Sessions still call it for a transfer that has failed."""
-        return self.reap()
-
-    def deliver(self, kind: str) -> None:
-        """Do nothing. Sessions still call it for a transfer that is over."""
-
     def abandon(self) -> None:
         """Release handles in flight. The caller must destroy the agent next to stop their bytes."""
         while self._in_flight:

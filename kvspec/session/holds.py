@@ -242,9 +242,6 @@ class Holds:
                 if not all(transfer.over for transfer in transfers):
                     continue
                 outcome = None
-                for transfer in transfers:
-                    with contextlib.suppress(TransferError):
-                        transfer.free()
             now = self.now()
             self._recorded.extend(self.ledger.end_push(writes.key, target, outcome, now))
             del writes.left[target]

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import attrs
+import msgspec
 import numpy as np
 import pytest
 
@@ -113,45 +113,45 @@ def test_short_secret_is_refused_and_not_shown(secret: object) -> None:
 # not compared, because it is an excerpt.
 BAD: dict[str, tuple[Callable[[Envelope], Envelope], str, Any]] = {
     "bytes of another agent": (
-        lambda good: attrs.evolve(good, name="somebody"),
+        lambda good: msgspec.structs.replace(good, name="somebody"),
         "metadata.agent",
         b"far",
     ),
     "an agent of a longer name": (
-        lambda good: attrs.evolve(good, metadata=nixl_bytes(b"far away")),
+        lambda good: msgspec.structs.replace(good, metadata=nixl_bytes(b"far away")),
         "metadata.agent",
         b"far away",
     ),
     "not the bytes of nixl": (
-        lambda good: attrs.evolve(good, metadata=b"not nixl's"),
+        lambda good: msgspec.structs.replace(good, metadata=b"not nixl's"),
         "metadata.agent",
         ...,
     ),
-    "empty": (lambda good: attrs.evolve(good, metadata=b""), "metadata.agent", ...),
+    "empty": (lambda good: msgspec.structs.replace(good, metadata=b""), "metadata.agent", ...),
     "a name past the end": (
-        lambda good: attrs.evolve(good, metadata=nixl_bytes(b"far", b"")[:-1]),
+        lambda good: msgspec.structs.replace(good, metadata=nixl_bytes(b"far", b"")[:-1]),
         "metadata.agent",
         ...,
     ),
-    "no name": (lambda good: attrs.evolve(good, name=""), "metadata.name", ...),
+    "no name": (lambda good: msgspec.structs.replace(good, name=""), "metadata.name", ...),
     "a long name": (
-        lambda good: attrs.evolve(good, name="x" * 10**6),
+        lambda good: msgspec.structs.replace(good, name="x" * 10**6),
         "metadata.name",
         "1000000 bytes",
     ),
     "bytes of a long name": (
-        lambda good: attrs.evolve(good, metadata=nixl_bytes(b"x" * 10**6)),
+        lambda good: msgspec.structs.replace(good, metadata=nixl_bytes(b"x" * 10**6)),
         "metadata.agent",
         ...,
     ),
-    "no probe": (lambda good: attrs.evolve(good, probe=0), "metadata.probe", 0),
+    "no probe": (lambda good: msgspec.structs.replace(good, probe=0), "metadata.probe", 0),
     "a probe that ends at 2**63": (
-        lambda good: attrs.evolve(good, probe=2**63 - 1),
+        lambda good: msgspec.structs.replace(good, probe=2**63 - 1),
         "metadata.probe",
         2**63 - 1,
     ),
     "a probe of 64 bits": (
-        lambda good: attrs.evolve(good, probe=2**64 - 1),
+        lambda good: msgspec.structs.replace(good, probe=2**64 - 1),
         "metadata.probe",
         2**64 - 1,
     ),
@@ -180,18 +180,18 @@ def test_contradictory_metadata_is_refused_and_changes_nothing(case: str) -> Non
 
 def test_metadata_with_a_name_that_is_not_utf8_is_refused() -> None:
     """The envelope is built by hand: `Envelope.seal` cannot encode such a name."""
-    head = struct.pack("<IQ", 1, 8)  # The name has one byte, and the probe is at address 8.
-    sealed = Secret(SECRET).seal(b"kvspec-nixl-2\n", head + b"\xff" + nixl_bytes(b"\xff"))
-    with pytest.raises(WireError, match="UTF-8") as caught:
-        opened(sealed, SECRET)
-    assert ("metadata.name", b"\xff") == (caught.value.path, caught.value.value)
+    head = b"\x93\xa1\xff"  # An array of 3 members. The first is a text of one byte.
+    body = head + msgspec.msgpack.encode(nixl_bytes(b"\xff")) + b"\x08"  # The probe is at 8.
+    with pytest.raises(WireError) as caught:
+        opened(Secret(SECRET).seal(b"kvspec-nixl-3\n", body), SECRET)
+    assert "metadata" == caught.value.path
 
 
 def test_metadata_with_invalid_bytes_after_the_name_is_refused_by_nixl() -> None:
     """Only NIXL can check these bytes. The rank then still accepts the intact metadata."""
     with NixlRank("near", polled=True) as near, NixlRank("far") as far:
         good = opened(far.metadata(), near.secret.key)
-        bad = attrs.evolve(good, metadata=nixl_bytes(b"far"))
+        bad = msgspec.structs.replace(good, metadata=nixl_bytes(b"far"))
         with pytest.raises(TransferError, match="Mismatch") as caught:
             near.connect(bad.seal(near.secret.key))
         assert "stale_peer" == caught.value.state

@@ -75,7 +75,7 @@ def messages(draw: st.DrawFn) -> bytes:
     return encode_message(message)
 
 
-PURPOSES = st.sampled_from((MESSAGE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION, b"kvspec-nixl-2\n"))
+PURPOSES = st.sampled_from((MESSAGE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION, b"kvspec-nixl-3\n"))
 ANY_MESSAGES = st.one_of(
     st.binary(max_size=200),
     st.tuples(PURPOSES, st.binary(max_size=200)).map(b"".join),
