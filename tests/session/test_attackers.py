@@ -1,4 +1,4 @@
-"""Strangers who reach the channel, and do not know the secret, stop no load and no new reader."""
+"""Attackers without the secret that reach the channel stop no load and no new reader."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lines import between_lines
 
 from kvspec.errors import SpecError, TransferError
 from kvspec.session import TcpChannel, channel
@@ -157,14 +158,10 @@ def test_peer_that_reads_nothing_is_disconnected(
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
         near.send(address, b"")
         until(lambda: near.receive() or near.reaches(address))
-        link = near._links[address].socket
         monkeypatch.setattr(channel, "STALL", 0.2)
-        for _ in range(3):  # until nothing more is taken, nor a while later
-            time.sleep(0.1)
-            with contextlib.suppress(BlockingIOError):
-                while link.send(bytes(1 << 16)):
-                    pass
-        near.send(address, b"x")
+        monkeypatch.setattr(channel, "MAX_UNREAD", 1 << 30)
+        for _ in range(300):  # 19 MiB, which the buffers of the system cannot take.
+            near.send(address, bytes(1 << 16))
         near.receive()
         assert 1 == len(near)
         start = time.monotonic()
@@ -185,13 +182,14 @@ def test_peer_that_does_not_read_its_answers_is_disconnected(
     deaf = raw(far.address)
     deaf.sendall(b"\0\0\0\x01x")
     ((route, _),) = received(far, count=1)
-    most = sent = 0
-    while len(far) and sent < 1000:
+    sent = arrived = 0
+    while len(far) and sent < 1000 << 16:
         far.send(route, bytes(1 << 16))
-        sent += 1
-        most = max([most, *(len(link.unsent) for link in far._links.values())])
+        sent += 4 + (1 << 16)
     assert 0 == len(far)
-    assert 1 << 18 < most < (1 << 18) + (1 << 17)
+    while part := deaf.recv(1 << 20):  # Bytes that the buffers of the system have taken.
+        arrived += len(part)
+    assert 1 << 18 < sent - arrived < (1 << 18) + (1 << 17)
     before = far.lost
     far.send(route, b"x")
     assert before + 1 == far.lost
@@ -454,18 +452,23 @@ def test_port_in_use_is_named() -> None:
     one.close()
 
 
-def test_channel_can_be_closed_while_a_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread may wait for a producer while another thread closes the session."""
-    near = TcpChannel()
-    select = near._selector.select
+def test_channel_can_be_closed_while_a_thread_waits() -> None:
+    """A thread waits for a producer, and another closes the session between any two lines."""
+    place, reached = 0, True
+    while reached:
+        near, lines = TcpChannel(), list[int]()
 
-    def closed(timeout: float) -> Any:
+        def act(line: int, near: TcpChannel = near, lines: list[int] = lines) -> None:
+            lines.append(line)
+            if line == place:  # noqa: B023 - it is called at once
+                near.close()
+
+        with between_lines(act, channel):
+            near.wait(0.01)
+        assert [] == near.receive()
         near.close()
-        return select(timeout)
-
-    monkeypatch.setattr(near._selector, "select", closed)
-    near.wait(0.1)
-    assert [] == near.receive()
+        reached, place = place < len(lines), place + 1
+    assert place > 3
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])  # noqa: S104 - that is refused

@@ -31,7 +31,7 @@ from typing import Any
 
 import kvspec
 from kvspec.nixl import NixlRank
-from kvspec.session import Session, new_remote_id
+from kvspec.session import Session, TcpChannel, new_remote_id
 from kvspec.testing.fake_nixl import FakeNixl
 
 LIMIT = 1024  # descriptors of the victim: the usual limit of a process
@@ -44,7 +44,7 @@ UNSEALED = b"".join(
 )
 
 
-def say(value: object) -> None:
+def report(value: object) -> None:
     """Write a line for the parent process."""
     sys.stdout.write(f"{json.dumps(value)}\n")
     sys.stdout.flush()
@@ -57,12 +57,30 @@ def engine() -> Any:
     return kvspec.EngineSpec(groups=[group])
 
 
-def opened(stack: ExitStack, name: str, *, background: bool = True) -> Any:
-    """Open a session, with a thread or one that the caller polls."""
+class TimedChannel(TcpChannel):
+    """A channel that measures the polls of a background session.
+
+    The thread of the session waits on the channel between two polls.
+    """
+
+    longest, resumed = 0.0, 0.0
+
+    def wait(self, timeout: float) -> None:
+        """Wait, and measure the time since the last wait ended."""
+        if self.resumed:
+            self.longest = max(self.longest, time.monotonic() - self.resumed)
+        super().wait(timeout)
+        self.resumed = time.monotonic()
+
+
+def opened(stack: ExitStack, name: str, *, background: bool = True, channel: Any = None) -> Any:
+    """Open a session with a thread, or one that the caller polls."""
     cache, storage = kvspec.allocate(engine(), kvspec.RankId(), num_blocks=BLOCKS)
     secret = b"the secret of this test"
     nixl = stack.enter_context(NixlRank(prefix=f"{name}-", secret=secret, polled=not background))
-    session = Session(nixl, cache, engine_id=name, owner=storage, background=background)
+    session = Session(
+        nixl, cache, engine_id=name, owner=storage, background=background, channel=channel
+    )
     return stack.enter_context(session)
 
 
@@ -96,17 +114,12 @@ def victim() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, hard))
     with ExitStack() as stack:
         stack.enter_context(FakeNixl())
-        producer, consumer = opened(stack, "P"), opened(stack, "D")
+        channel = TimedChannel()
+        producer, consumer = opened(stack, "P", channel=channel), opened(stack, "D")
         connect(consumer, producer.channel.address)
-        longest, poll = [0.0], producer.poll
         done = names = 0
-
-        def watched() -> None:
-            longest[0] = max(longest[0], timed(poll))
-
-        producer._background._step = watched
         settled = getattr(producer, "settled", None) or producer.ledger.poll
-        say(producer.channel.address)
+        report(producer.channel.address)
         for line in sys.stdin:
             first = names + 1
             if line.strip() == "load":
@@ -132,48 +145,48 @@ def victim() -> None:
                 while done < names and time.monotonic() < end:
                     done += len(settled().done)
                     time.sleep(1e-3)
-                answer = {"poll": longest[0], "lost": names - done}
-                longest[0] = 0.0
-            say(answer)
+                answer = {"poll": channel.longest, "lost": names - done}
+                channel.longest = 0.0
+            report(answer)
 
 
 def dialled(address: tuple[str, int]) -> socket.socket | None:
     """Return a connection that does not block, or None if it is not accepted within a second."""
     try:
-        made = socket.create_connection(address, timeout=1.0)
+        link = socket.create_connection(address, timeout=1.0)
     except OSError:
         return None
-    made.settimeout(0)
-    return made
+    link.settimeout(0)
+    return link
 
 
 def attack(kind: str, address: str, count: int) -> None:
     """Open *count* connections, and send by them what *kind* demands."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 64
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(hard, wanted)))
+    descriptors = count + 64
+    if soft < descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, max(hard, descriptors)))
     host, _, port = address.rpartition(":")
     where, data = (host, int(port)), {"empty": EMPTY, "unsealed": UNSEALED}.get(kind, b"")
     links: list[socket.socket] = []
     started = False
     while not select.select([sys.stdin], [], [], 0.01 if started else 0)[0]:
         if len(links) < count and (kind != "idle" or not started):
-            links += [made for _ in range(32) if (made := dialled(where)) is not None]
+            links += [link for _ in range(32) if (link := dialled(where)) is not None]
         if not started and (len(links) >= count or kind != "idle"):
             started = True
-            say("ready")
-        for each in list(links) if data else ():
+            report("ready")
+        for link in list(links) if data else ():
             try:
                 for _ in range(16):
-                    each.send(data)
+                    link.send(data)
             except BlockingIOError:
                 pass
             except OSError:
-                each.close()
-                links.remove(each)
-    for each in links:
-        each.close()
+                link.close()
+                links.remove(link)
+    for link in links:
+        link.close()
 
 
 def quiet(seconds: float) -> None:
@@ -186,7 +199,7 @@ def quiet(seconds: float) -> None:
         time.sleep(1.0)
         before = time.process_time()
         time.sleep(seconds)
-        say((time.process_time() - before) / seconds / 2)
+        report((time.process_time() - before) / seconds / 2)
 
 
 def hold() -> None:
@@ -196,7 +209,7 @@ def hold() -> None:
         names = [new_remote_id(f"r{number}") for number in range(MOST)]
         for name in names:
             (getattr(producer, "hold", None) or producer.ledger.expect)(name, lease=600.0)
-        say([producer.channel.address, names])
+        report([producer.channel.address, names])
         sys.stdin.read()
 
 
@@ -238,7 +251,7 @@ def serve() -> None:
             flying = [pair for pair in flying if pair not in ended]
         taken = time.monotonic() - start
         begun.sort()
-        say({"rate": done / taken, "p99": begun[int(len(begun) * 0.99)]})
+        report({"rate": done / taken, "p99": begun[int(len(begun) * 0.99)]})
 
 
 if __name__ == "__main__":

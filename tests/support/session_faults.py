@@ -6,10 +6,13 @@ alone are in `ledger_faults`, and those of plans and proofs in `faults`.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import attrs
 from msgspec.structs import replace
 
+from kvspec import RankCache
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.held import HeldRequest
 from kvspec.completion.load_plan import Source
@@ -17,14 +20,17 @@ from kvspec.completion.producer import ProducerLedger
 from kvspec.completion.states import PUSH, Row
 from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
-from kvspec.session import Load
+from kvspec.session import Load, Session
 from kvspec.session.checksums import Audit, extents_of
+from kvspec.session.connecting import Connection
 from kvspec.session.holds import Holds
 from kvspec.session.loads import Loads
 from kvspec.wire.messages import Gone, Message, PushDone, Pushed, Valid
 from kvspec.wire.seal import MAC, Secret
 
 if TYPE_CHECKING:
+    import threading
+
     import pytest
 
 
@@ -228,3 +234,25 @@ def source_is_whole_after_its_first_step(patch: pytest.MonkeyPatch) -> None:
 def load_ends_before_it_is_compared(patch: pytest.MonkeyPatch) -> None:
     """End the steps of a load before their checksums are compared."""
     patch.setattr(Loads, "_arrive", lambda self, load, step: self._close(load, (step,)))
+
+
+def connection_waits(
+    session: Session, engine_id: str, addresses: tuple[str, ...]
+) -> Future[object]:
+    """Let loads from an engine wait for its connection until the returned future is completed."""
+    attempt = Future[object]()
+    session._connector._connections[engine_id] = Connection(addresses, attempt)
+    return attempt
+
+
+def connecting_stops(session: Session, go_on: threading.Event) -> None:
+    """Let *session* connect no producer of a ticket until *go_on* is set, at most 20 seconds."""
+    session._connector._thread.submit(go_on.wait, 20.0)
+
+
+def cache_is_on_a_device(session: Session) -> None:
+    """Let *session* take its cache for memory of a GPU."""
+    cache = session._loads.cache
+    regions = [attrs.evolve(region, memory_type="VRAM") for region in cache.regions]
+    memory = [attrs.evolve(part, memory_type="VRAM") for part in cache.memory]
+    session._loads.cache = RankCache(cache.engine, cache.rank, regions, memory)

@@ -6,8 +6,8 @@ How it works:
 
     `TwoEngines` is the world of a test that performs steps in any order. It has a clock for each
     engine and a network that loses, repeats and delays messages. `play` draws the steps. A world
-    keeps the truth apart from the tested objects. If they contradict it, it raises
-    `BrokenPromiseError`.
+    records the truth apart from the tested objects, and raises `BrokenPromiseError` if they
+    contradict it.
     Two worlds test two layers:
 
     ==================  ==========================  ==============================================

@@ -141,7 +141,8 @@ def test_two_processes_example_moves_a_request() -> None:
         text=True,
         check=False,
         timeout=120,
-        env={"UCX_NET_DEVICES": "lo", **os.environ},
+        # Unbuffered output would write a line in pieces, between those of the other process.
+        env={"UCX_NET_DEVICES": "lo", **os.environ, "PYTHONUNBUFFERED": ""},
     )
     assert 0 == done.returncode, done.stderr
     lines = sorted(done.stdout.splitlines())
