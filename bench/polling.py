@@ -27,7 +27,7 @@ def engine(tp_size: int) -> kvspec.EngineSpec:
 
 
 def polled(options: Options) -> Iterator[Row]:
-    """Poll a consumer whose loads read from two producer ranks. No byte arrives meanwhile."""
+    """Poll a consumer whose loads read from two producer ranks. No byte arrives during it."""
     for name, more in (("read", {}), ("follow", {"follow": True})):
         with ExitStack() as stack:
             net = stack.enter_context(FakeNixl())
@@ -44,7 +44,9 @@ def polled(options: Options) -> Iterator[Row]:
             loads = [_load(consumer, number, **more) for number in range(1, LOADS + 1)]
             (ours,) = interleaved(options.times(200), cpu(consumer.poll))
             if any(load.poll() != "moving" for load in loads):
-                raise RuntimeError("a load has ended, so less was polled than the row says")
+                raise RuntimeError(
+                    "a load has ended, so the poll had less work than the row describes"
+                )
             for flight in net.moving:
                 flight.land()
         what = f"CPU of `Session.poll` with {LOADS} loads that {name}, of 2 ranks each"

@@ -182,8 +182,8 @@ def never_twice(tables: Mapping[str, kvspec.BlockTable]) -> bool:
 
 
 @given(cases(largest=3), st.data())
-def test_refused_or_exact(case: Case, data: st.DataObject) -> None:
-    """Change a valid request; the result is a refusal or exact bytes."""
+def test_changed_request_is_refused_or_exact(case: Case, data: st.DataObject) -> None:
+    """After the changes, the request is refused, or its bytes are exact."""
     plan = kvspec.plan_transfer(case.producer, case.consumer, case.replica_policy)
     producers, consumers = (
         {rank: kvspec.allocate(engine, rank, pool) for rank in engine.parallel.ranks}

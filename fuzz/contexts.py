@@ -113,7 +113,7 @@ def placed(
 
 
 @given(st.data(), st.integers(1, 4), st.sampled_from(POLICIES), st.integers(0, 3))
-def test_every_token_once(
+def test_consumers_receive_each_token_once(
     data: st.DataObject, units: int, replica_policy: ReplicaPolicyName, salt: int
 ) -> None:
     """Count the bytes that each consumer rank receives, by their meaning on both sides."""
@@ -162,7 +162,7 @@ def owned(cache: kvspec.RankCache, tokens: range) -> Iterator[Place]:
 
 
 @given(st.data())
-def test_positions_are_sharded_like_cards(data: st.DataObject) -> None:
+def test_positions_are_sharded_like_those_of_the_oracle(data: st.DataObject) -> None:
     """`BlockCyclic` and the oracle agree about owners, local counts, and common positions."""
     sizes = [(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 24))) for _ in range(2)]
     owners = [BlockCyclic(data.draw(st.integers(0, c - 1)), c, i) for c, i in sizes]

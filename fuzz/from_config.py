@@ -73,7 +73,9 @@ def small(config: dict[str, Any]) -> bool:
 
 
 @given(configs().filter(small), st.integers(0, 2))
-def test_groups_or_spec_error(config: dict[str, Any], num_speculative_tokens: int) -> None:
+def test_config_becomes_groups_or_spec_error(
+    config: dict[str, Any], num_speculative_tokens: int
+) -> None:
     """Read *config* and build an engine of the groups that are returned."""
     try:
         groups = from_config(config, num_speculative_tokens=num_speculative_tokens)

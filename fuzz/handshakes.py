@@ -193,26 +193,26 @@ def check(data: bytes) -> bool:
 
 
 @given(DRAWN)
-def test_a_changed_message(rng: random.Random) -> None:
-    """Values that are wrong, of another type, or at another place."""
+def test_changed_message_is_refused_or_stable(rng: random.Random) -> None:
+    """Values are wrong, have another type, or are at another place."""
     check(changed(rng))
 
 
 @given(DRAWN)
-def test_flipped_bytes(rng: random.Random) -> None:
-    """Bytes that are wrong."""
+def test_flipped_bytes_are_refused_or_stable(rng: random.Random) -> None:
+    """Some bytes are wrong."""
     check(flipped(rng))
 
 
 @given(DRAWN)
-def test_grown_messages(rng: random.Random) -> None:
-    """Decompression bombs, deep nesting and huge counts."""
+def test_grown_message_is_refused_or_stable(rng: random.Random) -> None:
+    """The message is a decompression bomb, or has deep nesting or huge counts."""
     check(grown(rng))
 
 
 @given(DRAWN)
-def test_any_bytes(rng: random.Random) -> None:
-    """Random bytes."""
+def test_random_bytes_are_refused_or_stable(rng: random.Random) -> None:
+    """Random bytes decode to an error, or to an introduction that encodes to itself."""
     check(any_bytes(rng))
 
 

@@ -46,7 +46,7 @@ def offsets(region: Region, base: int) -> np.ndarray:
 
 # Null blocks are drawn among the first three, so a pool needs at least three blocks.
 @given(one_engine(), st.integers(3, 5))
-def test_every_byte_in_one_region(engine: EngineSpec, num_blocks: int) -> None:
+def test_regions_contain_each_byte_once(engine: EngineSpec, num_blocks: int) -> None:
     """Count the regions that hold each byte, and compare their places with the oracle."""
     for rank in engine.parallel.ranks:
         cache, storage = allocate(engine, rank, num_blocks)

@@ -197,7 +197,7 @@ def check(data: bytes, pair: Pair | None = None) -> bool:
 
 
 @given(DRAWN)
-def test_any_message(rng: random.Random) -> None:
+def test_ledgers_survive_changed_messages(rng: random.Random) -> None:
     """Changed messages arrive one after the other, with legal events between them."""
     pair = Pair(rng)
     for _ in range(rng.randrange(1, 12)):
@@ -207,8 +207,8 @@ def test_any_message(rng: random.Random) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes(data: bytes) -> None:
-    """Random bytes, with and without a valid head."""
+def test_ledgers_survive_random_bytes(data: bytes) -> None:
+    """The bytes are random, with and without a valid head."""
     check(data)
     check(HEAD + data)
 

@@ -77,10 +77,10 @@ def slices_of(
 
 
 @given(st.data(), parts(), st.sampled_from(POLICIES), st.integers(0, 40))
-def test_every_unit_once(
+def test_consumers_read_each_unit_once(
     data: st.DataObject, part: Part, replica_policy: ReplicaPolicyName, salt: int
 ) -> None:
-    """Each consumer rank reads each of its units once, from a holder; push and pull agree."""
+    """A consumer rank reads each of its units once from a holder. Push and pull agree."""
     producer, consumer = both = data.draw(sides(part))
     pulled, pushed = set(), set()
     for rank in consumer.ranks:

@@ -118,7 +118,7 @@ def reference(scenario: Scenario, folder: Path) -> list[tuple[list[int], dict[st
 def answers(
     scenario: Scenario, connector: str, folder: Path, prompts: Iterable[list[int]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the consumer's answers to *prompts*; in the end neither engine may hold a request."""
+    """Yield the consumer's answers to *prompts*. At the end both engines must hold no request."""
     folder.mkdir(parents=True, exist_ok=True)
     with (
         started(*side(scenario, connector, 0, folder)) as producer,
@@ -231,7 +231,7 @@ def refused(folder: Path, why: str) -> str:
 
 
 def rows(only: str, connectors: Collection[str], folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Run the scenarios whose names contain *only*; yield scenario, connector and outcome."""
+    """Run the scenarios whose names contain *only*. Yield scenario, connector and outcome."""
     known: dict[tuple[str, int], list[Any]] = {}
 
     def expected(scenario: Scenario) -> list[Any]:
@@ -254,7 +254,7 @@ def rows(only: str, connectors: Collection[str], folder: Path) -> Iterator[tuple
 
 
 def main() -> None:
-    """Run the chosen scenarios; exit with 1 unless all of kvspec's outcomes are *same*."""
+    """Run the chosen scenarios. Exit with 1 unless all of kvspec's outcomes are *same*."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connector", action="append", choices=list(CONNECTORS))
     parser.add_argument("--only", default="", help="scenarios whose name contains this")

@@ -61,7 +61,7 @@ class Process:
         other.close()
 
     def answer(self, timeout: float) -> Any:  # noqa: ANN401
-        """Return the next answer; raise `Failed` after *timeout* seconds."""
+        """Return the next answer, or raise `Failed` after *timeout* seconds."""
         try:
             if self._pipe.poll(timeout):
                 return self._pipe.recv()
@@ -111,7 +111,7 @@ class Process:
 
 @contextlib.contextmanager
 def started(*arguments: Any) -> Iterator[Process]:  # noqa: ANN401
-    """Start an engine and wait until it is ready; end it with the block."""
+    """Start an engine and wait until it is ready. It ends with the block."""
     process = Process(*arguments)
     try:
         process.answer(STARTING)

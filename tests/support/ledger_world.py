@@ -148,7 +148,7 @@ class World(TwoEngines[bytes]):
                 )
 
     def restart(self, name: str) -> None:
-        """End an engine and start it again; its peer connects with the new start."""
+        """End an engine and start it again. Its peer connects with the new start."""
         self.epochs[name] += 1
         if name == "P":
             self.writes.clear()
@@ -171,7 +171,7 @@ class World(TwoEngines[bytes]):
             ledger.connect("D", self.epochs["D"])
 
     def admit(self, samples: int, moved: int, *, partial: bool, sure: bool, old: int) -> None:
-        """Create a request; its producer ranks and readers learn of it one by one."""
+        """Create a request. Its producer ranks and readers receive it one by one."""
         self.count += 1
         name = f"request {old}"  # Several requests of one id may be held at the same time.
         groups = [group.name for group in self.plan.consumer.groups]
@@ -249,7 +249,7 @@ class World(TwoEngines[bytes]):
         return sources
 
     def connect_rank(self, at: int) -> None:
-        """Let a load whose producer was being connected start, unless it has failed."""
+        """Start a load that waited for its producer's connection, unless the load has failed."""
         if not self.to_connect:
             return
         load = self.to_connect.pop(at % len(self.to_connect))
@@ -584,7 +584,7 @@ class World(TwoEngines[bytes]):
             load.closed = True
 
     def start_all(self) -> None:
-        """Start everything that waits."""
+        """Start all admissions, connections and loads that wait."""
         while self.to_admit:
             self.admit_rank(0)
         while self.to_expect:
@@ -593,7 +593,7 @@ class World(TwoEngines[bytes]):
             self.connect_rank(0)
 
     def end(self) -> None:
-        """Let everything in progress end; then nothing may be left on either side."""
+        """Let everything in progress end. Afterwards no side may have anything left."""
         self.start_all()
         while self.steps:
             self.finish(0, "failed")
@@ -606,7 +606,7 @@ class World(TwoEngines[bytes]):
         self.nothing_left()
 
     def nothing_left(self) -> None:
-        """Check that no ledger remembers anything, and that each request was freed."""
+        """Check that all ledgers are empty, and that each request was freed."""
         for ledger in self.producers.values():
             left = ledger.held, ledger.remembered, ledger.due, ledger.holding, ledger.pushes
             check(Promise.CLEAN, ((), 0, None, 0, 0) == left, left)

@@ -1,4 +1,4 @@
-"""Pictures of plans and tables: every rank, every slice and readable letters."""
+"""Test that pictures of plans and tables show every rank and slice in readable letters."""
 
 from __future__ import annotations
 
@@ -482,7 +482,7 @@ def nothing() -> kvspec.TransferPlan:
 
 
 def test_picture_of_an_empty_plan_lists_the_excluded_layers() -> None:
-    """A notebook shows it, too. The plan has no group to draw."""
+    """The plan has no group to draw. A notebook shows the same picture."""
     plan = nothing()
     assert () == plan.edges
     root = parsed(plan_svg(plan))
