@@ -105,8 +105,9 @@ def test_descriptors_have_the_bytes_of_the_ids(
         twice = len(set(written)) < len(written)
         sent = local.rows, local.ids, remote.rows, remote.ids, destination
         if twice:
-            with pytest.raises(SpecError, match="no byte written twice"):
+            with pytest.raises(SpecError, match="twice") as caught:
                 pairs.pair(*sent)
+            assert f"{destination}_ids" == caught.value.field
             return
         pairing = pairs.pair(*sent)
     moved = list(moves(local, remote, pairing))

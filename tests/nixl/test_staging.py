@@ -134,8 +134,9 @@ def test_late_read_keeps_its_slot_and_is_never_copied(net: FakeNixl) -> None:
         late.wait()
     flight = in_flight(net)
     other = pair.move(OTHER, timeout=0.01, name="s")
-    with pytest.raises(TransferError, match="nothing is in flight"):
+    with pytest.raises(TransferError) as caught:
         other.wait()
+    assert ("timeout", True) == (caught.value.state, other.over)
     assert (0, (late,)) == (other.handles, pair.near.transfers)
     flight.land()
     assert () == pair.near.transfers
@@ -282,7 +283,7 @@ def test_two_ranks_cannot_share_a_buffer(net: FakeNixl) -> None:
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     first = Pair(buffer=area)
     for part in (area, area[SLOT_BYTES:], area.view(np.uint16)):
-        with pytest.raises(SpecError, match="another rank") as caught:
+        with pytest.raises(SpecError, match="another") as caught:
             NixlRank(secret=b"", staging=Staging(buffer=part))
         assert "staging.buffer" == caught.value.field
     first.near.close()
@@ -308,7 +309,7 @@ def test_buffer_cannot_be_cache_memory(net: FakeNixl) -> None:
         with pytest.raises(SpecError, match="staging") as caught:
             rank.register([Memory(area.ctypes.data, SLOT_BYTES)])
         assert "memories" == caught.value.field
-    with pytest.raises(SpecError, match="another rank") as caught:
+    with pytest.raises(SpecError, match="another") as caught:
         NixlRank(secret=b"", staging=Staging(buffer=pair.remote))
     assert "staging.buffer" == caught.value.field
     rows = np.array([(area.ctypes.data, RUN, 0, RUN, 4)], np.uint64)
