@@ -1,8 +1,8 @@
 """Ledgers of two engines, over a network that loses, repeats, delays and forges messages.
 
-The world records apart from the ledgers when blocks were overwritten and read, and by which
-readers. A ledger that frees too early, is ready too early, or never ends
-breaks a `Promise`.
+The world records the truth independently of the ledgers: the overwritten blocks, the time of each
+read, and the expected readers. A ledger that frees too early, is ready too early, or never
+ends breaks a `Promise`.
 """
 
 from __future__ import annotations
