@@ -100,11 +100,6 @@ def bindings() -> Any:  # noqa: ANN401 - nixl has no stubs
     """
     # UCX installs a handler for SIGHUP otherwise, and the program loses its own.
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
-    # UCX 1.23 ends the process of a producer if a reader dies in the middle of a read over TCP: 5
-    # of 8 readers that were killed did that. Without TCP's "put" protocol none of 18 did. Reads are
-    # as fast without it. Other settings did not help: `ucx_error_handling_mode` "peer" is the
-    # default, "none" crashes as often, and UCX_PROTO_ENABLE=n cannot read at all.
-    os.environ.setdefault("UCX_TCP_PUT_ENABLE", "n")
     names = package_names()
     failures = []
     for name in names:

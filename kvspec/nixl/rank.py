@@ -380,7 +380,7 @@ class NixlRank:
 
         Transfers in flight have *drain* seconds to end. Then the agent is destroyed, which stops
         them. Over TCP, that can crash the process of a peer inside UCX. The death of this process
-        can do so too if `UCX_TCP_PUT_ENABLE=y` is set. RDMA was not tested.
+        can do so too. RDMA was not tested.
         """
         limit = seconds("drain", drain)
         if self._agent.forked:

@@ -189,55 +189,6 @@ raise SystemExit(7)
     assert [7] * 3 == [run_script(code, UCX_TLS=tls).returncode for _ in range(3)]
 
 
-READER = """
-import sys
-import numpy as np
-from kvspec.nixl import NixlRank
-from nixl_pair import memory, table
-
-rank = NixlRank(polled=True)
-array = np.zeros(1 << 27, np.uint8)
-rank.register([memory(array)], array)
-rows = [(0, 1 << 14, 1 << 15, 1 << 12)]
-peer = rank.connect(bytes.fromhex(sys.argv[1]))
-local = rank.prepare(table(array.ctypes.data, rows))
-remote = rank.prepare(table(int(sys.argv[2]), rows), peer=peer)
-ids = np.arange(1 << 12)
-print("reading", flush=True)
-while True:
-    rank.read(local, ids, remote, ids, request="r", timeout=60).wait()
-"""
-
-
-def test_producer_survives_readers_that_are_killed_over_tcp() -> None:
-    """Each reader is killed during a read, while the producer sends data to it."""
-    code = """
-import os, subprocess, sys, time
-import numpy as np
-from kvspec.nixl import NixlRank
-from nixl_pair import memory
-
-array = np.ones(1 << 27, np.uint8)
-rank = NixlRank()
-rank.register([memory(array)], array)
-command = [sys.executable, "-c", os.environ["READER"], rank.metadata().hex()]
-for delay in (0.03, 0.05, 0.08, 0.13):
-    reader = subprocess.Popen([*command, str(array.ctypes.data)], stdout=subprocess.PIPE)
-    assert reader.stdout.readline() == b"reading\\n"
-    time.sleep(delay)
-    reader.kill()
-    reader.wait()
-    end = time.monotonic() + 1
-    while time.monotonic() < end:
-        rank.notifications()
-        time.sleep(1e-3)
-print("alive", flush=True)
-os._exit(0)
-"""
-    done = run_script(code, UCX_TLS="tcp", READER=READER)
-    assert (0, "alive\n") == (done.returncode, done.stdout), done.stderr
-
-
 @pytest.mark.parametrize("tls", ["all", "tcp"])
 def test_rank_with_unknown_network_device_is_refused(tls: str) -> None:
     """The message contains the setting that UCX rejects and the devices of the machine."""
