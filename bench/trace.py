@@ -1,8 +1,9 @@
 """Count what Python executes in kvspec for one warm load of two layers.
 
-`python bench/trace.py [CHECKOUT]` prints four numbers: the functions that run, their files, how
-often execution changes from one file of kvspec to another, and the calls that validate values.
-With the path of another checkout, the same work runs there in a process of its own, for comparison.
+`python bench/trace.py [CHECKOUT] [--list]` prints four numbers: the functions that run, their
+files, how often execution changes from one file of kvspec to another, and the calls that validate
+values. With the path of another checkout, the same work runs there in a process of its own, for
+comparison. With `--list`, the calls are printed as well, each with its number.
 
 The load reads one request of 40 tokens from one producer rank over NIXL. It is the second load of
 its session, so that caches are warm. Both sessions are in one process and one thread, so the
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 
@@ -31,7 +33,9 @@ class Trace:
         self.package = str(package)
         self.functions: set[tuple[str, str, int]] = set()
         self.files: set[str] = set()
-        self.changes = self.checks = 0
+        self.changes = 0
+        self.checks: list[str] = []
+        self.calls: list[str] = []
         self._last = ""
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
@@ -51,9 +55,25 @@ class Trace:
             self.functions.add((file, code.co_qualname, code.co_firstlineno))
             self.files.add(file)
             name = code.co_name
-            self.checks += file.endswith("inputs.py") or name.startswith(CHECKS)
+            called = f"{Path(file).relative_to(self.package)}:{code.co_qualname}"
+            self.calls.append(called)
+            # `Frozen` of `inputs` is a mapping.
+            validates = file.endswith("inputs.py") and not code.co_qualname.startswith("Frozen")
+            if validates or name.startswith(CHECKS):
+                back = frame.f_back
+                self.checks.append(f"{called} from {back.f_code.co_qualname if back else ''}")
         self.changes += event == "call" and file != self._last
         self._last = file
+
+    def show(self) -> None:
+        """Print the numbers, and with `--list` the calls."""
+        counts = len(self.functions), len(self.files), self.changes, len(self.checks)
+        print("{:9} {:5} {:7} {:6}".format(*counts), end="  ")
+        if os.environ["KVSPEC_TRACED"] == "list":
+            for title, names in ("checks", self.checks), ("calls", self.calls):
+                print(f"\n{title}:")
+                for name, count in sorted(Counter(names).items()):
+                    print(f"{count:6} {name}")
 
 
 def main() -> None:
@@ -98,8 +118,7 @@ def main() -> None:
         sys.setprofile(None)
         if load.state != "done":
             sys.exit(f"the load failed: {load.error}")
-    functions, files = len(trace.functions), len(trace.files)
-    print(f"{functions:9} {files:5} {trace.changes:7} {trace.checks:6}", end="  ")
+    trace.show()
     for one in (consumer, producer):
         one.close()
         one.nixl.close()
@@ -110,8 +129,10 @@ if __name__ == "__main__":
         main()
     else:
         print("functions files changes checks  checkout")
-        for root in (HERE.parents[1], *map(Path, sys.argv[1:])):
-            paths = {"PYTHONPATH": str(root.resolve()), "KVSPEC_TRACED": "1"}
+        others = [path for path in sys.argv[1:] if path != "--list"]
+        traced = "list" if "--list" in sys.argv else "count"
+        for root in (HERE.parents[1], *map(Path, others)):
+            paths = {"PYTHONPATH": str(root.resolve()), "KVSPEC_TRACED": traced}
             environment = os.environ | {"KVSPEC_SECRET": "a secret of this run"} | paths
             subprocess.run([sys.executable, HERE], env=environment, check=True)
             print(root.resolve().name, flush=True)

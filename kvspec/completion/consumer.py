@@ -18,24 +18,18 @@ How it works:
         receive valid   the source is valid
         _advance        verifying + valid -> done: `Ended`
         _advance        done + answered -> forgotten: `Closed`
-
-    Each public method that changes the ledger either makes all its changes and returns the actions,
-    or raises and changes nothing. So a call that was interrupted, for example by
-    `KeyboardInterrupt`, can be repeated, and no action is lost. `_touch` copies a load before its
-    first change in a call, and `_atomic` puts the copies back.
 """
 
 from __future__ import annotations
 
-import functools
-import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import ClassVar, NamedTuple
 
 import attrs
 
-from kvspec.completion.actions import Action, Closed, Ended, Failed, Present, Refused, Tell
+from kvspec.completion.actions import Action, Closed, Ended, Failed, Refused, Tell
+from kvspec.completion.ledger import Ledger, atomic
 from kvspec.completion.load_plan import LoadPlan, Name, Place, Source
 from kvspec.completion.states import CONSUMER, PUBLIC
 from kvspec.errors import SpecError, TransferState
@@ -53,9 +47,6 @@ from kvspec.wire.messages import (
     ReaderStatus,
     Valid,
 )
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Step(NamedTuple):
@@ -80,7 +71,7 @@ class OpenLoad:
         unanswered: The producer ranks that have not sent their last answer.
         number: Number of the last message.
         next_message: When the next message is due.
-        wake: When the ledger looks at this load next.
+        wake: When the ledger looks at this load next, and the order in that moment.
     """
 
     request_id: str
@@ -93,7 +84,7 @@ class OpenLoad:
     unanswered: set[RankId] = attrs.field(factory=set)
     number: int = 0
     next_message: float = math.inf
-    wake: float = math.inf
+    wake: tuple[float, int] = (math.inf, 0)
 
     @property
     def due(self) -> float:
@@ -102,13 +93,13 @@ class OpenLoad:
 
     def copied(self) -> OpenLoad:
         """Return a copy that later changes of this one do not reach."""
-        return attrs.evolve(
-            self,
-            sources={rank: source.copied() for rank, source in self.sources.items()},
-            steps=dict(self.steps),
-            asked={rank: dict(numbers) for rank, numbers in self.asked.items()},
-            unanswered=set(self.unanswered),
-        )
+        sources = {rank: source.copied() for rank, source in self.sources.items()}
+        asked = {rank: dict(numbers) for rank, numbers in self.asked.items()}
+        # Much faster than `attrs.evolve`, and each call of the ledger copies a load.
+        return OpenLoad(
+            self.request_id, self.deadline, self.state, self.plan, sources, dict(self.steps), asked,
+            set(self.unanswered), self.number, self.next_message, self.wake,
+        )  # fmt: skip
 
 
 def name_of(answer: Message) -> Name:
@@ -139,26 +130,7 @@ def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str |
     return None
 
 
-def _atomic(
-    act: Callable[Concatenate[ConsumerLedger, P], T],
-) -> Callable[Concatenate[ConsumerLedger, P], T]:
-    """Undo all changes of a method if an exception leaves it."""
-
-    @functools.wraps(act)
-    def whole(ledger: ConsumerLedger, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        ledger._before = {}  # noqa: SLF001
-        clock = ledger._now, ledger._numbers  # noqa: SLF001
-        try:
-            return act(ledger, *args, **kwargs)
-        except BaseException:
-            ledger._now, ledger._numbers = clock  # noqa: SLF001
-            ledger._undo()  # noqa: SLF001
-            raise
-
-    return whole
-
-
-class ConsumerLedger:
+class ConsumerLedger(Ledger[str, OpenLoad]):
     """The loads of one consumer rank. Methods receive events and return actions.
 
     Args:
@@ -168,28 +140,20 @@ class ConsumerLedger:
         patience: Seconds for which messages to a silent producer are repeated.
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("_now", "_numbers")
+
     def __init__(self, me: RankAddress, *, heartbeat: float = 5.0, patience: float = 60.0) -> None:
-        self.me = me
+        super().__init__(me)
         self.heartbeat = seconds("heartbeat", heartbeat)
         self.patience = seconds("patience", patience)
-        self._now = 0.0
-        self._loads: dict[str, OpenLoad] = {}
+        self._loads = self._records
         self._names: dict[Name, str] = {}
         self._numbers = 0
-        self._present = Present()
-        # Times and ids. An entry counts only if it has the `wake` of its load.
-        self._wakes: list[tuple[float, str]] = []
-        self._before: dict[str, OpenLoad | None] = {}
 
     @property
     def open(self) -> dict[str, str]:
         """State of each load that still sends or expects messages."""
         return {name: load.state for name, load in list(self._loads.items())}
-
-    @property
-    def due(self) -> float | None:
-        """Time of the next call of `tick`, or None. It may be too early."""
-        return self._wakes[0][0] if self._wakes else None
 
     @property
     def steps(self) -> int:
@@ -198,9 +162,9 @@ class ConsumerLedger:
 
     def find(self, message: Message) -> str | None:
         """Return the id of the load that a producer's *message* is about."""
-        return self._names.get(name_of(message))
+        return self._find(name_of(message))
 
-    @_atomic
+    @atomic
     def begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
         """Begin a load in the state *connecting*. It fails after *timeout* seconds.
 
@@ -209,7 +173,7 @@ class ConsumerLedger:
         """
         return self._begin(request_id, now, timeout)
 
-    @_atomic
+    @atomic
     def assign(self, plan: LoadPlan) -> None:
         """Give a load its plan, so that its steps can start. Call `connected` after that.
 
@@ -219,17 +183,17 @@ class ConsumerLedger:
         """
         self._assign(plan)
 
-    @_atomic
+    @atomic
     def connected(self, request_id: str, now: float) -> list[Action]:
         """Record that all reads of a load are posted. Its heartbeats begin. Return actions."""
         load = self._touch(request_id)
         if load is None or load.state != "connecting" or load.plan is None:
             raise SpecError("request_id", request_id, "a load that waits for its producer")
-        self._now = max(self._now, seconds("now", now))
+        self._now = max(self._now, now)
         # Before the deadline is checked: only a load that was connected informs its producers.
         return self._step(load, "connected") + self._tick(now)
 
-    @_atomic
+    @atomic
     def expect(self, plan: LoadPlan, now: float, timeout: float) -> list[Action]:
         """Begin a load whose producer is connected. Return actions.
 
@@ -251,7 +215,7 @@ class ConsumerLedger:
         load = self._loads.get(request_id)
         return load is None or all(s.started == s.ends for s in load.sources.values())
 
-    @_atomic
+    @atomic
     def start(
         self, request_id: str, source: RankId, upto: Mapping[Place, int] | None = None
     ) -> Step:
@@ -282,7 +246,7 @@ class ConsumerLedger:
         load.steps[self._numbers] = source, tokens
         return Step(request_id, self._numbers)
 
-    @_atomic
+    @atomic
     def finish(self, step: Step, now: float) -> list[Action]:
         """Record that all bytes of a step have arrived, and it writes no more. Return actions."""
         actions = self._tick(now)
@@ -290,7 +254,7 @@ class ConsumerLedger:
         load.sources[rank].missing -= tokens
         return actions + self._advance(load)
 
-    @_atomic
+    @atomic
     def fail(
         self,
         step: Step,
@@ -315,7 +279,7 @@ class ConsumerLedger:
             load.steps[step.number] = moved
         return actions + self._fault(load, why, state)
 
-    @_atomic
+    @atomic
     def cancel(
         self,
         request_id: str,
@@ -328,7 +292,7 @@ class ConsumerLedger:
         load = self._touch(request_id)
         return actions + self._fault(load, why, state) if load is not None else actions
 
-    @_atomic
+    @atomic
     def receive(self, message: Message, now: float) -> list[Action]:
         """Process a message of a producer. Return actions."""
         actions = self._tick(now)
@@ -356,7 +320,7 @@ class ConsumerLedger:
             return actions + self._fault(load, why, TransferState.GONE)
         return actions + self._advance(load)
 
-    @_atomic
+    @atomic
     def connect(self, engine_id: str, epoch: int, now: float) -> list[Action]:
         """Record the current incarnation of a producer. Loads of an earlier one fail.
 
@@ -374,11 +338,7 @@ class ConsumerLedger:
                 actions += self._fault(load, why, TransferState.GONE)
         return actions
 
-    def disconnect(self, engine_id: str) -> None:
-        """Forget a producer."""
-        self._present.disconnect(engine_id)
-
-    @_atomic
+    @atomic
     def tick(self, now: float) -> list[Action]:
         """Process the time, and return actions.
 
@@ -391,33 +351,24 @@ class ConsumerLedger:
         load = self._loads.get(request_id)
         return frozenset(Step(request_id, number) for number in (load.steps if load else ()))
 
-    def _touch(self, request_id: str) -> OpenLoad | None:
-        """Return a load that is about to change. Copy it first, once in each call."""
+    def _find(self, name: Name) -> str | None:
+        """Return the id of the load of a *name*. An interrupted call may leave a name behind."""
+        request_id = self._names.get(name, "")
         load = self._loads.get(request_id)
-        if request_id not in self._before:
-            self._before[request_id] = None if load is None else load.copied()
-        return load
+        known = load is not None and load.plan is not None and load.plan.name == name
+        return request_id if known else None
 
-    def _undo(self) -> None:
-        """Put back the copies of all loads that were touched."""
-        for request_id, before in self._before.items():
-            now = self._loads.pop(request_id, None)
-            if now is not None and now.plan is not None:
-                self._names.pop(now.plan.name, None)
-            if before is not None:
-                self._loads[request_id] = before
-                if before.plan is not None:
-                    self._names[before.plan.name] = request_id
-                before.wake = math.inf  # Its entry may be lost. Another one does no harm.
-                self._schedule(before)
+    def _put_back(self, key: str, record: OpenLoad | None) -> None:
+        super()._put_back(key, record)
+        if record is not None and record.plan is not None:
+            self._names[record.plan.name] = key
 
     def _begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
         if request_id in self._loads:
             raise SpecError("request_id", request_id, "the id of no open load")
-        most = seconds("timeout", timeout)
         actions = self._tick(now)
         self._touch(request_id)
-        load = self._loads[request_id] = OpenLoad(request_id, self._now + most)
+        load = self._loads[request_id] = OpenLoad(request_id, self._now + timeout)
         self._schedule(load)
         return actions
 
@@ -427,7 +378,7 @@ class ConsumerLedger:
             raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
         if self._present.past(plan.engine_id, plan.epoch):
             raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
-        if plan.name in self._names:
+        if self._find(plan.name) is not None:
             raise SpecError("key", plan.key, "an attempt and sample that no open load has")
         load.plan = plan
         self._names[plan.name] = plan.request_id
@@ -446,15 +397,9 @@ class ConsumerLedger:
         return load, load.steps.pop(step.number)
 
     def _tick(self, now: float) -> list[Action]:
-        self._now = max(self._now, seconds("now", now))
         actions: list[Action] = []
-        while self._wakes and self._wakes[0][0] <= self._now:
-            wake, request_id = self._wakes[0]
-            load = self._touch(request_id)  # First: an interrupt must not lose the entry.
-            heapq.heappop(self._wakes)
-            if load is None or load.wake != wake:
-                continue
-            load.wake = math.inf
+        for load in self._woken(now):
+            load.wake = math.inf, 0
             if self._now < load.due:
                 pass
             elif self._now < load.deadline:
@@ -472,9 +417,8 @@ class ConsumerLedger:
 
     def _schedule(self, load: OpenLoad) -> None:
         """Look at *load* when it is due. The entry may be too early, but never too late."""
-        if load.due < load.wake and load.state != "forgotten":
-            load.wake = load.due
-            heapq.heappush(self._wakes, (load.wake, load.request_id))
+        if load.due < load.wake[0] and load.state != "forgotten":
+            self._look_at(load.request_id, load, load.due)
 
     def _fault(self, load: OpenLoad, why: str, state: TransferState) -> list[Action]:
         """Execute the row of a fault. Only the first fault of a load becomes its error."""

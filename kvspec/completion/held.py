@@ -152,10 +152,12 @@ class HeldRequest:
             name: Incarnation(one.attempt, one.expected, dict(one.readers))
             for name, one in self.incarnations.items()
         }
-        early, progress, pushes = dict(self.early), dict(self.progress), dict(self.pushes)
-        return attrs.evolve(
-            self, incarnations=incarnations, early=early, progress=progress, pushes=pushes
-        )
+        # Much faster than `attrs.evolve`, and each message copies a request.
+        return HeldRequest(
+            self.key, self.expires, self.latest, self.state, self.wake, self.fenced_until,
+            self.expected, self.disputed, incarnations, dict(self.early), dict(self.progress),
+            dict(self.pushes), self.blocks, self.checksums,
+        )  # fmt: skip
 
     @property
     def held(self) -> bool:

@@ -11,11 +11,8 @@ from collections.abc import Mapping
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.inputs import flag, instance, positive_int
 from kvspec.ownership.parallel import RankId
-from kvspec.plan.plan import TransferPlan
-from kvspec.wire.handshake import is_name
-from kvspec.wire.messages import MAX_READERS, Key
+from kvspec.wire.messages import Key
 
 Place = tuple[str, str]
 """A group and a layer of it."""
@@ -55,56 +52,10 @@ class LoadPlan:
     partial: bool = False
     again: bool = False
 
-    def __attrs_post_init__(self) -> None:
-        is_name("request_id", self.request_id, 1024)
-        instance("key", self.key, Key)
-        for name in ("attempt", "sample"):
-            positive_int(name, getattr(self, name), least=0)
-        flag("again", self.again)
-
     @property
     def name(self) -> Name:
         """Name of the load in messages."""
         return self.key, self.attempt, self.sample, self.engine_id, self.epoch
-
-    @staticmethod
-    def of(
-        plan: TransferPlan,
-        rank: RankId,
-        sources: Mapping[RankId, Mapping[Place, int]],
-        *,
-        request_id: str,
-        key: Key,
-        engine_id: str,
-        epoch: int,
-        attempt: int = 0,
-        sample: int = 0,
-        samples: int = 1,
-        partial: bool = False,
-        again: bool = False,
-    ) -> LoadPlan:
-        """Return the load of consumer *rank* by *plan*. *samples*: equal requests of the prompt.
-
-        All other arguments are as in `LoadPlan`.
-        """
-        most = positive_int("samples", samples, most=MAX_READERS) - 1
-        positive_int("sample", sample, least=0, most=most)
-        expected = {
-            producer: len(plan.notifiers(producer)) * samples for producer in plan.notifies(rank)
-        }
-        positive_int("samples", max(expected.values(), default=0), least=0, most=MAX_READERS)
-        return LoadPlan(
-            request_id=request_id,
-            key=key,
-            engine_id=engine_id,
-            epoch=epoch,
-            expected=expected,
-            sources=sources,
-            attempt=attempt,
-            sample=sample,
-            partial=partial,
-            again=again,
-        )
 
 
 @attrs.define(eq=False)
@@ -133,7 +84,8 @@ class Source:
 
     def copied(self) -> Source:
         """Return a copy that later changes of this one do not reach."""
-        return attrs.evolve(self, written=dict(self.written), started=dict(self.started))
+        written, started = dict(self.written), dict(self.started)
+        return Source(self.ends, written, started, self.missing, self.valid)
 
     @property
     def sound(self) -> bool:
@@ -165,7 +117,7 @@ class Source:
             if place not in self.ends:
                 raise SpecError("layers", place, "layers of a group that move from this source")
             least, most = self.started[place], self.written[place]
-            if not least < positive_int("upto", end) <= most:
+            if not least < end <= most:
                 raise SpecError("upto", end, f"more than {least}, of {place}, and at most {most}")
             tokens += end - least
         self.started.update(upto)

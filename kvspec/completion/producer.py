@@ -5,30 +5,23 @@ An abort frees nothing earlier. Later readers learn that their data is void. A r
 `stopped` is never written to in that attempt. The ledger has no clock and no socket: time is an
 argument. Its memory is bounded.
 
-Each public method that changes the ledger either makes all its changes and returns the actions, or
-raises and changes nothing. So a call that was interrupted, for example by `KeyboardInterrupt`, can
-be repeated, and no action is lost.
-
 How it works:
     Each request is one record, a `HeldRequest`. Two tables of `kvspec.completion.states` drive it:
     `PRODUCER` decides when its blocks are free, and `PUSH` what a reader of a push receives. The
     column `done` of a row names the method that carries the row out.
 
-    A heap contains the time at which each record must be looked at next. A heartbeat extends a
-    lease without a change of the heap: the record is pushed again when its old time has come. An
-    entry whose time differs from `HeldRequest.wake` is out of date and is skipped.
+    A heartbeat extends a lease without a change of the heap of `Ledger`: the record is pushed again
+    when its old time has come.
 """
 
 from __future__ import annotations
 
-import functools
-import heapq
-import itertools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
-from kvspec.completion.actions import Free, HoldAction, Present, Refused, Tell
+from kvspec.completion.actions import Free, HoldAction, Refused, Tell
 from kvspec.completion.held import HeldRequest, PushState, Target
+from kvspec.completion.ledger import Ledger, atomic
 from kvspec.completion.states import PRODUCER, PUSH
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
@@ -51,43 +44,13 @@ from kvspec.wire.messages import (
     Valid,
 )
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Place = tuple[str, str]
 # A reader beyond the limit receives no answer, so it keeps its blocks and sends again. It must not
 # receive `stopped`: it would reuse its blocks, and a later push could write into them.
 MAX_PUSHES = 1 << 16
 
 
-def _all_or_nothing(
-    act: Callable[Concatenate[ProducerLedger, P], T],
-) -> Callable[Concatenate[ProducerLedger, P], T]:
-    """Let a method make all its changes, or none if an exception leaves it.
-
-    Only the records that the method changes are copied, by `ProducerLedger._change`.
-    """
-
-    @functools.wraps(act)
-    def call(self: ProducerLedger, /, *args: P.args, **more: P.kwargs) -> T:
-        numbers = self._now, self._kept, self.holding, self.pushes
-        self._before = {}
-        try:
-            return act(self, *args, **more)
-        except BaseException:
-            self._now, self._kept, self.holding, self.pushes = numbers
-            for key, request in self._before.items():
-                if request is None:
-                    self._requests.pop(key, None)
-                else:
-                    self._requests[key] = request
-                    # Its entry may have been taken from the heap. A second entry is skipped.
-                    heapq.heappush(self._wake, (*request.wake, key))
-            raise
-
-    return call
-
-
-class ProducerLedger:
+class ProducerLedger(Ledger[Key, HeldRequest]):
     """The requests that one producer rank holds. Methods receive events and return actions.
 
     Args:
@@ -102,6 +65,8 @@ class ProducerLedger:
         pushes: Number of readers whose outcome of a push is remembered.
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("_now", "_kept", "holding", "pushes")
+
     def __init__(
         self,
         me: RankAddress,
@@ -110,18 +75,13 @@ class ProducerLedger:
         longest: float = 3600.0,
         most_early: int = 4096,
     ) -> None:
-        self.me = me
+        super().__init__(me)
         self.lease = seconds("lease", lease)
         self.longest = seconds("longest", longest)
         self.holding = self.pushes = 0
         self._most_early = positive_int("most_early", most_early)
-        self._now = 0.0
         self._kept = 0
-        self._present = Present()
-        self._requests: dict[Key, HeldRequest] = {}
-        self._before: dict[Key, HeldRequest | None] = {}
-        self._wake: list[tuple[float, int, Key]] = []
-        self._order = itertools.count()
+        self._requests = self._records
 
     @property
     def held(self) -> tuple[Key, ...]:
@@ -132,11 +92,6 @@ class ProducerLedger:
     def remembered(self) -> int:
         """Number of requests that are held, were freed lately, or are not admitted yet."""
         return len(self._requests)
-
-    @property
-    def due(self) -> float | None:
-        """Time of the next call of `tick`, or None."""
-        return self._wake[0][0] if self._wake else None
 
     def find(self, key: Key) -> HeldRequest | None:
         """Return the record of a request whose blocks are not free, or None."""
@@ -153,7 +108,7 @@ class ProducerLedger:
         request = self._requests.get(key)
         return request is not None and request.push(target).state == "stopping"
 
-    @_all_or_nothing
+    @atomic
     def admit(
         self,
         key: Key,
@@ -179,7 +134,7 @@ class ProducerLedger:
         if expected is not None:
             positive_int("expected", expected, most=MAX_READERS)
         actions = self._expire(now)
-        request = self._change(key)
+        request = self._touch(key)
         if request is not None and request.state != "unknown":
             raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
         if request is None:
@@ -188,11 +143,11 @@ class ProducerLedger:
         request.latest = self._now + max(self.longest, self.lease, first)
         request.fenced_until = 0.0
         request.expected, request.blocks = expected, blocks or {}
-        self._schedule(request)
+        self._look_at(request.key, request, request.expires)
         self.holding += 1
         return actions + self._step(request, "admit")
 
-    @_all_or_nothing
+    @atomic
     def receive(self, message: Message, now: float) -> list[HoldAction]:
         """Process a message of a reader. Return actions."""
         actions = self._expire(now)
@@ -202,17 +157,17 @@ class ProducerLedger:
         stops = isinstance(message, StopWriting)
         if not stops and self._present.past(message.by.engine_id, message.by.epoch):
             return [*actions, Refused(message, "it is from another incarnation of that engine")]
-        known = self._change(message.key)
+        known = self._touch(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
         actions += self._push_message(request, message)
         if isinstance(message, ReaderStatus):
             actions += self._deliver(request, message)
         if known is None and (request.early or request.pushes):
             self._requests[message.key] = request
-            self._schedule(request)
+            self._look_at(request.key, request, request.expires)
         return actions
 
-    @_all_or_nothing
+    @atomic
     def record_progress(
         self, key: Key, places: Iterable[Place], upto: int, now: float
     ) -> list[HoldAction]:
@@ -237,16 +192,16 @@ class ProducerLedger:
             actions += [_progress(reader, (group, layer), upto) for reader in readers]
         return actions
 
-    @_all_or_nothing
+    @atomic
     def abort(self, key: Key, now: float) -> list[HoldAction]:
         """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
         actions = self._expire(now)
-        request = self._change(key)
+        request = self._touch(key)
         if request is None or not request.held:
             return actions
         return actions + self._step(request, "abort")
 
-    @_all_or_nothing
+    @atomic
     def begin_push(self, key: Key, targets: Iterable[Target]) -> tuple[Target, ...]:
         """Record that writes to readers are about to be posted.
 
@@ -266,7 +221,7 @@ class ProducerLedger:
                 opened.append(target)
         return tuple(opened)
 
-    @_all_or_nothing
+    @atomic
     def end_push(
         self, key: Key, target: Target, pushed: Pushed | None, now: float
     ) -> list[HoldAction]:
@@ -279,7 +234,7 @@ class ProducerLedger:
             now: Time in seconds.
         """
         actions = self._expire(now)
-        request = self._change(key)
+        request = self._touch(key)
         if request is None or not request.push(target).in_flight:
             return actions  # `clear` forgot it, or an interrupted call is repeated.
         event = "failed" if pushed is None else "written"
@@ -296,62 +251,39 @@ class ProducerLedger:
         """
         self._present.connect(engine_id, epoch)
 
-    def disconnect(self, engine_id: str) -> None:
-        """Forget an engine."""
-        self._present.disconnect(engine_id)
-
-    @_all_or_nothing
+    @atomic
     def tick(self, now: float) -> list[HoldAction]:
         """Process the time, which never goes back. Return actions."""
         return self._expire(now)
 
     def clear(self) -> None:
         """Forget all requests, without actions."""
-        self._requests, self._wake = {}, []
+        self._requests.clear()
+        self._wakes.clear()
         self.holding = self.pushes = self._kept = 0
-
-    def _change(self, key: Key) -> HeldRequest | None:
-        """Return a record to change, or None. `_all_or_nothing` undoes the changes."""
-        request = self._requests.get(key)
-        if key not in self._before:
-            self._before[key] = request
-            if request is not None:
-                self._requests[key] = request.copied()
-        return self._requests.get(key)
 
     def _held(self, key: Key) -> HeldRequest:
         """Return a held request to change; raise `SpecError` if there is none."""
-        request = self._change(key)
+        request = self._touch(key)
         if request is None or not request.held:
             raise SpecError("remote_id", key.remote_id, "a request that `hold` has registered")
         return request
-
-    def _schedule(self, request: HeldRequest) -> None:
-        """Look at a request when it expires."""
-        request.wake = request.expires, next(self._order)
-        heapq.heappush(self._wake, (*request.wake, request.key))
 
     def _shorten(self, request: HeldRequest) -> None:
         """Let a request that is not held expire a lease from now."""
         request.expires = self._now + self.lease
         if request.expires < request.wake[0]:
-            self._schedule(request)
+            self._look_at(request.key, request, request.expires)
 
     def _expire(self, now: float) -> list[HoldAction]:
         """Set the time, and process the requests whose time has come."""
-        self._now = max(self._now, seconds("now", now))
         actions: list[HoldAction] = []
-        while self._wake and self._wake[0][0] <= self._now:
-            due, order, key = self._wake[0]
-            request = self._change(key)
-            heapq.heappop(self._wake)  # After `_change`, so that it can be put back.
-            if request is None or request.wake != (due, order):
-                continue
+        for request in self._woken(now):
             if request.expires <= self._now:
                 waits = (request.state, "wait") in PRODUCER and request.pinned(self._now)
                 actions += self._step(request, "wait" if waits else "time")
             if request.state != "forgotten":
-                self._schedule(request)
+                self._look_at(request.key, request, request.expires)
         return actions
 
     def _deliver(self, request: HeldRequest, message: ReaderStatus) -> list[HoldAction]:

@@ -32,9 +32,11 @@ from kvspec.nixl.rows import Ids, Ints, StridedRows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# The limits of one handle. Posting 4096 descriptors takes about 13 ms, which nothing can interrupt.
-MAX_DESCRIPTORS = 4096
-MAX_BYTES = 64 << 20
+# The limits of one handle. Posting 1024 descriptors, or copying 16 MiB, takes 2 to 3 ms, which
+# nothing can interrupt: small loads beside a large one wait that long. Making and releasing a
+# handle costs about 0.05 ms.
+MAX_DESCRIPTORS = 1024
+MAX_BYTES = 16 << 20
 # Ranks merge across rows if NIXL would otherwise post more than this multiple of the descriptors.
 # It bounds what `bench/merging.py` shows. It saves little time: few runs cost little either way.
 LIMIT = 1.15

@@ -127,19 +127,23 @@ class Transfer:
         """Whether no byte of the transfer can move any more."""
         return not self._in_flight and (self.error is not None or not self._pending)
 
-    def poll(self) -> str:
+    def poll(self, turn: float | None = None) -> str:
         """Return "PROC" or "DONE" without waiting.
 
-        Posts the next batches. If the transport copies while it posts, a call posts one batch
-        (about 13 ms, or 64 MiB). A staged transfer posts batches for up to 10 ms. After a failure,
-        a call releases the handles in quarantine that ended.
+        Posts the next batches. After a failure, a call releases the handles in quarantine that
+        ended.
+
+        Args:
+            turn: Seconds after which a call posts no further batch, if the transport copies while
+                it posts. One batch takes up to 3 ms, or has 16 MiB. By default, a call posts one
+                batch, or those of 10 ms if the transfer is staged.
 
         Raises:
             TransferError: If the transfer failed, or its deadline is over.
         """
         with self._agent.lock:
             self._agent.check_open()
-            self.step()
+            self.step(turn)
             if self.buffer is not None and self.ticket is not None and self.state == "PROC":
                 self.buffer.poll_others(self)
             if self.error is not None:
@@ -163,7 +167,7 @@ class Transfer:
                 time.sleep(max(0.0, min(rest, self._deadline - time.monotonic())))
                 rest = min(max(2 * rest, FIRST_WAIT), LAST_WAIT)
 
-    def step(self) -> bool:
+    def step(self, turn: float | None = None) -> bool:
         """Release finished handles, post more, and keep an error. Return whether a handle ended.
 
         Checks the deadline. After a failure, handles are released as soon as they end.
@@ -171,7 +175,7 @@ class Transfer:
         if self.error is not None or not (self._in_flight or self._pending):
             return self.reap()
         settled, now = self._settled, time.monotonic()
-        self._turn = now + TURN
+        self._turn = now + ((TURN if self.staged else 0.0) if turn is None else turn)
         try:
             for handle in tuple(self._in_flight):
                 if self._agent.advance(handle, "check", self.subject):
@@ -250,7 +254,7 @@ class Transfer:
             self.handles += 1
             if self._agent.advance(handle, "post", self.subject):
                 self._settle(handle)
-                if not self.staged or time.monotonic() >= self._turn:
+                if time.monotonic() >= self._turn:
                     return
 
     def _settle(self, handle: int) -> None:

@@ -66,7 +66,7 @@ class SessionLock:
     @property
     def held(self) -> threading.RLock:
         """The lock for a `with`. Raises `TransferError` "forked" in a forked child."""
-        if self.forked:
+        if os.getpid() != self._pid:
             message = f"the session of process {self._pid} was used in its fork {os.getpid()}"
             raise TransferError(
                 f"{message}; {TransferState.FORKED.advice}", state=TransferState.FORKED
@@ -78,7 +78,7 @@ class Background:
     """A thread that polls a session until it is stopped.
 
     Args:
-        step: The poll.
+        step: The poll. It is called with the lock.
         rest: Returns how many seconds the next poll may be away.
         channel: Its `wait` is where the thread rests.
         lock: The lock of the session.
@@ -113,8 +113,8 @@ class Background:
 
     def _serve(self) -> None:
         while not self._ended.is_set():
-            self._step()
-            with self._lock.held:  # so that no other poll comes between the two lines
+            with self._lock.held:  # so that no other poll comes between the lines
+                self._step()
                 rest = min(self._rest(), self._longest)
                 self._until = time.monotonic() + rest
             self._wait(rest)

@@ -6,19 +6,14 @@ Invariant: data is read after it was written, and only once. The ledger counts b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-
-import attrs
+from typing import NamedTuple
 
 from kvspec.completion.load_plan import Place
-from kvspec.errors import KVSpecError, TransferError, TransferState
-from kvspec.nixl import NixlRank, Transfer
-from kvspec.nixl.transfer_spec import Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.session.load import Load
 
 
-@attrs.frozen
-class Advance:
+class Advance(NamedTuple):
     """One step: from a rank, *layers* of a group, from one position up to another.
 
     *whole*: whether these are all layers of the group that move from the rank.
@@ -29,11 +24,6 @@ class Advance:
     layers: tuple[str, ...]
     tokens: range
     whole: bool
-
-    @property
-    def upto(self) -> dict[Place, int]:
-        """The position behind the last token of each layer."""
-        return {(self.group, layer): self.tokens.stop for layer in self.layers}
 
 
 def ends_of(load: Load) -> dict[RankId, dict[Place, int]]:
@@ -75,26 +65,3 @@ def advances(
                 whole = layers == all_layers
                 for some in [layers] if whole else [[layer] for layer in layers]:
                     yield Advance(rank, group, tuple(some), tokens, whole)
-
-
-def start(nixl: NixlRank, load: Load, advance: Advance, timeout: float) -> Transfer | None:
-    """Start to read one step. Return None if this rank needs nothing of it.
-
-    Each error becomes a `TransferError`: the load fails, not the session.
-    """
-    tokens, rank = {advance.group: advance.tokens}, str(advance.rank)
-    lane = load.remote.lanes.get(advance.rank)
-    if lane is None:
-        message = f"{load.engine_id} was connected again meanwhile"
-        raise TransferError(message, rank=rank, state=TransferState.STALE_PEER)
-    try:
-        own = lane if advance.whole else lane.of_layer(nixl, advance.layers[0])
-        sides: Sides = own.sides(load.request, tokens)
-        if not len(sides[1][0]):
-            return None
-        name = load.request.request_id
-        return nixl.move("READ", [sides], request=name, timeout=max(timeout, 1e-3))[0]
-    except TransferError:
-        raise
-    except KVSpecError as error:
-        raise TransferError(str(error), rank=rank, state=TransferState.BUG) from error

@@ -184,7 +184,7 @@ class Holds:
         ranks: dict[Target, RankId] = {
             (attempt, sample, RankAddress(*remote.start, rank)): rank for rank in remote.lanes
         }
-        writes = Writes(push, key_of(push.remote_id))
+        writes = Writes(push, push.key)
         self._writes.append(writes)
         try:
             # One line, as in `hold`. The writes fail unless something is posted.

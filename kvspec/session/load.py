@@ -54,7 +54,7 @@ from kvspec.session.remotes import RemoteEngine
 from kvspec.session.stats import Counters
 from kvspec.session.ticket import PrefillTicket
 from kvspec.session.written import Blocks, blocks_of
-from kvspec.wire.messages import MAX_READERS, PushDone, Pushed, PushStopped
+from kvspec.wire.messages import MAX_READERS, Key, PushDone, Pushed, PushStopped
 
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
@@ -64,7 +64,7 @@ LAST_SLEEP = 1e-2
 """Seconds for which a task that awaits a load sleeps at most. Many tasks may wait at once."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class LoadOptions:
     """The options of `Session.load`, which documents them."""
 
@@ -119,12 +119,12 @@ class Progress:
     def __init__(
         self,
         request: TransferRequest,
-        remote_id: str,
+        key: Key,
         engine_id: str,
         step: Callable[[float], None],
     ) -> None:
         self.request = instance("request", request, TransferRequest)
-        self.remote_id = remote_id
+        self.key, self.remote_id = key, key.remote_id
         self.engine_id = engine_id
         self.state: LoadState = "moving"
         self.error: TransferError | None = None
@@ -226,12 +226,12 @@ class Push(Progress):
     def __init__(
         self,
         request: TransferRequest,
-        remote_id: str,
+        key: Key,
         remote: RemoteEngine,
         step: Callable[[float], None],
         counters: Counters,
     ) -> None:
-        super().__init__(request, remote_id, remote.start[0], step)
+        super().__init__(request, key, remote.start[0], step)
         self.remote = remote
         self.counters = counters
 
@@ -250,16 +250,15 @@ class Load(Progress):
     def __init__(
         self,
         request: TransferRequest,
-        remote_id: str,
+        key: Key,
         engine_id: str,
         options: LoadOptions,
         step: Callable[[float], None],
         cancel: Callable[[Load], None],
-        *,
         ticket: PrefillTicket | None = None,
         connection: Connection | None = None,
     ) -> None:
-        super().__init__(request, remote_id, engine_id, step)
+        super().__init__(request, key, engine_id, step)
         self.options, self.ticket, self.connection = options, ticket, connection
         self.in_flight: dict[Step, InFlight] = {}
         self.audit: Audit | None = None

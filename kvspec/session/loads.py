@@ -42,30 +42,34 @@ from kvspec.completion.actions import Action, Closed, Ended, Failed, Refused, Te
 from kvspec.completion.consumer import ConsumerLedger, Step, about
 from kvspec.completion.load_plan import EVERYTHING, LoadPlan, Place
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
-from kvspec.inputs import instance, seconds
+from kvspec.inputs import seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
 from kvspec.session.connecting import Connection
-from kvspec.session.following import Advance, advances, ends_of, start
+from kvspec.session.following import Advance, advances, ends_of
 from kvspec.session.load import LOST, InFlight, Load, LoadOptions
 from kvspec.session.remotes import RemoteEngine
 from kvspec.session.stats import Counters
 from kvspec.session.written import BlockLocks, pushed_of
 from kvspec.wire.messages import (
+    MAX_READERS,
     Checksum,
     ChecksumUnavailable,
+    Key,
     LayerProgress,
     Message,
     PushDone,
     PushStopped,
     StopWriting,
-    key_of,
 )
 
 log = logging.getLogger(__name__)
 TURN = 0.02  # Seconds in which transfers are moved, before anything else has its turn.
+# The same for transfers of more than one batch, while there are other loads. Each load needs three
+# polls, so it waits three times as long. A larger share delays small loads, and gains little.
+SHARE = 0.004
 
 
 @attrs.frozen(eq=False)
@@ -74,7 +78,7 @@ class Waiting:
 
     connection: Connection
     engine_id: str
-    remote_id: str
+    key: Key
     options: LoadOptions
     load: Load | None = None
 
@@ -103,7 +107,8 @@ class Loads:
     recorded: deque[Action] = attrs.field(factory=deque)
     waiting: list[Waiting] = attrs.field(factory=list)
     advanced: dict[str, Load] = attrs.field(factory=dict)
-    _turn: int = 0
+    _small: int = 0  # The flights whose turn is next.
+    _large: int = 0
     _declines: itertools.count[int] = attrs.field(factory=itertools.count)
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
 
@@ -139,13 +144,8 @@ class Loads:
         pushes = {r: pushed_of(lane.table, request) for r, lane in lanes.items() if options.pushed}
         sides = remote.sides(request, () if options.pushed or options.follow else lanes)
         whole = dict.fromkeys((*sides, *pushes), EVERYTHING)
-        load.plan = self._plan(
-            remote,
-            load.remote_id,
-            name,
-            options,
-            sources=ends_of(load) if options.follow else whole,
-        )
+        sources = ends_of(load) if options.follow else whole
+        load.plan = self._plan(remote, load.key, name, options, sources)
         self._locks.acquire(name, load.blocks)
         self.book.assign(load.plan)
         steps = {rank: self.book.start(name, rank) for rank in whole}
@@ -160,31 +160,31 @@ class Loads:
     def _plan(
         self,
         remote: RemoteEngine,
-        remote_id: str,
+        key: Key,
         request_id: str,
         options: LoadOptions,
         sources: Mapping[RankId, Mapping[Place, int]],
     ) -> LoadPlan:
         engine_id, epoch = remote.start
-        return LoadPlan.of(
-            remote.plan,
-            self.book.me.rank,
-            sources,
+        expected = {rank: readers * options.samples for rank, readers in remote.readers.items()}
+        if (most := max(expected.values(), default=0)) > MAX_READERS:
+            raise SpecError("samples", most, f"at most {MAX_READERS} readers of all samples")
+        return LoadPlan(
             request_id=request_id,
-            key=key_of(remote_id),
+            key=key,
             engine_id=engine_id,
             epoch=epoch,
+            expected=expected,
+            sources=sources,
             attempt=options.attempt,
             sample=options.sample,
-            samples=options.samples,
             partial=options.follow,
             again=options.again,
         )
 
-    def decline(self, remote: RemoteEngine, remote_id: str, options: LoadOptions) -> None:
+    def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions) -> None:
         """Inform the producer that this rank will not load a request."""
-        request_id = f"decline {next(self._declines)}"
-        plan = self._plan(remote, remote_id, request_id, options, {})
+        plan = self._plan(remote, key, f"decline {next(self._declines)}", options, {})
         self.recorded.extend(self.book.expect(plan, self.now(), 0.0))
         self.act()
 
@@ -204,8 +204,7 @@ class Loads:
             return  # Another load has this id, or this one has ended already.
         why, state = "its start was interrupted", TransferState.STOPPED
         if isinstance(error, Exception):
-            why = error.message if isinstance(error, TransferError) else str(error)
-            state = error.state if isinstance(error, TransferError) else TransferState.REFUSED
+            why, state = _reason(error, TransferState.REFUSED)
         load.fail(None, why, state, error)
         self._adopt(load, why, state)
         self.cancel(load, why, state)
@@ -234,7 +233,7 @@ class Loads:
             now = self.now()
             self.recorded.extend(self.book.fail(step, why, now, quiet=quiet, state=state))
 
-    def _serve_waiting(self) -> None:
+    def serve_waiting(self) -> None:
         """Begin or decline whatever waited for a producer that is connected by now."""
         for waiting in list(self.waiting):
             load = waiting.load
@@ -258,14 +257,15 @@ class Loads:
                 raise
         if remote is not None and not waiting.options.again:
             with contextlib.suppress(KVSpecError):
-                self.decline(remote, waiting.remote_id, waiting.options)
+                self.decline(remote, waiting.key, waiting.options)
 
     def _follow(self, load: Load) -> None:
         """Start to read what was written since the last time."""
         name = load.request.request_id
         try:
             for advance in advances(self.book.readable(name), load.plan.sources):
-                self._advance(load, advance, self.book.start(name, advance.rank, advance.upto))
+                upto = {(advance.group, layer): advance.tokens.stop for layer in advance.layers}
+                self._advance(load, advance, self.book.start(name, advance.rank, upto))
                 if load.error is not None:
                     break
         except BaseException:
@@ -274,25 +274,37 @@ class Loads:
         self.act()
 
     def _advance(self, load: Load, advance: Advance, step: Step) -> None:
-        """Post the read of a step that has started, or fail the load."""
+        """Post the read of a step that has started, unless this rank needs nothing of it.
+
+        Each error fails the load, not the session.
+        """
+        rank, tokens = advance.rank, {advance.group: advance.tokens}
+        name, timeout = load.request.request_id, max(load.deadline - self.now(), 1e-3)
         try:
-            transfer = start(self.nixl, load, advance, load.deadline - self.now())
-        except TransferError as error:
-            load.fail(advance.rank, error.message, error.state)
-            why, state = error.message, error.state
+            lane = load.remote.lanes.get(rank)
+            if lane is None:
+                message = f"{load.engine_id} was connected again meanwhile"
+                raise TransferError(message, state=TransferState.STALE_PEER)
+            own = lane if advance.whole else lane.of_layer(self.nixl, advance.layers[0])
+            sides = own.sides(load.request, tokens)
+            some = [sides] if len(sides[1][0]) else []
+            moved = self.nixl.move("READ", some, request=name, timeout=timeout)
+        except KVSpecError as error:
+            why, state = _reason(error, TransferState.BUG)
+            load.fail(rank, why, state)
             self.recorded.extend(self.book.fail(step, why, self.now(), state=state))
             return
-        if transfer is None:
-            self._arrive(load, step)
+        if moved:
+            load.in_flight[step] = InFlight(rank, moved[0])
         else:
-            load.in_flight[step] = InFlight(advance.rank, transfer)
+            self._arrive(load, step)
 
     def receive(self, message: Message) -> None:
         """Process a message of a producer."""
-        load = self.loads.get(self.book.find(message) or "")
         if isinstance(message, PushDone | PushStopped):
-            self._end_push(message, load)
+            self._end_push(message)
         elif isinstance(message, Checksum | ChecksumUnavailable):
+            load = self._find(message)
             if load is None or load.audit is None or not load.audit.deliver(message):
                 self.note(f"{message.kind} of {message.by}: no question is open for it")
         else:
@@ -301,68 +313,85 @@ class Loads:
                 home = self.cache.engine.homes.get(message.layer)
                 if home is not None:
                     message = msgspec.structs.replace(message, group=home.name)
-                if load is not None and load.options.follow:
+                if (load := self._find(message)) is not None and load.options.follow:
                     self.advanced[load.request.request_id] = load
             self.recorded.extend(self.book.receive(message, self.now()))
             self.act()
 
+    def _find(self, message: Message) -> Load | None:
+        return self.loads.get(self.book.find(message) or "")
+
     def move(self) -> None:
         """Make progress on all loads, in turns."""
         self.act()
-        self._serve_waiting()
+        self.serve_waiting()
         for name, load in list(self.advanced.items()):
             self._follow(load)
             del self.advanced[name]  # Last: an interrupted turn is repeated.
         end = time.monotonic() + TURN
-        flying: list[tuple[Load, Step]] = []
+        small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for load in list(self.loads.values()):
             if load.arrived:
                 self._compare(load, end)
-            flying += [(load, step) for step in load.in_flight]
-        for place in range(len(flying)):
-            load, step = flying[(self._turn + place) % len(flying)]
+            for step, flight in load.in_flight.items():
+                long = flight.transfer is not None and len(flight.transfer.batches) > 1
+                (large if long else small).append((load, step))
+        self._small = self._poll(small, self._small, end)
+        share = TURN if len(self.loads) == 1 else SHARE
+        self._large = self._poll(large, self._large, time.monotonic() + share)
+
+    def _poll(self, steps: list[tuple[Load, Step]], first: int, end: float) -> int:
+        """Poll some flights until the time is *end*, at least one. Return the next one's number."""
+        for place in range(first, first + len(steps)):
+            load, step = steps[place % len(steps)]
             flight = load.in_flight.get(step)
             if flight is not None and flight.transfer is not None:
-                self._settle(load, step, flight, flight.transfer)
+                self._settle(load, step, flight, flight.transfer, end)
             elif load.error is not None and self.now() >= load.stop_again:
                 self._stop_pushes(load)
             if time.monotonic() >= end:
-                self._turn += place + 1
-                break
+                return place + 1
+        return first
 
-    def _end_push(self, message: PushDone | PushStopped, load: Load | None) -> None:
+    def _end_push(self, message: PushDone | PushStopped) -> None:
         """Record that a producer writes no more. It has written everything, or has given up."""
-        for step, flight in list(load.in_flight.items()) if load is not None else ():
-            if load is not None and flight.rank == message.by.rank and flight.transfer is None:
-                done = isinstance(message, PushDone)
-                state = TransferState.DIFFERS if done else TransferState.STOPPED
-                if why := flight.wrong(message):
-                    load.fail(flight.rank, why, state)
-                self._end(load, step, why, state)
-                return
+        if (load := self._find(message)) is not None:
+            for step, flight in list(load.in_flight.items()):
+                if flight.rank == message.by.rank and flight.transfer is None:
+                    done = isinstance(message, PushDone)
+                    state = TransferState.DIFFERS if done else TransferState.STOPPED
+                    if why := flight.wrong(message):
+                        load.fail(flight.rank, why, state)
+                    self._end(load, step, why, state)
+                    return
         self.note(f"{message.kind} of {message.by}: this rank waits for no such push")
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Loads from another one fail."""
         self.recorded.extend(self.book.connect(engine_id, epoch, self.now()))
         self.act()
-        self._end_pushes(engine_id, epoch)
+        self._leave(engine_id, epoch)
 
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that has ended. Loads from it fail."""
-        instance("engine_id", engine_id, str)
         for load in list(self.loads.values()):
             if load.connected and load.engine_id == engine_id:
                 self.cancel(load, f"{engine_id} was disconnected", TransferState.GONE)
-        self._end_pushes(engine_id)
+        self._leave(engine_id)
         self.book.disconnect(engine_id)
 
-    def _end_pushes(self, engine_id: str, epoch: int | None = None) -> None:
-        """Record that all incarnations of an engine except *epoch* write no more."""
+    def _leave(self, engine_id: str, epoch: int | None = None) -> None:
+        """Record that all incarnations of an engine except *epoch* write no more.
+
+        Their pushes have ended, and so have their reads that nothing delays any more.
+        """
         for load in list(self.loads.values()):
             if load.connected and load.engine_id == engine_id and load.remote.start[1] != epoch:
-                for step in [s for s, f in load.in_flight.items() if f.transfer is None]:
-                    self._end(load, step, f"{engine_id} is gone", TransferState.GONE)
+                for step, flight in list(load.in_flight.items()):
+                    if flight.transfer is None:
+                        self._end(load, step, f"{engine_id} is gone", TransferState.GONE)
+                    else:
+                        self._settle(load, step, flight, flight.transfer, 0.0)
 
     def _stop_pushes(self, load: Load) -> None:
         """Ask the producers that push to stop. Repeat it until they answer."""
@@ -370,11 +399,13 @@ class Loads:
         for flight in load.in_flight.values():
             self.send(StopWriting(*about(load.plan.name, self.book.me, flight.rank)))
 
-    def _settle(self, load: Load, step: Step, flight: InFlight, transfer: Transfer) -> None:
+    def _settle(
+        self, load: Load, step: Step, flight: InFlight, transfer: Transfer, end: float
+    ) -> None:
         """Poll a transfer. Report its end to the ledger when nothing of it can move."""
         why, state = "", TransferState.GONE
         try:
-            if transfer.poll() == "PROC":
+            if transfer.poll(max(0.0, end - time.monotonic())) == "PROC":
                 return
             load.bytes_moved += transfer.nbytes
             self.counters.bytes_read += transfer.nbytes
@@ -478,8 +509,20 @@ class Loads:
             load.stop()
         elif isinstance(action, Ended) and load.state == "moving":
             self._locks.release(name)
-            self.counters.ended(self.now() - load.began, done=action.state == "done")
-            load.state = "done" if action.state == "done" else "failed"
+            if action.state == "done":
+                self.counters.load_seconds += self.now() - load.began
+                self.counters.loads_done += 1
+                load.state = "done"
+            else:
+                self.counters.loads_failed += 1
+                load.state = "failed"
         elif isinstance(action, Closed):
             self.loads.pop(name, None)
             self.advanced.pop(name, None)
+
+
+def _reason(error: Exception, otherwise: TransferState) -> tuple[str, TransferState]:
+    """Return why a load failed by *error*, and its state: *otherwise* for a wrong argument."""
+    if isinstance(error, TransferError):
+        return error.message, error.state
+    return str(error), otherwise

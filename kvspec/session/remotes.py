@@ -54,7 +54,7 @@ from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.session.background import SessionLock
 from kvspec.session.mailbox import Introduced, introduced
-from kvspec.wire.handshake import Handshake, disagreements, one_engine
+from kvspec.wire.handshake import disagreements, one_engine
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -124,9 +124,12 @@ class RemoteEngine:
 
     Attributes:
         role: Role of the engine for this rank.
+        start: The name of the engine, and its epoch.
         plan: The plan between the two engines.
         ranks: The introductions of its ranks.
         tables: The tables of those ranks that exchange data with this rank.
+        readers: Of a producer, the ranks that receive this rank's messages, each with the number
+            of readers that it must expect.
         lanes: The lanes to these ranks.
         agents: Names of the connected NIXL agents.
         lost: Whether a transfer has failed in a way that only new connections mend.
@@ -134,23 +137,15 @@ class RemoteEngine:
     """
 
     role: Role
+    start: tuple[str, int]
     plan: TransferPlan
     ranks: dict[RankId, Introduced]
     tables: dict[RankId, DescriptorTable]
+    readers: dict[RankId, int] = attrs.field(factory=dict)
     lanes: dict[RankId, Lane] = attrs.field(factory=dict)
     agents: set[str] = attrs.field(factory=set)
     lost: bool = False
     unheard: bool = False
-
-    @property
-    def handshake(self) -> Handshake:
-        """The handshake of one rank, for the fields that all ranks share."""
-        return next(iter(self.ranks.values())).handshake
-
-    @property
-    def start(self) -> tuple[str, int]:
-        """The name of the engine, and its epoch."""
-        return self.handshake.engine_id, self.handshake.epoch
 
     def same(self, other: RemoteEngine) -> bool:
         """Whether *other* was introduced as this one, and is not lost."""
@@ -225,7 +220,12 @@ def judged(
         producer, consumer = caches if role == "producer" else caches[::-1]
         tables[rank] = build_table(plan, producer, consumer, prefix_multiple=prefix_multiple)
     by_rank = {member.rank: member for member in members}
-    return RemoteEngine(role=role, plan=plan, ranks={r: by_rank[r] for r in ranks}, tables=tables)
+    readers = {
+        rank: len(plan.notifiers(rank))
+        for rank in (plan.notifies(own.rank) if role == "producer" else ())
+    }
+    start, ranked = (remote.engine_id, remote.epoch), {rank: by_rank[rank] for rank in ranks}
+    return RemoteEngine(role, start, plan, ranked, tables, readers)
 
 
 def _late(producer: Introduced, consumer: Introduced) -> Mismatch | None:

@@ -285,45 +285,29 @@ class Session:
             TransferError: With state "busy" if an unfinished load writes the same blocks, or
                 "closed" if the session is closed.
         """
-        options = LoadOptions(
-            pushed=pushed,
-            follow=follow,
-            verify=verify,
-            attempt=attempt,
-            again=again,
-            sample=sample,
-            samples=samples,
-        )
+        options = LoadOptions(pushed, follow, verify, attempt, again, sample, samples)
         with self._lock.held:
             if ticket is None:
-                key_of(remote_id)
+                key = key_of(remote_id)
                 remote = self._remotes.find("producer", engine_id)
-                name, held, connection = remote.start[0], str(remote_id), None
+                name, connection = remote.start[0], None
             else:
                 instance("ticket", ticket, PrefillTicket)
                 if remote_id is not None or engine_id is not None:
                     rule = "a ticket contains the remote_id and the engine_id"
                     raise SpecError("ticket", ticket, rule=rule)
                 seconds("timeout", timeout)
-                name, held = ticket.engine_id, ticket.remote_id
+                name, key = ticket.engine_id, key_of(ticket.remote_id)
                 connection = self._connector.connection(ticket)
-            load = Load(
-                request,
-                held,
-                name,
-                options,
-                self._step,
-                self._cancel,
-                ticket=ticket,
-                connection=connection,
-            )
+            step, cancel = self._step, self._cancel
+            load = Load(request, key, name, options, step, cancel, ticket, connection)
             try:
                 self._loads.open(load, timeout)
                 if connection is None:
                     self._loads.begin(load, remote)
                 else:
-                    self._loads.waiting.append(Waiting(connection, name, held, options, load))
-                self._loads.move()
+                    self._loads.waiting.append(Waiting(connection, name, key, options, load))
+                    self._loads.serve_waiting()
                 self._wake()
                 return load  # noqa: TRY300 - an interrupt outside would leave it to nobody
             except BaseException as error:
@@ -366,7 +350,7 @@ class Session:
         """
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
-            push = Push(request, remote_id, remote, self._step, self._counters)
+            push = Push(request, key_of(remote_id), remote, self._step, self._counters)
             self._holds.push(push, seconds("timeout", timeout), attempt, sample)
             self._wake()
         return push
@@ -393,11 +377,12 @@ class Session:
         options = LoadOptions(sample=sample, samples=samples)
         with self._lock.held:
             if isinstance(held, PrefillTicket):
-                connection, name = self._connector.connection(held), held.engine_id
-                self._loads.waiting.append(Waiting(connection, name, held.remote_id, options))
-                self._loads.move()
+                connection, key = self._connector.connection(held), key_of(held.remote_id)
+                self._loads.waiting.append(Waiting(connection, held.engine_id, key, options))
+                self._loads.serve_waiting()
             else:
-                self._loads.decline(self._remotes.find("producer", engine_id), held, options)
+                remote = self._remotes.find("producer", engine_id)
+                self._loads.decline(remote, key_of(held), options)
             self._wake()
 
     @property
@@ -475,17 +460,16 @@ class Session:
             self._wake()
 
     def _poll(self) -> None:
-        with self._lock.held:
-            self._holds.tick()
-            for message in self._messages.receive():
-                self._counters.messages_received += 1
-                self._deliver(message)
-            self._loads.move()
-            self._holds.move()
-            self._answers.move()
-            self._loads.tick()
-            self._remotes.leave()
-            self._polled = time.monotonic()
+        self._holds.tick()
+        for message in self._messages.receive():
+            self._counters.messages_received += 1
+            self._deliver(message)
+        self._loads.move()
+        self._holds.move()
+        self._answers.move()
+        self._loads.tick()
+        self._remotes.leave()
+        self._polled = time.monotonic()
 
     def stats(self) -> SessionStats:
         """Return the numbers of unfinished things, and counters.

@@ -36,14 +36,6 @@ class Counters:
     messages_received: int = 0
     messages_refused: int = 0
 
-    def ended(self, seconds: float, *, done: bool) -> None:
-        """Count a load that ended."""
-        if done:
-            self.load_seconds += seconds
-            self.loads_done += 1
-        else:
-            self.loads_failed += 1
-
 
 @attrs.frozen
 class SessionStats:

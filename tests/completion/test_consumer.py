@@ -213,7 +213,6 @@ def test_consumer_ledger_rejects_invalid_plans_and_steps() -> None:
     ledger = moving()
     source = P[0].rank
     calls: list[tuple[Any, str, Any]] = [
-        (lambda: reads(request_id=""), "request_id", ""),
         (lambda: ledger.expect(reads(), 0.0, 1.0), "request_id", "mine"),
         (lambda: ledger.expect(reads(request_id="other"), 0.0, 1.0), "key", KEY),
         (lambda: ledger.start("other", source), "request_id", "other"),

@@ -9,7 +9,7 @@ import pytest
 from lines import interrupted_at
 
 import kvspec
-from kvspec.completion import consumer, held, load_plan, producer
+from kvspec.completion import consumer, held, ledger, load_plan, producer
 from kvspec.completion.actions import Tell
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.load_plan import LoadPlan
@@ -25,7 +25,7 @@ from kvspec.wire.messages import (
     StopWriting,
 )
 
-LINES = consumer, load_plan, producer, held
+LINES = ledger, consumer, load_plan, producer, held
 Calls = list[Callable[[Any, list[Any]], Any]]
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)
 

@@ -251,8 +251,11 @@ def test_rows_of_two_devices_are_separate() -> None:
     assert pairs.pair(rows, ids, rows, ids, "local").joined is None
 
 
-def test_long_run_is_divided_into_descriptors_of_one_handle() -> None:
+def test_long_run_is_divided_into_descriptors_of_one_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each descriptor has at most 64 MiB, and the last one has the rest."""
+    monkeypatch.setattr(pairs, "MAX_BYTES", 64 << 20)
     rows = checked_rows(
         np.array([(0, 1 << 20, 0, 1 << 20, 200), (0, 1, 0, 1, 200 << 20)], np.uint64)
     )

@@ -15,7 +15,7 @@ from lines import interrupted_at
 from session_faults import connection_waits
 from two_engines import Direct, Side, engine, request, until
 
-from kvspec.completion import consumer, held, load_plan, producer
+from kvspec.completion import consumer, held, ledger, load_plan, producer
 from kvspec.nixl import rank, transfer
 from kvspec.session import (
     PrefillTicket,
@@ -32,7 +32,7 @@ from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 
 LINES = (
-    consumer, load_plan, producer, held, session, loads, load, connecting, following, holds,
+    ledger, consumer, load_plan, producer, held, session, loads, load, connecting, following, holds,
     written, rank,
     transfer,
 )  # fmt: skip

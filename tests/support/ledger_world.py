@@ -207,15 +207,14 @@ class World(TwoEngines[bytes]):
         if not self.to_expect:
             return
         request, rank, sample = self.to_expect.pop(at % len(self.to_expect))
-        load_plan = LoadPlan.of(
-            self.plan,
-            rank,
-            {} if rejected else self.sources(rank, request.ends),
-            samples=request.samples,
+        producers = self.plan.notifies(rank)
+        load_plan = LoadPlan(
             request_id=f"{self.count}.{len(self.loads)}",
             key=request.key,
             engine_id="P",
             epoch=request.epoch,
+            expected={one: len(self.plan.notifiers(one)) * request.samples for one in producers},
+            sources={} if rejected else self.sources(rank, request.ends),
             attempt=request.attempt,
             sample=sample,
             partial=request.partial,
@@ -429,7 +428,8 @@ class World(TwoEngines[bytes]):
     def advance(self, seconds: float) -> None:
         """Advance the time."""
         self.now += seconds
-        sides = (("P", self.producers, self.now), ("D", self.consumers, self.reader_now))
+        sides: list[tuple[str, dict[Rank, Any], float]]
+        sides = [("P", self.producers, self.now), ("D", self.consumers, self.reader_now)]
         for name, ledgers, now in sides:
             for rank, ledger in list(ledgers.items()):
                 self.acted(ledger.tick(now), name, rank)
