@@ -1,4 +1,4 @@
-"""Sessions in processes of their own, over NIXL: killed, stopped, started again, late, fenced."""
+"""Sessions in separate processes over NIXL, which are killed, stopped, restarted and late."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}
 def started(
     name: str, spec: kvspec.EngineSpec, epoch: int, *, tls: str = "all", **more: Any
 ) -> FaultyEngine:
-    """Start an engine: all but the producer, "P", start transfers."""
-    given = {"blocks": 12} | more
-    return FaultyEngine(spec, Launch(name=name, epoch=epoch, polled=name != "P", **given), tls)
+    """Start an engine. Ranks of the producer "P" start no transfers."""
+    options = {"blocks": 12} | more
+    return FaultyEngine(spec, Launch(name=name, epoch=epoch, polled=name != "P", **options), tls)
 
 
 def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec.TransferRequest:
@@ -43,7 +43,7 @@ def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec
 def load(
     producer: FaultyEngine, consumer: FaultyEngine, name: str, timeout: float = 10.0, **more: Any
 ) -> list[Any]:
-    """Hold and load a request; return how it ended on each rank of the consumer."""
+    """Hold and load a request. Return the outcome on each rank of the consumer."""
     remote_id = new_remote_id(name)
     producer.ask("hold", remote_id, asked(name), 7)
     consumer.ask("load", asked(name), remote_id, 7, timeout, **more)
@@ -53,10 +53,10 @@ def load(
 DONE = ("done", "", {}, 0)
 
 
-def test_a_killed_consumer_leaves_nothing_behind() -> None:
-    """What it read is free after the lease; its next start is served.
+def test_producer_frees_requests_of_a_killed_consumer_and_serves_the_next() -> None:
+    """The blocks are free after the lease.
 
-    Over shared memory: over tcp UCX itself may end the process that is read from.
+    It runs over shared memory, because over tcp UCX may end the process that is read from.
     """
     spec = engine(1, heads=1, block=16, size=8192)
     tokens, sizes = 16 * 60, dict[str, Any]({"blocks": 64, **TIMES})
@@ -69,7 +69,7 @@ def test_a_killed_consumer_leaves_nothing_behind() -> None:
                 producer.ask("hold", remote_id, request, 7)
                 consumer.ranks[0].tell("load", request, remote_id, 7, 20.0)
                 time.sleep(2e-3 * epoch)
-        producer.settled(*names)  # once on every rank, whether or not it was read in time
+        producer.settled(*names)  # Once on every rank, whether or not it was read in time.
         with started("D", spec, 3, **sizes) as consumer:
             consumer.connect(producer)
             remote_id, request = new_remote_id("again"), asked("again", tokens, 16)
@@ -82,10 +82,10 @@ def test_a_killed_consumer_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("end", ["kill", "close"])
-def test_over_tcp_a_reader_costs_at_most_the_producers_process(end: str) -> None:
-    """One that is killed in mid-read: UCX may end who is read. One that is closed, drained: never.
+def test_reader_that_ends_over_tcp_ends_at_most_the_process_of_its_producer(end: str) -> None:
+    """If a reader is killed during a read, UCX may end the producer. A closed reader never does.
 
-    Either way other readers' loads are done or fail by name, and the next start is served.
+    Loads of the other reader are done or fail, and the next incarnation of the producer serves it.
     """
     spec = engine(1, heads=2, block=16, size=512)
     tokens, sizes = 16 * 800, dict[str, Any]({"blocks": 804, "tls": "tcp", **TIMES})
@@ -125,8 +125,8 @@ def test_over_tcp_a_reader_costs_at_most_the_producers_process(end: str) -> None
             other.quiet()
 
 
-def test_a_producer_may_die_before_during_and_after() -> None:
-    """Each load fails by name or is done whole; the next start, of the same names, is served."""
+def test_load_fails_when_its_producer_dies_before_or_during_it() -> None:
+    """A load that ended before is done. The next incarnation has the same names."""
     spec = engine(1, heads=1, block=16, size=8192)
     tokens, sizes = 16 * 60, dict[str, Any]({"blocks": 64, **TIMES, "tls": "tcp"})
     with started("D", spec, 1, **sizes) as consumer:
@@ -160,8 +160,8 @@ def test_a_producer_may_die_before_during_and_after() -> None:
             assert (1, 2) == (nixl.peers, threads)
 
 
-def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
-    """A consumer that stood still fails closed; a producer that did answers late, and serves on."""
+def test_load_fails_when_a_process_is_stopped_longer_than_the_lease() -> None:
+    """The consumer is stopped first, then a rank of the producer. Both continue to work."""
     with (
         started("P", engine(2), 1, **TIMES) as producer,
         started("D", engine(1), 1, **TIMES) as consumer,
@@ -171,7 +171,9 @@ def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
         remote_id = new_remote_id("slow")
         producer.ask("hold", remote_id, asked("slow", first=5), 7, lease=0.5)
         stop(consumer.ranks[0])
-        assert [{"done"}, {"expired"}] == producer.settled("warm", "slow")  # and written over
+        assert [{"done"}, {"expired"}] == producer.settled(
+            "warm", "slow"
+        )  # Its blocks are overwritten.
         go_on(consumer.ranks[0])
         consumer.ask("load", asked("slow", first=5), remote_id, 7, 5.0)
         ((state, error, undefined_blocks, _),) = consumer.ended("slow")
@@ -195,10 +197,11 @@ def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
 
 
 @pytest.mark.parametrize("tls", ["all", "tcp"])
-def test_what_is_deregistered_is_not_valid(tls: str) -> None:
-    """A producer's rank is closed before a load and while one runs; its session lives, and says so.
+def test_load_fails_when_a_rank_of_its_producer_is_closed(tls: str) -> None:
+    """The rank is closed before a load, or during one. Its session answers that the data is gone.
 
-    Over shared memory the bytes are read all the same. Others serve on, as does the next start.
+    Over shared memory the bytes are read all the same. The other rank and the next incarnation
+    continue to work.
     """
     spec = engine(2, block=16, size=4096)
     tokens, sizes = 16 * 60, dict[str, Any]({"blocks": 64, "tls": tls, **TIMES})
@@ -230,8 +233,8 @@ def test_what_is_deregistered_is_not_valid(tls: str) -> None:
                 producer.quiet()
 
 
-def test_a_late_reader_of_blocks_that_are_used_again_is_fenced() -> None:
-    """The bytes that it reads are another request's: it is told so, each time."""
+def test_late_load_of_reused_blocks_fails() -> None:
+    """It reads the bytes of another request, and the producer answers `gone` each time."""
     with (
         started("P", engine(1), 1, **TIMES) as producer,
         started("D", engine(2, block=2), 1, **TIMES) as consumer,
@@ -257,8 +260,8 @@ def test_a_late_reader_of_blocks_that_are_used_again_is_fenced() -> None:
 
 
 @pytest.mark.parametrize("pushed", [False, True], ids=["pull", "push"])
-def test_a_soak_loses_nothing(pushed: bool) -> None:
-    """Requests through 4 + 2 processes, each fault once, a message in ten lost or doubled."""
+def test_soak_with_every_fault_loses_no_request(pushed: bool) -> None:
+    """Six processes move 40 requests. One message in ten is lost or sent twice."""
     figures = soak(requests=40, faults=8, pushed=pushed)
     print(figures)  # noqa: T201
     assert (40, 8) == (figures.requests, figures.faults)
