@@ -216,7 +216,9 @@ def configs(
 class Engine:
     """An engine: the connectors of its scheduler and workers, and the workers' memory."""
 
-    def __init__(self, name: str, tp: int = 1, block: int = 4, pp: int = 1, **extra: Any) -> None:
+    def __init__(
+        self, name: str, tp: int = 1, block: int = 4, pp: int = 1, torch: Any = None, **extra: Any
+    ) -> None:
         self.block, self.workers, self.storage = block, [], {}
         self.before: dict[kvspec.RankId, Any] = {}
         worker_configs = [
@@ -233,6 +235,8 @@ class Engine:
         for rank, worker in zip(self.spec.parallel.ranks, self.workers, strict=True):
             _, self.storage[rank] = kvspec.allocate(self.spec, rank, BLOCKS)
             tensors = self._tensors(self.storage[rank], 6 // tp)
+            if torch is not None:
+                tensors = {layer: torch.from_numpy(view) for layer, view in tensors.items()}
             calls.append(partial(worker.register_kv_caches, tensors))
         WORLDS[-1].run(calls)
         self.scheduler = made(worker_configs[0][0], "SCHEDULER", worker_configs[0][1])
