@@ -259,7 +259,7 @@ def test_oldest_stranger_makes_room_for_next_one(
     opened: list[socket.socket],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither a trusted connection nor one that this side dialled is closed for strangers.
+    """Trusted connections and connections that this side dialled stay open.
 
     A stranger that keeps sending stays no longer than a silent one.
     """
@@ -361,7 +361,7 @@ def test_rejected_connection_is_closed_and_dialled_again(
 def test_channel_without_descriptors_refuses_connections_and_rests(
     pair: tuple[TcpChannel, TcpChannel], opened: list[socket.socket], *, trusted: bool
 ) -> None:
-    """`wait` waits: a connection that nobody can accept does not wake it again and again.
+    """A connection that cannot be accepted does not end `wait` again and again.
 
     A stranger gives its descriptor to the process, and a trusted peer keeps its connection.
     """

@@ -88,7 +88,7 @@ def test_settled_returns_each_remote_id_once_by_its_end(
 def test_aborted_request_that_all_readers_acknowledged_is_not_done(
     pair: tuple[Side, Side],
 ) -> None:
-    """The engine of the producer can tell it from a request that was read."""
+    """So the engine of the producer knows that the request was not read."""
     session, remote_id = only(pair[0]), new_remote_id("r")
     session.hold(remote_id)
     (load,) = pair[1].load(request(), remote_id, follow=True)

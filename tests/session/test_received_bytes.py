@@ -183,7 +183,7 @@ def test_answer_counts_once_and_only_on_the_connection_that_was_challenged() -> 
 
 
 def test_first_introduction_that_verifies_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a false one nor a later one replaces it, whenever it comes."""
+    """A false introduction and a later one do not replace it."""
     with (
         FakeNixl(),
         Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
@@ -264,7 +264,7 @@ def test_challenges_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_rank_answers_no_challenge_of_a_peer_that_it_did_not_ask() -> None:
-    """So nobody can have a stranger's challenge answered by a rank that knows the secret."""
+    """So an attacker cannot use a rank that knows the secret to answer a challenge."""
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
         stranger, secret = Direct("stranger"), producer.sessions[RANK].nixl.secret
         stranger.send("P", secret.seal(CHALLENGE, bytes(16)))
@@ -328,7 +328,7 @@ def test_routes_of_latest_senders_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
         ranks = [Direct(name) for name in "abc"]
 
         def heartbeat(at: int) -> None:
-            """Let one rank say that it lives, and not look for the answer."""
+            """Send a heartbeat of one rank, which does not read the answer."""
             by = RankAddress("D", 1, kvspec.RankId(tp=at))
             message = Heartbeat(key=key_of(REMOTE_ID), by=by, to=session.me, expected=3)
             ranks[at].send("P", session.nixl.secret.seal(MESSAGE, encode_message(message)))

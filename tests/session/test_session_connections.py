@@ -107,7 +107,7 @@ def test_connect_rejects_introductions_that_do_not_fit(pair: tuple[Side, Side]) 
 
 
 def test_connect_rejects_an_older_incarnation(pair: tuple[Side, Side]) -> None:
-    """Its ranks have ended, so nobody answers there."""
+    """Its ranks have ended, so they cannot answer."""
     producer, consumer = pair
     consumer.first.connect(changed(producer, epoch=9))
     with pytest.raises(SpecError) as caught:

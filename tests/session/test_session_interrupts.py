@@ -110,7 +110,7 @@ def pair() -> Iterator[Pair]:
 
 
 def everywhere(stride: int, act: Callable[[int], bool]) -> None:
-    """Call *act* with each number of a line until it returns that there is no such line."""
+    """Call *act* with each number of a line until it returns that the call has fewer lines."""
     for place in range(0, ENOUGH, stride):
         if not act(place):
             assert place > 100
