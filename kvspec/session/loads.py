@@ -67,9 +67,10 @@ from kvspec.wire.messages import (
 
 log = logging.getLogger(__name__)
 TURN = 0.02  # Seconds in which transfers are moved, before anything else has its turn.
-# The same for transfers of more than one batch, while there are other loads. Each load needs three
-# polls, so it waits three times as long. A larger share delays small loads, and gains little.
-SHARE = 0.004
+# While there are small loads, a poll posts one batch of all transfers that have several. Each load
+# needs three polls, so it waits three times as long. A small load is often followed by another one:
+# this lasts for so many seconds longer.
+QUIET = 0.1
 
 
 @attrs.frozen(eq=False)
@@ -109,6 +110,7 @@ class Loads:
     advanced: dict[str, Load] = attrs.field(factory=dict)
     _small: int = 0  # The flights whose turn is next.
     _large: int = 0
+    _quiet: float = 0.0  # When large loads may take a whole turn.
     _declines: itertools.count[int] = attrs.field(factory=itertools.count)
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
 
@@ -337,8 +339,12 @@ class Loads:
                 long = flight.transfer is not None and len(flight.transfer.batches) > 1
                 (large if long else small).append((load, step))
         self._small = self._poll(small, self._small, end)
-        share = TURN if len(self.loads) == 1 else SHARE
-        self._large = self._poll(large, self._large, time.monotonic() + share)
+        # A load without a long transfer waits for answers of its producer.
+        now = time.monotonic()
+        if self.loads.keys() - {load.request.request_id for load, _ in large}:
+            self._quiet = now + QUIET
+        share = 0.0 if now < self._quiet else TURN
+        self._large = self._poll(large, self._large, now + share)
 
     def _poll(self, steps: list[tuple[Load, Step]], first: int, end: float) -> int:
         """Poll some flights until the time is *end*, at least one. Return the next one's number."""
