@@ -182,7 +182,6 @@ class Audit:
     """The comparison of one load.
 
     Attributes:
-        steps: Steps of the ledger that have arrived. They finish when the comparison ends.
         differs: What is known to differ, or "".
         verdict: State of the load's error, if the comparison fails.
         source: The producer rank whose data differs.
@@ -195,7 +194,6 @@ class Audit:
     nixl: NixlRank
     cache: RankCache
     tell: Callable[[Message], None]
-    steps: tuple[int, ...] = ()
     differs: str = ""
     verdict: TransferState = TransferState.UNVERIFIED
     source: RankId | None = None
@@ -210,16 +208,9 @@ class Audit:
                 rule = f"checksums need host memory, not {region.memory_type}"
                 raise SpecError("verify", True, rule=rule)  # noqa: FBT003
 
-    @property
-    def numbers(self) -> frozenset[int]:
-        """The numbers of the open questions."""
-        return frozenset(self._open or ())
-
-    def cancel(self) -> tuple[int, ...]:
-        """Compare nothing any more. Return the steps of the ledger that were held back."""
-        steps, self.steps = self.steps, ()
+    def cancel(self) -> None:
+        """Compare nothing any more. Later answers are not expected."""
         self._open = dict[int, Question]()
-        return steps
 
     def move(self, name: Name, now: float, heartbeat: float, end: float) -> str | None:
         """Send questions and compare answers, until the time is *end*.
@@ -265,7 +256,10 @@ class Audit:
         if isinstance(message, Checksum):
             question.answer = int.from_bytes(message.total, "little")
         else:
-            self._refused = f"{message.by} cannot sum it: `hold` it with `blocks`"
+            self._refused = (
+                f"{message.by} cannot compute the checksum: pass the request's `blocks` to `hold` "
+                "there, and keep the cache in host memory"
+            )
         return True
 
     def _begun(self) -> dict[int, Question]:
