@@ -121,7 +121,9 @@ def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str |
         return "it belongs to no open load of this rank"
     if answer.by.rank not in load.asked:
         return "its sender received no question"
-    if isinstance(answer, LayerProgress):
+    # A lease changes nothing, and that of a healthy producer may be late.
+    late = isinstance(answer, Lease) and answer.number <= load.number
+    if late or isinstance(answer, LayerProgress):
         return None
     if not isinstance(answer, Lease | Valid | Gone):
         return "only producers receive this kind"
@@ -308,7 +310,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
                 source.record((message.group, message.layer), message.upto)
             return actions
         self._touch(load.request_id)
-        del load.asked[rank][message.number]
+        load.asked[rank].pop(message.number, None)  # A late lease has no question any more.
         if isinstance(message, Lease):
             return actions
         load.unanswered.discard(rank)

@@ -118,7 +118,8 @@ class Holds:
         nixl: The NIXL rank, which writes pushes.
         now: The clock.
         tell: Sends a message.
-        foreign: Why messages changed nothing.
+        note: Counts a message that changed nothing, and appends the reason to `foreign`.
+        foreign: The reasons of the last few such messages.
         closed: Called once when the NIXL rank is found closed.
     """
 
@@ -127,6 +128,7 @@ class Holds:
     nixl: NixlRank
     now: Callable[[], float]
     tell: Callable[[Message], None]
+    note: Callable[[str], None]
     foreign: deque[str]
     closed: Callable[[], None]
     _recorded: deque[HoldAction] = attrs.field(factory=deque)
@@ -274,7 +276,7 @@ class Holds:
             if isinstance(action, Tell):
                 self.tell(action.message)
             elif isinstance(action, Refused):
-                self.foreign.append(str(action))
+                self.note(str(action))
             elif isinstance(action, Free):
                 self._freed[action.key] = action.why
             # Last: after an interrupt a message is sent twice, but no action is lost.

@@ -102,7 +102,8 @@ class Session:
         max_producers: int = 256,
         clock: Callable[[], float] = since_boot,
     ) -> None:
-        self.nixl, alone = instance("nixl", nixl, NixlRank), flag("background", background)
+        self.nixl = instance("nixl", nixl, NixlRank)
+        in_background = flag("background", background)
         check_channel(channel)
         self._connector = Connector(self._connect_ranks, self._disconnect, self.poll, max_producers)
         shake = Handshake(
@@ -114,30 +115,30 @@ class Session:
             revision=revision,
         )
         self.me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
-        ledger = ProducerLedger(self.me, lease=lease, longest=longest)
-        reader = ConsumerLedger(self.me, heartbeat=heartbeat, patience=patience)
+        held_ledger = ProducerLedger(self.me, lease=lease, longest=longest)
+        load_ledger = ConsumerLedger(self.me, heartbeat=heartbeat, patience=patience)
         nixl.register(cache.memory, owner=(owner, cache.owner))
         shake = attrs.evolve(shake, transport=nixl.metadata())
         self.channel: Channel = TcpChannel() if channel is None else channel
         self._own = Introduced(
             handshake=shake,
             address=self.channel.address,
-            lease=ledger.lease,
-            heartbeat=reader.heartbeat,
+            lease=held_ledger.lease,
+            heartbeat=load_ledger.heartbeat,
         )
         self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
         self._counters, self._foreign, self._polled = Counters(), foreign, 0.0
         self._messages = Messages(self.channel, nixl.secret, self._own, self._note)
-        tell = self._tell
-        answers = self._answers = ChecksumAnswers(ledger, cache, owner, tell, self._note)
-        self._holds = Holds(ledger, cache.engine, nixl, clock, tell, foreign, answers.close)
-        self._remotes = Remotes(nixl, self._lock)
-        self._loads = Loads(
-            reader, nixl, cache, clock, tell, self._note, self._find, self._counters
+        tell, note = self._tell, self._note
+        answers = self._answers = ChecksumAnswers(held_ledger, cache, owner, tell, note)
+        self._holds = Holds(
+            held_ledger, cache.engine, nixl, clock, tell, note, foreign, answers.close
         )
+        self._remotes = Remotes(nixl, self._lock)
+        self._loads = Loads(load_ledger, nixl, cache, clock, tell, note, self._find, self._counters)
         self._background: Background | None = None
-        if alone:
+        if in_background:
             self._background = Background(self._poll, self._rest, self.channel, self._lock)
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ class Counters:
         messages_sent: Messages that were sent.
         messages_received: Messages that were received with a right seal.
         messages_refused: Messages that changed nothing, because they were late, repeated, forged
-            or meant for another incarnation.
+            or meant for another incarnation. A late `lease` of an open load does not count.
     """
 
     loads_started: int = 0

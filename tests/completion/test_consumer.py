@@ -83,6 +83,18 @@ def test_load_with_granted_lease_waits_for_valid() -> None:
     assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 0.0))
 
 
+def test_late_or_repeated_lease_is_ignored_without_a_refusal() -> None:
+    """A healthy producer may answer a heartbeat after the load has sent `done`."""
+    ledger = ConsumerLedger(D[0])
+    lease = answers(ledger.expect(reads(), 0.0, 20.0), "lease", lease=9.0)[0]
+    assert [] == ledger.receive(lease, 0.0) + ledger.receive(lease, 0.0)
+    asked = ledger.finish(ledger.start("mine", P[0].rank), 1.0)
+    assert [] == ledger.receive(lease, 1.0)
+    never_sent = replace(lease, number=99)
+    assert ["Refused"] == kinds(ledger.receive(never_sent, 1.0))
+    assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 1.0))
+
+
 def test_valid_before_all_has_arrived_does_not_count() -> None:
     """Only an answer to a question asked after the last byte counts."""
     ledger = ConsumerLedger(D[0])

@@ -148,6 +148,7 @@ def test_recorded_heartbeat_of_a_dead_reader_extends_no_lease(
     settled = session.settled()
     assert (remote_id,) == settled.expired
     assert any("repetition" in why for why in settled.foreign)
+    assert session.stats().counters.messages_refused >= len(settled.foreign)
 
 
 def test_stats_are_zero_after_close(pair: tuple[Side, Side]) -> None:
