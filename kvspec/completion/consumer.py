@@ -48,6 +48,8 @@ from kvspec.wire.messages import (
     Valid,
 )
 
+FREE_ID = "a new id, or one whose load has exchanged its last messages"
+
 
 class Step(NamedTuple):
     """A part of a load that may write its blocks, until it is finished or has failed."""
@@ -367,7 +369,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
 
     def _begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
         if request_id in self._loads:
-            raise SpecError("request_id", request_id, "the id of no open load")
+            raise SpecError("request_id", request_id, FREE_ID)
         actions = self._tick(now)
         self._touch(request_id)
         load = self._loads[request_id] = OpenLoad(request_id, self._now + timeout)
@@ -381,7 +383,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
         if self._present.past(plan.engine_id, plan.epoch):
             raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
         if self._find(plan.name) is not None:
-            raise SpecError("key", plan.key, "an attempt and sample that no open load has")
+            raise SpecError("key", plan.key, "an attempt and sample whose earlier load is over")
         load.plan = plan
         self._names[plan.name] = plan.request_id
         load.sources = {

@@ -1,7 +1,11 @@
 """The states of a request in both ledgers, and of a push, as tables. docs/ledgers.md shows them.
 
-Invariant: a transition that is not in a table cannot happen. Each state but the last one ends after
-some time, so each request reaches an end. Only one row of each table frees or makes ready.
+Invariant: a transition that is not in a table cannot happen. Blocks are freed only on the way into
+*freed*, and no row leads back from there, so a request is freed once. A load becomes *done* by one
+row, after its sources answered `valid`. It becomes *failed* by one row, when no byte can move.
+
+Time ends each state of a request or a load except *draining*, which lasts until no transfer can
+write. A push in flight lasts until its transfers have ended. Its request is remembered until then.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ PUSH: dict[tuple[str, str], Row] = {
     ("pushed", "anew"): Row(
         "stopped", "tell", "another load of the attempt: it may wait for other blocks"
     ),
-    ("stopped", "heartbeat"): Row("stopped", "tell", "the outcome was lost, or is not known yet"),
+    ("stopped", "heartbeat"): Row("stopped", "tell", "the reader has not received `stopped` yet"),
     ("stopped", "stop"): Row("stopped", "tell", "the outcome was lost"),
 }
 """The transitions of a push to one reader in one attempt, by state and event.
@@ -85,8 +89,10 @@ never writes to the reader in this attempt again.
 """
 
 CONSUMER: dict[tuple[str, str], Row] = {
-    ("connecting", "connected"): Row("moving", "begin", "its reads are posted: request time"),
-    ("connecting", "fault"): Row("draining", "fail", "the producer was not asked for anything yet"),
+    ("connecting", "connected"): Row(
+        "moving", "begin", "its reads are posted: heartbeats request more lease"
+    ),
+    ("connecting", "fault"): Row("draining", "fail", "no message was sent; posted reads must end"),
     ("moving", "whole"): Row("verifying", "ask", "all data arrived: ask whether it was valid"),
     ("moving", "fault"): Row(
         "draining", "fail", "the error names the fault; its blocks may still be written"

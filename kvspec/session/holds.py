@@ -9,22 +9,31 @@ How it works:
     life of a held request (docs/ledgers.md contains the whole table):
 
         unknown   A reader asked before `hold`. Its messages wait for a lease, then it gets `gone`.
-        held      `hold` was called. Heartbeats extend the lease. `record_progress` informs the
-                  readers that follow. `push` writes to readers. Checksum requests are answered.
+        held      `hold` was called. Heartbeats extend the lease, at most until `longest` seconds
+                  after `hold`. A reader that sends `done` receives `valid`. `record_progress`
+                  informs the readers that follow. `push` writes to readers. Checksum requests are
+                  answered.
         fenced    `abort` was called. Readers receive `gone`, but they may still read, so the blocks
-                  stay reserved. An abort only changes the answers.
-        freed     All readers are done, or the lease is over. `settled` reports the request, and
-                  the blocks can be reused. Its answers are remembered for one more lease.
-        forgotten The record is gone. A later reader is unknown again, and receives `gone`.
+                  stay reserved. A `done` that was answered `valid` is answered so again when it is
+                  repeated. An abort only changes the answers.
+        freed     As many readers as expected have come and are done, or the lease is over, even
+                  during a push. `settled` reports the request, and the blocks can be reused. Its
+                  answers are remembered for one more lease, and while a push is in flight.
+        forgotten The record is gone. The message of a later reader makes the request unknown again,
+                  and after a lease that reader receives `gone`.
 
     A *reader* is one consumer rank that reads one sample of a request. The push to a reader in one
     attempt has its own life inside the record:
 
         new       Nothing was written. If the reader sends `stop`, it is stopped at once.
-        writing   The write may be in flight. `stop` makes it fail: the push is stopping.
-        pushed    The last byte is written, and the reader was informed.
+        writing   The write may be in flight. If the reader sends `stop`, the push is stopping.
+        stopping  The session stops the write. The outcome is pushed or stopped.
+        pushed    The last byte is written, and the reader was informed. A heartbeat of another load
+                  of the attempt is answered `stopped`: it may wait for other blocks.
         stopped   The write failed and nothing is in flight, or there was no write. This rank never
                   writes to the reader in this attempt again.
+
+    In the last two states, the reader receives the outcome again for each heartbeat or `stop`.
 
     A push skips each reader that has stopped or is done with the attempt. It writes to the others
     and then fails, because some reader did not receive the request.

@@ -9,16 +9,24 @@ How it works:
         state       in this state                                    leaves it when
         ----------  -----------------------------------------------  ---------------------------
         connecting  the producer is connected, if a ticket names it  its reads are posted
-        moving      data arrives; heartbeats keep the request held   all data has arrived
-        verifying   checksums are compared; then the producers are   each producer rank that was
-                    asked whether the data was valid                 read has answered `valid`
-        done        the blocks may be used
-        draining    an error is known, but bytes are in flight       no byte can move any more
-        failed      the blocks may be reused
+        moving      data arrives; then checksums are compared;       all data has arrived, and
+                    heartbeats keep the request held                 was compared if asked for
+        verifying   the producers are asked whether the data was     each producer rank that was
+                    valid                                            read has answered `valid`
+        done        the blocks may be used                           the last messages are over
+        draining    an error is known, but bytes may be in flight    no byte can move any more
+        failed      the blocks may be reused                         the last messages are over
+        forgotten   the request id may be used again
 
     The first four states are the good case. A fault leads from any of the first three to
     *draining*, and from there to *failed*: an error, a deadline, a cancellation, or the end of the
-    session. `Load.state` is "moving" in all states but *done* and *failed*.
+    session. If nothing is in flight, as before the producer is connected, *draining* ends at once.
+    In *draining* the load sends no heartbeats and has no deadline.
+
+    In *done* and *failed* the load repeats its last messages. They are over when every producer
+    rank has answered, or after `patience` seconds. Until then the request id stays taken. A load
+    sends none if it fails with `again`, or before its producer is connected.
+    `Load.state` is "moving" in the first three states and in *draining*.
 
     Data arrives in one of three ways. A load reads all of it at once, or it follows: then it reads
     each layer as far as the producer has written it. Or the producer pushes: then the load posts no

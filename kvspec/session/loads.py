@@ -39,7 +39,7 @@ import attrs
 import msgspec
 
 from kvspec.completion.actions import Action, Closed, Ended, Failed, Refused, Tell
-from kvspec.completion.consumer import ConsumerLedger, Step, about
+from kvspec.completion.consumer import FREE_ID, ConsumerLedger, Step, about
 from kvspec.completion.load_plan import EVERYTHING, LoadPlan, Place
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.inputs import seconds
@@ -67,9 +67,9 @@ from kvspec.wire.messages import (
 
 log = logging.getLogger(__name__)
 TURN = 0.02  # Seconds in which transfers are moved, before anything else has its turn.
-# While there are small loads, a poll posts one batch of all transfers that have several. Each load
-# needs three polls, so it waits three times as long. A small load is often followed by another one:
-# this lasts for so many seconds longer.
+# A transfer is large if it has several batches. While a load without a large transfer is open, each
+# poll posts only one batch of one large transfer. A small load needs three polls, so it waits for
+# three such batches. Another small load often comes soon: the rule lasts so many seconds longer.
 QUIET = 0.1
 
 
@@ -124,7 +124,7 @@ class Loads:
         self.act()  # The end of an earlier load of this name may only be recorded.
         name, most = load.request.request_id, seconds("timeout", timeout)
         if name in self.loads:
-            raise SpecError("request_id", name, "the id of no open load")
+            raise SpecError("request_id", name, FREE_ID)
         load.began = self.now()
         load.deadline = load.began + most
         self.loads[name] = load
@@ -216,7 +216,8 @@ class Loads:
     def _adopt(self, load: Load, why: str, state: TransferState) -> None:
         """Fail each step of *load* that an interrupt left without a flight.
 
-        Its transfer may have been posted. Then the step ends with the transfer.
+        Its transfer may have been posted. It is unknown which step a posted transfer belongs to. So
+        any step stays open until that transfer ends, and the rank stored with it may be wrong.
         """
         name = load.request.request_id
         known = {id(flight.transfer) for flight in load.in_flight.values()}
@@ -230,7 +231,7 @@ class Loads:
         for step in sorted(self.book.open_steps(name).difference(load.in_flight, load.arrived)):
             quiet = not begun
             if begun:
-                # Any of its source ranks: the step only has to stay open until the transfer ends.
+                # Any step and any rank: the step only has to stay open until the transfer ends.
                 load.in_flight[step] = InFlight(next(iter(load.remote.tables)), begun.pop())
             now = self.now()
             self.recorded.extend(self.book.fail(step, why, now, quiet=quiet, state=state))
@@ -389,7 +390,8 @@ class Loads:
     def _leave(self, engine_id: str, epoch: int | None = None) -> None:
         """Record that all incarnations of an engine except *epoch* write no more.
 
-        Their pushes have ended, and so have their reads that nothing delays any more.
+        Pushes count as ended. Of this rank's reads, those that are over are reported now. The
+        others wait for `move`.
         """
         for load in list(self.loads.values()):
             if load.connected and load.engine_id == engine_id and load.remote.start[1] != epoch:

@@ -262,7 +262,8 @@ class Session:
         the load. The producer learns that the request is not read, or its lease expires.
 
         Args:
-            request: Tokens and blocks to move. `request_id` is the consumer's own.
+            request: Tokens and blocks to move. `request_id` is the consumer's own. It must differ
+                from that of each load that is moving or still exchanges its last messages.
             remote_id: Name of the request, which the producer made by `new_remote_id`.
             ticket: The ticket of the producer. *request* is one that `PrefillTicket.request`
                 returned, or asks for less.
@@ -281,7 +282,8 @@ class Session:
             The load.
 
         Raises:
-            SpecError: As `DescriptorTable.select`, or for wrong arguments.
+            SpecError: As `DescriptorTable.select`, or for wrong arguments, or if another load still
+                has the `request_id`.
             MismatchError: As `DescriptorTable.select`.
             TransferError: With state "busy" if an unfinished load writes the same blocks, or
                 "closed" if the session is closed.
@@ -409,7 +411,7 @@ class Session:
             remote_id: Name from `new_remote_id`, the same on all ranks. A client that retries a
                 request gets a new name, so both can be held at the same time.
             lease: Seconds in which the first reader must send a heartbeat. Each heartbeat extends
-                it. By default, the lease of the session.
+                it, until `longest` seconds after this call. By default, the lease of the session.
             readers: Number of consumer ranks that will read from this rank, if the engine knows it.
             blocks: The block tables of the request, by group. Loads with `verify` need them.
 
