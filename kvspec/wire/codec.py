@@ -46,11 +46,11 @@ MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
 MAX_PLAIN = 1 << 19
 """Bytes of the plain values of an engine. A million empty lists take seconds to build."""
 MAX_MESSAGE = 16384
-"""Bytes of one message; the longest names fit."""
+"""Bytes of one message about a request; the longest names fit."""
 
 _MAGIC = b"kvspec-handshake\n"
-_MESSAGE = b"kvspec-message\n" + VERSION.to_bytes(2, "big")
-_HEAD = len(_MAGIC) + 2  # and the version
+_MESSAGE = b"kvspec-message\n"
+_VERSION = VERSION.to_bytes(2, "big")
 _SAME = ("library", "engine_id", "epoch", "model", "revision", "transport")
 """Fields that are equal in a `Handshake` and in its `HandshakeFields`."""
 
@@ -132,7 +132,7 @@ def encode_handshake(handshake: Handshake) -> bytes:
             regions=_columns(RegionColumns, shake.cache.regions, "base"),
             **{name: getattr(shake, name) for name in _SAME},
         )
-        data = _MAGIC + VERSION.to_bytes(2, "big") + zlib.compress(pack(fields))
+        data = _MAGIC + _VERSION + zlib.compress(pack(fields))
         read = decode_handshake(data)
     except (OverflowError, UnicodeEncodeError) as error:
         expected = "64-bit numbers and texts that UTF-8 can encode"
@@ -168,32 +168,39 @@ def decode_handshake(data: bytes) -> Handshake:
         refuse("handshake", error, "a handshake")
     if meaning != fields.compatibility_hash.hex():
         expected = (
-            f"{meaning}, the hash of the decoded engine here; kvspec {fields.library} sent it"
+            f"{meaning}, computed here from the engine in the handshake;"
+            f" the sender has kvspec {fields.library}"
         )
         raise WireError("compatibility_hash", fields.compatibility_hash.hex(), expected)
     return shake
 
 
-def _decompressed(data: object) -> bytes:
+def _decompressed(data: bytes) -> bytes:
     """Return the fields in *data* as MessagePack, at most `MAX_HANDSHAKE` bytes."""
-    if not isinstance(data, bytes):
-        raise WireError("handshake", type(data).__name__, "bytes")
-    if len(data) < _HEAD or not data.startswith(_MAGIC):
-        whole = "the complete bytes that encode_handshake returned"
-        raise WireError("handshake", data[:_HEAD], whole)
-    version = int.from_bytes(data[len(_MAGIC) : _HEAD], "big")
-    if version != VERSION:
-        raise WireError("version", version, f"{VERSION}: both engines need the same version")
+    body = _body("handshake", _MAGIC, data)
     stream = zlib.decompressobj()
     try:
         # A few bytes can describe gigabytes: never take more than the limit out of the stream.
-        fields = stream.decompress(data[_HEAD:], MAX_HANDSHAKE)
+        fields = stream.decompress(body, MAX_HANDSHAKE)
     except zlib.error as error:
         raise WireError("handshake", str(error), "a zlib stream") from None
     if not stream.eof or stream.unused_data:
         expected = f"one complete zlib stream of at most {MAX_HANDSHAKE} bytes"
         raise WireError("handshake", f"{len(data)} bytes", expected)
     return fields
+
+
+def _body(path: str, magic: bytes, data: object) -> bytes:
+    """Return what follows the head *magic* and the version in *data*."""
+    if not isinstance(data, bytes):
+        raise WireError(path, type(data).__name__, "bytes")
+    end = len(magic) + len(_VERSION)
+    if len(data) < end or not data.startswith(magic):
+        raise WireError(path, data[:end], f"the complete bytes that encode_{path} returned")
+    version = int.from_bytes(data[len(magic) : end], "big")
+    if version != VERSION:
+        raise WireError("version", version, f"{VERSION}: both engines need the same version")
+    return data[end:]
 
 
 def _value(path: str, plain: msgspec.Raw, decoder: Decoder) -> Plain:
@@ -226,8 +233,11 @@ def _rows(path: str, kind: type[T], columns: msgspec.Struct, start: str) -> Iter
 
 
 def encode_message(message: Message) -> bytes:
-    """Return *message* as bytes, at most `MAX_MESSAGE`."""
-    return _MESSAGE + pack(message)
+    """Return *message* as bytes.
+
+    A message whose fields keep their bounds has at most `MAX_MESSAGE` bytes.
+    """
+    return _MESSAGE + _VERSION + pack(message)
 
 
 def decode_message(data: bytes) -> AnyMessage:
@@ -236,12 +246,10 @@ def decode_message(data: bytes) -> AnyMessage:
     Raises:
         WireError: If *data* is not a message of this version.
     """
-    if not isinstance(data, bytes) or len(data) > MAX_MESSAGE or not data.startswith(_MESSAGE):
-        shown = data[: len(_MESSAGE)] if isinstance(data, bytes) else type(data).__name__
-        raise WireError(
-            "message", shown, f"bytes that encode_message of version {VERSION} returned"
-        )
-    message = unpack("message", _MESSAGES, data[len(_MESSAGE) :])
+    body = _body("message", _MESSAGE, data)
+    if len(data) > MAX_MESSAGE:
+        raise WireError("message", f"{len(data)} bytes", f"at most {MAX_MESSAGE}")
+    message = unpack("message", _MESSAGES, body)
     for path, rank in (("by", message.by.rank), ("to", message.to.rank)):
         if not 0 <= min(rank.pp, rank.pcp, rank.tp) <= max(rank.pp, rank.pcp, rank.tp) <= MOST:
             raise WireError(f"message.{path}.rank", rank, f"coordinates from 0 to {MOST}")
