@@ -34,7 +34,10 @@ class Refused:
 
 @attrs.frozen
 class Free:
-    """Action: the producer may reuse the blocks of a request. *why* is sent, expired or aborted."""
+    """Action: the producer may reuse the blocks of a request.
+
+    *why* is the word `sent`, `expired` or `aborted`.
+    """
 
     key: Key
     why: str
@@ -77,7 +80,10 @@ Action = Tell | Refused | Failed | Ended | Closed
 
 
 class Present:
-    """The current incarnation of each connected engine. Any is current of an unknown engine."""
+    """The current incarnation of each connected engine.
+
+    If an engine is not connected, every incarnation of it counts as current.
+    """
 
     def __init__(self) -> None:
         self._epochs: dict[str, int] = {}
@@ -91,6 +97,6 @@ class Present:
         """Forget an engine."""
         self._epochs.pop(engine_id, None)
 
-    def past(self, engine_id: str, epoch: int) -> bool:
+    def is_other(self, engine_id: str, epoch: int) -> bool:
         """Return whether another incarnation than this one is current."""
         return self._epochs.get(engine_id, epoch) != epoch

@@ -380,7 +380,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
         load = self._touch(plan.request_id)
         if load is None or load.plan is not None:
             raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
-        if self._present.past(plan.engine_id, plan.epoch):
+        if self._present.is_other(plan.engine_id, plan.epoch):
             raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
         if self._find(plan.name) is not None:
             raise SpecError("key", plan.key, "an attempt and sample whose earlier load is over")

@@ -15,19 +15,24 @@ How it works:
         first of its incarnation, 16 are known           refuse, and dispute the request
         first of its incarnation                         accept
         a later attempt than the incarnation's last      accept
-        an earlier attempt, or an earlier question       refuse: it was delayed
-        a heartbeat that came before                     refuse: it was repeated
+        older than this reader's last message            refuse: it was delayed
+        first of its reader, of an earlier attempt       refuse: it was delayed
+        a heartbeat with the number of that message      refuse: it was repeated
         same attempt, another `expected`                 refuse, and dispute the request
         same attempt, a new reader, all have come        refuse, and dispute the request
         anything else                                    accept
 
-    For example, ranks A and B read, and each sends `expected=2`:
+    An attempt is later, earlier or the same compared with the incarnation's last attempt.
+
+    For example, ranks A, B and C of one engine read, and each sends `expected=2`:
 
         A  heartbeat  attempt 0, number 1    accept: a new incarnation, attempt 0, 2 readers
         A  heartbeat  attempt 0, number 1    refuse: a copy must not extend the lease
         B  done       attempt 0, number 1    accept
-        A  done       attempt 0, number 2    accept: both are done, the request is complete
         C  heartbeat  attempt 0, number 1    refuse and dispute: a third reader of two
+        A  done       attempt 0, number 2    accept: but disputed, so never complete
+
+    Without C's message, the request is complete after A's `done`.
 
     Each heartbeat has a new number, so a repeated one is a copy that the network or an attacker
     made. A repeated `done` has the number of the first, because its answer may be lost.

@@ -155,7 +155,7 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
             return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
         # An old incarnation may still wait for the end of a push, so its `stop` is answered.
         stops = isinstance(message, StopWriting)
-        if not stops and self._present.past(message.by.engine_id, message.by.epoch):
+        if not stops and self._present.is_other(message.by.engine_id, message.by.epoch):
             return [*actions, Refused(message, "it is from another incarnation of that engine")]
         known = self._touch(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
@@ -266,7 +266,7 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         """Return a held request to change; raise `SpecError` if there is none."""
         request = self._touch(key)
         if request is None or not request.held:
-            raise SpecError("remote_id", key.remote_id, "a request that `hold` has registered")
+            raise SpecError("remote_id", key.remote_id, "a request that is held")
         return request
 
     def _shorten(self, request: HeldRequest) -> None:

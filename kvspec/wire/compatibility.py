@@ -1,7 +1,8 @@
 """Compute one hash of everything that two engines must agree on to give bytes the same meaning.
 
 Invariant: two engines without `kvspec.mismatches` have the same hash. Two engines with the same
-hash differ only in the tokens that each keeps.
+hash give bytes the same meaning. They may differ in what a plan bridges, and in the tokens that
+they keep.
 
 The hash covers kinds, dtypes, heads, sizes and layer names. It does not cover the differences that
 a plan bridges: parallel sizes, blocks, layouts, padding, order and grouping. Fields with their

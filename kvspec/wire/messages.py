@@ -44,9 +44,9 @@ from kvspec.wire.handshake import is_name
 from kvspec.wire.packing import Count
 
 MAX_REQUEST = 1024
-"""Bytes of a request's id."""
+"""Bytes of a request's id. A receiver of a message counts characters."""
 MAX_NAME = 1024
-"""Characters of the name of a group, a layer or a part."""
+"""Bytes of the name of a layer or a part in an extent, characters of a name in `LayerProgress`."""
 MAX_NAMES = 4096
 """Bytes of the names in one extent; two of the longest fit."""
 MAX_READERS = 2**20
@@ -220,8 +220,11 @@ class Message(WireStruct, frozen=True):
         by: Sender.
         to: Receiver.
         attempt: Number of the attempt to read the request. It grows with each attempt.
-        number: Number of the question, unique among all questions of a reader. A repeated question
-            and its answer have the same number.
+        number: Number of the question, unique among all questions of a reader. Each heartbeat has
+            a new number. A repeated `done` or checksum request keeps its number. `Lease`, `Valid`,
+            `Gone` and the answers to a checksum request have the number of their question.
+            `StopWriting`, `PushDone` and `PushStopped` have 0. `LayerProgress` has the number of
+            the reader's last message.
         sample: Which of several equal requests of a prompt reads.
     """
 
@@ -294,7 +297,10 @@ class PushDone(Message, tag="pushed", frozen=True, kw_only=True):
 
 
 class PushStopped(Message, tag="stopped", frozen=True):
-    """The producer writes nothing more for the reader, and has not written everything."""
+    """The producer never writes to the reader in this attempt again.
+
+    Any data that it wrote does not count.
+    """
 
 
 class LayerProgress(Message, tag="progress", frozen=True, kw_only=True):

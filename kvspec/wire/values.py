@@ -1,8 +1,9 @@
 """Encode the descriptions of an engine as plain values, and decode them from untrusted bytes.
 
 Invariant: each decoded value passes the constructor that a caller's value passes, or raises
-`WireError` with the path of the fault. Decoding takes at most `MAX_WORK` steps, whatever numbers
-the message contains. A class that a user added is encoded by its registered name.
+`WireError` with the path of the fault. Decoding the plain values of a handshake takes at most
+`MAX_WORK` steps, whatever numbers they contain. A class that a user added is encoded by its
+registered name.
 
 How it works:
     None, bools, numbers and texts stand for themselves, and a list stands for a tuple. Everything
@@ -42,7 +43,11 @@ Plain = Any
 """None, a bool, a number, a text, a list, or a map with one entry."""
 
 MAX_WORK = 1 << 22
-"""Steps that one message may take: `VALUE` for each value, units of ranges, parts on ranks."""
+"""Steps that the plain values of one handshake may take.
+
+Steps are `VALUE` for each value, the units of ranges, and the parts on ranks. The regions of a
+handshake do not count: its limit of 2 MiB (`MAX_HANDSHAKE`) bounds them.
+"""
 VALUE = 16
 """Steps of one value. Two million empty lists are 2 KiB when compressed, and took 12 s."""
 MAX_DEPTH = 32
