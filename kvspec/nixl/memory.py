@@ -36,7 +36,8 @@ def new_memories(
     """Return those of *memories* that are neither registered nor inside a registered memory.
 
     Raise `SpecError` for a memory that overlaps another one in part: a row over the boundary would
-    lie in neither. Raise it also for a memory that overlaps one of the staging *buffers*.
+    lie in neither. Raise it also for a memory that contains a registered one, because that one
+    cannot grow, and for a memory that overlaps one of the staging *buffers*.
     """
     given = sequence("memories", memories, "Memories")
     wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(given)]
@@ -45,21 +46,34 @@ def new_memories(
             raise SpecError(
                 "memories", text_of(memory), f"memory outside the staging buffer {text_of(buffer)}"
             )
-    every = [(memory, True) for memory in registered] + [(memory, False) for memory in wanted]
+    every: list[tuple[Memory, int | None]] = [(memory, None) for memory in registered]
+    every += [(memory, place) for place, memory in enumerate(wanted)]
     every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
     fresh: list[Memory] = []
-    last: Memory | None = None
-    for memory, known in every:
-        if last is not None and _device(last) == _device(memory) and memory.address < last.end:
-            if known or memory.end > last.end:
-                raise SpecError(
-                    "memories", text_of(memory), f"memory without overlap with {text_of(last)}"
-                )
+    last: tuple[Memory, int | None] | None = None
+    for memory, place in every:
+        if last is not None and overlap(memory, last[0]):
+            if place is None or memory.end > last[0].end:
+                raise _torn((memory, place), last)
             continue
-        last = memory
-        if not known:
+        last = memory, place
+        if place is not None:
             fresh.append(memory)
     return tuple(fresh)
+
+
+def _torn(one: tuple[Memory, int | None], other: tuple[Memory, int | None]) -> SpecError:
+    """Return the error of two memories that overlap, with their places among the new memories.
+
+    The place of a registered memory is None. One of the two is new.
+    """
+    (memory, place), (known, known_place) = (other, one) if one[1] is None else (one, other)
+    name = "the registered" if known_place is None else f"memories[{known_place}],"
+    whole = memory.address <= known.address and known.end <= memory.end
+    way = "around" if whole else "in part with"
+    return SpecError(
+        f"memories[{place}]", text_of(memory), f"no overlap {way} {name} {text_of(known)}"
+    )
 
 
 def _checked(field: str, memory: object) -> Memory:

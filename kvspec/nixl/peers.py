@@ -38,10 +38,12 @@ class Peers:
 
     Attributes:
         early: Sender and payload of the notifications of unknown senders.
+        answered: Names of the peers from which a test read has succeeded.
     """
 
     def __init__(self, agent: Agent, secret: bytes) -> None:
         self.early: list[tuple[str, bytes]] = []
+        self.answered: set[str] = set()
         self._agent = agent
         self._secret = secret
         self._lists: dict[str | None, list[Prepared]] = {None: []}  # None: lists of the rank.
@@ -66,8 +68,8 @@ class Peers:
             raise TransferError(message, rank=name, state=TransferState.STALE_PEER)
         return peer
 
-    def load(self, peer: Envelope) -> bool:
-        """Load the metadata of *peer* and send hello. Return whether the connection is new."""
+    def load(self, peer: Envelope) -> None:
+        """Load the metadata of *peer* and send hello."""
         with self._agent.lock:
             self._agent.check_open()
             new = peer.name not in self._lists
@@ -80,11 +82,11 @@ class Peers:
                     with contextlib.suppress(TransferError):
                         self.forget(peer.name)
                 raise
-            return new
 
     def forget(self, peer: str) -> None:
         """Forget *peer* and its lists. Raise `TransferError` if it is not connected."""
         self.check(peer)
+        self.answered.discard(peer)
         for prepared in self._lists[peer]:
             prepared.release()
         del self._lists[peer]
@@ -131,3 +133,4 @@ class Peers:
         """Forget everything about an agent that was destroyed."""
         self._lists = {None: []}
         self.early = []
+        self.answered = set()

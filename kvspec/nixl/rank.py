@@ -170,15 +170,16 @@ class NixlRank:
     def register(self, memories: Iterable[Memory], owner: object = None) -> None:
         """Register memory, so that rows in it can be prepared.
 
-        A memory inside a registered one is skipped. Peers need new metadata to reach new memory.
+        A memory inside a registered one is skipped. A memory that contains a registered one is
+        refused. Peers need new metadata to reach new memory.
 
         Args:
             memories: The memories to register.
             owner: Owner of their bytes. The rank keeps a reference until it is closed.
 
         Raises:
-            SpecError: If a memory overlaps a registered one in part, or overlaps a staging buffer
-                of this or another rank.
+            SpecError: If a memory overlaps a registered one in part or contains it, or overlaps a
+                staging buffer of this or another rank.
         """
         with self._agent.lock:
             self._agent.check_open()
@@ -201,7 +202,8 @@ class NixlRank:
 
         A second call with newer metadata of the same peer adds the memory that it registered since.
         A polled rank waits until the connection is established, because a notification would
-        otherwise stay in this process. The peer must make progress meanwhile.
+        otherwise stay in this process. The peer must make progress meanwhile. If the wait fails,
+        the next call waits again.
 
         Args:
             metadata: Bytes that the peer's `metadata` returned.
@@ -216,11 +218,12 @@ class NixlRank:
                 polled rank also raises the errors of `read`.
         """
         peer = self._peers.check_metadata(metadata)
-        if self._peers.load(peer) and self.polled:
+        self._peers.load(peer)
+        if self.polled and peer.name not in self._peers.answered:
             try:
                 self._knock(peer, timeout)
             except TransferError:
-                # If the read is still in flight, the peer stays until the read is over.
+                # If the read is still in flight, `disconnect` raises "busy" and the peer stays.
                 with contextlib.suppress(TransferError):
                     self.disconnect(peer.name)
                 raise
@@ -327,7 +330,8 @@ class NixlRank:
 
         Args:
             operation: "READ" or "WRITE".
-            pairs: Tuples (local list, local ids, remote list, remote ids).
+            pairs: Tuples (local list, local ids, remote list, remote ids). No pair may write bytes
+                that another pair reads or writes.
             request: Name of the request, for errors.
             timeout: Seconds from now until the transfers fail.
 
@@ -412,6 +416,7 @@ class NixlRank:
         remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
         try:
             self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
+            self._peers.answered.add(peer.name)
         finally:
             local.release()
             remote.release()

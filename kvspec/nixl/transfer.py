@@ -312,7 +312,7 @@ class InFlightTransfers:
                 # The ranges of a transfer take time to compute, so one that is alone claims none.
                 for transfer in every if len(every) > 1 else ():
                     if not transfer.claimed:
-                        self._claim(transfer)
+                        self._claim(transfer, started)
                 self._known = every
             except BaseException:
                 self._known = moving
@@ -323,9 +323,11 @@ class InFlightTransfers:
                 transfer.step()
         return tuple(started)
 
-    def _claim(self, transfer: Transfer) -> None:
+    def _claim(self, transfer: Transfer, started: Sequence[Transfer]) -> None:
         """Claim the bytes of *transfer*. Raise `TransferError` "busy" if another one uses them.
 
+        *started* are the transfers that start in the same call. A conflict of two of them is an
+        error of the caller, so the message does not advise to wait.
         Addresses identify bytes: those of two devices of one memory type differ as well.
         """
         self._busy.release(transfer)  # An interrupt may have left a part of an earlier claim.
@@ -339,6 +341,11 @@ class InFlightTransfers:
             self._busy.release(transfer)
             state = TransferState.BUSY
             message = f"{conflict.owner!r} moves some of the same bytes: {state.advice}"
+            if conflict.owner in started and transfer in started:
+                one, other = sorted(map(started.index, (conflict.owner, transfer)))
+                message = (
+                    f"pairs[{one}] and pairs[{other}] of this call move some of the same bytes"
+                )
             raise TransferError(message, rank=transfer.peer, request=transfer.request, state=state)
 
     def reap(self) -> tuple[Transfer, ...]:

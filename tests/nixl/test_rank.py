@@ -438,7 +438,12 @@ def test_register_covers_each_byte_once() -> None:
         for start, length in ((4000, 97), (0, 8192), (-8, 16), (4100, 64)):
             with pytest.raises(SpecError, match="overlap") as caught:
                 rank.register([Memory(at + start, length)])
-            assert "memories" == caught.value.field
+            # The error names the new memory, wherever the registered one begins.
+            assert "memories[0]" == caught.value.field
+            assert f"[{at + start:#x}, " in caught.value.value
+        with pytest.raises(SpecError, match="overlap") as caught:
+            rank.register([Memory(at + 5000, 8), Memory(at + 6004, 8), Memory(at + 6000, 8)])
+        assert "memories[1]" == caught.value.field
         assert 3 == len(registered(rank))
 
 

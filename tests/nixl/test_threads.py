@@ -79,6 +79,24 @@ def test_peer_that_cannot_be_notified_is_not_connected(net: FakeNixl) -> None:
             assert () == near.peers
 
 
+def test_connect_after_a_late_connection_waits_again(net: FakeNixl) -> None:
+    """While the first test read is in quarantine, the peer stays, but is not taken as connected."""
+    with NixlRank(polled=True) as near, NixlRank() as far:
+        metadata = far.metadata()
+        net.fate = keep
+        for late in (1, 2):
+            with pytest.raises(TransferError) as caught:
+                near.connect(metadata, timeout=0.01)
+            assert ("connect", "timeout") == (caught.value.request, caught.value.state)
+            assert late == len(near.transfers)
+        assert (far.name,) == near.peers
+        net.fate = FakeFlight.land
+        assert far.name == near.connect(metadata, timeout=5)
+        net.fate = keep
+        assert far.name == near.connect(metadata, timeout=0.01), "newer metadata need no test read"
+        assert 2 == len(near.transfers)
+
+
 def test_read_that_waits_for_close_raises_closed(net: FakeNixl) -> None:
     """No transfer begins after `close` has ended the others and before the agent ends."""
     refused: list[str | None] = []

@@ -113,6 +113,10 @@ def test_move_starts_all_transfers_or_none(slow: Pair) -> None:
         with pytest.raises(error):
             slow.near.move("READ", pairs, request="both", timeout=9)
         assert 1 == slow.near.stats().transfers
+    pairs = [(local, ids, remote, ids) for ids in (free, np.arange(30, 40), np.arange(4, 6))]
+    with pytest.raises(TransferError, match=r"pairs\[0\] and pairs\[2\]") as caught:
+        slow.near.move("READ", pairs, request="both", timeout=9)
+    assert "busy" == caught.value.state
     pairs = [(local, ids, remote, ids) for ids in (free, np.arange(30, 40))]
     both = slow.near.move("READ", pairs, request="both", timeout=9)
     until(lambda: all(transfer.poll() == "DONE" for transfer in (first, *both)), slow.far)
