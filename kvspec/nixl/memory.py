@@ -134,7 +134,7 @@ class Living(Protocol):
 
 
 @attrs.define(eq=False)
-class Held:
+class RegisteredMemory:
     """The memory that a rank has registered.
 
     Attributes:
@@ -146,14 +146,14 @@ class Held:
     buffers: tuple[Memory, ...] = ()
 
     @property
-    def caches(self) -> tuple[Memory, ...]:
+    def without_buffers(self) -> tuple[Memory, ...]:
         """The registered memories that are not staging buffers."""
         return tuple(memory for memory in self.memories if memory not in self.buffers)
 
 
 # Weak references: a rank that the caller drops without `close` must disappear with its agent.
 _RANKS: weakref.WeakValueDictionary[str, Living] = weakref.WeakValueDictionary()
-_HELD: weakref.WeakValueDictionary[str, Held] = weakref.WeakValueDictionary()
+_REGISTERED: weakref.WeakValueDictionary[str, RegisteredMemory] = weakref.WeakValueDictionary()
 # Reentrant, because a signal handler may close a rank while the same thread holds the lock.
 _LOCK = threading.RLock()
 # A fork copies the lock in its present state. If another thread held it, the child would wait
@@ -163,7 +163,7 @@ os.register_at_fork(
 )
 
 
-def enter(rank: Living, held: Held) -> None:
+def enter(rank: Living, registered: RegisteredMemory) -> None:
     """Add *rank* and its memory. Raise `SpecError` if a live rank has or knows its name."""
     with _LOCK:
         # NIXL refuses a peer with the name of the local agent or of another peer.
@@ -171,7 +171,7 @@ def enter(rank: Living, held: Held) -> None:
             raise SpecError(
                 "name", rank.name, "a name that no live rank of this process has or knows"
             )
-        _RANKS[rank.name], _HELD[rank.name] = rank, held
+        _RANKS[rank.name], _REGISTERED[rank.name] = rank, registered
 
 
 def leave(rank: Living) -> None:
@@ -179,13 +179,13 @@ def leave(rank: Living) -> None:
     with _LOCK:
         if _RANKS.get(rank.name) is rank:
             del _RANKS[rank.name]
-            _HELD.pop(rank.name, None)
+            _REGISTERED.pop(rank.name, None)
 
 
-def held() -> tuple[Held, ...]:
+def registered_memory() -> tuple[RegisteredMemory, ...]:
     """Return the memory of all live ranks."""
     with _LOCK:
-        return tuple(_HELD.values())
+        return tuple(_REGISTERED.values())
 
 
 def _alive() -> tuple[Living, ...]:

@@ -9,8 +9,11 @@ How it works:
 
         merge          runs             order of        continues if                   done by
         within a row   each id          the caller      next id of the same dense row  NIXL
-        across rows    the rest         the destination next byte, in one registered   kvspec
-                                                        memory, on both sides
+        across rows    the rest         the destination next byte, in rows of one      kvspec
+                                                        `area`, on both sides
+
+    Rows of one `area` are chained by shared bytes, so they lie in one registered memory. Rows that
+    only touch may lie in two memories, and no descriptor may lie in both.
 
     NIXL joins ids neither across rows nor across handles. So handles are cut between runs, and
     the runs of the second merge are passed to NIXL as plain descriptors. Only a run that is too
@@ -40,9 +43,10 @@ MAX_BYTES = 16 << 20
 # Ranks merge across rows if NIXL would otherwise post more than this multiple of the descriptors.
 # It bounds what `bench/merging.py` shows. It saves little time: few runs cost little either way.
 LIMIT = 1.15
-# Number of spared descriptors from which on merging across rows saves time. Measured with 1 KiB
-# each over shared memory: plain descriptors cost 40 us more than ids, and each posted descriptor
-# costs 1.5 to 3 us. Sparing 16 of 32 runs: 184 us instead of 169. 64 of 128: 274 instead of 330.
+# Ranks also merge across rows if that spares at least so many descriptors, even if they are a small
+# part. Measured with 1 KiB each over shared memory: plain descriptors cost 40 us more than ids, and
+# each posted descriptor costs 1.5 to 3 us. So 16 is near the break-even. Sparing 16 of 32 runs
+# loses a little: 184 us instead of 169. Sparing 64 of 128 saves time: 274 us instead of 330.
 SPARED = 16
 
 _FIRST = np.zeros(1, np.int64)
@@ -167,7 +171,7 @@ def continues_in_row(runs: Runs) -> NDArray[np.bool_]:
 
 
 def continues_in_memory(runs: Runs, order: Ints) -> NDArray[np.bool_]:
-    """Whether each run in *order*, but the first, begins where the one before ends, in one memory.
+    """Whether each run in *order*, but the first, begins where the one before ends, in one `area`.
 
     Two registered memories may touch, and no descriptor may lie in both.
     """
@@ -216,7 +220,7 @@ def pair(
         if continues.any():
             continues &= continues_in_memory(source, order)
         if merges(len(first), int(continues.sum())):
-            joined = _joined(runs, order, starts_of(continues))
+            joined = _plain_descriptors(runs, order, starts_of(continues))
             length = joined.local[:, 1].astype(np.int64)
             first = np.arange(len(length))
     nbytes = int(length.sum()) if len(length) > 1 else int(length[0])
@@ -256,7 +260,7 @@ def starts_of(continues: NDArray[np.bool_]) -> Ints:
     return np.concatenate((_FIRST, (~continues).nonzero()[0] + 1))
 
 
-def _joined(runs: tuple[Runs, Runs], order: Ints, starts: Ints) -> PlainDescriptors:
+def _plain_descriptors(runs: tuple[Runs, Runs], order: Ints, starts: Ints) -> PlainDescriptors:
     """Return one descriptor for the runs in *order* from each of *starts* to the next.
 
     A descriptor that is too long for one handle is cut.

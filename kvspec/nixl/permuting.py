@@ -9,11 +9,11 @@ How it works:
     side (`_copy_on_host`). If runs are not adjacent in the slot, that takes two passes: one picks
     the runs from the slot, one puts them to their places.
 
-    `_copied_whole` needs one pass. It copies all items of the slot, and sends the items between
-    the runs to a scratch place. For example, four runs of 4 bytes begin at 0, 8, 12, 20:
+    `_try_copy_whole` needs one pass. It copies all items of the slot, and sends the items between
+    the runs to a scratch place. For example, four runs of 4 bytes begin at 0, 8, 12, 16:
 
-        slot      | run 0 | gap   | run 1 | run 2 | gap   | run 3 |    6 items of 4 bytes
-        place     near[0] scratch near[1] near[2] scratch near[3]
+        slot      | run 0 | gap   | run 1 | run 2 | run 3 |    5 items of 4 bytes
+        place     near[0] scratch near[1] near[2] near[3]
 
     The slot is then a plain array without an index. That is faster if few items are gaps.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 WORD = 8
 # Bytes of scratch memory on each side of the slots. Longer runs are never copied whole.
 SPARE = 64 << 10
-# `_copied_whole` is used up to so many items a run. With more gaps, two passes are faster.
+# `_try_copy_whole` is used below so many items per run. With more gaps, two passes are faster.
 MOST = 1.5
 
 
@@ -65,7 +65,7 @@ def copy_runs(
     """
     memory_type, device = place
     if memory_type == "DRAM":
-        if not (inward and scratch and _copied_whole(base, moves, scratch)):
+        if not (inward and scratch and _try_copy_whole(base, moves, scratch)):
             _copy_on_host(base, moves, inward=inward)
     else:
         copy_by_torch(base, moves, inward=inward, device=f"cuda:{device}")
@@ -88,7 +88,7 @@ def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
         slot[where] = near[places]
 
 
-def _copied_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
+def _try_copy_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
     """Copy all items of the slot in one pass, or return False. See the module docstring."""
     run_items = _run_items(moves)
     if run_items is None:

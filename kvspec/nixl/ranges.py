@@ -19,8 +19,8 @@ How it works:
     ... )
 
     1. `_Windows.of` joins runs of one tile that are at most *gap* bytes apart. With a gap of 8, the
-       runs at 0 and 8 are one *window* of 12 bytes, and the run at 40 is another. A window spans
-       about a quarter of a slot at most, because a batch contains whole windows only.
+       runs at 0 and 8 are one *window* of 12 bytes, and the run at 40 is another. The runs of a
+       window begin within a quarter of a slot, because a batch contains whole windows only.
     2. `_Windows.chunks` places the windows in each tile. A *chunk* is one window of one tile. Here
        the chunks begin at 1000, 1040, 2000 and 2040.
     3. `ranges_of` joins chunks that are at most *gap* bytes apart. Here no chunks are.

@@ -26,13 +26,13 @@ from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.envelope import Envelope, name_of, secret_of
 from kvspec.nixl.memory import (
-    Held,
+    RegisteredMemory,
     check_inside,
     check_memory_type,
     enter,
-    held,
     leave,
     new_memories,
+    registered_memory,
 )
 from kvspec.nixl.peers import Peers, check_payload
 from kvspec.nixl.rows import checked_rows, row_of_one
@@ -115,11 +115,11 @@ class NixlRank:
         key = secret_of(secret)
         self._agent = Agent(self.name, progress_thread=not polled, telemetry=timed)
         self.secret = Secret(key)
-        self._held = Held()
+        self._memory = RegisteredMemory()
         self._registered: list[object] = []
         self._peers = Peers(self._agent, key)
         self._in_flight = InFlightTransfers(self._agent)
-        self._buffers = Buffers(Staging.of(staging), self.register, self._in_flight, self._held)
+        self._buffers = Buffers(Staging.of(staging), self.register, self._in_flight, self._memory)
         # Whether handles were released in flight. Then only the destruction of the agent is safe.
         self._aborted = False
         # Peers read the first byte. This rank reads into the others.
@@ -127,7 +127,7 @@ class NixlRank:
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
         self._buffers.open()
-        enter(self, self._held)
+        enter(self, self._memory)
 
     def __repr__(self) -> str:
         return (
@@ -184,10 +184,10 @@ class NixlRank:
         with self._agent.lock:
             self._agent.check_open()
             self._agent.owners.append(owner)
-            buffers = [buffer for each in held() for buffer in each.buffers]
-            for memory in new_memories(self._held.memories, memories, buffers):
+            buffers = [buffer for each in registered_memory() for buffer in each.buffers]
+            for memory in new_memories(self._memory.memories, memories, buffers):
                 self._registered.append(self._agent.register(memory))
-                self._held.memories += (memory,)
+                self._memory.memories += (memory,)
 
     def metadata(self) -> bytes:
         """Return the introduction of this rank, which a peer passes to `connect`.
@@ -270,7 +270,7 @@ class NixlRank:
         with self._agent.lock:
             self._agent.check_open()
             if peer is None:
-                check_inside(checked, memory_type, self._held.caches)
+                check_inside(checked, memory_type, self._memory.without_buffers)
             else:
                 self._peers.check(peer)
             handle = self._agent.prepare(peer, memory_type, checked) if checked.total else None
@@ -288,7 +288,7 @@ class NixlRank:
     ) -> Transfer:
         """Start copying remote id *i* to local id *i*, pair by pair.
 
-        Descriptors that touch on both sides are moved as one.
+        Descriptors that touch on both sides may be moved as one.
 
         Args:
             local: Destination, a list of this rank.
@@ -304,7 +304,9 @@ class NixlRank:
 
         Raises:
             SpecError: If the ids are wrong, or a destination byte is named twice.
-            TransferError: With state "busy" if another transfer moves some of the same bytes.
+            TransferError: With state "busy" if another transfer of this rank writes some of the
+                same bytes, or reads some of the bytes to write. Transfers of other ranks and of
+                peers are not checked.
         """
         sides = local, local_ids, remote, remote_ids
         return self._start("READ", (sides,), request, timeout)[0]
@@ -382,26 +384,31 @@ class NixlRank:
     def close(self, drain: float = 1.0) -> None:
         """Release everything in the order that NIXL needs. In a forked child, do nothing.
 
-        Transfers in flight have *drain* seconds to end. Then the agent is destroyed, which stops
-        them. Over TCP, that can crash the process of a peer inside UCX. The death of this process
-        can do so too. RDMA was not tested.
+        Transfers in flight have *drain* seconds to end. If they do not, the agent is destroyed,
+        which stops them. Over TCP, that can crash the process of a peer inside UCX. The death of
+        this process can do so too. RDMA was not tested.
         """
         limit = seconds("drain", drain)
         if self._agent.forked:
             return
         # The lock is held to the end: a thread that waits for it then finds the rank closed.
         with self._agent.lock:
+            # `check_open` raises if the rank is closed already. If NIXL refuses to release an
+            # object, the rest is skipped: all of it goes with the agent.
             with contextlib.suppress(TransferError):
                 self._agent.check_open()
                 self._aborted |= not self._in_flight.stop(limit)
                 self._in_flight.abandon()
                 # NIXL's order: handles, lists, peers, memory, agent. If bytes are still in flight,
-                # only the destruction of the agent stops them, so nothing else goes before it.
+                # only the destruction of the agent stops them. Then the handles are released and
+                # the agent is destroyed at once. Lists, peers and memory go with it.
                 if not self._aborted:
                     self._peers.close()
                     while self._registered:
                         self._agent.deregister(self._registered.pop())
-            self._registered.clear()  # Sessions check this: nothing can be read any more.
+            # Sessions see from `stats().registrations == 0` that the rank is closed, and then
+            # confirm no request.
+            self._registered.clear()
             self._agent.drop()
             self._peers.clear()
         leave(self)

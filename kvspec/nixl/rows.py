@@ -63,7 +63,7 @@ class StridedRows:
         """A number for each row. Rows with equal numbers surely lie in one registered memory.
 
         Each row lies in one memory, and memories are disjoint. So rows that share bytes lie in the
-        same memory.
+        same memory. Rows with different numbers may lie in one memory, too.
         """
         address, _, device, _, _ = self._columns
         area = np.empty(len(self.table), np.int64)

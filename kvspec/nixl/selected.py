@@ -320,9 +320,9 @@ def pair_selection(
     return Pairing(*ids, nbytes, batches, count, partial(_bounds, picked, target))
 
 
+# Three values: a function that counts the posted descriptors, the number of bytes, and the batches
+# of ids. No batches mean that one handle is enough.
 _WorkedOut = tuple[Callable[[], int], int, tuple[slice, ...]]
-# A function that counts the posted descriptors, the bytes, and the batches of ids. No batches mean
-# that one handle is enough.
 
 
 def _alone(entry: Entry, tiles: Tiles) -> _WorkedOut | None:

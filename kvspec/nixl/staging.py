@@ -25,8 +25,9 @@ How it works:
     The handle in slot 0 ends. C is polled first, but B is ahead of C and only one slot is free: C
     waits. Then B is polled and receives slot 0.
 
-    A transfer makes progress only when it is polled, and its owner may not poll it. So polling C
-    also polls B and then A, until a handle of one of them ends (`StagingBuffer.poll_others`).
+    A transfer makes progress only when it is polled, and its owner may have stopped polling it. So
+    polling C also polls B and then A, until a handle of one of them ends
+    (`StagingBuffer.poll_others`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from kvspec.inputs import flag, positive_int
 from kvspec.memory.from_tensors import check_tensor
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent, Subject
-from kvspec.nixl.memory import Held, held, overlap, text_of
+from kvspec.nixl.memory import RegisteredMemory, overlap, registered_memory, text_of
 from kvspec.nixl.merging import Pairing
 from kvspec.nixl.permuting import SPARE, copy_runs
 from kvspec.nixl.ranges import Batch, Ranges, Repeated, ranges_of
@@ -62,7 +63,9 @@ SLOT_BYTES = 8 << 20
 LEAST = 4096
 # Measured with NIXL over shared memory on one core, 16 to 32 MiB from four sources, in shuffled
 # blocks. Runs of 4 KiB: staged and direct take equal times. 2 KiB: direct takes 1.4 times as long.
-# 8 KiB: staged takes 1.4 times as long.
+# 8 KiB: staged takes 1.4 times as long. The number is larger than 4 KiB, because `Staging.saves`
+# also counts the ranges and the search against staging. With 6 KiB, runs of 4 KiB are staged if
+# both together cost less than a third of the descriptors.
 STAGE_BELOW = 6 << 10
 # Finding the ranges of a transfer takes as long as posting so many descriptors.
 LEAST_SAVED = 96
@@ -292,12 +295,12 @@ class Buffers:
         staging: Staging | None,
         register: Register,
         transfers: Iterable[User],
-        own: Held,
+        own: RegisteredMemory,
     ) -> None:
         self.staging = staging
         self._register = register
         self._transfers = transfers
-        self._held = own
+        self._own = own
         self._made: dict[tuple[str, int], StagingBuffer] = {}
         self._lock = threading.RLock()  # Two threads must not create the same buffer.
 
@@ -306,9 +309,9 @@ class Buffers:
         if self.staging is None or isinstance(self.staging.buffer, int):
             return
         memory = memory_of(self.staging.buffer)
-        if any(overlap(memory, other) for each in held() for other in each.memories):
+        if any(overlap(memory, other) for each in registered_memory() for other in each.memories):
             gc.collect()  # The other rank may be unreachable but not collected yet.
-        for other in (other for each in held() for other in each.memories):
+        for other in (other for each in registered_memory() for other in each.memories):
             if overlap(memory, other):
                 wanted = f"memory outside {text_of(other)}, which another rank has registered"
                 raise SpecError("staging.buffer", text_of(memory), wanted)
@@ -370,7 +373,7 @@ class Buffers:
         given = None if isinstance(staging.buffer, int) else owner
         buffer = StagingBuffer(memory, staging.longest, self._transfers, given)
         self._register([memory], owner)
-        self._held.buffers += (memory,)
+        self._own.buffers += (memory,)
         self._made[memory.memory_type, memory.device] = buffer
 
 

@@ -3,8 +3,8 @@
 Invariant: a handle is released only when no byte of it can move any more, because a release does
 not stop NIXL. If a transfer fails, its handles in flight stay in quarantine until they end or the
 agent is destroyed. No transfer is lost, even if the caller drops its object. While bytes of a
-transfer can move, no other transfer reads or writes the bytes that it writes. That includes
-quarantine.
+transfer can move, no other transfer of the same rank reads or writes the bytes that it writes. That
+includes quarantine. Transfers of other ranks and of peers are not checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvspec.nixl.agent import Agent
 from kvspec.nixl.busy import BusyRanges
 from kvspec.nixl.ranges import Batch
 from kvspec.nixl.staging import Buffers, Stage
-from kvspec.nixl.transfer_spec import Operation, Sides, checked_pairs, runs_of
+from kvspec.nixl.transfer_spec import Operation, Sides, checked_pairs, repeated_runs_of
 
 IN_FLIGHT = 16  # Handles posted at once. A list of any length makes few.
 TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
@@ -72,7 +72,7 @@ class Transfer:
         self.subject = self.remote.peer or "", instance("request", request, str)
         self.stage: Stage | None = None
         if buffers is not None and buffers.staging is not None:
-            runs, kind = partial(runs_of, sides, pairs), self.local.memory_type
+            runs, kind = partial(repeated_runs_of, sides, pairs), self.local.memory_type
             rows = self.local.rows, self.remote.rows
             self.stage = buffers.stage(pairs, *rows, runs, kind, inward=operation == "READ")
         self.descriptors, self.nbytes = len(pairs.local_ids), pairs.nbytes
@@ -134,9 +134,9 @@ class Transfer:
         ended.
 
         Args:
-            turn: Seconds after which a call posts no further batch, if the transport copies while
-                it posts. One batch takes up to 3 ms, or has 16 MiB. By default, a call posts one
-                batch, or those of 10 ms if the transfer is staged.
+            turn: A call posts until 16 handles are in flight. If a post finishes at once, the call
+                also stops after *turn* seconds. One post takes up to 3 ms. The default is 10 ms
+                for a staged transfer. Else it is 0: the call stops after the first such post.
 
         Raises:
             TransferError: If the transfer failed, or its deadline is over.

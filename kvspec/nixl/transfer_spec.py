@@ -36,7 +36,8 @@ class Prepared:
         rows: The checked rows.
         memory_type: "DRAM" or "VRAM".
         peer: Name of the peer that has the memory, or None for memory of this rank.
-        source: The very array that was prepared. A `Selection` of its table needs no other check.
+        given_rows: The array that the caller passed to `prepare`, not a copy. If it is an array of
+            a selection's table, the list has the rows of that table.
         released: Whether NIXL no longer has the list.
         _handle: NIXL's handle, or None if there are no rows.
     """
@@ -46,7 +47,7 @@ class Prepared:
     memory_type: str
     peer: str | None
     _handle: int | None
-    source: object
+    given_rows: object
     released: bool = False
 
     def __repr__(self) -> str:
@@ -96,7 +97,7 @@ def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
     return pair(local.rows, ids, remote.rows, remote_ids, target)
 
 
-def runs_of(sides: Sides, pairs: Pairing) -> tuple[Repeated, ...]:
+def repeated_runs_of(sides: Sides, pairs: Pairing) -> tuple[Repeated, ...]:
     """Return the runs of *pairs*: those of a selection if possible, else each pair."""
     local, ids, remote, _ = sides
     found = None
@@ -127,9 +128,9 @@ def _far_role(sides: Sides, selection: Selection) -> Role:
     if remote_ids is not None and remote_ids is not selection:
         raise SpecError("remote_ids", remote_ids, "None, or the same selection as local_ids")
     consumer, producer = selection.consumer_rows, selection.producer_rows
-    if local.source is consumer and remote.source is producer:
+    if local.given_rows is consumer and remote.given_rows is producer:
         return "producer"
-    if local.source is producer and remote.source is consumer:
+    if local.given_rows is producer and remote.given_rows is consumer:
         return "consumer"
     raise SpecError(
         "local_ids", "a selection", "a selection of the table whose rows both lists contain"

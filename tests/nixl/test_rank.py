@@ -23,8 +23,7 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, merging
 from kvspec.nixl import agent as nixl_agent
-from kvspec.nixl.memory import check_inside
-from kvspec.nixl.memory import held as live_memories
+from kvspec.nixl.memory import check_inside, registered_memory
 from kvspec.nixl.peers import HELLO
 from kvspec.nixl.rank import PROBES
 from kvspec.nixl.rows import checked_rows
@@ -419,7 +418,7 @@ def test_rows_outside_registered_memory_are_refused(ranks: Pair, row: tuple[int,
 
 def registered(rank: NixlRank) -> tuple[Memory, ...]:
     """Return the registered memories of *rank*, which is the newest rank of this process."""
-    return live_memories()[-1].memories
+    return registered_memory()[-1].memories
 
 
 def test_register_covers_each_byte_once() -> None:

@@ -50,7 +50,7 @@ def test_ranks_can_be_created_and_closed_while_others_register(net: FakeNixl) ->
     """Listing the live ranks works while another thread creates or closes a rank."""
     made: list[NixlRank] = []
     with NixlRank(), NixlRank():
-        for list_ranks in (memory.held, lambda: NixlRank().close()):
+        for list_ranks in (memory.registered_memory, lambda: NixlRank().close()):
             for place in range(1, 12, 2):
                 begin = Other(lambda: made.append(NixlRank()))
                 end = Other(lambda: made.pop().close())
