@@ -16,9 +16,9 @@ from typing import Any
 
 import attrs
 
-from kvspec.dtypes import dtype_name
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int, sequence
+from kvspec.ownership.dtypes import dtype_name
 from kvspec.ownership.parallel import ParallelConfig
 
 

@@ -25,12 +25,12 @@ from typing import TypeAlias
 
 import attrs
 
-from kvspec.dtypes import dtype_name, itemsize
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.models.architectures import ROWS, Architecture
 from kvspec.models.fields import ModelConfig, kinds_of
+from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,

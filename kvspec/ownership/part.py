@@ -29,9 +29,9 @@ from __future__ import annotations
 
 import attrs
 
-from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int
+from kvspec.ownership.dtypes import dtype_name, itemsize
 
 
 def _dtype(value: object) -> str | None:

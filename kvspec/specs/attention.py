@@ -32,9 +32,9 @@ from functools import cached_property
 
 import attrs
 
-from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
+from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.part import Part
 from kvspec.specs.formats import PLAIN, chunks_of, is_opaque, page_format

@@ -25,8 +25,8 @@ How it works:
 
 from __future__ import annotations
 
-from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
+from kvspec.ownership.dtypes import itemsize
 
 PLAIN, OPAQUE = "plain", "opaque:"
 

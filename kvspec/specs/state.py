@@ -41,9 +41,9 @@ from functools import cached_property
 
 import attrs
 
-from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
+from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.part import Part
 from kvspec.specs.layer import LayerSpec, is_size

@@ -22,7 +22,7 @@ from ways import check_every_way
 import kvspec
 from kvspec import RankId
 from kvspec.draw import table_svg
-from kvspec.dtypes import itemsize
+from kvspec.ownership.dtypes import itemsize
 from kvspec.specs.formats import chunks_of
 from kvspec.testing import strategies
 from tests.support.refused import refusal

@@ -28,7 +28,7 @@ SOURCES = {
 
 FOLDERS = (
     "errors version",
-    "inputs dtypes",
+    "inputs",
     "ownership",
     "specs",
     "engines",

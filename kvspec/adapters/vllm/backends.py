@@ -28,8 +28,8 @@ from typing import Any
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader, chosen
-from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
+from kvspec.ownership.dtypes import itemsize
 from kvspec.specs.formats import is_opaque
 
 # Each head of each token is one run of bytes: a key and its value, a latent, or packed bytes.

@@ -38,8 +38,8 @@ from typing import Any
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
+from kvspec.ownership.dtypes import itemsize
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
 from kvspec.specs import MambaSpec

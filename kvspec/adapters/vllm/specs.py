@@ -37,9 +37,9 @@ from kvspec.adapters.vllm.backends import (
     real_page,
 )
 from kvspec.adapters.vllm.recurrent import read_state
-from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
+from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
 from kvspec.specs import (
