@@ -485,3 +485,27 @@ def test_disconnect_ends_a_cancelled_load_of_a_producer_that_pushed_nothing(
     assert "moving" == load.poll()
     consumer.first.disconnect("P")
     assert "failed" == load.poll()
+
+
+def test_push_of_a_rank_that_writes_nothing_is_done_after_the_request_was_freed(
+    net: FakeNixl,
+) -> None:
+    """Two producer ranks hold one head, and the first writes it. The second pushes late."""
+    asked, remote_id = request(), new_remote_id("r")
+    first = kvspec.ReplicaPolicy("first")
+    with (
+        Side("P", engine(2, heads=1), polled=True, replica_policy=first) as producer,
+        Side("D", engine(1, heads=1), polled=False, heartbeat=0.05, replica_policy=first) as reader,
+    ):
+        reader.connect(producer)
+        producer.connect(reader, "consumer")
+        producer.fill(asked)
+        reader.spoil(asked)
+        producer.hold(remote_id)
+        (load,) = reader.load(asked, remote_id, pushed=True)
+        writer, late = producer.sessions.values()
+        writer.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
+        until(lambda: load.poll() == "done" and not late.held, producer, reader)
+        push = late.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
+        assert push.poll() == "done"
+        assert reader.wrong(asked) == []
