@@ -430,7 +430,9 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
 
     def _advance(self, load: OpenLoad) -> list[Action]:
         """Execute the row of the condition that leads out of the state, if it holds."""
-        event, holds = _CONDITIONS.get(load.state, ("", lambda _: False))
+        if load.state not in _CONDITIONS:
+            return []
+        event, holds = _CONDITIONS[load.state]
         return self._step(load, event) if holds(load) else []
 
     def _step(self, load: OpenLoad, event: str, failed: Sequence[Failed] = ()) -> list[Action]:

@@ -29,6 +29,7 @@ from kvspec.inputs import positive_int, seconds
 from kvspec.wire.messages import (
     MAX_READERS,
     Done,
+    Extent,
     Gone,
     Heartbeat,
     Key,
@@ -366,7 +367,7 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         """Free a request. Remember its readers for a lease, because they may ask again."""
         self.holding -= 1
         self._shorten(request)
-        request.blocks, request.checksums = {}, {}
+        request.blocks, request.checksums = dict[str, BlockTable](), dict[Extent, bytes]()
         why = "sent" if request.complete else "expired"
         return [Free(request.key, "aborted" if before == "fenced" else why)]
 

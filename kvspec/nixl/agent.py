@@ -156,10 +156,12 @@ class Agent:
         self.lock: AbstractContextManager[object] = threading.RLock()
         self._nb = nb = bindings()
         self._verbs = {"READ": nb.NIXL_READ, "WRITE": nb.NIXL_WRITE}
-        kinds = tuple(value for name, value in vars(nb).items() if name.endswith("Error"))
+        named: dict[str, type[Exception]] = vars(nb)
+        kinds = tuple(value for name, value in named.items() if name.endswith("Error"))
         plain = (ValueError, KeyError, IndexError, TypeError, RuntimeError)
         # NIXL's exceptions have no common base, and pybind11 raises plain ones for wrong values.
-        self._errors: tuple[type[Exception], ...] = (*kinds, *plain)
+        errors: tuple[type[Exception], ...] = kinds + plain
+        self._errors = errors
         # NIXL 1.5.1 accepts strided rows, which are much faster to prepare. Older versions do not.
         self.strided = "numpy.ndarray" in (nb.nixlAgent.prepXferDlist.__doc__ or "")
         config = nb.nixlAgentConfig()
@@ -173,7 +175,7 @@ class Agent:
         try:
             self._native = nb.nixlAgent(name, config)
             self._native.createBackend("UCX", {})
-        except self._errors as error:
+        except errors as error:
             raise self._failed("create", error) from error
         _AGENTS.add(self)
 
@@ -289,7 +291,7 @@ class Agent:
         sides = [
             self._nb.nixlXferDList(self._segment(kind), rows) for kind, rows in (local, remote)
         ]
-        arguments = self._verbs[operation], *sides, subject[0], "", []
+        arguments = self._verbs[operation], *sides, subject[0], "", list[str]()
         handle: int = self._call(subject, "make", "createXferReq", *arguments)
         return handle
 

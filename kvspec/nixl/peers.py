@@ -108,7 +108,8 @@ class Peers:
     def notifications(self) -> list[tuple[str, bytes]]:
         """Return sender and payload of all notifications of connected peers that arrived."""
         with self._agent.lock:
-            arrived, kept, early, size = [], self.early, list[tuple[str, bytes]](), 0
+            arrived, early = list[tuple[str, bytes]](), list[tuple[str, bytes]]()
+            kept, size = self.early, 0
             received = self._agent.notifications().items()
             new = [(sender, payload) for sender, payloads in received for payload in payloads]
             for sender, payload in kept + new:

@@ -20,7 +20,7 @@ from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.busy import BusyRanges
 from kvspec.nixl.ranges import Batch
-from kvspec.nixl.staging import Buffers, Stage
+from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
 from kvspec.nixl.transfer_spec import Operation, Sides, checked_pairs, repeated_runs_of
 
 IN_FLIGHT = 16  # Handles posted at once. A list of any length makes few.
@@ -79,7 +79,7 @@ class Transfer:
         self.batches: Sequence[slice | Batch]
         self.batches = pairs.batches if self.stage is None else self.stage.ranges.batches
         self.staged = self.stage is not None
-        self.buffer = None if self.stage is None else self.stage.buffer
+        self.buffer: StagingBuffer | None = None if self.stage is None else self.stage.buffer
         self.posted: int | None = 0 if agent.telemetry else None
         self._agent = agent
         self._deadline = time.monotonic() + self.timeout

@@ -77,7 +77,7 @@ class TransferRank(RankServer):
     """One rank of *job*. Every wait ends at *deadline*, a time of the monotonic clock."""
 
     agent_type = TimedRank
-    nixl: TimedRank
+    nixl: TimedRank  # pyrefly: ignore[bad-override-mutable-attribute] - of `agent_type`
 
     def __init__(
         self,

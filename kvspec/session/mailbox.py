@@ -159,6 +159,11 @@ def introduced(sealed: object, secret: Secret) -> Introduced:
     return Introduced(handshake=found, address=address, lease=lease, heartbeat=heartbeat)
 
 
+def _lacking(_route: str) -> bool:
+    """Stand for a method that a channel lacks."""
+    return True
+
+
 class Messages:
     """The messages of one rank over *channel*. *note* receives the reason of each refusal."""
 
@@ -173,8 +178,7 @@ class Messages:
         self._channel, self._secret, self._note = channel, secret, note
         # Methods that a channel may lack.
         self._trust, self._reject, self._resolve, self._reaches = (
-            getattr(channel, name, lambda _: True)
-            for name in ("trust", "reject", "resolve", "reaches")
+            getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
         )
         self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by incarnation
         self._routes: OrderedDict[RankAddress, str] = OrderedDict()

@@ -300,15 +300,15 @@ class Session:
                     rule = "a ticket contains the remote_id and the engine_id"
                     raise SpecError("ticket", ticket, rule=rule)
                 seconds("timeout", timeout)
-                name, key = ticket.engine_id, key_of(ticket.remote_id)
+                name, key, remote = ticket.engine_id, key_of(ticket.remote_id), None
                 connection = self._connector.connection(ticket)
             step, cancel = self._step, self._cancel
             load = Load(request, key, name, options, step, cancel, ticket, connection)
             try:
                 self._loads.open(load, timeout)
-                if connection is None:
+                if remote is not None:
                     self._loads.begin(load, remote)
-                else:
+                elif connection is not None:
                     self._loads.waiting.append(Waiting(connection, name, key, options, load))
                     self._loads.serve_waiting()
                 self._wake()

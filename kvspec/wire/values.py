@@ -136,7 +136,7 @@ class Decoder:
             known = "a known kind, or one that was passed to kvspec.wire.register"
             raise WireError(path, word if isinstance(word, str) else "another key", known)
         # A container may be nested so deeply that its `repr` fails. Its type is enough.
-        value = type(plain).__name__ if isinstance(plain, list | dict | tuple) else plain
+        value = type(plain).__name__ if isinstance(plain, (list, dict, tuple)) else plain
         raise WireError(
             path,
             value,
