@@ -31,7 +31,7 @@ ignores answers to an earlier load of the same attempt."""
 HELD = """\
 The event `again` is a repeated `done` of a reader that is done. `complete` means that all expected
 readers are done. `time` means that the lease is over, or that a freed request was remembered as
-long. `wait` is `time` for a request that must be remembered because of a push.
+long. `pinned` is `time` for a request that must be remembered because of a push.
 
 Each heartbeat has a new number. The ledger refuses a heartbeat whose number is not greater than the
 number of the reader's last message, because it is a copy: a copy must not extend the lease of a
@@ -74,7 +74,7 @@ def section(
     *public* maps each state to the one that callers see. It becomes the last column.
     """
     head: tuple[str, ...] = "state", "event", "next state", "action", "reason"
-    body = [[state, event, row.state, row.done, row.why] for (state, event), row in table.items()]
+    body = [[state, event, row.state, row.action, row.why] for (state, event), row in table.items()]
     if public is not None:
         head += ("`Load.state`",)
         for row in body:

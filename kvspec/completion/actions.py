@@ -74,9 +74,9 @@ class Closed:
 
 
 HoldAction = Tell | Refused | Free
-"""What the session must do for the producer's ledger, in order."""
+"""An action that the producer's ledger returns. The session carries them out in order."""
 Action = Tell | Refused | Failed | Ended | Closed
-"""What the session must do for the consumer's ledger, in order."""
+"""An action that the consumer's ledger returns. The session carries them out in order."""
 
 
 class Present:

@@ -105,7 +105,7 @@ class OpenLoad:
 
 
 def name_of(answer: Message) -> Name:
-    """Return what a producer's message names a load by."""
+    """Return the name of the load that a producer's message is about."""
     return answer.key, answer.attempt, answer.sample, answer.by.engine_id, answer.by.epoch
 
 
@@ -442,9 +442,9 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
         actions: list[Action] = []
         if PUBLIC[row.state] not in (public, ""):
             actions.append(Ended(load.request_id, PUBLIC[row.state]))
-        actions += failed if row.done == "fail" else ()
-        if row.done in _ACTS:
-            actions += _ACTS[row.done](self, load)
+        actions += failed if row.action == "fail" else ()
+        if row.action in _ACTS:
+            actions += _ACTS[row.action](self, load)
         self._schedule(load)
         return actions + self._advance(load)
 
@@ -458,7 +458,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
         load.asked.clear()
         return self._send(load, Done)
 
-    def _wait(self, load: OpenLoad) -> list[Action]:
+    def _await(self, load: OpenLoad) -> list[Action]:
         """Give the other producers time to answer."""
         load.deadline = self._now + self.patience
         return []
@@ -467,7 +467,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
         """Inform the producers of a failure, unless another attempt follows."""
         if load.plan is not None and load.plan.again:
             load.unanswered.clear()
-        self._wait(load)
+        self._await(load)
         return self._ask(load)
 
     def _close(self, load: OpenLoad) -> list[Action]:
@@ -504,7 +504,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
 _ACTS: dict[str, Callable[[ConsumerLedger, OpenLoad], list[Action]]] = {
     "begin": ConsumerLedger._start_heartbeats,  # noqa: SLF001
     "ask": ConsumerLedger._ask,  # noqa: SLF001
-    "wait": ConsumerLedger._wait,  # noqa: SLF001
+    "await": ConsumerLedger._await,  # noqa: SLF001
     "release": ConsumerLedger._release,  # noqa: SLF001
     "close": ConsumerLedger._close,  # noqa: SLF001
 }

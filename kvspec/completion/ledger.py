@@ -1,4 +1,4 @@
-"""What both ledgers share: calls that make all their changes or none, and times to wake up.
+"""The common part of both ledgers: calls that change all or nothing, and times to wake up.
 
 Invariant: a public method that changes a ledger either makes all its changes and returns the
 actions, or raises and changes nothing. So a call that was interrupted, for example by

@@ -19,7 +19,7 @@ Place = tuple[str, str]
 EVERYTHING: Mapping[Place, int] = {("", ""): 1}
 """The ends of a source that is read as a whole. Only a load that follows counts each layer."""
 Name = tuple[Key, int, int, str, int]
-"""What messages name a load by: key, attempt, sample, the producer's name and epoch."""
+"""Name of a load in messages: key, attempt, sample, the producer's name and epoch."""
 
 
 @attrs.frozen(kw_only=True)
@@ -60,7 +60,7 @@ class LoadPlan:
 
 @attrs.define(eq=False)
 class Source:
-    """What moves from one producer rank.
+    """The data of one producer rank, and how far it has moved.
 
     Attributes:
         ends: The end of each layer.

@@ -8,7 +8,7 @@ argument. Its memory is bounded.
 How it works:
     Each request is one record, a `HeldRequest`. Two tables of `kvspec.completion.states` drive it:
     `PRODUCER` decides when its blocks are free, and `PUSH` what a reader of a push receives. The
-    column `done` of a row names the method that carries the row out.
+    column `action` of a row names the method that carries the row out.
 
     A heartbeat extends a lease without a change of the heap of `Ledger`: the record is pushed again
     when its old time has come.
@@ -281,8 +281,8 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         actions: list[HoldAction] = []
         for request in self._woken(now):
             if request.expires <= self._now:
-                waits = (request.state, "wait") in PRODUCER and request.pinned(self._now)
-                actions += self._step(request, "wait" if waits else "time")
+                waits = (request.state, "pinned") in PRODUCER and request.pinned(self._now)
+                actions += self._step(request, "pinned" if waits else "time")
             if request.state != "forgotten":
                 self._look_at(request.key, request, request.expires)
         return actions
@@ -305,7 +305,7 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         """Take the row of the table for *event*, and carry it out."""
         row = PRODUCER[request.state, event]
         before, request.state = request.state, row.state
-        act = getattr(self, f"_{row.done}") if row.done else None
+        act = getattr(self, f"_{row.action}") if row.action else None
         actions: list[HoldAction] = act(request, message, before) if act else []
         if row.state == "forgotten":
             self._kept -= len(request.early)
@@ -398,7 +398,7 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         push = request.pushes[target] = PushState(row.state, pushed or push.pushed)
         if request.state == "unknown":
             request.fenced_until = self._now + self.longest
-        if row.done != "tell":
+        if row.action != "send":
             return []
         attempt, sample, to = target
         name = request.key, self.me, to, attempt, 0, sample

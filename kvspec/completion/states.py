@@ -19,22 +19,22 @@ class Row:
 
     Attributes:
         state: The next state.
-        done: What the ledger does.
-        why: Why that is right.
+        action: The action of the ledger: a method, or "" for none.
+        why: The reason why this is right.
     """
 
     state: str
-    done: str
+    action: str
     why: str
 
 
 PRODUCER: dict[tuple[str, str], Row] = {
     ("unknown", "heartbeat"): Row("unknown", "keep", "the engine may admit the request later"),
-    ("unknown", "done"): Row("unknown", "keep", "as above; counted when the request is admitted"),
+    ("unknown", "done"): Row("unknown", "keep", "it counts when the request is admitted"),
     ("unknown", "admit"): Row("held", "replay", "earlier messages count"),
     ("unknown", "time"): Row("forgotten", "gone", "it was never admitted: the data is void"),
-    ("unknown", "wait"): Row(
-        "unknown", "gone", "as above; but a reader gave a push up: remember it"
+    ("unknown", "pinned"): Row(
+        "unknown", "gone", "never admitted; remembered, because a reader gave a push up"
     ),
     ("held", "heartbeat"): Row("held", "lease", "a live reader gets more time, up to the longest"),
     ("held", "done"): Row("held", "valid", "held until now, so all data was valid"),
@@ -54,33 +54,35 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("freed", "time"): Row(
         "forgotten", "", "the request is unknown to later readers: they receive gone, too"
     ),
-    ("freed", "wait"): Row("freed", "gone", "a write is still in flight: its reader needs the end"),
+    ("freed", "pinned"): Row(
+        "freed", "gone", "a write is in flight: its reader needs the end"
+    ),
 }
 """The producer's transitions, by state and event.
 
 *again* is a repeated `done` of a reader that is done. *complete* means that all expected readers
-are done. *time* means that the lease is over, or that a freed request was remembered as long.
-*wait* is *time* for a request that must be remembered because of a push.
+are done. *time* means that the lease is over. A freed or unknown request is remembered for one more
+lease. *pinned* is *time* for a request that must be remembered because of a push.
 """
 
 PUSH: dict[tuple[str, str], Row] = {
     ("new", "begin"): Row("writing", "", "the write is about to be posted"),
-    ("new", "stop"): Row("stopped", "tell", "nothing was written, and a later push must not write"),
+    ("new", "stop"): Row("stopped", "send", "nothing was written, and a later push must not write"),
     ("writing", "heartbeat"): Row("writing", "", "the reader waits for the end"),
     ("writing", "stop"): Row("stopping", "", "bytes may still move: the session stops the write"),
-    ("writing", "written"): Row("pushed", "tell", "the last byte is written"),
-    ("writing", "failed"): Row("stopped", "tell", "the write failed, and nothing is in flight"),
+    ("writing", "written"): Row("pushed", "send", "the last byte is written"),
+    ("writing", "failed"): Row("stopped", "send", "the write failed, and nothing is in flight"),
     ("stopping", "heartbeat"): Row("stopping", "", "it was sent before the stop"),
     ("stopping", "stop"): Row("stopping", "", "the answer comes when nothing is in flight"),
-    ("stopping", "written"): Row("pushed", "tell", "the write ended before it could be stopped"),
-    ("stopping", "failed"): Row("stopped", "tell", "nothing is in flight any more"),
-    ("pushed", "heartbeat"): Row("pushed", "tell", "the outcome was lost"),
-    ("pushed", "stop"): Row("pushed", "tell", "the outcome was lost"),
+    ("stopping", "written"): Row("pushed", "send", "the write ended before it could be stopped"),
+    ("stopping", "failed"): Row("stopped", "send", "nothing is in flight any more"),
+    ("pushed", "heartbeat"): Row("pushed", "send", "the outcome was lost"),
+    ("pushed", "stop"): Row("pushed", "send", "the outcome was lost"),
     ("pushed", "anew"): Row(
-        "stopped", "tell", "another load of the attempt: it may wait for other blocks"
+        "stopped", "send", "another load of the attempt: it may wait for other blocks"
     ),
-    ("stopped", "heartbeat"): Row("stopped", "tell", "the reader has not received `stopped` yet"),
-    ("stopped", "stop"): Row("stopped", "tell", "the outcome was lost"),
+    ("stopped", "heartbeat"): Row("stopped", "send", "the reader has not received `stopped` yet"),
+    ("stopped", "stop"): Row("stopped", "send", "the outcome was lost"),
 }
 """The transitions of a push to one reader in one attempt, by state and event.
 
@@ -97,7 +99,7 @@ CONSUMER: dict[tuple[str, str], Row] = {
     ("moving", "fault"): Row(
         "draining", "fail", "the error names the fault; its blocks may still be written"
     ),
-    ("verifying", "valid"): Row("done", "wait", "each source answered after it was read"),
+    ("verifying", "valid"): Row("done", "await", "each source answered after it was read"),
     ("verifying", "fault"): Row("draining", "fail", "a source is gone, or does not answer in time"),
     ("draining", "fault"): Row("draining", "", "it has already failed by its first fault"),
     ("draining", "quiet"): Row("failed", "release", "nothing in flight can write its blocks"),

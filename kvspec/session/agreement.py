@@ -32,7 +32,7 @@ RankState = Literal["moving", "done", "failed"]
 
 
 class _Word:
-    """What the newest *start* of one rank has reported."""
+    """The reports of the newest *start* of one rank."""
 
     def __init__(self, start: int) -> None:
         self.start = start

@@ -524,7 +524,7 @@ class Session:
             self._messages.close()
 
     def _deliver(self, message: Message) -> None:
-        """Give a message to whom it concerns."""
+        """Give a message to the part of the session that it concerns."""
         if message.to != self.me:
             self._note(f"{message.kind} of {message.by}: it is for {message.to}")
         elif isinstance(message, ChecksumRequest):

@@ -49,7 +49,7 @@ def test_request_is_freed_exactly_when_it_stops_being_held() -> None:
         for (state, _), row in PRODUCER.items()
         if state in ("held", "fenced") and row.state not in ("held", "fenced")
     }
-    freed = {(state, row.state) for (state, _), row in PRODUCER.items() if row.done == "free"}
+    freed = {(state, row.state) for (state, _), row in PRODUCER.items() if row.action == "free"}
     assert {("held", "freed"), ("fenced", "freed")} == left == freed
 
 

@@ -46,7 +46,7 @@ def earlier_load_answers_for_the_next(patch: pytest.MonkeyPatch) -> None:
 
 def first_push_answers_for_the_next(patch: pytest.MonkeyPatch) -> None:
     """Send every load of an attempt the outcome that was true for the first."""
-    patch.setitem(PUSH, ("pushed", "anew"), Row("pushed", "tell", "a fault"))
+    patch.setitem(PUSH, ("pushed", "anew"), Row("pushed", "send", "a fault"))
 
 
 def free_request_is_reported_twice(patch: pytest.MonkeyPatch) -> None:
