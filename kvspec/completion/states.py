@@ -54,9 +54,7 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("freed", "time"): Row(
         "forgotten", "", "the request is unknown to later readers: they receive gone, too"
     ),
-    ("freed", "pinned"): Row(
-        "freed", "gone", "a write is in flight: its reader needs the end"
-    ),
+    ("freed", "pinned"): Row("freed", "gone", "a write is in flight: its reader needs the end"),
 }
 """The producer's transitions, by state and event.
 
