@@ -53,12 +53,14 @@ from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    KeyContent,
     LayerSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    scales_digest,
 )
 from kvspec.version import __version__
 
@@ -72,6 +74,7 @@ __all__ = [
     "FullAttentionSpec",
     "KVCacheGroup",
     "KVSpecError",
+    "KeyContent",
     "LayerSpec",
     "MLAAttentionSpec",
     "MambaSpec",
@@ -101,6 +104,7 @@ __all__ = [
     "mismatches",
     "plan_memory",
     "plan_transfer",
+    "scales_digest",
     "traffic",
     "verify",
 ]

@@ -14,6 +14,7 @@ from kvspec.specs.attention import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from kvspec.specs.key_content import KeyContent, scales_digest
 from kvspec.specs.layer import LayerSpec
 from kvspec.specs.state import MambaSpec
 from kvspec.specs.uniform import UniformTypeKVCacheSpecs
@@ -23,10 +24,12 @@ __all__ = [
     "ChunkedLocalAttentionSpec",
     "CrossAttentionSpec",
     "FullAttentionSpec",
+    "KeyContent",
     "LayerSpec",
     "MLAAttentionSpec",
     "MambaSpec",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "UniformTypeKVCacheSpecs",
+    "scales_digest",
 ]

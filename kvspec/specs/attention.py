@@ -38,6 +38,7 @@ from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.part import Part
 from kvspec.specs.formats import PLAIN, chunks_of, is_opaque, page_format
+from kvspec.specs.key_content import KeyContent, digest_or_none, key_content
 from kvspec.specs.layer import LayerSpec, is_count, is_flag, is_size, is_size_or_none
 
 
@@ -64,6 +65,10 @@ class AttentionSpec(LayerSpec):
             as a whole.
         page_block_size: Tokens of one opaque page, or None for a whole block. It is the kernel's
             block size if a block of the table consists of several kernel blocks.
+        key_content: Meaning of the stored keys, or None if it is not stated. If one engine states
+            it, both engines must. None is not the same as a key without rotary embedding.
+        scales_digest: Identity of the scales that the engine keeps outside of the cache, from
+            `kvspec.scales_digest`, or None if there are none. Both engines must have the same.
     """
 
     head_size: int = attrs.field(validator=is_size)
@@ -73,8 +78,14 @@ class AttentionSpec(LayerSpec):
     spans_heads: bool = attrs.field(default=False, validator=is_flag)
     page_format: str = attrs.field(default=PLAIN, converter=page_format)
     page_block_size: int | None = attrs.field(default=None, validator=is_size_or_none)
+    key_content: KeyContent | None = attrs.field(default=None, converter=key_content)
+    scales_digest: str | None = attrs.field(default=None, converter=digest_or_none)
 
     def __attrs_post_init__(self) -> None:
+        if self.key_content is not None and self.key_content.rotary_stop > self.head_size:
+            requirement = f"a range that ends at head_size={self.head_size} or before"
+            stop = self.key_content.rotary_stop
+            raise SpecError("key_content.rotary_stop", stop, requirement)
         if self.block_size % self.tokens_per_state:
             requirement = f"a multiple of tokens_per_state={self.tokens_per_state}"
             raise SpecError("block_size", self.block_size, requirement)
@@ -251,6 +262,12 @@ class CrossAttentionSpec(FullAttentionSpec):
     >>> spec.page_size_bytes(tp_rank=0, tp_size=2)
     16384
     """
+
+    def __attrs_post_init__(self) -> None:
+        # These keys belong to the encoder's tokens, which have no position in the prompt.
+        if self.key_content is not None:
+            raise SpecError("key_content", self.key_content, "None for cross attention")
+        super().__attrs_post_init__()
 
     @property
     def counts_prompt(self) -> bool:

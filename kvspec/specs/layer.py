@@ -57,6 +57,8 @@ WHY = {
     "state_content_bytes": "one head's row has another length or packing",
     "sliding_window": "the sides keep different tokens",
     "attention_chunk_size": "the sides keep different tokens",
+    "key_content": "the same elements of a key mean other numbers",
+    "scales_digest": "the same quantised elements stand for other numbers",
     "page_format": "an opaque page can only be read in its own format",
 }
 

@@ -29,6 +29,8 @@ _MAY_DIFFER = {
     "state_content_bytes",
     "spans_heads",
     "page_size_padded",
+    "key_content",
+    "scales_digest",
 }
 
 

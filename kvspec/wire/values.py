@@ -35,7 +35,7 @@ from kvspec.inputs import MOST, Frozen
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import ReplicaPolicy, Topology
-from kvspec.specs import LayerSpec
+from kvspec.specs import KeyContent, LayerSpec
 from kvspec.wire.packing import refuse
 
 Kind = TypeVar("Kind", bound=type[Any])
@@ -57,11 +57,20 @@ MAX_TEXT = 1024
 
 KINDS: dict[str, type] = {
     kind.__name__: kind
-    for kind in (Part, KVCacheGroup, ParallelConfig, EngineSpec, Topology, ReplicaPolicy)
+    for kind in (
+        Part,
+        KeyContent,
+        KVCacheGroup,
+        ParallelConfig,
+        EngineSpec,
+        Topology,
+        ReplicaPolicy,
+    )
 } | {
     name: getattr(specs, name)
     for name in specs.__all__
-    if getattr(specs, name).parts is not LayerSpec.parts  # a base class has no parts of its own
+    # A base class has no parts of its own.
+    if getattr(getattr(specs, name), "parts", LayerSpec.parts) is not LayerSpec.parts
 }
 """Classes that a message may contain, by name."""
 

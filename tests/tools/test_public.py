@@ -24,7 +24,8 @@ PLACES = (kvspec, *MODULES)
 
 FROZEN = """
     kvspec BlockTable ChunkedLocalAttentionSpec CounterExample CrossAttentionSpec DescriptorTable
-    kvspec EngineSpec FullAttentionSpec KVCacheGroup KVSpecError LayerSpec MLAAttentionSpec
+    kvspec EngineSpec FullAttentionSpec KVCacheGroup KVSpecError KeyContent LayerSpec
+    kvspec MLAAttentionSpec
     kvspec MambaSpec Memory Mismatch MismatchError ParallelConfig Part RankCache RankId Region
     kvspec ReplicaPolicy SlidingWindowMLASpec SlidingWindowSpec SpecError Topology TransferError
     kvspec TransferPlan TransferRequest TransferState UniformTypeKVCacheSpecs WireError __version__
@@ -39,6 +40,7 @@ FROZEN = """
 """Names that version 1.0 will keep. Each line has a module and its names."""
 
 PROVISIONAL = """
+    kvspec scales_digest
     kvspec.adapters.sglang worker_rank
     kvspec.adapters.vllm WorkerInfo loses_a_token stages whole_engine worker_rank
     kvspec.analysis Simulation simulate

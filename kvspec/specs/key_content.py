@@ -1,0 +1,156 @@
+"""The meaning of stored keys, and of the scales of quantised caches.
+
+Invariant: two rows of equal shape may mean different numbers. A `KeyContent` states what the shape
+does not: whether keys are rotated, in which order their elements lie, and whether they are
+normalised.
+
+How it works:
+    Rotary embedding turns the elements of a key in pairs. Engines store the same pairs in two
+    orders. For a key of 8 elements, of which the first 6 are rotated (a with A, b with B, c with
+    C), and the last two are not (x, y):
+
+        halves      a b c A B C x y     GPT-NeoX, `rotate_half`: element i with i + n/2
+        pairs       a A b B c C x y     GPT-J, interleaved: element 2i with 2i + 1
+
+    A row of MLA has a latent part and a rotated part. Either of them may be the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+from kvspec.errors import SpecError
+from kvspec.inputs import flag, instance, mapping, positive_int
+
+NONE, HALVES, PAIRS = "none", "halves", "pairs"
+ROTARY = (NONE, HALVES, PAIRS)
+
+DIGEST_BYTES = 16
+
+
+def _rotary(value: object) -> str:
+    if not isinstance(value, str) or value not in ROTARY:
+        raise SpecError("rotary", value, f"one of {', '.join(ROTARY)}")
+    return value
+
+
+@attrs.frozen(kw_only=True)
+class KeyContent:
+    """What the elements of a stored key mean.
+
+    A row is the key of one head. For MLA, it is the latent row: its latent part and its rotated
+    part.
+
+    Attributes:
+        rotary: Order of the rotated elements as they are stored. `none`: keys are stored before
+            rotary embedding, or the model has none. `halves`: elements i and i + n/2 of the rotated
+            range are rotated together. `pairs`: elements 2i and 2i + 1 are.
+        rotary_start: First rotated element of the row. For MLA, it is 0 if the rotated part is
+            first, and the size of the latent part if that is first.
+        rotary_size: Number n of rotated elements, an even number. It is 0 exactly if *rotary* is
+            `none`.
+        normalized: Whether the model normalises keys (`k_norm`) before they are stored.
+
+    >>> import kvspec
+    >>> pairs = kvspec.KeyContent(rotary="pairs", rotary_size=64)
+    >>> spec = kvspec.FullAttentionSpec(
+    ...     block_size=16, total_num_kv_heads=8, head_size=64, dtype="bfloat16", key_content=pairs)
+    >>> spec.key_content.rotary
+    'pairs'
+    """
+
+    rotary: str = attrs.field(converter=_rotary)
+    rotary_start: int = 0
+    rotary_size: int = 0
+    normalized: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        positive_int("rotary_start", self.rotary_start, least=0)
+        size = positive_int("rotary_size", self.rotary_size, least=0)
+        flag("normalized", self.normalized)
+        if self.rotary == NONE:
+            for field in ("rotary_size", "rotary_start"):
+                if getattr(self, field):
+                    raise SpecError(field, getattr(self, field), "0 if rotary is 'none'")
+        elif size == 0 or size % 2:
+            raise SpecError("rotary_size", size, f"an even number >= 2 if rotary is {self.rotary}")
+
+    @property
+    def rotary_stop(self) -> int:
+        """The element after the last rotated element."""
+        return self.rotary_start + self.rotary_size
+
+
+def key_content(value: object) -> KeyContent | None:
+    """Return *value* if it is a `KeyContent` or None. Raise `SpecError` otherwise."""
+    return None if value is None else instance("key_content", value, KeyContent)
+
+
+def digest_or_none(value: object) -> str | None:
+    """Return *value* if it is None or hexadecimal digits. Raise `SpecError` otherwise."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value and set(value) <= set("0123456789abcdef"):
+        return value
+    raise SpecError("scales_digest", value, "lower-case hexadecimal digits, or None")
+
+
+def scales_digest(scales: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return the identity of the scales of a quantised cache.
+
+    Two engines with equal scales get equal digests. Use the result as `scales_digest` of a spec,
+    for all layers of that spec. If the engines may divide their layers into different groups, give
+    each layer a spec of its own (`UniformTypeKVCacheSpecs`), with the digest of that layer alone.
+
+    Args:
+        scales: The scale of keys and the scale of values, by layer name. A scale is a number, an
+            array or a tensor. It is compared by its exact value as float64. The order of the layers
+            does not matter.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Raises:
+        SpecError: If a scale is missing, not a number, not finite or not positive.
+
+    >>> import numpy as np
+    >>> import kvspec
+    >>> digest = kvspec.scales_digest({"l.0": (0.5, 1.0), "l.1": (0.25, 1.0)})
+    >>> same = kvspec.scales_digest({"l.1": (np.float32(0.25), 1), "l.0": (np.array([0.5]), 1)})
+    >>> len(digest), digest == same
+    (32, True)
+    """
+    mapping("scales", scales, "layer names to pairs of a key scale and a value scale")
+    if not scales:
+        raise SpecError("scales", scales, "at least one layer")
+    whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for layer in sorted(instance("scales", layer, str) for layer in scales):
+        pair, field = scales[layer], f"scales[{layer!r}]"
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:  # noqa: PLR2004 - keys, values
+            raise SpecError(field, pair, "a pair of a key scale and a value scale")
+        # Lengths before the contents keep two different mappings from giving the same bytes.
+        name = layer.encode()
+        whole.update(struct.pack("<Q", len(name)) + name)
+        for scale in pair:
+            values = _as_float64(field, scale)
+            whole.update(struct.pack("<Q", values.size) + values.tobytes())
+    return whole.hexdigest()
+
+
+def _as_float64(field: str, scale: Any) -> Any:  # noqa: ANN401
+    """Return a scale as a flat array of little-endian float64."""
+    # `tolist` also reads tensors of a GPU and of bfloat16, which numpy cannot.
+    plain = scale.tolist() if hasattr(scale, "tolist") else scale
+    try:
+        values = np.asarray(plain, "<f8").ravel()
+    except (TypeError, ValueError) as error:
+        raise SpecError(field, scale, "numbers") from error
+    if not values.size or not (np.isfinite(values) & (values > 0)).all():
+        raise SpecError(field, scale, "positive finite numbers")
+    return values
