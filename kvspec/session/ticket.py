@@ -12,6 +12,10 @@ How it works:
         prompt             t0  t1  t2  t3  t4
         computed_tokens    x   x   x   x   x      5, in the ticket
         num_tokens         x   x   x   x          4, in the consumer's request
+
+    Some engines do not compute the last token again: their producer samples the first new token,
+    and the consumer begins with it. `first_token` carries it. A consumer that needs it calls
+    `sampled`, which refuses a ticket of a producer that samples nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,8 +48,16 @@ _NAMES = {
     "content": "remote_content",
 }
 """The name of each field in the parameters that a router carries."""
+_OPTIONAL = {
+    "first_token": "remote_first_token",
+    "first_logprobs": "remote_first_logprobs",
+    "tokens_digest": "remote_tokens_digest",
+    "consumer": "remote_consumer",
+}
+"""The same for the fields that may be None. The parameters do not contain those that are."""
 _ADDRESSES = "the addresses of the producer's ranks, each a str"
 _TABLE = "a list of the first token and the block ids"
+_LOGPROBS = "pairs of a token, an int >= 0, and its log probability, a finite number <= 0"
 _SEAL = "the seal of unchanged parameters, made with the same secret"
 PURPOSE = b"kvspec-prompt-1\n"
 
@@ -60,6 +73,20 @@ def _addresses(value: object) -> tuple[str, ...]:
     return given
 
 
+def _logprobs(value: object) -> tuple[tuple[int, float], ...] | None:
+    if value is None:
+        return None
+    pairs = [sequence("first_logprobs", pair, _LOGPROBS) for pair in
+             sequence("first_logprobs", value, _LOGPROBS)]  # fmt: skip
+    for pair in pairs:
+        # The types are compared exactly, because True is an int in Python, but no token.
+        if [*map(type, pair)] not in ([int, float], [int, int]):
+            raise SpecError("first_logprobs", pair, _LOGPROBS)
+        if pair[0] < 0 or not -math.inf < pair[1] <= 0:
+            raise SpecError("first_logprobs", pair, _LOGPROBS)
+    return tuple((token, float(logprob)) for token, logprob in pairs)
+
+
 @attrs.frozen(kw_only=True)
 class PrefillTicket:
     """A request that all ranks of a producer hold, as its scheduler describes it.
@@ -72,6 +99,12 @@ class PrefillTicket:
             request of a consumer usually has one less.
         tables: Block tables of the producer, by group.
         content: Checksum of these tokens from `content_of`, or "".
+        first_token: The first new token, if the producer has sampled it.
+        first_logprobs: Tokens and their log probabilities at the place of *first_token*, in the
+            order of the producer. None if it reports none.
+        tokens_digest: `content_of` all tokens of the prompt, which *first_token* follows. *content*
+            covers only the computed ones.
+        consumer: Name of the engine that the prompt is meant for, or None for any engine.
     """
 
     engine_id: str
@@ -80,24 +113,61 @@ class PrefillTicket:
     computed_tokens: int
     tables: Mapping[str, BlockTable] = attrs.field(converter=_tables)
     content: str = ""
+    first_token: int | None = None
+    first_logprobs: tuple[tuple[int, float], ...] | None = attrs.field(
+        default=None, converter=_logprobs
+    )
+    tokens_digest: str | None = None
+    consumer: str | None = None
 
     def __attrs_post_init__(self) -> None:
         is_name("engine_id", self.engine_id)
         key_of(self.remote_id)
         positive_int("computed_tokens", self.computed_tokens)
         instance("content", self.content, str)
+        if self.tokens_digest is not None:
+            instance("tokens_digest", self.tokens_digest, str)
+        if self.consumer is not None:
+            is_name("consumer", self.consumer)
+        if self.first_token is not None:
+            positive_int("first_token", self.first_token, least=0)
+        elif self.first_logprobs is not None:
+            rule = "requires a first_token, whose alternatives they are"
+            raise SpecError("first_logprobs", self.first_logprobs, rule=rule)
 
-    def check(self, token_ids: Sequence[int]) -> None:
+    def check(self, token_ids: Sequence[int], consumer: str | None = None) -> None:
         """Compare *token_ids* with the content of the ticket, as far as both are known.
 
+        Args:
+            token_ids: All tokens of the prompt that the consumer was asked for.
+            consumer: Name of the consumer, or None if it does not matter.
+
         Raises:
-            SpecError: If the ticket is of another prompt.
+            SpecError: If the ticket is of another prompt, or for another consumer.
         """
-        own = content_of(_tokens(token_ids)[: self.computed_tokens])
+        tokens = _tokens(token_ids)
+        own = content_of(tokens[: self.computed_tokens])
         if self.content not in ("", own):
             raise SpecError(
                 "remote_content", self.content, f"{own}, the content of the requested prompt"
             )
+        if self.tokens_digest not in (None, content_of(tokens)):
+            wanted = f"{content_of(tokens)}, of all tokens of the requested prompt"
+            raise SpecError("remote_tokens_digest", self.tokens_digest, wanted)
+        if consumer is not None and self.consumer not in (None, consumer):
+            wanted = f"{consumer!r}, the engine that has received the ticket"
+            raise SpecError("remote_consumer", self.consumer, wanted)
+
+    def sampled(self) -> int:
+        """Return the first new token, for a consumer that does not compute the prompt's last token.
+
+        Raises:
+            SpecError: If the producer has not sampled it.
+        """
+        if self.first_token is None:
+            wanted = "the first new token: this consumer does not sample it itself"
+            raise SpecError("remote_first_token", None, wanted)
+        return self.first_token
 
     def check_held(self, request: TransferRequest) -> None:
         """Check that *request* asks only for tokens and blocks of this ticket.
@@ -135,6 +205,10 @@ class PrefillTicket:
 
     def _params(self) -> dict[str, Any]:
         params = {name: getattr(self, field) for field, name in _NAMES.items()}
+        given = {name: getattr(self, field) for field, name in _OPTIONAL.items()}
+        params |= {name: value for name, value in given.items() if value is not None}
+        if self.first_logprobs is not None:
+            params["remote_first_logprobs"] = [list(pair) for pair in self.first_logprobs]
         tables = {name: [t.first_token, t.block_ids.tolist()] for name, t in self.tables.items()}
         return params | {"remote_addresses": list(self.addresses), "remote_block_ids": tables}
 
@@ -160,7 +234,8 @@ class PrefillTicket:
             SpecError: If a field is missing or malformed, or the seal is wrong.
         """
         params = mapping("remote", given, "parameter names to values")
-        fields: dict[str, Any] = {field: params.get(name) for field, name in _NAMES.items()}
+        known = _NAMES | _OPTIONAL
+        fields: dict[str, Any] = {field: params.get(name) for field, name in known.items()}
         field, tables = _NAMES["tables"], dict[str, BlockTable]()
         for group, table in mapping(field, fields["tables"], "groups to tables").items():
             pair = sequence(f"{field}[{group!r}]", table, _TABLE)
@@ -170,7 +245,7 @@ class PrefillTicket:
         try:
             ticket = PrefillTicket(**fields | {"tables": tables})
         except SpecError as error:
-            name = _NAMES.get(error.field, error.field)
+            name = known.get(error.field, error.field)
             raise SpecError(name, error.value, error.expected, rule=error.rule) from error
         seal = params.get("remote_seal")
         if not hmac.compare_digest(ticket._mac(secret).hex().encode(), str(seal).encode()):

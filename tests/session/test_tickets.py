@@ -115,6 +115,87 @@ def test_ticket_rejects_other_tokens_than_its_content() -> None:
         assert ("remote_content", prompt.content) == (caught.value.field, caught.value.value)
 
 
+SAMPLED: dict[str, Any] = {
+    "first_token": 5, "first_logprobs": ((5, -0.25), (7, -1.5)),
+    "tokens_digest": content_of([1, 2, 3]), "consumer": "D",
+}  # fmt: skip
+
+
+def test_ticket_with_a_sampled_token_is_equal_after_a_router_has_passed_it_on() -> None:
+    """Fields that are None are not among the parameters, so older tickets stay valid."""
+    ticket = held(**SAMPLED)
+    params = json.loads(json.dumps(ticket.to_params()))
+    assert ticket == PrefillTicket.from_params(params)
+    assert 5 == PrefillTicket.from_params(params).sampled()
+    added = {f"remote_{name}" for name in SAMPLED}
+    assert added == set(params) - set(held().to_params())
+    assert set(held().to_params()) == set(held(**dict.fromkeys(SAMPLED)).to_params())
+
+
+@pytest.mark.parametrize("name", [*SAMPLED])
+def test_ticket_rejects_a_sampled_field_that_a_router_has_changed(name: str) -> None:
+    """Removed, added and changed fields break the seal."""
+    key = f"remote_{name}"
+    sealed, plain = held(**SAMPLED).to_params(), held().to_params()
+    other = {"remote_first_token": 6, "remote_first_logprobs": [[5, -0.5]]}.get(key, "other")
+    removed = {known: value for known, value in sealed.items() if known != key}
+    for params in (removed, sealed | {key: other}, plain | {key: sealed[key]}):
+        with pytest.raises(SpecError) as caught:
+            PrefillTicket.from_params(params)
+        # Alternatives without their first token are refused before the seal.
+        assert caught.value.field in ("remote_seal", "remote_first_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("first_token", -1), ("first_token", True), ("first_token", "5"), ("first_token", 5.0),
+        ("first_logprobs", 3), ("first_logprobs", [5]), ("first_logprobs", [[5]]),
+        ("first_logprobs", [[5, 0.5]]), ("first_logprobs", [[5, float("nan")]]),
+        ("first_logprobs", [[5, -float("inf")]]), ("first_logprobs", [[True, -1.0]]),
+        ("first_logprobs", [[-1, -1.0]]), ("tokens_digest", 3), ("consumer", ""), ("consumer", 3),
+    ],
+)  # fmt: skip
+def test_ticket_rejects_wrong_sampled_fields(name: str, value: object) -> None:
+    """Each error names the field, of the ticket or of its parameters."""
+    with pytest.raises(SpecError) as caught:
+        held(**SAMPLED | {name: value})
+    assert name == caught.value.field
+    with pytest.raises(SpecError) as caught:
+        PrefillTicket.from_params(held(**SAMPLED).to_params() | {f"remote_{name}": value})
+    assert f"remote_{name}" == caught.value.field
+
+
+def test_ticket_rejects_alternatives_without_a_first_token() -> None:
+    with pytest.raises(SpecError) as caught:
+        held(first_logprobs=((5, -1.0),))
+    assert "first_logprobs" == caught.value.field
+
+
+def test_ticket_without_a_first_token_is_refused_where_the_consumer_needs_it() -> None:
+    with pytest.raises(SpecError) as caught:
+        held().sampled()
+    assert ("remote_first_token", None) == (caught.value.field, caught.value.value)
+
+
+def test_ticket_rejects_another_last_token_and_another_consumer() -> None:
+    """The content ends before the last token. The digest covers the token as well."""
+    tokens = [3, 1, 4, 1]
+    content = {"computed_tokens": 3, "content": content_of(tokens[:3])}
+    ticket = held(**content, tokens_digest=content_of(tokens), consumer="D", first_token=5)
+    ticket.check(tokens)
+    ticket.check(tokens, "D")
+    held(**content).check(tokens, "E")
+    for arguments, field in (
+        (([*tokens[:3], 9],), "remote_tokens_digest"),
+        (([*tokens, 5],), "remote_tokens_digest"),
+        ((tokens, "E"), "remote_consumer"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            ticket.check(*arguments)
+        assert field == caught.value.field
+
+
 def test_request_of_a_ticket_has_the_tokens_that_move() -> None:
     """States have seen all tokens of the prompt."""
     tables = {"full": kvspec.BlockTable([9, 8])}
