@@ -19,16 +19,19 @@ import attrs
 import msgspec
 
 from kvspec.errors import SpecError
+from kvspec.nixl.envelope import MIN_SECRET
 from kvspec.run.job import Job
 from kvspec.run.limits import check_device
 from kvspec.run.rank_server import words_of
 from kvspec.run.report import Failure, RankReport, Report
-from kvspec.run.run_stages import STAGES, Arguments, StageError, lead
+from kvspec.run.run_stages import Arguments, StageError, lead
 from kvspec.run.transfer_rank import TransferRank
 
 REST = 0.02  # seconds between two looks at the store
 LEAVE = 5.0  # seconds for which the first rank, which may keep the store, waits for the others
 MARGIN = 0.1  # share of the job's time, at most 1 s, in which a rank reports what is missing
+ANSWERS: dict[str, type] = {"start": bytes, "compare": RankReport}
+"""The types of the answers that other processes read, by stage."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # An address of the documentation range (RFC 5737). No packet is sent to it.
 ELSEWHERE = "192.0.2.1"
@@ -56,6 +59,7 @@ class Place:
         local: Number of this process on its machine.
         address: Host of the store.
         port: Port of the store.
+        secret: Secret that authenticates the ranks to each other.
     """
 
     number: int
@@ -63,27 +67,35 @@ class Place:
     local: int
     address: str
     port: int
+    secret: bytes = attrs.field(repr=False)
 
     @staticmethod
     def of(launcher: str, job: Job, environ: Mapping[str, str] = os.environ) -> Place:
         """Read the place from the environment variables that *launcher* sets.
 
         Raises:
-            SpecError: If a variable is missing, or the number of processes is not that of *job*.
+            SpecError: If a variable is missing or wrong, or the number of processes is not that of
+                *job*.
         """
         if launcher not in LAUNCHERS:
             raise SpecError("launcher", launcher, f"one of {', '.join(LAUNCHERS)}")
-        number, size, local = (_number(environ, name) for name in LAUNCHERS[launcher])
-        wanted = len(list(job.ranks()))
-        if size != wanted:
-            name = LAUNCHERS[launcher][1]
-            raise SpecError(name, size, f"{wanted}, one process for each rank of both engines")
+        names = LAUNCHERS[launcher]
+        number, size, local, port = (_number(environ, name) for name in (*names, "MASTER_PORT"))
+        if size != (ranks := len(list(job.ranks()))):
+            raise SpecError(names[1], size, f"{ranks}, one process for each rank of both engines")
         if number >= size:
-            raise SpecError(LAUNCHERS[launcher][0], number, f"a number below {size}")
-        address, port = environ.get("MASTER_ADDR", ""), _number(environ, "MASTER_PORT")
-        if not address:
+            raise SpecError(names[0], number, f"a number below {size}")
+        if not (address := environ.get("MASTER_ADDR")):
             raise SpecError("MASTER_ADDR", None, "the host of the first process")
-        return Place(number=number, size=size, local=local, address=address, port=port)
+        # The error has the length of a short secret, not its text.
+        secret = os.fsencode(environ.get("KVSPEC_SECRET", ""))
+        if len(secret) < MIN_SECRET:
+            value = f"{len(secret)} bytes" if "KVSPEC_SECRET" in environ else None
+            wanted = f"the same random text for all processes, at least {MIN_SECRET} bytes"
+            raise SpecError("KVSPEC_SECRET", value, wanted)
+        return Place(
+            number=number, size=size, local=local, address=address, port=port, secret=secret
+        )
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -134,26 +146,25 @@ class LaunchedRank:
     def through(self, stage: str, arguments: Arguments) -> list[Any]:
         """Do one stage, and return the answers of all ranks. See `Through`.
 
-        Only the first process reads the reports of the last stage.
+        All processes read the introductions. Only the first process reads the reports.
         """
-        side, _ = self.ranks[self.place.number]
-        self._ask(stage, "check", [])  # A rank without a store need not start.
         try:
-            answer = getattr(self.server or self._serve(), stage)(*arguments[side])
-        except Exception as error:
-            failure = self._failure(self.place.number, stage, words_of(error))
-            with suppress(Exception):
-                self.store.set("failed", msgspec.json.encode(failure))
-            raise StageError((failure,)) from error
-        data = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
-        self._ask(stage, "set", f"{stage}/{self.place.number}", data)
-        self._wait(stage)
-        keys = [f"{stage}/{number}" for number in range(self.place.size)]
-        if stage == STAGES[0]:
-            return [self._ask(stage, "get", key) for key in keys]
-        if stage != STAGES[-1] or self.place.number:
-            return []
-        return [msgspec.json.decode(self._ask(stage, "get", key), type=RankReport) for key in keys]
+            self.store = self.store or self._open()
+            self.store.check([])  # A rank without a store need not start.
+            answer = self._answer(stage, arguments)
+            self.store.set(f"{stage}/{self.place.number}", msgspec.json.encode(answer))
+            self._wait(stage)
+            if stage not in ANSWERS or (self.place.number and ANSWERS[stage] is RankReport):
+                return []
+            found = (self.store.get(f"{stage}/{number}") for number in range(self.place.size))
+            return [msgspec.json.decode(data, type=ANSWERS[stage]) for data in found]
+        except StageError:
+            raise
+        except Exception as error:  # only of the store
+            where = f"{self.place.address}:{self.place.port}"
+            words = str(error).partition("\n")[0]
+            why = f"no store at {where} (MASTER_ADDR, MASTER_PORT), or not any more: {words}"
+            raise StageError((self._failure(self.place.number, stage, why),)) from error
 
     def leave(self) -> None:
         """Leave the store, the first rank last, since its process may keep the store."""
@@ -183,38 +194,34 @@ class LaunchedRank:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"kvspec/{attempt}", store)
 
-    def _serve(self) -> TransferRank:
-        side, rank = self.ranks[self.place.number]
-        deadline = self.deadline - min(1.0, self.job.timeout * MARGIN)
-        secret = os.environ.get("KVSPEC_SECRET", "").encode()
-        host = own_host(self.place.address)
-        self.server = TransferRank(self.job, side, rank, self.device, deadline, secret, host)
-        return self.server
+    def _answer(self, stage: str, arguments: Arguments) -> object:
+        """Do one stage of this process's rank. Store its failure for the other processes."""
+        place, (side, rank) = self.place, self.ranks[self.place.number]
+        try:
+            if self.server is None:
+                deadline = self.deadline - min(1.0, self.job.timeout * MARGIN)
+                of_rank = self.job, side, rank, self.device, deadline, place.secret
+                self.server = TransferRank(*of_rank, own_host(place.address))
+            return getattr(self.server, stage)(*arguments[side])
+        except Exception as error:
+            failure = self._failure(place.number, stage, words_of(error))
+            with suppress(Exception):
+                self.store.set("failed", msgspec.json.encode(failure))
+            raise StageError((failure,)) from error
 
     def _wait(self, stage: str) -> None:
         """Wait for the answers of all ranks. Raise `StageError` if one fails or does not answer."""
-        keys = {number: f"{stage}/{number}" for number in range(self.place.size)}
-        while not self._ask(stage, "check", list(keys.values())):
-            if self._ask(stage, "check", ["failed"]):
-                failed = self._ask(stage, "get", "failed")
+        keys = [f"{stage}/{number}" for number in range(self.place.size)]
+        while not self.store.check(keys):
+            if self.store.check(["failed"]):
+                failed = self.store.get("failed")
                 raise StageError((msgspec.json.decode(failed, type=Failure),))
             if time.monotonic() >= self.deadline:
                 why = f"no answer within {self.job.timeout:g} s"
-                late = [n for n, key in keys.items() if not self._ask(stage, "check", [key])]
+                late = [n for n, key in enumerate(keys) if not self.store.check([key])]
                 if late:
                     raise StageError(tuple(self._failure(n, stage, why) for n in late))
             time.sleep(REST)
-
-    def _ask(self, stage: str, method: str, *arguments: object) -> Any:  # noqa: ANN401
-        """Return the store's answer. If it does not answer, raise an error with its address."""
-        try:
-            self.store = self.store or self._open()
-            return getattr(self.store, method)(*arguments)
-        except Exception as error:
-            where = f"{self.place.address}:{self.place.port}"
-            words = str(error).partition("\n")[0]
-            why = f"no store at {where} (MASTER_ADDR, MASTER_PORT), or not any more: {words}"
-            raise StageError((self._failure(self.place.number, stage, why),)) from error
 
     def _failure(self, number: int, stage: str, why: str) -> Failure:
         return Failure(*self.ranks[number], stage, why)

@@ -38,7 +38,8 @@ COMMAND = [
     *("--producer", "tp=1", "--consumer", "tp=1"),
 ]
 TORCHRUN = ("--launcher", "torchrun")
-OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "KVSPEC_SECRET")
+SECRET = "the secret of this launch"  # noqa: S105 - of a test
+OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,6 +61,7 @@ def started(arguments: list[str], **variables: object) -> subprocess.Popen[str]:
     """Start Python on this checkout with *arguments* and additional environment *variables*."""
     environment = {name: value for name, value in os.environ.items() if name not in OTHERS}
     environment |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment |= {"KVSPEC_SECRET": SECRET}
     environment |= {name: str(value) for name, value in variables.items()}
     return subprocess.Popen(  # noqa: S603 - this checkout's own commands
         [sys.executable, *arguments],
@@ -70,10 +72,12 @@ def started(arguments: list[str], **variables: object) -> subprocess.Popen[str]:
     )
 
 
-def rank_of(launcher: str, number: int, store: int, *more: str) -> subprocess.Popen[str]:
+def rank_of(
+    launcher: str, number: int, store: int, *more: str, secret: str = SECRET
+) -> subprocess.Popen[str]:
     """Start one of two processes as *launcher* does. The store has the port *store*."""
     names = dict(zip(LAUNCHERS[launcher], (number, 2, number), strict=True))
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store, **names}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store, "KVSPEC_SECRET": secret, **names}
     return started(["-m", "kvspec.cli", *COMMAND, "--launcher", launcher, *more], **variables)
 
 
@@ -100,12 +104,23 @@ def test_two_nodes_of_torchrun_move_every_byte() -> None:
 
 
 def test_processes_of_slurm_push_every_request() -> None:
-    """The secret of the environment authenticates the introductions."""
+    """The producers connect the consumers, and the consumers connect the producers."""
     store = port()
     ranks = [rank_of("slurm", number, store, "--mode", "push") for number in range(2)]
     (status, output, errors), (other, _, _) = map(ended, ranks)
     assert (0, 0) == (status, other), errors
     assert has_in_order(["loaded", "1", "1"], output)
+
+
+def test_ranks_with_different_secrets_do_not_connect() -> None:
+    """The consumer refuses the introduction of the producer, and both processes fail."""
+    store = port()
+    secrets = (SECRET, "the secret of another launch")
+    ranks = [rank_of("slurm", rank, store, secret=key) for rank, key in enumerate(secrets)]
+    (status, output, _), (other, silent, errors) = map(ended, ranks)
+    assert (1, 1, "") == (status, other, silent)
+    assert has_in_order(["consumer tp0", "connect", "secret"], output)
+    assert has_in_order(["consumer tp0", "connect", "secret"], errors)
 
 
 def test_report_names_a_missing_rank() -> None:
@@ -159,6 +174,7 @@ SLURM: dict[str, Any] = {
     "SLURM_LOCALID": "0",
     "MASTER_ADDR": "node-0",
     "MASTER_PORT": "29500",
+    "KVSPEC_SECRET": SECRET,
 }
 WRONG: list[tuple[str, dict[str, str | None], str, object, object]] = [
     ("slurm", {"SLURM_PROCID": None}, "SLURM_PROCID", None, "number"),
@@ -168,6 +184,9 @@ WRONG: list[tuple[str, dict[str, str | None], str, object, object]] = [
     ("slurm", {"SLURM_NTASKS": "3"}, "SLURM_NTASKS", 3, 2),
     ("slurm", {"MASTER_ADDR": None}, "MASTER_ADDR", None, "host"),
     ("slurm", {"MASTER_PORT": "http"}, "MASTER_PORT", "http", "number"),
+    ("slurm", {"KVSPEC_SECRET": None}, "KVSPEC_SECRET", None, 16),
+    ("slurm", {"KVSPEC_SECRET": ""}, "KVSPEC_SECRET", "0 bytes", 16),
+    ("slurm", {"KVSPEC_SECRET": "x" * 15}, "KVSPEC_SECRET", "15 bytes", 16),
     ("mpirun", {}, "launcher", "mpirun", "openmpi"),
 ]
 
@@ -181,6 +200,14 @@ def test_place_rejects_missing_and_wrong_variables(
     variables = {name: text for name, text in (SLURM | changes).items() if text is not None}
     job = Job(producer=engine, consumer=engine)
     check_rejected(lambda: Place.of(launcher, job, variables), field, value, word)
+
+
+def test_place_does_not_print_its_secret() -> None:
+    """It reads the secret as the bytes of the environment."""
+    engine = builders.engine(builders.gqa(1))
+    place = Place.of("slurm", Job(producer=engine, consumer=engine), SLURM)
+    assert SECRET.encode() == place.secret
+    assert SECRET not in repr(place)
 
 
 def test_command_rejects_a_missing_variable() -> None:
