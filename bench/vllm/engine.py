@@ -44,8 +44,14 @@ class Engine:
         from vllm import LLM  # noqa: PLC0415 - after the environment is set
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.device_communicators import shm_broadcast  # noqa: PLC0415
+        from vllm.model_executor.layers.rotary_embedding.base import (  # noqa: PLC0415
+            RotaryEmbedding,
+        )
         from vllm.v1.executor import multiproc_executor  # noqa: PLC0415
 
+        # vLLM 0.32 on CPUs applies no rotary embedding to the keys of MLA: its kernel leaves the
+        # strided view of three dimensions unchanged. Its own code in torch is right.
+        RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
         multiproc_executor.get_mp_context = lambda: FORK
         shm_broadcast.sched_yield = lambda: time.sleep(REST_OF_WORKERS)
         if connector is not None:

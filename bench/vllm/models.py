@@ -47,8 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2",
         {
             **_COMMON,
-            # With two layers, vLLM's MLA on CPUs gives other results at each TP size.
-            "num_hidden_layers": 1,
+            "num_hidden_layers": 3,
             "num_key_value_heads": 12,
             "q_lora_rank": 64,
             "kv_lora_rank": 512,
@@ -65,6 +64,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+_DEEPSEEK = MODELS["deepseek"][1]
+# The third version has other experts. transformers rotates its keys as halves, vLLM as pairs.
+MODELS["deepseek-3"] = ("DeepseekV3", {**_DEEPSEEK, "rope_interleave": True})
 
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 

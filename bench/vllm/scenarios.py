@@ -34,6 +34,7 @@ SCENARIOS = (
     Scenario("window and full, blocks 32 -> 64", "gemma-2", (1, 1), (32, 64)),
     Scenario("MLA, TP 1 -> 1", "deepseek", (1, 1), (16, 16)),
     Scenario("MLA, TP 2 -> 3", "deepseek", (2, 3), (16, 16)),
+    Scenario("MLA of DeepSeek-V3, TP 2 -> 1", "deepseek-3", (2, 1), (16, 16)),
 )
 
 
