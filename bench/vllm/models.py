@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 32,
             "first_k_dense_replace": 1,
-            "moe_intermediate_size": 32,
+            "moe_intermediate_size": 48,
             "n_routed_experts": 2,
             "n_shared_experts": 1,
             "num_experts_per_tok": 1,
