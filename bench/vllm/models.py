@@ -67,7 +67,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _DEEPSEEK = MODELS["deepseek"][1]
 # The third version has other experts. transformers rotates its keys as halves, vLLM as pairs.
-MODELS["deepseek-3"] = ("DeepseekV3", {**_DEEPSEEK, "rope_interleave": True})
+_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+MODELS["deepseek-3"] = ("DeepseekV3", {**_DEEPSEEK, **_ROUTING, "rope_interleave": True})
 
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 

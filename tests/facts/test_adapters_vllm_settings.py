@@ -22,8 +22,13 @@ LATENT = like.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
 DRAFT = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 1}, dcp_sharded=False)
 
 
+KEYS = kvspec.KeyContent(rotary="halves", rotary_size=8)
+
+
 class Layer:
     """An attention layer of a worker."""
+
+    _k_scale = _v_scale = 1.0
 
     class Backend:
         """The class that `get_attn_backend` returns."""
@@ -449,9 +454,9 @@ def fp8(monkeypatch: pytest.MonkeyPatch, cache: Any, usual: str) -> kvspec.Engin
     vllm_config, kv_cache_config = configured("layers.0.attn"), cached((["layers.0.attn"], FP8))
     layers = vllm_config.compilation_config.static_forward_context
     layers["layers.0.attn"].kv_cache_dtype = cache
-    engine = vllm.from_vllm(vllm_config, kv_cache_config)
+    engine = vllm.from_vllm(vllm_config, kv_cache_config, key_content=KEYS)
     worker_info = vllm.WorkerInfo.of(vllm_config, kv_cache_config)
-    assert engine == vllm.whole_engine(vllm_config, [worker_info], {})
+    assert engine == vllm.whole_engine(vllm_config, [worker_info], {}, KEYS)
     return engine
 
 
@@ -463,7 +468,11 @@ def test_fp8_dtype_is_read_from_layer_and_platform(
     engine = fp8(monkeypatch, cache, usual)
     assert elements == engine.groups[0].spec.dtype  # type: ignore[attr-defined]
     other = like.engine_spec(
-        config((["layers.0.attn"], FP8)), layout="LBNHC", fp8_dtype="float8_e5m2fnuz"
+        config((["layers.0.attn"], FP8)),
+        layout="LBNHC",
+        fp8_dtype="float8_e5m2fnuz",
+        key_content=KEYS,
+        scales={"layers.0.attn": (1.0, 1.0)},
     )
     error = refusal(lambda: kvspec.plan_transfer(engine, other), kvspec.MismatchError)
     assert [("layers.0.attn.dtype", elements, "float8_e5m2fnuz")] == [
@@ -615,8 +624,8 @@ def test_whole_engine_joins_layers_of_all_workers() -> None:
     ]
     worker_infos = [vllm.WorkerInfo.of(*both) for both in workers]
     halves = [cached((part, FULL)) for part in parts]
-    whole = vllm.from_vllm(configured(*names, **sizes), halves)
-    engines = [vllm.whole_engine(vllm_config, worker_infos, {}) for vllm_config, _ in workers]
+    whole = vllm.from_vllm(configured(*names, **sizes), halves, key_content=KEYS)
+    engines = [vllm.whole_engine(vllm_config, worker_infos, {}, KEYS) for vllm_config, _ in workers]
     assert [whole] * 8 == engines
     error = refusal(lambda: vllm.whole_engine(workers[0][0], worker_infos[:7], {}))
     assert ("workers", "7 workers") == (error.field, error.value)

@@ -19,6 +19,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
+import attrs
 import vllm_like as like
 
 import kvspec
@@ -26,6 +27,8 @@ from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.testing import oracle
 
 BLOCKS, SIZE = 12, 8
+KEYS = kvspec.KeyContent(rotary="halves", rotary_size=SIZE)
+"""What the keys mean. The layers of these workers are in no module that would show it."""
 FULL, WINDOW = ("model.layers.0.attn", "model.layers.1.attn"), ("model.layers.2.attn",)
 
 CONNECTOR = "kvspec.adapters.vllm.connector"
@@ -192,6 +195,7 @@ def configs(
     config: Any = like.config((layers[0], full), (layers[1], window), num_blocks=BLOCKS)
     config.kv_cache_layout, config.transfer_group_ids = "LBHNC", (0, 1)
     config.needs_kv_cache_zeroing = extra.pop("zeroing", False)
+    extra.setdefault("key_content", attrs.asdict(KEYS))
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp, pipeline_parallel_size=pp, rank=rank, world_size=tp * pp
@@ -229,7 +233,7 @@ class Engine:
             made(vllm_config, "WORKER", config) for vllm_config, config in worker_configs
         ]
         workers = [WorkerInfo.of(*both) for both in worker_configs]
-        self.spec = whole_engine(worker_configs[0][0], workers, {})
+        self.spec = whole_engine(worker_configs[0][0], workers, {}, KEYS)
         WORLDS.append(World(len(worker_configs)))
         calls = []
         for rank, worker in zip(self.spec.parallel.ranks, self.workers, strict=True):

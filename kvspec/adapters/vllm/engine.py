@@ -30,7 +30,7 @@ from kvspec.engines.letters import layout_letters
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.ownership.parallel import ParallelConfig
-from kvspec.specs import UniformTypeKVCacheSpecs
+from kvspec.specs import AttentionSpec, KeyContent, LayerSpec, UniformTypeKVCacheSpecs
 
 T = TypeVar("T")
 
@@ -52,6 +52,8 @@ def engine_spec(
     backends: Any = None,  # noqa: ANN401 - vLLM's classes
     variants: str | Mapping[str, str] | None = None,
     fp8_dtype: str | Mapping[str, str] | None = None,
+    key_content: KeyContent | Mapping[str, KeyContent] | None = None,
+    scales: Mapping[str, tuple[float, float]] | None = None,
 ) -> EngineSpec:
     """Return the engine that owns vLLM's `KVCacheConfig` of one rank.
 
@@ -86,6 +88,10 @@ def engine_spec(
             state, ``cuda`` by default.
         fp8_dtype: The element type of caches that a spec describes as fp8 and ``uint8``, such as
             ``float8_e4m3fn``. One name, or one for each layer.
+        key_content: The meaning of the keys, by layer name, or one for all layers. None if it is
+            not stated: then the other engine must not state it either. If it is a mapping, each
+            layer with keys must be in it.
+        scales: The scale of keys and the scale of values of quantised caches, by layer name.
 
     Returns:
         The engine, with the names of vLLM's layers.
@@ -118,6 +124,8 @@ def engine_spec(
         n_groups=n_groups,
         backends=Backends(backends, variants),
         fp8_dtype=fp8_dtype,
+        key_content=key_content,
+        scales={} if scales is None else scales,
     )
     groups = _groups(configs, specs, excluded_layers(excluded, configs))
     return EngineSpec(
@@ -172,7 +180,9 @@ def _group(
     def common(field: str) -> Any:  # noqa: ANN401 - of the field's type
         return _same(name, field, {layer: getattr(read, field) for layer, read in layers.items()})
 
+    # Layers of one group may differ in the meaning of their keys: some have no positions.
     uniform = any(member.uniform for member in members)
+    uniform |= len({_meaning(read.spec) for read in layers.values()}) > 1
     return KVCacheGroup(
         name=name,
         layers=tuple(layers),
@@ -182,6 +192,10 @@ def _group(
         context_sharded=common("context_sharded"),
         excluded=tuple(excluded_here),
     )
+
+
+def _meaning(spec: LayerSpec) -> tuple[KeyContent | None, str | None] | None:
+    return (spec.key_content, spec.scales_digest) if isinstance(spec, AttentionSpec) else None
 
 
 def _uniform(layers: Mapping[str, RankLayer]) -> UniformTypeKVCacheSpecs:

@@ -16,11 +16,13 @@ from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Config, Group, read_configs
 from kvspec.adapters.vllm.engine import engine_spec
 from kvspec.adapters.vllm.heads import heads_of, number_of
+from kvspec.adapters.vllm.key_contents import scales_of
 from kvspec.adapters.vllm.layer_info import backends_of, fp8_dtypes_of, variants_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.ownership.parallel import ParallelConfig, RankId
+from kvspec.specs import KeyContent
 
 # vLLM's environment variable for the number of layers of each pipeline stage.
 PARTITION = "VLLM_PP_LAYER_PARTITION"
@@ -38,6 +40,8 @@ def from_vllm(
     variants: str | Mapping[str, str] | None = None,
     fp8_dtype: str | Mapping[str, str] | None = None,
     total_num_kv_heads: int | Mapping[str, int] | None = None,
+    key_content: KeyContent | Mapping[str, KeyContent] | None = None,
+    scales: Mapping[str, tuple[float, float]] | None = None,
 ) -> EngineSpec:
     """Return the engine that a vLLM worker belongs to.
 
@@ -56,6 +60,9 @@ def from_vllm(
         fp8_dtype: See `engine_spec`. Read from the layers and the platform by default.
         total_num_kv_heads: See `engine_spec`. Required only if vLLM has one number of KV heads for
             layers that may differ.
+        key_content: See `engine_spec`. Not stated by default. A worker reads it from its modules
+            with `WorkerInfo`.
+        scales: See `engine_spec`. Read from the layers by default.
 
     Returns:
         The engine, as `engine_spec` returns it.
@@ -82,6 +89,8 @@ def from_vllm(
         backends=backends_of(fields, configs) if backends is None else backends,
         variants=variants_of(fields, configs) if variants is None else variants,
         fp8_dtype=fp8_dtypes_of(fields, configs) if fp8_dtype is None else fp8_dtype,
+        key_content=key_content,
+        scales=scales_of(fields, configs) if scales is None else scales,
     )
 
 

@@ -38,7 +38,7 @@ from kvspec.adapters.vllm.backends import (
 )
 from kvspec.adapters.vllm.recurrent import read_state
 from kvspec.errors import SpecError
-from kvspec.inputs import positive_int
+from kvspec.inputs import instance, positive_int
 from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
@@ -47,11 +47,13 @@ from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    KeyContent,
     LayerSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    scales_digest,
 )
 from kvspec.specs.formats import PLAIN, is_opaque
 
@@ -115,6 +117,8 @@ class RankSpecs:
     n_groups: int | None
     backends: Backends
     fp8_dtype: str | Mapping[str, str] | None = None
+    key_content: KeyContent | Mapping[str, KeyContent] | None = None
+    scales: Mapping[str, tuple[float, float]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         check_tp_rank(self.tp_rank, self.parallel.tp_size)
@@ -168,7 +172,26 @@ class RankSpecs:
             spec = self._latent(name, layer, rank_spec, page_format)
         else:
             spec = self._heads(name, layer, rank_spec, page_format)
+        spec = self._with_meaning(layer, spec)
         return self._layer(layer, spec, rank_spec, layout_of(self.layout, page_format))
+
+    def _with_meaning(self, layer: str, spec: AttentionSpec) -> AttentionSpec:
+        """Return *spec* with the meaning of its keys, and with the identity of its scales."""
+        content = chosen(self.key_content, layer)
+        packed = spec.state_content_bytes is not None or is_opaque(spec.page_format)
+        # Nothing has to be known about the keys of cross attention, or of a packed row, whose
+        # format has one meaning.
+        if packed or isinstance(spec, CrossAttentionSpec):
+            content = None
+        elif content is None and self.key_content is not None:
+            wanted = "the KeyContent of the layer: its modules do not show how keys are rotated"
+            raise SpecError(f"key_content[{layer!r}]", None, wanted)
+        if content is not None:
+            instance(f"key_content[{layer!r}]", content, KeyContent)
+        # The digest leaves out the name, so that layers with equal scales have equal specs.
+        scales = self.scales.get(layer)
+        digest = None if scales is None else scales_digest({"layer": scales})
+        return attrs.evolve(spec, key_content=content, scales_digest=digest)
 
     def _layer(self, layer: str, spec: LayerSpec, rank_spec: FieldReader, layout: str) -> RankLayer:
         """Return the layer with its padding, kernel blocks and context sharding."""

@@ -16,11 +16,13 @@ import attrs
 
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import read_config
+from kvspec.adapters.vllm.key_contents import key_contents_of, scales_of
 from kvspec.adapters.vllm.layer_info import constructed_layers, fp8_dtypes_of, variants_of
 from kvspec.adapters.vllm.settings import from_vllm, worker_rank
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import sequence
+from kvspec.specs import KeyContent
 
 
 @attrs.frozen(kw_only=True)
@@ -34,12 +36,16 @@ class WorkerInfo:
         backends: The ``full_cls_name()`` of the attention backend, by layer.
         variants: The variants, by layer (see `engine_spec`).
         fp8_dtypes: The fp8 types, by layer (see `engine_spec`).
+        key_contents: The meanings of the keys, by layer (see `engine_spec`).
+        scales: The scales of keys and values, by layer (see `engine_spec`).
     """
 
     config: Any
     backends: Mapping[str, tuple[str, ...]]
     variants: Mapping[str, Any]
     fp8_dtypes: Mapping[str, str]
+    key_contents: Mapping[str, KeyContent]
+    scales: Mapping[str, tuple[float, float]]
 
     @staticmethod
     def of(vllm_config: Any, kv_cache_config: Any) -> WorkerInfo:  # noqa: ANN401 - vLLM's classes
@@ -57,6 +63,8 @@ class WorkerInfo:
             },
             variants=variants_of(fields, [config]),
             fp8_dtypes=fp8_dtypes_of(fields, [config]),
+            key_contents=key_contents_of(fields, [config]),
+            scales=scales_of(fields, [config]),
         )
 
 
@@ -64,6 +72,7 @@ def whole_engine(
     vllm_config: Any,  # noqa: ANN401 - vLLM's class, not imported
     workers: Sequence[WorkerInfo],
     tensors: Mapping[str, Any],
+    key_content: KeyContent | None = None,
 ) -> EngineSpec:
     """Return the engine of a worker, from the facts of all its workers.
 
@@ -71,6 +80,8 @@ def whole_engine(
         vllm_config: vLLM's `VllmConfig` of this worker.
         workers: The facts of all workers of the engine, in order of rank.
         tensors: The tensors that this worker's `register_kv_caches` received.
+        key_content: The meaning of the keys of all layers. By default it is that of each layer in
+            *workers*, and each layer with keys must have one.
 
     Returns:
         The engine. The layers of each stage come from the stage's first worker with this worker's
@@ -92,6 +103,7 @@ def whole_engine(
     if len(all_workers) != count:
         raise SpecError("workers", f"{len(all_workers)} workers", f"all {count} of the engine")
     stages: Sequence[WorkerInfo] = all_workers[rank.tp :: column]
+    contents = {name: value for stage in stages for name, value in stage.key_contents.items()}
     return from_vllm(
         vllm_config,
         [stage.config for stage in stages],
@@ -99,4 +111,6 @@ def whole_engine(
         backends={name: value for stage in stages for name, value in stage.backends.items()},
         variants={name: value for stage in stages for name, value in stage.variants.items()},
         fp8_dtype={name: value for stage in stages for name, value in stage.fp8_dtypes.items()},
+        key_content=contents if key_content is None else key_content,
+        scales={name: value for stage in stages for name, value in stage.scales.items()},
     )

@@ -21,9 +21,10 @@ from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.errors import KVSpecError, SpecError
-from kvspec.inputs import flag, positive_int, seconds
+from kvspec.inputs import flag, mapping, positive_int, seconds
 from kvspec.nixl import NixlRank
 from kvspec.session import Load, PrefillTicket, Session, TcpChannel
+from kvspec.specs import KeyContent
 from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import key_of
 
@@ -46,6 +47,20 @@ def _fits(_: object, setting: attrs.Attribute[Any], value: object) -> None:
         is_name(field, value)
 
 
+def _key_content(value: object) -> KeyContent | None:
+    """Return the `KeyContent` with the fields of *value*, or None for None."""
+    if value is None or isinstance(value, KeyContent):
+        return value
+    field, names = (
+        "kv_connector_extra_config['key_content']",
+        [f.name for f in attrs.fields(KeyContent)],
+    )
+    fields = mapping(field, value, f"fields of KeyContent: {', '.join(names)}")
+    if "rotary" not in fields or not set(fields) <= set(names):
+        raise SpecError(field, value, f"rotary, and any of {', '.join(names[1:])}")
+    return KeyContent(**fields)
+
+
 @attrs.frozen(kw_only=True)
 class Settings:
     """The settings in `kv_connector_extra_config`.
@@ -61,6 +76,8 @@ class Settings:
         verify: Whether to compare checksums of each prompt with the producer. Both engines must set
             it. It needs caches in host memory.
         staging: MiB of host memory through which short runs move if that is cheaper. 0 for none.
+        key_content: The fields of the `KeyContent` of all layers. It is required only if the
+            modules of the model do not show how keys are rotated.
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_fits)
@@ -74,6 +91,7 @@ class Settings:
     timeout: float = attrs.field(default=120.0, validator=_fits)
     verify: bool = attrs.field(default=False, validator=_fits)
     staging: int = attrs.field(default=0, validator=_fits)
+    key_content: KeyContent | None = attrs.field(default=None, converter=_key_content)
 
     @staticmethod
     def of(vllm_config: Any) -> Settings:
@@ -111,7 +129,8 @@ class Serving:
         # vLLM calls all workers at once. The epoch must be the same on all ranks of an engine, so
         # all use the time of the first worker.
         (epoch, _), *_ = all_workers = self._all_workers(own)
-        engine = whole_engine(self._vllm_config, [info for _, info in all_workers], kv_caches)
+        infos = [info for _, info in all_workers]
+        engine = whole_engine(self._vllm_config, infos, kv_caches, settings.key_content)
         engine_id = self._vllm_config.kv_transfer_config.engine_id
         cache = rank_cache(engine, worker_rank(self._vllm_config), kv_caches, config=config)
         if settings.verify and any(region.memory_type != "DRAM" for region in cache.regions):

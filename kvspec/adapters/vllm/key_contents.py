@@ -1,0 +1,127 @@
+"""Read the meaning of stored keys from the modules of a model that a vLLM worker has constructed.
+
+A spec and an attention layer do not show whether and how keys are rotated. The module around the
+attention layer does: it owns the rotary embedding and the norm of the keys.
+
+Invariant: only modules are read. The result lacks a layer whose modules do not determine the
+meaning. Then `whole_engine` requires it from the caller.
+
+How it works:
+    vLLM gives a connector the attention layers, but not the model. So `_parents` looks through the
+    objects of the process for the modules that contain these layers:
+
+        Qwen3Attention                   rotary_emb: is_neox_style=True, rotary_dim=128
+          attn (the attention layer)     k_norm: a module
+
+    This is the meaning: halves of 128 elements, normalised. In vLLM, every model rotates and
+    normalises keys before it passes them to the attention layer, which stores them.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.vllm.config import Config
+from kvspec.adapters.vllm.layer_info import constructed_layers
+from kvspec.errors import SpecError
+from kvspec.specs import KeyContent
+
+# The names that vLLM's models give to a module that normalises keys, or the latent of MLA.
+_NORMS = ("k_norm", "qk_norm", "k_layernorm", "key_layernorm", "kv_a_layernorm")
+
+
+# Rotary embeddings of vLLM that have no `is_neox_style`, because they know only halves.
+_ALWAYS_HALVES = ("Phi3LongRoPEScaledRotaryEmbedding",)
+
+
+def key_contents_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, KeyContent]:
+    """Return the meaning of the keys of each layer that the worker has constructed.
+
+    The result lacks layers whose modules do not determine it, such as indexers.
+    """
+    layers = constructed_layers(fields, configs)
+    groups = [group for config in configs for group in config.groups]
+    specs = {name: group.spec_of(name) for group in groups for name in group.layers}
+    parents = _parents({name: layer.value for name, layer in layers.items()})
+    found = {
+        name: _key_content(FieldReader(f"the module of {name}", parent), specs[name])
+        for name, parent in parents.items()
+    }
+    return {name: content for name, content in found.items() if content is not None}
+
+
+def scales_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, tuple[float, float]]:
+    """Return the scale of keys and of values of each layer with a quantised cache.
+
+    Raises:
+        SpecError: If a scale is not one number, or vLLM computes the scales only from the first
+            batch.
+    """
+    scales: dict[str, tuple[float, float]] = {}
+    for name, layer in constructed_layers(fields, configs).items():
+        if not str(layer.get("kv_cache_dtype").value).startswith("fp8"):
+            continue
+        if layer.get("calculate_kv_scales").value:
+            field = layer.get("calculate_kv_scales")
+            rule = "scales must be known before the caches are described"
+            raise SpecError(field.path, True, rule=rule)  # noqa: FBT003
+        scales[name] = _scale(layer.get("_k_scale")), _scale(layer.get("_v_scale"))
+    return scales
+
+
+def _scale(field: FieldReader) -> float:
+    values = field.value.tolist() if hasattr(field.value, "tolist") else field.value
+    while isinstance(values, list) and len(values) == 1:
+        values = values[0]
+    if not isinstance(values, (int, float)):
+        raise SpecError(field.path, values, "one number for all heads")
+    return float(values)
+
+
+def _parents(layers: Mapping[str, object]) -> dict[str, Any]:
+    """Return the module that contains each layer, by the name of the layer.
+
+    It lacks layers without such a module, or with several.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not layers:
+        return {}
+    names = {id(layer): name for name, layer in layers.items()}
+    parents: dict[str, list[Any]] = {}
+    for candidate in gc.get_objects():
+        # `type` and not `isinstance`: the latter runs code of any lazy object in the process.
+        if issubclass(type(candidate), torch.nn.Module):
+            for child in candidate.children():
+                if id(child) in names:
+                    parents.setdefault(names[id(child)], []).append(candidate)
+    return {name: found[0] for name, found in parents.items() if len(found) == 1}
+
+
+def _key_content(parent: FieldReader, spec: FieldReader) -> KeyContent | None:
+    """Return the meaning of the keys of an attention layer inside *parent*, or None if unknown."""
+    normalized = any(parent.get(name).value is not None for name in _NORMS)
+    if not hasattr(parent.value, "rotary_emb"):
+        return None
+    rotary = parent.get("rotary_emb")
+    if rotary.value is None:  # A layer without positions, as some of Llama 4.
+        return KeyContent(rotary="none", normalized=normalized)
+    neox, size = rotary.get("is_neox_style").value, rotary.get("rotary_dim").size_or_none()
+    if type(rotary.value).__name__ in _ALWAYS_HALVES:
+        neox = True
+    row = spec.get("head_size").size()
+    latent = "MLA" in type(spec.value).__name__
+    # The rotary embedding of a whole key has the size of the key. In a latent of MLA, the rotated
+    # part comes last. In other layers, a smaller embedding may belong to any part of the key.
+    whole = rotary.get("head_size").size_or_none() == row
+    if not isinstance(neox, bool) or size is None or not (whole or latent):
+        return None
+    return KeyContent(
+        rotary="halves" if neox else "pairs",
+        rotary_start=row - size if latent else 0,
+        rotary_size=size,
+        normalized=normalized,
+    )

@@ -1,0 +1,170 @@
+"""The vLLM adapter reads the meaning of keys from the modules around the attention layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm_like as like
+
+import kvspec
+from kvspec import KeyContent
+from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.vllm.config import read_config
+from kvspec.adapters.vllm.key_contents import key_contents_of, scales_of
+from kvspec.adapters.vllm.worker_side import Settings
+
+torch = pytest.importorskip("torch")
+
+HALVES = KeyContent(rotary="halves", rotary_size=64)
+
+
+class Layer(torch.nn.Module):  # type: ignore[misc]
+    """An attention layer as vLLM constructs it."""
+
+    kv_cache_dtype = "auto"
+
+
+class Rotary(torch.nn.Module):  # type: ignore[misc]
+    """A rotary embedding with the attributes that vLLM's have."""
+
+    def __init__(self, head_size: int, rotary_dim: int, **more: Any) -> None:
+        super().__init__()
+        self.head_size, self.rotary_dim = head_size, rotary_dim
+        for name, value in more.items():
+            setattr(self, name, value)
+
+
+class Parent(torch.nn.Module):  # type: ignore[misc]
+    """The module of a model around an attention layer."""
+
+    def __init__(self, layer: Layer, **more: Any) -> None:
+        super().__init__()
+        self.attn = layer
+        for name, value in more.items():
+            setattr(self, name, value)
+
+
+def full(head_size: int = 64) -> Any:
+    """Return vLLM's spec of a layer with keys and values."""
+    return like.FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=head_size, dtype="float32"
+    )
+
+
+def latent() -> Any:
+    """Return vLLM's spec of a layer of MLA."""
+    return like.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype="float32")
+
+
+def read(layer: object, spec: Any) -> tuple[FieldReader, Any]:
+    """Return the VllmConfig and the KVCacheConfig of a worker with one layer."""
+    context = SimpleNamespace(static_forward_context={"layers.0.attn": layer})
+    fields = FieldReader("vllm_config", SimpleNamespace(compilation_config=context))
+    return fields, [read_config(FieldReader("", like.config((["layers.0.attn"], spec))))]
+
+
+@pytest.mark.parametrize(
+    ("spec", "modules", "content"),
+    [
+        (full(), {"rotary_emb": Rotary(64, 64, is_neox_style=True)}, HALVES),
+        (
+            full(),
+            {"rotary_emb": Rotary(64, 32, is_neox_style=False), "k_norm": torch.nn.Identity()},
+            KeyContent(rotary="pairs", rotary_size=32, normalized=True),
+        ),
+        (full(), {"rotary_emb": None}, KeyContent(rotary="none")),
+        (
+            latent(),
+            {
+                "rotary_emb": Rotary(64, 64, is_neox_style=False),
+                "kv_a_layernorm": torch.nn.Identity(),
+            },
+            KeyContent(rotary="pairs", rotary_start=512, rotary_size=64, normalized=True),
+        ),
+        # The module keeps its rotary embedding elsewhere, or rotates a part of the key that only
+        # its own code knows.
+        (full(), {}, None),
+        (full(192), {"rotary_emb": Rotary(64, 64, is_neox_style=True)}, None),
+        (full(), {"rotary_emb": Rotary(64, 64)}, None),
+    ],
+)
+def test_key_content_is_that_of_the_module_around_the_layer(
+    spec: Any, modules: dict[str, Any], content: KeyContent | None
+) -> None:
+    layer = Layer()
+    parent = Parent(layer, **modules)
+    found = key_contents_of(*read(layer, spec))
+    assert ({} if content is None else {"layers.0.attn": content}) == found
+    del parent
+
+
+def test_key_content_of_a_layer_in_two_modules_is_unknown() -> None:
+    """The modules may rotate its keys in different ways."""
+    layer = Layer()
+    parents = [Parent(layer, rotary_emb=Rotary(64, 64, is_neox_style=neox)) for neox in (0, 1)]
+    assert {} == key_contents_of(*read(layer, full()))
+    del parents
+
+
+def engine(contents: Any, *specs: Any, scales: Any = None) -> kvspec.EngineSpec:
+    """Return the engine with one group of one layer for each of *specs*."""
+    names = [f"layers.{number}.attn" for number in range(len(specs))]
+    groups = [([name], spec) for name, spec in zip(names, specs, strict=True)]
+    return like.engine_spec(like.config(*groups), key_content=contents, scales=scales)
+
+
+def test_engine_requires_the_meaning_of_each_layer_with_keys() -> None:
+    with pytest.raises(kvspec.SpecError) as caught:
+        engine({"layers.0.attn": HALVES}, full(), full())
+    assert "key_content['layers.1.attn']" == caught.value.field
+    assert None is engine(None, full()).groups[0].spec.key_content  # type: ignore[attr-defined]
+
+
+def test_layers_of_one_group_may_differ_in_meaning() -> None:
+    """Some layers of SmolLM3 have no positions, and all are in one group."""
+    names = ["layers.0.attn", "layers.1.attn"]
+    contents = {names[0]: HALVES, names[1]: KeyContent(rotary="none")}
+    both = like.engine_spec(like.config((names, full())), key_content=contents)
+    (group,) = both.groups
+    assert contents == {name: group.spec.of_layer(name).key_content for name in names}  # type: ignore[attr-defined]
+
+
+def test_engines_with_other_scales_do_not_fit() -> None:
+    one, other = (engine(HALVES, full(), scales={"layers.0.attn": (s, 1.0)}) for s in (0.5, 0.25))
+    (found,) = kvspec.mismatches(one, other)
+    assert "layers.0.attn.scales_digest" == found.field
+
+
+def test_scales_are_those_of_quantised_layers() -> None:
+    layer = Layer()
+    assert {} == scales_of(*read(layer, full()))
+    layer.kv_cache_dtype = "fp8"
+    layer._k_scale, layer._v_scale = torch.tensor(0.5), torch.tensor([0.25])
+    assert {"layers.0.attn": (0.5, 0.25)} == scales_of(*read(layer, full()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("calculate_kv_scales", True), ("_k_scale", torch.ones(2)), ("_v_scale", None)],
+)
+def test_scales_that_are_not_one_number_are_refused(name: str, value: object) -> None:
+    layer = Layer()
+    layer.kv_cache_dtype, layer._k_scale, layer._v_scale = "fp8", 1.0, 1.0
+    setattr(layer, name, value)
+    with pytest.raises(kvspec.SpecError) as caught:
+        scales_of(*read(layer, full()))
+    assert caught.value.field.endswith(name)
+
+
+@pytest.mark.parametrize("value", [{}, {"rotary_size": 2}, {"rotary": "pairs", "x": 1}, "halves"])
+def test_key_content_setting_must_have_the_fields_of_a_key_content(value: object) -> None:
+    with pytest.raises(kvspec.SpecError) as caught:
+        Settings(model="m", key_content=value)  # type: ignore[arg-type]
+    assert "key_content" in caught.value.field
+
+
+def test_key_content_setting_is_the_meaning_of_all_layers() -> None:
+    fields = {"rotary": "halves", "rotary_size": 64}
+    assert HALVES == Settings(model="m", key_content=fields).key_content  # type: ignore[arg-type]
