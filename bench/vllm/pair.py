@@ -16,25 +16,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
-import multiprocessing
 import os
 import re
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import attrs
 import engine
-import teacher
 from models import make
 from process import Failed, reason, started
 from scenarios import SCENARIOS, Scenario, beginnings
@@ -117,10 +116,14 @@ def against_transformers(path: Path, references: list[tuple[list[int], dict[str,
 
     Comparing vLLM only with itself would not show a wrong position: all its engines share it.
     """
-    context = multiprocessing.get_context("spawn")  # Threads of torch do not survive a fork.
-    with ProcessPoolExecutor(1, context) as pool:
-        differences = pool.submit(teacher.differences, path, references).result()
-    worst = max(differences)
+    # A new process: the threads of torch would not survive the forks of this one.
+    program = [sys.executable, str(Path(__file__).with_name("teacher.py")), str(path)]
+    run = subprocess.run(
+        program, input=json.dumps(references), text=True, capture_output=True, check=False
+    )
+    if run.returncode:
+        return f"refused: {run.stderr.strip().splitlines()[-1]}"
+    worst = float(run.stdout)
     word = "same: " if worst < CLOSE else "different: "
     return f"{word}log probabilities within {worst:.0e}"
 
