@@ -113,7 +113,8 @@ class Pair:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.now = rng, 0.0
-        self.producer = ProducerLedger(P[0], lease=10.0, longest=30.0, most_early=20)
+        self.producer = ProducerLedger(P[0], lease=10.0, longest=30.0)
+        self.producer.most_early = 20
         self.consumer = ConsumerLedger(D[0], heartbeat=3.0, patience=9.0)
         self.started = 0
 
@@ -165,8 +166,9 @@ class Pair:
         ):  # fmt: skip
             self.answered(actions)
         assert len(self.producer.held) <= len(KEYS)
-        # 20 is `most_early`: messages about requests that the producer has not admitted yet.
-        assert self.producer.remembered <= len(KEYS) + 20 + self.producer.pushes
+        assert (
+            self.producer.remembered <= len(KEYS) + self.producer.most_early + self.producer.pushes
+        )
         assert len(self.consumer.open) <= self.started
 
     def end(self) -> None:

@@ -9,8 +9,8 @@ while the producer's clock runs, for example in a paused virtual machine.
 
 How it works:
     `CONSUMER` in `kvspec.completion.states` contains each state, each event and the next state. The
-    ledger executes its rows: `_step` takes the row of an event and calls the method that the row
-    names (`_ACTS`). Some events are conditions (`_CONDITIONS`): after each change, `_advance`
+    ledger executes its rows: `_step` takes the row of an event and calls the method that the column
+    `action` names. Some events are conditions (`_CONDITIONS`): after each change, `_advance`
     executes the row of a condition that holds. For example, the last step of a load ends:
 
         finish          missing = 0
@@ -22,14 +22,15 @@ How it works:
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-import attrs
+import msgspec
 
 from kvspec.completion.actions import Action, Closed, Ended, Failed, Refused, Tell
-from kvspec.completion.ledger import Ledger, atomic
+from kvspec.completion.ledger import Ledger, Record, atomic
 from kvspec.completion.load_plan import LoadPlan, Name, Place, Source
 from kvspec.completion.states import CONSUMER, PUBLIC
 from kvspec.errors import SpecError, TransferState
@@ -58,8 +59,7 @@ class Step(NamedTuple):
     number: int
 
 
-@attrs.define(eq=False)
-class OpenLoad:
+class OpenLoad(Record, eq=False):
     """One load in the ledger.
 
     Attributes:
@@ -69,44 +69,29 @@ class OpenLoad:
         plan: The plan, once the producer is connected.
         sources: The producer ranks that are read.
         steps: By number, the source and the tokens of each step that may still write.
-        asked: By rank and number, when each message was sent that has no answer yet.
-        unanswered: The producer ranks that have not sent their last answer.
-        number: Number of the last message.
+        waiting: The producer ranks that have not sent their last answer, with the number of readers
+            that each must expect.
+        asked: Numbers of the questions that are open. Other loads may have some of them, but the
+            name of a load and a number belong to one question only.
         next_message: When the next message is due.
-        wake: When the ledger looks at this load next, and the order in that moment.
     """
 
     request_id: str
     deadline: float
     state: str = "connecting"
     plan: LoadPlan | None = None
-    sources: dict[RankId, Source] = attrs.field(factory=dict)
-    steps: dict[int, tuple[RankId, int]] = attrs.field(factory=dict)
-    asked: dict[RankId, dict[int, float]] = attrs.field(factory=dict)
-    unanswered: set[RankId] = attrs.field(factory=set)
-    number: int = 0
+    sources: dict[RankId, Source] = msgspec.field(default_factory=dict)
+    steps: dict[int, tuple[RankId, int]] = msgspec.field(default_factory=dict)
+    waiting: dict[RankId, int] = msgspec.field(default_factory=dict)
+    asked: range = range(0)
     next_message: float = math.inf
-    wake: tuple[float, int] = (math.inf, 0)
 
     @property
     def due(self) -> float:
         """When the time changes something. Never while the blocks of a failure may be written."""
-        return math.inf if self.state == "draining" else min(self.deadline, self.next_message)
-
-    def copied(self) -> OpenLoad:
-        """Return a copy that later changes of this one do not reach."""
-        sources = {rank: source.copied() for rank, source in self.sources.items()}
-        asked = {rank: dict(numbers) for rank, numbers in self.asked.items()}
-        # Much faster than `attrs.evolve`, and each call of the ledger copies a load.
-        return OpenLoad(
-            self.request_id, self.deadline, self.state, self.plan, sources, dict(self.steps), asked,
-            set(self.unanswered), self.number, self.next_message, self.wake,
-        )  # fmt: skip
-
-
-def name_of(answer: Message) -> Name:
-    """Return the name of the load that a producer's message is about."""
-    return answer.key, answer.attempt, answer.sample, answer.by.engine_id, answer.by.epoch
+        if self.state in ("draining", "forgotten"):
+            return math.inf
+        return min(self.deadline, self.next_message)
 
 
 def about(
@@ -117,24 +102,23 @@ def about(
     return key, by, RankAddress(engine_id, epoch, rank), attempt, number, sample
 
 
-def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str | None:
-    """Return why rank *me* does not expect *answer* about *load*, or None if it does."""
-    if load is None or answer.to != me:
+def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str:
+    """Return why rank *me* does not expect *answer* about *load*, or "" if it does."""
+    if load is None or load.plan is None or answer.to != me:
         return "it belongs to no open load of this rank"
-    if answer.by.rank not in load.asked:
+    rank, number = answer.by.rank, answer.number
+    if not load.asked or rank not in load.plan.expected:
         return "its sender received no question"
     # A lease changes nothing, and that of a healthy producer may be late.
-    late = isinstance(answer, Lease) and answer.number <= load.number
+    late = isinstance(answer, Lease) and number < load.asked.stop
     if late or isinstance(answer, LayerProgress):
-        return None
+        return ""
     if not isinstance(answer, Lease | Valid | Gone):
         return "only producers receive this kind"
-    if answer.number not in load.asked[answer.by.rank]:
-        return "the answer is a repetition, or late"
-    return None
+    return "" if number in load.asked and rank in load.waiting else "it is a repetition, or late"
 
 
-class ConsumerLedger(Ledger[str, OpenLoad]):
+class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     """The loads of one consumer rank. Methods receive events and return actions.
 
     Args:
@@ -144,29 +128,27 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
         patience: Seconds for which messages to a silent producer are repeated.
     """
 
-    numbers: ClassVar[tuple[str, ...]] = ("_now", "_numbers")
-
     def __init__(self, me: RankAddress, *, heartbeat: float = 5.0, patience: float = 60.0) -> None:
         super().__init__(me)
         self.heartbeat = seconds("heartbeat", heartbeat)
         self.patience = seconds("patience", patience)
-        self._loads = self._records
         self._names: dict[Name, str] = {}
-        self._numbers = 0
 
     @property
     def open(self) -> dict[str, str]:
         """State of each load that still sends or expects messages."""
-        return {name: load.state for name, load in list(self._loads.items())}
+        return {name: load.state for name, load in list(self.records.items())}
 
     @property
     def steps(self) -> int:
         """Number of steps that may still write."""
-        return sum(len(load.steps) for load in list(self._loads.values()))
+        return sum(len(load.steps) for load in list(self.records.values()))
 
     def find(self, message: Message) -> str | None:
         """Return the id of the load that a producer's *message* is about."""
-        return self._find(name_of(message))
+        by = message.by
+        name = message.key, message.attempt, message.sample, by.engine_id, by.epoch
+        return self._names.get(name)
 
     @atomic
     def begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
@@ -175,7 +157,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
         Raises:
             SpecError: If a load of this id is open.
         """
-        return self._begin(request_id, now, timeout)
+        return self._open(request_id, now, timeout)
 
     @atomic
     def assign(self, plan: LoadPlan) -> None:
@@ -190,7 +172,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
     @atomic
     def connected(self, request_id: str, now: float) -> list[Action]:
         """Record that all reads of a load are posted. Its heartbeats begin. Return actions."""
-        load = self._touch(request_id)
+        load = self._change(request_id)
         if load is None or load.state != "connecting" or load.plan is None:
             raise SpecError("request_id", request_id, "a load that waits for its producer")
         self._now = max(self._now, now)
@@ -203,12 +185,12 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
 
         A load that moves no data is done at once.
         """
-        actions = self._begin(plan.request_id, now, timeout)
+        actions = self._open(plan.request_id, now, timeout)
         return actions + self._step(self._assign(plan), "connected")
 
     def readable(self, request_id: str) -> dict[RankId, dict[Place, range]]:
         """Return the positions that can be read now, by source and layer."""
-        load = self._loads.get(request_id)
+        load = self.records.get(request_id)
         if load is None or load.state != "moving":
             return {}
         ready = {rank: source.readable() for rank, source in load.sources.items()}
@@ -216,7 +198,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
 
     def started(self, request_id: str) -> bool:
         """Return whether steps were started for everything that a load moves."""
-        load = self._loads.get(request_id)
+        load = self.records.get(request_id)
         return load is None or all(s.started == s.ends for s in load.sources.values())
 
     @atomic
@@ -241,21 +223,21 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
             SpecError: If the load does not move, or the step would move data twice or before it
                 was written.
         """
-        load = self._touch(request_id)
+        load = self._change(request_id)
         if load is None or load.state not in ("connecting", "moving") or source not in load.sources:
             raise SpecError("request_id", request_id, f"a load that moves from {source}")
-        known = load.sources[source]
-        tokens = known.start(known.ends if upto is None else upto)
-        self._numbers += 1
-        load.steps[self._numbers] = source, tokens
-        return Step(request_id, self._numbers)
+        moved = self._source(load, source)
+        tokens = moved.start(moved.ends if upto is None else upto)
+        number = self._count("numbers", 1)
+        self._put(load.steps, number, (source, tokens))
+        return Step(request_id, number)
 
     @atomic
     def finish(self, step: Step, now: float) -> list[Action]:
         """Record that all bytes of a step have arrived, and it writes no more. Return actions."""
         actions = self._tick(now)
         load, (rank, tokens) = self._end(step)
-        load.sources[rank].missing -= tokens
+        self._source(load, rank).missing -= tokens
         return actions + self._advance(load)
 
     @atomic
@@ -280,7 +262,7 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
         actions = self._tick(now)
         load, moved = self._end(step)
         if not quiet:
-            load.steps[step.number] = moved
+            self._put(load.steps, step.number, moved)
         return actions + self._fault(load, why, state)
 
     @atomic
@@ -293,32 +275,30 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
     ) -> list[Action]:
         """Give a load up. If it has already ended, nothing changes. Return actions."""
         actions = self._tick(now)
-        load = self._touch(request_id)
-        return actions + self._fault(load, why, state) if load is not None else actions
+        load = self._change(request_id)
+        return actions + (self._fault(load, why, state) if load is not None else [])
 
     @atomic
     def receive(self, message: Message, now: float) -> list[Action]:
         """Process a message of a producer. Return actions."""
         actions = self._tick(now)
-        load = self._loads.get(self.find(message) or "")
+        load = self._change(self.find(message) or "")
         why = refusal_of(message, load, self.me)
-        if load is None or why is not None:
-            return [*actions, Refused(message, why or "")]
+        if load is None or why:
+            return [*actions, Refused(message, why)]
         rank = message.by.rank
         source = load.sources.get(rank)
         if isinstance(message, LayerProgress):
-            # A frontier grows in one line, so `progress`, which is frequent, needs no copy.
+            # A frontier only grows, and it grows in one line, so this need not be undone.
             if source is not None:
                 source.record((message.group, message.layer), message.upto)
             return actions
-        self._touch(load.request_id)
-        load.asked[rank].pop(message.number, None)  # A late lease has no question any more.
         if isinstance(message, Lease):
             return actions
-        load.unanswered.discard(rank)
+        self._drop(load.waiting, rank)
         if source is not None and isinstance(message, Valid):
             # Only a question that was asked after everything arrived has an answer in this state.
-            source.valid = source.valid or load.state == "verifying"
+            self._source(load, rank).valid |= load.state == "verifying"
         elif source is not None and not source.sound:
             why = f"{message.by} aborted it, or its lease ended before it was read"
             return actions + self._fault(load, why, TransferState.GONE)
@@ -332,60 +312,37 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
             Actions.
         """
         actions = self._tick(now)
-        self._present.connect(engine_id, epoch)
-        for load in list(self._loads.values()):
-            plan = load.plan
-            if plan is not None and plan.engine_id == engine_id and plan.epoch != epoch:
-                self._touch(load.request_id)
-                load.unanswered.clear()
+        self._connect(engine_id, epoch)
+        for load in map(self._change, list(self.records)):
+            plan = load and load.plan
+            if load and plan and plan.engine_id == engine_id and plan.epoch != epoch:
+                load.waiting = {}
                 why = f"{engine_id} was restarted"
                 actions += self._fault(load, why, TransferState.GONE)
         return actions
 
-    @atomic
-    def tick(self, now: float) -> list[Action]:
-        """Process the time, and return actions.
-
-        Heartbeats and repeated messages are sent, and late loads fail.
-        """
-        return self._tick(now)
-
     def open_steps(self, request_id: str) -> frozenset[Step]:
         """Return the steps of a load that may still write."""
-        load = self._loads.get(request_id)
+        load = self.records.get(request_id)
         return frozenset(Step(request_id, number) for number in (load.steps if load else ()))
 
-    def _find(self, name: Name) -> str | None:
-        """Return the id of the load of a *name*. An interrupted call may leave a name behind."""
-        request_id = self._names.get(name, "")
-        load = self._loads.get(request_id)
-        known = load is not None and load.plan is not None and load.plan.name == name
-        return request_id if known else None
-
-    def _put_back(self, key: str, record: OpenLoad | None) -> None:
-        super()._put_back(key, record)
-        if record is not None and record.plan is not None:
-            self._names[record.plan.name] = key
-
-    def _begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
-        if request_id in self._loads:
+    def _open(self, request_id: str, now: float, timeout: float) -> list[Action]:
+        if request_id in self.records:
             raise SpecError("request_id", request_id, FREE_ID)
         actions = self._tick(now)
-        self._touch(request_id)
-        load = self._loads[request_id] = OpenLoad(request_id, self._now + timeout)
-        self._schedule(load)
+        self._save(request_id, OpenLoad(request_id, self._now + timeout))
         return actions
 
     def _assign(self, plan: LoadPlan) -> OpenLoad:
-        load = self._touch(plan.request_id)
+        load = self._change(plan.request_id)
         if load is None or load.plan is not None:
             raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
-        if self._present.is_other(plan.engine_id, plan.epoch):
+        if self.epochs.get(plan.engine_id, plan.epoch) != plan.epoch:
             raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
-        if self._find(plan.name) is not None:
+        if plan.name in self._names:
             raise SpecError("key", plan.key, "an attempt and sample whose earlier load is over")
+        self._put(self._names, plan.name, plan.request_id)
         load.plan = plan
-        self._names[plan.name] = plan.request_id
         load.sources = {
             rank: Source.of(ends, partial=plan.partial)
             for rank, ends in plan.sources.items()
@@ -393,69 +350,66 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
         }
         return load
 
+    def _source(self, load: OpenLoad, rank: RankId) -> Source:
+        """Return a copy of a source that takes its place. Its fields may be assigned."""
+        source = copy.copy(load.sources[rank])
+        self._put(load.sources, rank, source)
+        return source
+
     def _end(self, step: Step) -> tuple[OpenLoad, tuple[RankId, int]]:
         """Close an open step. Return its load, its source and its tokens."""
-        load = self._touch(step.request_id)
+        load = self._change(step.request_id)
         if load is None or step.number not in load.steps:
             raise SpecError("step", step, "a step that is open")
-        return load, load.steps.pop(step.number)
+        moved = load.steps[step.number]
+        self._drop(load.steps, step.number)
+        return load, moved
 
-    def _tick(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for load in self._woken(now):
-            load.wake = math.inf, 0
-            if self._now < load.due:
-                pass
-            elif self._now < load.deadline:
-                moves = load.state == "moving"
-                actions += self._send(load, Heartbeat if moves else Done, again=not moves)
-            elif (load.state, "time") in CONSUMER:
-                actions += self._step(load, "time")
-            else:
-                why = "not there in time"
-                if load.plan is None:
-                    why += ": its producer is not connected yet"
-                actions += self._fault(load, why, TransferState.TIMEOUT)
-            self._schedule(load)
-        return actions
-
-    def _schedule(self, load: OpenLoad) -> None:
-        """Look at *load* when it is due. The entry may be too early, but never too late."""
-        if load.due < load.wake[0] and load.state != "forgotten":
-            self._look_at(load.request_id, load, load.due)
+    def _wake(self, load: OpenLoad) -> list[Action]:
+        """Send or repeat the messages that are due, or end a load that is late."""
+        if self._now < load.due:
+            return []
+        if self._now < load.deadline:
+            moves = load.state == "moving"
+            return self._send(load, Heartbeat if moves else Done, again=not moves)
+        if (load.state, "time") in CONSUMER:
+            return self._step(load, "time")
+        why = "not there in time"
+        if load.plan is None:
+            why += ": its producer is not connected yet"
+        return self._fault(load, why, TransferState.TIMEOUT)
 
     def _fault(self, load: OpenLoad, why: str, state: TransferState) -> list[Action]:
         """Execute the row of a fault. Only the first fault of a load becomes its error."""
-        return self._step(load, "fault", [Failed(load.request_id, why, state)])
+        return self._step(load, "fault", Failed(load.request_id, why, state))
 
     def _advance(self, load: OpenLoad) -> list[Action]:
         """Execute the row of the condition that leads out of the state, if it holds."""
-        if load.state not in _CONDITIONS:
-            return []
-        event, holds = _CONDITIONS[load.state]
-        return self._step(load, event) if holds(load) else []
+        event, holds = _CONDITIONS.get(load.state, ("", None))
+        return self._step(load, event) if holds and holds(load) else []
 
-    def _step(self, load: OpenLoad, event: str, failed: Sequence[Failed] = ()) -> list[Action]:
+    def _step(self, load: OpenLoad, event: str, *failed: Failed) -> list[Action]:
         """Execute one row of the table, and those of all conditions that hold after it."""
         row = CONSUMER[load.state, event]
         public, load.state = PUBLIC[load.state], row.state
-        actions: list[Action] = []
+        actions = list[Action]()
         if PUBLIC[row.state] not in (public, ""):
             actions.append(Ended(load.request_id, PUBLIC[row.state]))
-        actions += failed if row.action == "fail" else ()
-        if row.action in _ACTS:
-            actions += _ACTS[row.action](self, load)
-        self._schedule(load)
+        if row.action == "fail":
+            actions += failed
+        elif row.action:
+            actions += getattr(self, f"_{row.action}")(load)
+        self._schedule(load.request_id, load)
         return actions + self._advance(load)
 
-    def _start_heartbeats(self, load: OpenLoad) -> list[Action]:
+    def _begin(self, load: OpenLoad) -> list[Action]:
         """Send the first heartbeats. A load that moves nothing is complete and sends none."""
-        load.unanswered = set(load.plan.expected) if load.plan is not None else set()
+        load.waiting = dict(load.plan.expected) if load.plan is not None else {}
         return self._send(load, Heartbeat) if load.sources else []
 
     def _ask(self, load: OpenLoad) -> list[Action]:
         """Ask the producers whether the data was valid. Answers to heartbeats do not count now."""
-        load.asked.clear()
+        load.asked = range(0)
         return self._send(load, Done)
 
     def _await(self, load: OpenLoad) -> list[Action]:
@@ -466,55 +420,37 @@ class ConsumerLedger(Ledger[str, OpenLoad]):
     def _release(self, load: OpenLoad) -> list[Action]:
         """Inform the producers of a failure, unless another attempt follows."""
         if load.plan is not None and load.plan.again:
-            load.unanswered.clear()
+            load.waiting = {}
         self._await(load)
         return self._ask(load)
 
     def _close(self, load: OpenLoad) -> list[Action]:
-        self._touch(load.request_id)
         if load.plan is not None:
-            self._names.pop(load.plan.name, None)
-        self._loads.pop(load.request_id, None)
-        if not self._loads:
-            self._wakes.clear()
+            self._drop(self._names, load.plan.name)
+        self._drop(self.records, load.request_id)
         return [Closed(load.request_id)]
 
     def _send(
         self, load: OpenLoad, kind: type[ReaderStatus], *, again: bool = False
     ) -> list[Action]:
         """Send to each producer rank that has to answer. *again*: with the same number."""
-        plan = load.plan
-        if plan is None:
+        if load.plan is None:
             return []
         if not again:
-            self._numbers += 1
-            load.number = self._numbers
+            number = self._count("numbers", 1)
+            load.asked = range(load.asked.start if load.asked else number, number + 1)
         load.next_message = self._now + self.heartbeat
-        actions: list[Action] = []
-        for rank in sorted(load.unanswered):
-            asked = load.asked.setdefault(rank, {})
-            for old in [n for n, at in asked.items() if at < self._now - self.patience]:
-                del asked[old]
-            asked[load.number] = self._now
-            fields = about(plan.name, self.me, rank, load.number)
-            actions.append(Tell(kind(*fields, expected=plan.expected[rank])))
-        return actions
+        return [
+            Tell(kind(*about(load.plan.name, self.me, rank, load.asked[-1]), expected=expected))
+            for rank, expected in sorted(load.waiting.items())
+        ]
 
-
-_ACTS: dict[str, Callable[[ConsumerLedger, OpenLoad], list[Action]]] = {
-    "begin": ConsumerLedger._start_heartbeats,  # noqa: SLF001
-    "ask": ConsumerLedger._ask,  # noqa: SLF001
-    "await": ConsumerLedger._await,  # noqa: SLF001
-    "release": ConsumerLedger._release,  # noqa: SLF001
-    "close": ConsumerLedger._close,  # noqa: SLF001
-}
-"""The method of each action in the table. `_step` itself does "fail"."""
 
 _CONDITIONS: dict[str, tuple[str, Callable[[OpenLoad], bool]]] = {
     "moving": ("whole", lambda load: not any(s.missing for s in load.sources.values())),
     "verifying": ("valid", lambda load: all(s.sound for s in load.sources.values())),
     "draining": ("quiet", lambda load: not load.steps),
-    "done": ("answered", lambda load: not load.unanswered),
-    "failed": ("answered", lambda load: not load.unanswered),
+    "done": ("answered", lambda load: not load.waiting),
+    "failed": ("answered", lambda load: not load.waiting),
 }
 """For each state, the event that is a condition."""

@@ -40,20 +40,15 @@ How it works:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
-import attrs
+import msgspec
 
+from kvspec.completion.ledger import Record
 from kvspec.descriptors.request import BlockTable
-from kvspec.wire.messages import (
-    Done,
-    Extent,
-    Key,
-    Message,
-    Pushed,
-    RankAddress,
-    ReaderStatus,
-)
+from kvspec.wire.messages import Done, Extent, Key, Message, Pushed, RankAddress, ReaderStatus
 
 # A rank that reads, and its sample.
 Reader = tuple[RankAddress, int]
@@ -63,9 +58,8 @@ Target = tuple[int, int, RankAddress]
 MAX_INCARNATIONS = 16
 
 
-@attrs.frozen
-class HeldReader:
-    """The last message of one reader, whether the reader is done, and the kind of the answer."""
+class HeldReader(NamedTuple):
+    """The last message of one reader, and the kind of the answer."""
 
     message: ReaderStatus
     answer: type[Message]
@@ -75,14 +69,8 @@ class HeldReader:
         """Whether the reader has stopped reading."""
         return isinstance(self.message, Done)
 
-    @property
-    def last(self) -> tuple[int, int]:
-        """Attempt and number of the last message."""
-        return self.message.attempt, self.message.number
 
-
-@attrs.frozen
-class PushState:
+class PushState(NamedTuple):
     """A push to one reader: a state of `kvspec.completion.states.PUSH`, and the written data."""
 
     state: str = "new"
@@ -94,28 +82,28 @@ class PushState:
         return self.state in ("writing", "stopping")
 
 
-@attrs.define(eq=False)
-class Incarnation:
-    """One incarnation of a reading engine: its last attempt, and the number of readers in it."""
-
-    attempt: int
-    expected: int
-    readers: dict[Reader, HeldReader] = attrs.field(factory=dict)
-
-    @property
-    def come(self) -> int:
-        """Number of readers that have come in the last attempt."""
-        return sum(reader.message.attempt == self.attempt for reader in self.readers.values())
-
-    @property
-    def complete(self) -> bool:
-        """Whether all readers of the last attempt have come, and all readers are done."""
-        done = all(reader.done for reader in self.readers.values())
-        return done and self.come == self.expected
+NEW_PUSH = PushState()
 
 
-@attrs.define(eq=False)
-class HeldRequest:
+class Incarnation(msgspec.Struct, eq=False):
+    """One incarnation of a reading engine.
+
+    Attributes:
+        attempt: Its last attempt.
+        expected: Number of readers in that attempt.
+        come: Number of readers that have come in that attempt.
+        reading: Number of readers that are not done, in any attempt.
+        readers: All readers.
+    """
+
+    attempt: int = -1
+    expected: int = 0
+    come: int = 0
+    reading: int = 0
+    readers: dict[Reader, HeldReader] = msgspec.field(default_factory=dict)
+
+
+class HeldRequest(Record, eq=False):
     """One request, until it is forgotten.
 
     Attributes:
@@ -123,7 +111,6 @@ class HeldRequest:
         expires: When its lease ends. When it is forgotten, if it is not held.
         latest: The latest possible end of its lease.
         state: State of `kvspec.completion.states.PRODUCER`.
-        wake: When the ledger looks at it next, and the order among requests of the same time.
         fenced_until: Until when it must be remembered although it is unknown, because a reader
             gave up a push of it.
         expected: Number of readers of each incarnation, if the engine passed it.
@@ -140,29 +127,20 @@ class HeldRequest:
     expires: float
     latest: float
     state: str = "unknown"
-    wake: tuple[float, int] = (0.0, 0)
     fenced_until: float = 0.0
     expected: int | None = None
     disputed: bool = False
-    incarnations: dict[tuple[str, int], Incarnation] = attrs.field(factory=dict)
-    early: dict[Reader, ReaderStatus] = attrs.field(factory=dict)
-    progress: dict[tuple[str, str], int] = attrs.field(factory=dict)
-    pushes: dict[Target, PushState] = attrs.field(factory=dict)
-    blocks: Mapping[str, BlockTable] = attrs.field(factory=dict)
-    checksums: dict[Extent, bytes] = attrs.field(factory=dict)
+    incarnations: dict[tuple[str, int], Incarnation] = msgspec.field(default_factory=dict)
+    early: dict[Reader, ReaderStatus] = msgspec.field(default_factory=dict)
+    progress: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
+    pushes: dict[Target, PushState] = msgspec.field(default_factory=dict)
+    blocks: Mapping[str, BlockTable] = msgspec.field(default_factory=dict)
+    checksums: dict[Extent, bytes] = msgspec.field(default_factory=dict)
 
-    def copied(self) -> HeldRequest:
-        """Return a copy that later changes of this record do not reach."""
-        incarnations = {
-            name: Incarnation(one.attempt, one.expected, dict(one.readers))
-            for name, one in self.incarnations.items()
-        }
-        # Much faster than `attrs.evolve`, and each message copies a request.
-        return HeldRequest(
-            self.key, self.expires, self.latest, self.state, self.wake, self.fenced_until,
-            self.expected, self.disputed, incarnations, dict(self.early), dict(self.progress),
-            dict(self.pushes), self.blocks, self.checksums,
-        )  # fmt: skip
+    @property
+    def due(self) -> float:
+        """When its lease ends, or when it is forgotten."""
+        return self.expires if self.state != "forgotten" else math.inf
 
     @property
     def held(self) -> bool:
@@ -172,8 +150,11 @@ class HeldRequest:
     @property
     def complete(self) -> bool:
         """Whether no reader reads, and none will come."""
-        known = bool(self.incarnations) and not self.disputed
-        return known and all(one.complete for one in self.incarnations.values())
+        if self.disputed or not self.incarnations:
+            return False
+        # Each incarnation: all readers of its last attempt have come, and all readers are done.
+        each = self.incarnations.values()
+        return all(one.come == one.expected and one.reading == 0 for one in each)
 
     def pinned(self, now: float) -> bool:
         """Return whether a push requires that the request is remembered."""
@@ -181,7 +162,7 @@ class HeldRequest:
 
     def push(self, target: Target) -> PushState:
         """Return the push to a reader. Its state is "new" if there was none."""
-        return self.pushes.get(target, PushState())
+        return self.pushes.get(target, NEW_PUSH)
 
     def reader(self, by: RankAddress, sample: int) -> HeldReader | None:
         """Return a reader that has come, or None."""
@@ -219,32 +200,29 @@ class HeldRequest:
         if self.expected is not None and message.expected != self.expected:
             return f"it expects {message.expected} readers, this engine {self.expected}", False
         incarnation = self.incarnations.get((message.by.engine_id, message.by.epoch))
-        if incarnation is not None and message.attempt <= incarnation.attempt:
-            return self._check_attempt(message, incarnation)
         if incarnation is None and len(self.incarnations) == MAX_INCARNATIONS:
             return f"{MAX_INCARNATIONS} incarnations of engines read it already", True
-        return "", False
+        if incarnation is None or message.attempt > incarnation.attempt:
+            return "", False
+        reader = incarnation.readers.get((message.by, message.sample))
+        return _check_attempt(message, incarnation, reader and reader.message)
 
-    def _check_attempt(self, message: ReaderStatus, incarnation: Incarnation) -> tuple[str, bool]:
-        """Check a message of an attempt that is known. See `check`."""
-        reader = self.reader(message.by, message.sample)
-        last = reader.last if reader else (incarnation.attempt, 0)
-        if (message.attempt, message.number) < last:
-            return "it is older than the reader's last message", False
-        if reader and (message.attempt, message.number) == last and not isinstance(message, Done):
-            return "it is a repetition of the reader's last message", False
-        if message.attempt == incarnation.attempt and message.expected != incarnation.expected:
-            return f"it expects {message.expected} readers, others {incarnation.expected}", True
-        if reader is None and incarnation.come == incarnation.expected:
-            return f"all {incarnation.expected} expected readers have come already", True
-        return "", False
 
-    def note(self, message: ReaderStatus, answer: type[Message]) -> None:
-        """Record an accepted message of a reader, and the kind of its answer."""
-        name = message.by.engine_id, message.by.epoch
-        if (incarnation := self.incarnations.get(name)) is None:
-            incarnation = Incarnation(message.attempt, message.expected)
-            self.incarnations[name] = incarnation
-        elif message.attempt > incarnation.attempt:
-            incarnation.attempt, incarnation.expected = message.attempt, message.expected
-        incarnation.readers[message.by, message.sample] = HeldReader(message, answer)
+def _check_attempt(
+    message: ReaderStatus, incarnation: Incarnation, before: ReaderStatus | None
+) -> tuple[str, bool]:
+    """Check a message of a known attempt, after the reader's message *before*.
+
+    See `HeldRequest.check`.
+    """
+    now = message.attempt, message.number
+    last = (before.attempt, before.number) if before else (incarnation.attempt, 0)
+    if now < last:
+        return "it is older than the reader's last message", False
+    if before and now == last and not isinstance(message, Done):
+        return "it is a repetition of the reader's last message", False
+    if message.attempt == incarnation.attempt and message.expected != incarnation.expected:
+        return f"it expects {message.expected} readers, others {incarnation.expected}", True
+    if before is None and incarnation.come == incarnation.expected:
+        return f"all {incarnation.expected} expected readers have come already", True
+    return "", False

@@ -2,42 +2,69 @@
 
 Invariant: a public method that changes a ledger either makes all its changes and returns the
 actions, or raises and changes nothing. So a call that was interrupted, for example by
-`KeyboardInterrupt`, can be repeated, and no action is lost.
+`KeyboardInterrupt`, can be repeated, and no action is lost. Only the time stays advanced.
 
 How it works:
-    `Ledger._touch` copies a record before its first change in a call. If an exception leaves the
-    call, `atomic` puts the copies and the numbers of the ledger back.
+    A ledger is made of dicts, and a record is an entry of the dict `records`. Only `_put` and
+    `_drop` change an entry. They write the old entry into a journal first. If an exception leaves
+    a call, `atomic` puts the old entries back, the last one first.
 
-    A heap contains the time at which each record must be looked at next. An entry whose time is not
-    the `wake` of its record is out of date and is skipped. So a record that is needed later or
-    earlier gets a second entry, and one that is put back may get one that it has already.
+    `_change` puts a copy of a record into `records`. The call may then assign the fields of that
+    copy, because `atomic` puts the old record back. The copy shares its dicts with the old record,
+    so their entries are changed in the same way, or the whole dict is replaced:
+
+        request = self._change(key)                      # journal: records, key, old request
+        request.expires = now + 30                       # a field of the copy
+        self._put(request.progress, place, 8)            # journal: progress, place, old position
+        request.early = {}                               # a field of the copy
+
+    So a call costs the same, however many readers or layers a record has.
+
+    A heap contains the time at which each record must be looked at next. An entry that is not the
+    `wake` of its record is out of date and is skipped. So a record that is needed earlier gets a
+    second entry. A record that is needed later is scheduled again when its entry comes.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from kvspec.completion.actions import Present
+import msgspec
+
+from kvspec.inputs import positive_int
+from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import RankAddress
 
-
-class Record(Protocol):
-    """A record of a ledger. *wake* is when it is looked at, and the order in that moment."""
-
-    wake: tuple[float, int]
-
-    def copied(self) -> Self:
-        """Return a copy that later changes of this record do not reach."""
+NEVER = math.inf, 0
 
 
+class Record(msgspec.Struct, eq=False, kw_only=True):
+    """A record of a ledger.
+
+    Attributes:
+        wake: When the ledger looks at it next, and the order in that moment.
+    """
+
+    wake: tuple[float, int] = NEVER
+
+    @property
+    def due(self) -> float:
+        """When the time changes something."""
+        raise NotImplementedError
+
+
+A = TypeVar("A")
+E = TypeVar("E", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R", bound=Record)
-L = TypeVar("L", bound="Ledger[Any, Any]")
+L = TypeVar("L", bound="Ledger[Any, Any, Any]")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -47,74 +74,116 @@ def atomic(act: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T
 
     @functools.wraps(act)
     def whole(ledger: L, /, *args: P.args, **more: P.kwargs) -> T:
-        ledger._before = {}  # noqa: SLF001
-        numbers = [getattr(ledger, name) for name in ledger.numbers]
+        ledger._journal = []  # noqa: SLF001
         try:
             return act(ledger, *args, **more)
         except BaseException:
-            for name, number in zip(ledger.numbers, numbers, strict=True):
-                setattr(ledger, name, number)
-            for key, record in ledger._before.items():  # noqa: SLF001
-                ledger._put_back(key, record)  # noqa: SLF001
+            ledger._undo()  # noqa: SLF001
             raise
 
     return whole
 
 
-class Ledger(Generic[K, R]):
-    """Records by key. Methods receive events and the time, and return actions.
+class Ledger(Generic[K, R, A]):
+    """Records by key. Methods receive events and the time, and return actions of the type `A`.
 
     Attributes:
         me: Address of this rank.
-        numbers: Names of the attributes that are numbers and that calls change.
+        records: The records.
+        epochs: The current incarnation of each connected engine. If an engine is not connected,
+            every incarnation of it counts as current.
+        counts: Numbers that the ledger counts, by name.
     """
-
-    numbers: ClassVar[tuple[str, ...]]
 
     def __init__(self, me: RankAddress) -> None:
         self.me = me
+        self.records: dict[K, R] = {}
+        self.epochs: dict[str, int] = {}
+        self.counts = Counter[str]()
         self._now = 0.0
-        self._present = Present()
-        self._records: dict[K, R] = {}
-        self._before: dict[K, R | None] = {}
+        self._journal: list[tuple[dict[Any, Any], Any, Any]] = []
         self._wakes: list[tuple[float, int, K]] = []
         self._order = itertools.count()
 
     @property
     def due(self) -> float | None:
         """Time of the next call of `tick`, or None. It may be too early."""
-        return self._wakes[0][0] if self._wakes else None
+        return self._wakes[0][0] if self.records and self._wakes else None
+
+    @atomic
+    def tick(self, now: float) -> list[A]:
+        """Process the time, which never goes back. Return actions."""
+        return self._tick(now)
 
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine."""
-        self._present.disconnect(engine_id)
+        self.epochs.pop(engine_id, None)
 
-    def _touch(self, key: K) -> R | None:
-        """Return a record that is about to change, or None. Copy it first, once in each call."""
-        record = self._records.get(key)
-        if key not in self._before:
-            self._before[key] = None if record is None else record.copied()
+    def _connect(self, engine_id: str, epoch: int) -> None:
+        """Record the current incarnation; raise `SpecError` if *epoch* is less than before."""
+        positive_int("epoch", epoch, least=self.epochs.get(is_name("engine_id", engine_id), 0))
+        self._put(self.epochs, engine_id, epoch)
+
+    def _put(self, entries: dict[E, T], key: E, entry: T) -> None:
+        """Set one entry of a dict. `atomic` can undo this."""
+        self._journal.append((entries, key, entries.get(key)))
+        entries[key] = entry
+
+    def _drop(self, entries: dict[E, T], key: E) -> None:
+        """Remove one entry of a dict, if there is one. `atomic` can undo this."""
+        self._journal.append((entries, key, entries.get(key)))
+        entries.pop(key, None)
+
+    def _count(self, name: str, more: int) -> int:
+        """Add to a number of `counts`, and return the sum."""
+        self._put(self.counts, name, self.counts[name] + more)
+        return self.counts[name]
+
+    def _change(self, key: K) -> R | None:
+        """Return a copy of a record that takes its place, or None. Its fields may be assigned."""
+        if (record := self.records.get(key)) is not None:
+            record = copy.copy(record)
+            self._put(self.records, key, record)
         return record
 
-    def _put_back(self, key: K, record: R | None) -> None:
-        if record is None:
-            self._records.pop(key, None)
-        else:
-            self._records[key] = record
-            if record.wake[0] < math.inf:  # Its entry may have been taken from the heap.
-                heapq.heappush(self._wakes, (*record.wake, key))
+    def _save(self, key: K, record: R) -> None:
+        """Store a record, and look at it when it is due."""
+        self._put(self.records, key, record)
+        self._schedule(key, record)
 
-    def _look_at(self, key: K, record: R, time: float) -> None:
-        """Look at a record at a time."""
-        record.wake = time, next(self._order)
-        heapq.heappush(self._wakes, (*record.wake, key))
+    def _undo(self) -> None:
+        """Put back what the journal contains."""
+        for entries, key, entry in reversed(self._journal):
+            if entry is None:
+                entries.pop(key, None)
+            else:
+                entries[key] = entry
+        # Entries may have been taken from the heap. A sorted list is a heap.
+        self._wakes = sorted(
+            (*record.wake, key) for key, record in self.records.items() if record.wake != NEVER
+        )
 
-    def _woken(self, now: float) -> Iterator[R]:
-        """Set the time, which never goes back. Yield the records whose time has come."""
+    def _schedule(self, key: K, record: R) -> None:
+        """Look at a record when it is due. An entry may be too early, but never too late."""
+        if record.due < record.wake[0]:
+            record.wake = record.due, next(self._order)
+            heapq.heappush(self._wakes, (*record.wake, key))
+
+    def _tick(self, now: float) -> list[A]:
+        """Set the time, and look at the records whose time has come."""
         self._now = max(self._now, now)
+        actions: list[A] = []
         while self._wakes and self._wakes[0][0] <= self._now:
-            *wake, key = self._wakes[0]
-            record = self._touch(key)  # First: an interrupt must not lose the entry.
-            heapq.heappop(self._wakes)
-            if record is not None and record.wake == tuple(wake):
-                yield record
+            *wake, key = heapq.heappop(self._wakes)
+            known = self.records.get(key)
+            if known is None or known.wake != tuple(wake):
+                continue
+            if (record := self._change(key)) is not None:
+                record.wake = NEVER
+                actions += self._wake(record)
+                self._schedule(key, record)
+        return actions
+
+    def _wake(self, record: R) -> list[A]:
+        """Look at a record. Return actions."""
+        raise NotImplementedError

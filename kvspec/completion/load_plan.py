@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
+import msgspec
 
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import RankId
@@ -58,8 +59,7 @@ class LoadPlan:
         return self.key, self.attempt, self.sample, self.engine_id, self.epoch
 
 
-@attrs.define(eq=False)
-class Source:
+class Source(msgspec.Struct, eq=False):
     """The data of one producer rank, and how far it has moved.
 
     Attributes:
@@ -81,11 +81,6 @@ class Source:
         """Return a source of which nothing has moved."""
         nothing = dict.fromkeys(ends, 0)
         return Source(ends, dict(nothing if partial else ends), nothing, sum(ends.values()))
-
-    def copied(self) -> Source:
-        """Return a copy that later changes of this one do not reach."""
-        written, started = dict(self.written), dict(self.started)
-        return Source(self.ends, written, started, self.missing, self.valid)
 
     @property
     def sound(self) -> bool:
@@ -120,5 +115,6 @@ class Source:
             if not least < end <= most:
                 raise SpecError("upto", end, f"more than {least}, of {place}, and at most {most}")
             tokens += end - least
-        self.started.update(upto)
+        # A new dict: an undone call must not have changed the old one.
+        self.started = {**self.started, **upto}
         return tokens

@@ -10,17 +10,17 @@ How it works:
     `PRODUCER` decides when its blocks are free, and `PUSH` what a reader of a push receives. The
     column `action` of a row names the method that carries the row out.
 
-    A heartbeat extends a lease without a change of the heap of `Ledger`: the record is pushed again
-    when its old time has come.
+    A heartbeat extends a lease without a change of the heap of `Ledger`: the record is scheduled
+    again when its old time has come.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
 
 from kvspec.completion.actions import Free, HoldAction, Refused, Tell
-from kvspec.completion.held import HeldRequest, PushState, Target
+from kvspec.completion.held import HeldReader, HeldRequest, Incarnation, PushState, Target
 from kvspec.completion.ledger import Ledger, atomic
 from kvspec.completion.states import PRODUCER, PUSH
 from kvspec.descriptors.request import BlockTable
@@ -51,7 +51,7 @@ Place = tuple[str, str]
 MAX_PUSHES = 1 << 16
 
 
-class ProducerLedger(Ledger[Key, HeldRequest]):
+class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     """The requests that one producer rank holds. Methods receive events and return actions.
 
     Args:
@@ -59,54 +59,46 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         lease: Seconds that a request is held after its admission, or after the last heartbeat of a
             reader. A freed or unknown request is remembered as long.
         longest: Seconds after which heartbeats no longer extend the lease.
-        most_early: Number of messages to keep for requests that are not admitted yet.
 
     Attributes:
-        holding: Number of requests whose blocks are not free.
-        pushes: Number of readers whose outcome of a push is remembered.
+        most_early: Number of messages to keep for requests that are not admitted yet.
     """
 
-    numbers: ClassVar[tuple[str, ...]] = ("_now", "_kept", "holding", "pushes")
+    most_early = 4096
 
-    def __init__(
-        self,
-        me: RankAddress,
-        *,
-        lease: float = 30.0,
-        longest: float = 3600.0,
-        most_early: int = 4096,
-    ) -> None:
+    def __init__(self, me: RankAddress, *, lease: float = 30.0, longest: float = 3600.0) -> None:
         super().__init__(me)
         self.lease = seconds("lease", lease)
         self.longest = seconds("longest", longest)
-        self.holding = self.pushes = 0
-        self._most_early = positive_int("most_early", most_early)
-        self._kept = 0
-        self._requests = self._records
 
     @property
     def held(self) -> tuple[Key, ...]:
         """The requests whose blocks are not free."""
-        return tuple(key for key, request in self._requests.items() if request.held)
+        return tuple(key for key, request in list(self.records.items()) if request.held)
+
+    @property
+    def holding(self) -> int:
+        """Number of requests whose blocks are not free."""
+        return self.counts["held"]
+
+    @property
+    def pushes(self) -> int:
+        """Number of readers whose outcome of a push is remembered."""
+        return self.counts["pushes"]
 
     @property
     def remembered(self) -> int:
         """Number of requests that are held, were freed lately, or are not admitted yet."""
-        return len(self._requests)
+        return len(self.records)
 
     def find(self, key: Key) -> HeldRequest | None:
         """Return the record of a request whose blocks are not free, or None."""
-        request = self._requests.get(key)
+        request = self.records.get(key)
         return request if request is not None and request.held else None
-
-    def written(self, key: Key, group: str, layer: str) -> int:
-        """Return the position up to which a layer of a held request is recorded as written."""
-        request = self.find(key)
-        return request.progress.get((group, layer), 0) if request else 0
 
     def stopping(self, key: Key, target: Target) -> bool:
         """Return whether the reader has given up a push that is in flight."""
-        request = self._requests.get(key)
+        request = self.records.get(key)
         return request is not None and request.push(target).state == "stopping"
 
     @atomic
@@ -134,38 +126,36 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         first = self.lease if lease is None else seconds("lease", lease)
         if expected is not None:
             positive_int("expected", expected, most=MAX_READERS)
-        actions = self._expire(now)
-        request = self._touch(key)
-        if request is not None and request.state != "unknown":
+        actions = self._tick(now)
+        request = self._change(key) or HeldRequest(key, 0.0, 0.0)
+        if request.state != "unknown":
             raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
-        if request is None:
-            request = self._requests[key] = HeldRequest(key, 0.0, 0.0)
         request.expires = self._now + first
         request.latest = self._now + max(self.longest, self.lease, first)
         request.fenced_until = 0.0
         request.expected, request.blocks = expected, blocks or {}
-        self._look_at(request.key, request, request.expires)
-        self.holding += 1
-        return actions + self._step(request, "admit")
+        self._count("held", 1)
+        actions += self._step(request, "admit")
+        self._save(key, request)
+        return actions
 
     @atomic
     def receive(self, message: Message, now: float) -> list[HoldAction]:
         """Process a message of a reader. Return actions."""
-        actions = self._expire(now)
+        actions = self._tick(now)
         if message.to != self.me or not isinstance(message, Heartbeat | Done | StopWriting):
             return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
         # An old incarnation may still wait for the end of a push, so its `stop` is answered.
-        stops = isinstance(message, StopWriting)
-        if not stops and self._present.is_other(message.by.engine_id, message.by.epoch):
+        current = self.epochs.get(message.by.engine_id, message.by.epoch) == message.by.epoch
+        if not current and not isinstance(message, StopWriting):
             return [*actions, Refused(message, "it is from another incarnation of that engine")]
-        known = self._touch(message.key)
+        known = self._change(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
         actions += self._push_message(request, message)
         if isinstance(message, ReaderStatus):
             actions += self._deliver(request, message)
-        if known is None and (request.early or request.pushes):
-            self._requests[message.key] = request
-            self._look_at(request.key, request, request.expires)
+        if known or request.early or request.pushes:
+            self._save(request.key, request)
         return actions
 
     @atomic
@@ -183,24 +173,22 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         Raises:
             SpecError: If the request is not held, or *upto* is less than before for a layer.
         """
-        actions = self._expire(now)
+        actions = self._tick(now)
         request = self._held(key)
         readers = request.reading()
         for group, layer in places:
             if upto < (before := request.progress.get((group, layer), 0)):
                 raise SpecError("upto", upto, f"at least {before}, the progress of {layer}")
-            request.progress[group, layer] = upto
+            self._put(request.progress, (group, layer), upto)
             actions += [_progress(reader, (group, layer), upto) for reader in readers]
         return actions
 
     @atomic
     def abort(self, key: Key, now: float) -> list[HoldAction]:
         """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
-        actions = self._expire(now)
-        request = self._touch(key)
-        if request is None or not request.held:
-            return actions
-        return actions + self._step(request, "abort")
+        actions = self._tick(now)
+        request = self._change(key)
+        return actions + (self._step(request, "abort") if request and request.held else [])
 
     @atomic
     def begin_push(self, key: Key, targets: Iterable[Target]) -> tuple[Target, ...]:
@@ -234,13 +222,14 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
             pushed: The written data, or None if the write failed.
             now: Time in seconds.
         """
-        actions = self._expire(now)
-        request = self._touch(key)
+        actions = self._tick(now)
+        request = self._change(key)
         if request is None or not request.push(target).in_flight:
             return actions  # `clear` forgot it, or an interrupted call is repeated.
         event = "failed" if pushed is None else "written"
         return actions + self._push(request, target, event, pushed)
 
+    @atomic
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
 
@@ -250,42 +239,27 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         Raises:
             SpecError: If *epoch* is less than before.
         """
-        self._present.connect(engine_id, epoch)
-
-    @atomic
-    def tick(self, now: float) -> list[HoldAction]:
-        """Process the time, which never goes back. Return actions."""
-        return self._expire(now)
+        self._connect(engine_id, epoch)
 
     def clear(self) -> None:
         """Forget all requests, without actions."""
-        self._requests.clear()
+        self.records.clear()
         self._wakes.clear()
-        self.holding = self.pushes = self._kept = 0
+        self.counts.clear()
 
     def _held(self, key: Key) -> HeldRequest:
         """Return a held request to change; raise `SpecError` if there is none."""
-        request = self._touch(key)
+        request = self._change(key)
         if request is None or not request.held:
             raise SpecError("remote_id", key.remote_id, "a request that is held")
         return request
 
-    def _shorten(self, request: HeldRequest) -> None:
-        """Let a request that is not held expire a lease from now."""
-        request.expires = self._now + self.lease
-        if request.expires < request.wake[0]:
-            self._look_at(request.key, request, request.expires)
-
-    def _expire(self, now: float) -> list[HoldAction]:
-        """Set the time, and process the requests whose time has come."""
-        actions: list[HoldAction] = []
-        for request in self._woken(now):
-            if request.expires <= self._now:
-                waits = (request.state, "pinned") in PRODUCER and request.pinned(self._now)
-                actions += self._step(request, "pinned" if waits else "time")
-            if request.state != "forgotten":
-                self._look_at(request.key, request, request.expires)
-        return actions
+    def _wake(self, request: HeldRequest) -> list[HoldAction]:
+        """End the lease of a request, or forget the request, unless a heartbeat extended it."""
+        if request.expires > self._now:
+            return []
+        waits = (request.state, "pinned") in PRODUCER and request.pinned(self._now)
+        return self._step(request, "pinned" if waits else "time")
 
     def _deliver(self, request: HeldRequest, message: ReaderStatus) -> list[HoldAction]:
         """Count a reader's message and answer it, or refuse it."""
@@ -308,41 +282,57 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         act = getattr(self, f"_{row.action}") if row.action else None
         actions: list[HoldAction] = act(request, message, before) if act else []
         if row.state == "forgotten":
-            self._kept -= len(request.early)
-            self.pushes -= len(request.pushes)
-            del self._requests[request.key]
+            self._count("pushes", -len(request.pushes))
+            self._drop(self.records, request.key)
         return actions
+
+    def _note(self, request: HeldRequest, message: ReaderStatus, answer: type[Message]) -> None:
+        """Record an accepted message of a reader, and the kind of its answer."""
+        name, reader = (message.by.engine_id, message.by.epoch), (message.by, message.sample)
+        one = copy.copy(request.incarnations.get(name)) or Incarnation()
+        self._put(request.incarnations, name, one)
+        if message.attempt > one.attempt:
+            one.attempt, one.expected, one.come = message.attempt, message.expected, 0
+        before, after = one.readers.get(reader), HeldReader(message, answer)
+        first = before is None or before.message.attempt < one.attempt
+        one.come += first and message.attempt == one.attempt
+        one.reading += (not after.done) - (before is not None and not before.done)
+        self._put(one.readers, reader, after)
 
     def _keep(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         """Keep the last early message of each reader: it is done, or of a later attempt."""
         reader = (message.by, message.sample)
         old = request.early.get(reader)
-        if old is None and self._kept == self._most_early:
-            why = f"the request is unknown, and {self._kept} messages wait already"
+        if old is None and self.counts["early"] == self.most_early:
+            why = f"the request is unknown, and {self.most_early} messages wait already"
             return [Refused(message, why)]
-        self._kept += old is None
+        self._count("early", old is None)
         if old is None or (message.attempt, message.number) > (old.attempt, old.number):
-            request.early[reader] = message
-        if request.expires > self._now + self.lease:  # It is remembered for a push.
-            self._shorten(request)
+            self._put(request.early, reader, message)
+        # A request that is remembered for a push waits longer. The reader must not.
+        request.expires = min(request.expires, self._now + self.lease)
         return []
+
+    def _early(self, request: HeldRequest) -> list[ReaderStatus]:
+        """Return the early messages, and keep them no longer."""
+        early, request.early = [*request.early.values()], {}
+        self._count("early", -len(early))
+        return early
 
     def _replay(self, request: HeldRequest, _: None, __: str) -> list[HoldAction]:
         """Process the early messages of a request that is admitted now."""
-        early = list(request.early.values())
-        request.early.clear()
-        self._kept -= len(early)
-        return [action for message in early for action in self._deliver(request, message)]
+        messages = self._early(request)
+        return [action for message in messages for action in self._deliver(request, message)]
 
     def _lease(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         """Extend the lease, and inform the reader of it and of the progress."""
-        request.note(message, Lease)
+        self._note(request, message, Lease)
         request.expires = max(request.expires, min(self._now + self.lease, request.latest))
         progress = [_progress(message, at, upto) for at, upto in request.progress.items()]
         return [Tell(message.answer(Lease, lease=request.expires - self._now)), *progress]
 
     def _valid(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
-        request.note(message, Valid)
+        self._note(request, message, Valid)
         return [Tell(message.answer(Valid))]
 
     def _gone(
@@ -350,13 +340,10 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
     ) -> list[HoldAction]:
         """Answer that nothing is held. Without *message*, answer all early messages."""
         if message is None:
-            early = list(request.early.values())
-            request.early.clear()
-            self._kept -= len(early)
             request.expires = max(request.fenced_until, self._now + self.lease)
-            return [Tell(one.answer(Gone)) for one in early]
+            return [Tell(early.answer(Gone)) for early in self._early(request)]
         if before == "fenced":
-            request.note(message, Gone)
+            self._note(request, message, Gone)
         return [Tell(message.answer(Gone))]
 
     def _repeat(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
@@ -365,8 +352,8 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
 
     def _free(self, request: HeldRequest, _: None, before: str) -> list[HoldAction]:
         """Free a request. Remember its readers for a lease, because they may ask again."""
-        self.holding -= 1
-        self._shorten(request)
+        self._count("held", -1)
+        request.expires = self._now + self.lease
         request.blocks, request.checksums = dict[str, BlockTable](), dict[Extent, bytes]()
         why = "sent" if request.complete else "expired"
         return [Free(request.key, "aborted" if before == "fenced" else why)]
@@ -378,24 +365,26 @@ class ProducerLedger(Ledger[Key, HeldRequest]):
         was before.
         """
         target = message.attempt, message.sample, message.by
-        push = request.push(target)
-        new = push.state == "new"
+        state, event = request.push(target).state, "heartbeat"
         if isinstance(message, StopWriting):
-            full = new and self.pushes >= MAX_PUSHES
-            return [] if full else self._push(request, target, "stop")
-        if new or isinstance(message, Done):
+            event = "stop"
+            if state == "new" and self.pushes >= MAX_PUSHES:
+                return []
+        elif state == "new" or isinstance(message, Done):
             return []
-        anew = push.state == "pushed" and request.finished(target)
-        return self._push(request, target, "anew" if anew else "heartbeat")
+        elif state == "pushed" and request.finished(target):
+            event = "anew"
+        return self._push(request, target, event)
 
     def _push(
         self, request: HeldRequest, target: Target, event: str, pushed: Pushed | None = None
     ) -> list[HoldAction]:
         """Take the row of the table for a push to *target*, and carry it out."""
-        self.pushes += target not in request.pushes
+        self._count("pushes", target not in request.pushes)
         push = request.push(target)
         row = PUSH[push.state, event]
-        push = request.pushes[target] = PushState(row.state, pushed or push.pushed)
+        push = PushState(row.state, pushed or push.pushed)
+        self._put(request.pushes, target, push)
         if request.state == "unknown":
             request.fenced_until = self._now + self.longest
         if row.action != "send":

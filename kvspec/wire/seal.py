@@ -36,13 +36,9 @@ class Secret:
 
     key: bytes = attrs.field(repr=False)
 
-    def mac(self, purpose: bytes, body: bytes) -> bytes:
-        """Return the code that proves that *body* was sealed for *purpose*."""
-        return hmac.digest(self.key, purpose + body, "sha256")
-
     def seal(self, purpose: bytes, body: bytes) -> bytes:
         """Return *body* as a message for *purpose*."""
-        return purpose + self.mac(purpose, body) + body
+        return purpose + hmac.digest(self.key, purpose + body, "sha256") + body
 
     def unseal(self, path: str, purpose: bytes, sealed: object, expected: str) -> bytes:
         """Return the body that was sealed, or raise `WireError` at *path*."""
@@ -52,7 +48,8 @@ class Secret:
         if len(sealed) < start or not sealed.startswith(purpose):
             raise WireError(path, f"{len(sealed)} bytes, {sealed[:16]!r}", expected)
         body = sealed[start:]
-        if not hmac.compare_digest(sealed[len(purpose) : start], self.mac(purpose, body)):
+        mac = hmac.digest(self.key, purpose + body, "sha256")
+        if not hmac.compare_digest(sealed[len(purpose) : start], mac):
             raise WireError(path, f"{len(sealed)} bytes, damaged or of another secret", expected)
         return body
 

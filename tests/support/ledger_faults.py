@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import attrs
@@ -21,7 +22,7 @@ class CountsMessages(ProducerLedger):
         """Handle each `done` as one of another reader."""
         self.extra = getattr(self, "extra", 0) + 1
         by = replace(message.by, rank=kvspec.RankId(tp=1000 + self.extra))
-        request = self._requests.get(message.key)
+        request = self.records.get(message.key)
         known = request and request.state == "held" and request.reader(message.by, message.sample)
         if message.kind == "done" and known and known.done:
             super().receive(replace(message, by=by), now)
@@ -52,7 +53,7 @@ class KeepsFirstCount(ProducerLedger):
 
     def receive(self, message: Any, now: float) -> Any:
         """Replace each later number by the first."""
-        request = self._requests.get(message.key)
+        request = self.records.get(message.key)
         name = message.by.engine_id, message.by.epoch
         incarnation = request and request.incarnations.get(name)
         if incarnation and isinstance(message, ReaderStatus):
@@ -97,9 +98,9 @@ class FreesTwice(ProducerLedger):
 
     def tick(self, now: float) -> Any:
         """Free each request that is forgotten."""
-        before = {key for key, request in self._requests.items() if request.state == "freed"}
+        before = {key for key, request in self.records.items() if request.state == "freed"}
         actions = super().tick(now)
-        return actions + [Free(key, "expired") for key in before if key not in self._requests]
+        return actions + [Free(key, "expired") for key in before if key not in self.records]
 
 
 class IgnoresEpoch(ProducerLedger):
@@ -107,7 +108,7 @@ class IgnoresEpoch(ProducerLedger):
 
     def receive(self, message: Any, now: float) -> Any:
         """Replace the epoch by that of the present incarnation."""
-        epoch = self._present._epochs.get(message.by.engine_id, message.by.epoch)
+        epoch = self.epochs.get(message.by.engine_id, message.by.epoch)
         return super().receive(replace(message, by=replace(message.by, epoch=epoch)), now)
 
 
@@ -127,9 +128,9 @@ class RemembersForever(ProducerLedger):
 
     def tick(self, now: float) -> Any:
         """Put back each freed request that was forgotten."""
-        kept = {k: r for k, r in self._requests.items() if r.state == "freed"}
+        kept = {k: r for k, r in self.records.items() if r.state == "freed"}
         actions = super().tick(now)
-        self._requests.update(kept)
+        self.records.update(kept)
         return actions
 
 
@@ -138,7 +139,7 @@ class RepeatsFirstAnswer(ProducerLedger):
 
     def receive(self, message: Message, now: float) -> Any:
         """Replace the number by that of the reader's first `done`."""
-        request = self._requests.get(message.key)
+        request = self.records.get(message.key)
         seen = request.reader(message.by, message.sample) if request else None
         other = not isinstance(message, ReaderStatus)
         if other or seen is None or not seen.done or seen.message.attempt != message.attempt:
@@ -158,7 +159,7 @@ class ExtendsLeaseForCopies(ProducerLedger):
 
     def receive(self, message: Any, now: float) -> Any:
         """Answer a copy like the original."""
-        request = self._requests.get(message.key)
+        request = self.records.get(message.key)
         reader = request.reader(message.by, message.sample) if request else None
         copy = reader is not None and reader.message == message
         if not copy or not isinstance(message, Heartbeat) or not request or request.state != "held":
@@ -174,8 +175,8 @@ class ForgetsStoppedReaders(ProducerLedger):
         actions = super()._push_message(request, message)
         target = message.attempt, message.sample, message.by
         if request.push(target).state == "stopped":
-            del request.pushes[target]
-            self.pushes -= 1
+            self._drop(request.pushes, target)
+            self._count("pushes", -1)
         return actions
 
 
@@ -191,9 +192,10 @@ class RestartsNumbers(ConsumerLedger):
     """Restart the numbers of messages with each load."""
 
     def _send(self, load: Any, kind: str, *, again: bool = False) -> Any:
-        numbers, self._numbers = self._numbers, load.number
+        self.own = getattr(self, "own", Counter[str]())
+        numbers, self.counts["numbers"] = self.counts["numbers"], self.own[load.request_id]
         actions = super()._send(load, kind, again=again)
-        self._numbers = numbers
+        self.own[load.request_id], self.counts["numbers"] = self.counts["numbers"], numbers
         return actions
 
 
@@ -202,7 +204,7 @@ class AwaitsNoAnswer(ConsumerLedger):
 
     def finish(self, step: Any, now: float) -> Any:
         """Take the data of every source for valid."""
-        load = self._loads[step.request_id]
+        load = self.records[step.request_id]
         for source in load.sources.values():
             source.valid = True
         return super().finish(step, now)
@@ -213,9 +215,10 @@ class TrustsItsOwnClock(ConsumerLedger):
 
     def receive(self, message: Any, now: float) -> Any:
         """Record until when the producer holds the request."""
-        load = self._loads.get(self.find(message) or "")
-        asked = load.asked.get(message.by.rank, {}).get(message.number) if load else None
-        if message.kind == "lease" and asked is not None:
+        load = self.records.get(self.find(message) or "")
+        if load and message.kind == "lease" and message.number in load.asked:
+            # The last question was sent a heartbeat before the next one is due.
+            asked = load.next_message - self.heartbeat
             self.leases = getattr(self, "leases", {}) | {
                 (load.request_id, message.by.rank): asked + message.lease - 0.01
             }
@@ -224,9 +227,9 @@ class TrustsItsOwnClock(ConsumerLedger):
     def finish(self, step: Any, now: float) -> Any:
         """Take data that arrives during the lease for valid."""
         name = step.request_id
-        rank, _ = self._loads[name].steps[step.number]
+        rank, _ = self.records[name].steps[step.number]
         if now < getattr(self, "leases", {}).get((name, rank), -1.0):
-            self._loads[name].sources[rank].valid = True
+            self.records[name].sources[rank].valid = True
         return super().finish(step, now)
 
 

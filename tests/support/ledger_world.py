@@ -320,10 +320,10 @@ class World(TwoEngines[bytes]):
                 for layer in group.layers:
                     ledger, place = self.producers[rank], (group.name, layer)
                     self.acted(ledger.tick(self.now), "P", rank)
-                    if ledger.find(request.key) is None:
+                    if (held := ledger.find(request.key)) is None:
                         return
                     # A frontier must never go back, so a lower position repeats the last one.
-                    frontier = max(ledger.written(request.key, *place), upto)
+                    frontier = max(held.progress.get(place, 0), upto)
                     actions = ledger.record_progress(request.key, [place], frontier, self.now)
                     self.acted(actions, "P", rank)
 

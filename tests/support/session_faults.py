@@ -84,8 +84,8 @@ def reader_that_gave_up_is_forgotten(patch: pytest.MonkeyPatch) -> None:
         actions = receive(self, request, message)
         target = message.attempt, message.sample, message.by
         if request.push(target).state == "stopped":
-            del request.pushes[target]
-            self.pushes -= 1
+            self._drop(request.pushes, target)
+            self._count("pushes", -1)
         return actions
 
     patch.setattr(ProducerLedger, "_push_message", forget)
@@ -122,7 +122,7 @@ def answers_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
     finish = ConsumerLedger.finish
 
     def trust(self: Any, step: Any, now: float) -> Any:
-        for source in self._loads[step.request_id].sources.values():
+        for source in self.records[step.request_id].sources.values():
             source.valid = True
         return finish(self, step, now)
 
@@ -223,7 +223,7 @@ def source_is_whole_after_its_first_step(patch: pytest.MonkeyPatch) -> None:
     finish = ConsumerLedger.finish
 
     def first_step(self: Any, step: Any, now: float) -> Any:
-        load = self._loads[step.request_id]
+        load = self.records[step.request_id]
         rank, tokens = load.steps[step.number]
         load.sources[rank].missing = tokens
         return finish(self, step, now)
