@@ -1,4 +1,4 @@
-"""The actions that ledgers return, and which incarnations of engines are connected.
+"""The actions that ledgers return.
 
 Invariant: a ledger does nothing itself. It returns actions, and the session carries them out.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import attrs
 
 from kvspec.errors import TransferState
-from kvspec.inputs import positive_int
-from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import Key, Message
 
 
@@ -77,26 +75,3 @@ HoldAction = Tell | Refused | Free
 """An action that the producer's ledger returns. The session carries them out in order."""
 Action = Tell | Refused | Failed | Ended | Closed
 """An action that the consumer's ledger returns. The session carries them out in order."""
-
-
-class Present:
-    """The current incarnation of each connected engine.
-
-    If an engine is not connected, every incarnation of it counts as current.
-    """
-
-    def __init__(self) -> None:
-        self._epochs: dict[str, int] = {}
-
-    def connect(self, engine_id: str, epoch: int) -> None:
-        """Record the current incarnation; raise `SpecError` if *epoch* is less than before."""
-        positive_int("epoch", epoch, least=self._epochs.get(is_name("engine_id", engine_id), 0))
-        self._epochs[engine_id] = epoch
-
-    def disconnect(self, engine_id: str) -> None:
-        """Forget an engine."""
-        self._epochs.pop(engine_id, None)
-
-    def is_other(self, engine_id: str, epoch: int) -> bool:
-        """Return whether another incarnation than this one is current."""
-        return self._epochs.get(engine_id, epoch) != epoch

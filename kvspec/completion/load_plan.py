@@ -40,6 +40,7 @@ class LoadPlan:
         sample: As in `Message`.
         partial: Whether to read only written data. Else all data is written already.
         again: Whether another attempt follows if this one fails. Then a failure is not sent.
+        name: Name of the load in messages.
     """
 
     request_id: str
@@ -52,10 +53,10 @@ class LoadPlan:
     sample: int = 0
     partial: bool = False
     again: bool = False
+    name: Name = attrs.field(init=False)
 
-    @property
-    def name(self) -> Name:
-        """Name of the load in messages."""
+    @name.default
+    def _name(self) -> Name:
         return self.key, self.attempt, self.sample, self.engine_id, self.epoch
 
 

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from session_world import MODES, PAIRS, Mode, World
-from two_engines import BrokenPromiseError, Promise, play
+from two_engines import Promise, cases_of, check_breaks, play
 
 from kvspec.testing import FakeNixl
 
@@ -178,11 +178,7 @@ FAULTS: dict[Mode | Literal["verify"], dict[Any, Promise]] = {
 
 @pytest.mark.parametrize(
     ("mode", "fault", "promise"),
-    [
-        pytest.param(mode, fault, promise, id=f"{mode}-{fault.__name__}")
-        for mode, some in FAULTS.items()
-        for fault, promise in some.items()
-    ],
+    cases_of(FAULTS),
 )
 def test_chaos_finds_the_promise_that_a_fault_breaks(
     mode: Any, fault: Any, promise: Promise, monkeypatch: pytest.MonkeyPatch
@@ -190,10 +186,6 @@ def test_chaos_finds_the_promise_that_a_fault_breaks(
     """Each fault breaks its promise within a hundred seeds, and no other promise before."""
     fault(monkeypatch)
 
-    def try_many() -> None:
-        for seed in range(100):
-            chaos(seed, "pull" if mode == "verify" else mode, verify=mode == "verify")
-
-    with pytest.raises(BrokenPromiseError) as caught:
-        try_many()
-    assert promise == caught.value.promise
+    verify = mode == "verify"
+    worlds = (chaos(seed, "pull" if verify else mode, verify=verify) for seed in range(100))
+    check_breaks(promise, worlds)

@@ -30,20 +30,9 @@ from kvspec.completion.consumer import Step as LedgerStep
 from kvspec.completion.held import Target
 from kvspec.completion.load_plan import LoadPlan
 from kvspec.completion.producer import ProducerLedger
+from kvspec.wire import messages as wire
 from kvspec.wire.codec import decode_message, encode_message
-from kvspec.wire.messages import (
-    Done,
-    Heartbeat,
-    Key,
-    Lease,
-    Message,
-    PushDone,
-    Pushed,
-    PushStopped,
-    RankAddress,
-    ReaderStatus,
-    StopWriting,
-)
+from kvspec.wire.messages import Key, Message, RankAddress
 
 Rank = kvspec.RankId
 Write = tuple[Key, Rank, Target]
@@ -341,7 +330,7 @@ class World(TwoEngines[bytes]):
             return
         mine = [r for r in self.requests if r.key == message.key and not r.lost]
         true = message.by.epoch == self.epochs["D"] and message.to == ledger.me
-        if mine and isinstance(message, Done) and true:
+        if mine and isinstance(message, wire.Done) and true:
             reader = message.by.rank, message.sample
             mine[0].done.setdefault(message.to.rank, set()).add(reader)
         now = self.now if message.to.engine_id == "P" else self.reader_now
@@ -356,13 +345,13 @@ class World(TwoEngines[bytes]):
         if not self.sent:
             return
         message = decode_message(self.sent[at % len(self.sent)])
-        reader = isinstance(message, ReaderStatus)
+        reader = isinstance(message, wire.ReaderStatus)
 
         def heartbeat(**changes: Any) -> Message:
             """Return a heartbeat of the same reader, with other fields."""
-            assert isinstance(message, ReaderStatus)
-            fields = {field: getattr(message, field) for field in Heartbeat.__struct_fields__}
-            return Heartbeat(**fields | changes)
+            assert isinstance(message, wire.ReaderStatus)
+            fields = {field: getattr(message, field) for field in wire.Heartbeat.__struct_fields__}
+            return wire.Heartbeat(**fields | changes)
 
         stranger = replace(message.by, rank=Rank(tp=77))
         changes: dict[str, Callable[[], Message]] = {
@@ -453,9 +442,9 @@ class World(TwoEngines[bytes]):
             if isinstance(action, Tell):
                 message = action.message
                 assert (name, rank) == (message.by.engine_id, message.by.rank), "a wrong sender"
-                if isinstance(message, Lease):
+                if isinstance(message, wire.Lease):
                     self.promise(message)
-                if isinstance(message, PushDone | PushStopped):
+                if isinstance(message, wire.PushDone | wire.PushStopped):
                     self.push_ended(message)
                     continue
                 self.net.append(encode_message(message))
@@ -472,7 +461,7 @@ class World(TwoEngines[bytes]):
             plan, ranks = load.load_plan, list(self.producers)
             to = RankAddress("P", plan.epoch, ranks[at % len(ranks)])
             by = RankAddress("D", self.epochs["D"], load.rank)
-            message = StopWriting(plan.key, by, to, plan.attempt, 0, plan.sample)
+            message = wire.StopWriting(plan.key, by, to, plan.attempt, 0, plan.sample)
             self.net.append(encode_message(message))
 
     def begin_push(self, at: int) -> None:
@@ -508,22 +497,22 @@ class World(TwoEngines[bytes]):
         if self.writes:
             write = self.writes.pop(at % len(self.writes))
             key, rank, target = write
-            pushed = None if fails else Pushed(1, 0, 0, bytes(16), bytes(16))
+            pushed = None if fails else wire.Pushed(1, 0, 0, bytes(16), bytes(16))
             self.outcome = None
             self.acted(self.producers[rank].end_push(key, target, pushed, self.now), "P", rank)
             check(Promise.PUSHED, self.outcome == (write, fails), "no outcome, or a false one")
 
-    def push_ended(self, message: PushDone | PushStopped) -> None:
+    def push_ended(self, message: wire.PushDone | wire.PushStopped) -> None:
         """Check the outcome of a push: nothing of it may move any more."""
         write = message.key, message.by.rank, (message.attempt, message.sample, message.to)
         check(Promise.PUSHED, write not in self.writes, "bytes may still move")
-        if isinstance(message, PushStopped):
+        if isinstance(message, wire.PushStopped):
             self.fenced[write] = self.now
         else:
             check(Promise.PUSHED, write in self.pushed, "`pushed` without a write")
-        self.outcome = write, isinstance(message, PushStopped)
+        self.outcome = write, isinstance(message, wire.PushStopped)
 
-    def promise(self, message: Lease) -> None:
+    def promise(self, message: wire.Lease) -> None:
         """Record a lease: until it ends, a rank may free only requests that have finished.
 
         One heartbeat extends a lease once. A repeated copy of it must not.

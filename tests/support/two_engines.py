@@ -26,9 +26,12 @@ import enum
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+import pytest
 
 import kvspec
 from kvspec.nixl import NixlRank, Staging
@@ -77,6 +80,22 @@ class BrokenPromiseError(AssertionError):
     def __init__(self, promise: Promise, why: object) -> None:
         super().__init__(f"{promise.name}: {promise}: {why}")
         self.promise = promise
+
+
+def cases_of(faults: Mapping[Any, Mapping[Any, Promise]]) -> list[Any]:
+    """Return one case of a test for each fault: where it is, the fault and the broken promise."""
+    return [
+        pytest.param(where, fault, promise, id=f"{where}-{fault.__name__}")
+        for where, some in faults.items()
+        for fault, promise in some.items()
+    ]
+
+
+def check_breaks(promise: Promise, worlds: Iterator[object]) -> None:
+    """Check that one of the *worlds*, played one after the other, breaks *promise* first."""
+    with pytest.raises(BrokenPromiseError) as caught:
+        deque(worlds, maxlen=0)
+    assert promise == caught.value.promise
 
 
 def check(promise: Promise, kept: object, why: object = "") -> None:
