@@ -250,7 +250,8 @@ def decode_message(data: bytes) -> AnyMessage:
     if len(data) > MAX_MESSAGE:
         raise WireError("message", f"{len(data)} bytes", f"at most {MAX_MESSAGE}")
     message = unpack("message", _MESSAGES, body)
-    for path, rank in (("by", message.by.rank), ("to", message.to.rank)):
-        if not 0 <= min(rank.pp, rank.pcp, rank.tp) <= max(rank.pp, rank.pcp, rank.tp) <= MOST:
+    for path in ("by", "to"):
+        rank = getattr(message, path).rank
+        if not (0 <= rank.pp <= MOST and 0 <= rank.pcp <= MOST and 0 <= rank.tp <= MOST):
             raise WireError(f"message.{path}.rank", rank, f"coordinates from 0 to {MOST}")
     return message
