@@ -6,7 +6,7 @@ disagree about how many will come, the request never completes. Then only its le
 How it works:
     A *reader* is a rank with one sample. Readers of one incarnation of an engine share an
     `Incarnation`. A reader may make several attempts, and each of its messages contains how many
-    readers this producer rank must expect in the attempt. `HeldRequest.check` compares a message
+    readers this producer rank must expect in the attempt. `HeldRequest.refusal` compares a message
     with the readers so far. The first row that matches decides:
 
         message                                          result
@@ -192,7 +192,7 @@ class HeldRequest(Record, eq=False):
             return False
         return reader.message.attempt == message.attempt and message.number <= reader.message.number
 
-    def check(self, message: ReaderStatus) -> tuple[str, bool]:
+    def refusal(self, message: ReaderStatus) -> tuple[str, bool]:
         """Return why *message* is refused, or "", and whether it disputes the request.
 
         See the module docstring for the cases.
@@ -205,16 +205,13 @@ class HeldRequest(Record, eq=False):
         if incarnation is None or message.attempt > incarnation.attempt:
             return "", False
         reader = incarnation.readers.get((message.by, message.sample))
-        return _check_attempt(message, incarnation, reader and reader.message)
+        return _refusal_in_attempt(message, incarnation, reader and reader.message)
 
 
-def _check_attempt(
+def _refusal_in_attempt(
     message: ReaderStatus, incarnation: Incarnation, before: ReaderStatus | None
 ) -> tuple[str, bool]:
-    """Check a message of a known attempt, after the reader's message *before*.
-
-    See `HeldRequest.check`.
-    """
+    """Return `HeldRequest.refusal` of a known attempt, after the reader's message *before*."""
     now = message.attempt, message.number
     last = (before.attempt, before.number) if before else (incarnation.attempt, 0)
     if now < last:

@@ -266,7 +266,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         event = "again" if request.repeats(message) else message.kind
         if not request.held:
             return self._step(request, event, message)
-        why, disputes = request.check(message)
+        why, disputes = request.refusal(message)
         request.disputed |= disputes
         if why:
             return [Refused(message, why)]
