@@ -313,9 +313,9 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         """
         actions = self._tick(now)
         self._connect(engine_id, epoch)
-        for load in map(self._change, list(self.records)):
-            plan = load and load.plan
-            if load and plan and plan.engine_id == engine_id and plan.epoch != epoch:
+        for plan in [load.plan for load in self.records.values() if load.plan is not None]:
+            ended = plan.engine_id == engine_id and plan.epoch != epoch
+            if ended and (load := self._change(plan.request_id)) is not None:
                 load.waiting = {}
                 why = f"{engine_id} was restarted"
                 actions += self._fault(load, why, TransferState.GONE)
@@ -365,7 +365,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self._drop(load.steps, step.number)
         return load, moved
 
-    def _wake(self, load: OpenLoad) -> list[Action]:
+    def _wake(self, load: OpenLoad, /) -> list[Action]:
         """Send or repeat the messages that are due, or end a load that is late."""
         if self._now < load.due:
             return []

@@ -205,7 +205,7 @@ class HeldRequest(Record, eq=False):
         if incarnation is None or message.attempt > incarnation.attempt:
             return "", False
         reader = incarnation.readers.get((message.by, message.sample))
-        return _refusal_in_attempt(message, incarnation, reader and reader.message)
+        return _refusal_in_attempt(message, incarnation, reader.message if reader else None)
 
 
 def _refusal_in_attempt(

@@ -184,6 +184,6 @@ class Ledger(Generic[K, R, A]):
                 self._schedule(key, record)
         return actions
 
-    def _wake(self, record: R) -> list[A]:
+    def _wake(self, record: R, /) -> list[A]:
         """Look at a record. Return actions."""
         raise NotImplementedError

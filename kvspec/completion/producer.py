@@ -20,7 +20,7 @@ import copy
 from collections.abc import Iterable, Mapping
 
 from kvspec.completion.actions import Free, HoldAction, Refused, Tell
-from kvspec.completion.held import HeldReader, HeldRequest, Incarnation, PushState, Target
+from kvspec.completion.held import HeldReader, HeldRequest, Incarnation, PushState, Reader, Target
 from kvspec.completion.ledger import Ledger, atomic
 from kvspec.completion.states import PRODUCER, PUSH
 from kvspec.descriptors.request import BlockTable
@@ -254,7 +254,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             raise SpecError("remote_id", key.remote_id, "a request that is held")
         return request
 
-    def _wake(self, request: HeldRequest) -> list[HoldAction]:
+    def _wake(self, request: HeldRequest, /) -> list[HoldAction]:
         """End the lease of a request, or forget the request, unless a heartbeat extended it."""
         if request.expires > self._now:
             return []
@@ -315,7 +315,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     def _early(self, request: HeldRequest) -> list[ReaderStatus]:
         """Return the early messages, and keep them no longer."""
-        early, request.early = [*request.early.values()], {}
+        early, request.early = [*request.early.values()], dict[Reader, ReaderStatus]()
         self._count("early", -len(early))
         return early
 
