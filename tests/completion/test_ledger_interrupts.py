@@ -27,14 +27,15 @@ from kvspec.wire.messages import (
 
 LINES = ledger, consumer, load_plan, producer, held
 Calls = list[Callable[[Any, list[Any]], Any]]
+PLACE = ("full", "layers.0")
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)
 
 
-def reads() -> LoadPlan:
+def reads(**more: Any) -> LoadPlan:
     """Return a plan that reads one layer of the first producer rank, and informs both."""
     return LoadPlan(
         request_id="mine", key=Key("theirs", b"8 bytes!"), engine_id="prefill", epoch=1,
-        expected={RANK: 1, OTHER: 1}, sources={RANK: {("full", "layers.0"): 8}},
+        expected={RANK: 1, OTHER: 1}, sources={RANK: {PLACE: 8}}, **more,
     )  # fmt: skip
 
 
@@ -75,6 +76,24 @@ RESTARTED: Calls = [
     lambda ledger, results: ledger.finish(results[1], 5.0),
     lambda ledger, _: ledger.tick(40.0),
 ]
+FOLLOWED: Calls = [
+    lambda ledger, _: ledger.expect(reads(partial=True), 0.0, 20.0),
+    lambda ledger, results: ledger.receive(written(results[0], 5), 1.0),
+    lambda ledger, _: ledger.start("mine", RANK, {PLACE: 3}),
+    lambda ledger, _: ledger.start("mine", RANK, {PLACE: 5}),
+    lambda ledger, results: ledger.finish(results[3], 2.0),
+    lambda ledger, results: ledger.receive(written(results[0], 8), 3.0),
+    lambda ledger, _: ledger.start("mine", RANK),
+    lambda ledger, results: ledger.finish(results[2], 4.0),
+    lambda ledger, results: ledger.finish(results[6], 4.5),
+    lambda ledger, results: ledger.receive(answers(results[8], "valid")[0], 4.6),
+    lambda ledger, results: ledger.receive(answers(results[8], "gone")[1], 4.7),
+]
+
+
+def written(actions: list[Any], upto: int) -> Message:
+    """Return the message of the first producer rank that a layer is written so far."""
+    return answers(actions, "progress", group=PLACE[0], layer=PLACE[1], upto=upto)[0]
 
 
 KEY, OTHER_KEY = Key("theirs", b"8 bytes!"), Key("theirs", b"9 bytes!!")
@@ -135,7 +154,7 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
     Return what the calls returned, and whether call *at* has so many lines.
     """
-    consumes = calls in (DONE, LATE, CONNECTED, RESTARTED)
+    consumes = calls in (DONE, LATE, CONNECTED, RESTARTED, FOLLOWED)
     ledger: Any = (
         ConsumerLedger(RankAddress("decode", 1, RANK), heartbeat=5.0, patience=12.0)
         if consumes
@@ -162,7 +181,9 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("calls", [DONE, LATE, CONNECTED, RESTARTED, READ, ABORTED, PUSHED])
+@pytest.mark.parametrize(
+    "calls", [DONE, LATE, CONNECTED, RESTARTED, FOLLOWED, READ, ABORTED, PUSHED]
+)
 def test_ledger_call_that_is_interrupted_can_be_made_again(calls: Calls) -> None:
     """The actions are the same wherever the interrupt comes."""
     expected, _ = played(calls)
