@@ -22,7 +22,8 @@ How it works:
 
     A heap contains the time at which each record must be looked at next. An entry that is not the
     `wake` of its record is out of date and is skipped. So a record that is needed earlier gets a
-    second entry. A record that is needed later is scheduled again when its entry comes.
+    second entry. A record that is needed later is scheduled again when its entry comes. The heap is
+    built again when most of its entries are out of date.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import RankAddress
 
 NEVER = math.inf, 0
+# Entries of the heap that may be out of date, beside one for each record.
+SPARE = 64
 
 
 class Record(msgspec.Struct, eq=False, kw_only=True):
@@ -158,7 +161,10 @@ class Ledger(Generic[K, R, A]):
                 entries.pop(key, None)
             else:
                 entries[key] = entry
-        # Entries may have been taken from the heap. A sorted list is a heap.
+        self._rebuild()  # Entries may have been taken from the heap.
+
+    def _rebuild(self) -> None:
+        """Make a heap of the entries that are not out of date. A sorted list is a heap."""
         self._wakes = sorted(
             (*record.wake, key) for key, record in self.records.items() if record.wake != NEVER
         )
@@ -168,6 +174,9 @@ class Ledger(Generic[K, R, A]):
         if record.due < record.wake[0]:
             record.wake = record.due, next(self._order)
             heapq.heappush(self._wakes, (*record.wake, key))
+            # Otherwise the deadline of each load that ended early would stay until it has passed.
+            if len(self._wakes) > 2 * len(self.records) + SPARE:
+                self._rebuild()
 
     def _tick(self, now: float) -> list[A]:
         """Set the time, and look at the records whose time has come."""

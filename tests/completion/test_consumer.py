@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 from msgspec.structs import replace
@@ -170,6 +171,20 @@ def test_late_load_fails_and_stops_informing_a_producer_that_does_not_answer() -
     assert TransferState.TIMEOUT == late[0].state
     assert ["done", "done"] == kinds(ledger.tick(25.0))
     assert [Closed("mine")] == ledger.tick(32.0)
+
+
+def test_load_that_ended_early_leaves_nothing_until_its_deadline() -> None:
+    """The deadlines are a day away, and another load is open all the time."""
+    ledger = moving()
+    tracemalloc.start()
+    try:
+        for at in range(5000):
+            ledger.begin(f"{at}", 1.0, 86400.0)
+            ledger.cancel(f"{at}", 1.0)
+        assert ["mine"] == list(ledger.open)
+        assert tracemalloc.get_traced_memory()[0] < 200_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_load_without_sources_is_done_at_once() -> None:
