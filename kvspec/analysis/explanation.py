@@ -212,8 +212,10 @@ def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
         merging = f"NIXL merges them into {merged:,}, and {fewest:,} is the minimum"
         lines.append(f"  {request.request_id}: {size}; {merging}")
         if dead := table.dead_bytes(request):
-            why = "moving them takes less time than more descriptors would"
-            lines.append(f"  {dead:,} of the bytes belong to dead tokens of the last block: {why}")
+            why = "an opaque page moves whole"
+            if table.dead_tokens:
+                why = "moving them takes less time than more descriptors would"
+            lines.append(f"  {dead:,} of the bytes belong to dead tokens: {why}")
     return "\n".join(lines)
 
 

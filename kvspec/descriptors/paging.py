@@ -106,9 +106,10 @@ class RowKind(NamedTuple):
     tokens: int
 
 
-# A larger limit needs fewer rows for a request but more rows in the table. With 16, a tile of 256
-# tokens has rows of 15 lengths for each of two sizes, and not of 255 lengths.
-MOST_LENGTHS = 16
+# A larger limit needs fewer rows for a request but more rows in the table. With 32, a tile of 256
+# tokens has rows of 31 and 7 lengths for two sizes, and not of 255 lengths. Blocks of 32 tokens are
+# common, and their last tokens are one row: transposed keys need a descriptor for each element.
+MOST_LENGTHS = 32
 
 
 def partial_sizes_of(grain: int, tile: int) -> tuple[int, ...]:
@@ -118,7 +119,7 @@ def partial_sizes_of(grain: int, tile: int) -> tuple[int, ...]:
     lengths only, and not for every length up to *tile*.
 
     >>> partial_sizes_of(1, 16), partial_sizes_of(1, 256), partial_sizes_of(4, 1056)
-    ((1, 16), (1, 16, 256), (4, 48, 528, 1056))
+    ((1, 16), (1, 32, 256), (4, 96, 1056))
     """
     sizes = [grain]
     while sizes[-1] < tile:
@@ -145,8 +146,11 @@ class TokenSplit:
         partial_sizes: Sizes whose multiples are rows of a part of a tile. If empty, a part of a
             tile moves state by state.
         trim_from: The last tile is shortened if it has at least this many dead tokens. 0 if it
-            always moves whole.
+            always moves whole. 1 unless dead tokens may move.
         prefix_multiple: Cached prefixes are multiples of this many tokens.
+        windowed: Whether tokens before the first live token may be dead, as in a sliding window.
+        dead_tokens: Whether dead tokens may move if that needs fewer descriptors.
+        opaque: Whether a state is an opaque page, which holds its dead tokens as well.
     """
 
     stripe: Stripe
@@ -158,10 +162,15 @@ class TokenSplit:
     partial_sizes: tuple[int, ...] = ()
     trim_from: int = 0
     prefix_multiple: int = 1
+    windowed: bool = False
+    dead_tokens: bool = False
+    opaque: bool = False
 
     @property
-    def may_begin_cached(self) -> bool:
-        """Whether a tile may begin with cached tokens."""
+    def may_begin_inside(self) -> bool:
+        """Whether the first row may begin inside a tile, after cached or dead tokens."""
+        if self.windowed and not self.dead_tokens:
+            return True
         positions, context = self.tile, self.consumer.context
         if context.size > 1 and context.same_sharding(self.producer.context):
             # Tiles then count the rank's own tokens, but prefixes count positions of the request.
@@ -177,15 +186,18 @@ class TokenSplit:
             return
         for tiles in range(1, self.spans + 1):
             yield RowKind(self.tile, 0, tiles * self.tile)
-        begins_cached = self.may_begin_cached
-        if self.tile > self.grain and not self.partial_sizes and (begins_cached or self.trim_from):
+        begins_inside = self.may_begin_inside
+        if self.tile > self.grain and not self.partial_sizes and (begins_inside or self.trim_from):
             yield RowKind(self.grain, 0, self.grain)
         for size, period in pairwise(self.partial_sizes):
             for tokens in range(size, period, size):
-                if begins_cached:
+                if begins_inside:
                     yield RowKind(period, period - tokens, tokens)
                 if self.trim_from:
                     yield RowKind(period, 0, tokens)
+            if begins_inside and not self.dead_tokens:
+                # All rows of a request may lie between the ends of one period.
+                yield RowKind(size, 0, size)
 
 
 def tile_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> int:

@@ -43,6 +43,7 @@ from kvspec.descriptors.paging import (
     partial_sizes_of,
     tile_tokens,
 )
+from kvspec.descriptors.request import MAX_TOKENS
 from kvspec.descriptors.tiles import Tiles
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache
@@ -372,7 +373,13 @@ class _PartPair(NamedTuple):
         """A key: every request cuts all parts with equal keys in the same way."""
         # The members are plain numbers, because hashing an attrs object for each part is slow.
         blocks = self.producer.paging.memory_block_size, self.consumer.paging.memory_block_size
-        return self.stripe.first, self.stripe.step, self.part.tokens_per_state, *blocks
+        grain = self.part.tokens_per_state
+        return self.stripe.first, self.stripe.step, grain, self.opaque, *blocks
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the part is an opaque page. `AttentionSpec` gives its part this name."""
+        return self.part.name == "page"
 
     @property
     def repeats(self) -> tuple[object, ...]:
@@ -405,6 +412,8 @@ def row_sets(
     consumer: RankCache,
     layers: frozenset[str] | None = None,
     prefix_multiple: int = 1,
+    *,
+    dead_tokens: bool = False,
 ) -> tuple[RowSet, ...]:
     """Return all row sets of one edge.
 
@@ -416,6 +425,7 @@ def row_sets(
         layers: Names of the layers to include. All by default.
         prefix_multiple: Cached prefixes are multiples of this many tokens. No tile begins with
             cached tokens if this is a multiple of the tile.
+        dead_tokens: Whether dead tokens may move if that needs fewer descriptors.
 
     Returns:
         For each split of the tokens: rows of one tile, rows of several tiles if those make longer
@@ -434,7 +444,12 @@ def row_sets(
         cut_alike.setdefault(pair.split_key, []).append(pair)
     sets: list[RowSet] = []
     for pairs in cut_alike.values():
-        token_split = _token_split(pairs[0], prefix_multiple)
+        token_split = attrs.evolve(
+            _token_split(pairs[0], prefix_multiple),
+            # All layers of an edge have the same live tokens.
+            windowed=_windowed(groups[1].spec.of_layer(edge.layers[0])),
+            dead_tokens=dead_tokens,
+        )
         boxes = tuple(_boxes(token_split.grain, pairs, boundaries))
         sets += _split_group_rows(token_split, boxes, boundaries)
     return tuple(sets)
@@ -457,7 +472,15 @@ def _token_split(pair: _PartPair, prefix_multiple: int) -> TokenSplit:
     paging = pair.producer.paging, pair.consumer.paging
     tile = tile_tokens(region.layer, part, *paging) if part.per_token else 0
     grain = part.tokens_per_state
-    return TokenSplit(pair.stripe, tile, grain, *paging, prefix_multiple=prefix_multiple)
+    return TokenSplit(
+        pair.stripe, tile, grain, *paging, prefix_multiple=prefix_multiple, opaque=pair.opaque
+    )
+
+
+def _windowed(spec: LayerSpec) -> bool:
+    """Return whether the first live token of a long request is not its first token."""
+    # After a whole chunk of tokens, chunked attention has no live token. So try two numbers.
+    return any(spec.live_tokens(number).start > 0 for number in (MAX_TOKENS - 1, MAX_TOKENS))
 
 
 def _boxes(grain: int, pairs: list[_PartPair], boundaries: Boundaries) -> Iterator[Boxes]:
@@ -566,11 +589,14 @@ def _trim_from(
     rows: Callable[[RowKind], list[RowSet]],
     descriptor_bytes: int,
 ) -> int:
-    """Return how many dead tokens make a shortened last tile at least as fast as a whole tile.
+    """Return the number of dead tokens from which the last tile is shortened.
 
-    Returns 0 if it never is. If a shortened tile needs no more descriptors than a whole tile, one
-    dead token is enough. A block has 8 tokens and is one tile, of which three tokens are live. The
-    right column has the result and the descriptors:
+    It is 1 unless dead tokens may move. If they may, it is the number that makes a shortened tile
+    at least as fast as a whole tile, or 0 if it never is.
+
+    If a shortened tile needs no more descriptors than a whole tile, one dead token is enough. A
+    block has 8 tokens and is one tile, of which three tokens are live. The right column has the
+    result and the descriptors:
 
         one head moves      a0 a1 a2 . . . . .   b0 b1 ...              1: one, as if whole
         two heads move      a0 a1 a2 . . . . .   b0 b1 b2 . . . . .     0: two, one if whole
@@ -581,6 +607,8 @@ def _trim_from(
     tile, grain = token_split.tile, token_split.grain
     if tile == grain:
         return 0  # A tile of one state has no part.
+    if not token_split.dead_tokens:
+        return 1
     whole, state = (RowKind(period=size, skip=0, tokens=size) for size in (tile, grain))
     whole_rows, state_rows = rows(whole), rows(state)
     if any(row_set.touching for row_set in whole_rows):

@@ -242,16 +242,20 @@ class SplitGroup:
         return picked
 
     def dead_bytes(self, request: TransferRequest) -> int:
-        """Return the number of bytes that *request* moves after its last token."""
+        """Return the number of bytes that *request* moves for dead tokens."""
         cut, total = self._cut(request, None), 0
         for number, (token_split, kinds) in enumerate(self.entries):
             if cut is None or not token_split.tile:
                 continue
-            context, grain = token_split.consumer.context, token_split.grain
-            live_stop = -(-context.local(cut.tables.wanted.stop) // grain) * grain
-            live_stop -= cut.tables.consumer.first_token // context.size
+            context, wanted = token_split.consumer.context, cut.tables.wanted
+            # A state with a live token is live. But a page holds the bytes of each of its tokens.
+            grain = 1 if token_split.opaque else token_split.grain
+            before = cut.tables.consumer.first_token // context.size
+            live_start = context.local(wanted.start) // grain * grain - before
+            live_stop = -(-context.local(wanted.stop) // grain) * grain - before
             for kind, (_, starts) in cut.row_starts[number].items():
                 dead = int(np.clip(starts + kind.tokens - live_stop, 0, kind.tokens).sum())
+                dead += int(np.clip(live_start - starts, 0, kind.tokens).sum())
                 row_bytes = sum(int(entry.rows.length.sum()) for entry in kinds[kind])
                 total += dead * row_bytes // kind.tokens
         return total

@@ -39,7 +39,7 @@ from kvspec.descriptors.tiles import Positions, Tiles, check_tokens
 from kvspec.descriptors.unwritten import Pair, unwritten_ranges
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.inputs import MOST, instance, positive_int, texts
+from kvspec.inputs import MOST, flag, instance, positive_int, texts
 from kvspec.memory.aliasing import groups_that_share
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.tokens import Ints
@@ -171,6 +171,7 @@ class DescriptorTable:
         consumer_memory_type: NIXL memory type of the consumer's rows, "DRAM" or "VRAM".
         layers: Names of the layers in the table, or None for all.
         prefix_multiple: Cached prefixes of requests are multiples of this many tokens.
+        dead_tokens: Whether the table may move dead tokens, see `build_table`.
 
     >>> import kvspec
     >>> spec = kvspec.FullAttentionSpec(
@@ -181,17 +182,17 @@ class DescriptorTable:
     >>> table = kvspec.build_table(kvspec.plan_transfer(engine, engine), *caches)
 
     A block has 512 bytes. The consumer has cached the first block, and its last block (9) is for
-    later tokens. Half of the third block is dead, but moving it costs less than a descriptor:
+    later tokens. Half of the third block is dead, so that only its live half moves:
 
     >>> request = kvspec.TransferRequest(
     ...     request_id="r", num_tokens=40, cached_tokens=16,
     ...     producer_blocks={"full": [3, 4, 5]}, consumer_blocks={"full": [7, 8, 2, 9]})
     >>> table.descriptors(request).tolist()
-    [[12048, 24096, 512], [12560, 21024, 512]]
+    [[12048, 24096, 512], [12560, 21024, 256]]
     >>> table.counts(request), table.dead_bytes(request)
-    ((2, 2), 256)
+    ((2, 2), 0)
     >>> table.unwritten_ranges(request).tolist()
-    [[24608, 512]]
+    [[21280, 256], [24608, 512]]
     """
 
     plan: TransferPlan
@@ -204,6 +205,7 @@ class DescriptorTable:
     consumer_memory_type: str
     layers: frozenset[str] | None = None
     prefix_multiple: int = 1
+    dead_tokens: bool = False
 
     def select(self, request: TransferRequest, *, tokens: Positions | None = None) -> Selection:
         """Return the ids of the descriptors that *request* moves.
@@ -290,10 +292,12 @@ class DescriptorTable:
         return posted, len(self.descriptors(request))
 
     def dead_bytes(self, request: TransferRequest) -> int:
-        """Return how many bytes of tokens after the last token *request* moves.
+        """Return how many bytes of dead tokens *request* moves. Dead tokens are not read later.
 
-        The last block is shortened if that needs no more descriptors, or if the dead bytes take
-        longer than the descriptors.
+        Dead tokens lie after the last token of the request, or before the first live token of a
+        window. It is 0 unless the table was built with ``dead_tokens=True``. The one exception are
+        opaque pages: kvspec does not know their order, so a page moves whole. A producer of opaque
+        pages must therefore keep them finite.
 
         Args:
             request: The request.
@@ -400,6 +404,7 @@ def build_table(
     *,
     layers: Iterable[str] | None = None,
     prefix_multiple: int = 1,
+    dead_tokens: bool = False,
 ) -> DescriptorTable:
     """Build the descriptor rows that connect one producer rank to one consumer rank.
 
@@ -414,6 +419,11 @@ def build_table(
         prefix_multiple: Cached prefixes of all requests are multiples of this many tokens. Engines
             that cache whole blocks pass the block size: the table then needs far fewer rows.
             `select` raises `SpecError` for other prefixes.
+        dead_tokens: Whether blocks may move whole, with tokens after the last token or before the
+            first live token of a window, if that needs fewer descriptors. The consumer then
+            receives whatever the producer's memory holds there. Many attention kernels return NaN
+            if a masked token is NaN. So set it only if the producer's memory is finite everywhere,
+            or if the consumer's kernel never reads dead tokens.
 
     Returns:
         The table. `producer_rows` and `consumer_rows` are uint64 arrays of shape (rows, 5).
@@ -431,13 +441,14 @@ def build_table(
     >>> caches = [kvspec.plan_memory(engine, kvspec.RankId(), 10, at) for at in (1 << 20, 1 << 30)]
     >>> table = kvspec.build_table(
     ...     kvspec.plan_transfer(engine, engine), *caches, prefix_multiple=16)
-    >>> table.producer_rows.tolist()  # Ten blocks of 16 tokens, 2 heads and 16 bytes each.
-    [[1048576, 512, 0, 512, 10]]
+    >>> table.producer_rows.tolist()  # Ten blocks of 512 bytes, and 160 tokens of 32 bytes.
+    [[1048576, 512, 0, 512, 10], [1048576, 32, 0, 32, 160]]
     """
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)
     instance("consumer_cache", consumer_cache, RankCache)
     positive_int("prefix_multiple", prefix_multiple)
+    flag("dead_tokens", dead_tokens)
     check_engine("producer_cache.engine", plan.producer, producer_cache.engine)
     check_engine("consumer_cache.engine", plan.consumer, consumer_cache.engine)
     only = None if layers is None else _layer_names(plan, layers)
@@ -445,7 +456,8 @@ def build_table(
     next_ids = (0, 0)
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
-        for rows in row_sets(edge, groups, producer_cache, consumer_cache, only, prefix_multiple):
+        caches = producer_cache, consumer_cache
+        for rows in row_sets(edge, groups, *caches, only, prefix_multiple, dead_tokens=dead_tokens):
             entries.append(Entry(edge, rows, *next_ids))
             used = rows.ids_used
             next_ids = next_ids[0] + used[0], next_ids[1] + used[1]
@@ -474,6 +486,7 @@ def build_table(
         consumer_memory_type=consumer_type,
         layers=only,
         prefix_multiple=prefix_multiple,
+        dead_tokens=dead_tokens,
     )
 
 

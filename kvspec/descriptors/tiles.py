@@ -13,36 +13,31 @@ How it works:
         moves          5   6   7    8   9  10  11   12  13  14
                         head              body           tail
 
-    Head: the first tile begins with a cached token (c). Only the tokens after it move.
+    A *dead* token (d) lies after the last token, or before the first live token of a window. The
+    consumer will not read it, and the producer's memory may hold anything there. Attention kernels
+    multiply the values of masked tokens by 0, and 0 times NaN is NaN. So dead tokens do not move.
+
+    Head: the first tile begins with a cached or dead token. Only the tokens after it move.
 
     Body: tiles move whole. If `TokenSplit.spans` is above 1, tiles that are adjacent in the memory
     of both sides become one row. If it is 1, each tile is a row, and NIXL joins those that touch.
 
-    Tail: the last tile ends with a *dead* token (d), which the consumer will not read. Dead tokens
-    may be written, because their block belongs to the request, but that takes time. So the tile is
-    shortened if it has at least `TokenSplit.trim_from` dead tokens, and never if `trim_from` is 0.
+    Tail: the last tile ends with a dead token. Only the tokens before it move.
 
-    These are all cases. Sizes are those of `TokenSplit.partial_sizes`:
+    The head and the tail are divided by `TokenSplit.partial_sizes`: one row for each size, as
+    `_part` shows. Without sizes, each state is a row. Both may be the same tile.
+
+    Callers may allow dead tokens to move (`TokenSplit.dead_tokens`), which needs fewer rows:
 
         tile    condition                                       rows
         ------  ----------------------------------------------  ------------------------------------
-        head    there are sizes                                 at most one for each size, to the
-                                                                tile's end
-        head    no sizes; trim_from is 0 or the tile is not     one for each state, to the tile's
-                the last                                        end
-        head    no sizes; trim_from > 0, the tile is the last   one for each state up to the last
-                                                                live state
-        body    joined to the tile before it                    none: that tile's row grows
-        body    not joined to the tile before it                one
-        tail    too few dead tokens, or joined to the tile      as in the body: dead tokens move
-                before it
-        tail    sizes, and one of them divides the live part    one, of the live tokens
-        tail    sizes, and none of them does                    as in the body: dead tokens move
-        tail    no sizes                                        one for each live state
-
-    The head does not wait for `trim_from`: each state is a row of its own there, so that leaving
-    out dead states only saves rows. A tile that was joined to the tile before it stays whole,
-    because a shorter tile would need its own row.
+        head    begins with a dead token                        as in the body
+        head    ends with a dead token; there are sizes, or     to the tile's end: dead tokens move
+                trim_from is 0
+        tail    fewer than `TokenSplit.trim_from` dead tokens,  as in the body: dead tokens move
+                or trim_from is 0
+        tail    joined to the tile before it, or the live part  as in the body: dead tokens move
+                needs more than one row by sizes
 
     Tokens are counted in one of two ways (`_Frame`). Usually they are positions of the request. If
     both sides shard tokens among context ranks alike, they are the rank's own tokens, without
@@ -445,9 +440,9 @@ def _cut(tables: Tables, token_split: TokenSplit, frame: _Frame) -> dict[RowKind
     RowKind(period=4, skip=0, tokens=3) [12]
     RowKind(period=4, skip=0, tokens=4) [8]
 
-    With rows of two tiles, the body and the tail are one row. The dead token 15 moves as well:
+    If dead tokens may move, the body and the tail are one row of two tiles, with the token 15:
 
-    >>> rows(trim_from=1, partial_sizes=(1, 4), spans=2)
+    >>> rows(trim_from=1, partial_sizes=(1, 4), spans=2, dead_tokens=True)
     RowKind(period=4, skip=1, tokens=3) [5]
     RowKind(period=4, skip=0, tokens=8) [8]
     """
@@ -459,13 +454,17 @@ def _cut(tables: Tables, token_split: TokenSplit, frame: _Frame) -> dict[RowKind
     live_stop = -(-wanted.stop // grain) * grain  # Only dead tokens follow the last live state.
     tile_starts = _moving(tables, token_split, frame, tile_starts)
     rows: list[KindStarts] = []
-    if first < frame.cached:
-        # Check this even if the tile moves over another edge: every edge must refuse the request.
-        start = _after_cached(tables, token_split, frame)
-        if len(tile_starts) and tile_starts[0] == first:
-            rows += _head(token_split, start, live_stop)
-            tile_starts = tile_starts[1:]
-    starts, counts = _joined(tables, token_split, frame, tile_starts)
+    # Check this even if the tile moves over another edge: every edge must refuse the request.
+    start = _first_state(tables, token_split, frame)
+    if token_split.dead_tokens and first >= frame.cached:
+        start = first
+    if first < start and len(tile_starts) and tile_starts[0] == first:
+        rows += _head(token_split, start, live_stop)
+        tile_starts = tile_starts[1:]
+    # A row of several tiles must not contain the last tile if that is shortened.
+    shortened = live_stop < last + size and not token_split.dead_tokens
+    separate = last if shortened else None
+    starts, counts = _joined(tables, token_split, frame, tile_starts, separate)
     if len(starts) and starts[-1] == last and (tail := _tail(token_split, last, live_stop)):
         rows += tail
         starts, counts = starts[:-1], None if counts is None else counts[:-1]
@@ -486,8 +485,8 @@ def _moving(tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts:
     return tile_starts
 
 
-def _after_cached(tables: Tables, token_split: TokenSplit, frame: _Frame) -> int:
-    """Return the first token that moves in a tile that begins with cached tokens."""
+def _first_state(tables: Tables, token_split: TokenSplit, frame: _Frame) -> int:
+    """Return the first token of the first state that moves."""
     start = frame.wanted.start // token_split.grain * token_split.grain
     if start < frame.cached:
         expected = f"a multiple of tokens_per_state={token_split.grain}"
@@ -496,52 +495,68 @@ def _after_cached(tables: Tables, token_split: TokenSplit, frame: _Frame) -> int
 
 
 def _head(token_split: TokenSplit, start: int, live_stop: int) -> list[KindStarts]:
-    """Return the rows from token *start*, which follows cached tokens, to the end of its tile.
-
-    A row by sizes ends at a multiple of the next size. With sizes (1, 4, 16), the tokens 5 to 15
-    are two rows: one of 3 tokens, which ends at 8, and one of 8 tokens, which ends at 16.
-    """
-    if not token_split.partial_sizes:
-        tile_stop = (start // token_split.tile + 1) * token_split.tile
-        # Each state is a row of its own, so leaving out dead states always saves rows.
-        return _states(
-            token_split, start, min(tile_stop, live_stop) if token_split.trim_from else tile_stop
-        )
-    # Dead tokens move, too: a row by sizes begins or ends with its tile, and never lies within it.
-    rows: list[KindStarts] = []
-    for _, period in pairwise(token_split.partial_sizes):
-        tokens = -start % period
-        if tokens:
-            rows.append((RowKind(period, period - tokens, tokens), np.array([start])))
-            start += tokens
-    return rows
+    """Return the rows from token *start* to the end of its tile, without dead tokens after it."""
+    stop = (start // token_split.tile + 1) * token_split.tile
+    # Without sizes, each state is a row of its own, so leaving out dead states always saves rows.
+    # With sizes, a whole end of a tile needs the fewest rows.
+    whole = not token_split.trim_from or bool(token_split.partial_sizes)
+    if not (token_split.dead_tokens and whole):
+        stop = min(stop, live_stop)
+    return _part(token_split, start, stop)
 
 
 def _tail(token_split: TokenSplit, last: int, live_stop: int) -> list[KindStarts]:
     """Return the rows of a shortened last tile, which begins at *last*. Empty if it moves whole.
 
-    With sizes (1, 4, 16), 8 live tokens are one row, and so are 3. The tile moves whole for 9 live
-    tokens, because rows of 5 to 15 tokens are multiples of 4.
+    If dead tokens may move, the tile moves whole unless one row by sizes is enough.
     """
     live = live_stop - last
     if not token_split.trim_from or token_split.tile - live < token_split.trim_from:
         return []
-    if not token_split.partial_sizes:
-        return _states(token_split, last, live_stop)
-    for size, period in pairwise(token_split.partial_sizes):
-        if live < period and live % size == 0:
-            return [(RowKind(period, 0, live), np.array([last]))]
-    return []
+    rows = _part(token_split, last, live_stop)
+    whole = token_split.dead_tokens and token_split.partial_sizes and len(rows) > 1
+    return [] if whole else rows
 
 
-def _states(token_split: TokenSplit, start: int, stop: int) -> list[KindStarts]:
-    """Return a row for each state of the tokens from *start* to *stop*."""
+def _part(token_split: TokenSplit, start: int, stop: int) -> list[KindStarts]:
+    """Return rows of exactly the tokens from *start* to *stop*, which lie in one tile.
+
+    With sizes, rows become larger from *start* on, and smaller towards *stop*. The sizes 1, 4 and
+    16 divide the tokens 5 to 14 at 8 and 12:
+
+        tokens      row
+        5 to 7      RowKind(period=4, skip=1, tokens=3)     the end of a period of 4
+        8 to 11     RowKind(period=4, skip=0, tokens=4)     the middle of a period of 16
+        12 to 14    RowKind(period=4, skip=0, tokens=3)     the beginning of a period of 4
+    """
     grain = token_split.grain
-    return [(RowKind(grain, 0, grain), np.arange(start, stop, grain))]
+    if not token_split.partial_sizes:
+        return [(RowKind(grain, 0, grain), np.arange(start, stop, grain))]
+    rows: list[KindStarts] = []
+    levels = list(pairwise(token_split.partial_sizes))
+    for _, period in levels:
+        tokens = -start % period
+        if start + tokens > stop:
+            break
+        if tokens:
+            rows.append((RowKind(period, period - tokens, tokens), np.array([start])))
+            start += tokens
+    for size, period in reversed(levels):
+        end = stop // size * size
+        if start % period and start < end:
+            rows.append((RowKind(size, 0, size), np.arange(start, end, size)))
+        elif start < end:
+            rows.append((RowKind(period, 0, end - start), np.array([start])))
+        start = max(start, end)
+    return rows
 
 
 def _joined(
-    tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts: Ints
+    tables: Tables,
+    token_split: TokenSplit,
+    frame: _Frame,
+    tile_starts: Ints,
+    separate: int | None,
 ) -> tuple[Ints, Ints | None]:
     """Join tiles that are adjacent in both memories into rows of several tiles.
 
@@ -551,6 +566,8 @@ def _joined(
 
         producer    | 5     | 6     |   one row       | 5     | 9     |   two rows
         consumer    | 3             |                 | 3             |
+
+    The tile that begins at token *separate* stays alone, if it is given.
 
     Returns:
         The first tokens of the rows, and the number of tiles of each. None stands for one each.
@@ -569,6 +586,8 @@ def _joined(
             ids = table.block_ids[local // paging.block_size]
             touching |= ids[1:] == ids[:-1] + 1
         adjacent &= touching
+    if tile_starts[-1] == separate:
+        adjacent[-1] = False
     starts = np.concatenate([[0], np.flatnonzero(~adjacent) + 1])
     return tile_starts[starts], np.diff(starts, append=len(tile_starts))
 

@@ -94,7 +94,11 @@ class Lane:
             whole = self.table
             caches = whole.producer, whole.consumer
             table = build_table(
-                whole.plan, *caches, layers=[layer], prefix_multiple=whole.prefix_multiple
+                whole.plan,
+                *caches,
+                layers=[layer],
+                prefix_multiple=whole.prefix_multiple,
+                dead_tokens=whole.dead_tokens,
             )
             role: Role = "producer" if self.consumer.peer is None else "consumer"
             agent = self.producer.peer or self.consumer.peer or ""
@@ -190,6 +194,8 @@ def judged(
     introductions: Iterable[bytes],
     role: Role,
     prefix_multiple: int,
+    *,
+    dead_tokens: bool = False,
 ) -> RemoteEngine:
     """Check the introductions of an engine, and return it without connecting it.
 
@@ -218,7 +224,9 @@ def judged(
     for rank in partners:
         caches = ranks[rank].cache, own.handshake.cache
         producer, consumer = caches if role == "producer" else caches[::-1]
-        tables[rank] = build_table(plan, producer, consumer, prefix_multiple=prefix_multiple)
+        tables[rank] = build_table(
+            plan, producer, consumer, prefix_multiple=prefix_multiple, dead_tokens=dead_tokens
+        )
     by_rank = {member.rank: member for member in members}
     readers = {
         rank: len(plan.notifiers(rank))

@@ -76,6 +76,7 @@ class Session:
         background: Start a thread that polls the session.
         max_producers: Number of producers of tickets that stay connected. The least recently used
             are disconnected.
+        dead_tokens: As in `build_table`, for all engines that this session connects.
 
     Raises:
         SpecError: If an argument is wrong.
@@ -100,10 +101,12 @@ class Session:
         patience: float = 60.0,
         background: bool = False,
         max_producers: int = 256,
+        dead_tokens: bool = False,
         clock: Callable[[], float] = since_boot,
     ) -> None:
         self.nixl = instance("nixl", nixl, NixlRank)
         in_background = flag("background", background)
+        self._dead_tokens = flag("dead_tokens", dead_tokens)
         check_channel(channel)
         self._connector = Connector(self._connect_ranks, self._disconnect, self.poll, max_producers)
         shake = Handshake(
@@ -208,7 +211,14 @@ class Session:
         """
         with self._connecting.held:
             most = seconds("timeout", timeout)
-            remote = judged(self._own, self.nixl, introductions, role, prefix_multiple)
+            remote = judged(
+                self._own,
+                self.nixl,
+                introductions,
+                role,
+                prefix_multiple,
+                dead_tokens=self._dead_tokens,
+            )
             name, epoch = remote.start
             self._messages.resolve(each.address for each in remote.ranks.values())
             with self._lock.held:

@@ -39,26 +39,27 @@ def test_table_with_prefix_multiple_moves_the_same_bytes(data: st.DataObject, ca
 
 
 @pytest.mark.parametrize(
-    ("prefix_multiple", "rows"),
+    ("prefix_multiple", "dead_tokens", "rows"),
     [
-        (
-            1,
-            1 + 15 * 2,
-        ),  # A whole block, and the last 1 to 15 tokens of a block, for keys and values.
-        (8, 1 + 15 * 2),  # A block may still begin with cached tokens.
-        (16, 1),
-        (48, 1),
+        # A whole block, and for keys and values the last 1 to 15 tokens of a block.
+        (1, True, 1 + 15 * 2),
+        (8, True, 1 + 15 * 2),  # A block may still begin with cached tokens.
+        (16, True, 1),
+        (48, True, 1),
+        # Also the first 1 to 15 tokens, and each of the 16 tokens alone.
+        (1, False, 1 + (15 + 15 + 16) * 2),
+        (16, False, 1 + 15 * 2),
     ],
 )
-def test_table_with_prefix_multiple_has_no_rows_for_parts_of_blocks(
-    prefix_multiple: int, rows: int
+def test_table_with_prefix_multiple_has_no_rows_for_ends_of_blocks(
+    prefix_multiple: int, *, dead_tokens: bool, rows: int
 ) -> None:
-    """A block is one run on both sides. If prefixes end on blocks, one row is enough."""
+    """A block is one run on both sides. If prefixes end on blocks, no block begins cached."""
     spec = builders.gqa(4, block_size=16)
     engines = [builders.engine(spec, tp=2, layout="LBKNHC") for _ in range(2)]
     plan = plan_transfer(*engines)
     caches = [allocate(engine, RankId(), 4)[0] for engine in engines]
-    table = build_table(plan, *caches, prefix_multiple=prefix_multiple)
+    table = build_table(plan, *caches, prefix_multiple=prefix_multiple, dead_tokens=dead_tokens)
     assert rows == len(table.consumer_rows)
 
 

@@ -78,6 +78,9 @@ class Settings:
         staging: MiB of host memory through which short runs move if that is cheaper. 0 for none.
         key_content: The fields of the `KeyContent` of all layers. It is required only if the
             modules of the model do not show how keys are rotated.
+        dead_tokens: Whether blocks may move whole, with tokens behind the last, if that needs fewer
+            descriptors. Set it only if the producer's memory is finite everywhere: vLLM's attention
+            may return NaN if a masked token is NaN.
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_fits)
@@ -92,6 +95,7 @@ class Settings:
     verify: bool = attrs.field(default=False, validator=_fits)
     staging: int = attrs.field(default=0, validator=_fits)
     key_content: KeyContent | None = attrs.field(default=None, converter=_key_content)
+    dead_tokens: bool = attrs.field(default=False, validator=_fits)
 
     @staticmethod
     def of(vllm_config: Any) -> Settings:
@@ -151,6 +155,7 @@ class Serving:
             channel=TcpChannel(settings.host, public=settings.public or ""),
             owner=kv_caches,
             lease=settings.lease,
+            dead_tokens=settings.dead_tokens,
             # Peers whose heartbeat is not shorter than half of the lease are refused. So two
             # engines with the same short lease need a shorter heartbeat than the default.
             heartbeat=min(5.0, settings.lease / 4),

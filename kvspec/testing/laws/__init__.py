@@ -174,8 +174,8 @@ LAWS = (
         8,
         "maximal",
         "No two descriptors are adjacent on both sides. No id moves a block without a live byte. If"
-        " one longer descriptor can replace several copies and moves less than 16 KiB of other"
-        " bytes, the ids pick it.",
+        " one longer descriptor can replace several copies and moves less than 16 KiB of other live"
+        " bytes and no dead byte, the ids pick it.",
         (long_runs.maximal, long_runs.minimal),
     ),
     Law(
