@@ -52,7 +52,8 @@ class Pair:
         sides = [kvspec.allocate(e, RankId(), NUM_BLOCKS) for e in (plan.producer, plan.consumer)]
         (producer_ids, mine), (consumer_ids, yours) = sides
         mine["g"][:] = 7  # The consumer has zeros, so a copy changes it.
-        table = kvspec.build_table(plan, producer_ids, consumer_ids)
+        # Blocks move whole, so that the first ids are those of the blocks.
+        table = kvspec.build_table(plan, producer_ids, consumer_ids, dead_tokens=True)
         return Pair(plan, producer_ids, consumer_ids, table, (mine["g"], yours["g"]))
 
     def verify(self, request: kvspec.TransferRequest) -> kvspec.CounterExample | None:

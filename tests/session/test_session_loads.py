@@ -80,8 +80,9 @@ def test_unwritten_ranges_cover_the_rest_of_the_blocks(pair: tuple[Side, Side]) 
         starts = [flat.ctypes.data for flat in consumer.storage[rank].values()]
         spans = load.unwritten_ranges
         assert (np.uint64, (len(spans), 2)) == (spans.dtype, spans.shape)
-        # 4 tokens of 2 layers and of 1 layer, K and V, 1 head of 4 bytes.
-        assert 4 * (2 + 1) * 2 * 4 == int(spans[:, 1].sum())
+        # Tokens 14 to 19 of 2 layers and of 1 layer, and 3 tokens before the window of that layer.
+        # Each is K and V of 1 head of 4 bytes.
+        assert (6 * (2 + 1) + 3) * 2 * 4 == int(spans[:, 1].sum())
         assert all(any(0 <= int(at) - start < 1 << 20 for start in starts) for at in spans[:, 0])
 
 
@@ -98,22 +99,22 @@ def test_full_hit_and_decline_free_the_request_without_a_transfer(pair: tuple[Si
     assert ["declined"] * 4 + ["hit"] * 4 == freed(8, producer, consumer)
 
 
-def test_prefix_multiple_saves_rows_and_limits_cached_prefixes(pair: tuple[Side, Side]) -> None:
+def test_prefix_multiple_limits_cached_prefixes(pair: tuple[Side, Side]) -> None:
     """The same bytes move. Another call of `connect` takes the limit back."""
     producer, consumer = pair
 
-    def rows() -> int:
-        """Return the number of rows of a load, which moves nothing."""
+    def multiples() -> set[int]:
+        """Return the multiples of the tables of a load, which moves nothing."""
         remote_id = new_remote_id("hit")
         producer.hold(remote_id)
         (load, _) = consumer.load(request("hit", cached=14), remote_id)
         quiet(producer, consumer)
-        return sum(len(table.consumer_rows) for table in load.remote.tables.values())
+        return {table.prefix_multiple for table in load.remote.tables.values()}
 
-    before = rows()
+    assert {1} == multiples()
     for session in consumer.sessions.values():
         session.connect(producer.introductions, prefix_multiple=4)
-    assert rows() < before
+    assert {4} == multiples()
     asked, remote_id = request(tokens=14, cached=8), new_remote_id("r")
     producer.fill(asked)
     consumer.spoil(asked)
@@ -128,7 +129,7 @@ def test_prefix_multiple_saves_rows_and_limits_cached_prefixes(pair: tuple[Side,
     assert ("prefix_multiple", 0) == (caught.value.field, caught.value.value)
     quiet(producer, consumer)
     consumer.first.connect(producer.introductions)
-    assert before == rows()
+    assert {1} == multiples()
 
 
 def test_request_is_freed_after_all_samples_of_its_prompt(pair: tuple[Side, Side]) -> None:
