@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvspec.cli.options import output, progress_bar, reported_errors, table
+from kvspec.cli import printing
 from kvspec.errors import nbytes
 from kvspec.run.measure import measure, probes, threshold
 
@@ -22,7 +22,7 @@ def calibrate(
     Run this command on an idle machine, with the environment of the engines
     (`UCX_TLS`, `UCX_NET_DEVICES`).
     """
-    with reported_errors(), progress_bar() as show:
+    with printing.reported_errors(), printing.progress_bar() as show:
         samples = measure(tuple(probes(megabytes << 20)), tries, show)
     rows = [
         (
@@ -32,6 +32,6 @@ def calibrate(
         )
         for sample in samples
     ]
-    console = output()
-    console.print(table(("mean run", "bytes", "direct, ms", "staged, ms"), rows))
+    console = printing.output()
+    console.print(printing.table(("mean run", "bytes", "direct, ms", "staged, ms"), rows))
     console.print(f"stage_below: {threshold(samples)}", highlight=False)

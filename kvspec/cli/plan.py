@@ -15,24 +15,7 @@ from rich.text import Text
 from kvspec.analysis.explanation import carried, edge_tokens
 from kvspec.analysis.flows import flows
 from kvspec.analysis.simulation import PolicyLoad, Simulation, simulate
-from kvspec.cli.options import (
-    AS_JSON,
-    CONSUMER,
-    MAX_ROWS,
-    MODEL,
-    PRODUCER,
-    RANKS_PER_NODE,
-    REPLICA_POLICY,
-    engine_option,
-    engine_pair,
-    output,
-    print_heading,
-    print_json,
-    replica_policy_of,
-    reported_errors,
-    request_option,
-    table,
-)
+from kvspec.cli import options, printing
 from kvspec.draw import plan_svg
 from kvspec.errors import SpecError, nbytes
 from kvspec.plan.edges import Edge, assignments
@@ -47,17 +30,19 @@ SPEED = typer.Option(50.0, help="GB/s out of each producer rank, or into each co
 
 
 def plan(
-    model: str = MODEL,
-    producer: str = PRODUCER,
-    consumer: str = CONSUMER,
-    consumers: int = engine_option(1, help="Number of consumer engines that read at once."),
-    replica_policy: str = REPLICA_POLICY,
-    ranks_per_node: int | None = RANKS_PER_NODE,
-    tokens: int = request_option(8192, help="Tokens of each prompt, of which none is cached."),
+    model: str = options.MODEL,
+    producer: str = options.PRODUCER,
+    consumer: str = options.CONSUMER,
+    consumers: int = options.engine_option(1, help="Number of consumer engines that read at once."),
+    replica_policy: str = options.REPLICA_POLICY,
+    ranks_per_node: int | None = options.RANKS_PER_NODE,
+    tokens: int = options.request_option(
+        8192, help="Tokens of each prompt, of which none is cached."
+    ),
     out_speed: float = SPEED,
     in_speed: float = SPEED,
     svg: str | None = typer.Option(None, metavar="FILE", help="Also draw the plan as SVG."),
-    as_json: bool = AS_JSON,
+    as_json: bool = options.AS_JSON,
 ) -> None:
     """Show which rank reads what from which rank, and predict the time for each replica policy.
 
@@ -67,9 +52,9 @@ def plan(
     The predicted time is that of the slowest link: load / speed.
     A real transfer takes longer.
     """
-    with reported_errors():
-        engines = engine_pair(model, producer, consumer)
-        policy = replica_policy_of(replica_policy, ranks_per_node, engines)
+    with printing.reported_errors():
+        engines = options.engine_pair(model, producer, consumer)
+        policy = options.replica_policy_of(replica_policy, ranks_per_node, engines)
         made = plan_transfer(*engines, policy)
         loads = _loads_of_edges(made, tokens)
         simulation = simulate(
@@ -86,17 +71,15 @@ def plan(
         summary = {"model": model, "num_tokens": tokens, "consumers": consumers}
         policies = {load.replica_policy: _policy(load) for load in simulation.policies}
         edges = [attrs.asdict(e, recurse=False) | {"bytes": loads[_key(e)]} for e in made.edges]
-        print_json(summary | {"edges": edges, "policies": policies})
+        printing.as_json(summary | {"edges": edges, "policies": policies})
         return
-    console = output()
-    print_heading(console, model, *engines)
+    console = printing.output()
+    printing.heading(console, model, *engines)
     moved = f"{nbytes(loads.total())} of {tokens:,} tokens to each engine"
     console.print(f"{moved}; replicas chosen by {made.policy_name!r}", soft_wrap=True)
     names = ("consumer", "producer", "group", "units of the model", "bytes")
     rows = [_row(made, edge, loads[_key(edge)]) for edge in made.edges]
-    console.print(table(names, rows[:MAX_ROWS], ("bytes",)))
-    if rows[MAX_ROWS:]:
-        console.print(f"and {len(rows) - MAX_ROWS} more pairs, see --json")
+    printing.pairs(console, names, rows, ("bytes",))
     _show_policies(simulation)
     links = f"{out_speed:g} GB/s out of and {in_speed:g} GB/s into each rank"
     note = f"predicted: time of the slowest link, with {links} (a lower bound)"
@@ -143,16 +126,16 @@ def _speed(field: str, value: float) -> float:
 
 def _show_policies(simulation: Simulation) -> None:
     """Print the loads of every policy, and bars of the bytes out of the producer ranks."""
-    console, first = output(), simulation.policies[0]
+    console, first = printing.output(), simulation.policies[0]
     numbers = ("predicted", "busiest producer", "max / mean")
     best = simulation.best.seconds
     rows = (_policy_row(load, best=load.seconds == best) for load in simulation.policies)
-    console.print(table(("policy", *numbers, "slowest link"), rows, numbers))
+    console.print(printing.table(("policy", *numbers, "slowest link"), rows, numbers))
     step = -(-len(first.out) // BARS)
     ranks = "each producer rank" if step == 1 else f"the busiest of {step} producer ranks each"
     most = max(int(load.out.max()) for load in simulation.policies)
     bars = ((load.replica_policy, _bars(load, step, most)) for load in simulation.policies)
-    console.print(table(("policy", f"bytes out of {ranks}"), bars))
+    console.print(printing.table(("policy", f"bytes out of {ranks}"), bars))
 
 
 def _policy_row(load: PolicyLoad, *, best: bool) -> Iterable[str | Text]:

@@ -11,65 +11,36 @@ from typing import TYPE_CHECKING, cast
 
 import typer
 
-from kvspec.cli.options import (
-    AS_JSON,
-    CONSUMER,
-    MAX_ROWS,
-    MODEL,
-    PRODUCER,
-    RANKS_PER_NODE,
-    REPLICA_POLICY,
-    WRONG,
-    engine_pair,
-    output,
-    print_heading,
-    print_json,
-    progress_bar,
-    replica_policy_of,
-    reported_errors,
-    request_option,
-    table,
-)
+from kvspec import run
+from kvspec.cli import options, printing
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.nixl.agent import package_names
-from kvspec.run import (
-    LAUNCHERS,
-    Figures,
-    Job,
-    Moved,
-    Place,
-    Report,
-    StageError,
-    check_job,
-    check_kills,
-    run_launched,
-    run_recovery,
-    run_transfer,
-)
-from kvspec.run.job import Mode
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 # Wrong bytes that are printed. ``--json`` has all of them.
 MAX_LINES = 12
+# Columns of the pairs of ranks. Numbers are right-aligned.
+NUMBERS = ("bytes", "descriptors", "mean run", "time", "GB/s")
 
 run_option = partial(typer.Option, rich_help_panel="The run")
 
 
 def transfer(
-    model: str = MODEL,
-    producer: str = PRODUCER,
-    consumer: str = CONSUMER,
-    replica_policy: str = REPLICA_POLICY,
-    ranks_per_node: int | None = RANKS_PER_NODE,
-    tokens: int = request_option(300, help="Tokens of each prompt."),
-    cached: int = request_option(
+    model: str = options.MODEL,
+    producer: str = options.PRODUCER,
+    consumer: str = options.CONSUMER,
+    replica_policy: str = options.REPLICA_POLICY,
+    ranks_per_node: int | None = options.RANKS_PER_NODE,
+    tokens: int = options.request_option(300, help="Tokens of each prompt."),
+    cached: int = options.request_option(
         0, help="Tokens at the start of each prompt that the consumer has already."
     ),
-    requests: int = request_option(2, help="Number of prompts."),
-    seed: int = request_option(0, help="Seed of the random block tables and cache contents."),
+    requests: int = options.request_option(2, help="Number of prompts."),
+    seed: int = options.request_option(
+        0, help="Seed of the random block tables and cache contents."
+    ),
     mode: str = run_option(
         "pull", metavar="pull|push", help="pull: consumers read. push: producers write."
     ),
@@ -96,11 +67,11 @@ def transfer(
     ),
     launcher: str = run_option(
         "",
-        metavar="|".join(LAUNCHERS),
+        metavar="|".join(run.LAUNCHERS),
         help="Launcher that started this process. The process is then one rank of the run, on one "
         "machine or several.",
     ),
-    as_json: bool = AS_JSON,
+    as_json: bool = options.AS_JSON,
 ) -> None:
     """Move a model's KV cache between two engines over NIXL, and compare every byte.
 
@@ -110,81 +81,78 @@ def transfer(
     With --kill, 0 means: nothing is lost, wrong or leaked.
     Exit status 1: something is wrong. Exit status 2: invalid input.
     """
-    with reported_errors():
-        engines = engine_pair(model, producer, consumer)
-        job = Job(
+    with printing.reported_errors():
+        engines = options.engine_pair(model, producer, consumer)
+        job = run.Job(
             producer=engines[0],
             consumer=engines[1],
             tokens=tokens,
             cached=cached,
             requests=requests,
-            replica_policy=replica_policy_of(replica_policy, ranks_per_node, engines),
-            mode=cast("Mode", mode),
+            replica_policy=options.replica_policy_of(replica_policy, ranks_per_node, engines),
+            mode=cast("run.Mode", mode),
             device=device,
             seed=seed,
             timeout=timeout,
             tamper=tamper,
             staging=staging,
         )
-        names = package_names()
-        if not any(map(find_spec, names)):
-            rule = "is not installed: run pip install 'kvspec[nixl]'"
-            raise SpecError("nixl", " or ".join(names), rule=rule)
-        place = _place(job, kill, launcher)
-        console = output()
+        place = _check(job, kill, launcher)
         # With a launcher, each rank is such a command. Only the first one prints.
-        if not as_json and (place is None or place.number == 0):
+        first, console = place is None or place.number == 0, printing.output()
+        if first and not as_json:
             _show_job(console, model, job, killed=kill != 0)
         report = _run(job, kill, place)
-    if report is None:
-        return
-    if as_json:
-        print_json({"model": model, **report.as_dict()})
-    elif isinstance(report, Report):
+    if not first:
+        for failure in getattr(report, "failures", ()):
+            typer.echo(str(failure), err=True)
+    elif as_json:
+        printing.as_json({"model": model, **report.as_dict()})
+    elif isinstance(report, run.Report):
         _show_report(console, job, report)
     else:
         _show_figures(console, report)
-    raise typer.Exit(0 if report.ok else WRONG)
+    raise typer.Exit(0 if report.ok else printing.WRONG)
 
 
-def _place(job: Job, kill: int, launcher: str) -> Place | None:
+def _check(job: run.Job, kill: int, launcher: str) -> run.Place | None:
     """Check that the run is possible. Return the place of this process in a launch."""
+    names = package_names()
+    if not any(map(find_spec, names)):
+        rule = "is not installed: run pip install 'kvspec[nixl]'"
+        raise SpecError("nixl", " or ".join(names), rule=rule)
     if kill and launcher:
         # The command restarts the ranks that it kills, so it must have started them.
         raise SpecError("kill", kill, rule=f"cannot be combined with launcher={launcher}")
     if launcher:
-        return Place.of(launcher, job)
+        return run.Place.of(launcher, job)
     if kill:
-        check_kills(job, kill)
+        run.check_kills(job, kill)
     else:
-        check_job(job)
+        run.check_job(job)
     return None
 
 
-def _run(job: Job, kill: int, place: Place | None) -> Report | Figures | None:
+def _run(job: run.Job, kill: int, place: run.Place | None) -> run.Report | run.Figures:
     """Run *job*: as one rank of a launcher, with kills, or once without."""
     if place is not None:
-        try:
-            return run_launched(job, place)
-        except StageError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(WRONG) from None
-    with progress_bar() as show:
-        return run_recovery(job, kill, show) if kill else run_transfer(job, show)
+        return run.run_launched(job, place)
+    with printing.progress_bar() as show:
+        return run.run_recovery(job, kill, show) if kill else run.run_transfer(job, show)
 
 
-def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -> None:
+def _show_job(console: Console, model: str, job: run.Job, *, killed: bool = False) -> None:
     """Print the model, both engines and the requests. If ranks are *killed*, lengths are random."""
     cached = f", {job.cached} of them cached" if job.cached else ""
     mode = "consumers read" if job.mode == "pull" else "producers write"
     memory = "host memory" if job.device == "cpu" else job.device
     count = counted(job.requests, "request")
-    print_heading(console, model, job.producer, job.consumer)
+    printing.heading(console, model, job.producer, job.consumer)
     tokens = f"{'1 to ' if killed and job.tokens > 1 else ''}{counted(job.tokens, 'token')}"
     console.print(f"{count} of {tokens}{cached}; {mode}; caches in {memory}", soft_wrap=True)
 
 
-def _show_figures(console: Console, figures: Figures) -> None:
+def _show_figures(console: Console, figures: run.Figures) -> None:
     """Print the counts of a run with kills, and the result."""
     console.print(f"\n{figures}", soft_wrap=True)
     if figures.ok:
@@ -193,13 +161,12 @@ def _show_figures(console: Console, figures: Figures) -> None:
         console.print(f"WRONG: {fault}", style="bold red")
 
 
-def _show_report(console: Console, job: Job, report: Report) -> None:
+def _show_report(console: Console, job: run.Job, report: run.Report) -> None:
     """Print the pairs of ranks, the counts and the result."""
     console.print()
     if report.moved:
-        console.print(_pairs(report.moved[:MAX_ROWS]))
-        if len(report.moved) > MAX_ROWS:
-            console.print(f"and {len(report.moved) - MAX_ROWS} more pairs, see --json")
+        names = ("producer", "consumer", *NUMBERS)
+        printing.pairs(console, names, list(map(_pair, report.moved)), NUMBERS)
         console.print(
             f"moved: {sum(pair.nbytes for pair in report.moved):,} bytes, as in the table"
         )
@@ -227,18 +194,13 @@ def _show_report(console: Console, job: Job, report: Report) -> None:
         console.print(f"  {line}")
 
 
-def _pairs(moved: tuple[Moved, ...]) -> Table:
-    numbers = ("bytes", "descriptors", "mean run", "time", "GB/s")
-    rows = (
-        (
-            str(pair.producer),
-            str(pair.consumer),
-            f"{pair.nbytes:,}",
-            f"{pair.runs:,}",
-            nbytes(pair.nbytes // pair.runs) if pair.runs else "-",
-            f"{pair.seconds * 1e3:,.1f} ms",
-            f"{pair.nbytes / pair.seconds / 1e9:.3f}" if pair.seconds else "-",
-        )
-        for pair in moved
+def _pair(pair: run.Moved) -> tuple[str, ...]:
+    return (
+        str(pair.producer),
+        str(pair.consumer),
+        f"{pair.nbytes:,}",
+        f"{pair.runs:,}",
+        nbytes(pair.nbytes // pair.runs) if pair.runs else "-",
+        f"{pair.seconds * 1e3:,.1f} ms",
+        f"{pair.nbytes / pair.seconds / 1e9:.3f}" if pair.seconds else "-",
     )
-    return table(("producer", "consumer", *numbers), rows, numbers)

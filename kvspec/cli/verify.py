@@ -8,13 +8,7 @@ import time
 import typer
 
 from kvspec.check.proof import MAX_HEADS, MAX_TP, prove
-from kvspec.cli.options import (
-    RANKS_PER_NODE,
-    WRONG,
-    output,
-    progress_bar,
-    reported_errors,
-)
+from kvspec.cli import options, printing
 from kvspec.ownership.replicas import POLICIES, known_policies
 
 # Number of counter-examples that are printed.
@@ -27,7 +21,7 @@ def verify(
     ),
     max_heads: int = typer.Option(16, help=f"Largest number of KV heads, at most {MAX_HEADS}."),
     jobs: int | None = typer.Option(None, help="Number of processes. Default: one for each core."),
-    ranks_per_node: int | None = RANKS_PER_NODE,
+    ranks_per_node: int | None = options.RANKS_PER_NODE,
 ) -> None:
     """Check that each consumer rank reads each of its heads exactly once, from an owner.
 
@@ -36,10 +30,10 @@ def verify(
     Exit status 0: all are exact. 1: there is a counter-example. 2: invalid input.
     """
     start = time.perf_counter()
-    with reported_errors():
+    with printing.reported_errors():
         policies = known_policies(None) if ranks_per_node is None else tuple(POLICIES)
         heads = itertools.count(1)
-        with progress_bar() as show:
+        with printing.progress_bar() as show:
             proof = prove(
                 max_tp,
                 max_heads,
@@ -48,7 +42,7 @@ def verify(
                 replica_policies=policies,
                 ranks_per_node=ranks_per_node,
             )
-    console = output()
+    console = printing.output()
     tried = f"{proof.triples:,} triples (producer TP, consumer TP, heads), "
     tried += f"{proof.rank_cases:,} consumer ranks, {time.perf_counter() - start:.1f} s, "
     tried += f"policies: {', '.join(policies)}"
@@ -58,4 +52,4 @@ def verify(
     console.print(f"WRONG: {len(proof.faults):,} of {tried}", style="bold red")
     for fault in proof.faults[:MAX_FAULTS]:
         console.print(f"  {fault}")
-    raise typer.Exit(WRONG)
+    raise typer.Exit(printing.WRONG)

@@ -6,12 +6,12 @@ of each consumer with the byte oracle. `run_launched` is one rank of such a run 
 reports.
 """
 
-from kvspec.run.job import Job
+from kvspec.run.job import Job, Mode
 from kvspec.run.launched import LAUNCHERS, Place, run_launched
 from kvspec.run.local import check_job, run_transfer
 from kvspec.run.recovery import check_kills, run_recovery
 from kvspec.run.report import Compared, Failure, Figures, Moved, RankReport, Report
-from kvspec.run.run_stages import STAGES, StageError
+from kvspec.run.transfer_rank import STAGES
 
 __all__ = [
     "LAUNCHERS",
@@ -20,11 +20,11 @@ __all__ = [
     "Failure",
     "Figures",
     "Job",
+    "Mode",
     "Moved",
     "Place",
     "RankReport",
     "Report",
-    "StageError",
     "check_job",
     "check_kills",
     "run_launched",

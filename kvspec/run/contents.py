@@ -6,14 +6,13 @@ adds its own bytes. Bytes that no request may change are compared as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Job, Side
@@ -24,7 +23,6 @@ from kvspec.testing.positions import Rows, rows_of
 
 Bytes = NDArray[np.uint8]
 Storage = dict[str, Bytes]
-Marks = dict[str, NDArray[np.bool_]]
 MAX_LINES = 5
 """Number of wrong bytes of each request that a rank describes."""
 
@@ -60,50 +58,45 @@ class Contents:
     def after(self, before: Storage) -> tuple[Storage, Storage]:
         """Return what the rank must hold after the run, and a mask of the free bytes.
 
-        Free bytes may have any value.
+        Free bytes may have any value. No byte of a producer may change.
         """
         must = {name: flat.copy() for name, flat in before.items()}
         free = {name: np.zeros_like(flat) for name, flat in before.items()}
         must_views, free_views = self._views(must), self._views(free)
-        for rows, true in self._rows():
+        for rows, true in self._rows() if self.side == "consumer" else ():
             live, dead = rows.live, rows.dead
             must_views[rows.key][rows.block[live], :, rows.row[live]] = true[live]
             free_views[rows.key][rows.block[dead], :, rows.row[dead]] = 1
         return must, free
 
     def judge(self, before: Storage, after: Storage) -> Compared:
-        """Compare every byte that a consumer rank holds after the run with what it must hold."""
+        """Compare every byte that a rank holds after the run with what it must hold."""
         must, free = self.after(before)
-        fixed = {name: flat == 0 for name, flat in free.items()}
-        wrong = {name: (after[name] != flat) & fixed[name] for name, flat in must.items()}
-        new = {name: (before[name] != flat) & fixed[name] for name, flat in must.items()}
-        judged, count, arriving = (
-            sum(int(np.count_nonzero(flat)) for flat in flats.values())
-            for flats in (fixed, wrong, new)
-        )
+        judged = arriving = wrong = 0
+        for name, flat in must.items():
+            fixed = free[name] == 0
+            judged += int(np.count_nonzero(fixed))
+            arriving += int(np.count_nonzero((before[name] != flat) & fixed))
+            wrong += int(np.count_nonzero((after[name] != flat) & fixed))
         return Compared(
             judged=judged,
             arriving=arriving,
-            free=sum(flat.size for flat in must.values()) - judged,
-            wrong=count,
-            lines=tuple(self._lines(must, after, wrong)) if count else (),
+            free=sum(map(len, must.values())) - judged,
+            wrong=wrong,
+            lines=tuple(self._lines(must, free, after)) if wrong else (),
         )
 
     def tamper(self, after: Storage) -> None:
         """Change one byte of the last token, or of the state, of the first request."""
-        tables = self._request(0)["tables"]
+        tables = self._tables(self.job.moves[0])
         for (group, _, _), view in self._views(after).items():
             own = tables[group].block_ids
             if len(own) and view.shape[1]:
                 view[own[-1], 0, (self.job.tokens - 1) % view.shape[2], 0] ^= 0xFF
                 return
 
-    def _request(self, number: int) -> dict[str, Any]:
-        """Return the arguments by which the oracle knows request *number*."""
-        request = self.job.moves[number]
-        tables = request.producer_blocks if self.side == "producer" else request.consumer_blocks
-        blocks, seed = self.job.num_blocks(self.side), self.job.content_seed(number)
-        return {"num_blocks": blocks, "tables": tables, "request": request, "seed": seed}
+    def _tables(self, request: TransferRequest) -> Mapping[str, BlockTable]:
+        return request.producer_blocks if self.side == "producer" else request.consumer_blocks
 
     def _rows(self) -> Iterator[tuple[Rows, Bytes]]:
         """Yield the rows of all requests, with their true bytes."""
@@ -116,27 +109,25 @@ class Contents:
         blocks = self.job.num_blocks(self.side)
         return logical_views(self.job.engine(self.side), self.rank, storage, blocks)
 
-    def _lines(self, must: Storage, after: Storage, wrong: Marks) -> Iterator[str]:
+    def _lines(self, must: Storage, free: Storage, after: Storage) -> Iterator[str]:
         """Describe the first wrong bytes: those of each request, then those of no request."""
-        for number, request in enumerate(self.job.moves):
-            own = {name: np.zeros_like(flat) for name, flat in must.items()}
+        first, elsewhere = self.job.moves[0], free
+        for request in self.job.moves:
+            own = {name: np.zeros_like(flat) for name, flat in free.items()}
             for (group, _, _), view in self._views(own).items():
-                view[self._request(number)["tables"][group].block_ids] = 1
-            inside = {name: flat & (own[name] == 1) for name, flat in wrong.items()}
-            wrong = {name: flat & (own[name] == 0) for name, flat in wrong.items()}
-            yield from self._words(must, after, inside, number, request.request_id)
-        yield from self._words(must, after, wrong, 0, "no request")
+                view[self._tables(request)[group].block_ids] = 1
+            outside = {name: flat | (own[name] == 0) for name, flat in free.items()}
+            yield from self._words(request.request_id, request, (must, outside), after)
+            elsewhere = {name: flat | own[name] for name, flat in elsewhere.items()}
+        yield from self._words("no request", first, (must, elsewhere), after)
 
     def _words(
-        self, must: Storage, after: Storage, wrong: Marks, number: int, name: str
+        self, name: str, request: TransferRequest, right: tuple[Storage, Storage], after: Storage
     ) -> Iterator[str]:
-        """Yield the oracle's description of the first *wrong* bytes, as bytes of one request."""
-        seen = {group: flat.copy() for group, flat in must.items()}
-        for group, flat in seen.items():
-            first = np.flatnonzero(wrong[group])[:MAX_LINES]
-            flat[first] = after[group][first]
-        engine, request = self.job.engine(self.side), self._request(number)
-        for line in check(engine, self.rank, must, seen, **request, limit=MAX_LINES):
+        """Yield the oracle's description of the first wrong bytes, as bytes of one *request*."""
+        engine, tables = self.job.engine(self.side), self._tables(request)
+        of_side = engine, self.rank, right[0], after, self.job.num_blocks(self.side), tables
+        for line in check(*of_side, request, limit=MAX_LINES, right=right):
             yield f"{name}: {line}"
 
 

@@ -33,6 +33,11 @@ def other_side(side: Side) -> Side:
     return "consumer" if side == "producer" else "producer"
 
 
+def has_tokens(group: KVCacheGroup) -> bool:
+    """Return whether the blocks of *group* hold tokens, not only recurrent states."""
+    return any(part.per_token for part in group.spec.parts)
+
+
 SPARE_BLOCKS = 3
 """Blocks of each pool that belong to no request. They must not change."""
 MAX_TIMEOUT = 24 * 3600.0
@@ -183,7 +188,7 @@ class Job:
 
     def block_starts(self, side: Side, group: KVCacheGroup) -> range:
         """Return the first token of each block of one request."""
-        if not any(part.per_token for part in group.spec.parts):
+        if not has_tokens(group):
             return range(1)
         live = group.spec.live_tokens(self.tokens)
         size = self.engine(side).virtual_block(group)

@@ -21,11 +21,10 @@ import msgspec
 from kvspec.errors import SpecError
 from kvspec.nixl.envelope import MIN_SECRET
 from kvspec.run.job import Job
-from kvspec.run.limits import check_device
+from kvspec.run.limits import devices_of
 from kvspec.run.rank_server import words_of
 from kvspec.run.report import Failure, RankReport, Report
-from kvspec.run.run_stages import Arguments, StageError, lead
-from kvspec.run.transfer_rank import TransferRank
+from kvspec.run.transfer_rank import Arguments, StageError, TransferRank, lead
 
 REST = 0.02  # seconds between two looks at the store
 LEAVE = 5.0  # seconds for which the first rank, which may keep the store, waits for the others
@@ -105,7 +104,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def run_launched(job: Job, place: Place) -> Report | None:
+def run_launched(job: Job, place: Place) -> Report:
     """Run this process's rank of *job*.
 
     Args:
@@ -113,23 +112,18 @@ def run_launched(job: Job, place: Place) -> Report | None:
         place: The place of this process.
 
     Returns:
-        The report on the first process, None on all others.
+        The report of all ranks. If the run failed, it has the failures that this process knows.
 
     Raises:
-        StageError: If the run failed, on all processes but the first.
+        SpecError: If the machine has no such device. Then nothing has started.
+        MismatchError: If the engines do not fit. Then nothing has started.
     """
     deadline = time.monotonic() + job.timeout
     _ = job.plan  # planning is a check
-    devices = check_device(job.device)
-    device = f"cuda:{place.local % devices}" if job.device == "cuda" else job.device
-    rank = LaunchedRank(job, place, device, deadline)
+    devices = devices_of(job.device)
+    rank = LaunchedRank(job, place, devices[place.local % len(devices)], deadline)
     try:
-        report = lead(job, rank.through)
-        if place.number == 0:
-            return report
-        if report.failures:
-            raise StageError(report.failures)
-        return None
+        return lead(job, rank.through)
     finally:
         rank.leave()
 
@@ -144,17 +138,14 @@ class LaunchedRank:
         self.server: TransferRank | None = None
 
     def through(self, stage: str, arguments: Arguments) -> list[Any]:
-        """Do one stage, and return the answers of all ranks. See `Through`.
-
-        All processes read the introductions. Only the first process reads the reports.
-        """
+        """Do one stage, and return the answers of all ranks. See `Through`."""
         try:
             self.store = self.store or self._open()
             self.store.check([])  # A rank without a store need not start.
             answer = self._answer(stage, arguments)
             self.store.set(f"{stage}/{self.place.number}", msgspec.json.encode(answer))
             self._wait(stage)
-            if stage not in ANSWERS or (self.place.number and ANSWERS[stage] is RankReport):
+            if stage not in ANSWERS:
                 return []
             found = (self.store.get(f"{stage}/{number}") for number in range(self.place.size))
             return [msgspec.json.decode(data, type=ANSWERS[stage]) for data in found]

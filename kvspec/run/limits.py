@@ -46,16 +46,19 @@ def available_bytes() -> int | None:
     return min(limits, default=None)
 
 
-def check_device(device: str) -> int:
-    """Return the GPUs there are for *device*, 0 for host memory; raise `SpecError` if none."""
+def devices_of(device: str) -> list[str]:
+    """Return the devices that the ranks use in turn: all GPUs for "cuda", else *device* alone.
+
+    Raises:
+        SpecError: If there is no such GPU.
+    """
     if device == "cpu":
-        return 0
+        return [device]
     try:
         import torch  # noqa: PLC0415 - only a GPU needs it, and it starts slowly
     except ImportError:
         raise SpecError("device", device, "cpu: torch is not installed") from None
     count = int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
-    index = int(device.partition(":")[2] or 0)
-    if index >= count:
+    if int(device.partition(":")[2] or 0) >= count:
         raise SpecError("device", device, f"cpu, or one of the {count} GPUs that torch sees")
-    return count
+    return [f"cuda:{index}" for index in range(count)] if device == "cuda" else [device]

@@ -13,9 +13,7 @@ from itertools import pairwise
 from math import log
 
 import attrs
-import numpy as np
 
-from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.table import build_table
 from kvspec.engines.engine import EngineSpec
@@ -25,12 +23,14 @@ from kvspec.memory.allocation import allocate, plan_memory
 from kvspec.nixl import NixlRank, Staging
 from kvspec.nixl.transfer_spec import Prepared
 from kvspec.ownership.parallel import RankId
-from kvspec.plan.plan import plan_transfer
+from kvspec.run.job import Job
 from kvspec.run.rank_client import Ranks
-from kvspec.run.run_stages import Progress
+from kvspec.run.transfer_rank import Progress
 from kvspec.specs import FullAttentionSpec
 
 RANK = RankId()
+HEADS = 8
+SOURCE = "LBKHNC"  # the layout of the producer
 TIMEOUT = 60.0
 
 
@@ -39,73 +39,38 @@ class Sample:
     """The measured times of one probe.
 
     Attributes:
-        runs: Number of runs.
+        mean: Mean bytes of a run.
         nbytes: Bytes of all runs.
         direct: Seconds of a direct read.
         staged: Seconds of a staged read.
     """
 
-    runs: int
+    mean: float
     nbytes: int
     direct: float
     staged: float
 
-    @property
-    def mean(self) -> float:
-        """Mean bytes of a run."""
-        return self.nbytes / self.runs
 
-
-@attrs.frozen(kw_only=True)
-class Probe:
-    """A request that moves between two engines with eight heads, from heads first to *layout*.
-
-    It has *blocks* blocks of *tokens* tokens. In another layout, each run is one head of one token.
-    In the same layout, each run is the keys or values of a block.
-    """
-
-    head_size: int
-    tokens: int
-    blocks: int
-    layout: str = "LBKHNC"
-
-    @property
-    def engines(self) -> tuple[EngineSpec, EngineSpec]:
-        """The producer and the consumer."""
-        spec = FullAttentionSpec(
-            block_size=self.tokens,
-            total_num_kv_heads=8,
-            head_size=self.head_size,
-            dtype="bfloat16",
-        )
-        group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
-        producer, consumer = (
-            EngineSpec(groups=[group], layout=layout) for layout in ("LBKHNC", self.layout)
-        )
-        return producer, consumer
-
-    @property
-    def request(self) -> TransferRequest:
-        """The request of all blocks. The blocks of the consumer are shuffled."""
-        shuffled = np.random.default_rng(self.blocks).permutation(self.blocks)
-        return TransferRequest(
-            request_id="calibrate",
-            num_tokens=self.tokens * self.blocks,
-            producer_blocks={"full": range(self.blocks)},
-            consumer_blocks={"full": BlockTable(shuffled)},
-        )
-
-
-def probes(most: int = 16 << 20) -> Iterator[Probe]:
+def probes(most: int = 16 << 20) -> Iterator[Job]:
     """Yield requests of *most* bytes and of a quarter, with runs of all lengths."""
     for nbytes in (most, most // 4):
         for size in (64, 128, 512):
-            blocks = max(1, nbytes // (2 * 8 * 2 * size * 16))
-            yield Probe(head_size=size, tokens=16, blocks=blocks, layout="LBKNHC")
+            # In another layout, each run is one head of one token.
+            yield _probe(nbytes, head_size=size, tokens=16, layout="LBKNHC")
         for block in (1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 16):
-            # A block of one layer has keys and values, which are two runs.
-            tokens = block // (8 * 2 * 64)
-            yield Probe(head_size=64, tokens=tokens, blocks=max(1, nbytes // (2 * block)))
+            # In the same layout, each run is the keys or the values of a block.
+            yield _probe(nbytes, head_size=64, tokens=block // (HEADS * 64 * 2), layout=SOURCE)
+
+
+def _probe(nbytes: int, *, head_size: int, tokens: int, layout: str) -> Job:
+    """Return one request of about *nbytes*, in blocks of *tokens* tokens."""
+    spec = FullAttentionSpec(
+        block_size=tokens, total_num_kv_heads=HEADS, head_size=head_size, dtype="bfloat16"
+    )
+    group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
+    producer, consumer = (EngineSpec(groups=[group], layout=each) for each in (SOURCE, layout))
+    blocks = max(1, nbytes // (2 * tokens * HEADS * head_size * 2))
+    return Job(producer=producer, consumer=consumer, tokens=tokens * blocks, requests=1)
 
 
 class ProbeServer:
@@ -114,9 +79,9 @@ class ProbeServer:
     def __init__(self) -> None:
         self.rank = NixlRank(secret=b"")
 
-    def serve(self, probe: Probe) -> tuple[bytes, int]:
+    def serve(self, probe: Job) -> tuple[bytes, int]:
         """Allocate the producer's memory. Return the rank's metadata and the memory's address."""
-        cache, storage = allocate(probe.engines[0], RANK, probe.blocks)
+        cache, storage = allocate(probe.producer, RANK, probe.num_blocks("producer"))
         for memory in storage.values():
             memory[:] = 1  # The first access to a page costs the reader a fault.
         self.rank.register(cache.memory, owner=storage)
@@ -124,7 +89,7 @@ class ProbeServer:
 
 
 def measure(
-    wanted: Sequence[Probe], tries: int = 7, progress: Progress = lambda *_: None
+    wanted: Sequence[Job], tries: int = 7, progress: Progress = lambda *_: None
 ) -> list[Sample]:
     """Return the least times of each probe, directly and staged."""
     samples: list[Sample] = []
@@ -140,24 +105,22 @@ def measure(
     return samples
 
 
-def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> Sample:
-    producer, consumer = probe.engines
-    cache, storage = allocate(consumer, RANK, probe.blocks)
+def _measured(probe: Job, metadata: bytes, base: int, tries: int) -> Sample:
+    cache, storage = allocate(probe.consumer, RANK, probe.num_blocks("consumer"))
     for memory in storage.values():
         memory[:] = 2  # The first access to a page costs a fault.
-    far = plan_memory(producer, RANK, probe.blocks, base)
-    table = build_table(plan_transfer(producer, consumer), far, cache)
+    far = plan_memory(probe.producer, RANK, probe.num_blocks("producer"), base)
+    table, (request,) = build_table(probe.plan, far, cache), probe.moves
     least = []
     for staging in (None, Staging(always=True)):
         with NixlRank(secret=b"", polled=True, staging=staging) as rank:
             rank.register(cache.memory, owner=storage)
             peer = rank.connect(metadata, TIMEOUT)
             sides = rank.prepare(table.consumer_rows), rank.prepare(table.producer_rows, peer=peer)
-            tried = [_timed(rank, table.select(probe.request), sides) for _ in range(tries + 1)]
-            least.append(min(tried))
-    rows = table.descriptors(probe.request)
-    nbytes = int(rows[:, 2].sum())
-    return Sample(runs=len(rows), nbytes=nbytes, direct=least[0], staged=least[1])
+            least.append(min(_timed(rank, table.select(request), sides) for _ in range(tries + 1)))
+    lengths = table.descriptors(request)[:, 2]
+    nbytes = int(lengths.sum())
+    return Sample(mean=nbytes / len(lengths), nbytes=nbytes, direct=least[0], staged=least[1])
 
 
 def _timed(rank: NixlRank, selection: Selection, sides: tuple[Prepared, Prepared]) -> float:
@@ -176,7 +139,7 @@ def threshold(samples: Sequence[Sample]) -> int:
     as much as long ones.
 
     >>> def sample(mean, direct, staged):
-    ...     return Sample(runs=10, nbytes=10 * mean, direct=direct, staged=staged)
+    ...     return Sample(mean=mean, nbytes=10 * mean, direct=direct, staged=staged)
     >>> threshold([sample(256, 9.0, 1.0), sample(4096, 2.0, 1.0), sample(16384, 1.0, 2.0)])
     8192
     >>> threshold([sample(256, 1.0, 2.0), sample(4096, 1.0, 3.0)])

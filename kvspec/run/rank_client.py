@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from tempfile import TemporaryFile
 from typing import Any, Self
 
@@ -71,10 +70,10 @@ class RankClient:
 
     def ask(self, command: str, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
         """Send a command and return the answer. Raise the error by which it was refused."""
-        self.tell(command, *arguments, **options)
+        self.send(command, *arguments, **options)
         return self.answer()
 
-    def tell(self, command: str, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
+    def send(self, command: str, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
         """Send a command, which is a method of the rank's class. `answer` returns its answer."""
         self.pipe.send((command, arguments, options))
 
@@ -87,7 +86,7 @@ class RankClient:
             ConnectionResetError: If its process died.
             TimeoutError: If it did not answer in time.
         """
-        if not wait([self.pipe], SILENT):
+        if not self.pipe.poll(SILENT):
             raise TimeoutError(f"{self.name} did not answer within {SILENT:g} s")
         try:
             answer = self.pipe.recv()
@@ -174,7 +173,7 @@ class EngineClient(Ranks):
     def ask(self, command: str, *arguments: Any, **options: Any) -> list[Any]:  # noqa: ANN401
         """Send a command to all ranks at once, and return their answers."""
         for rank in self.ranks:
-            rank.tell(command, *arguments, **options)
+            rank.send(command, *arguments, **options)
         return [rank.answer() for rank in self.ranks]
 
     def connect(self, other: EngineClient, role: Role = "producer") -> None:

@@ -26,13 +26,13 @@ import attrs
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import positive_int
-from kvspec.run.job import SIDES, SPARE_BLOCKS, Job, Side
+from kvspec.run.job import SIDES, SPARE_BLOCKS, Job, Side, has_tokens
 from kvspec.run.limits import check_memory
 from kvspec.run.rank_client import EngineClient, RankClient
 from kvspec.run.rank_server import Launch
 from kvspec.run.report import Figures
 from kvspec.run.request_rank import LoadOutcome, RankStats
-from kvspec.run.run_stages import Progress
+from kvspec.run.transfer_rank import Progress
 from kvspec.session import new_remote_id
 
 KILLS = ("kill producer", "kill consumer")
@@ -41,29 +41,31 @@ SLOTS = 6  # requests at a time
 DRAIN = 20.0  # seconds in which the last requests must end
 THREADS = 3  # of a process with a session
 
-Unanswered = list[tuple[RankClient, int | None]]
-"""Ranks that have not answered a command yet. A rank that loads has its number."""
+Unanswered = list[RankClient]
+"""Ranks that have not answered a command yet."""
 
 
-def slot_sizes(jobs: Sequence[Job], side: Side) -> dict[str, int]:
-    """Return the number of blocks of each group in one slot: enough for each of *jobs*."""
-    groups = jobs[0].engine(side).groups
-    return {g.name: max(len(job.block_starts(side, g)) for job in jobs) for g in groups}
+def slot_sizes(job: Job, side: Side) -> dict[str, int]:
+    """Return the number of blocks of each group in one slot: enough for any number of tokens."""
+    engine = job.engine(side)
+    return {
+        group.name: -(-job.tokens // engine.virtual_block(group)) if has_tokens(group) else 1
+        for group in engine.groups
+    }
 
 
-def pools_of(jobs: Sequence[Job], side: Side) -> dict[str, int]:
+def pools_of(job: Job, side: Side) -> dict[str, int]:
     """Return the number of blocks of each group: those of all slots, and a few more."""
-    first, sizes = jobs[0].first_block(side), slot_sizes(jobs, side)
+    first, sizes = job.first_block(side), slot_sizes(job, side)
     return {name: first + SLOTS * size + SPARE_BLOCKS for name, size in sizes.items()}
 
 
-def check_kills(job: Job, kills: int) -> list[Job]:
-    """Return the requests of *job* as jobs with one request each.
-
-    The numbers of tokens are random, from 1 to those of the job.
+def check_kills(job: Job, kills: int) -> None:
+    """Check that this machine can run *job* with so many *kills*.
 
     Raises:
-        SpecError: If the job cannot run with so many *kills*.
+        SpecError: If *kills* cannot be combined with the job, or the job needs too much memory.
+        MismatchError: If the engines do not fit.
     """
     if positive_int("kill", kills, least=0) > job.requests:
         raise SpecError("kill", kills, f"at most requests={job.requests}, one kill for each")
@@ -73,12 +75,7 @@ def check_kills(job: Job, kills: int) -> list[Job]:
     if job.device != "cpu":
         raise SpecError("kill", kills, rule=f"kill needs device=cpu, not {job.device}")
     _ = job.plan  # planning is a check
-    drawn, jobs = random.Random(job.seed), list[Job]()  # noqa: S311 - no secret
-    for _ in range(job.requests):
-        tokens = drawn.randint(1, job.tokens)
-        jobs.append(attrs.evolve(job, tokens=tokens, cached=min(job.cached, tokens), requests=1))
-    check_memory(job.cache_bytes({side: pools_of(jobs, side) for side in SIDES}))
-    return jobs
+    check_memory(job.cache_bytes({side: pools_of(job, side) for side in SIDES}))
 
 
 def run_recovery(job: Job, kills: int, progress: Progress | None = None) -> Figures:
@@ -99,9 +96,10 @@ def run_recovery(job: Job, kills: int, progress: Progress | None = None) -> Figu
         SpecError: If the job cannot run. Then nothing has started.
         MismatchError: If the engines do not fit. Then nothing has started.
     """
-    drawn = random.Random(job.seed)  # noqa: S311 - no secret
-    faults = [drawn.choice(KILLS) for _ in range(kills)]
-    return Recovery(job, check_kills(job, kills)).run(faults, progress or (lambda *_: None))
+    check_kills(job, kills)
+    recovery = Recovery(job)
+    faults = recovery.drawn.choices(KILLS, k=kills)
+    return recovery.run(faults, progress or (lambda *_: None))
 
 
 @attrs.define(eq=False)
@@ -111,25 +109,25 @@ class OpenRequest:
     slot: int
     request: TransferRequest
     remote_id: str
-    holders: set[int]
-    loaders: set[int]
+    holders: set[RankClient]
+    loaders: set[RankClient]
 
 
 class Recovery:
     """Two engines, the open requests between them, and the figures so far.
 
-    *jobs* has one request each. Tests replace `engine_type`, and add other faults than kills.
+    Tests replace `engine_type`, and add other faults than kills.
     """
 
     engine_type = EngineClient
     timeout = 30.0  # seconds for a load or a push
 
-    def __init__(self, job: Job, jobs: Sequence[Job]) -> None:
-        self.job, self.jobs = job, jobs
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.drawn = random.Random(job.seed)  # noqa: S311 - no secret
         self.pushed, self.secret = job.mode == "push", secrets.token_hex(16)
         self.figures, self.epoch = Figures(), dict.fromkeys(SIDES, 0)
-        self.sizes = {side: slot_sizes(jobs, side) for side in SIDES}
+        self.sizes = {side: slot_sizes(job, side) for side in SIDES}
         self.slots = list(range(SLOTS))  # the free ones
         self.open: dict[str, OpenRequest] = {}
         self.engines: dict[Side, EngineClient] = {}
@@ -147,7 +145,7 @@ class Recovery:
         finally:
             for engine in self.engines.values():
                 engine.kill()
-        self.figures.lost = len(self.open) + len(self.jobs) - self.figures.requests
+        self.figures.lost = len(self.open) + self.job.requests - self.figures.requests
         self.figures.seconds = round(time.monotonic() - began, 1)
         return self.figures
 
@@ -155,15 +153,16 @@ class Recovery:
         """Start an engine, or start it again. Its ranks hold and load nothing."""
         if side in self.engines:
             self.engines[side].kill()
+            killed = set(self.engines[side].ranks)
             for each in self.open.values():
-                if side == "consumer":
-                    self.figures.gone += len(each.loaders)
-                (each.holders if side == "producer" else each.loaders).clear()
+                self.figures.gone += len(each.loaders & killed)
+                each.holders -= killed
+                each.loaders -= killed
         self.epoch[side] += 1
         launch = Launch(
             name=side,
             epoch=self.epoch[side],
-            blocks=pools_of(self.jobs, side),
+            blocks=pools_of(self.job, side),
             polled=side == self.job.active,
             replica_policy=self.job.replica_policy,
             lease=LEASE,
@@ -179,24 +178,25 @@ class Recovery:
 
     def send(self, faults: Sequence[str], progress: Progress, deadline: float) -> None:
         """Send all requests that can be sent before the *deadline*."""
-        due = sorted(self.drawn.sample(range(len(self.jobs)), len(faults)))
-        while (sent := self.figures.requests) < len(self.jobs) and time.monotonic() < deadline:
-            injected = self.figures.faults
-            fault = faults[injected] if injected < len(due) and due[injected] <= sent else ""
+        at = self.drawn.sample(range(self.job.requests), len(faults))
+        due = dict(zip(sorted(at), faults, strict=True))
+        while (sent := self.figures.requests) < self.job.requests and time.monotonic() < deadline:
             if self.slots:
-                self.admit(fault)
-                progress("recover", sent + 1, len(self.jobs))
+                self.admit(due.get(sent, ""))
+                progress("recover", sent + 1, self.job.requests)
             self.look()
 
     def admit(self, fault: str) -> None:
         """Send a request and inject *fault* meanwhile."""
         number, slot = self.figures.requests, self.slots.pop()
-        job, name = self.jobs[number], f"request-{number}"
+        tokens, name = self.drawn.randint(1, self.job.tokens), f"request-{number}"
+        cached = min(self.job.cached, tokens)
+        job = attrs.evolve(self.job, tokens=tokens, cached=cached, requests=1)
         producer, consumer = (self.tables(side, job, slot) for side in SIDES)
         request = attrs.evolve(
             job.moves[0], request_id=name, producer_blocks=producer, consumer_blocks=consumer
         )
-        holders, loaders = (set(range(len(self.engines[side].ranks))) for side in SIDES)
+        holders, loaders = (set(self.engines[side].ranks) for side in SIDES)
         each = OpenRequest(slot, request, new_remote_id(name), holders, loaders)
         self.open[name] = each
         self.figures.requests += 1
@@ -223,31 +223,28 @@ class Recovery:
 
     def move(self, each: OpenRequest, seed: int) -> Unanswered:
         """Start the loads of a request, and its pushes. Every second load compares checksums."""
-        unanswered: Unanswered = [
-            (rank, number) for number, rank in enumerate(self.engines["consumer"].ranks)
-        ]
-        for rank, _ in unanswered:
+        consumers, producers = (list(self.engines[side].ranks) for side in reversed(SIDES))
+        for rank in consumers:
             options = {"pushed": self.pushed, "digest": seed % 2 == 1}
-            rank.tell("load", each.request, each.remote_id, seed, self.timeout, **options)
-        if self.pushed:
-            # A producer must not push before the consumer has written rubbish into the blocks.
-            self.collect(each, unanswered)
-            unanswered = [(rank, None) for rank in self.engines["producer"].ranks]
+            rank.send("load", each.request, each.remote_id, seed, self.timeout, **options)
+        if not self.pushed:
+            return consumers
+        # A producer must not push before the consumer has written rubbish into the blocks.
+        self.collect(each, consumers)
+        for rank in producers:
             epoch = self.epoch["consumer"]
-            for rank, _ in unanswered:
-                rank.tell("push", each.request, each.remote_id, self.timeout, epoch)
-        return unanswered
+            rank.send("push", each.request, each.remote_id, self.timeout, epoch)
+        return producers
 
     def collect(self, each: OpenRequest, unanswered: Unanswered) -> None:
         """Receive the answers of the ranks that are alive."""
         while unanswered:
-            rank, number = unanswered.pop(0)
+            rank = unanswered.pop(0)
             try:
                 _ = rank.pipe.closed or rank.answer()
             except KVSpecError:  # The engine that it concerns was restarted meanwhile.
-                if number is not None:
-                    each.loaders.discard(number)
-                    self.figures.failed += 1
+                self.figures.failed += rank in each.loaders
+                each.loaders.discard(rank)
 
     def inject(self, fault: str, each: OpenRequest, unanswered: Unanswered) -> None:
         """Inject a fault while a request is open: kill a random rank and restart its engine."""
@@ -260,22 +257,22 @@ class Recovery:
 
     def release(self) -> None:
         """Take the requests that the producer's ranks have freed."""
-        for number, (done, expired) in enumerate(self.engines["producer"].ask("settled")):
+        producer = self.engines["producer"]
+        for rank, (done, expired) in zip(producer.ranks, producer.ask("settled"), strict=True):
             for name in (*done, *expired):
-                self.open[name].holders.discard(number)
+                self.open[name].holders.discard(rank)
 
     def look(self) -> None:
         """Take what was freed, count the loads that are over, and close the ended requests."""
         self.release()
-        for number, rank in enumerate(self.engines["consumer"].ranks):
-            for name, each in self.open.items():
-                if number in each.loaders:
-                    outcome: LoadOutcome = rank.ask("state", name)
-                    if outcome.state != "moving":
-                        each.loaders.discard(number)
-                        self.figures.done += outcome.state == "done"
-                        self.figures.failed += outcome.state == "failed"
-                        self.figures.wrong += outcome.wrong
+        for name, each in self.open.items():
+            for rank in list(each.loaders):
+                outcome: LoadOutcome = rank.ask("state", name)
+                if outcome.state != "moving":
+                    each.loaders.discard(rank)
+                    self.figures.done += outcome.state == "done"
+                    self.figures.failed += outcome.state == "failed"
+                    self.figures.wrong += outcome.wrong
         for name, each in list(self.open.items()):
             if not each.holders and not each.loaders:
                 self.slots.append(self.open.pop(name).slot)
@@ -291,7 +288,7 @@ class Recovery:
                 engine.quiet()
             except TimeoutError:
                 self.figures.leaked += 1
-            stats: list[RankStats] = engine.ask("left")
-            for one in stats:
-                held, threads = one.session.held + one.nixl.transfers, one.threads > THREADS
-                self.figures.leaked += held + threads
+            left: list[RankStats] = engine.ask("left")
+            for one in left:
+                self.figures.leaked += one.session.held + one.nixl.transfers
+                self.figures.leaked += one.threads > THREADS

@@ -6,7 +6,7 @@ count is that of the plan. Missing results are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -161,20 +161,20 @@ class Report:
     @property
     def faults(self) -> tuple[str, ...]:
         """All faults of the run, one line each. Empty if the run is right."""
-        return tuple(self._faults())
-
-    def _faults(self) -> Iterator[str]:
-        yield from map(str, self.failures)
+        if self.failures:  # Then the run has no results.
+            return tuple(map(str, self.failures))
+        faults = []
         if self.wrong:
             where = ", ".join(f"{e.side} {e.rank}" for e in self.ranks if e.compared.wrong)
-            yield f"{counted(self.wrong, 'wrong byte')}, on {where}"
+            faults.append(f"{counted(self.wrong, 'wrong byte')}, on {where}")
         for name, (done, wanted) in (("loaded", self.loaded), ("freed", self.freed)):
             if done != wanted:
-                yield f"{name} {done} requests on all ranks together, not {wanted}"
+                faults.append(f"{name} {done} requests on all ranks together, not {wanted}")
         for rank in self.ranks:
             if rank.expired:
                 early = ", ".join(rank.expired)
-                yield f"{rank.side} {rank.rank} freed {early} before all readers were done"
+                faults.append(f"{rank.side} {rank.rank} freed {early} before its readers were done")
+        return tuple(faults)
 
     @property
     def ok(self) -> bool:
@@ -236,10 +236,10 @@ class Figures:
             (self.wrong, "bytes are wrong in loads that were called done"),
             (self.leaked, "things are left over"),
         )
-        told = tuple(f"{count} {what}" for count, what in counts if count)
+        faults = [self.died] if self.died else []
         if not self.done and self.requests > self.faults:
-            told = ("no load was done", *told)
-        return (self.died, *told) if self.died else told
+            faults.append("no load was done")
+        return (*faults, *(f"{count} {what}" for count, what in counts if count))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of the figures, and whether the run is right."""

@@ -1,7 +1,8 @@
-"""One rank of a transfer. Each stage is a method: start, fill, connect, transfer, compare.
+"""One rank of a transfer, and the stages through which all ranks are led. Each is a method.
 
-Invariant: a rank knows only its job and the introductions of the other engine, and plans for
-itself. It does not import torch for a cache in host memory.
+Invariant: no rank begins a stage before all ranks have ended the stage before it. A rank knows only
+its job and the introductions of the other engine, and plans for itself. It does not import torch
+for a cache in host memory.
 
 How it works:
     stage     producer                              consumer
@@ -19,58 +20,89 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import attrs
 import numpy as np
 
-from kvspec.errors import SpecError
+from kvspec.errors import KVSpecError, SpecError
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.transfer_spec import Operation, Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.run.contents import Bytes, Contents
-from kvspec.run.job import Job, Side, other_side
+from kvspec.run.job import SIDES, Job, Side, other_side
 from kvspec.run.rank_server import Launch, RankServer, request_of
-from kvspec.run.report import Compared, Moved, RankReport
-from kvspec.session.load import Progress
+from kvspec.run.report import Failure, Moved, RankReport, Report
+from kvspec.session.load import Progress as Moving
+
+STAGES = ("start", "fill", "connect", "transfer", "compare")
+"""The stages of a run, in order. Each is a method of `TransferRank`."""
+
+Progress = Callable[[str, int, int], None]
+"""Function that receives what is going on, how much of it is done, and how much there is."""
+
+Arguments = Mapping[Side, tuple[Any, ...]]
+Through = Callable[[str, Arguments], list[Any]]
+"""Function that lets all ranks do one stage, with the arguments of their side.
+
+Returns what each rank returned, in the order of `Job.ranks`. Raises `StageError` if a rank failed.
+"""
 
 EPOCH = 1  # number of the only start of each engine
 LEASE = 30.0  # seconds for which a request is held at least
 REST = 1e-3  # seconds between two looks at the session
 
 
-@attrs.define
-class Timed:
-    """A transfer, and when its request began and its last byte was seen, in seconds."""
+class StageError(KVSpecError):
+    """A stage that some ranks did not end. *failures* contains these ranks and their reasons."""
 
-    transfer: Transfer
-    began: float
-    ended: float = 0.0
+    def __init__(self, failures: tuple[Failure, ...]) -> None:
+        super().__init__("; ".join(map(str, failures)))
+        self.failures = failures
+
+
+def lead(job: Job, through: Through) -> Report:
+    """Lead all ranks through all stages, and return the report of the run."""
+    seconds: dict[str, float] = {}
+    answers: list[Any] = []
+    nothing: Arguments = dict.fromkeys(SIDES, ())
+    introductions = nothing
+    for stage in STAGES:
+        began = time.perf_counter()
+        try:
+            answers = through(stage, introductions if stage == "connect" else nothing)
+        except StageError as error:
+            return Report.of(job, (), error.failures, seconds)
+        if stage == "start":
+            ranks = list(zip(job.ranks(), answers, strict=True))
+            introductions = {
+                side: ([own for (of, _), own in ranks if of == other_side(side)],) for side in SIDES
+            }
+        seconds[stage] = time.perf_counter() - began
+    return Report.of(job, answers, (), seconds)
 
 
 class TimedRank(NixlRank):
-    """A NIXL agent that measures its transfers."""
+    """A NIXL agent that records when its transfers begin and end."""
 
-    timed: list[Timed]
+    began: dict[Transfer, float]
+    ended: dict[Transfer, float]
 
     def move(
         self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
     ) -> tuple[Transfer, ...]:
-        """Start transfers, as `NixlRank` does, and measure them."""
-        began = time.perf_counter()
+        """Start transfers, as `NixlRank` does, and record the time."""
+        now = time.perf_counter()
         transfers = super().move(operation, pairs, request=request, timeout=timeout)
-        self.timed += [Timed(transfer, began) for transfer in transfers]
+        self.began |= dict.fromkeys(transfers, now)
         # A transport that copies while it posts may have ended them already.
         self.look()
         return transfers
 
     def look(self) -> None:
-        """Store the time in each transfer that has ended since the last look."""
+        """Record the time for each transfer that has ended since the last look."""
         now = time.perf_counter()
-        for each in self.timed:
-            if not each.ended and each.transfer.over:
-                each.ended = now
+        self.ended |= {t: now for t in list(self.began) if t.over and t not in self.ended}
 
 
 class TransferRank(RankServer):
@@ -104,7 +136,7 @@ class TransferRank(RankServer):
             host=host,
         )
         super().__init__(job.engine(side), rank, launch)
-        self.nixl.timed = []
+        self.nixl.began, self.nixl.ended = {}, {}
         self.job, self.side, self.other, self.deadline = job, side, other_side(side), deadline
         self.active = active
         self.contents = Contents(job, side, rank)
@@ -136,17 +168,16 @@ class TransferRank(RankServer):
 
     def transfer(self) -> None:
         """Move all requests, one after the other. A producer waits until all are freed."""
-        self.nixl.timed.clear()  # without the reads that opened the connections
+        self.nixl.began.clear()  # without the reads that opened the connections
         for number, request in enumerate(self.job.moves):
-            remote_id = self.job.remote_id(number)
+            remote_id, left = self.job.remote_id(number), self._left()
             if self.side == "consumer":
-                pushed, left = not self.active, self._left()
+                pushed = not self.active
                 self._wait(
                     self.session.load(request, remote_id=remote_id, timeout=left, pushed=pushed)
                 )
                 self.finished.append(request.request_id)
             elif self.active:
-                left = self._left()
                 self._wait(
                     self.session.push(request, remote_id=remote_id, timeout=left, epoch=EPOCH)
                 )
@@ -159,29 +190,23 @@ class TransferRank(RankServer):
     def compare(self) -> RankReport:
         """Compare the cache with what it must contain, and return the report of this rank."""
         after = {name: _to_host(flat) for name, flat in self.storage.items()}
-        if self.side == "consumer":
-            if self.job.tamper and self.rank == self.job.consumer.parallel.ranks[0]:
-                self.contents.tamper(after)
-            compared = self.contents.judge(self.before, after)
-        else:
-            changed = sum(np.count_nonzero(after[n] != flat) for n, flat in self.before.items())
-            lines = (f"producer {self.rank}: its own cache has changed",) if changed else ()
-            judged = sum(map(len, after.values()))
-            compared = Compared(judged=judged, wrong=int(changed), lines=lines)
+        first = "consumer", self.job.consumer.parallel.ranks[0]
+        if self.job.tamper and (self.side, self.rank) == first:
+            self.contents.tamper(after)
         return RankReport(
             side=self.side,
             rank=self.rank,
             moved=tuple(map(self._moved, self._partners())),
             finished=len(self.finished),
             expired=tuple(self.expired),
-            compared=compared,
+            compared=self.contents.judge(self.before, after),
             torch="torch" in sys.modules,
         )
 
     def _left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    def _wait(self, progress: Progress) -> None:
+    def _wait(self, progress: Moving) -> None:
         """Wait for a load or a push, and measure its transfers. Raise its error if it failed."""
         while progress.poll() == "moving":
             self.nixl.look()
@@ -199,8 +224,7 @@ class TransferRank(RankServer):
     def _moved(self, partner: RankId) -> Moved:
         """Add up the transfers with one rank of the other engine."""
         name = f"{self.other}-{partner}-"  # the beginning of its agent's name
-        own = [each for each in self.nixl.timed if each.transfer.peer.startswith(name)]
-        transfers = [each.transfer for each in own]
+        transfers = [each for each in self.nixl.began if each.peer.startswith(name)]
         ranks = (partner, self.rank) if self.side == "consumer" else (self.rank, partner)
         return Moved(
             producer=ranks[0],
@@ -208,7 +232,7 @@ class TransferRank(RankServer):
             nbytes=sum(transfer.nbytes for transfer in transfers),
             staged=sum(transfer.nbytes for transfer in transfers if transfer.staged),
             runs=sum(transfer.runs for transfer in transfers),
-            seconds=sum(each.ended - each.began for each in own),
+            seconds=sum(self.nixl.ended[each] - self.nixl.began[each] for each in transfers),
         )
 
 

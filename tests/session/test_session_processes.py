@@ -67,7 +67,7 @@ def test_producer_frees_requests_of_a_killed_consumer_and_serves_the_next() -> N
                 consumer.connect(producer)
                 remote_id, request = new_remote_id(name), asked(name, tokens, 16)
                 producer.ask("hold", remote_id, request, 7)
-                consumer.ranks[0].tell("load", request, remote_id, 7, 20.0)
+                consumer.ranks[0].send("load", request, remote_id, 7, 20.0)
                 time.sleep(2e-3 * epoch)
         producer.settled(*names)  # Once on every rank, whether or not it was read in time.
         with started("D", spec, 3, **sizes) as consumer:

@@ -22,7 +22,7 @@ from two_engines import engine
 
 from kvspec.run import Figures, Job
 from kvspec.run.job import Side
-from kvspec.run.recovery import KILLS, OpenRequest, Recovery, Unanswered, check_kills
+from kvspec.run.recovery import KILLS, OpenRequest, Recovery, Unanswered
 
 FAULTS = (
     *KILLS, "stop producer", "stop consumer", "deregister producer", "abort", "cancel", "late",
@@ -89,7 +89,7 @@ def soak(
     )
     kinds = [FAULTS[number % len(FAULTS)] for number in range(faults)]
     with patch.dict(os.environ, UCX_TLS=tls):
-        return Soak(job, check_kills(job, 0)).run(kinds, lambda *_: None)
+        return Soak(job).run(kinds, lambda *_: None)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ UNTYPED = {
     "kvspec.adapters.vllm.connector.start_load_kv": "vLLM decides what it passes to this hook",
     "kvspec.adapters.vllm.connector.save_kv_layer": "vLLM decides what it passes to this hook",
     "kvspec.run.rank_client.ask": "the arguments of a command that another process runs",
-    "kvspec.run.rank_client.tell": "the arguments of a command that another process runs",
+    "kvspec.run.rank_client.send": "the arguments of a command that another process runs",
     "kvspec.testing.kinds.build": "Hypothesis passes the fields that it drew",
     "kvspec.wire.messages.answer": "the fields that only the class of the answer has",
 }

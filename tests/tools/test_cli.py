@@ -37,8 +37,8 @@ from typer.testing import CliRunner, Result
 
 from kvspec.check.proof import Proof
 from kvspec.cli import app as cli
+from kvspec.cli import printing
 from kvspec.cli import verify as cli_verify
-from kvspec.cli.options import print_json
 
 REPO = Path(kvspec.__file__).parents[1]
 
@@ -393,7 +393,7 @@ def test_report_with_a_single_fault_is_wrong(more: dict[str, Any], facts: list[s
 
 def test_report_can_be_written_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """JSON has the names of the ranks."""
-    print_json(report().as_dict())
+    printing.as_json(report().as_dict())
     output = json.loads(capsys.readouterr().out)
     assert "tp3" == output["pairs"][0]["consumer"] == output["ranks"][0]["rank"]
     assert 9 == output["ranks"][0]["compared"]["judged"]
