@@ -5,12 +5,12 @@ scale. A text or a mark shows each omission. Labels appear only if they have eno
 
 How it works:
     1. Without a request, `_first_blocks` finds a short request whose bytes move.
-    2. `_windows` finds the two blocks of the first descriptor, and the drawn tokens in them.
+    2. `_moved` finds the block of the first descriptor on each side, and its token in it.
     3. `Window.stretches` cuts each block into *stretches*: contiguous bytes of one part of one
        layer. `_fit` reduces tokens and layers until there are few enough stretches.
-    4. `Axis.of` joins adjacent stretches to chunks and places the chunks side by side. A gap in
+    4. `_axis` joins adjacent stretches to chunks and places the chunks side by side. A gap in
        memory becomes a gap of fixed width.
-    5. `Axis.cut` cuts the descriptors to the drawn bytes of each side. Each rest is a ribbon.
+    5. `_cut` cuts the descriptors to the drawn bytes of each side. Each rest is a ribbon.
 
     Step 1 needs several attempts, because a full block may contain no live token. In this example
     both engines have blocks of 16 tokens and chunked attention with chunks of 16:
@@ -27,7 +27,6 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import groupby, pairwise
 
 import attrs
@@ -55,6 +54,12 @@ _MOST_STRETCHES, _MOST_UNITS, _MOST_LAYERS = 200, 64, 3
 _MOST_RIBBONS, _MOST_KEYS = 256, 12
 
 
+Axis = list["Chunk"]
+"""The drawn bytes of one side, from left to right."""
+Placed = tuple["Stretch", Span]
+"""A stretch with its left and right edges in pixels."""
+
+
 @attrs.frozen
 class Stretch:
     """Contiguous bytes of one part of one layer.
@@ -75,29 +80,24 @@ class Stretch:
     part: str
     units: range
 
-    @property
-    def colour(self) -> str:
-        """The colour of one unit, or grey for several."""
-        return style.colour(self.units.start) if len(self.units) == 1 else style.HOLLOW
-
 
 @attrs.frozen
 class Window:
-    """A block of one side of the table, and the tokens of it that are drawn.
+    """A block of one side of the table, from its first token that is drawn.
 
     Attributes:
         name: Name of the side.
         cache: The cache of the side.
         group: The group of the cache.
         block: Number of the block in memory.
-        tokens: The drawn tokens of the block. Empty for a recurrent state, which is drawn whole.
+        first: The first token of the block that is drawn. A recurrent state is drawn whole.
     """
 
     name: str
     cache: RankCache
     group: KVCacheGroup
     block: int = 0
-    tokens: range = range(0)
+    first: int = 0
 
     @property
     def table_tokens(self) -> int:
@@ -111,17 +111,17 @@ class Window:
         null = self.cache.engine.null_block
         return range(count) if null is None else max(range(null), range(null + 1, count), key=len)
 
-    def stretches(self, layers: Sequence[str]) -> list[Stretch]:
-        """Return the stretches of *layers*, by memory and address."""
+    def stretches(self, layers: Sequence[str], count: int) -> list[Stretch]:
+        """Return the stretches of *layers* and *count* tokens, by memory and address."""
         memories: dict[Memory, int] = {}
         stretches: list[Stretch] = []
         for region in (region for region in self.cache.regions if region.layer in layers):
             home = next(m for m in self.cache.memory if 0 <= region.base - m.address < m.length)
             number = memories.setdefault(home, len(memories))
-            stretches += self._of(region, number)
+            stretches += self._of(region, number, count)
         return sorted(stretches, key=lambda stretch: (stretch.memory, stretch.start))
 
-    def _of(self, region: Region, memory: int) -> Iterator[Stretch]:
+    def _of(self, region: Region, memory: int, count: int) -> Iterator[Stretch]:
         """Yield the stretches of one region: its chunks of content, joined if they touch.
 
         A stretch has one unit, unless the region has many.
@@ -130,7 +130,7 @@ class Window:
         grid = region.addresses()
         if part.per_token:
             size = part.tokens_per_state
-            grid = grid[:, self.tokens.start // size : -(-self.tokens.stop // size)]
+            grid = grid[:, self.first // size : -(-(self.first + count) // size)]
         address = grid.ravel() + self.block * region.block_stride
         packs = np.repeat(np.array(units) // part.granularity, grid[0].size)
         order = np.argsort(address, kind="stable")
@@ -143,84 +143,69 @@ class Window:
             yield Stretch(memory, start, stop, region.layer, region.part, own_packs)
 
 
-@attrs.frozen(slots=False)
+@attrs.frozen
 class Chunk:
-    """Contiguous bytes: adjacent stretches, and the left edge of the first one in pixels."""
+    """Contiguous bytes in the picture.
+
+    Attributes:
+        stretches: Adjacent stretches.
+        start: Address of the first byte.
+        stop: Address behind the last byte.
+        left: Left edge in pixels.
+        scale: Pixels a byte.
+    """
 
     stretches: list[Stretch]
+    start: int
+    stop: int
     left: float
     scale: float
-
-    @property
-    def start(self) -> int:
-        """Address of the first byte."""
-        return self.stretches[0].start
-
-    @property
-    def stop(self) -> int:
-        """Address behind the last byte."""
-        return self.stretches[-1].stop
 
     def span(self, start: int, stop: int) -> Span:
         """Return the left and right edges of the bytes from *start* to *stop*."""
         left, right = ((at - self.start) * self.scale + self.left for at in (start, stop))
         return left, right
 
-    @cached_property
-    def placed(self) -> list[tuple[Stretch, Span]]:
+    @property
+    def placed(self) -> list[Placed]:
         """Each stretch with its left and right edges in pixels."""
         return [(own, self.span(own.start, own.stop)) for own in self.stretches]
 
 
-@attrs.frozen
-class Axis:
-    """Chunks side by side, with one scale: pixels a byte."""
+def _axis(stretches: list[Stretch]) -> Axis:
+    """Join adjacent *stretches* to chunks, and place these side by side with one scale."""
+    joined = [stretches[:1]]
+    for before, stretch in pairwise(stretches):
+        if (before.memory, before.stop) == (stretch.memory, stretch.start):
+            joined[-1].append(stretch)
+        else:
+            joined.append([stretch])
+    sizes = [own[-1].stop - own[0].start for own in joined]
+    gap = min(_GAP, _WIDTH / 2 / len(joined))
+    scale = (_WIDTH - gap * (len(joined) - 1)) / sum(sizes)
+    chunks, left = list[Chunk](), style.MARGIN
+    for own, size in zip(joined, sizes, strict=True):
+        chunks.append(Chunk(own, own[0].start, own[-1].stop, left, scale))
+        left += size * scale + gap
+    return chunks
 
-    chunks: list[Chunk]
-    scale: float
 
-    @staticmethod
-    def of(stretches: list[Stretch]) -> Axis:
-        """Join adjacent *stretches* to chunks and place these."""
-        joined = [stretches[:1]]
-        for before, stretch in pairwise(stretches):
-            if (before.memory, before.stop) == (stretch.memory, stretch.start):
-                joined[-1].append(stretch)
-            else:
-                joined.append([stretch])
-        sizes = [own[-1].stop - own[0].start for own in joined]
-        gap = min(_GAP, _WIDTH / 2 / len(joined))
-        scale = (_WIDTH - gap * (len(joined) - 1)) / sum(sizes)
-        chunks, left = list[Chunk](), style.MARGIN
-        for own, size in zip(joined, sizes, strict=True):
-            chunks.append(Chunk(own, left, scale))
-            left += size * scale + gap
-        return Axis(chunks, scale)
+def _cut(runs: Ints, axis: Axis, column: int) -> Ints:
+    """Return *runs* cut to the bytes of *axis*.
 
-    @property
-    def placed(self) -> list[tuple[Stretch, Span]]:
-        """Each stretch with its left and right edges in pixels."""
-        return [own for chunk in self.chunks for own in chunk.placed]
-
-    def chunk(self, address: int) -> Chunk:
-        """Return the chunk that contains *address*."""
-        return next(chunk for chunk in self.chunks if chunk.start <= address < chunk.stop)
-
-    def cut(self, runs: Ints, column: int) -> Ints:
-        """Return *runs* cut to the drawn bytes of this side.
-
-        Args:
-            runs: Rows of (producer address, consumer address, length, number).
-            column: The column with the addresses of this side.
-        """
-        rests = [runs[:0]]
-        for chunk in self.chunks:
-            start = np.maximum(runs[:, column], chunk.start)
-            length = np.minimum(runs[:, column] + runs[:, 2], chunk.stop) - start
-            skip = start - runs[:, column]
-            rest = np.stack([runs[:, 0] + skip, runs[:, 1] + skip, length, runs[:, 3]], axis=1)
-            rests.append(rest[length > 0])
-        return np.concatenate(rests)
+    Args:
+        runs: Rows of (producer address, consumer address, length, number).
+        axis: The drawn bytes of one side.
+        column: The column with the addresses of this side.
+    """
+    rests = [runs[:0]]
+    for chunk in axis:
+        start = np.maximum(runs[:, column], chunk.start)
+        length = np.minimum(runs[:, column] + runs[:, 2], chunk.stop) - start
+        skip = start - runs[:, column]
+        rest = np.stack([runs[:, 0] + skip, runs[:, 1] + skip, length, runs[:, 3]], axis=1)
+        rests.append(rest[length > 0])
+    return np.concatenate(rests)
 
 
 def table_svg(
@@ -267,14 +252,13 @@ def table_svg(
         raise SpecError("group", group, f"a group that these two ranks exchange: {moved}")
     edge = edges[0]
     of_edge = attrs.evolve(table, entries=tuple(e for e in table.entries if e.edge is edge))
-    groups = (
-        table.producer.engine.group(edge.producer_group),
-        table.consumer.engine.group(edge.group),
-    )
-    windows = (
-        Window("Producer", table.producer, groups[0]),
-        Window("Consumer", table.consumer, groups[1]),
-    )
+    windows = [
+        Window(name, cache, cache.engine.group(own))
+        for name, cache, own in (
+            ("Producer", table.producer, edge.producer_group),
+            ("Consumer", table.consumer, edge.group),
+        )
+    ]
     requests = _first_blocks(edge, *windows) if request is None else iter((request,))
     attempts = (of_edge.descriptors(attempt).astype(np.int64) for attempt in requests)
     runs = next((rows for rows in attempts if len(rows)), np.empty((0, 3), np.int64))
@@ -283,7 +267,7 @@ def table_svg(
     if request is None and not len(runs):
         facts = "nothing of it moves"
     facts = f"{subject} of {counted(len(edge.layers), 'layer')}: {facts}"
-    return _draw(edge, _windows(edge, windows, runs), runs, facts)
+    return _draw(edge, [_moved(edge, own, runs, at) for at, own in enumerate(windows)], runs, facts)
 
 
 def _per_token(edge: Edge, group: KVCacheGroup) -> bool:
@@ -317,50 +301,43 @@ def _first_blocks(edge: Edge, producer: Window, consumer: Window) -> Iterator[Tr
         )
 
 
-def _windows(edge: Edge, sides: Sequence[Window], runs: Ints) -> list[Window]:
-    """Return the blocks of both sides that contain the first run, from its first token on."""
-    moved = {name for piece in edge.slices for name in piece.parts}
-    windows, firsts = list(sides), [0, 0]
-    for column, window in enumerate(sides):
-        for region in window.cache.regions:
-            place = region.locate(int(runs[0, column])) if len(runs) else None
-            if place and region.layer in edge.layers and region.part in moved:
-                firsts[column] = place[2] * window.cache.part_of(region)[0].tokens_per_state
-                windows[column] = attrs.evolve(window, block=place[0])
-                break
-    if not _per_token(edge, windows[1].group):
-        return windows
-    sizes = [window.group.memory_block_size for window in windows]
-    return _of_tokens(windows, firsts, min(sizes[0] - firsts[0], sizes[1] - firsts[1]))
+def _moved(edge: Edge, window: Window, runs: Ints, column: int) -> Window:
+    """Return *window* at the block and token of the first run, whose address is in *column*."""
+    parts = {name for piece in edge.slices for name in piece.parts}
+    for region in window.cache.regions if len(runs) else ():
+        place = region.locate(int(runs[0, column]))
+        if place and region.layer in edge.layers and region.part in parts:
+            first = place[2] * window.cache.part_of(region)[0].tokens_per_state
+            return attrs.evolve(window, block=place[0], first=first)
+    return window
 
 
-def _of_tokens(windows: list[Window], firsts: Sequence[int], count: int) -> list[Window]:
-    """Return *windows* with *count* tokens each."""
-    tokens = (range(first, first + count) for first in firsts)
-    return [attrs.evolve(w, tokens=own) for w, own in zip(windows, tokens, strict=True)]
+def _fit(edge: Edge, windows: list[Window]) -> tuple[int, tuple[str, ...]]:
+    """Return the number of tokens and the layers to draw.
 
-
-def _fit(edge: Edge, windows: list[Window]) -> tuple[list[Window], tuple[str, ...]]:
-    """Reduce tokens, then layers, until the stretches are wide enough to distinguish."""
+    Their stretches are few enough to distinguish. The number of tokens is 0 if no part has any.
+    """
 
     def too_many(layers: int) -> bool:
-        counts = (len(window.stretches(edge.layers[:layers])) for window in windows)
+        counts = (len(own.stretches(edge.layers[:layers], count)) for own in windows)
         return max(counts) > _MOST_STRETCHES
 
+    count = 0
+    if _per_token(edge, windows[1].group):
+        count = min(window.group.memory_block_size - window.first for window in windows)
     # Two tokens are enough to show the order of tokens and units.
-    while too_many(1) and len(windows[0].tokens) > 2:  # noqa: PLR2004
-        half = -(-len(windows[0].tokens) // 2)
-        windows = _of_tokens(windows, [window.tokens.start for window in windows], half)
-    count = min(_MOST_LAYERS, len(edge.layers))
-    while count > 1 and too_many(count):
-        count -= 1
-    return windows, edge.layers[:count]
+    while too_many(1) and count > 2:  # noqa: PLR2004
+        count = -(-count // 2)
+    layers = min(_MOST_LAYERS, len(edge.layers))
+    while layers > 1 and too_many(layers):
+        layers -= 1
+    return count, edge.layers[:layers]
 
 
 def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
-    windows, layers = _fit(edge, windows)
-    axes = [Axis.of(window.stretches(layers)) for window in windows]
-    stretches = [stretch for axis in axes for stretch, _ in axis.placed]
+    count, layers = _fit(edge, windows)
+    axes = [_axis(window.stretches(layers, count)) for window in windows]
+    stretches = [stretch for axis in axes for chunk in axis for stretch in chunk.stretches]
     parts = list(dict.fromkeys(stretch.part for stretch in stretches))
     canvas, title = Canvas(), f"One block of {edge.group}: {edge.producer} → {edge.consumer}"
     right = style.MARGIN + _WIDTH
@@ -377,7 +354,7 @@ def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
     for window, axis, y, (heading, ticks, names) in zip(
         windows, axes, (top, bottom), rows, strict=True
     ):
-        _heading(canvas, window, y + heading)
+        _heading(canvas, window, count, y + heading)
         _ticks(canvas, axis, y + ticks)
         _layers(canvas, axis, y + names)
         _bar(canvas, window.name, axis, y, parts)
@@ -394,35 +371,36 @@ def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
     return canvas.svg(right + style.MARGIN, y + 12, f"kvspec table: {title}")
 
 
-def _heading(canvas: Canvas, window: Window, y: float) -> None:
-    """Write the rank, the block and its layout."""
-    cache, tokens, group = window.cache, window.tokens, window.group
+def _heading(canvas: Canvas, window: Window, count: int, y: float) -> None:
+    """Write the rank, the block and its layout, and which *count* tokens are drawn."""
+    cache, group = window.cache, window.group
     name = f"{window.name} {cache.rank}"
     width = canvas.text(style.MARGIN, y, name, style.MEDIUM, font_weight="bold")
     words = [f"block {window.block}", f"layout {cache.engine.layout_of(group)}"]
-    if tokens:
+    if count:
         words.append(f"{group.memory_block_size} tokens a block")
-        if len(tokens) < group.memory_block_size:
-            words.append(f"tokens {tokens.start} to {tokens.stop - 1} drawn")
+    if 0 < count < group.memory_block_size:
+        words.append(f"tokens {window.first} to {window.first + count - 1} drawn")
     canvas.text(style.MARGIN + width + 10, y, " · ".join(words), fill=style.FAINT)
 
 
 def _bar(canvas: Canvas, side: str, axis: Axis, y: float, parts: Sequence[str]) -> None:
     """Draw the stretches with a pattern for each part, and their units."""
-    for stretch, (left, right) in axis.placed:
+    for stretch, (left, right) in (placed for chunk in axis for placed in chunk.placed):
+        units = stretch.units
         canvas.box(
             (left, y),
             (right - left, _BAR),
             style.hatch(parts.index(stretch.part)),
-            fill=stretch.colour,
+            fill=style.colour(units.start) if len(units) == 1 else style.HOLLOW,
             fill_opacity=style.FADED,
             data_side=side.lower(),
             data_layer=stretch.layer,
             data_part=stretch.part,
-            data_units=style.span_text(stretch.units),
+            data_units=style.span_text(units),
         )
     # Stretches of the same unit share a label if they touch.
-    for chunk in axis.chunks:
+    for chunk in axis:
         for units, same_units in groupby(chunk.placed, key=lambda own: own[0].units):
             stretches, spans = zip(*same_units, strict=True)
             left, right, text = spans[0][0], spans[-1][1], style.span_text(units)
@@ -435,7 +413,9 @@ def _bar(canvas: Canvas, side: str, axis: Axis, y: float, parts: Sequence[str]) 
 
 def _layers(canvas: Canvas, axis: Axis, y: float) -> None:
     """Write the name of each layer over or under its stretches."""
-    for layer, same_layer in groupby(axis.placed, key=lambda placed: placed[0].layer):
+    for layer, same_layer in groupby(
+        (own for chunk in axis for own in chunk.placed), key=lambda placed: placed[0].layer
+    ):
         spans = [span for _, span in same_layer]
         left, right = spans[0][0], spans[-1][1]
         middle = (left + right) / 2
@@ -454,7 +434,7 @@ def _ticks(canvas: Canvas, axis: Axis, y: float) -> None:
     """
     origin: dict[int, int] = {}
     free, end = 0.0, style.MARGIN + _WIDTH
-    for chunk in axis.chunks:
+    for chunk in axis:
         distance = chunk.start - origin.setdefault(chunk.stretches[0].memory, chunk.start)
         label = f"+{nbytes(distance)}" if distance else "0 B"
         if not distance and len(origin) > 1:
@@ -480,11 +460,14 @@ def _ribbons(canvas: Canvas, axes: Sequence[Axis], runs: Ints, rows: tuple[float
     # The number of its run stays with each ribbon: a run may be cut into several.
     drawn = np.column_stack([runs, np.arange(len(runs))])
     for column, axis in enumerate(axes):
-        drawn = axis.cut(drawn, column)
+        drawn = _cut(drawn, axis, column)
     numbers = np.unique(drawn[:, 3])
     step = -(-len(numbers) // _MOST_RIBBONS) or 1
     for *starts, length, number in drawn[np.isin(drawn[:, 3], numbers[::step])].tolist():
-        chunks = [axis.chunk(start) for axis, start in zip(axes, starts, strict=True)]
+        chunks = [
+            next(chunk for chunk in axis if chunk.start <= at < chunk.stop)
+            for axis, at in zip(axes, starts, strict=True)
+        ]
         upper, lower = (c.span(at, at + length) for c, at in zip(chunks, starts, strict=True))
         inside = chunks[1].stretches
         begin, end = starts[1], starts[1] + length
