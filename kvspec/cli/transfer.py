@@ -62,14 +62,14 @@ def transfer(
     kill: int = run_option(
         0,
         metavar="COUNT",
-        help="Number of times that a random rank is killed while sessions move requests of random "
-        "lengths.",
+        help="Number of times that a random rank is killed and its engine started again. The "
+        "requests then have random lengths, up to --tokens.",
     ),
     launcher: str = run_option(
         "",
         metavar="|".join(run.LAUNCHERS),
         help="Launcher that started this process. The process is then one rank of the run, on one "
-        "machine or several.",
+        "machine or several. All of them need the same KVSPEC_SECRET in the environment.",
     ),
     as_json: bool = options.AS_JSON,
 ) -> None:
@@ -158,7 +158,7 @@ def _show_figures(console: Console, figures: run.Figures) -> None:
     if figures.ok:
         console.print("nothing lost, wrong or leaked", style="bold green")
     for fault in figures.wrongs:
-        console.print(f"WRONG: {fault}", style="bold red")
+        console.print(f"WRONG: {fault}", style="bold red", soft_wrap=True)
 
 
 def _show_report(console: Console, job: run.Job, report: run.Report) -> None:
@@ -167,9 +167,8 @@ def _show_report(console: Console, job: run.Job, report: run.Report) -> None:
     if report.moved:
         names = ("producer", "consumer", *NUMBERS)
         printing.pairs(console, names, list(map(_pair, report.moved)), NUMBERS)
-        console.print(
-            f"moved: {sum(pair.nbytes for pair in report.moved):,} bytes, as in the table"
-        )
+        moved = sum(pair.nbytes for pair in report.moved)
+        console.print(f"moved: {moved:,} bytes, the sum of the table")
         if job.staging:
             staged = sum(pair.staged for pair in report.moved)
             console.print(f"staged: {staged:,} of these bytes moved through a staging buffer")
@@ -189,9 +188,9 @@ def _show_report(console: Console, job: run.Job, report: run.Report) -> None:
         where = counted(len(report.consumers), "consumer rank")
         console.print(f"every byte right: {report.judged:,} bytes on {where}", style="bold green")
     for fault in report.faults[:MAX_LINES]:
-        console.print(f"WRONG: {fault}", style="bold red")
+        console.print(f"WRONG: {fault}", style="bold red", soft_wrap=True)
     for line in report.lines[:MAX_LINES]:
-        console.print(f"  {line}")
+        console.print(f"  {line}", soft_wrap=True)
 
 
 def _pair(pair: run.Moved) -> tuple[str, ...]:

@@ -218,10 +218,10 @@ class Figures:
 
     def __str__(self) -> str:
         loads = counted(self.done + self.failed + self.gone, "load")
-        ends = f"{self.done} done, {self.failed} failed, {self.gone} gone"
+        ends = f"{self.done} done, {self.failed} failed, {self.gone} gone with a killed engine"
         found = f"{self.lost} lost, {self.wrong} wrong, {self.leaked} leaked"
         sent = f"{counted(self.requests, 'request')}, {counted(self.faults, 'fault')}"
-        return f"{sent}; of {loads} {ends}; {found}; {self.seconds} seconds"
+        return f"{sent}; {loads}: {ends}; {found}; {self.seconds} seconds"
 
     @property
     def ok(self) -> bool:

@@ -112,6 +112,16 @@ def test_processes_of_slurm_push_every_request() -> None:
     assert has_in_order(["loaded", "1", "1"], output)
 
 
+def test_all_processes_fail_if_a_byte_is_wrong() -> None:
+    """Only the first process prints the fault."""
+    store = port()
+    ranks = [rank_of("slurm", number, store, "--tamper") for number in range(2)]
+    (status, output, _), (other, silent, errors) = map(ended, ranks)
+    assert (1, 1) == (status, other)
+    assert has_in_order(["1", "consumer tp0", "request-0", "byte"], output)
+    assert ("", "") == (silent, errors)
+
+
 def test_ranks_with_different_secrets_do_not_connect() -> None:
     """The consumer refuses the introduction of the producer, and both processes fail."""
     store = port()
