@@ -56,12 +56,14 @@ class PartGroup:
 
     Attributes:
         name: Names of the parts, joined by "+".
+        noun: The noun for one unit: "head" or "unit".
         units: Number of units in the model.
         granularity: Units are sharded in multiples of this number.
         per_token: Whether a row of the parts belongs to tokens, not to a recurrent state.
     """
 
     name: str
+    noun: str
     units: int
     granularity: int
     per_token: bool
@@ -69,13 +71,9 @@ class PartGroup:
     @staticmethod
     def of(parts: Sequence[Part]) -> PartGroup:
         """Return the group of *parts*."""
-        name, first = "+".join(part.name for part in parts), parts[0]
-        return PartGroup(name, first.units, first.granularity, first.per_token)
-
-    @property
-    def noun(self) -> str:
-        """The noun for one unit: "head" or "unit"."""
-        return style.unit_noun(*self.name.split("+"))
+        names, first = [part.name for part in parts], parts[0]
+        noun = style.unit_noun(*names)
+        return PartGroup("+".join(names), noun, first.units, first.granularity, first.per_token)
 
 
 @attrs.frozen
@@ -97,11 +95,6 @@ class Read:
     groups: tuple[str, ...]
     layers: tuple[str, ...]
     row_bytes: float
-
-    @property
-    def size(self) -> str:
-        """The bytes as a text, such as `32 KiB a token`."""
-        return f"{nbytes(self.row_bytes)} a {'token' if self.part_group.per_token else 'state'}"
 
 
 @attrs.frozen
@@ -198,8 +191,8 @@ class Column:
         for caption, boxes in self.bands.items():
             if caption:
                 top = boxes[0].top - _CAPTION - _PAD
-                end = boxes[-1].top + boxes[-1].height + _PAD
-                size = self.width + 2 * _GAP, end - top
+                height = boxes[-1].top + boxes[-1].height + _PAD - top
+                size = self.width + 2 * _GAP, height
                 canvas.box((self.left - _GAP, top), size, fill=style.BAND, rx=6)
                 canvas.text(self.left, top + 16, caption, style.SMALL, fill=style.FAINT)
 
@@ -240,18 +233,11 @@ class Scene:
             _reads(plan, group), key=lambda r: (part_groups.index(r.part_group), r.units.start)
         )
         numbers = {rank: n for n, rank in enumerate(sorted({read.producer for read in reads}))}
-        sources = []
-        for index, rank in enumerate(plan.producer.parallel.ranks):
-            units = dict.fromkeys((part_group, ranges[index]) for part_group, ranges in held)
-            sources.append(_source(plan, rank, [r for r in reads if r.producer == rank], units))
-        targets = []
-        for rank in plan.consumer.parallel.ranks:
-            lines = [
-                Line(read.part_group, read.units, _arrival(plan, read), (read,))
-                for read in reads
-                if read.consumer == rank
-            ]
-            targets.append(Box(rank, lines, "" if lines else "reads nothing"))
+        sources = [
+            _source(plan, rank, reads, dict.fromkeys((own, ranges[at]) for own, ranges in held))
+            for at, rank in enumerate(plan.producer.parallel.ranks)
+        ]
+        targets = [_target(plan, rank, reads) for rank in plan.consumer.parallel.ranks]
         left = _column("Producer", plan.producer, [pair.producer for pair in pairs], sources)
         right = _column("Consumer", plan.consumer, [pair.consumer for pair in pairs], targets)
         right.left += max(left.width + _MIDDLE, style.width_of(left.caption) + style.MARGIN)
@@ -286,30 +272,40 @@ def _source(
     plan: TransferPlan, rank: RankId, reads: list[Read], held: Iterable[tuple[PartGroup, range]]
 ) -> Box:
     """Return the box of a producer rank: the units that it holds, and their consumer ranks."""
-    lines: list[Line] = []
+    lines, note = list[Line](), ""
+    reads = [read for read in reads if read.producer == rank]
+    if not reads and plan.targets(rank):
+        note = "read for other groups only"
+    elif not reads:
+        notifiers = plan.notifiers(rank)
+        by = "every consumer rank" if len(notifiers) > 1 else str(notifiers[0])
+        note = f"not read; released by {by}"
     for part_group, units in held:
         own = tuple(r for r in reads if r.part_group == part_group and r.units.start in units)
         names = [str(consumer) for consumer in sorted({read.consumer for read in own})]
-        words = f"{part_group.name} → {', '.join(names)}"
         if len(names) > _MOST_READERS:
-            words = f"{part_group.name} → {names[0]} … {names[-1]} ({len(names)})"
-        if not own:
-            words = f"{part_group.name}, not read here"
+            names = [f"{names[0]} … {names[-1]} ({len(names)})"]
+        words = f" → {', '.join(names)}" if own else ", not read here"
         if units:
-            # A rank without reads has a note in place of the words.
-            lines.append(Line(part_group, units, words if reads else "", own))
-    if reads:
-        return Box(rank, lines)
-    if plan.targets(rank):
-        return Box(rank, lines, "read for other groups only")
-    notifiers = plan.notifiers(rank)
-    by = "every consumer rank" if len(notifiers) > 1 else str(notifiers[0])
-    return Box(rank, lines, f"not read; released by {by}")
+            # The note of a rank takes the place of the words.
+            lines.append(Line(part_group, units, "" if note else part_group.name + words, own))
+    return Box(rank, lines, note)
+
+
+def _target(plan: TransferPlan, rank: RankId, reads: list[Read]) -> Box:
+    """Return the box of a consumer rank: its reads."""
+    lines = [
+        Line(read.part_group, read.units, _arrival(plan, read), (read,))
+        for read in reads
+        if read.consumer == rank
+    ]
+    return Box(rank, lines, "" if lines else "reads nothing")
 
 
 def _arrival(plan: TransferPlan, read: Read) -> str:
     """Return the text of *read*: its producer and size, and its blocks and layers if not all."""
-    words = [f"{read.part_group.name} ← {read.producer}", read.size]
+    size = f"{nbytes(read.row_bytes)} a {'token' if read.part_group.per_token else 'state'}"
+    words = [f"{read.part_group.name} ← {read.producer}", size]
     if not read.stripe.whole:
         words.append(str(read.stripe))
     producer, consumer = plan.producer, plan.consumer
