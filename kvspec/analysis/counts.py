@@ -223,7 +223,7 @@ def _tables(engine: EngineSpec, num_tokens: int) -> dict[str, BlockTable]:
             rule = f"the request needs {blocks} blocks, but at most {MAX_BLOCKS} can be counted"
             raise SpecError("num_tokens", num_tokens, rule=rule)
         if not any(part.per_token for part in group.spec.parts):
-            blocks = 1  # A recurrent state is one slot, whatever the number of tokens.
+            blocks = 1  # A recurrent state is one slot for any number of tokens.
         # All ids are odd if the null block is even, and even if it is odd.
         first = 1 - _null_block(engine) % 2
         tables[group.name] = BlockTable(first + 2 * np.arange(blocks))

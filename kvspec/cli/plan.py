@@ -95,8 +95,8 @@ def _loads_of_edges(made: TransferPlan, tokens: int) -> Counter[tuple[object, ..
     loads: Counter[tuple[object, ...]] = Counter()
     sources, targets = made.producer.parallel.ranks, made.consumer.parallel.ranks
     # `flows` has one entry for each assignment, in the same order.
-    each = assignments(made.producer, made.consumer, made.replica_groups, made.replica_policy)
-    for own, moved in zip(each, flows(made, tokens).moved.tolist(), strict=True):
+    assigned = assignments(made.producer, made.consumer, made.replica_groups, made.replica_policy)
+    for own, moved in zip(assigned, flows(made, tokens).moved.tolist(), strict=True):
         group = own.replica_group.pair.consumer.name
         loads[targets[own.reader], group, sources[own.unit_range.producer]] += moved
     return loads

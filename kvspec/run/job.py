@@ -92,8 +92,8 @@ class Job:
         positive_int("seed", self.seed, least=0)
         positive_int("staging", self.staging, least=0, most=MAX_STAGING)
         if self.tokens * self.requests > MAX_TOKENS:
-            wanted = f"at most {MAX_TOKENS} tokens in all {self.requests} requests together"
-            raise SpecError("tokens", self.tokens, wanted)
+            expected = f"at most {MAX_TOKENS} tokens in all {self.requests} requests together"
+            raise SpecError("tokens", self.tokens, expected)
         if positive_int("cached", self.cached, least=0) > self.tokens:
             raise SpecError("cached", self.cached, f"at most tokens={self.tokens}")
         instance("replica_policy", self.replica_policy, ReplicaPolicy)
@@ -108,8 +108,8 @@ class Job:
         if ranks > MAX_RANKS:
             raise SpecError("ranks", ranks, f"at most {MAX_RANKS} ranks of both engines")
         if not 0 < seconds("timeout", self.timeout) <= MAX_TIMEOUT:
-            wanted = f"seconds, more than 0 and at most {MAX_TIMEOUT:.0f}"
-            raise SpecError("timeout", self.timeout, wanted)
+            expected = f"seconds, more than 0 and at most {MAX_TIMEOUT:.0f}"
+            raise SpecError("timeout", self.timeout, expected)
 
     @cached_property
     def plan(self) -> TransferPlan:

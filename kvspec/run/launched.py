@@ -90,8 +90,8 @@ class Place:
         secret = os.fsencode(environ.get("KVSPEC_SECRET", ""))
         if len(secret) < MIN_SECRET:
             value = f"{len(secret)} bytes" if "KVSPEC_SECRET" in environ else None
-            wanted = f"the same random text for all processes, at least {MIN_SECRET} bytes"
-            raise SpecError("KVSPEC_SECRET", value, wanted)
+            expected = f"the same random text for all processes, at least {MIN_SECRET} bytes"
+            raise SpecError("KVSPEC_SECRET", value, expected)
         return Place(
             number=number, size=size, local=local, address=address, port=port, secret=secret
         )
@@ -147,8 +147,8 @@ class LaunchedRank:
             self._wait(stage)
             if stage not in ANSWERS:
                 return []
-            found = (self.store.get(f"{stage}/{number}") for number in range(self.place.size))
-            return [msgspec.json.decode(data, type=ANSWERS[stage]) for data in found]
+            answers = (self.store.get(f"{stage}/{number}") for number in range(self.place.size))
+            return [msgspec.json.decode(data, type=ANSWERS[stage]) for data in answers]
         except StageError:
             raise
         except Exception as error:  # only of the store

@@ -25,9 +25,9 @@ def check_memory(caches: Collection[int], available: int | None = None) -> None:
     need = COPIES * sum(caches) + PROCESS_BYTES * len(caches)
     if free is not None and need > SHARE * free:
         why = f"{nbytes(sum(caches))} of cache on {len(caches)} ranks, {COPIES} times to compare it"
-        wanted = f"at most {SHARE:.0%} of the free {nbytes(free)}"
-        wanted += ": fewer tokens, requests or ranks"
-        raise SpecError("memory", f"{nbytes(need)} ({why})", wanted)
+        expected = f"at most {SHARE:.0%} of the free {nbytes(free)}"
+        expected += ": fewer tokens, requests or ranks"
+        raise SpecError("memory", f"{nbytes(need)} ({why})", expected)
 
 
 def available_bytes() -> int | None:

@@ -68,7 +68,9 @@ def _probe(nbytes: int, *, head_size: int, tokens: int, layout: str) -> Job:
         block_size=tokens, total_num_kv_heads=HEADS, head_size=head_size, dtype="bfloat16"
     )
     group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
-    producer, consumer = (EngineSpec(groups=[group], layout=each) for each in (SOURCE, layout))
+    producer, consumer = (
+        EngineSpec(groups=[group], layout=letters) for letters in (SOURCE, layout)
+    )
     blocks = max(1, nbytes // (2 * tokens * HEADS * head_size * 2))
     return Job(producer=producer, consumer=consumer, tokens=tokens * blocks, requests=1)
 
@@ -89,19 +91,19 @@ class ProbeServer:
 
 
 def measure(
-    wanted: Sequence[Job], tries: int = 7, progress: Progress = lambda *_: None
+    jobs: Sequence[Job], tries: int = 7, progress: Progress = lambda *_: None
 ) -> list[Sample]:
     """Return the least times of each probe, directly and staged."""
     samples: list[Sample] = []
     with Ranks() as ranks:
         ranks.add("producer of the probes", ProbeServer, ())
-        for probe in wanted:
+        for probe in jobs:
             try:
                 metadata, base = ranks.ranks[0].ask("serve", probe)
             except (ConnectionError, TimeoutError) as error:
                 raise TransferError(str(error), state=TransferState.PEER_LOST) from error
             samples.append(_measured(probe, metadata, base, tries))
-            progress("requests", len(samples), len(wanted))
+            progress("requests", len(samples), len(jobs))
     return samples
 
 
@@ -146,7 +148,7 @@ def threshold(samples: Sequence[Sample]) -> int:
     0
     """
     means = sorted({sample.mean for sample in samples})
-    between = [round((one * other) ** 0.5) for one, other in pairwise(means)]
+    between = [round((shorter * longer) ** 0.5) for shorter, longer in pairwise(means)]
 
     def loss(limit: int) -> float:
         taken = (

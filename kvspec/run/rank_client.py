@@ -20,7 +20,7 @@ from typing import Any, Self
 from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.replicas import Role
 from kvspec.run.rank_server import Launch
-from kvspec.run.request_rank import RankStats, RequestRank
+from kvspec.run.request_rank import RequestRank
 
 SILENT = 120.0  # seconds in which a rank has to answer
 DYING = 5.0  # seconds that a process may take to end after it has closed its pipe
@@ -182,16 +182,7 @@ class EngineClient(Ranks):
 
     def quiet(self) -> None:
         """Wait until no rank sends, holds, moves or disconnects anything."""
-
-        def nothing() -> bool:
-            left: list[RankStats] = self.ask("left")
-            return not any(
-                one.session.loads + one.session.steps + one.session.held + one.session.leaving
-                + one.nixl.transfers + one.nixl.handles
-                for one in left
-            )  # fmt: skip
-
-        until(nothing)
+        until(lambda: not any(stats.active for stats in self.ask("left")))
 
 
 def until(true: Callable[[], object], seconds: float = 20.0) -> None:

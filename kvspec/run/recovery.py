@@ -154,10 +154,10 @@ class Recovery:
         if side in self.engines:
             self.engines[side].kill()
             killed = set(self.engines[side].ranks)
-            for each in self.open.values():
-                self.figures.gone += len(each.loaders & killed)
-                each.holders -= killed
-                each.loaders -= killed
+            for opened in self.open.values():
+                self.figures.gone += len(opened.loaders & killed)
+                opened.holders -= killed
+                opened.loaders -= killed
         self.epoch[side] += 1
         launch = Launch(
             name=side,
@@ -197,14 +197,14 @@ class Recovery:
             job.moves[0], request_id=name, producer_blocks=producer, consumer_blocks=consumer
         )
         holders, loaders = (set(self.engines[side].ranks) for side in SIDES)
-        each = OpenRequest(slot, request, new_remote_id(name), holders, loaders)
-        self.open[name] = each
+        opened = OpenRequest(slot, request, new_remote_id(name), holders, loaders)
+        self.open[name] = opened
         self.figures.requests += 1
-        self.hold(each, number, fault)
-        unanswered = self.move(each, number)
+        self.hold(opened, number, fault)
+        unanswered = self.move(opened, number)
         self.figures.faults += fault != ""
-        self.inject(fault, each, unanswered)
-        self.collect(each, unanswered)
+        self.inject(fault, opened, unanswered)
+        self.collect(opened, unanswered)
 
     def tables(self, side: Side, job: Job, slot: int) -> dict[str, BlockTable]:
         """Return block tables of the blocks in a slot, in random order."""
@@ -216,43 +216,43 @@ class Recovery:
             tables[group.name] = BlockTable(self.drawn.sample(blocks, len(starts)), starts.start)
         return tables
 
-    def hold(self, each: OpenRequest, seed: int, fault: str) -> None:
+    def hold(self, opened: OpenRequest, seed: int, fault: str) -> None:
         """Let the producer compute and hold a request."""
         del fault
-        self.engines["producer"].ask("hold", each.remote_id, each.request, seed)
+        self.engines["producer"].ask("hold", opened.remote_id, opened.request, seed)
 
-    def move(self, each: OpenRequest, seed: int) -> Unanswered:
+    def move(self, opened: OpenRequest, seed: int) -> Unanswered:
         """Start the loads of a request, and its pushes. Every second load compares checksums."""
         consumers, producers = (list(self.engines[side].ranks) for side in reversed(SIDES))
         for rank in consumers:
             options = {"pushed": self.pushed, "digest": seed % 2 == 1}
-            rank.send("load", each.request, each.remote_id, seed, self.timeout, **options)
+            rank.send("load", opened.request, opened.remote_id, seed, self.timeout, **options)
         if not self.pushed:
             return consumers
         # A producer must not push before the consumer has written rubbish into the blocks.
-        self.collect(each, consumers)
+        self.collect(opened, consumers)
         for rank in producers:
             epoch = self.epoch["consumer"]
-            rank.send("push", each.request, each.remote_id, self.timeout, epoch)
+            rank.send("push", opened.request, opened.remote_id, self.timeout, epoch)
         return producers
 
-    def collect(self, each: OpenRequest, unanswered: Unanswered) -> None:
+    def collect(self, opened: OpenRequest, unanswered: Unanswered) -> None:
         """Receive the answers of the ranks that are alive."""
         while unanswered:
             rank = unanswered.pop(0)
             try:
                 _ = rank.pipe.closed or rank.answer()
             except KVSpecError:  # The engine that it concerns was restarted meanwhile.
-                self.figures.failed += rank in each.loaders
-                each.loaders.discard(rank)
+                self.figures.failed += rank in opened.loaders
+                opened.loaders.discard(rank)
 
-    def inject(self, fault: str, each: OpenRequest, unanswered: Unanswered) -> None:
+    def inject(self, fault: str, opened: OpenRequest, unanswered: Unanswered) -> None:
         """Inject a fault while a request is open: kill a random rank and restart its engine."""
         if fault in KILLS:
             side: Side = "producer" if fault == KILLS[0] else "consumer"
             time.sleep(self.drawn.choice((0.0, 1e-3, 1e-2)))
             self.drawn.choice(self.engines[side].ranks).kill()
-            self.collect(each, unanswered)
+            self.collect(opened, unanswered)
             self.start(side)
 
     def release(self) -> None:
@@ -265,16 +265,16 @@ class Recovery:
     def look(self) -> None:
         """Take what was freed, count the loads that are over, and close the ended requests."""
         self.release()
-        for name, each in self.open.items():
-            for rank in list(each.loaders):
+        for name, opened in self.open.items():
+            for rank in list(opened.loaders):
                 outcome: LoadOutcome = rank.ask("state", name)
                 if outcome.state != "moving":
-                    each.loaders.discard(rank)
+                    opened.loaders.discard(rank)
                     self.figures.done += outcome.state == "done"
                     self.figures.failed += outcome.state == "failed"
                     self.figures.wrong += outcome.wrong
-        for name, each in list(self.open.items()):
-            if not each.holders and not each.loaders:
+        for name, opened in list(self.open.items()):
+            if not opened.holders and not opened.loaders:
                 self.slots.append(self.open.pop(name).slot)
 
     def end(self) -> None:
@@ -289,6 +289,6 @@ class Recovery:
             except TimeoutError:
                 self.figures.leaked += 1
             left: list[RankStats] = engine.ask("left")
-            for one in left:
-                self.figures.leaked += one.session.held + one.nixl.transfers
-                self.figures.leaked += one.threads > THREADS
+            for stats in left:
+                self.figures.leaked += stats.session.held + stats.nixl.transfers
+                self.figures.leaked += stats.threads > THREADS

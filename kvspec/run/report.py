@@ -126,7 +126,7 @@ class Report:
         done = {side: sum(e.finished for e in ranks if e.side == side) for side in SIDES}
         return Report(
             ranks=ranks,
-            failures=tuple(sorted(failures, key=lambda each: not each.died)),
+            failures=tuple(sorted(failures, key=lambda failure: not failure.died)),
             stages=seconds,
             loaded=(done["consumer"], job.plan.finished_recving_count * job.requests),
             freed=(done["producer"], job.plan.finished_sending_count * job.requests),
@@ -167,9 +167,9 @@ class Report:
         if self.wrong:
             where = ", ".join(f"{e.side} {e.rank}" for e in self.ranks if e.compared.wrong)
             faults.append(f"{counted(self.wrong, 'wrong byte')}, on {where}")
-        for name, (done, wanted) in (("loaded", self.loaded), ("freed", self.freed)):
-            if done != wanted:
-                faults.append(f"{name} {done} requests on all ranks together, not {wanted}")
+        for name, (done, expected) in (("loaded", self.loaded), ("freed", self.freed)):
+            if done != expected:
+                faults.append(f"{name} {done} requests on all ranks together, not {expected}")
         for rank in self.ranks:
             if rank.expired:
                 early = ", ".join(rank.expired)

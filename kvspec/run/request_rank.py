@@ -43,6 +43,13 @@ class RankStats(NamedTuple):
     nixl: NixlStats
     threads: int
 
+    @property
+    def active(self) -> int:
+        """Number of the objects that still send, hold, move or disconnect something."""
+        session, nixl = self.session, self.nixl
+        of_session = session.loads + session.steps + session.held + session.leaving
+        return of_session + nixl.transfers + nixl.handles
+
 
 class RequestRank(RankServer):
     """A rank with the requests that it holds, and the loads that are not over."""

@@ -136,7 +136,8 @@ class TransferRank(RankServer):
             host=host,
         )
         super().__init__(job.engine(side), rank, launch)
-        self.nixl.began, self.nixl.ended = {}, {}
+        self.nixl.began = dict[Transfer, float]()
+        self.nixl.ended = dict[Transfer, float]()
         self.job, self.side, self.other, self.deadline = job, side, other_side(side), deadline
         self.active = active
         self.contents = Contents(job, side, rank)
@@ -224,7 +225,7 @@ class TransferRank(RankServer):
     def _moved(self, partner: RankId) -> Moved:
         """Add up the transfers with one rank of the other engine."""
         name = f"{self.other}-{partner}-"  # the beginning of its agent's name
-        transfers = [each for each in self.nixl.began if each.peer.startswith(name)]
+        transfers = [moved for moved in self.nixl.began if moved.peer.startswith(name)]
         ranks = (partner, self.rank) if self.side == "consumer" else (self.rank, partner)
         return Moved(
             producer=ranks[0],
@@ -232,7 +233,7 @@ class TransferRank(RankServer):
             nbytes=sum(transfer.nbytes for transfer in transfers),
             staged=sum(transfer.nbytes for transfer in transfers if transfer.staged),
             runs=sum(transfer.runs for transfer in transfers),
-            seconds=sum(self.nixl.ended[each] - self.nixl.began[each] for each in transfers),
+            seconds=sum(self.nixl.ended[moved] - self.nixl.began[moved] for moved in transfers),
         )
 
 

@@ -42,18 +42,18 @@ class Soak(Recovery):
     engine_type = LossyEngine
     timeout = 4.0
 
-    def hold(self, each: OpenRequest, seed: int, fault: str) -> None:
+    def hold(self, opened: OpenRequest, seed: int, fault: str) -> None:
         """Hold a request. With the fault "late", it is freed and overwritten before it is read."""
         if fault != "late":
-            super().hold(each, seed, fault)
+            super().hold(opened, seed, fault)
             return
-        self.engines["producer"].ask("hold", each.remote_id, each.request, seed, lease=0.05)
+        self.engines["producer"].ask("hold", opened.remote_id, opened.request, seed, lease=0.05)
         time.sleep(0.2)
         self.release()
 
-    def inject(self, fault: str, each: OpenRequest, unanswered: Unanswered) -> None:
+    def inject(self, fault: str, opened: OpenRequest, unanswered: Unanswered) -> None:
         """Inject one of `FAULTS` while a request is open."""
-        super().inject(fault, each, unanswered)
+        super().inject(fault, opened, unanswered)
         verb, _, of = fault.partition(" ")
         side: Side = "producer" if of == "producer" else "consumer"
         if verb == "stop":
@@ -62,16 +62,16 @@ class Soak(Recovery):
             time.sleep(self.drawn.choice((0.3, 5.0)))  # The second is longer than the lease.
             go_on(rank)
         elif verb == "deregister":
-            self.collect(each, unanswered)
+            self.collect(opened, unanswered)
             self.drawn.choice(self.engines[side].ranks).ask("shut")
             time.sleep(0.3)
             self.look()
             self.start(side)
         elif verb == "abort":
-            self.engines["producer"].ask("abort", each.remote_id)
+            self.engines["producer"].ask("abort", opened.remote_id)
         elif verb == "cancel":
-            self.collect(each, unanswered)
-            self.engines["consumer"].ranks[0].ask("cancel", each.request.request_id)
+            self.collect(opened, unanswered)
+            self.engines["consumer"].ranks[0].ask("cancel", opened.request.request_id)
 
 
 def soak(
