@@ -9,10 +9,10 @@ How it works:
 
         merge          runs             order of        continues if                   done by
         within a row   each id          the caller      next id of the same dense row  NIXL
-        across rows    the rest         the destination next byte, in rows of one      kvspec
-                                                        `area`, on both sides
+        across rows    the rest         the destination next byte, in the same area,   kvspec
+                                                        on both sides
 
-    Rows of one `area` are chained by shared bytes, so they lie in one registered memory. Rows that
+    Rows of one area are chained by shared bytes, so they lie in one registered memory. Rows that
     only touch may lie in two memories, and no descriptor may lie in both.
 
     NIXL joins ids neither across rows nor across handles. So handles are cut between runs, and
@@ -50,8 +50,6 @@ LIMIT = 1.15
 SPARED = 16
 
 _FIRST = np.zeros(1, np.int64)
-# Starts and ends of ranges of bytes, in any order.
-Bounds = tuple[Ints, Ints]
 
 
 def checked_ids(field: str, ids: object, total: int) -> Ids:
@@ -83,6 +81,14 @@ class PlainDescriptors(NamedTuple):
     remote: NDArray[np.uint64]
 
 
+class Spans(NamedTuple):
+    """Bytes that are copied, in any order: the address on both sides, and the length of each."""
+
+    local: Ints
+    remote: Ints
+    nbytes: Ints
+
+
 @attrs.define(eq=False)
 class Pairing:
     """Checked pairs of ids, cut into batches that fit one handle each.
@@ -92,8 +98,8 @@ class Pairing:
         remote_ids: As many ids of the remote list.
         nbytes: Bytes of all pairs.
         batches: Slices of the ids, or of *joined* if runs of different rows were merged.
-        bounds: Returns the ranges that are read, and those that are written. Called only when it
-            is needed: if other transfers are in flight.
+        spans: Returns the bytes of all pairs. Called only when it is needed: if other transfers
+            are in flight, or if the transfer may be staged.
         joined: The merged descriptors, or None.
     """
 
@@ -102,7 +108,7 @@ class Pairing:
     nbytes: int
     batches: tuple[slice, ...]
     _count: Callable[[], int]
-    bounds: Callable[[], tuple[Bounds, Bounds]]
+    spans: Callable[[], Spans]
     joined: PlainDescriptors | None = None
 
     @property
@@ -131,11 +137,6 @@ class Runs:
     def address(self) -> Ints:
         """Address of each run."""
         return self.rows.address_of(self.ids, self.row)
-
-    @property
-    def bounds(self) -> Bounds:
-        """Starts and ends of the runs."""
-        return self.address, self.address + self.nbytes
 
     def take(self, which: Ints, nbytes: Ints) -> Runs:
         """Return runs that begin like the runs *which*, and have *nbytes*."""
@@ -171,13 +172,19 @@ def continues_in_row(runs: Runs) -> NDArray[np.bool_]:
 
 
 def continues_in_memory(runs: Runs, order: Ints) -> NDArray[np.bool_]:
-    """Whether each run in *order*, but the first, begins where the one before ends, in one `area`.
+    """Whether each run in *order*, but the first, begins where the one before ends, in its area.
 
-    Two registered memories may touch, and no descriptor may lie in both.
+    Two registered memories may touch, and no descriptor may lie in both. The addresses of two
+    devices may be equal, and are different memory.
     """
-    area = runs.rows.area[runs.row[order]]
-    touches = (runs.address + runs.nbytes)[order[:-1]] == runs.address[order[1:]]
-    return np.asarray(touches & (area[:-1] == area[1:]))
+    start, row = runs.address[order], runs.row[order]
+    touches = (runs.address + runs.nbytes)[order[:-1]] == start[1:]
+    where = touches.nonzero()[0]
+    if len(where):
+        device = runs.rows.table[:, 2][row]
+        touches[where] = ~np.isin(start[where + 1], runs.rows.area_begins)
+        touches &= device[1:] == device[:-1]
+    return np.asarray(touches)
 
 
 def runs_of(rows: StridedRows, ids: Ids) -> Runs:
@@ -202,13 +209,12 @@ def pair(
         raise SpecError(
             "local_ids", len(local_ids), f"as many ids as remote_ids has: {len(remote_ids)}"
         )
-    if not len(local_ids):
-        none = local_ids.astype(np.int64)
-        return Pairing(local_ids, remote_ids, 0, (), int, lambda: ((none, none), (none, none)))
     runs = runs_of(local, local_ids), runs_of(remote, remote_ids)
+    spans = partial(_spans, *runs)
+    if not len(local_ids):
+        return Pairing(local_ids, remote_ids, 0, (), int, spans)
     _refuse_unequal(*runs)
     first, length, joined = _FIRST, runs[0].nbytes, None
-    source, target = runs if destination == "remote" else runs[::-1]
     if len(local_ids) > 1:
         first = starts_of(continues_in_row(runs[0]) & continues_in_row(runs[1]))
         sums = np.add.reduceat(length, first)
@@ -227,12 +233,11 @@ def pair(
     batches: tuple[slice, ...] = (slice(0, len(length)),)
     if not fits(len(first), nbytes):
         batches = tuple(cut(first, length))
-    bounds = partial(_bounds, source, target)
-    return Pairing(local_ids, remote_ids, nbytes, batches, partial(len, first), bounds, joined)
+    return Pairing(local_ids, remote_ids, nbytes, batches, partial(len, first), spans, joined)
 
 
-def _bounds(source: Runs, target: Runs) -> tuple[Bounds, Bounds]:
-    return source.bounds, target.bounds
+def _spans(local: Runs, remote: Runs) -> Spans:
+    return Spans(local.address, remote.address, local.nbytes)
 
 
 def _refuse_unequal(local: Runs, remote: Runs) -> None:

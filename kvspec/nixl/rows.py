@@ -59,31 +59,26 @@ class StridedRows:
         return np.asarray(address + (count - 1) * stride + length)
 
     @cached_property
-    def area(self) -> Ints:
-        """A number for each row. Rows with equal numbers surely lie in one registered memory.
+    def area_begins(self) -> Ints:
+        """Begin of each area: a set of rows of one device that share bytes, or are chained so.
 
-        Each row lies in one memory, and memories are disjoint. So rows that share bytes lie in the
-        same memory. Rows with different numbers may lie in one memory, too.
+        Each row lies in one registered memory, and memories are disjoint. So an area lies in one
+        memory, and only a byte at a begin can lie in another memory than the byte before it.
         """
         address, _, device, _, _ = self._columns
-        area = np.empty(len(self.table), np.int64)
-        areas = 0
+        begins = [np.empty(0, np.int64)]
         for number in np.unique(device):
             rows = np.flatnonzero(device == number)
-            rows = rows[np.argsort(address[rows], kind="stable")]
+            rows = rows[address[rows].argsort(kind="stable")]
             separate = address[rows[1:]] >= np.maximum.accumulate(self.end[rows])[:-1]
-            area[rows] = areas + np.concatenate(([0], np.cumsum(separate)))
-            areas += len(rows)
-        return area
+            begins.append(address[rows[np.append(True, separate)]])
+        return np.concatenate(begins)
 
-    def areas(self, first: int, runs: int, per_run: int) -> Ints | None:
-        """Return the `area` of each of *runs* runs, or None if one run has two areas.
-
-        Each run has *per_run* rows. The first row of the first run has the id *first*.
-        """
-        row = int(self.start.searchsorted(first, side="right")) - 1
-        area = self.area[row : row + per_run * runs].reshape(runs, per_run)
-        return None if (area != area[:, :1]).any() else area[:, 0]
+    @cached_property
+    def device(self) -> int | None:
+        """The device of all rows, or None if there are several devices, or no rows."""
+        devices = self._columns[2]
+        return int(devices[0]) if len(devices) and (devices == devices[0]).all() else None
 
     def row_of(self, ids: Ids) -> Ints:
         """Return the row of each id."""

@@ -36,7 +36,7 @@ import contextlib
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -50,7 +50,7 @@ from kvspec.nixl.agent import Agent, Subject
 from kvspec.nixl.memory import RegisteredMemory, overlap, registered_memory, text_of
 from kvspec.nixl.merging import Pairing
 from kvspec.nixl.permuting import SPARE, copy_runs
-from kvspec.nixl.ranges import Batch, Ranges, Repeated, ranges_of
+from kvspec.nixl.ranges import Batch, ranges_of
 from kvspec.nixl.rows import Ints, StridedRows
 
 if TYPE_CHECKING:
@@ -322,7 +322,6 @@ class Buffers:
         pairs: Pairing,
         local: StridedRows,
         remote: StridedRows,
-        runs: Callable[[], Sequence[Repeated]],
         memory_type: str,
         *,
         inward: bool,
@@ -336,7 +335,6 @@ class Buffers:
             pairs: The pairs of ids.
             local: Rows of this rank.
             remote: Rows of the peer.
-            runs: Returns the runs of the pairs. Called only if staging may be faster.
             memory_type: Memory type of this rank.
             inward: Whether the transfer is a read.
         """
@@ -346,13 +344,24 @@ class Buffers:
         # One range is the best case, so the ranges of most transfers need not be found.
         if not staging.saves(pairs.runs, 1, pairs.nbytes):
             return None
-        near, far = _device(local), _device(remote)
+        near, far = local.device, remote.device
         if near is None or far is None:
             return None
-        ranges = ranges_of(runs(), staging.longest, staging.gap if inward else 0)
-        if ranges is None or not staging.saves(pairs.runs, ranges.ranges, ranges.read):
+        gap, spans = staging.gap if inward else 0, pairs.spans()
+        batches = ranges_of(
+            spans.remote,
+            spans.local,
+            spans.nbytes,
+            begins=remote.area_begins,
+            longest=staging.longest,
+            gap=gap,
+        )
+        if batches is None:
             return None
-        return Stage(self._beside(staging, memory_type, near), ranges, far, inward)
+        posted, moved = (sum(len(b.address) for b in batches), sum(b.nbytes for b in batches))
+        if not staging.saves(pairs.runs, posted, moved):
+            return None
+        return Stage(self._beside(staging, memory_type, near), batches, posted, far, inward)
 
     def _beside(self, staging: Staging, memory_type: str, device: int) -> StagingBuffer:
         """Return the buffer for a memory type and device. Create it if it is missing.
@@ -377,25 +386,21 @@ class Buffers:
         self._made[memory.memory_type, memory.device] = buffer
 
 
-def _device(rows: StridedRows) -> int | None:
-    """Return the device of all rows, or None if there are several."""
-    devices = rows.table[:, 2]
-    return int(devices[0]) if len(devices) and (devices == devices[0]).all() else None
-
-
 @attrs.frozen(eq=False)
 class Stage:
     """The ranges of one staged transfer.
 
     Attributes:
         buffer: The buffer of this rank.
-        ranges: Ranges of the peer, and their runs.
+        batches: Ranges of the peer, and their runs.
+        ranges: Number of ranges.
         device: Device of the peer's memory.
         inward: Whether the transfer is a read.
     """
 
     buffer: StagingBuffer
-    ranges: Ranges
+    batches: tuple[Batch, ...]
+    ranges: int
     device: int
     inward: bool
 
@@ -426,7 +431,7 @@ class Stage:
     def _copy(self, batch: Batch, base: int) -> None:
         memory = self.buffer.memory
         place = memory.memory_type, memory.device
-        for moves in self.ranges.moves(batch):
+        for moves in batch.moves():
             copy_runs(base, moves, inward=self.inward, place=place, scratch=self.buffer.scratch)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import cast
 
 from kvspec.errors import TransferError, TransferState
@@ -21,7 +20,7 @@ from kvspec.nixl.agent import Agent
 from kvspec.nixl.busy import BusyRanges
 from kvspec.nixl.ranges import Batch
 from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
-from kvspec.nixl.transfer_spec import Operation, Sides, checked_pairs, repeated_runs_of
+from kvspec.nixl.transfer_spec import Operation, Sides, checked_pairs
 
 IN_FLIGHT = 16  # Handles posted at once. A list of any length makes few.
 TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
@@ -72,12 +71,12 @@ class Transfer:
         self.subject = self.remote.peer or "", instance("request", request, str)
         self.stage: Stage | None = None
         if buffers is not None and buffers.staging is not None:
-            runs, kind = partial(repeated_runs_of, sides, pairs), self.local.memory_type
             rows = self.local.rows, self.remote.rows
-            self.stage = buffers.stage(pairs, *rows, runs, kind, inward=operation == "READ")
+            kind = self.local.memory_type
+            self.stage = buffers.stage(pairs, *rows, kind, inward=operation == "READ")
         self.descriptors, self.nbytes = len(pairs.local_ids), pairs.nbytes
         self.batches: Sequence[slice | Batch]
-        self.batches = pairs.batches if self.stage is None else self.stage.ranges.batches
+        self.batches = pairs.batches if self.stage is None else self.stage.batches
         self.staged = self.stage is not None
         self.buffer: StagingBuffer | None = None if self.stage is None else self.stage.buffer
         self.posted: int | None = 0 if agent.telemetry else None
@@ -110,7 +109,7 @@ class Transfer:
     @property
     def runs(self) -> int:
         """Number of descriptors expected after merging. If staged, number of ranges of the peer."""
-        return self.pairs.runs if self.stage is None else self.stage.ranges.ranges
+        return self.pairs.runs if self.stage is None else self.stage.ranges
 
     @property
     def live_handles(self) -> int:
@@ -331,11 +330,12 @@ class InFlightTransfers:
         Addresses identify bytes: those of two devices of one memory type differ as well.
         """
         self._busy.release(transfer)  # An interrupt may have left a part of an earlier claim.
-        read, written = transfer.pairs.bounds()
-        near, far = ("", transfer.local.memory_type), (transfer.peer, transfer.remote.memory_type)
+        local, remote, nbytes = transfer.pairs.spans()
+        near = ("", transfer.local.memory_type), local, local + nbytes
+        far = (transfer.peer, transfer.remote.memory_type), remote, remote + nbytes
         source, target = (far, near) if transfer.operation == "READ" else (near, far)
-        conflict = self._busy.claim(transfer, target, *written)
-        conflict = conflict or self._busy.claim(transfer, source, *read, shared=True)
+        conflict = self._busy.claim(transfer, *target)
+        conflict = conflict or self._busy.claim(transfer, *source, shared=True)
         transfer.claimed = conflict is None
         if conflict is not None:
             self._busy.release(transfer)

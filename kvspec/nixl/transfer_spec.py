@@ -13,7 +13,6 @@ from kvspec.descriptors.selection import Selection
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.merging import Pairing, checked_ids, pair
-from kvspec.nixl.ranges import Repeated, one_by_one, repeated
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.selected import pair_selection
 from kvspec.ownership.replicas import Role
@@ -97,29 +96,19 @@ def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
     return pair(local.rows, ids, remote.rows, remote_ids, target)
 
 
-def repeated_runs_of(sides: Sides, pairs: Pairing) -> tuple[Repeated, ...]:
-    """Return the runs of *pairs*: those of a selection if possible, else each pair."""
-    local, ids, remote, _ = sides
-    found = None
-    if isinstance(ids, Selection):
-        found = repeated(ids.parts, _far_role(sides, ids), remote.rows)
-    return (one_by_one(pairs, local.rows, remote.rows),) if found is None else found
-
-
 def _pair_selection(sides: Sides, selection: Selection, target: str) -> Pairing:
     """Return the pairs of *selection*, by its parts if that is possible, else by its ids."""
-    local, remote, far = sides[0].rows, sides[2].rows, _far_role(sides, selection)
-    near: Role = "consumer" if far == "producer" else "producer"
-    rows: dict[Role, StridedRows] = {near: local, far: remote}
-    found = pair_selection(selection, rows, near if target == "local" else far, near)
+    local, remote, near = sides[0].rows, sides[2].rows, _near_role(sides, selection)
+    far: Role = "consumer" if near == "producer" else "producer"
+    found = pair_selection(selection, local, remote, near, near if target == "local" else far)
     if found is not None:
         return found
     ids = selection[::-1] if near == "consumer" else selection
     return pair(local, ids[0], remote, ids[1], target)
 
 
-def _far_role(sides: Sides, selection: Selection) -> Role:
-    """Return whether the remote list has the rows of the producer or of the consumer.
+def _near_role(sides: Sides, selection: Selection) -> Role:
+    """Return whether the local list has the rows of the producer or of the consumer.
 
     Raise `SpecError` if the lists do not have the rows of the selection's table.
     """
@@ -129,9 +118,9 @@ def _far_role(sides: Sides, selection: Selection) -> Role:
         raise SpecError("remote_ids", remote_ids, "None, or the same selection as local_ids")
     consumer, producer = selection.consumer_rows, selection.producer_rows
     if local.given_rows is consumer and remote.given_rows is producer:
-        return "producer"
-    if local.given_rows is producer and remote.given_rows is consumer:
         return "consumer"
+    if local.given_rows is producer and remote.given_rows is consumer:
+        return "producer"
     raise SpecError(
         "local_ids", "a selection", "a selection of the table whose rows both lists contain"
     )

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import attrs
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvspec.nixl import Staging
-from kvspec.nixl.ranges import Ints, Ranges, Repeated, ranges_of
+from kvspec.nixl.ranges import Batch, ranges_of
+from kvspec.nixl.rows import Ints
 
 NEAR = 1 << 20
 
@@ -22,13 +24,33 @@ def ints(values: object) -> Ints:
     return np.array(values, np.int64)
 
 
+@attrs.frozen
+class Drawn:
+    """Runs, and the addresses at which the memories of the far side begin."""
+
+    far: Ints
+    near: Ints
+    nbytes: Ints
+    begins: Ints
+
+    def ranges(self, longest: int, gap: int) -> tuple[Batch, ...] | None:
+        """Return the batches of the runs."""
+        begins = self.begins
+        return ranges_of(self.far, self.near, self.nbytes, begins=begins, longest=longest, gap=gap)
+
+    def runs(self) -> Counter[tuple[int, int, int]]:
+        """Return (far, near, length) of every run."""
+        columns = (each.tolist() for each in (self.far, self.near, self.nbytes))
+        return Counter(zip(*columns, strict=True))
+
+
 @st.composite
-def repeated_sets(draw: st.DrawFn) -> list[Repeated]:
-    """Draw runs of two separate memories.
+def drawn_runs(draw: st.DrawFn) -> Drawn:
+    """Draw runs of up to three memories, which may touch. Each memory has tiles with equal runs.
 
     No two runs share a far byte. Tiles are adjacent, or each is in the gaps of another.
     """
-    runs_drawn, base = [], 0
+    columns, begins, base = [np.empty((3, 0), np.int64)], [], 0
     for _ in range(draw(st.integers(1, 3))):
         runs, tiles = draw(st.integers(1, 5)), draw(st.integers(0, 5))
         lengths = draw(st.lists(st.integers(1, 9), min_size=runs, max_size=runs))
@@ -38,36 +60,22 @@ def repeated_sets(draw: st.DrawFn) -> list[Repeated]:
         stride = 40 if inside else int(steps[-1])
         far = (steps[:-1] * (6 * 40 if inside else 1)) + base
         order = draw(st.permutations(range(runs)))
-        tile = draw(st.permutations(range(tiles)))
-        area = draw(st.integers(0, 1))
-        runs_drawn.append(
-            Repeated(
-                far=ints(far)[order],
-                near=NEAR + ints(far)[order] * 2,
-                length=ints(lengths)[order],
-                area=np.full(runs, 2 * len(runs_drawn) + area),
-                far_tile=ints(tile) * stride,
-                near_tile=ints(tile) * 2 * stride,
-            )
-        )
-        base = int(far[-1]) + 10 * stride + draw(st.integers(0, 3))
-    return runs_drawn
+        tile = ints(draw(st.permutations(range(tiles))))[:, None]
+        spans = np.empty((3, tiles, runs), np.int64)
+        spans[0] = far[order] + tile * stride
+        spans[1] = NEAR + far[order] * 2 + tile * 2 * stride
+        spans[2] = ints(lengths)[order]
+        columns.append(spans.reshape(3, -1))
+        begins.append(base)
+        end = max([base, *(columns[-1][0] + columns[-1][2]).tolist()])
+        base = end + draw(st.integers(0, 3))
+    return Drawn(*np.concatenate(columns, axis=1), ints(begins))
 
 
-def runs_of(repeated: list[Repeated]) -> Counter[tuple[int, int, int]]:
-    """Return (far, near, length) of every run."""
-    return Counter(
-        (int(far + far_tile), int(near + near_tile), int(length))
-        for runs in repeated
-        for far_tile, near_tile in zip(runs.far_tile, runs.near_tile, strict=True)
-        for far, near, length in zip(runs.far, runs.near, runs.length, strict=True)
-    )
-
-
-def moved_by(ranges: Ranges) -> Counter[tuple[int, int, int]]:
+def moved_by(batches: tuple[Batch, ...]) -> Counter[tuple[int, int, int]]:
     """Return (far, near, length) of every move from a batch."""
     runs: Counter[tuple[int, int, int]] = Counter()
-    for batch in ranges.batches:
+    for batch in batches:
         far = np.concatenate(
             [
                 np.arange(address, address + length)
@@ -76,7 +84,7 @@ def moved_by(ranges: Ranges) -> Counter[tuple[int, int, int]]:
         )
         assert len(far) == batch.nbytes
         assert batch.offset.tolist() == [0, *np.cumsum(batch.length)[:-1].tolist()]
-        for moves in ranges.moves(batch):
+        for moves in batch.moves():
             assert len(moves.offset)
             for offset, near in zip(moves.offset, moves.near, strict=True):
                 moved = far[offset : offset + moves.length]
@@ -85,49 +93,51 @@ def moved_by(ranges: Ranges) -> Counter[tuple[int, int, int]]:
     return runs
 
 
-@given(repeated_sets(), st.integers(9, 400), st.sampled_from([0, 1, 3, 50, 10_000]))
-def test_ranges_contain_every_run_once(repeated: list[Repeated], longest: int, gap: int) -> None:
+@given(drawn_runs(), st.integers(9, 400), st.sampled_from([0, 1, 3, 50, 10_000]))
+def test_ranges_contain_every_run_once(drawn: Drawn, longest: int, gap: int) -> None:
     """No batch is longer than *longest*. Without gaps only the bytes of runs are read."""
-    ranges = ranges_of(repeated, longest, gap)
-    assert ranges is not None
-    runs = runs_of(repeated)
-    assert runs == moved_by(ranges)
-    assert all(batch.nbytes <= longest for batch in ranges.batches)
-    assert ranges.runs == sum(runs.values())
+    batches = drawn.ranges(longest, gap)
+    assert batches is not None
+    assert drawn.runs() == moved_by(batches)
+    assert all(batch.nbytes <= longest for batch in batches)
     if not gap:
-        assert ranges.read == ranges.nbytes == sum(length for _, _, length in runs)
+        assert int(drawn.nbytes.sum()) == sum(batch.nbytes for batch in batches)
 
 
-@given(repeated_sets(), st.integers(9, 400), st.sampled_from([0, 3, 10_000]))
-def test_range_has_runs_of_one_memory_only(
-    repeated: list[Repeated], longest: int, gap: int
-) -> None:
-    """The area of a run is the number of its memory."""
-    ranges = ranges_of(repeated, longest, gap)
-    assert ranges is not None
-    area_at = {
-        int(far + tile): int(area)
-        for runs in repeated
-        for tile in runs.far_tile
-        for far, area in zip(runs.far, runs.area, strict=True)
-    }
-    for batch in ranges.batches:
+@given(drawn_runs(), st.integers(9, 400), st.sampled_from([0, 3, 10_000]))
+def test_range_has_runs_of_one_memory_only(drawn: Drawn, longest: int, gap: int) -> None:
+    """No range contains a byte before and a byte behind the begin of a memory."""
+    batches = drawn.ranges(longest, gap)
+    assert batches is not None
+    for batch in batches:
         for address, length in zip(batch.address.tolist(), batch.length.tolist(), strict=True):
-            areas = {area for far, area in area_at.items() if address <= far < address + length}
-            assert 1 == len(areas)
+            last = address + length - 1
+            begins = drawn.begins.searchsorted([address, last], side="right")
+            assert begins[0] == begins[1]
 
 
-def spaced_runs(runs: int, length: int, *, distance: int = 0) -> Repeated:
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=12),
+    st.integers(9, 40),
+    st.integers(0, 5),
+)
+def test_runs_that_share_far_bytes_are_each_moved(
+    runs: list[tuple[int, int]], longest: int, gap: int
+) -> None:
+    """One far byte may be read to several places."""
+    far, nbytes = (ints([run[side] for run in runs]) for side in (0, 1))
+    drawn = Drawn(far, NEAR + np.arange(len(runs)), nbytes, ints([0]))
+    batches = drawn.ranges(longest, gap)
+    assert batches is not None
+    assert drawn.runs() == moved_by(batches)
+    assert all(batch.nbytes <= longest for batch in batches)
+
+
+def spaced_runs(runs: int, length: int, *, distance: int = 0) -> Drawn:
     """Return runs with *distance* bytes between two runs on the far side."""
     place = np.arange(runs, dtype=np.int64)
-    return Repeated(
-        far=place * (length + distance),
-        near=NEAR + place * 4 * length,
-        length=np.full(runs, length),
-        area=np.zeros(runs, np.int64),
-        far_tile=ints([0]),
-        near_tile=ints([0]),
-    )
+    far, near = place * (length + distance), NEAR + place * 4 * length
+    return Drawn(far, near, np.full(runs, length), ints([0]))
 
 
 def test_range_includes_gap_if_that_is_cheaper() -> None:
@@ -136,22 +146,21 @@ def test_range_includes_gap_if_that_is_cheaper() -> None:
     assert 100 == gap
     counts = []
     for distance in (0, 99, 100, 101):
-        ranges = ranges_of([spaced_runs(8, 64, distance=distance)], 1 << 20, gap)
-        assert ranges is not None
-        counts.append((ranges.ranges, ranges.read))
+        batches = spaced_runs(8, 64, distance=distance).ranges(1 << 20, gap)
+        assert batches is not None
+        [batch] = batches
+        counts.append((len(batch.address), batch.nbytes))
     assert [(1, 512), (1, 512 + 7 * 99), (1, 512 + 7 * 100), (8, 512)] == counts
 
 
 def test_run_longer_than_batch_has_no_ranges() -> None:
     """Runs are never divided."""
-    assert ranges_of([spaced_runs(3, 64)], 63, 0) is None
-    whole = ranges_of([spaced_runs(3, 64)], 64, 0)
+    assert spaced_runs(3, 64).ranges(63, 0) is None
+    whole = spaced_runs(3, 64).ranges(64, 0)
     assert whole is not None
-    assert [64] * 3 == [batch.nbytes for batch in whole.batches]
+    assert [64] * 3 == [batch.nbytes for batch in whole]
 
 
 def test_ranges_of_no_runs_are_empty() -> None:
-    """There are zero batches and zero bytes to read."""
-    ranges = ranges_of([], 64, 0)
-    assert ranges is not None
-    assert (0, 0, 0, ()) == (ranges.ranges, ranges.read, ranges.runs, ranges.batches)
+    """There is no batch."""
+    assert () == spaced_runs(0, 1).ranges(64, 0)

@@ -14,8 +14,9 @@ from nixl_world import moving
 from kvspec import DescriptorTable, RankId, TransferRequest
 from kvspec.nixl import Staging
 from kvspec.nixl import staging as choosing
-from kvspec.nixl.ranges import ranges_of, repeated
+from kvspec.nixl.ranges import ranges_of
 from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.selected import pair_selection
 from kvspec.ownership.replicas import Role
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.fake_nixl import FakeNixl
@@ -61,17 +62,29 @@ def through_ranges(far: Role, longest: int, gap: int) -> System:
 
     def copies(table: DescriptorTable, moved: TransferRequest, tokens: Any = None) -> list[Copy]:
         selection = table.select(moved, tokens=tokens)
-        rows = selection.producer_rows if far == "producer" else selection.consumer_rows
-        repeated_sets = repeated(selection.parts, far, checked_rows(rows))
-        ranges = None if repeated_sets is None else ranges_of(repeated_sets, longest, gap)
-        if ranges is None:  # A run is longer than a batch, so nothing is staged.
+        near: Role = "consumer" if far == "producer" else "producer"
+        rows = checked_rows(selection.producer_rows), checked_rows(selection.consumer_rows)
+        remote, local = rows if far == "producer" else rows[::-1]
+        pairs = pair_selection(selection, local, remote, near, near)
+        batches = None
+        if pairs is not None:
+            spans = pairs.spans()
+            batches = ranges_of(
+                spans.remote,
+                spans.local,
+                spans.nbytes,
+                begins=remote.area_begins,
+                longest=longest,
+                gap=gap,
+            )
+        if batches is None:  # A run is longer than a batch, so nothing is staged.
             return described(table, moved, tokens)
         copied = []
-        for batch in ranges.batches:
+        for batch in batches:
             place = np.concatenate(
                 [np.arange(a, a + n) for a, n in zip(batch.address, batch.length, strict=True)]
             )
-            for moves in ranges.moves(batch):
+            for moves in batch.moves():
                 for offset, near in zip(moves.offset.tolist(), moves.near.tolist(), strict=True):
                     sides = int(place[offset]), near
                     copied.append((*sides[:: 1 if far == "producer" else -1], moves.length))
@@ -114,7 +127,7 @@ def test_oracle_finds_a_gap_that_is_written(gap: int, monkeypatch: pytest.Monkey
     sides = [engine(gqa(4), tp=tp, layout=layout) for tp, layout in ((2, "LBNHC"), (1, "LBHNC"))]
     here = world(case(*sides, request(48, [0, 2, 4], [1, 3, 5])))
     monkeypatch.setattr(
-        choosing, "ranges_of", lambda runs, longest, _: ranges_of(runs, longest, gap)
+        choosing, "ranges_of", lambda *runs, **more: ranges_of(*runs, **more | {"gap": gap})
     )
     with FakeNixl(), moving(here, "WRITE", staging=Staging(always=True)) as both:
         for transfer in both.start_all():

@@ -44,20 +44,22 @@ def both(
     local: Role = "consumer"
     name = "local" if target == local else "remote"
     one_by_one = pair(rows["consumer"], ids[1], rows["producer"], ids[0], name)
-    return pair_selection(selection, rows, target, local), one_by_one
+    pairing = pair_selection(selection, rows["consumer"], rows["producer"], local, target)
+    return pairing, one_by_one
 
 
-def moved(pairing: Pairing) -> tuple[list[tuple[int, int]], ...]:
-    """Return the read and the written ranges, as spans that do not touch."""
-    found = []
-    for starts, ends in pairing.bounds():
-        spans: list[tuple[int, int]] = []
-        for start, end in sorted(zip(starts.tolist(), ends.tolist(), strict=True)):
-            if spans and spans[-1][1] == start:
-                start = spans.pop()[0]  # noqa: PLW2901 - extend the previous span
-            spans.append((start, end))
-        found.append(spans)
-    return tuple(found)
+def moved(pairing: Pairing) -> list[tuple[int, int, int]]:
+    """Return the address on both sides and the length of the copied bytes, joined if they touch."""
+    found: list[tuple[int, int, int]] = []
+    for local, remote, nbytes in sorted(
+        zip(*(each.tolist() for each in pairing.spans()), strict=True)
+    ):
+        begin, size = (local, remote), nbytes
+        if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == begin:
+            first = found.pop()
+            begin, size = first[:2], first[2] + nbytes
+        found.append((*begin, size))
+    return found
 
 
 def posted(rows: dict[Role, Any], pairing: Pairing, *batches: slice) -> int:
@@ -73,7 +75,7 @@ def posted(rows: dict[Role, Any], pairing: Pairing, *batches: slice) -> int:
 
 @given(strategies.cases() | strategies.sharing_cases())
 def test_pairs_by_tile_equal_pairs_by_id(case: Case) -> None:
-    """Bytes, posted descriptors, read ranges and written ranges are equal for pull and push."""
+    """Bytes, posted descriptors and copied bytes are equal for pull and push."""
     here = world(case)
     for _, _, table in here.tables():
         for target in ("consumer", "producer"):
