@@ -112,7 +112,8 @@ def _merging_pays(
     starts, nbytes = spans[:2, order], spans[2, order]
     touches = (starts[:, :-1] + nbytes[:-1] == starts[:, 1:]).all(axis=0).nonzero()[0]
     for start, rows in zip(starts, (producer, consumer), strict=True):
-        touches = touches[~np.isin(start[touches + 1], rows.area_begins)]
+        if len(touches):
+            touches = touches[~np.isin(start[touches + 1], rows.area_begins)]
     spared = posted - (len(order) - len(touches))
     # `pair` takes 0.1 us for each id, so it must spare a part that counts.
     return merges(posted, spared) if whole else posted > merging.LIMIT * (posted - spared)
@@ -131,19 +132,31 @@ def _cut(parts: Sequence[Picked]) -> Iterator[slice]:
     A run of blocks that is too long for one handle has handles of its own.
     """
     start = stop = posted = nbytes = 0
-    full = merging.MAX_DESCRIPTORS, merging.MAX_BYTES
     for picked in parts:
-        firsts, count = _firsts(picked), len(picked[1])
-        of_size: dict[int, list[tuple[int, int, int]]] = {}  # Ids, descriptors and bytes.
-        for size in picked[0].rows.length.tolist():
-            if size not in of_size:
-                of_size[size] = [(count, len(firsts), count * size)]
-                if not fits(len(firsts), count * size):
-                    slices = cut(firsts, np.full(count, size))
-                    of_size[size] = [(each.stop - each.start, *full) for each in slices]
-            for ids, more, size_of_all in of_size[size]:
-                if stop > start and not fits(posted + more, nbytes + size_of_all):
+        rows, count, left = picked[0].rows, len(picked[1]), len(picked[0].rows)
+        length, most = rows.size or int(rows.length.max()), count
+        # At most so many descriptors are posted for one run. Count them only if that is too many.
+        if not fits(count, count * length):
+            firsts = _firsts(picked)
+            most = len(firsts)
+            if not fits(most, count * length):
+                if stop > start:
                     yield slice(start, stop)
-                    start, posted, nbytes = stop, 0, 0
-                stop, posted, nbytes = stop + ids, posted + more, nbytes + size_of_all
-    yield slice(start, stop)
+                within = [*cut(firsts, np.full(count, length))]
+                for run in range(stop, stop + left * count, count):
+                    yield from (slice(run + each.start, run + each.stop) for each in within)
+                start = stop = stop + left * count
+                posted = nbytes = 0
+                continue
+        while left:
+            room = (merging.MAX_BYTES - nbytes) // (count * length)
+            runs = min(left, room, (merging.MAX_DESCRIPTORS - posted) // most)
+            left -= runs
+            stop += runs * count
+            posted += runs * most
+            nbytes += runs * count * length
+            if left:
+                yield slice(start, stop)
+                start, posted, nbytes = stop, 0, 0
+    if stop > start:
+        yield slice(start, stop)
