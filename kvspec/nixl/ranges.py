@@ -77,17 +77,17 @@ class Batch:
         address: Far address of each range.
         length: Bytes of each range.
         nbytes: Bytes of all ranges.
-        _run_offset: Begin of each run in the slot.
-        _near: Near address of each run.
-        _run_length: Bytes of each run.
+        run_offset: Begin of each run in the slot.
+        near: Near address of each run.
+        run_length: Bytes of each run.
     """
 
     address: Ints
     length: Ints
     nbytes: int
-    _run_offset: Ints
-    _near: Ints
-    _run_length: Ints
+    run_offset: Ints
+    near: Ints
+    run_length: Ints
 
     @property
     def offset(self) -> Ints:
@@ -96,13 +96,13 @@ class Batch:
 
     def moves(self) -> Iterator[Moves]:
         """Yield the runs by their lengths."""
-        offset, lengths = self._run_offset, self._run_length
+        offset, lengths = self.run_offset, self.run_length
         if (lengths == lengths[0]).all():
-            yield Moves(offset=offset, near=self._near, length=int(lengths[0]))
+            yield Moves(offset=offset, near=self.near, length=int(lengths[0]))
             return
         for length in np.unique(lengths).tolist():
             which = lengths == length
-            yield Moves(offset=offset[which], near=self._near[which], length=length)
+            yield Moves(offset=offset[which], near=self.near[which], length=length)
 
 
 def ranges_of(
@@ -127,39 +127,42 @@ def ranges_of(
     if int(nbytes.max()) > longest:
         return None
     if (far[1:] < far[:-1]).any():
-        order = far.argsort(kind="stable")
+        order = far.argsort()
         far, near, nbytes = far[order], near[order], nbytes[order]
-    # Runs may overlap, so a range ends at the furthest end of its runs.
-    reach = np.maximum.accumulate(far + nbytes)
-    separate = far[1:] - reach[:-1] > gap
-    first_inside = far.searchsorted(begins)
-    separate[first_inside[(first_inside > 0) & (first_inside < len(far))] - 1] = True
-    of_range = np.concatenate(([0], separate.cumsum()))
-    # Pack the ranges: subtract the bytes that lie between them.
-    between = np.concatenate(([0], np.where(separate, far[1:] - reach[:-1], 0).cumsum()))
-    packed, reach = far - between, reach - between
+    runs = far, near, nbytes
+    whole, first = _packed(*runs, begins=begins, gap=gap)
+    if whole.nbytes <= longest and len(first) <= MAX_RANGES:
+        return (whole,)
     batches, begin = [], 0
-    while begin < len(packed):
-        stop = int(reach.searchsorted(packed[begin] + longest, side="right"))
-        stop = min(stop, int(of_range.searchsorted(of_range[begin] + MAX_RANGES)))
+    ends = np.maximum.accumulate(whole.run_offset + nbytes)
+    while begin < len(far):
+        stop = int(ends.searchsorted(whole.run_offset[begin] + longest, side="right"))
+        if len(most := first[first > begin][MAX_RANGES - 1 :]):
+            stop = min(stop, int(most[0]))
         # A run of an earlier batch may end beyond this slot. The first run fits in any case.
         inside = slice(begin, max(stop, begin + 1))
-        batches.append(_batch(of_range[inside], far[inside], near[inside], nbytes[inside]))
+        batches.append(_packed(*(each[inside] for each in runs), begins=begins, gap=gap)[0])
         begin = inside.stop
     return tuple(batches)
 
 
-def _batch(of_range: Ints, far: Ints, near: Ints, nbytes: Ints) -> Batch:
-    """Return the batch of runs. *of_range* contains the number of the range of each."""
-    first = starts_of(of_range[1:] == of_range[:-1])
+def _packed(far: Ints, near: Ints, nbytes: Ints, *, begins: Ints, gap: int) -> tuple[Batch, Ints]:
+    """Return one batch of all runs, sorted by far address, and the first run of each range."""
+    # Runs may overlap, so a range ends at the furthest end of its runs.
     reach = np.maximum.accumulate(far + nbytes)
-    length = np.append(reach[first[1:] - 1], reach[-1]) - far[first]
+    joined = far[1:] - reach[:-1] <= gap
+    inside = far.searchsorted(begins)
+    joined[inside[(inside > 0) & (inside < len(far))] - 1] = False
+    first = starts_of(joined)
+    last = np.append(first[1:], len(far)) - 1
+    length = reach[last] - far[first]
     begin = np.cumsum(length) - length
-    return Batch(
+    batch = Batch(
         address=far[first],
         length=length,
         nbytes=int(length.sum()),
-        run_offset=far + np.repeat(begin - far[first], np.diff(first, append=len(far))),
+        run_offset=far + np.repeat(begin - far[first], last - first + 1),
         near=near,
         run_length=nbytes,
     )
+    return batch, first

@@ -121,9 +121,10 @@ def _merging_pays(
 
 def _spans(parts: Sequence[Picked], near: Role) -> Spans:
     """Return all descriptors of the selection."""
-    found = np.concatenate([entry.addresses(tiles) for entry, tiles in parts]).T
-    local, remote = found[:2] if near == "producer" else found[1::-1]
-    return Spans(local, remote, found[2])
+    found = np.concatenate([entry.addresses(tiles).T for entry, tiles in parts], axis=1)
+    producer, consumer, nbytes = found
+    sides = (producer, consumer) if near == "producer" else (consumer, producer)
+    return Spans(*sides, nbytes)
 
 
 def _cut(parts: Sequence[Picked]) -> Iterator[slice]:
