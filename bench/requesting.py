@@ -25,6 +25,7 @@ from kvspec import DescriptorTable
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.transfer import InFlightTransfers
 from kvspec.nixl.transfer_spec import Prepared
 
 PLAIN = works.Work(
@@ -79,6 +80,11 @@ class Lanes:
         ]
         self.lists = [self._lists(table) for table in self.tables]
 
+    @property
+    def transfers(self) -> InFlightTransfers:
+        """The transfers of the agent. None is started."""
+        return InFlightTransfers(self.agent)
+
     def _lists(self, table: DescriptorTable) -> tuple[Prepared, Prepared]:
         local, remote = (
             Prepared(self.agent, checked_rows(rows), "DRAM", peer, 1, rows)
@@ -119,7 +125,7 @@ class Lanes:
         request, handles = self.request(), []
         for table, (local, remote) in zip(self.tables, self.lists, strict=True):
             selection = table.select(request)
-            transfer = Transfer(self.agent, "READ", (local, selection, remote, None), "r", 1.0)
+            transfer = Transfer(self.transfers, "READ", (local, selection, remote, None), "r", 1.0)
             handles += [transfer.make(batch) for batch in transfer.batches]
         return handles
 
@@ -181,7 +187,7 @@ def b12(options: Options) -> Iterator[Row]:
     selection = table.select(lanes.request())
 
     def joined() -> object:
-        return Transfer(lanes.agent, "READ", (local, selection, remote, None), "r", 1.0)
+        return Transfer(lanes.transfers, "READ", (local, selection, remote, None), "r", 1.0)
 
     (ours,) = interleaved(options.times(16), cpu(joined))
     what = f"check and merge W1, shuffled: {len(selection[0]):,} ids of one source"

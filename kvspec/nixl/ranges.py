@@ -16,15 +16,16 @@ How it works:
 
     >>> def ints(*numbers):
     ...     return np.array(numbers, np.int64)
-    >>> runs = ints(1000, 1008, 1016, 2000), ints(300, 200, 100, 500), ints(4, 4, 4, 4)
-    >>> [batch] = ranges_of(*runs, begins=ints(1000), longest=64, gap=8)
+    >>> far, near = ints(1000, 1008, 1016, 2000), ints(300, 200, 100, 500)
+    >>> runs = Spans(near, far, ints(4, 4, 4, 4))
+    >>> [batch] = ranges_of(runs, ints(1000), longest=64, gap=8)
     >>> batch.address.tolist(), batch.length.tolist(), batch.offset.tolist()
     ([1000, 2000], [20, 4], [0, 20])
 
     A batch is one handle. It contains all runs whose packed bytes fit into a slot of *longest*
     bytes. So a range is cut between two runs if the slot ends there:
 
-    >>> [first, second] = ranges_of(*runs, begins=ints(1000), longest=12, gap=8)
+    >>> [first, second] = ranges_of(runs, ints(1000), longest=12, gap=8)
     >>> first.address.tolist(), first.length.tolist()
     ([1000], [12])
     >>> second.address.tolist(), second.length.tolist()
@@ -47,7 +48,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from kvspec.nixl.merging import starts_of
+from kvspec.nixl.merging import Spans, starts_of
 from kvspec.nixl.rows import Ints
 
 # Descriptors of one handle. Posting more blocks for too long: a post cannot be interrupted.
@@ -105,15 +106,11 @@ class Batch:
             yield Moves(offset=offset[which], near=self.near[which], length=length)
 
 
-def ranges_of(
-    far: Ints, near: Ints, nbytes: Ints, *, begins: Ints, longest: int, gap: int
-) -> tuple[Batch, ...] | None:
+def ranges_of(spans: Spans, begins: Ints, *, longest: int, gap: int) -> tuple[Batch, ...] | None:
     """Return batches of the ranges that contain all runs.
 
     Args:
-        far: Far address of each run, in any order. Runs may overlap.
-        near: Near address of each run.
-        nbytes: Bytes of each run.
+        spans: The runs. The remote side is the far side, and its runs may overlap.
         begins: Far addresses at which memories begin, in ascending order. No range has a byte
             before and a byte behind such an address.
         longest: Bytes of a slot. A batch is not longer.
@@ -122,6 +119,7 @@ def ranges_of(
     Returns:
         The batches, or None if a run is longer than a slot.
     """
+    near, far, nbytes = spans
     if not len(far):
         return ()
     if int(nbytes.max()) > longest:

@@ -118,15 +118,17 @@ class NixlRank:
         self._memory = RegisteredMemory()
         self._registered: list[object] = []
         self._peers = Peers(self._agent, key)
-        self._in_flight = InFlightTransfers(self._agent)
-        self._buffers = Buffers(Staging.of(staging), self.register, self._in_flight, self._memory)
+        settings = Staging.of(staging)
+        buffers = Buffers(settings, self.register, self._memory) if settings else None
+        self._in_flight = InFlightTransfers(self._agent, buffers)
         # Whether handles were released in flight. Then only the destruction of the agent is safe.
         self._aborted = False
         # Peers read the first byte. This rank reads into the others.
         self._probe = np.zeros(PROBES, np.uint8)
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
-        self._buffers.open()
+        if buffers is not None:
+            buffers.open()
         enter(self, self._memory)
 
     def __repr__(self) -> str:
@@ -309,7 +311,7 @@ class NixlRank:
                 peers are not checked.
         """
         sides = local, local_ids, remote, remote_ids
-        return self._start("READ", (sides,), request, timeout)[0]
+        return self._in_flight.start("READ", (sides,), request, timeout)[0]
 
     def write(
         self,
@@ -323,7 +325,7 @@ class NixlRank:
     ) -> Transfer:
         """Start copying local id *i* to remote id *i*. All else is as in `read`."""
         sides = local, local_ids, remote, remote_ids
-        return self._start("WRITE", (sides,), request, timeout)[0]
+        return self._in_flight.start("WRITE", (sides,), request, timeout)[0]
 
     def move(
         self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
@@ -350,15 +352,7 @@ class NixlRank:
         for sides in checked:
             if not isinstance(sides, tuple) or len(sides) != 4:  # noqa: PLR2004 - as in SIDES
                 raise SpecError("pairs", sides, SIDES)
-        return self._start(operation, checked, request, timeout)
-
-    def _start(
-        self, operation: Operation, pairs: tuple[Sides, ...], request: str, timeout: float
-    ) -> tuple[Transfer, ...]:
-        agent, buffers = self._agent, self._buffers
-        return self._in_flight.start(
-            [Transfer(agent, operation, sides, request, timeout, buffers) for sides in pairs]
-        )
+        return self._in_flight.start(operation, checked, request, timeout)
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Send *payload* to *peer*. Do that once for each plan, after its data is done.

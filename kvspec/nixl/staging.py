@@ -27,17 +27,16 @@ How it works:
 
     A transfer makes progress only when it is polled, and its owner may have stopped polling it. So
     polling C also polls B and then A, until a handle of one of them ends
-    (`StagingBuffer.poll_others`).
+    (`InFlightTransfers.poll_others`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -191,29 +190,6 @@ def _allocated(nbytes: int, memory_type: str, device: int) -> Any:  # noqa: ANN4
 Register = Callable[[Iterable[Memory], object], None]
 
 
-class User(Protocol):
-    """A transfer, as far as its buffer needs it.
-
-    Attributes:
-        buffer: The buffer of the transfer, or None.
-        ticket: The ticket of the transfer if it waits for a slot, else None.
-    """
-
-    buffer: StagingBuffer | None
-    ticket: int | None
-
-    @property
-    def over(self) -> bool:
-        """Whether no byte of the transfer can move any more."""
-
-    @property
-    def slots_held(self) -> Iterable[int]:
-        """Slots that the transfer uses."""
-
-    def step(self) -> bool:
-        """Make progress. Return whether a handle ended."""
-
-
 class StagingBuffer:
     """One registered memory, divided into slots.
 
@@ -225,9 +201,7 @@ class StagingBuffer:
         slots: Number of slots.
     """
 
-    def __init__(
-        self, memory: Memory, slot_bytes: int, transfers: Iterable[User], given: object = None
-    ) -> None:
+    def __init__(self, memory: Memory, slot_bytes: int, given: object = None) -> None:
         self.memory = memory
         self.slot_bytes = slot_bytes
         margin = SPARE if given is None and memory.memory_type == "DRAM" else 0
@@ -235,8 +209,6 @@ class StagingBuffer:
         self.slots = (memory.length - 2 * margin) // slot_bytes
         self._first = memory.address + margin
         self._given = given  # Memory of the caller, who may free or resize it.
-        self._transfers = transfers
-        self._tickets = itertools.count()
 
     def address(self, slot: int) -> int:
         """Return the address of a slot. Raise `TransferError` if the caller freed the buffer."""
@@ -250,36 +222,6 @@ class StagingBuffer:
             raise TransferError(message, state=TransferState.BUG)
         return self._first + slot * self.slot_bytes
 
-    def ticket(self) -> int:
-        """Return a new ticket. Tickets grow."""
-        return next(self._tickets)
-
-    def free_slot(self, ticket: int | None) -> int | None:
-        """Return a free slot, or None if the transfer with *ticket* must wait.
-
-        A transfer that has not waited yet has no ticket: None.
-        """
-        users = self._users()
-        used = {slot for user in users for slot in user.slots_held}
-        ahead = sum(
-            user.ticket is not None and (ticket is None or user.ticket < ticket) for user in users
-        )
-        # One free slot is reserved for each transfer that has waited longer.
-        if self.slots - len(used) <= ahead:
-            return None
-        return next(slot for slot in range(self.slots) if slot not in used)
-
-    def poll_others(self, waiting: User) -> None:
-        """Poll the other transfers until a handle of one of them ends."""
-        # Waiting transfers come first, in order: a free slot may be reserved for one of them.
-        users = sorted(self._users(), key=lambda user: (user.ticket is None, user.ticket or 0))
-        for user in users:
-            if user is not waiting and user.step():
-                return
-
-    def _users(self) -> list[User]:
-        return [user for user in self._transfers if user.buffer is self and not user.over]
-
 
 class Buffers:
     """The staging buffers of one rank: one for each memory type and device.
@@ -287,26 +229,19 @@ class Buffers:
     They are created when they are first needed.
 
     Attributes:
-        staging: The settings, or None if nothing is staged.
+        staging: The settings.
     """
 
-    def __init__(
-        self,
-        staging: Staging | None,
-        register: Register,
-        transfers: Iterable[User],
-        own: RegisteredMemory,
-    ) -> None:
+    def __init__(self, staging: Staging, register: Register, own: RegisteredMemory) -> None:
         self.staging = staging
         self._register = register
-        self._transfers = transfers
         self._own = own
         self._made: dict[tuple[str, int], StagingBuffer] = {}
         self._lock = threading.RLock()  # Two threads must not create the same buffer.
 
     def open(self) -> None:
         """Register the caller's memory, if any. Raise `SpecError` if a live rank uses it."""
-        if self.staging is None or isinstance(self.staging.buffer, int):
+        if isinstance(self.staging.buffer, int):
             return
         memory = memory_of(self.staging.buffer)
         if any(overlap(memory, other) for each in registered_memory() for other in each.memories):
@@ -315,7 +250,7 @@ class Buffers:
             if overlap(memory, other):
                 wanted = f"memory outside {text_of(other)}, which another rank has registered"
                 raise SpecError("staging.buffer", text_of(memory), wanted)
-        self._make(self.staging, memory, self.staging.buffer)
+        self._make(memory, self.staging.buffer)
 
     def stage(
         self,
@@ -338,49 +273,40 @@ class Buffers:
             memory_type: Memory type of this rank.
             inward: Whether the transfer is a read.
         """
-        staging = self.staging
-        if staging is None or not pairs.nbytes:
+        staging, near, far = self.staging, local.device, remote.device
+        if near is None or far is None or not pairs.nbytes:
             return None
         # One range is the best case, so the ranges of most transfers need not be found.
         if not staging.saves(pairs.runs, 1, pairs.nbytes):
             return None
-        near, far = local.device, remote.device
-        if near is None or far is None:
-            return None
-        gap, spans = staging.gap if inward else 0, pairs.spans()
-        batches = ranges_of(
-            spans.remote,
-            spans.local,
-            spans.nbytes,
-            begins=remote.area_begins,
-            longest=staging.longest,
-            gap=gap,
-        )
+        gap, longest = staging.gap if inward else 0, staging.longest
+        batches = ranges_of(pairs.spans(), remote.area_begins, longest=longest, gap=gap)
         if batches is None:
             return None
         posted, moved = (sum(len(b.address) for b in batches), sum(b.nbytes for b in batches))
         if not staging.saves(pairs.runs, posted, moved):
             return None
-        return Stage(self._beside(staging, memory_type, near), batches, posted, far, inward)
+        return Stage(self._beside(memory_type, near), batches, posted, far, inward)
 
-    def _beside(self, staging: Staging, memory_type: str, device: int) -> StagingBuffer:
+    def _beside(self, memory_type: str, device: int) -> StagingBuffer:
         """Return the buffer for a memory type and device. Create it if it is missing.
 
         Raise `SpecError` if the caller's memory is of another type or device.
         """
+        buffer = self.staging.buffer
         with self._lock:
             if (memory_type, device) not in self._made:
-                if not isinstance(staging.buffer, int):
+                if not isinstance(buffer, int):
                     made = ", ".join(f"{kind} of device {number}" for kind, number in self._made)
                     wanted = f"{memory_type} of device {device}, the place of the local list"
                     raise SpecError("staging.buffer", made, wanted)
-                owner = _allocated(staging.buffer, memory_type, device)
-                self._make(staging, attrs.evolve(memory_of(owner), device=device), owner)
+                owner = _allocated(buffer, memory_type, device)
+                self._make(attrs.evolve(memory_of(owner), device=device), owner)
             return self._made[memory_type, device]
 
-    def _make(self, staging: Staging, memory: Memory, owner: object) -> None:
-        given = None if isinstance(staging.buffer, int) else owner
-        buffer = StagingBuffer(memory, staging.longest, self._transfers, given)
+    def _make(self, memory: Memory, owner: object) -> None:
+        given = None if isinstance(self.staging.buffer, int) else owner
+        buffer = StagingBuffer(memory, self.staging.longest, given)
         self._register([memory], owner)
         self._own.buffers += (memory,)
         self._made[memory.memory_type, memory.device] = buffer

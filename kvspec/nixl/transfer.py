@@ -10,6 +10,7 @@ includes quarantine. Transfers of other ranks and of peers are not checked.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -56,31 +57,29 @@ class Transfer:
 
     def __init__(
         self,
-        agent: Agent,
+        transfers: InFlightTransfers,
         operation: Operation,
         sides: Sides,
-        request: object,
-        timeout: object,
-        buffers: Buffers | None = None,
+        request: str,
+        timeout: float,
     ) -> None:
         """Check the transfer of *sides*, staged if that is faster. Nothing is posted yet."""
+        self._all, self._agent = transfers, transfers.agent
         self.operation = operation
-        self.pairs = pairs = checked_pairs(agent, operation, sides)
+        self.pairs = pairs = checked_pairs(self._agent, operation, sides)
         self.local, _, self.remote, _ = sides
-        self.timeout = seconds("timeout", timeout)
-        self.subject = self.remote.peer or "", instance("request", request, str)
+        self.timeout = timeout
+        self.subject = self.remote.peer or "", request
         self.stage: Stage | None = None
-        if buffers is not None and buffers.staging is not None:
+        if transfers.buffers is not None:
             rows = self.local.rows, self.remote.rows
             kind = self.local.memory_type
-            self.stage = buffers.stage(pairs, *rows, kind, inward=operation == "READ")
+            self.stage = transfers.buffers.stage(pairs, *rows, kind, inward=operation == "READ")
         self.descriptors, self.nbytes = len(pairs.local_ids), pairs.nbytes
         self.batches: Sequence[slice | Batch]
         self.batches = pairs.batches if self.stage is None else self.stage.batches
         self.staged = self.stage is not None
-        self.buffer: StagingBuffer | None = None if self.stage is None else self.stage.buffer
-        self.posted: int | None = 0 if agent.telemetry else None
-        self._agent = agent
+        self.posted: int | None = 0 if self._agent.telemetry else None
         self._deadline = time.monotonic() + self.timeout
         self._pending = [*reversed(self.batches)]  # The next one is the last.
         self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # Batch and slot of each handle.
@@ -143,8 +142,8 @@ class Transfer:
         with self._agent.lock:
             self._agent.check_open()
             self.step(turn)
-            if self.buffer is not None and self.ticket is not None and self.state == "PROC":
-                self.buffer.poll_others(self)
+            if self.ticket is not None and self.state == "PROC":
+                self._all.poll_others(self)
             if self.error is not None:
                 error = self.error
                 raise TransferError(
@@ -241,10 +240,10 @@ class Transfer:
     def _post(self) -> None:
         while self._pending and len(self._in_flight) < IN_FLIGHT:
             batch, slot = self._pending[-1], 0
-            if self.buffer is not None:
-                free = self.buffer.free_slot(self.ticket)
+            if self.stage is not None:
+                free = self._all.free_slot(self.stage.buffer, self.ticket)
                 if free is None:
-                    self.ticket = self.buffer.ticket() if self.ticket is None else self.ticket
+                    self.ticket = next(self._all.tickets) if self.ticket is None else self.ticket
                     return
                 slot, self.ticket = free, None
             handle = self.make(batch, slot)
@@ -289,10 +288,17 @@ class Transfer:
 
 
 class InFlightTransfers:
-    """The transfers of one rank, from `start` until no byte of them can move any more."""
+    """The transfers of one rank, from `start` until no byte of them can move any more.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    Attributes:
+        agent: The agent of the rank.
+        buffers: The staging buffers of the rank, or None if nothing is staged.
+        tickets: Tickets for the line of transfers that wait for a slot. They grow.
+    """
+
+    def __init__(self, agent: Agent, buffers: Buffers | None = None) -> None:
+        self.agent, self.buffers = agent, buffers
+        self.tickets = itertools.count()
         # Replaced whole, so that an interrupt leaves the old transfers or the new ones.
         self._known: tuple[Transfer, ...] = ()
         self._busy: BusyRanges[Transfer] = BusyRanges()
@@ -301,10 +307,14 @@ class InFlightTransfers:
         """Yield the transfers that are not over."""
         return (transfer for transfer in self._known if not transfer.over)
 
-    def start(self, started: Sequence[Transfer]) -> tuple[Transfer, ...]:
+    def start(
+        self, operation: Operation, pairs: Sequence[Sides], request: str, timeout: float
+    ) -> tuple[Transfer, ...]:
         """Start transfers, or none of them if bytes of one are busy. `poll` raises other errors."""
-        with self._agent.lock:
-            self._agent.check_open()
+        request, timeout = instance("request", request, str), seconds("timeout", timeout)
+        started = [Transfer(self, operation, sides, request, timeout) for sides in pairs]
+        with self.agent.lock:
+            self.agent.check_open()
             moving = self.reap() if self._known else ()
             every = (*moving, *started)
             try:
@@ -354,7 +364,7 @@ class InFlightTransfers:
         Returns:
             The other transfers.
         """
-        with self._agent.lock:
+        with self.agent.lock:
             moving = []
             for transfer in self._known:
                 if transfer.error is not None:
@@ -365,6 +375,32 @@ class InFlightTransfers:
                     self._busy.release(transfer)
             self._known = tuple(moving)
             return self._known
+
+    def free_slot(self, buffer: StagingBuffer, ticket: int | None) -> int | None:
+        """Return a free slot of *buffer*, or None if the transfer with *ticket* must wait.
+
+        A transfer that has not waited yet has no ticket: None.
+        """
+        users = self._users(buffer)
+        used = {slot for user in users for slot in user.slots_held}
+        ahead = sum(
+            user.ticket is not None and (ticket is None or user.ticket < ticket) for user in users
+        )
+        # One free slot is reserved for each transfer that has waited longer.
+        if buffer.slots - len(used) <= ahead:
+            return None
+        return next(slot for slot in range(buffer.slots) if slot not in used)
+
+    def poll_others(self, waiting: Transfer) -> None:
+        """Poll the other transfers of the same buffer until a handle of one of them ends."""
+        # Waiting transfers come first, in order: a free slot may be reserved for one of them.
+        users = self._users(waiting.stage and waiting.stage.buffer)
+        for user in sorted(users, key=lambda user: (user.ticket is None, user.ticket or 0)):
+            if user is not waiting and user.step():
+                return
+
+    def _users(self, buffer: StagingBuffer | None) -> list[Transfer]:
+        return [each for each in self if each.stage is not None and each.stage.buffer is buffer]
 
     def check_idle(self, peer: str) -> None:
         """Raise `TransferError` "busy" while a transfer with *peer* is not over."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvspec.nixl import Staging
+from kvspec.nixl.merging import Spans
 from kvspec.nixl.ranges import Batch, ranges_of
 from kvspec.nixl.rows import Ints
 
@@ -35,8 +36,8 @@ class Drawn:
 
     def ranges(self, longest: int, gap: int) -> tuple[Batch, ...] | None:
         """Return the batches of the runs."""
-        begins = self.begins
-        return ranges_of(self.far, self.near, self.nbytes, begins=begins, longest=longest, gap=gap)
+        runs = Spans(self.near, self.far, self.nbytes)
+        return ranges_of(runs, self.begins, longest=longest, gap=gap)
 
     def runs(self) -> Counter[tuple[int, int, int]]:
         """Return (far, near, length) of every run."""

@@ -68,15 +68,8 @@ def through_ranges(far: Role, longest: int, gap: int) -> System:
         pairs = pair_selection(selection, local, remote, near, near)
         batches = None
         if pairs is not None:
-            spans = pairs.spans()
-            batches = ranges_of(
-                spans.remote,
-                spans.local,
-                spans.nbytes,
-                begins=remote.area_begins,
-                longest=longest,
-                gap=gap,
-            )
+            begins = remote.area_begins
+            batches = ranges_of(pairs.spans(), begins, longest=longest, gap=gap)
         if batches is None:  # A run is longer than a batch, so nothing is staged.
             return described(table, moved, tokens)
         copied = []
