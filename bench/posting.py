@@ -50,7 +50,7 @@ def read_cost(options: Options) -> Iterator[Row]:
             return near.read(local, ids[0], remote, ids[1], request="r", timeout=SECONDS)
 
         agent = near._agent  # noqa: SLF001 - NIXL itself, with nothing around it
-        sides = (local.check(), ids[0]), (remote.check(), ids[1])
+        sides = (local.handle, ids[0]), (remote.handle, ids[1])
         timers = _posted(by_selection), _posted(by_ids), _raw(agent, *sides)
         one, plain, other = interleaved(options.times(1000), *timers)
     for what, ours in (("a selection", one), ("ids", plain)):

@@ -142,7 +142,7 @@ class Lanes:
                 checked.append((len(groups), total, len(sides[-1])))
             if checked[0][2] != checked[1][2]:
                 raise ValueError(checked)
-            handles = local.check(), remote.check()
+            handles = local.handle, remote.handle
             pairs = (handles[0], sides[1]), (handles[1], sides[0])
             created.append(self.agent.make("READ", *pairs, ("", "r")))
         return created

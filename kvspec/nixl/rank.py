@@ -275,7 +275,7 @@ class NixlRank:
                 check_inside(checked, memory_type, self._memory.without_buffers)
             else:
                 self._peers.check(peer)
-            handle = self._agent.prepare(peer, memory_type, checked) if checked.total else None
+            handle = self._agent.prepare(peer, memory_type, checked) if checked.total else 0
             return self._peers.keep(Prepared(self._agent, checked, memory_type, peer, handle, rows))
 
     def read(

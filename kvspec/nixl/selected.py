@@ -42,7 +42,7 @@ SAMPLE = 4096
 
 
 def pair_selection(
-    selection: Selection, local: StridedRows, remote: StridedRows, near: Role, target: Role
+    selection: Selection, local: StridedRows, remote: StridedRows, near: Role, *, inward: bool
 ) -> Pairing | None:
     """Return the pairs of *selection*, or None if it pays to merge descriptors across rows.
 
@@ -51,12 +51,12 @@ def pair_selection(
         local: Rows of this rank.
         remote: Rows of the peer.
         near: The side of this rank.
-        target: The side that is written.
+        inward: Whether this rank is written, as by a read.
     """
     parts = selection.parts
     if len(parts) != 1 or not parts[0][0].rows.plain:
-        producer, consumer = (local, remote) if near == "producer" else (remote, local)
-        if not parts or _merging_pays(parts, producer, consumer, target):
+        sides = (local, remote) if near == "producer" else (remote, local)
+        if not parts or _merging_pays(parts, sides, int(inward == (near == "consumer"))):
             return None
     producer_ids, consumer_ids = selection
     ids = (producer_ids, consumer_ids) if near == "producer" else (consumer_ids, producer_ids)
@@ -87,11 +87,12 @@ def _firsts(picked: Picked) -> Ints:
 
 
 def _merging_pays(
-    parts: Sequence[Picked], producer: StridedRows, consumer: StridedRows, target: Role
+    parts: Sequence[Picked], sides: tuple[StridedRows, StridedRows], written: int
 ) -> bool:
     """Whether a merge across rows would spare enough descriptors. An estimate, if there are many.
 
-    Two descriptors are merged if they touch on both sides and no memory begins in between.
+    Two descriptors are merged if they touch on both sides and no memory begins in between. *sides*
+    are the producer's rows and the consumer's, and *written* is the number of the side to write.
     """
     whole = sum(len(entry.rows) * len(tiles) for entry, tiles in parts) <= SAMPLE
     posted, sample = 0, []
@@ -108,10 +109,10 @@ def _merging_pays(
         spans[2] = rows.length[:runs]
         sample.append(spans.reshape(3, -1))
     spans = np.concatenate(sample, axis=1)
-    order = spans[0 if target == "producer" else 1].argsort(kind="stable")
+    order = spans[written].argsort(kind="stable")
     starts, nbytes = spans[:2, order], spans[2, order]
     touches = (starts[:, :-1] + nbytes[:-1] == starts[:, 1:]).all(axis=0).nonzero()[0]
-    for start, rows in zip(starts, (producer, consumer), strict=True):
+    for start, rows in zip(starts, sides, strict=True):
         if len(touches):
             touches = touches[~np.isin(start[touches + 1], rows.area_begins)]
     spared = posted - (len(order) - len(touches))

@@ -21,7 +21,7 @@ from kvspec.nixl.agent import Agent
 from kvspec.nixl.busy import BusyRanges
 from kvspec.nixl.ranges import Batch
 from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
-from kvspec.nixl.transfer_spec import Operation, Sides, checked_pairs
+from kvspec.nixl.transfer_spec import Operation, Sides, check_unreleased, checked_pairs
 
 IN_FLIGHT = 16  # Handles posted at once. A list of any length makes few.
 TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
@@ -222,20 +222,21 @@ class Transfer:
 
     def make(self, batch: slice | Batch, slot: int = 0) -> int:
         """Return NIXL's handle for one batch. A staged batch uses *slot* of the buffer."""
-        # Later batches are made when the list may be released already.
-        local, remote, pairs = self.local.check(), self.remote.check(), self.pairs
+        local, remote, pairs = self.local, self.remote, self.pairs
+        if local.released or remote.released:  # Later batches are made after `move`.
+            check_unreleased(local, remote)
         agent, operation, subject = self._agent, self.operation, self.subject
         if isinstance(batch, Batch):
-            stage, kind = cast("Stage", self.stage), self.remote.memory_type
-            return stage.make(agent, operation, kind, subject, batch, slot)
+            stage = cast("Stage", self.stage)
+            return stage.make(agent, operation, remote.memory_type, subject, batch, slot)
         if pairs.joined is not None:
-            near = self.local.memory_type, pairs.joined.local[batch]
-            far = self.remote.memory_type, pairs.joined.remote[batch]
+            near = local.memory_type, pairs.joined.local[batch]
+            far = remote.memory_type, pairs.joined.remote[batch]
             return agent.make_plain(operation, near, far, subject)
         near_ids, far_ids = pairs.local_ids, pairs.remote_ids
         if len(self.batches) > 1:
             near_ids, far_ids = near_ids[batch], far_ids[batch]
-        return agent.make(operation, (local, near_ids), (remote, far_ids), subject)
+        return agent.make(operation, (local.handle, near_ids), (remote.handle, far_ids), subject)
 
     def _post(self) -> None:
         while self._pending and len(self._in_flight) < IN_FLIGHT:

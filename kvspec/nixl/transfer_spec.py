@@ -5,7 +5,7 @@ Invariant: everything is checked before anything is posted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import attrs
 
@@ -38,14 +38,14 @@ class Prepared:
         given_rows: The array that the caller passed to `prepare`, not a copy. If it is an array of
             a selection's table, the list has the rows of that table.
         released: Whether NIXL no longer has the list.
-        _handle: NIXL's handle, or None if there are no rows.
+        handle: NIXL's handle, or 0 if there are no rows.
     """
 
     agent: Agent
     rows: StridedRows
     memory_type: str
     peer: str | None
-    _handle: int | None
+    handle: int
     given_rows: object
     released: bool = False
 
@@ -58,21 +58,22 @@ class Prepared:
         """Number of ids."""
         return self.rows.total
 
-    def check(self) -> int:
-        """Return NIXL's handle of the list. Raise `TransferError` "closed" if it was released."""
-        if self.released:
-            message = f"{self!r} was released: {TransferState.CLOSED.advice}"
-            raise TransferError(message, rank=self.peer, state=TransferState.CLOSED)
-        return self._handle or 0
-
     def release(self) -> None:
         """Release the list. Posted transfers continue. A second call does nothing."""
         with self.agent.lock:
             self.agent.check_open()
             # Set the flag first: after an interrupt in between, the handle is never freed twice.
             known, self.released = not self.released, True
-            if known and self._handle is not None:
-                self.agent.release_list(self._handle)
+            if known and self.rows.total:
+                self.agent.release_list(self.handle)
+
+
+def check_unreleased(*lists: Prepared) -> None:
+    """Raise `TransferError` "closed" if one of *lists* was released."""
+    for prepared in lists:
+        if prepared.released:
+            message = f"{prepared!r} was released: {TransferState.CLOSED.advice}"
+            raise TransferError(message, rank=prepared.peer, state=TransferState.CLOSED)
 
 
 # A local list, ids of it, a remote list, and as many ids of it. Or a selection, and None.
@@ -80,47 +81,33 @@ Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np
 
 
 def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
-    """Return the pairs of ids of *sides*, which must be lists of *agent*."""
+    """Return the pairs of ids of *sides*, which must be lists of *agent*.
+
+    The ids of a selection are paired by its parts if that is possible.
+    """
     local, local_ids, remote, remote_ids = sides
     if not isinstance(local, Prepared) or local.peer is not None or local.agent is not agent:
         raise SpecError("local", local, "a list that this rank prepared of its own memory")
     if not isinstance(remote, Prepared) or remote.peer is None or remote.agent is not agent:
         raise SpecError("remote", remote, "a list that this rank prepared of a peer's memory")
-    if local.released or remote.released:
-        local.check(), remote.check()
+    check_unreleased(local, remote)
     target = "local" if operation == "READ" else "remote"
-    if isinstance(local_ids, Selection):
-        return _pair_selection(sides, local_ids, target)
-    ids = checked_ids("local_ids", local_ids, local.rows.total)
-    remote_ids = checked_ids("remote_ids", remote_ids, remote.rows.total)
-    return pair(local.rows, ids, remote.rows, remote_ids, target)
-
-
-def _pair_selection(sides: Sides, selection: Selection, target: str) -> Pairing:
-    """Return the pairs of *selection*, by its parts if that is possible, else by its ids."""
-    local, remote, near = sides[0].rows, sides[2].rows, _near_role(sides, selection)
-    far: Role = "consumer" if near == "producer" else "producer"
-    found = pair_selection(selection, local, remote, near, near if target == "local" else far)
+    if not isinstance(local_ids, Selection):
+        local_ids = checked_ids("local_ids", local_ids, local.rows.total)
+        remote_ids = checked_ids("remote_ids", remote_ids, remote.rows.total)
+        return pair(local.rows, local_ids, remote.rows, remote_ids, target)
+    selection, other = local_ids, cast("object", remote_ids)
+    if other is not None and other is not selection:
+        raise SpecError("remote_ids", other, "None, or the same selection as local_ids")
+    near: Role = "consumer" if local.given_rows is selection.consumer_rows else "producer"
+    roles = selection.producer_rows, selection.consumer_rows
+    far_rows, near_rows = roles if near == "consumer" else roles[::-1]
+    if local.given_rows is not near_rows or remote.given_rows is not far_rows:
+        rule = "a selection of the table whose rows both lists contain"
+        raise SpecError("local_ids", "a selection", rule)
+    inward = operation == "READ"
+    found = pair_selection(selection, local.rows, remote.rows, near, inward=inward)
     if found is not None:
         return found
     ids = selection[::-1] if near == "consumer" else selection
-    return pair(local, ids[0], remote, ids[1], target)
-
-
-def _near_role(sides: Sides, selection: Selection) -> Role:
-    """Return whether the local list has the rows of the producer or of the consumer.
-
-    Raise `SpecError` if the lists do not have the rows of the selection's table.
-    """
-    local, _, remote, _ = sides
-    remote_ids: object = sides[3]
-    if remote_ids is not None and remote_ids is not selection:
-        raise SpecError("remote_ids", remote_ids, "None, or the same selection as local_ids")
-    consumer, producer = selection.consumer_rows, selection.producer_rows
-    if local.given_rows is consumer and remote.given_rows is producer:
-        return "consumer"
-    if local.given_rows is producer and remote.given_rows is consumer:
-        return "producer"
-    raise SpecError(
-        "local_ids", "a selection", "a selection of the table whose rows both lists contain"
-    )
+    return pair(local.rows, ids[0], remote.rows, ids[1], target)

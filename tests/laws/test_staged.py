@@ -65,7 +65,7 @@ def through_ranges(far: Role, longest: int, gap: int) -> System:
         near: Role = "consumer" if far == "producer" else "producer"
         rows = checked_rows(selection.producer_rows), checked_rows(selection.consumer_rows)
         remote, local = rows if far == "producer" else rows[::-1]
-        pairs = pair_selection(selection, local, remote, near, near)
+        pairs = pair_selection(selection, local, remote, near, inward=True)
         batches = None
         if pairs is not None:
             begins = remote.area_begins

@@ -128,7 +128,7 @@ with NixlRank(polled=True) as near, NixlRank() as far:
             armed = False
             assert error.state == "interrupted", error
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for left in tuple(near._in_flight):  # The caller has no transfer if `read` was interrupted.
+        for left in near.transfers:  # The caller has no transfer if `read` was interrupted.
             try:
                 left.wait()
             except TransferError as error:

@@ -44,7 +44,8 @@ def both(
     local: Role = "consumer"
     name = "local" if target == local else "remote"
     one_by_one = pair(rows["consumer"], ids[1], rows["producer"], ids[0], name)
-    pairing = pair_selection(selection, rows["consumer"], rows["producer"], local, target)
+    inward = target == local
+    pairing = pair_selection(selection, rows["consumer"], rows["producer"], local, inward=inward)
     return pairing, one_by_one
 
 
