@@ -188,6 +188,12 @@ def registered_memory() -> tuple[RegisteredMemory, ...]:
         return tuple(_REGISTERED.values())
 
 
+def overlapping(memory: Memory) -> list[Memory]:
+    """Return the memories of all live ranks that share a byte with *memory*."""
+    every = (other for each in registered_memory() for other in each.memories)
+    return [other for other in every if overlap(memory, other)]
+
+
 def _alive() -> tuple[Living, ...]:
     with _LOCK:
         return tuple(_RANKS.values())

@@ -108,13 +108,14 @@ def _merging_pays(
             np.add(start, offsets[:count, None], out=column)
         spans[2] = rows.length[:runs]
         sample.append(spans.reshape(3, -1))
-    spans = np.concatenate(sample, axis=1)
-    order = spans[written].argsort(kind="stable")
-    starts, nbytes = spans[:2, order], spans[2, order]
-    touches = (starts[:, :-1] + nbytes[:-1] == starts[:, 1:]).all(axis=0).nonzero()[0]
-    for start, rows in zip(starts, sides, strict=True):
+    every = np.concatenate(sample, axis=1)
+    begins, nbytes = every[:2], every[2]
+    order = begins[written].argsort(kind="stable")
+    begins, nbytes = begins[:, order], nbytes[order]
+    touches = (begins[:, :-1] + nbytes[:-1] == begins[:, 1:]).all(axis=0).nonzero()[0]
+    for begin, side in zip(begins, sides, strict=True):
         if len(touches):
-            touches = touches[~np.isin(start[touches + 1], rows.area_begins)]
+            touches = touches[~np.isin(begin[touches + 1], side.area_begins)]
     spared = posted - (len(order) - len(touches))
     # `pair` takes 0.1 us for each id, so it must spare a part that counts.
     return merges(posted, spared) if whole else posted > merging.LIMIT * (posted - spared)

@@ -32,8 +32,8 @@ How it works:
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -43,10 +43,10 @@ import numpy as np
 
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, positive_int
-from kvspec.memory.from_tensors import check_tensor
+from kvspec.memory.from_tensors import read_array
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent, Subject
-from kvspec.nixl.memory import RegisteredMemory, overlap, registered_memory, text_of
+from kvspec.nixl.memory import RegisteredMemory, overlapping, text_of
 from kvspec.nixl.merging import Pairing
 from kvspec.nixl.permuting import SPARE, copy_runs
 from kvspec.nixl.ranges import Batch, ranges_of
@@ -145,31 +145,21 @@ def memory_of(buffer: Any) -> Memory:  # noqa: ANN401 - numpy's or torch's
     wanted = f"a number of bytes, or a numpy array or torch tensor of at least {LEAST} bytes"
     if not isinstance(buffer, np.ndarray) and not hasattr(buffer, "data_ptr"):
         raise SpecError("staging.buffer", buffer, wanted)
-    check_tensor("staging.buffer", buffer)
-    if isinstance(buffer, np.ndarray):
-        whole, writable = buffer.flags.c_contiguous, buffer.flags.writeable
-        if buffer.ndim != 1 or not whole or not writable or buffer.nbytes < LEAST:
-            shape = f"{buffer.dtype}{buffer.shape}"
-            raise SpecError(
-                "staging.buffer", shape, f"{wanted}, one-dimensional, writable and contiguous"
-            )
-        return Memory(buffer.ctypes.data, buffer.nbytes)
-    nbytes = buffer.numel() * buffer.element_size()
-    storage = buffer.untyped_storage().nbytes() - buffer.storage_offset() * buffer.element_size()
-    if not buffer.is_contiguous() or nbytes < LEAST:
-        shape = f"{buffer.dtype}{tuple(buffer.shape)}"
-        raise SpecError("staging.buffer", shape, f"{wanted}, contiguous")
+    array = read_array("staging.buffer", "staging.buffer", buffer)
+    nbytes = math.prod(array.shape) * array.itemsize
+    writable = not isinstance(buffer, np.ndarray) or buffer.flags.writeable
+    if tuple(array.strides) != (array.itemsize,) or nbytes < LEAST or not writable:
+        shape = f"{array.dtype}{tuple(array.shape)}"
+        wanted += ", one-dimensional, writable and contiguous"
+        raise SpecError("staging.buffer", shape, wanted)
     # torch frees a storage by resizing it to 0, and the tensor keeps its shape.
-    if storage < nbytes:
-        raise SpecError(
-            "staging.buffer", f"{storage} bytes", f"{nbytes} bytes that are still allocated"
-        )
-    kind = {"cpu": "DRAM", "cuda": "VRAM"}.get(buffer.device.type)
-    if kind is None:
-        raise SpecError(
-            "staging.buffer", str(buffer.device), "memory of the host or of a CUDA device"
-        )
-    return Memory(buffer.data_ptr(), nbytes, kind, buffer.device.index or 0)
+    if (left := array.memory.end - array.address) < nbytes:
+        raise SpecError("staging.buffer", f"{left} bytes", f"{nbytes} bytes that are allocated")
+    device = getattr(buffer, "device", "cpu")
+    if str(device).partition(":")[0] not in ("cpu", "cuda"):
+        wanted = "memory of the host or of a CUDA device"
+        raise SpecError("staging.buffer", str(device), wanted)
+    return attrs.evolve(array.memory, address=array.address, length=nbytes)
 
 
 def _allocated(nbytes: int, memory_type: str, device: int) -> Any:  # noqa: ANN401 - numpy's or torch's
@@ -212,14 +202,14 @@ class StagingBuffer:
 
     def address(self, slot: int) -> int:
         """Return the address of a slot. Raise `TransferError` if the caller freed the buffer."""
-        if self._given is not None:
-            with contextlib.suppress(SpecError):
-                if memory_of(self._given) == self.memory:
-                    return self._first + slot * self.slot_bytes
-            message = (
-                f"the staging buffer was freed or moved while in use: {TransferState.BUG.advice}"
-            )
-            raise TransferError(message, state=TransferState.BUG)
+        try:
+            kept = self._given is None or memory_of(self._given) == self.memory
+        except SpecError:
+            kept = False
+        if not kept:
+            message = "the staging buffer was freed or moved while in use"
+            state = TransferState.BUG
+            raise TransferError(f"{message}: {state.advice}", state=state)
         return self._first + slot * self.slot_bytes
 
 
@@ -244,12 +234,11 @@ class Buffers:
         if isinstance(self.staging.buffer, int):
             return
         memory = memory_of(self.staging.buffer)
-        if any(overlap(memory, other) for each in registered_memory() for other in each.memories):
+        if overlapping(memory):
             gc.collect()  # The other rank may be unreachable but not collected yet.
-        for other in (other for each in registered_memory() for other in each.memories):
-            if overlap(memory, other):
-                wanted = f"memory outside {text_of(other)}, which another rank has registered"
-                raise SpecError("staging.buffer", text_of(memory), wanted)
+        for other in overlapping(memory):
+            wanted = f"memory outside {text_of(other)}, which another rank has registered"
+            raise SpecError("staging.buffer", text_of(memory), wanted)
         self._make(memory, self.staging.buffer)
 
     def stage(

@@ -142,8 +142,8 @@ class Transfer:
         with self._agent.lock:
             self._agent.check_open()
             self.step(turn)
-            if self.ticket is not None and self.state == "PROC":
-                self._all.poll_others(self)
+            if self.ticket is not None and self.stage is not None and self.state == "PROC":
+                self._all.poll_others(self, self.stage.buffer)
             if self.error is not None:
                 error = self.error
                 raise TransferError(
@@ -392,15 +392,15 @@ class InFlightTransfers:
             return None
         return next(slot for slot in range(buffer.slots) if slot not in used)
 
-    def poll_others(self, waiting: Transfer) -> None:
-        """Poll the other transfers of the same buffer until a handle of one of them ends."""
+    def poll_others(self, waiting: Transfer, buffer: StagingBuffer) -> None:
+        """Poll the other transfers that use *buffer* until a handle of one of them ends."""
         # Waiting transfers come first, in order: a free slot may be reserved for one of them.
-        users = self._users(waiting.stage and waiting.stage.buffer)
+        users = self._users(buffer)
         for user in sorted(users, key=lambda user: (user.ticket is None, user.ticket or 0)):
             if user is not waiting and user.step():
                 return
 
-    def _users(self, buffer: StagingBuffer | None) -> list[Transfer]:
+    def _users(self, buffer: StagingBuffer) -> list[Transfer]:
         return [each for each in self if each.stage is not None and each.stage.buffer is buffer]
 
     def check_idle(self, peer: str) -> None:
