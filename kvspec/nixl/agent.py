@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvspec.memory.rank_cache import Memory
 
-Subject = tuple[str, str]  # Peer and request, for errors.
+Subject = tuple[str | None, str | None]  # Peer and request, for errors.
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 # Pause of the progress thread. NIXL's own Python class sets 0: its thread then uses a whole core
 # while idle. With 1 ms it uses about 4 % of a core.
@@ -200,13 +200,7 @@ class Agent:
     # Never bind the native object to a local name. A stored traceback would keep it alive, and only
     # dropping the last reference stops the bytes in flight. So `_call` receives a method's name.
 
-    def _call(
-        self,
-        subject: tuple[str | None, str | None],
-        step: str,
-        method: str,
-        *arguments: object,
-    ) -> Any:  # noqa: ANN401 - nixl has no stubs
+    def _call(self, subject: Subject, step: str, method: str, *arguments: object) -> Any:  # noqa: ANN401
         """Call *method* of the native agent with the lock. Turn its exceptions into ours."""
         with self.lock:
             if self._native is None:
@@ -274,8 +268,7 @@ class Agent:
         # False: let NIXL merge descriptors, since each posted one costs about 3 us.
         rest: tuple[object, ...] = "", [], False
         verb = self._verbs[operation]
-        handle: int = self._call(subject, "make", "makeXferReq", verb, *local, *remote, *rest)
-        return handle
+        return int(self._call(subject, "make", "makeXferReq", verb, *local, *remote, *rest))
 
     def make_plain(
         self,
@@ -292,8 +285,7 @@ class Agent:
             self._nb.nixlXferDList(self._segment(kind), rows) for kind, rows in (local, remote)
         ]
         arguments = self._verbs[operation], *sides, subject[0], "", list[str]()
-        handle: int = self._call(subject, "make", "createXferReq", *arguments)
-        return handle
+        return int(self._call(subject, "make", "createXferReq", *arguments))
 
     def advance(self, handle: int, step: Literal["post", "check"], subject: Subject) -> bool:
         """Post *handle*, or check it, which makes progress. Return whether it is done."""

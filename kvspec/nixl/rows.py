@@ -7,7 +7,6 @@ exception covers all faults. Each `SpecError` here names the row, its value and 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import attrs
 import numpy as np
@@ -30,13 +29,11 @@ class StridedRows:
         table: Address, length, device, stride and count of each row. Shape (rows, 5).
         start: First id of each row.
         total: Number of ids of all rows.
-        known: Results that were computed from the rows, by any key.
     """
 
     table: NDArray[np.uint64]
     start: Ints
     total: int
-    known: dict[object, Any] = attrs.field(init=False, factory=dict)
 
     @cached_property
     def _columns(self) -> Ints:

@@ -36,7 +36,8 @@ class Transfer:
         operation: "READ" or "WRITE".
         local: List of this rank.
         remote: List of the peer.
-        subject: Name of the peer, and name of the request as passed by the caller.
+        peer: Name of the peer.
+        request: Name of the request, as passed by the caller.
         pairs: The pairs of ids.
         stage: How the transfer uses the staging buffer, or None.
         descriptors: Number of pairs of ids.
@@ -69,7 +70,7 @@ class Transfer:
         self.pairs = pairs = checked_pairs(self._agent, operation, sides)
         self.local, _, self.remote, _ = sides
         self.timeout = timeout
-        self.subject = self.remote.peer or "", request
+        self.peer, self.request = self._subject = self.remote.peer or "", request
         self.stage: Stage | None = None
         if transfers.buffers is not None:
             rows = self.local.rows, self.remote.rows
@@ -87,16 +88,6 @@ class Transfer:
     def __repr__(self) -> str:
         name = f"{self.operation} {self.request!r} with {self.peer!r}"
         return f"<Transfer {name}: {self.state}, {self.live_handles} in flight>"
-
-    @property
-    def peer(self) -> str:
-        """Name of the peer."""
-        return self.subject[0]
-
-    @property
-    def request(self) -> str:
-        """Name of the request, as passed by the caller."""
-        return self.subject[1]
 
     @property
     def state(self) -> str:
@@ -176,7 +167,7 @@ class Transfer:
         self._turn = now + ((TURN if self.staged else 0.0) if turn is None else turn)
         try:
             for handle in tuple(self._in_flight):
-                if self._agent.advance(handle, "check", self.subject):
+                if self._agent.advance(handle, "check", self._subject):
                     self._settle(handle)
                     if self.staged and time.monotonic() >= self._turn:
                         break
@@ -225,7 +216,7 @@ class Transfer:
         local, remote, pairs = self.local, self.remote, self.pairs
         if local.released or remote.released:  # Later batches are made after `move`.
             check_unreleased(local, remote)
-        agent, operation, subject = self._agent, self.operation, self.subject
+        agent, operation, subject = self._agent, self.operation, self._subject
         if isinstance(batch, Batch):
             stage = cast("Stage", self.stage)
             return stage.make(agent, operation, remote.memory_type, subject, batch, slot)
@@ -251,7 +242,7 @@ class Transfer:
             self._in_flight[handle] = batch, slot
             self._pending.pop()
             self.handles += 1
-            if self._agent.advance(handle, "post", self.subject):
+            if self._agent.advance(handle, "post", self._subject):
                 self._settle(handle)
                 if time.monotonic() >= self._turn:
                     return

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from nixl_world import keep
 
 from kvspec import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
@@ -58,17 +58,6 @@ class Pair:
             order = np.array(ids)
             expected[order[::-1], 0] = self.remote[: RUN * RUNS].reshape(RUNS, RUN)[order]
         return expected.tobytes() == self.local.tobytes()
-
-
-def keep(flight: FakeFlight) -> None:
-    """Leave the posted handle in flight."""
-
-
-@pytest.fixture
-def net() -> Iterator[FakeNixl]:
-    """Replace NIXL."""
-    with FakeNixl() as made:
-        yield made
 
 
 def in_flight(net: FakeNixl) -> FakeFlight:

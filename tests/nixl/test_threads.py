@@ -7,12 +7,12 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from lines import Other, between_lines
 from nixl_pair import Pair
+from nixl_world import keep
 
 from kvspec import TransferError
 from kvspec.nixl import NixlRank, Staging, Transfer, memory, merging, peers, rank, staging, transfer
@@ -21,17 +21,6 @@ from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 ROWS = [(0, 512, 1024, 40)]
 IDS = np.arange(40)
-
-
-@pytest.fixture
-def net() -> Iterator[FakeNixl]:
-    """Replace NIXL."""
-    with FakeNixl() as fake:
-        yield fake
-
-
-def keep(_: FakeFlight) -> None:
-    """Leave the posted handle in flight."""
 
 
 def test_stats_work_while_peers_connect_and_disconnect(net: FakeNixl) -> None:
@@ -153,7 +142,7 @@ class AlarmError(Exception):
 
 def transfers_with(peer: str) -> list[Transfer]:
     """Return all transfers with *peer* that exist, also those that their rank has forgotten."""
-    every = (each for each in gc.get_objects() if isinstance(each, Transfer))
+    every = (each for each in gc.get_objects() if type(each) is Transfer)
     # A transfer has no state yet if its constructor was interrupted.
     return [each for each in every if getattr(each, "state", None) and each.peer == peer]
 
@@ -171,12 +160,13 @@ def test_failed_transfer_is_never_done(net: FakeNixl) -> None:
             with contextlib.suppress(AlarmError), between_lines(ring, transfer):
                 pair.read(0, 40, timeout=0.0)
             # `read` was interrupted, so it returned no transfer. Those of the rank are found by gc.
-            for moved in transfers_with(far.name):
+            for moved in (found := transfers_with(far.name)):
                 assert "DONE" != moved.state
                 with pytest.raises(TransferError):
                     moved.wait()
             assert () == near.transfers
             assert not pair.local.any()
+        assert found
 
 
 def test_buffer_is_created_once(net: FakeNixl) -> None:

@@ -11,7 +11,12 @@ import attrs
 from kvspec import DescriptorTable
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.transfer_spec import Operation
+from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.testing.world import World
+
+
+def keep(_: FakeFlight) -> None:
+    """Leave the posted handle in flight: a value for `FakeNixl.fate`."""
 
 
 @attrs.frozen
