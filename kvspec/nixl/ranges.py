@@ -131,7 +131,7 @@ def ranges_of(spans: Spans, begins: Ints, *, longest: int, gap: int) -> tuple[Ba
     whole, first = _packed(*runs, begins=begins, gap=gap)
     if whole.nbytes <= longest and len(first) <= MAX_RANGES:
         return (whole,)
-    batches, begin = [], 0
+    batches, begin = list[Batch](), 0
     ends = np.maximum.accumulate(whole.run_offset + nbytes)
     while begin < len(far):
         stop = int(ends.searchsorted(whole.run_offset[begin] + longest, side="right"))

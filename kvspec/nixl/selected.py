@@ -95,7 +95,7 @@ def _merging_pays(
     are the producer's rows and the consumer's, and *written* is the number of the side to write.
     """
     whole = sum(len(entry.rows) * len(tiles) for entry, tiles in parts) <= SAMPLE
-    posted, sample = 0, []
+    posted, sample = 0, list[Ints]()
     for entry, tiles in parts:
         rows, runs, count = entry.rows, len(entry.rows), len(tiles)
         if not whole:
