@@ -90,7 +90,8 @@ def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
         raise SpecError("local", local, "a list that this rank prepared of its own memory")
     if not isinstance(remote, Prepared) or remote.peer is None or remote.agent is not agent:
         raise SpecError("remote", remote, "a list that this rank prepared of a peer's memory")
-    check_unreleased(local, remote)
+    if local.released or remote.released:
+        check_unreleased(local, remote)
     target = "local" if operation == "READ" else "remote"
     if not isinstance(local_ids, Selection):
         local_ids = checked_ids("local_ids", local_ids, local.rows.total)

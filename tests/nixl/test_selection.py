@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kvspec
 from kvspec import DescriptorTable, RankId, SpecError
-from kvspec.nixl import NixlRank, merging
+from kvspec.nixl import NixlRank, merging, selected
 from kvspec.nixl.merging import Pairing, checked_ids, continues_in_row, fits, pair, runs_of
 from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.selected import pair_selection
@@ -168,6 +168,32 @@ def test_common_layouts_are_paired_by_tile(layouts: tuple[str, str], cached: int
         lists = [np.concatenate([each.local_ids[batch] for batch in each.batches]) for each in (
             found, expected)]  # fmt: skip
         assert np.array_equal(*lists)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "cached", "pays"),
+    [
+        (("LHBNC", "LHBNC"), 37, True),  # The first block is cut into states, each in its own row.
+        (("LHBNC", "LHBNC"), 64, False),
+        (("LKBNHC", "BLHNC"), 64, False),
+    ],
+)
+def test_sample_shows_whether_merging_across_rows_pays(
+    layouts: tuple[str, str], cached: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A selection of more ids than the sample is decided like all of its ids."""
+    monkeypatch.setattr(selected, "SAMPLE", 64)
+    layers = tuple(f"l.{number}" for number in range(3))
+    sides = [
+        builders.engine(builders.gqa(8), layers=layers, tp=4, layout=layout) for layout in layouts
+    ]
+    caches = [kvspec.plan_memory(side, RankId(), 40) for side in sides]
+    table = kvspec.build_table(kvspec.plan_transfer(*sides), *caches)
+    request = builders.request(517, range(33), range(33), cached_tokens=cached)
+    found, expected = both(table, request, "consumer")
+    assert len(expected.local_ids) > 64
+    assert (found is None) == pays == (expected.joined is not None)
+    assert (found or expected).runs <= 1.15 * len(table.descriptors(request))
 
 
 def test_selection_unpacks_into_its_ids() -> None:
