@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -263,21 +264,30 @@ def test_command_with_a_wrong_byte_exits_with_1() -> None:
     assert [("tp0", "tp0"), ("tp0", "tp1"), ("tp1", "tp2")] == pairs
 
 
-def test_interrupt_ends_every_process_with_one_line() -> None:
-    """Ctrl-C reaches the whole process group."""
-    # A job in the background ignores interrupts, and its children would inherit that.
-    restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+@contextmanager
+def transferring(*more: str, handled: int, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the command in a process group of its own, and wait for its first line.
+
+    It has the default handler of the signal *handled*, which its children inherit: a job in the
+    background ignores interrupts, and a test run under nohup ignores SIGHUP.
+    """
     with subprocess.Popen(  # noqa: S603 - our own command
-        command(),
-        env=ENVIRONMENT,
+        command(*more),
+        env=ENVIRONMENT | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=restore,  # noqa: PLW1509 - no thread has been started here
+        preexec_fn=partial(signal.signal, handled, signal.SIG_DFL),  # noqa: PLW1509 - no thread yet
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
+        yield process
+
+
+def test_interrupt_ends_every_process_with_one_line() -> None:
+    """Ctrl-C reaches the whole process group."""
+    with transferring(handled=signal.SIGINT) as process:
         time.sleep(0.7)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=20)
@@ -290,19 +300,8 @@ def test_interrupt_ends_every_process_with_one_line() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_signal_to_the_parent_leaves_no_process(tmp_path: Path, number: int) -> None:
     """Only the parent receives the signal. It leaves no file."""
-    # A test run under nohup ignores SIGHUP, and its children would inherit that.
-    restore = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
-    with subprocess.Popen(  # noqa: S603 - our own command
-        command("--requests", "9"),
-        env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=restore,  # noqa: PLW1509 - no thread has been started here
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    folder = str(tmp_path)
+    with transferring("--requests", "9", handled=signal.SIGHUP, TMPDIR=folder) as process:
         begun = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while not begun.read_text("ascii"):
             time.sleep(0.01)
