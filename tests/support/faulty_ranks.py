@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 from unittest.mock import patch
 
 from kvspec import EngineSpec
+from kvspec.errors import TransferError
 from kvspec.run.rank_client import EngineClient, RankClient, until
 from kvspec.run.rank_server import Launch
 from kvspec.run.request_rank import LoadOutcome, RequestRank
@@ -18,16 +20,28 @@ from kvspec.session import TcpChannel
 
 
 class LossyChannel(TcpChannel):
-    """A channel that loses one message in twenty, and sends one in twenty twice."""
+    """A channel that loses, doubles or delays one message in twenty each.
+
+    A delayed message is sent after the next one, to whichever peer that goes.
+    """
+
+    delayed: tuple[str, bytes] | None = None
 
     def send(self, route: str, data: bytes) -> None:
-        """Send *data* once, twice or not at all."""
-        for _ in range({0: 0, 1: 2}.get(random.randrange(20), 1)):
+        """Send *data* once, twice, after the next message, or not at all."""
+        drawn = random.randrange(20)
+        if drawn == 2 and self.delayed is None:
+            self.delayed = route, data
+            return
+        for _ in range({0: 0, 1: 2}.get(drawn, 1)):
             super().send(route, data)
+        if self.delayed is not None:
+            delayed, self.delayed = self.delayed, None
+            super().send(*delayed)
 
 
 class FaultyRank(RequestRank):
-    """A rank that can also abort, cancel and deregister."""
+    """A rank that can also abort, cancel, deregister, fork and be interrupted."""
 
     def abort(self, remote_id: str) -> None:
         """Abort a request."""
@@ -41,6 +55,53 @@ class FaultyRank(RequestRank):
     def shut(self) -> None:
         """Close the NIXL agent, which deregisters the memory. The session continues."""
         self.nixl.close(drain=0.0)
+
+    def address(self) -> str:
+        """Return the address of the session's channel."""
+        return self.session.channel.address
+
+    def fork(self) -> tuple[str, int]:
+        """Use the session in a forked child that ends as a program does.
+
+        Returns:
+            The state of the error that the child received, and its exit status.
+        """
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                self.session.stats()
+            except TransferError as error:
+                os.write(write, str(error.state).encode())
+            # `sys.exit`, not `os._exit`: the destructors must run, as at the end of any program.
+            sys.exit(7)
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            state = pipe.read().decode()
+        return state, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def interrupt(self, seconds: float, command: str, *given: object) -> bool:
+        """Execute a command, and raise a KeyboardInterrupt in it after so many seconds.
+
+        Returns:
+            Whether the interrupt left the command.
+        """
+
+        def ring(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, ring)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            try:
+                getattr(self, command)(*given)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        return False
 
 
 class LossyRank(FaultyRank):
