@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,6 +70,8 @@ TERMINAL_KINDS = frozenset({"RemoteDisconnect", "Cancelled", "Backend", "NotPost
 # Methods of NIXL's agent that return the status of a handle.
 ADVANCES = {"post": "postXferReq", "check": "getXferStatus"}
 NOBODY = None, None
+# `mallopt`'s parameter: memory is filled when it is allocated, with the complement of a byte.
+M_PERTURB = -6
 
 
 def kind_of(error: BaseException) -> str:
@@ -109,6 +111,26 @@ def bindings() -> Any:  # noqa: ANN401 - nixl has no stubs
             failures.append(f"{name}: {error}")
     message = f"nixl cannot be imported ({'; '.join(failures)}): pip install 'kvspec[nixl]'"
     raise TransferError(message, state=TransferState.UNAVAILABLE)
+
+
+def zero_new_memory() -> None:
+    """Let malloc return zeros if UCX is told to move data over tcp, unless the user decides.
+
+    UCX 1.23 answers a read over tcp with a request from a pool, and leaves the data type of the
+    request unset (`ucp_get_req_handler`). If the reader dies while answers wait, UCX looks at the
+    data type (`ucp_request_memory_dereg`). Bytes of an earlier use of that memory may then end the
+    process with a segmentation fault. Zero is the type of plain bytes, for which UCX does nothing.
+    Blocks of at most 1 KiB may still contain earlier bytes, but a pool takes more.
+
+    Arrays of 64 KiB and more take about twice the time to allocate and free. So this is done only
+    if `UCX_TLS` names tcp. A limit above which malloc asks the system for memory would help as
+    well, but costs ten times the time.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    decided = "MALLOC_PERTURB_" in os.environ or "malloc.perturb" in tunables
+    if "tcp" in os.environ.get("UCX_TLS", "").split(",") and not decided:
+        with suppress(AttributeError):  # Only glibc has it.
+            ctypes.CDLL(None).mallopt(M_PERTURB, 0xFF)
 
 
 def _devices() -> str:
@@ -172,6 +194,7 @@ class Agent:
         config.syncMode = nb.NIXL_THREAD_SYNC_STRICT
         config.captureTelemetry = telemetry
         self._native: Any = None
+        zero_new_memory()
         try:
             self._native = nb.nixlAgent(name, config)
             self._native.createBackend("UCX", {})

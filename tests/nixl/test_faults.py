@@ -199,3 +199,37 @@ def test_rank_with_unknown_network_device_is_refused(tls: str) -> None:
     assert "UCX_NET_DEVICES='nowhere0'; this machine has" in last
     assert " lo" in last
     assert "state=unavailable" in last
+
+
+@pytest.mark.parametrize(
+    ("zeros", "environment"),
+    [
+        (True, {"UCX_TLS": "tcp"}),
+        (True, {"UCX_TLS": "tcp,self"}),
+        (False, {"UCX_TLS": "all"}),
+        (False, {"UCX_TLS": "tcp", "MALLOC_PERTURB_": "0"}),
+        (False, {"UCX_TLS": "tcp", "GLIBC_TUNABLES": "glibc.malloc.perturb=0"}),
+    ],
+)
+def test_malloc_returns_zeros_to_ucx_only_over_tcp(
+    zeros: bool, environment: dict[str, str]
+) -> None:
+    """UCX over tcp reads a field that it has not set. A user who tunes malloc decides instead."""
+    code = """
+import ctypes
+from kvspec.nixl import NixlRank
+
+SIZE = 41048  # as much as UCX allocates for a pool
+OWN = 64  # bytes of free memory in which the allocator keeps its lists
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+with NixlRank(polled=True):
+    used = libc.malloc(SIZE)
+    ctypes.memset(used, 7, SIZE)
+    libc.free(ctypes.c_void_p(used))
+    again = libc.malloc(SIZE)
+    assert used == again
+    print(set(ctypes.string_at(again + OWN, SIZE - OWN)))
+"""
+    done = run_script(code, **environment)
+    assert (0, f"{ {0} if zeros else {7} }\n") == (done.returncode, done.stdout), done.stderr
