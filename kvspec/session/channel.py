@@ -99,8 +99,11 @@ class Channel(Protocol):
     def address(self) -> str:
         """The address that others send to. It is part of the introduction."""
 
-    def send(self, route: str, data: bytes) -> None:
-        """Send *data* to *route* without waiting. If the peer is gone, lose it without an error."""
+    def send(self, route: str, *messages: bytes) -> None:
+        """Send *messages* to *route* without waiting. If the peer is gone, they are lost silently.
+
+        The session passes all messages to one peer that a poll has caused in one call.
+        """
 
     def receive(self) -> list[tuple[str, bytes]]:
         """Return (route of the answer, data) of messages that arrived, without waiting.
@@ -235,26 +238,30 @@ class TcpChannel:
             if len(self._resolved) > RESOLVED:
                 self._resolved.pop(next(iter(self._resolved)), None)
 
-    def send(self, route: str, data: bytes) -> None:
-        """Send *data* to an address, or back on the route of a received message.
+    def send(self, route: str, *messages: bytes) -> None:
+        """Send *messages* to an address, or back on the route of a received message.
 
         An address with a host name must have been passed to `resolve`. A peer that connected to
         this channel is disconnected if it leaves more than `MAX_UNREAD` bytes unread.
         """
-        if len(data) > MAX_MESSAGE:
-            raise SpecError("data", f"{len(data)} bytes", f"at most {MAX_MESSAGE} bytes")
+        if (longest := max(map(len, messages))) > MAX_MESSAGE:
+            raise SpecError("messages", f"{longest} bytes", f"at most {MAX_MESSAGE} bytes each")
         link = None if self._closed else self._links.get(route) or self._dial(route)
         if link is not None and link.most == MAX_QUESTION and len(link.unsent) > MAX_UNREAD:
             # Anybody can dial, and can make this side answer: nothing piles up for such a peer.
             # Only the bytes that wait already are counted, so that any single message fits.
             self._drop(link)
             link = None
-        if link is None or len(link.unsent) + len(data) > MAX_UNSENT:
-            self.lost += 1
+        if link is None:
+            self.lost += len(messages)
             return
         if not link.unsent:
             link.taken = time.monotonic()
-        link.unsent += len(data).to_bytes(_SIZE, "big") + data
+        for data in messages:
+            if len(link.unsent) + len(data) > MAX_UNSENT:
+                self.lost += 1
+            else:
+                link.unsent += len(data).to_bytes(_SIZE, "big") + data
         if not link.connecting:
             self._flush(link)
 

@@ -166,7 +166,7 @@ class Progress:
                 before.
         """
         rest = FIRST_WAIT
-        while self.poll() == "moving":
+        while self.state == "moving" and self.poll() == "moving":
             self._check_open()
             time.sleep(rest)
             rest = min(2 * rest, LAST_WAIT)

@@ -28,6 +28,7 @@ How it works:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import secrets
@@ -56,7 +57,7 @@ from kvspec.wire.codec import (
     encode_message,
 )
 from kvspec.wire.handshake import MAX_NAME, Handshake, is_name
-from kvspec.wire.messages import Message, RankAddress
+from kvspec.wire.messages import Message, RankAddress, ReaderStatus
 from kvspec.wire.seal import Secret
 
 MESSAGE = b"kvspec-message-1\n"
@@ -182,6 +183,8 @@ class Messages:
         )
         self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by incarnation
         self._routes: OrderedDict[RankAddress, str] = OrderedDict()
+        self._unsent: dict[object, Message] = {}
+        self._numbers = itertools.count()
         self._asked: dict[str, bytes | None] = {}
         self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
         self._warned: set[str] = set()
@@ -209,14 +212,39 @@ class Messages:
                 self._warned.difference_update(members.values())
                 LOG.info("disconnected from %s, epoch %d", *start)
 
-    def tell(self, message: Message) -> None:
-        """Send *message* to its receiver. If no route is known, the message is lost."""
-        to = message.to
-        members = self._addresses.get((to.engine_id, to.epoch), {})
-        route = members.get(to) or self._routes.get(to)
-        LOG.debug("send %s of %r to %s at %s", message.kind, message.key.request_id, to, route)
-        if route is not None:
-            self._channel.send(route, self._secret.seal(MESSAGE, encode_message(message)))
+    def send(self, message: Message) -> None:
+        """Send *message* to its receiver at the next `flush`."""
+        if isinstance(message, ReaderStatus):
+            # A later heartbeat or `done` of the same load makes an unsent one useless.
+            name = message.to, message.key, message.attempt, message.sample
+            self._unsent.pop(name, None)
+            self._unsent[name] = message
+        else:
+            self._unsent[next(self._numbers)] = message
+
+    @property
+    def unsent(self) -> bool:
+        """Whether a message waits for `flush`."""
+        return bool(self._unsent)
+
+    def flush(self) -> None:
+        """Pass all messages since the last call to the channel, those to one peer together.
+
+        Each call of the channel costs as much as sealing ten messages. A message without a known
+        route is lost.
+        """
+        unsent, self._unsent = self._unsent, {}
+        batches: dict[str, list[bytes]] = {}
+        for message in unsent.values():
+            to = message.to
+            members = self._addresses.get((to.engine_id, to.epoch), {})
+            route = members.get(to) or self._routes.get(to)
+            LOG.debug("send %s of %r to %s at %s", message.kind, message.key.request_id, to, route)
+            if route is not None:
+                sealed = self._secret.seal(MESSAGE, encode_message(message))
+                batches.setdefault(route, []).append(sealed)
+        for route, batch in batches.items():
+            self._channel.send(route, *batch)
 
     def receive(self) -> Iterator[Message]:
         """Yield the messages that arrived. Handle questions and their answers."""

@@ -54,8 +54,9 @@ ANSWER, ABSENT = 30.0, 2.0
 class Session:
     """Exchange requests between one rank and other engines, as a consumer and as a producer.
 
-    Call any `poll` several times in each heartbeat interval, or set *background*. Methods may be
-    called from any thread. In a forked child they raise `TransferError` "forked".
+    Call any `poll` several times in each heartbeat interval, or set *background*. A poll also sends
+    the messages that other methods have caused since the last one. Methods may be called from any
+    thread. In a forked child they raise `TransferError` "forked".
 
     Args:
         nixl: The NIXL agent of the rank. The caller closes it after the session.
@@ -450,6 +451,7 @@ class Session:
         """
         with self._lock.held:
             self._holds.record_progress(remote_id, upto, layers)
+            self._wake()
 
     def abort(self, remote_id: str) -> None:
         """Give up a held request. Its readers receive `gone`.
@@ -459,6 +461,7 @@ class Session:
         """
         with self._lock.held:
             self._holds.abort(remote_id)
+            self._wake()
 
     def settled(self) -> Settled:
         """Make progress on the session. Return the held requests that ended since the last call."""
@@ -482,6 +485,7 @@ class Session:
         self._answers.move()
         self._loads.tick()
         self._remotes.leave()
+        self._messages.flush()
         self._polled = time.monotonic()
 
     def stats(self) -> SessionStats:
@@ -551,7 +555,7 @@ class Session:
     def _rest(self) -> float:
         """Return how many seconds the next poll may be away, if nothing happens before."""
         with self._lock.held:
-            if self._moving():
+            if self._moving() or self._messages.unsent:
                 return BUSY
             if self._remotes.leaving:
                 return LEAVING
@@ -566,6 +570,7 @@ class Session:
     def _cancel(self, load: Load) -> None:
         with self._lock.held:
             self._loads.cancel(load)
+            self._wake()
 
     def _step(self, rest: float) -> None:
         """Poll, unless the session was polled less than *rest* seconds ago."""
@@ -582,7 +587,7 @@ class Session:
 
     def _tell(self, message: Message) -> None:
         self._counters.messages_sent += 1
-        self._messages.tell(message)
+        self._messages.send(message)
 
     def _note(self, why: str) -> None:
         """Record why a message changed nothing."""

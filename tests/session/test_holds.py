@@ -136,6 +136,7 @@ def test_recorded_heartbeat_of_a_dead_reader_extends_no_lease(
     session = only(producer)
     session.hold(remote_id)
     consumer.load(request(), remote_id, follow=True)
+    consumer.poll()
     recorded = [data for _, data in Direct.channels["P"].arrived if b"heartbeat" in data]
     assert recorded
     producer.poll()
@@ -160,7 +161,7 @@ def test_stats_are_zero_after_close(pair: tuple[Side, Side]) -> None:
     (load,) = pair[1].load(request(), freed)
     until(lambda: load.state != "moving" and freed not in session.held, *pair)
     pair[1].load(request("early"), new_remote_id("early"))
-    for side in pair:
+    for side in reversed(pair):
         side.poll()
     assert 3 == session.stats().remembered
     session.close()

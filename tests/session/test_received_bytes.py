@@ -339,4 +339,5 @@ def test_routes_of_latest_senders_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
         for rank in ranks:
             rank.receive()
         session.record_progress(REMOTE_ID, 1, ["l.0"])
+        session.poll()
         assert [1, 0, 1] == [len(rank.receive()) for rank in ranks]

@@ -27,17 +27,18 @@ class LossyChannel(TcpChannel):
 
     delayed: tuple[str, bytes] | None = None
 
-    def send(self, route: str, data: bytes) -> None:
-        """Send *data* once, twice, after the next message, or not at all."""
-        drawn = random.randrange(20)
-        if drawn == 2 and self.delayed is None:
-            self.delayed = route, data
-            return
-        for _ in range({0: 0, 1: 2}.get(drawn, 1)):
-            super().send(route, data)
-        if self.delayed is not None:
-            delayed, self.delayed = self.delayed, None
-            super().send(*delayed)
+    def send(self, route: str, *messages: bytes) -> None:
+        """Send each message once, twice, after the next message, or not at all."""
+        for data in messages:
+            drawn = random.randrange(20)
+            if drawn == 2 and self.delayed is None:
+                self.delayed = route, data
+                continue
+            for _ in range({0: 0, 1: 2}.get(drawn, 1)):
+                super().send(route, data)
+            if self.delayed is not None:
+                delayed, self.delayed = self.delayed, None
+                super().send(*delayed)
 
 
 class FaultyRank(RequestRank):

@@ -77,9 +77,9 @@ class Delayed:
     def __init__(self, world: World, address: str) -> None:
         self.world, self.address, self.arrived = world, address, list[tuple[str, bytes]]()
 
-    def send(self, route: str, data: bytes) -> None:
-        """Put a message into the network."""
-        self.world.net.append((route, self.address, data))
+    def send(self, route: str, *messages: bytes) -> None:
+        """Put messages into the network."""
+        self.world.net += [(route, self.address, data) for data in messages]
 
     def receive(self) -> list[tuple[str, bytes]]:
         """Return the messages that were delivered."""

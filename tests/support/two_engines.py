@@ -187,10 +187,10 @@ class Direct:
         self.address, self.arrived = address, list[tuple[str, bytes]]()
         self.channels[address] = self
 
-    def send(self, route: str, data: bytes) -> None:
-        """Append *data* to the messages of the receiver."""
+    def send(self, route: str, *messages: bytes) -> None:
+        """Append *messages* to those of the receiver."""
         if route in self.channels:
-            self.channels[route].arrived.append((self.address, data))
+            self.channels[route].arrived += [(self.address, data) for data in messages]
 
     def receive(self) -> list[tuple[str, bytes]]:
         """Return the messages that have arrived."""
