@@ -63,17 +63,11 @@ class _Ranges(NamedTuple):
 
     def plus(self, other: _Ranges) -> _Ranges:
         """Return these ranges and those of *other*."""
-        return _Ranges(
-            np.insert(self.starts, self.starts.searchsorted(other.starts), other.starts),
-            np.insert(self.ends, self.ends.searchsorted(other.ends), other.ends),
-        )
+        return _Ranges(*map(_merged, self, other))
 
     def minus(self, other: _Ranges) -> _Ranges:
         """Return these ranges without those of *other*, which were added before."""
-        return _Ranges(
-            np.delete(self.starts, self.starts.searchsorted(other.starts)),
-            np.delete(self.ends, self.ends.searchsorted(other.ends)),
-        )
+        return _Ranges(*map(_without, self, other))
 
 
 _NONE = _Ranges(np.empty(0, np.int64), np.empty(0, np.int64))
@@ -84,9 +78,27 @@ def _united(starts: Ints, ends: Ints) -> _Ranges:
     if (starts[1:] < starts[:-1]).any():
         order = np.argsort(starts, kind="stable")
         starts, ends = starts[order], ends[order]
+    if len(starts) == 1:
+        return _Ranges(starts, ends)
     reach = np.maximum.accumulate(ends)
-    begins = np.flatnonzero(starts[1:] > reach[:-1]) + 1
-    return _Ranges(starts[np.append(0, begins)], np.append(reach[begins - 1], reach[-1]))
+    # Whether a new range begins before each element, and after the last one.
+    begins = np.ones(len(starts) + 1, np.bool_)
+    begins[1:-1] = starts[1:] > reach[:-1]
+    return _Ranges(starts[begins[:-1]], reach[begins[1:]])
+
+
+def _merged(some: Ints, others: Ints) -> Ints:
+    """Return two sorted arrays as one. A stable sort only merges them; `np.insert` is slower."""
+    merged = np.concatenate((some, others))
+    merged.sort(kind="stable")
+    return merged
+
+
+def _without(some: Ints, others: Ints) -> Ints:
+    """Return sorted numbers without *others*, all of which they contain."""
+    keep = np.ones(len(some), np.bool_)
+    keep[some.searchsorted(others)] = False
+    return some[keep]
 
 
 class _Place(NamedTuple, Generic[Owner]):
