@@ -28,6 +28,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvspec.errors import TransferError, TransferState
 from kvspec.session.channel import Channel
@@ -40,16 +41,15 @@ UNWOKEN = 0.02
 """The same for a channel without `wake`."""
 
 _BOOT = getattr(time, "CLOCK_BOOTTIME", None)
+since_boot: Callable[[], float] = (
+    time.monotonic if _BOOT is None else partial(time.clock_gettime, _BOOT)
+)
+"""Return seconds that never go back, and that count while the machine is suspended.
 
-
-def since_boot() -> float:
-    """Return seconds that never go back, and that count while the machine is suspended.
-
-    `time.monotonic` stands still during a suspend on Linux. It is used only where the system has no
-    `CLOCK_BOOTTIME`. A paused virtual machine may stop both clocks, so neither may decide that
-    bytes are valid.
-    """
-    return time.monotonic() if _BOOT is None else time.clock_gettime(_BOOT)
+`time.monotonic` stands still during a suspend on Linux. It is used only where the system has no
+`CLOCK_BOOTTIME`. A paused virtual machine may stop both clocks, so neither may decide that bytes
+are valid.
+"""
 
 
 class SessionLock:

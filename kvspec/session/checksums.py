@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -45,6 +45,7 @@ from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
+from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import RemoteEngine
 from kvspec.wire.messages import (
     MAX_NAMES,
@@ -53,7 +54,6 @@ from kvspec.wire.messages import (
     ChecksumRequest,
     ChecksumUnavailable,
     Extent,
-    Message,
     RankAddress,
 )
 
@@ -104,15 +104,13 @@ class ChecksumAnswers:
         ledger: The held requests, with their blocks and known checksums.
         cache: Memory of the rank.
         owner: Owner of the memory, so that it lives as long as it may be read.
-        tell: Sends a message.
-        note: Records why a message changed nothing.
+        messages: Sends the answers.
     """
 
     ledger: ProducerLedger
     cache: RankCache
     owner: object
-    tell: Callable[[Message], None]
-    note: Callable[[str], None]
+    messages: Messages
     _asked: dict[ChecksumRequest, Work] = attrs.field(factory=dict)
     _closed: bool = False
 
@@ -127,7 +125,7 @@ class ChecksumAnswers:
         if self._closed or held is None or message in self._asked:
             return
         if (total := held.checksums.get(message.extent)) is not None:
-            self.tell(message.answer(Checksum, total=total))
+            self.messages.send(message.answer(Checksum, total=total))
         elif len(self._asked) < MAX_ASKED:
             self._asked[message] = Work(sums_of(self.cache, held.blocks, message.extent))
 
@@ -142,18 +140,18 @@ class ChecksumAnswers:
                         return
                     self._answer(message, work.total.to_bytes(SUM, "little"))
                 except SpecError as error:
-                    self.note(f"{message.kind} of {message.by}: {error}")
-                    self.tell(message.answer(ChecksumUnavailable))
+                    self.messages.note(f"{message.kind} of {message.by}: {error}")
+                    self.messages.send(message.answer(ChecksumUnavailable))
             del self._asked[message]
 
     def _answer(self, message: ChecksumRequest, total: bytes) -> None:
         held = self.ledger.find(message.key)
         if held is not None and len(held.checksums) < MAX_KNOWN:
             held.checksums[message.extent] = total
-        self.tell(message.answer(Checksum, total=total))
+        self.messages.send(message.answer(Checksum, total=total))
 
     def close(self) -> None:
-        """Answer no more, and drop the reference to the memory."""
+        """Stop answering, and drop the reference to the memory."""
         self._asked.clear()
         self._closed, self.owner = True, None
 
@@ -193,7 +191,7 @@ class Audit:
     me: RankAddress
     nixl: NixlRank
     cache: RankCache
-    tell: Callable[[Message], None]
+    messages: Messages
     differs: str = ""
     verdict: TransferState = TransferState.UNVERIFIED
     source: RankId | None = None
@@ -233,7 +231,7 @@ class Audit:
                 if question.answer is None and now >= question.again:
                     question.again = now + heartbeat
                     asked = about(name, self.me, question.rank, number)
-                    self.tell(ChecksumRequest(*asked, extent=question.extent))
+                    self.messages.send(ChecksumRequest(*asked, extent=question.extent))
             for number, question in list(questions.items()):
                 before = question.work.seconds
                 complete = question.work.go_on(end)

@@ -20,13 +20,16 @@ from kvspec.session.ticket import PrefillTicket
 
 @attrs.define(eq=False)
 class Connection:
-    """The connection to the producer that has its ranks at *addresses*.
+    """The connection to the producer of a ticket.
 
     Attributes:
+        engine_id: Name of the producer.
+        addresses: Addresses of its ranks.
         attempt: The result of connecting.
         lost: Whether a load failed since. The producer may have restarted at the same addresses.
     """
 
+    engine_id: str
     addresses: tuple[str, ...]
     attempt: Future[object]
     lost: bool = False
@@ -71,7 +74,7 @@ class Connector:
         name, addresses = ticket.engine_id, ticket.addresses
         known = self._connections.get(name)
         if known is None or known.addresses != addresses or known.useless:
-            known = Connection(addresses, self._thread.submit(self._connect, addresses))
+            known = Connection(name, addresses, self._thread.submit(self._connect, addresses))
             known.attempt.add_done_callback(lambda _: self._poll())
         self._connections[name] = known
         self._connections.move_to_end(name)
@@ -85,7 +88,7 @@ class Connector:
         self._connections.pop(engine_id, None)
 
     def close(self) -> None:
-        """Connect to no more producers. Attempts that have not begun are cancelled."""
+        """Accept no new producer. Attempts that have not begun are cancelled."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 

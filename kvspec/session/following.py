@@ -57,11 +57,11 @@ def advances(
     for rank, ranges in readable.items():
         for group in dict.fromkeys(name for name, _ in ranges):
             all_layers = [layer for name, layer in ends[rank] if name == group]
-            alike: dict[range, list[str]] = {}
+            by_tokens: dict[range, list[str]] = {}
             for layer in all_layers:
                 if (group, layer) in ranges:
-                    alike.setdefault(ranges[group, layer], []).append(layer)
-            for tokens, layers in alike.items():
+                    by_tokens.setdefault(ranges[group, layer], []).append(layer)
+            for tokens, layers in by_tokens.items():
                 whole = layers == all_layers
                 for some in [layers] if whole else [[layer] for layer in layers]:
                     yield Advance(rank, group, tuple(some), tokens, whole)

@@ -45,14 +45,13 @@ How it works:
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import attrs
 
-from kvspec.completion.actions import Free, HoldAction, Refused, Tell
+from kvspec.completion.actions import Free, HoldAction
 from kvspec.completion.held import Target
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import Tables, tables_of
@@ -61,10 +60,13 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
-from kvspec.session.load import LOST, Push
+from kvspec.session.checksums import ChecksumAnswers
+from kvspec.session.load import LOST, Push, stop, unstored
+from kvspec.session.mailbox import Messages
 from kvspec.session.written import pushed_of
 from kvspec.wire.messages import (
     MAX_READERS,
+    ChecksumRequest,
     Key,
     Message,
     Pushed,
@@ -72,9 +74,6 @@ from kvspec.wire.messages import (
     RemoteId,
     key_of,
 )
-
-MAX_FOREIGN = 256
-"""Number of messages that changed nothing whose reasons are kept."""
 
 
 @attrs.frozen
@@ -94,6 +93,15 @@ class Settled:
     expired: tuple[RemoteId, ...] = ()
     aborted: tuple[RemoteId, ...] = ()
     foreign: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(freed: Mapping[RemoteId, str], foreign: Iterable[str]) -> Settled:
+        """Return requests by the reason why each was freed."""
+        ended: dict[str, list[RemoteId]] = {"sent": [], "expired": [], "aborted": []}
+        for name, why in freed.items():
+            ended[why].append(name)
+        done, expired, aborted = map(tuple, ended.values())
+        return Settled(done, expired, aborted, tuple(foreign))
 
     @property
     def freed(self) -> tuple[RemoteId, ...]:
@@ -126,22 +134,19 @@ class Holds:
         engine: The engine of this rank.
         nixl: The NIXL rank, which writes pushes.
         now: The clock.
-        tell: Sends a message.
-        note: Counts a message that changed nothing, and appends the reason to `foreign`.
-        foreign: The reasons of the last few such messages.
-        closed: Called once when the NIXL rank is found closed.
+        messages: Sends messages to readers.
+        answers: The checksums that readers request.
+        freed: The requests that have ended and were not reported yet, each with the reason.
     """
 
     ledger: ProducerLedger
     engine: EngineSpec
     nixl: NixlRank
     now: Callable[[], float]
-    tell: Callable[[Message], None]
-    note: Callable[[str], None]
-    foreign: deque[str]
-    closed: Callable[[], None]
+    messages: Messages
+    answers: ChecksumAnswers
+    freed: dict[RemoteId, str] = attrs.field(factory=dict)
     _recorded: deque[HoldAction] = attrs.field(factory=deque)
-    _freed: dict[Key, str] = attrs.field(factory=dict)
     _writes: list[Writes] = attrs.field(factory=list)
 
     @property
@@ -151,8 +156,8 @@ class Holds:
 
     @property
     def moving(self) -> bool:
-        """Whether a write is in flight."""
-        return bool(self._writes)
+        """Whether a write is in flight, or a reader waits for a checksum."""
+        return bool(self._writes) or self.answers.waiting > 0
 
     def hold(
         self, remote_id: str, *, lease: float | None, readers: int | None, blocks: Tables | None
@@ -217,35 +222,31 @@ class Holds:
         if len(targets) < len(ranks):
             why = "a reader gave the request up, or an earlier push of it was refused"
             push.fail(None, why, TransferState.STOPPED)
-        self.move()
+        self._settle(writes)
 
     def _fail(self, writes: Writes) -> None:
         """Let a push fail that was refused or interrupted. Stop what it has posted."""
-        known = {id(t) for other in self._writes for each, _ in other.left.values() for t in each}
-        begun = tuple(
-            transfer
-            for transfer in self.nixl.transfers
-            if transfer.request == writes.push.request.request_id
-            and transfer.operation == "WRITE"
-            and id(transfer) not in known
-        )
+        stored = {t for other in self._writes for each, _ in other.left.values() for t in each}
+        name = writes.push.request.request_id
+        strays = tuple(unstored(self.nixl, "WRITE", name, stored))
         # It is not known which reader a transfer writes to, so each reader waits for all of them.
-        writes.left = {to: (each or begun, None) for to, (each, _) in writes.left.items()}
+        writes.left = {to: (each or strays, None) for to, (each, _) in writes.left.items()}
         for transfers, _ in writes.left.values():
-            _stop(transfers, "its push was interrupted")
+            stop(transfers, "its push was interrupted")
         self._settle(writes)
 
     def move(self) -> None:
-        """Make progress on all writes, and send their outcomes."""
+        """Make progress on all writes and checksums, and send their outcomes."""
         for writes in list(self._writes):
             self._settle(writes)
+        self.answers.move()
 
     def _settle(self, writes: Writes) -> None:
         """Send each reader the outcome of its write, once nothing of it can move."""
         push = writes.push
         for target, (transfers, pushed) in list(writes.left.items()):
             if self.ledger.stopping(writes.key, target):
-                _stop(transfers, f"{target[-1]} gave it up")
+                stop(transfers, f"{target[-1]} gave it up")
             outcome = pushed
             try:
                 if any(transfer.poll() == "PROC" for transfer in transfers):
@@ -266,9 +267,12 @@ class Holds:
         self.act()
 
     def receive(self, message: Message) -> None:
-        """Process a heartbeat, `done` or `stop` of a reader."""
-        self._recorded.extend(self.ledger.receive(message, self.now()))
-        self.act()
+        """Process a message of a reader."""
+        if isinstance(message, ChecksumRequest):
+            self.answers.receive(message)
+        else:
+            self._recorded.extend(self.ledger.receive(message, self.now()))
+            self.act()
 
     def tick(self) -> None:
         """Process the time. After the rank is closed, no request is confirmed as valid.
@@ -276,7 +280,7 @@ class Holds:
         Peers on the same machine can still read the memory, and it may contain other data by then.
         """
         if self.ledger.holding and not self.nixl.stats().registrations:
-            self.closed()
+            self.answers.close()
             for key in self.ledger.held:
                 self._recorded.extend(self.ledger.abort(key, self.now()))
         self._recorded.extend(self.ledger.tick(self.now()))
@@ -284,36 +288,15 @@ class Holds:
 
     def act(self) -> None:
         """Carry out the recorded actions."""
-        while self._recorded:
-            action = self._recorded[0]
-            if isinstance(action, Tell):
-                self.tell(action.message)
-            elif isinstance(action, Refused):
-                self.note(str(action))
-            elif isinstance(action, Free):
-                self._freed[action.key] = action.why
-            # Last: after an interrupt a message is sent twice, but no action is lost.
-            self._recorded.popleft()
+        if self._recorded:
+            self.messages.act(self._recorded, self._free)
 
-    def settled(self) -> Settled:
-        """Return the requests that ended since the last call."""
-        self.act()
-        ended: dict[str, list[RemoteId]] = {"sent": [], "expired": [], "aborted": []}
-        for key, why in self._freed.items():
-            ended[why].append(key.remote_id)
-        done, expired, aborted = (tuple(names) for names in ended.values())
-        settled = Settled(done, expired, aborted, tuple(self.foreign))
-        self._freed = {}
-        self.foreign.clear()
-        return settled
+    def _free(self, action: HoldAction) -> None:
+        """Record that a request has ended."""
+        if isinstance(action, Free):
+            self.freed[action.key.remote_id] = action.why
 
     def close(self) -> None:
-        """Forget all held requests. Nobody answers their readers any more."""
+        """Forget all held requests. Their readers receive no answers from now on."""
+        self.answers.close()
         self.ledger.clear()
-
-
-def _stop(transfers: Iterable[Transfer], why: str) -> None:
-    """Post no more of *transfers*."""
-    for transfer in transfers:
-        with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-            transfer.stop(why, TransferState.STOPPED)

@@ -38,7 +38,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -53,7 +53,7 @@ from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, positive_int
-from kvspec.nixl import Transfer
+from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
@@ -86,7 +86,8 @@ class LoadOptions:
 
     def __attrs_post_init__(self) -> None:
         for name in ("pushed", "follow", "verify", "again"):
-            flag(name, getattr(self, name))
+            if (value := getattr(self, name)) is not False:  # The usual value needs no check.
+                flag(name, value)
         positive_int("attempt", self.attempt, least=0)
         most = positive_int("samples", self.samples, most=MAX_READERS) - 1
         positive_int("sample", self.sample, least=0, most=most)
@@ -108,6 +109,23 @@ class InFlight:
             return f"{message.by} stopped writing"
         differs = message.pushed.differs(self.pushed)
         return f"{message.by} pushed another request: {differs}" if differs else ""
+
+
+def stop(transfers: Iterable[Transfer], why: str) -> None:
+    """Let *transfers* post nothing more."""
+    for transfer in transfers:
+        with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+            transfer.stop(why, TransferState.STOPPED)
+
+
+def unstored(
+    nixl: NixlRank, operation: str, request_id: str, stored: Container[Transfer | None]
+) -> Iterator[Transfer]:
+    """Yield the transfers of a request that an interrupted call posted, but did not store."""
+    for transfer in nixl.transfers:
+        wanted = (transfer.request, transfer.operation) == (request_id, operation)
+        if wanted and transfer not in stored:
+            yield transfer
 
 
 class Progress:
@@ -187,7 +205,7 @@ class Progress:
 
     def _check_open(self) -> None:
         """Raise the error of a wait that cannot end, because the session is closed."""
-        if self.connected and self.remote.unheard:
+        if self.connected and self.remote.closed:
             why = "the session was closed before the end, so its blocks may still be written"
             name = self.request.request_id
             raise TransferError(why, request=name, state=TransferState.CLOSED)
@@ -259,15 +277,15 @@ class Load(Progress):
         self,
         request: TransferRequest,
         key: Key,
-        engine_id: str,
+        producer: RemoteEngine | Connection,
         options: LoadOptions,
         step: Callable[[float], None],
         cancel: Callable[[Load], None],
         ticket: PrefillTicket | None = None,
-        connection: Connection | None = None,
     ) -> None:
-        super().__init__(request, key, engine_id, step)
-        self.options, self.ticket, self.connection = options, ticket, connection
+        super().__init__(request, key, producer.engine_id, step)
+        self.options, self.ticket = options, ticket
+        self.connection = producer if isinstance(producer, Connection) else None
         self.in_flight: dict[Step, InFlight] = {}
         self.audit: Audit | None = None
         self.arrived: dict[Step, None] = {}  # Steps that end after their data was compared.
@@ -325,13 +343,6 @@ class Load(Progress):
         differs = "" if self.audit is None or self.audit.differs in why else self.audit.differs
         more = f"; {differs}" if differs else ""
         super().fail(rank, f"{why}{more}", state, cause)
-
-    def stop(self) -> None:
-        """Post no more reads."""
-        for flight in self.in_flight.values():
-            with contextlib.suppress(TransferError):
-                if flight.transfer is not None:
-                    flight.transfer.stop("its load has failed", TransferState.STOPPED)
 
     @property
     def verify_seconds(self) -> float:

@@ -42,14 +42,14 @@ from kvspec.completion.actions import Action, Closed, Ended, Failed, Refused, Te
 from kvspec.completion.consumer import FREE_ID, ConsumerLedger, Step, about
 from kvspec.completion.load_plan import EVERYTHING, LoadPlan, Place
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
-from kvspec.inputs import seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
 from kvspec.session.connecting import Connection
 from kvspec.session.following import Advance, advances, ends_of
-from kvspec.session.load import LOST, InFlight, Load, LoadOptions
+from kvspec.session.load import LOST, InFlight, Load, LoadOptions, stop, unstored
+from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import RemoteEngine
 from kvspec.session.stats import Counters
 from kvspec.session.written import BlockLocks, pushed_of
@@ -78,7 +78,6 @@ class Waiting:
     """A load, or a request to decline, whose producer is being connected."""
 
     connection: Connection
-    engine_id: str
     key: Key
     options: LoadOptions
     load: Load | None = None
@@ -100,8 +99,7 @@ class Loads:
     nixl: NixlRank
     cache: RankCache
     now: Callable[[], float]
-    send: Callable[[Message], None]
-    note: Callable[[str], None]
+    messages: Messages
     find: Callable[[str], RemoteEngine]
     counters: Counters
     loads: dict[str, Load] = attrs.field(factory=dict)
@@ -120,15 +118,18 @@ class Loads:
         return any(load.in_flight or load.arrived for load in self.loads.values())
 
     def open(self, load: Load, timeout: float) -> None:
-        """Add *load* in the state *connecting*. Call `give_up` if this or `begin` raises."""
+        """Add *load* in the state *connecting*. It fails after *timeout* seconds.
+
+        Call `give_up` if this or `begin` raises.
+        """
         self.act()  # The end of an earlier load of this name may only be recorded.
-        name, most = load.request.request_id, seconds("timeout", timeout)
+        name = load.request.request_id
         if name in self.loads:
             raise SpecError("request_id", name, FREE_ID)
         load.began = self.now()
-        load.deadline = load.began + most
+        load.deadline = load.began + timeout
         self.loads[name] = load
-        self.recorded.extend(self.book.begin(name, load.began, most))
+        self.recorded.extend(self.book.begin(name, load.began, timeout))
         self.counters.loads_started += 1
 
     def begin(self, load: Load, remote: RemoteEngine) -> None:
@@ -141,7 +142,7 @@ class Loads:
         if load.ticket is not None:
             load.ticket.check_held(request)
         if options.verify:
-            load.audit = Audit(remote, request, self.book.me, self.nixl, self.cache, self.send)
+            load.audit = Audit(remote, request, self.book.me, self.nixl, self.cache, self.messages)
         lanes = remote.lanes
         pushes = {r: pushed_of(lane.table, request) for r, lane in lanes.items() if options.pushed}
         sides = remote.sides(request, () if options.pushed or options.follow else lanes)
@@ -220,21 +221,20 @@ class Loads:
         any step stays open until that transfer ends, and the rank stored with it may be wrong.
         """
         name = load.request.request_id
-        known = {id(flight.transfer) for flight in load.in_flight.values()}
-        begun = [
-            transfer
-            for transfer in self.nixl.transfers
-            if transfer.request == name
-            and transfer.operation == "READ"
-            and id(transfer) not in known
-        ]
+        stored = {flight.transfer for flight in load.in_flight.values()}
+        strays = [*unstored(self.nixl, "READ", name, stored)]
         for step in sorted(self.book.open_steps(name).difference(load.in_flight, load.arrived)):
-            quiet = not begun
-            if begun:
+            quiet = not strays
+            if strays:
                 # Any step and any rank: the step only has to stay open until the transfer ends.
-                load.in_flight[step] = InFlight(next(iter(load.remote.tables)), begun.pop())
+                load.in_flight[step] = InFlight(next(iter(load.remote.tables)), strays.pop())
             now = self.now()
             self.recorded.extend(self.book.fail(step, why, now, quiet=quiet, state=state))
+
+    def wait_for(self, waiting: Waiting) -> None:
+        """Begin or decline a request when its producer is connected."""
+        self.waiting.append(waiting)
+        self.serve_waiting()
 
     def serve_waiting(self) -> None:
         """Begin or decline whatever waited for a producer that is connected by now."""
@@ -249,7 +249,7 @@ class Loads:
         remote = None
         try:
             waiting.connection.attempt.result()
-            remote = self.find(waiting.engine_id)
+            remote = self.find(waiting.connection.engine_id)
             if load is not None and load.state == "moving":
                 self.begin(load, remote)
                 return
@@ -309,7 +309,7 @@ class Loads:
         elif isinstance(message, Checksum | ChecksumUnavailable):
             load = self._find(message)
             if load is None or load.audit is None or not load.audit.deliver(message):
-                self.note(f"{message.kind} of {message.by}: no question is open for it")
+                self.messages.note(f"{message.kind} of {message.by}: no question is open for it")
         else:
             if isinstance(message, LayerProgress):
                 # The groups of the producer may have other names.
@@ -361,7 +361,7 @@ class Loads:
         return first
 
     def _end_push(self, message: PushDone | PushStopped) -> None:
-        """Record that a producer writes no more. It has written everything, or has given up."""
+        """Record that a producer has stopped writing: it has written everything, or gave up."""
         if (load := self._find(message)) is not None:
             for step, flight in list(load.in_flight.items()):
                 if flight.rank == message.by.rank and flight.transfer is None:
@@ -371,7 +371,7 @@ class Loads:
                         load.fail(flight.rank, why, state)
                     self._end(load, step, why, state)
                     return
-        self.note(f"{message.kind} of {message.by}: this rank waits for no such push")
+        self.messages.note(f"{message.kind} of {message.by}: this rank waits for no such push")
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Loads from another one fail."""
@@ -388,7 +388,7 @@ class Loads:
         self.book.disconnect(engine_id)
 
     def _leave(self, engine_id: str, epoch: int | None = None) -> None:
-        """Record that all incarnations of an engine except *epoch* write no more.
+        """Record that all incarnations of an engine except *epoch* have stopped writing.
 
         Pushes count as ended. Of this rank's reads, those that are over are reported now. The
         others wait for `move`.
@@ -405,7 +405,7 @@ class Loads:
         """Ask the producers that push to stop. Repeat it until they answer."""
         load.stop_again = self.now() + self.book.heartbeat
         for flight in load.in_flight.values():
-            self.send(StopWriting(*about(load.plan.name, self.book.me, flight.rank)))
+            self.messages.send(StopWriting(*about(load.plan.name, self.book.me, flight.rank)))
 
     def _settle(
         self, load: Load, step: Step, flight: InFlight, transfer: Transfer, end: float
@@ -486,22 +486,15 @@ class Loads:
 
     def act(self) -> None:
         """Carry out the recorded actions of the ledger."""
-        while self.recorded:
-            action = self.recorded[0]
-            if isinstance(action, Tell | Refused):
-                self.recorded.popleft()  # First: a message may be lost, since it is sent again.
-                if isinstance(action, Tell):
-                    self.send(action.message)
-                else:
-                    self.note(str(action))
-                continue
-            if (load := self.loads.get(action.request_id)) is not None:
-                self._change(load, action)
-            self.recorded.popleft()  # Last: an interrupted change is made again.
+        if self.recorded:
+            self.messages.act(self.recorded, self._change)
 
-    def _change(self, load: Load, action: Action) -> None:
+    def _change(self, action: Action) -> None:
         """Carry out an action that concerns one load."""
-        name = load.request.request_id
+        name = "" if isinstance(action, Tell | Refused) else action.request_id
+        load = self.loads.get(name)
+        if load is None:
+            return
         if isinstance(action, Failed):
             where = ""
             if load.connection is not None and not load.connected:
@@ -514,7 +507,8 @@ class Loads:
             load.arrived.clear()
             if load.audit is not None:
                 load.audit.cancel()
-            load.stop()
+            reads = (flight.transfer for flight in load.in_flight.values())
+            stop((read for read in reads if read is not None), "its load has failed")
         elif isinstance(action, Ended) and load.state == "moving":
             self._locks.release(name)
             if action.state == "done":

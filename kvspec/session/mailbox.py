@@ -34,7 +34,7 @@ import math
 import secrets
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, TypeVar
 
@@ -42,12 +42,14 @@ import attrs
 import msgspec
 from msgspec import Meta
 
+from kvspec.completion.actions import Refused, Tell
 from kvspec.errors import SpecError, TransferError, TransferState, WireError
 from kvspec.inputs import instance, sequence
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.session.background import SessionLock
 from kvspec.session.channel import Channel
+from kvspec.session.stats import Counters
 from kvspec.wire.codec import (
     MAX_HANDSHAKE,
     VERSION,
@@ -85,6 +87,8 @@ MAX_CHALLENGES = 1 << 12
 """Challenges that wait for an answer; more than the connections that a `TcpChannel` accepts."""
 MAX_ROUTES = 1 << 16
 """Ranks whose route is remembered. The one that was silent longest is forgotten."""
+MAX_REFUSED = 256
+"""Messages that changed nothing whose reasons are kept."""
 LOG = logging.getLogger("kvspec.session")
 
 _PURPOSES = MESSAGE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION
@@ -102,6 +106,7 @@ Fields = tuple[
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Fields)
+A = TypeVar("A")
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -166,17 +171,23 @@ def _lacking(_route: str) -> bool:
 
 
 class Messages:
-    """The messages of one rank over *channel*. *note* receives the reason of each refusal."""
+    """The messages of one rank over *channel*.
+
+    Attributes:
+        introduction: The sealed introduction of this rank.
+        refused: The last few messages that changed nothing, each with the reason.
+    """
 
     def __init__(
-        self, channel: Channel, secret: Secret, own: Introduced, note: Callable[[str], None]
+        self, channel: Channel, secret: Secret, own: Introduced, counters: Counters
     ) -> None:
         try:
             self.introduction = own.seal(secret)
         except BaseException:
             channel.close()
             raise
-        self._channel, self._secret, self._note = channel, secret, note
+        self.refused: deque[str] = deque(maxlen=MAX_REFUSED)
+        self._channel, self._secret, self._counters = channel, secret, counters
         # Methods that a channel may lack.
         self._trust, self._reject, self._resolve, self._reaches = (
             getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
@@ -212,6 +223,24 @@ class Messages:
                 self._warned.difference_update(members.values())
                 LOG.info("disconnected from %s, epoch %d", *start)
 
+    def note(self, why: str) -> None:
+        """Record why a message changed nothing."""
+        self._counters.messages_refused += 1
+        self.refused.append(why)
+
+    def act(self, recorded: deque[A], change: Callable[[A], None]) -> None:
+        """Carry out the *recorded* actions of a ledger. *change* does those without a message."""
+        while recorded:
+            action = recorded[0]
+            if isinstance(action, Tell):
+                self.send(action.message)
+            elif isinstance(action, Refused):
+                self.note(str(action))
+            else:
+                change(action)
+            # Last: an interrupted action is carried out again, and none is lost.
+            recorded.popleft()
+
     def send(self, message: Message) -> None:
         """Send *message* to its receiver at the next `flush`."""
         if isinstance(message, ReaderStatus):
@@ -234,6 +263,7 @@ class Messages:
         route is lost.
         """
         unsent, self._unsent = self._unsent, {}
+        self._counters.messages_sent += len(unsent)
         batches: dict[str, list[bytes]] = {}
         for message in unsent.values():
             to = message.to
@@ -256,6 +286,7 @@ class Messages:
                 continue
             if message is not None:
                 LOG.debug("received %s of %r", message.kind, message.key.request_id)
+                self._counters.messages_received += 1
                 yield message
 
     def fetch(
@@ -331,12 +362,12 @@ class Messages:
         else:
             # Its seal is right: it is a copy, or it comes late. The connection stays, since an
             # introduction may be on its way.
-            self._note(f"{kind} from {route}: none is expected")
+            self.note(f"{kind} from {route}: none is expected")
         return None
 
     def _refuse(self, route: str, error: WireError) -> None:
         """Record why a message is refused, and disconnect its sender."""
-        self._note(str(error))
+        self.note(str(error))
         LOG.debug("refused a message from %s: %s", route, error)
         # Strangers could fill the log, so only peers that this session chose are worth a warning.
         chosen = route in self._asked or any(

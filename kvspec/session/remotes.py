@@ -137,7 +137,7 @@ class RemoteEngine:
         lanes: The lanes to these ranks.
         agents: Names of the connected NIXL agents.
         lost: Whether a transfer has failed in a way that only new connections mend.
-        unheard: Whether the session was closed, so that no message of the engine is received.
+        closed: Whether the session was closed, so that no message of the engine is received.
     """
 
     role: Role
@@ -149,7 +149,12 @@ class RemoteEngine:
     lanes: dict[RankId, Lane] = attrs.field(factory=dict)
     agents: set[str] = attrs.field(factory=set)
     lost: bool = False
-    unheard: bool = False
+    closed: bool = False
+
+    @property
+    def engine_id(self) -> str:
+        """The name of the engine."""
+        return self.start[0]
 
     def same(self, other: RemoteEngine) -> bool:
         """Whether *other* was introduced as this one, and is not lost."""
@@ -345,7 +350,7 @@ class Remotes:
         """Forget all engines, and accept no others."""
         self._closed, self._coming = True, None
         for remote in (*self._connected.values(), *self._leaving):
-            remote.unheard = True
+            remote.closed = True
         for _, engine_id in tuple(self._connected):
             self.forget(engine_id)
 

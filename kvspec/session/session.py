@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Self
 
@@ -27,8 +26,8 @@ from kvspec.plan.plan import TransferPlan
 from kvspec.session.background import BUSY, Background, SessionLock, since_boot
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
-from kvspec.session.connecting import Connector
-from kvspec.session.holds import MAX_FOREIGN, Holds, Settled
+from kvspec.session.connecting import Connection, Connector
+from kvspec.session.holds import Holds, Settled
 from kvspec.session.load import Load, LoadOptions, Push
 from kvspec.session.loads import Loads, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
@@ -38,6 +37,7 @@ from kvspec.session.ticket import PrefillTicket
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import (
     ChecksumRequest,
+    Key,
     Message,
     RankAddress,
     ReaderStatus,
@@ -131,16 +131,12 @@ class Session:
             heartbeat=load_ledger.heartbeat,
         )
         self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
-        foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
-        self._counters, self._foreign, self._polled = Counters(), foreign, 0.0
-        self._messages = Messages(self.channel, nixl.secret, self._own, self._note)
-        tell, note = self._tell, self._note
-        answers = self._answers = ChecksumAnswers(held_ledger, cache, owner, tell, note)
-        self._holds = Holds(
-            held_ledger, cache.engine, nixl, clock, tell, note, foreign, answers.close
-        )
-        self._remotes = Remotes(nixl, self._lock)
-        self._loads = Loads(load_ledger, nixl, cache, clock, tell, note, self._find, self._counters)
+        self._counters, self._polled = Counters(), 0.0
+        messages = Messages(self.channel, nixl.secret, self._own, self._counters)
+        answers = ChecksumAnswers(held_ledger, cache, owner, messages)
+        self._holds = Holds(held_ledger, cache.engine, nixl, clock, messages, answers)
+        self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._find, self._counters)
+        self._remotes, self._messages = Remotes(nixl, self._lock), messages
         self._background: Background | None = None
         if in_background:
             self._background = Background(self._poll, self._rest, self.channel, self._lock)
@@ -300,28 +296,16 @@ class Session:
                 "closed" if the session is closed.
         """
         options = LoadOptions(pushed, follow, verify, attempt, again, sample, samples)
+        most = seconds("timeout", timeout)
         with self._lock.held:
-            if ticket is None:
-                key = key_of(remote_id)
-                remote = self._remotes.find("producer", engine_id)
-                name, connection = remote.start[0], None
-            else:
-                instance("ticket", ticket, PrefillTicket)
-                if remote_id is not None or engine_id is not None:
-                    rule = "a ticket contains the remote_id and the engine_id"
-                    raise SpecError("ticket", ticket, rule=rule)
-                seconds("timeout", timeout)
-                name, key, remote = ticket.engine_id, key_of(ticket.remote_id), None
-                connection = self._connector.connection(ticket)
-            step, cancel = self._step, self._cancel
-            load = Load(request, key, name, options, step, cancel, ticket, connection)
+            key, producer = self._producer(remote_id, ticket, engine_id)
+            load = Load(request, key, producer, options, self._step, self._cancel, ticket)
             try:
-                self._loads.open(load, timeout)
-                if remote is not None:
-                    self._loads.begin(load, remote)
-                elif connection is not None:
-                    self._loads.waiting.append(Waiting(connection, name, key, options, load))
-                    self._loads.serve_waiting()
+                self._loads.open(load, most)
+                if isinstance(producer, Connection):
+                    self._loads.wait_for(Waiting(producer, key, options, load))
+                else:
+                    self._loads.begin(load, producer)
                 self._wake()
                 return load  # noqa: TRY300 - an interrupt outside would leave it to nobody
             except BaseException as error:
@@ -343,7 +327,8 @@ class Session:
 
         The request must be held. All ranks of the consumer must `load` the same request
         with `pushed`, even if they have cached all of it, or `decline` it. If the call raises, the
-        loads of this attempt fail.
+        loads of this attempt fail. If this rank has no data for any of them, it writes nothing: the
+        push is done at once, and the request need not be held any more.
 
         Args:
             request: Tokens and blocks to move.
@@ -371,8 +356,9 @@ class Session:
 
     def decline(
         self,
-        held: str | PrefillTicket,
+        remote_id: str | None = None,
         *,
+        ticket: PrefillTicket | None = None,
         engine_id: str | None = None,
         sample: int = 0,
         samples: int = 1,
@@ -382,22 +368,37 @@ class Session:
         Call it before the producer pushes.
 
         Args:
-            held: The remote id of a request that a connected producer holds. Or a ticket: then the
-                producer is connected first, in a thread. If that fails, its lease expires.
+            remote_id: Name of a request that a connected producer holds.
+            ticket: Or the ticket of the producer, which a thread connects first if necessary. If
+                that fails, the lease of the request expires.
             engine_id: As in `load`.
             sample: As in `load`.
             samples: As in `load`.
+
+        Raises:
+            SpecError: If an argument is wrong.
+            TransferError: With state "closed" if the session is closed.
         """
         options = LoadOptions(sample=sample, samples=samples)
         with self._lock.held:
-            if isinstance(held, PrefillTicket):
-                connection, key = self._connector.connection(held), key_of(held.remote_id)
-                self._loads.waiting.append(Waiting(connection, held.engine_id, key, options))
-                self._loads.serve_waiting()
+            key, producer = self._producer(remote_id, ticket, engine_id)
+            if isinstance(producer, Connection):
+                self._loads.wait_for(Waiting(producer, key, options))
             else:
-                remote = self._remotes.find("producer", engine_id)
-                self._loads.decline(remote, key_of(held), options)
+                self._loads.decline(producer, key, options)
             self._wake()
+
+    def _producer(
+        self, remote_id: object, ticket: object, engine_id: str | None
+    ) -> tuple[Key, RemoteEngine | Connection]:
+        """Return a request and its producer. That of a ticket may not be connected yet."""
+        if ticket is None:
+            return key_of(remote_id), self._remotes.find("producer", engine_id)
+        held = instance("ticket", ticket, PrefillTicket)
+        if remote_id is not None or engine_id is not None:
+            rule = "a ticket contains the remote_id and the engine_id"
+            raise SpecError("ticket", ticket, rule=rule)
+        return key_of(held.remote_id), self._connector.connection(held)
 
     @property
     def held(self) -> tuple[RemoteId, ...]:
@@ -464,10 +465,21 @@ class Session:
             self._wake()
 
     def settled(self) -> Settled:
-        """Make progress on the session. Return the held requests that ended since the last call."""
+        """Make progress on the session. Return the held requests that ended since the last call.
+
+        If the call is interrupted, the next call returns them.
+        """
         self.poll()
-        with self._lock.held:
-            return self._holds.settled()
+        freed, holds = dict[RemoteId, str](), self._holds
+        try:
+            with self._lock.held:
+                freed, foreign = dict(holds.freed), tuple(self._messages.refused)
+                holds.freed.clear()
+                self._messages.refused.clear()
+            return Settled.of(freed, foreign)
+        except BaseException:
+            holds.freed.update(freed)
+            raise
 
     def poll(self) -> None:
         """Make progress on everything: messages, transfers and deadlines. Never waits."""
@@ -478,11 +490,9 @@ class Session:
     def _poll(self) -> None:
         self._holds.tick()
         for message in self._messages.receive():
-            self._counters.messages_received += 1
             self._deliver(message)
         self._loads.move()
         self._holds.move()
-        self._answers.move()
         self._loads.tick()
         self._remotes.leave()
         self._messages.flush()
@@ -503,7 +513,7 @@ class Session:
             remembered=ledger.remembered,
             engines=len(self._remotes),
             leaving=self._remotes.leaving,
-            sums=self._answers.waiting,
+            sums=self._holds.answers.waiting,
             counters=attrs.evolve(self._counters),
         )
 
@@ -533,24 +543,21 @@ class Session:
             self._background.stop()
         with self._lock.held:
             self._remotes.close()
-            self._answers.close()
             self._holds.close()
             self._messages.close()
 
     def _deliver(self, message: Message) -> None:
         """Give a message to the part of the session that it concerns."""
         if message.to != self.me:
-            self._note(f"{message.kind} of {message.by}: it is for {message.to}")
-        elif isinstance(message, ChecksumRequest):
-            self._answers.receive(message)
-        elif isinstance(message, ReaderStatus | StopWriting):
+            self._messages.note(f"{message.kind} of {message.by}: it is for {message.to}")
+        elif isinstance(message, ReaderStatus | StopWriting | ChecksumRequest):
             self._holds.receive(message)
         else:
             self._loads.receive(message)
 
     def _moving(self) -> bool:
         with self._lock.held:
-            return self._loads.moving or self._holds.moving or self._answers.waiting > 0
+            return self._loads.moving or self._holds.moving
 
     def _rest(self) -> float:
         """Return how many seconds the next poll may be away, if nothing happens before."""
@@ -584,12 +591,3 @@ class Session:
         """Connect the producer at *addresses*. Runs in the thread of the connector."""
         found = self.fetch(addresses, ANSWER, absent=ABSENT)
         self.connect(found, timeout=ANSWER)
-
-    def _tell(self, message: Message) -> None:
-        self._counters.messages_sent += 1
-        self._messages.send(message)
-
-    def _note(self, why: str) -> None:
-        """Record why a message changed nothing."""
-        self._counters.messages_refused += 1
-        self._foreign.append(why)

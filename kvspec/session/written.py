@@ -51,8 +51,8 @@ def placed(
             table.check_start(field, size)
             held = table.tokens(size)
             if wanted.start < held.start or held.stop < wanted.stop:
-                told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
-                raise SpecError(field, held, told)
+                expected = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
+                raise SpecError(field, held, expected)
             yield wanted, table.blocks_of(wanted, size)
         else:
             slot = table.state_block(field, spec.block_size, wanted.start)

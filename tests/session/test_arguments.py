@@ -215,7 +215,7 @@ class Calls:
 
     def decline(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
-        options = {"held": self.held(), "engine_id": "P", "sample": 0, "samples": 1}
+        options = {"remote_id": self.held(), "engine_id": "P", "sample": 0, "samples": 1}
         return self.consumer.decline, options
 
     def connect(self) -> tuple[Any, dict[str, Any]]:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from two_engines import Direct, Side, engine, request
 
-from kvspec.session import background, new_remote_id
+from kvspec.session import Load, background, new_remote_id
 from kvspec.testing import FakeNixl
-
-
-@pytest.fixture
-def net() -> Iterator[FakeNixl]:
-    """Replace nixl."""
-    with FakeNixl() as fake:
-        yield fake
 
 
 def happens(true: Callable[[], object], seconds: float = 5.0) -> bool:
@@ -26,6 +19,14 @@ def happens(true: Callable[[], object], seconds: float = 5.0) -> bool:
     while not true() and time.monotonic() < end:
         time.sleep(1e-3)
     return bool(true())
+
+
+def begun(producer: Side, consumer: Side, name: str = "r", **options: Any) -> Load:
+    """Hold a request, and return the load of it."""
+    remote_id = new_remote_id(name)
+    producer.hold(remote_id)
+    (load,) = consumer.load(request(name), remote_id, **options)
+    return load
 
 
 def polls(side: Side, seconds: float) -> int:
@@ -65,9 +66,25 @@ def test_load_of_other_thread_wakes_session(net: FakeNixl, monkeypatch: pytest.M
     ):
         consumer.connect(producer)
         time.sleep(0.1)  # Both threads rest.
-        remote_id = new_remote_id("r")
-        producer.hold(remote_id)
-        (load,) = consumer.load(request(), remote_id)
+        load = begun(producer, consumer)
+        assert happens(lambda: load.state == "done")
+
+
+def test_progress_of_other_thread_wakes_session(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message to the reader does not wait for the next poll of a resting thread."""
+    monkeypatch.setattr(background, "IDLE", 60.0)
+    monkeypatch.setattr("kvspec.session.channel.STALL", 480.0)
+    with (
+        Side("P", engine(1), polled=False, background=True, lease=99.0) as producer,
+        Side("D", engine(1), polled=True, background=True, heartbeat=40.0) as consumer,
+    ):
+        consumer.connect(producer)
+        load = begun(producer, consumer, follow=True)
+        time.sleep(0.1)
+        (session,) = producer.sessions.values()
+        session.record_progress(load.remote_id, load.request.num_tokens)
         assert happens(lambda: load.state == "done")
 
 
@@ -113,9 +130,7 @@ def test_channel_without_wake_is_polled_more_often(net: FakeNixl) -> None:
     ):
         consumer.connect(producer)
         assert 5 <= polls(producer, 0.5) <= 26
-        remote_id = new_remote_id("r")
-        producer.hold(remote_id)
-        (load,) = consumer.load(request(), remote_id)
+        load = begun(producer, consumer)
         assert happens(lambda: load.state == "done")
 
 
@@ -131,8 +146,6 @@ def test_thread_goes_on_with_what_another_poll_has_begun(
     ):
         consumer.connect(producer)
         for number in range(20):
-            remote_id = new_remote_id(f"r{number}")
-            producer.hold(remote_id)
-            (load,) = consumer.load(request(f"r{number}"), remote_id)
+            load = begun(producer, consumer, f"r{number}")
             consumer.poll()
             assert happens(lambda load=load: load.state == "done")

@@ -21,13 +21,6 @@ from kvspec.testing import FakeNixl
 
 
 @pytest.fixture
-def net() -> Iterator[FakeNixl]:
-    """Replace nixl."""
-    with FakeNixl() as fake:
-        yield fake
-
-
-@pytest.fixture
 def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
     """Return a producer of two ranks, and a consumer of one rank that is connected to it."""
     with (

@@ -29,13 +29,6 @@ class Clock:
 
 
 @pytest.fixture
-def net() -> Iterator[FakeNixl]:
-    """Replace nixl."""
-    with FakeNixl() as fake:
-        yield fake
-
-
-@pytest.fixture
 def clock() -> Clock:
     """Return the clock of both sides."""
     return Clock()

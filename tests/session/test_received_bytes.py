@@ -13,8 +13,7 @@ from two_engines import Direct, Side, engine, request
 
 import kvspec
 from kvspec.session import TcpChannel, new_remote_id
-from kvspec.session.holds import MAX_FOREIGN
-from kvspec.session.mailbox import ANSWER, CHALLENGE, INTRODUCTION, MESSAGE, QUESTION
+from kvspec.session.mailbox import ANSWER, CHALLENGE, INTRODUCTION, MAX_REFUSED, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl
 from kvspec.wire.codec import encode_message
 from kvspec.wire.messages import (
@@ -273,15 +272,15 @@ def test_rank_answers_no_challenge_of_a_peer_that_it_did_not_ask() -> None:
 
 
 def test_latest_refused_messages_are_returned_once() -> None:
-    """Only `MAX_FOREIGN` reasons are kept."""
+    """Only `MAX_REFUSED` reasons are kept."""
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
         stranger, session = Direct("stranger"), producer.sessions[RANK]
-        for number in range(MAX_FOREIGN + 9):
+        for number in range(MAX_REFUSED + 9):
             stranger.send("P", bytes(number))
         producer.poll()
         foreign = session.settled().foreign
-        assert (MAX_FOREIGN, ()) == (len(foreign), session.settled().foreign)
-        assert f"{MAX_FOREIGN + 8} bytes" in foreign[-1]
+        assert (MAX_REFUSED, ()) == (len(foreign), session.settled().foreign)
+        assert f"{MAX_REFUSED + 8} bytes" in foreign[-1]
 
 
 def test_late_copy_with_right_seal_does_not_disconnect() -> None:

@@ -6,7 +6,8 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -309,7 +310,8 @@ def test_checksum_is_requested_again_once_in_each_heartbeat() -> None:
         session, load = next(iter(consumer.sessions.values())), loads[0]
         asked: list[Message] = []
         assert load.audit is not None
-        tell, load.audit.tell = load.audit.tell, asked.append
+        messages = load.audit.messages
+        load.audit.messages = cast("Any", SimpleNamespace(send=asked.append))
         until(lambda: asked, consumer)
         numbers, counts = [message.number for message in asked], []
         for later in (0.0, 0.9, 1.0, 1.9, 2.5):
@@ -324,7 +326,7 @@ def test_checksum_is_requested_again_once_in_each_heartbeat() -> None:
         recorded: list[str] = []
         until(lambda: recorded.extend(session.settled().foreign) or recorded, producer)
         assert "question" in recorded[-1]
-        load.audit.tell = tell
+        load.audit.messages = messages
         now = 4.0
         assert {"done"} == set(ended(loads, *sides))
 
@@ -337,7 +339,8 @@ class Asked:
         cache, _ = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
         me = RankAddress("P", 1, kvspec.RankId())
         self.ledger, self.key = ProducerLedger(me, lease=10.0), key_of(new_remote_id("r"))
-        self.answers = ChecksumAnswers(self.ledger, cache, self.owner, self.sent.append, print)
+        messages = cast("Any", SimpleNamespace(send=self.sent.append))
+        self.answers = ChecksumAnswers(self.ledger, cache, self.owner, messages)
         self.ledger.admit(self.key, 0.0, blocks={"full": kvspec.BlockTable([1, 2])})
         extent = Extent(layers=("l.0",), parts=("k",), units=range(1), tokens=range(8))
         self.question = ChecksumRequest(self.key, RankAddress("D", 1, me.rank), me, extent=extent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -19,20 +18,6 @@ from kvspec.session.mailbox import INTRODUCTION, introduced
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.wire.codec import encode_handshake
-
-
-@pytest.fixture
-def net() -> Iterator[FakeNixl]:
-    """Replace NIXL."""
-    with FakeNixl() as fake:
-        yield fake
-
-
-@pytest.fixture
-def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
-    """Yield a producer of four ranks and a connected consumer of two."""
-    with four_to_two() as sides:
-        yield sides
 
 
 def changed(side: Side, **changes: Any) -> list[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from two_engines import (
     Side,
     ended,
     engine,
-    four_to_two,
     freed,
     land,
     let_nothing_land,
@@ -28,20 +26,6 @@ from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.wire.codec import encode_message
 from kvspec.wire.messages import MESSAGES, ChecksumUnavailable, Message, key_of
-
-
-@pytest.fixture
-def net() -> Iterator[FakeNixl]:
-    """Replace NIXL."""
-    with FakeNixl() as fake:
-        yield fake
-
-
-@pytest.fixture
-def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
-    """Yield a producer of four ranks and a connected consumer of two."""
-    with four_to_two() as sides:
-        yield sides
 
 
 def test_load_fails_when_the_producer_has_freed_the_request(pair: tuple[Side, Side]) -> None:

@@ -6,21 +6,14 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from two_engines import Side, four_to_two
+
+if TYPE_CHECKING:
+    from two_engines import Side
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.testing import FakeNixl
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Side, Side]]:
-    """Yield a producer of four ranks and a consumer of two, over a fake NIXL."""
-    with FakeNixl(), four_to_two() as sides:
-        yield sides
 
 
 def refused(side: Side, address: str, **seconds: float) -> tuple[TransferError, float]:

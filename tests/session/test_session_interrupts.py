@@ -24,6 +24,7 @@ from kvspec.session import (
     holds,
     load,
     loads,
+    mailbox,
     new_remote_id,
     session,
     written,
@@ -33,8 +34,7 @@ from kvspec.testing.fake_nixl import FakeFlight
 
 LINES = (
     ledger, consumer, load_plan, producer, held, session, loads, load, connecting, following, holds,
-    written, rank,
-    transfer,
+    written, mailbox, rank, transfer,
 )  # fmt: skip
 ENOUGH = 20_000
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -77,6 +77,25 @@ class Pair:
             self.other.record_progress(remote_id, 14)
         self.consumer.spoil(self.asked)
         return lambda: self.session.load(self.asked, remote_id=remote_id, timeout=30.0, **more)
+
+    def end(self, load: Any, place: int) -> bool:
+        """Poll both engines until a load has ended, with an interrupt before line *place*.
+
+        Returns:
+            Whether the polls have that many lines.
+        """
+
+        def polls() -> None:
+            for _ in range(4):
+                self.session.poll()
+                self.producer.poll()
+
+        reached, _ = interrupted_at(place, polls, *LINES)
+        self.settle()
+        assert load.state in ("done", "failed")
+        assert ("failed" == load.state) == (load.error is not None)
+        assert "failed" == load.state or [] == self.consumer.wrong(self.asked)
+        return reached
 
     def settle(self) -> list[str]:
         """Poll until no load is left on either side; return the names of freed requests."""
@@ -138,16 +157,7 @@ def test_load_ends_when_polls_are_interrupted(pair: Pair, more: dict[str, Any]) 
     def once(place: int) -> bool:
         moved = pair.begin(**more)()
 
-        def polls() -> None:
-            for _ in range(4):
-                pair.session.poll()
-                pair.producer.poll()
-
-        reached, _ = interrupted_at(place, polls, *LINES)
-        pair.settle()
-        assert moved.state in ("done", "failed")
-        assert ("failed" == moved.state) == (moved.error is not None)
-        assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
+        reached = pair.end(moved, place)
         states.add(moved.state)
         return reached
 
@@ -173,16 +183,7 @@ def test_load_of_a_ticket_ends_when_polls_are_interrupted(pair: Pair) -> None:
         load = pair.session.load(asked, ticket=ticket, timeout=30.0)
         attempt.set_result(None)
 
-        def polls() -> None:
-            for _ in range(4):
-                pair.session.poll()
-                pair.producer.poll()
-
-        reached, _ = interrupted_at(place, polls, *LINES)
-        pair.settle()
-        assert load.state in ("done", "failed")
-        assert ("failed" == load.state) == (load.error is not None)
-        assert "failed" == load.state or [] == pair.consumer.wrong(pair.asked)
+        reached = pair.end(load, place)
         states.add(load.state)
         return reached
 
@@ -249,6 +250,27 @@ def test_request_is_freed_once_when_the_producer_is_interrupted(pair: Pair) -> N
 
         reached, _ = interrupted_at(place, polls, holds, producer, held)
         assert [f"r{pair.count}"] == pair.settle()
+        return reached
+
+    for place in range(ENOUGH):
+        if not once(place):
+            break
+    assert place > 20
+
+
+def test_settled_returns_each_request_once_when_it_is_interrupted(pair: Pair) -> None:
+    """The next call returns what an interrupted call did not."""
+
+    def once(place: int) -> bool:
+        pair.begin()()
+        until(lambda: not pair.other.held, pair.producer, pair.consumer)
+        returned: list[holds.Settled] = []
+        reached, _ = interrupted_at(
+            place, lambda: returned.append(pair.other.settled()), session, holds, mailbox
+        )
+        returned.append(pair.other.settled())
+        assert [pair.remote_id] == [name for settled in returned for name in settled.freed]
+        pair.settle()
         return reached
 
     for place in range(ENOUGH):

@@ -6,12 +6,12 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from lines import Other, between_lines
-from two_engines import Side, engine, four_to_two, let_nothing_land, quiet, request, until
+from two_engines import Side, engine, let_nothing_land, quiet, request, until
 
 import kvspec
 from kvspec.errors import SpecError, TransferError
@@ -19,20 +19,6 @@ from kvspec.nixl import NixlRank
 from kvspec.session import Session, TcpChannel, loads, new_remote_id
 from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl
-
-
-@pytest.fixture
-def net() -> Iterator[FakeNixl]:
-    """Replace NIXL."""
-    with FakeNixl() as fake:
-        yield fake
-
-
-@pytest.fixture
-def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
-    """Yield a producer of four ranks and a connected consumer of two."""
-    with four_to_two() as sides:
-        yield sides
 
 
 def test_session_of_several_ranks_needs_an_epoch(net: FakeNixl) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -25,13 +24,6 @@ from kvspec.errors import SpecError
 from kvspec.nixl import Staging
 from kvspec.session import Load, new_remote_id
 from kvspec.testing import FakeNixl
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Side, Side]]:
-    """Yield a producer of four ranks and a connected consumer of two, over a fake NIXL."""
-    with FakeNixl(), four_to_two() as sides:
-        yield sides
 
 
 @pytest.mark.parametrize("kind", ["fake", "staged", pytest.param("real", marks=pytest.mark.nixl)])

@@ -31,13 +31,6 @@ from kvspec.testing.fake_nixl import FakeFlight
 
 
 @pytest.fixture
-def net() -> Iterator[FakeNixl]:
-    """Replace NIXL."""
-    with FakeNixl() as fake:
-        yield fake
-
-
-@pytest.fixture
 def sides(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
     """Yield a producer of two ranks and a consumer of one."""
     with pushing() as both:
@@ -63,6 +56,20 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"consumer_blocks": blocks(3, 4, 2, 1)}, "consumer_blocks"),
     ({"consumer_blocks": blocks(4, 3, 2, 1) | {"state": [7]}}, "consumer_blocks"),
 ]
+
+
+def check_pushed(
+    producer: Side, consumer: Side, asked: kvspec.TransferRequest, pushed: kvspec.TransferRequest
+) -> None:
+    """Check that a load of *asked* is done with the right bytes after a push of *pushed*."""
+    remote_id = new_remote_id("r")
+    producer.fill(pushed)
+    consumer.spoil(asked)
+    producer.hold(remote_id)
+    loads = consumer.load(asked, remote_id, pushed=True)
+    producer.push(pushed, remote_id)
+    assert ["done"] == ended(loads, producer, consumer)
+    assert [] == consumer.wrong(asked)
 
 
 @pytest.mark.parametrize("first", ["load", "push"])
@@ -103,15 +110,7 @@ def test_load_is_done_when_an_equivalent_request_is_pushed(
 ) -> None:
     """Two requests are equivalent if they write the same tokens into the same blocks."""
     with pushing(state=True) as (producer, consumer):
-        asked, pushed = request(**BASE), request(**BASE | same)
-        remote_id = new_remote_id("r")
-        producer.fill(pushed)
-        consumer.spoil(asked)
-        producer.hold(remote_id)
-        loads = consumer.load(asked, remote_id, pushed=True)
-        producer.push(pushed, remote_id)
-        assert ["done"] == ended(loads, producer, consumer)
-        assert [] == consumer.wrong(asked)
+        check_pushed(producer, consumer, request(**BASE), request(**BASE | same))
 
 
 def test_pushed_load_of_a_full_hit_waits_for_an_empty_push(net: FakeNixl) -> None:
@@ -455,14 +454,7 @@ def test_load_fails_when_a_push_is_rejected(sides: tuple[Side, Side], first: str
     assert loads[0].error is not None
     assert "P tp0" == loads[0].error.rank
     quiet(producer, consumer)
-    again = new_remote_id("r")
-    producer.fill(asked)
-    consumer.spoil(asked)
-    producer.hold(again)
-    loads = consumer.load(asked, again, pushed=True)
-    producer.push(asked, again)
-    assert ["done"] == ended(loads, producer, consumer)
-    assert [] == consumer.wrong(asked)
+    check_pushed(producer, consumer, asked, asked)
     quiet(producer, consumer)
 
 

@@ -317,7 +317,7 @@ def test_load_of_a_ticket_connects_its_producer(sides: tuple[Side, Side]) -> Non
     consumer.spoil(ASKED)
     loads = begin(consumer, read)
     for one in consumer.sessions.values():
-        one.decline(declined)
+        one.decline(ticket=declined)
     until(lambda: all(load.poll() == "done" for load in loads), producer)
     assert [None, None] == [load.error for load in loads]
     assert [] == consumer.wrong(ASKED)
@@ -357,7 +357,7 @@ def test_producer_that_is_absent_fails_only_its_own_loads(sides: tuple[Side, Sid
     producer, consumer = sides
     nobody, gone = held(engine_id="nobody"), held((*producer.addresses,), tables=BLOCKS)
     one = consumer.first
-    one.decline(nobody)
+    one.decline(ticket=nobody)
     first = one.load(of("first"), ticket=nobody, timeout=9.0)
     assert ("moving", (0, 0), {}) == (first.poll(), first.progress, first.undefined_blocks)
     assert [] == first.unwritten_ranges.tolist()
@@ -377,7 +377,7 @@ def test_producer_that_is_absent_fails_only_its_own_loads(sides: tuple[Side, Sid
     last = one.load(of("last"), ticket=back, timeout=9.0)
     assert connection(last) is not before
     until(lambda: last.poll() == "done", producer)
-    one.decline(back)
+    one.decline(ticket=back)
     next_load = one.load(of("next"), ticket=ticket_of(producer, "next"), timeout=9.0)
     assert connection(last) is connection(next_load)
     until(lambda: next_load.poll() == "done", producer)
@@ -402,7 +402,10 @@ def test_session_that_closes_ends_loads_that_wait_for_a_connection(
     for load in loads:
         error = error_of(load)
         assert (load.request.request_id, "closed") == (error.request, error.state)
-    for call in (lambda: one.load(ASKED, ticket=held(), timeout=1.0), lambda: one.decline(held())):
+    for call in (
+        lambda: one.load(ASKED, ticket=held(), timeout=1.0),
+        lambda: one.decline(ticket=held()),
+    ):
         with pytest.raises(TransferError) as caught:
             call()
         assert "closed" == caught.value.state

@@ -51,15 +51,16 @@ def first_push_answers_for_the_next(patch: pytest.MonkeyPatch) -> None:
 
 def free_request_is_reported_twice(patch: pytest.MonkeyPatch) -> None:
     """Report the first of the free requests again."""
-    settled = Holds.settled
+    settled = Session.settled
 
     def again(self: Any) -> Any:
-        freed = [*self._freed.items()][:1]
+        self.poll()
+        freed = [*self._holds.freed.items()][:1]
         result = settled(self)
-        self._freed = dict(freed)
+        self._holds.freed = dict(freed)
         return result
 
-    patch.setattr(Holds, "settled", again)
+    patch.setattr(Session, "settled", again)
 
 
 def outcome_is_sent_before_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -71,7 +72,7 @@ def outcome_is_sent_before_the_end(patch: pytest.MonkeyPatch) -> None:
         for (attempt, sample, to), (_, pushed) in writes.left.items():
             name = writes.key, self.ledger.me, to, attempt, 0, sample
             if pushed is not None:
-                self.tell(PushDone(*name, pushed=pushed))
+                self.messages.send(PushDone(*name, pushed=pushed))
 
     patch.setattr(Holds, "_settle", hasty)
 
@@ -241,7 +242,7 @@ def connection_waits(
 ) -> Future[object]:
     """Let loads from an engine wait for its connection until the returned future is completed."""
     attempt = Future[object]()
-    session._connector._connections[engine_id] = Connection(addresses, attempt)
+    session._connector._connections[engine_id] = Connection(engine_id, addresses, attempt)
     return attempt
 
 

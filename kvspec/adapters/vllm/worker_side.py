@@ -195,7 +195,7 @@ class Serving:
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
                 self._sent.add(request_id)
         for ticket in step.declined:
-            self._session.decline(ticket)
+            self._session.decline(ticket=ticket)
         for ticket, request in step.fetched:
             name, timeout = request.request_id, self._settings.timeout
             try:
