@@ -8,6 +8,7 @@ from __future__ import annotations
 import attrs
 
 from kvspec.errors import TransferState
+from kvspec.ownership.parallel import RankId
 from kvspec.wire.messages import Key, Message
 
 
@@ -56,12 +57,14 @@ class Ended:
 class Failed:
     """Action: a request has failed. Its blocks are still reserved.
 
-    *state* becomes the state of the `TransferError`.
+    *state* becomes the state of the `TransferError`. *rank* is the producer rank that caused the
+    failure, if one rank did.
     """
 
     request_id: str
     why: str
     state: TransferState
+    rank: RankId | None = None
 
 
 @attrs.frozen

@@ -301,7 +301,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             self._source(load, rank).valid |= load.state == "verifying"
         elif source is not None and not source.sound:
             why = f"{message.by} aborted it, or its lease ended before it was read"
-            return actions + self._fault(load, why, TransferState.GONE)
+            return actions + self._fault(load, why, TransferState.GONE, rank)
         return actions + self._advance(load)
 
     @atomic
@@ -379,9 +379,11 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             why += ": its producer is not connected yet"
         return self._fault(load, why, TransferState.TIMEOUT)
 
-    def _fault(self, load: OpenLoad, why: str, state: TransferState) -> list[Action]:
+    def _fault(
+        self, load: OpenLoad, why: str, state: TransferState, rank: RankId | None = None
+    ) -> list[Action]:
         """Execute the row of a fault. Only the first fault of a load becomes its error."""
-        return self._step(load, "fault", Failed(load.request_id, why, state))
+        return self._step(load, "fault", Failed(load.request_id, why, state, rank))
 
     def _advance(self, load: OpenLoad) -> list[Action]:
         """Execute the row of the condition that leads out of the state, if it holds."""

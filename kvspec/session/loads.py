@@ -499,7 +499,7 @@ class Loads:
             where = ""
             if load.connection is not None and not load.connected:
                 where = f", at {', '.join(load.connection.addresses)}"
-            load.fail(None, action.why + where, action.state)
+            load.fail(action.rank, action.why + where, action.state)
             log.info("load %s from %s failed: %s", name, load.engine_id, load.error)
             if load.connection is not None and action.state is not TransferState.STOPPED:
                 load.connection.lost = True

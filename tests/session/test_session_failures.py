@@ -46,6 +46,7 @@ def test_load_fails_when_the_producer_has_freed_the_request(pair: tuple[Side, Si
     for load in loads:
         assert load.error is not None
         assert "gone" == load.error.state
+        assert load.error.rank in ("P tp0", "P tp1", "P tp2", "P tp3")
         # The window needs tokens 7 to 13, which are in its first three blocks.
         assert {"full": (1, 2, 3, 4), "window": (1, 2, 3)} == load.undefined_blocks
 
