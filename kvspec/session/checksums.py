@@ -134,21 +134,19 @@ class ChecksumAnswers:
         end = time.monotonic() + TURN
         while self._asked and time.monotonic() < end:
             message, work = next(iter(self._asked.items()))
-            if self.ledger.find(message.key) is not None:
+            held = self.ledger.find(message.key)
+            if held is not None:
                 try:
                     if not work.go_on(end):
                         return
-                    self._answer(message, work.total.to_bytes(SUM, "little"))
+                    total = work.total.to_bytes(SUM, "little")
+                    if len(held.checksums) < MAX_KNOWN:
+                        held.checksums[message.extent] = total
+                    self.messages.send(message.answer(Checksum, total=total))
                 except SpecError as error:
                     self.messages.note(f"{message.kind} of {message.by}: {error}")
                     self.messages.send(message.answer(ChecksumUnavailable))
             del self._asked[message]
-
-    def _answer(self, message: ChecksumRequest, total: bytes) -> None:
-        held = self.ledger.find(message.key)
-        if held is not None and len(held.checksums) < MAX_KNOWN:
-            held.checksums[message.extent] = total
-        self.messages.send(message.answer(Checksum, total=total))
 
     def close(self) -> None:
         """Stop answering, and drop the reference to the memory."""

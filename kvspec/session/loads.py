@@ -50,7 +50,7 @@ from kvspec.session.connecting import Connection
 from kvspec.session.following import Advance, advances, ends_of
 from kvspec.session.load import LOST, InFlight, Load, LoadOptions, stop, unstored
 from kvspec.session.mailbox import Messages
-from kvspec.session.remotes import RemoteEngine
+from kvspec.session.remotes import RemoteEngine, Remotes
 from kvspec.session.stats import Counters
 from kvspec.session.written import BlockLocks, pushed_of
 from kvspec.wire.messages import (
@@ -89,7 +89,7 @@ class Loads:
 
     Attributes:
         book: The ledger.
-        find: Returns the connected producer of a name.
+        remotes: The connected engines.
         recorded: Actions of the ledger that are still to be carried out, in order.
         waiting: Loads and refusals whose producer is being connected.
         advanced: Loads that follow, and whose producer wrote more since the last poll.
@@ -100,7 +100,7 @@ class Loads:
     cache: RankCache
     now: Callable[[], float]
     messages: Messages
-    find: Callable[[str], RemoteEngine]
+    remotes: Remotes
     counters: Counters
     loads: dict[str, Load] = attrs.field(factory=dict)
     recorded: deque[Action] = attrs.field(factory=deque)
@@ -249,7 +249,7 @@ class Loads:
         remote = None
         try:
             waiting.connection.attempt.result()
-            remote = self.find(waiting.connection.engine_id)
+            remote = self.remotes.find("producer", waiting.connection.engine_id)
             if load is not None and load.state == "moving":
                 self.begin(load, remote)
                 return

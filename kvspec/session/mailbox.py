@@ -59,7 +59,7 @@ from kvspec.wire.codec import (
     encode_message,
 )
 from kvspec.wire.handshake import MAX_NAME, Handshake, is_name
-from kvspec.wire.messages import Message, RankAddress, ReaderStatus
+from kvspec.wire.messages import LayerProgress, Message, RankAddress, ReaderStatus
 from kvspec.wire.seal import Secret
 
 MESSAGE = b"kvspec-message-1\n"
@@ -218,6 +218,7 @@ class Messages:
 
     def disconnect(self, starts: Iterable[tuple[str, int]]) -> None:
         """Forget the addresses of some incarnations of engines."""
+        self.flush()  # Their ranks learn which loads have failed.
         for start in starts:
             if (members := self._addresses.pop(start, None)) is not None:
                 self._warned.difference_update(members.values())
@@ -242,14 +243,17 @@ class Messages:
             recorded.popleft()
 
     def send(self, message: Message) -> None:
-        """Send *message* to its receiver at the next `flush`."""
-        if isinstance(message, ReaderStatus):
-            # A later heartbeat or `done` of the same load makes an unsent one useless.
-            name = message.to, message.key, message.attempt, message.sample
+        """Send *message* to its receiver at the next `flush`.
+
+        A later heartbeat or `done` of a load makes an unsent one useless, and so does a later
+        progress of a layer. So a session that is not polled keeps few messages.
+        """
+        name: object = next(self._numbers)
+        if isinstance(message, ReaderStatus | LayerProgress):
+            place = (message.group, message.layer) if isinstance(message, LayerProgress) else ()
+            name = message.to, message.key, message.attempt, message.sample, place
             self._unsent.pop(name, None)
-            self._unsent[name] = message
-        else:
-            self._unsent[next(self._numbers)] = message
+        self._unsent[name] = message
 
     @property
     def unsent(self) -> bool:

@@ -135,8 +135,9 @@ class Session:
         messages = Messages(self.channel, nixl.secret, self._own, self._counters)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         self._holds = Holds(held_ledger, cache.engine, nixl, clock, messages, answers)
-        self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._find, self._counters)
-        self._remotes, self._messages = Remotes(nixl, self._lock), messages
+        remotes, counters = Remotes(nixl, self._lock), self._counters
+        self._loads = Loads(load_ledger, nixl, cache, clock, messages, remotes, counters)
+        self._remotes, self._messages = remotes, messages
         self._background: Background | None = None
         if in_background:
             self._background = Background(self._poll, self._rest, self.channel, self._lock)
@@ -583,9 +584,6 @@ class Session:
         """Poll, unless the session was polled less than *rest* seconds ago."""
         if time.monotonic() - self._polled >= rest:
             self.poll()
-
-    def _find(self, engine_id: str) -> RemoteEngine:
-        return self._remotes.find("producer", engine_id)
 
     def _connect_ranks(self, addresses: tuple[str, ...]) -> None:
         """Connect the producer at *addresses*. Runs in the thread of the connector."""
