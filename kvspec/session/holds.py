@@ -63,6 +63,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.load import LOST, Push, stop, unstored
 from kvspec.session.mailbox import Messages
+from kvspec.session.stats import Counters
 from kvspec.session.written import pushed_of
 from kvspec.wire.messages import (
     MAX_READERS,
@@ -136,6 +137,7 @@ class Holds:
         now: The clock.
         messages: Sends messages to readers.
         answers: The checksums that readers request.
+        counters: The counters of the session.
         freed: The requests that have ended and were not reported yet, each with the reason.
     """
 
@@ -145,6 +147,7 @@ class Holds:
     now: Callable[[], float]
     messages: Messages
     answers: ChecksumAnswers
+    counters: Counters
     freed: dict[RemoteId, str] = attrs.field(factory=dict)
     _recorded: deque[HoldAction] = attrs.field(factory=deque)
     _writes: list[Writes] = attrs.field(factory=list)
@@ -251,7 +254,7 @@ class Holds:
             try:
                 if any(transfer.poll() == "PROC" for transfer in transfers):
                     continue
-                push.counters.bytes_written += sum(transfer.nbytes for transfer in transfers)
+                self.counters.bytes_written += sum(transfer.nbytes for transfer in transfers)
             except TransferError as error:
                 push.fail(target[-1].rank, error.message, error.state)
                 push.remote.lost |= error.state in LOST

@@ -59,7 +59,6 @@ from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
 from kvspec.session.connecting import Connection
 from kvspec.session.remotes import RemoteEngine
-from kvspec.session.stats import Counters
 from kvspec.session.ticket import PrefillTicket
 from kvspec.session.written import Blocks, blocks_of
 from kvspec.wire.messages import MAX_READERS, Key, PushDone, Pushed, PushStopped
@@ -255,11 +254,9 @@ class Push(Progress):
         key: Key,
         remote: RemoteEngine,
         step: Callable[[float], None],
-        counters: Counters,
     ) -> None:
-        super().__init__(request, key, remote.start[0], step)
+        super().__init__(request, key, remote.engine_id, step)
         self.remote = remote
-        self.counters = counters
 
 
 class Load(Progress):

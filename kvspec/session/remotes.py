@@ -163,13 +163,6 @@ class RemoteEngine:
         ]
         return contents[0] == contents[1] and not other.lost
 
-    def connect(self, nixl: NixlRank, timeout: float) -> None:
-        """Open a lane to each rank that has a table."""
-        for rank, table in self.tables.items():
-            agent = nixl.connect(self.ranks[rank].handshake.transport, timeout)
-            self.agents.add(agent)
-            self.lanes[rank] = Lane.open(nixl, table, agent, self.role)
-
     def sides(self, request: TransferRequest, ranks: Iterable[RankId]) -> dict[RankId, Sides]:
         """Return what *request* moves between this rank and each of *ranks*, if it moves anything.
 
@@ -297,9 +290,12 @@ class Remotes:
         return remote
 
     def connect(self, remote: RemoteEngine, timeout: float) -> None:
-        """Open the lanes of *remote*, which takes long. If one fails, all are closed."""
+        """Open a lane to each rank that has a table, which takes long. Or open none, and raise."""
         try:
-            remote.connect(self._nixl, timeout)
+            for rank, table in remote.tables.items():
+                agent = self._nixl.connect(remote.ranks[rank].handshake.transport, timeout)
+                remote.agents.add(agent)
+                remote.lanes[rank] = Lane.open(self._nixl, table, agent, remote.role)
         except BaseException:
             with self._lock.held:
                 self._give_up(remote)

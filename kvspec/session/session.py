@@ -134,8 +134,8 @@ class Session:
         self._counters, self._polled = Counters(), 0.0
         messages = Messages(self.channel, nixl.secret, self._own, self._counters)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
-        self._holds = Holds(held_ledger, cache.engine, nixl, clock, messages, answers)
         remotes, counters = Remotes(nixl, self._lock), self._counters
+        self._holds = Holds(held_ledger, cache.engine, nixl, clock, messages, answers, counters)
         self._loads = Loads(load_ledger, nixl, cache, clock, messages, remotes, counters)
         self._remotes, self._messages = remotes, messages
         self._background: Background | None = None
@@ -350,7 +350,7 @@ class Session:
         """
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
-            push = Push(request, key_of(remote_id), remote, self._step, self._counters)
+            push = Push(request, key_of(remote_id), remote, self._step)
             self._holds.push(push, seconds("timeout", timeout), attempt, sample)
             self._wake()
         return push
