@@ -178,7 +178,7 @@ class Audit:
     """The comparison of one load.
 
     Attributes:
-        differs: What is known to differ, or "".
+        differs: The difference that is known so far, or "".
         verdict: State of the load's error, if the comparison fails.
         source: The producer rank whose data differs.
         seconds: How long this rank computed checksums.

@@ -268,7 +268,7 @@ class Load(Progress):
     """
 
     way, advice = "from", f"; {VOID}"
-    plan: LoadPlan  # What the ledger expects, once the producer is connected.
+    plan: LoadPlan  # The plan in the ledger, once the producer is connected.
 
     def __init__(
         self,

@@ -266,7 +266,7 @@ class Messages:
         Each call of the channel costs as much as sealing ten messages. A message without a known
         route is lost.
         """
-        unsent, self._unsent = self._unsent, {}
+        unsent, self._unsent = self._unsent, dict[object, Message]()
         self._counters.messages_sent += len(unsent)
         batches: dict[str, list[bytes]] = {}
         for message in unsent.values():

@@ -1,8 +1,8 @@
 """The session of one rank: its connections, its loads and pushes, and the requests that it holds.
 
 Invariant: everything is checked before anything moves, and each error names the fault. A load that
-is done has complete and valid data, and nothing writes its blocks any more. Only the methods whose
-docstrings say so wait.
+is done has complete and valid data, and nothing writes its blocks any more. A method waits only if
+its docstring states it.
 """
 
 from __future__ import annotations
