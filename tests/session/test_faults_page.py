@@ -371,10 +371,10 @@ class RecordedChannel(TcpChannel):
         self.recorded: list[bytes] = []
         super().__init__()
 
-    def send(self, route: str, data: bytes) -> None:
-        """Send and record *data*."""
-        self.recorded.append(data)
-        super().send(route, data)
+    def send(self, route: str, *messages: bytes) -> None:
+        """Send and record *messages*."""
+        self.recorded.extend(messages)
+        super().send(route, *messages)
 
 
 def test_recorded_request_for_an_introduction_returns_none(
