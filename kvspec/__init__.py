@@ -114,6 +114,7 @@ __all__ = [
 ON_DEMAND = frozenset(
     {
         "adapters.sglang",
+        "adapters.transformers",
         "adapters.vllm",
         "models.catalogue",
         "analysis",

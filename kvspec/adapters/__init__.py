@@ -4,7 +4,7 @@ Each engine has a package, which is imported when it is first named: `kvspec.ada
 
 >>> import kvspec
 >>> sorted(kvspec.adapters.ENGINES)
-['sglang', 'vllm']
+['sglang', 'transformers', 'vllm']
 """
 
 from importlib import import_module

@@ -42,6 +42,7 @@ FROZEN = """
 PROVISIONAL = """
     kvspec scales_digest
     kvspec.adapters.sglang worker_rank
+    kvspec.adapters.transformers Prompts
     kvspec.adapters.vllm WorkerInfo loses_a_token stages whole_engine worker_rank
     kvspec.analysis Simulation simulate
     kvspec.check prove
@@ -67,6 +68,7 @@ WITHOUT_EXAMPLE = {
     "needs vLLM, or a caller's own kind of layer": (
         "kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine kvspec.wire.register"
     ),
+    "needs transformers and a model": "kvspec.adapters.transformers.Prompts",
     "is a value that another public name returns or accepts": (
         "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.session.PrefillTicket"
     ),

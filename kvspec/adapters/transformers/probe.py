@@ -1,0 +1,216 @@
+"""Find out what the layers of a transformers model store in its cache, by running the model.
+
+Invariant: nothing is read from the name of a model. The kinds and sizes of layers come from the
+cache that the model makes, and the order of rotated elements comes from keys that it computes. A
+layer that the probe does not recognise is refused by name.
+
+How it works:
+    The model computes eight prompts of one token each, once at position 0 and once at two others.
+    A single token attends only to itself, so the values of all layers, and their keys before rotary
+    embedding, do not depend on the position. Each element of a key that differs between two
+    positions is therefore rotated.
+
+    Two elements a and b that are rotated together are one complex number a + ib. Between position
+    0 and position p it turns by one angle, whatever the key is. In the order *halves* elements i
+    and i + n/2 must do so, in the order *pairs* elements 2i and 2i + 1. For a key of 4 elements and
+    the angles 1.0 and 0.1, these are the keys of one token:
+
+        position    stored as halves              stored as pairs
+        0           1.0   0.0 | 0.0   1.0         1.0  0.0  | 0.0   1.0
+        1           0.54 -0.10 | 0.84 1.0         0.54 0.84 | -0.10 1.0
+
+    Only one order fits eight different keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.errors import SpecError
+from kvspec.ownership.dtypes import dtype_name
+from kvspec.specs import FullAttentionSpec, KeyContent, MLAAttentionSpec, SlidingWindowSpec
+
+# transformers is not imported. These are a `PreTrainedModel`, and a `Cache` or a part of one.
+Network: TypeAlias = Any
+Cached: TypeAlias = Any
+
+AttentionLayer: TypeAlias = FullAttentionSpec | MLAAttentionSpec
+
+# The classes of cache layers that are read, by exact name. A subclass may keep other tensors.
+SLIDING = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
+KINDS = ("DynamicLayer", "StaticLayer", *SLIDING)
+
+# Modules of an attention layer that normalise keys or the latent of MLA, and those that normalise
+# other things.
+_KEY_NORMS = {"k_norm", "k_layernorm", "key_layernorm", "qk_norm", "kv_a_layernorm"}
+_OTHER_NORMS = {"q_norm", "q_layernorm", "query_layernorm", "q_a_layernorm"}
+
+_PROMPTS = 8
+
+# The number of positions of a model that has no limit, such as one with ALiBi.
+_LIMIT = 2048
+
+# Products of rounded sines and cosines differ from a rotation by this many roundings at most. In
+# the wrong order, the fastest elements differ by the size of the key.
+_ROUNDINGS = 8
+
+Rows = npt.NDArray[np.float64]
+
+
+def layer_specs(network: Network, block_size: int) -> list[AttentionLayer]:
+    """Return what each layer of *network* stores. It computes 24 tokens with the model.
+
+    Args:
+        network: A causal language model of transformers, in evaluation mode.
+        block_size: Tokens of a block.
+
+    Raises:
+        SpecError: If a layer is of an unknown kind, or its keys are not rotated in a known order.
+    """
+    training = getattr(network, "training", None)
+    if training is not False:
+        raise SpecError("network.training", training, "False: call network.eval() first")
+    config, attention = network.config.get_text_config(), dict[int, list[Any]]()
+    for module in network.modules():
+        if type(module).__name__.endswith("Attention"):
+            attention.setdefault(getattr(module, "layer_idx", -1), []).append(module)
+    # Position 0 is the last one: some rotary modules change with the length of a prompt, and a
+    # short prompt resets them.
+    last = getattr(config, "max_position_embeddings", _LIMIT) - 1
+    caches = [_cache_at(network, position) for position in (last, 1, 0)]
+    specs: list[AttentionLayer] = []
+    for number, found in enumerate(zip(*caches, strict=True)):
+        field, modules = f"cache.layers[{number}]", attention.get(number, [])
+        if len(modules) != 1:
+            names = [type(module).__name__ for module in modules]
+            wanted = f"one attention module with layer_idx={number}"
+            raise SpecError(f"{field}.attention", names, wanted)
+        # transformers gives chunked attention the cache of a window, but it reads other tokens.
+        sliding = type(found[0]).__name__ in SLIDING
+        if sliding and getattr(config, "attention_chunk_size", None) is not None:
+            raise SpecError(field, "chunked attention", "full or sliding attention")
+        specs.append(_spec(field, modules[0], found, block_size, sliding=sliding))
+    return specs
+
+
+def _cache_at(network: Network, position: int) -> list[Any]:
+    """Return the cache layers of prompts that have one token each, at *position*."""
+    import torch  # noqa: PLC0415 - a caller with a model has loaded torch
+
+    vocabulary = network.get_input_embeddings().weight.shape[0]
+    tokens = torch.linspace(0, vocabulary - 1, _PROMPTS).long()[:, None].to(network.device)
+    at = torch.full_like(tokens, position)
+    try:
+        with torch.no_grad():
+            output = network.base_model(input_ids=tokens, position_ids=at, use_cache=True)
+    except Exception as error:  # A model may raise anything.
+        message = f"{type(error).__name__}: {error}"
+        wanted = "a causal language model that computes the keys of one token"
+        raise SpecError("network", message, wanted) from error
+    check_cache("network.past_key_values", output.past_key_values)
+    return list(output.past_key_values.layers)
+
+
+def check_cache(field: str, cache: Cached) -> None:
+    """Raise `SpecError` unless *cache* consists of known layers."""
+    if type(cache).__name__ not in ("DynamicCache", "StaticCache"):
+        raise SpecError(field, type(cache).__name__, "a DynamicCache or a StaticCache")
+    for number, layer in enumerate(cache.layers):
+        if type(layer).__name__ not in KINDS:
+            wanted = f"one of {', '.join(KINDS)}; not yet: states, indexers and quantised layers"
+            raise SpecError(f"{field}.layers[{number}]", type(layer).__name__, wanted)
+
+
+def _spec(
+    field: str,
+    attention: Network,
+    found: tuple[Any, ...],
+    block_size: int,
+    *,
+    sliding: bool,
+) -> AttentionLayer:
+    """Return what a layer stores. *found* are its cache layers at the probe's positions."""
+    import torch  # noqa: PLC0415 - as above
+
+    keys, values = found[-1].keys, found[-1].values
+    # The cache of MLA has the latent as its keys and the rotated part as its values.
+    sizes = [getattr(attention, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim")]
+    latent = keys.shape[1] == 1 and sizes == [keys.shape[-1], values.shape[-1]] and not sliding
+    rows = [_rows(layer.keys, layer.values) if latent else _rows(layer.keys) for layer in found]
+    content = attrs.evolve(
+        _content(f"{field}.keys", rows, float(torch.finfo(keys.dtype).eps)),
+        normalized=_normalizes_keys(f"{field}.attention", attention),
+    )
+    dtype = dtype_name(keys.dtype, f"{field}.keys.dtype")
+    common: dict[str, Any] = {"block_size": block_size, "dtype": dtype, "key_content": content}
+    if latent:
+        if content.rotary_start != keys.shape[-1]:
+            wanted = "a latent in the keys, and the rotated part in the values"
+            raise SpecError(f"{field}.keys", content, wanted)
+        return MLAAttentionSpec(**common, head_size=keys.shape[-1] + values.shape[-1])
+    common |= {"total_num_kv_heads": keys.shape[1], "head_size": keys.shape[-1]}
+    common |= {"head_size_v": values.shape[-1]}
+    if sliding:
+        return SlidingWindowSpec(**common, sliding_window=found[-1].sliding_window)
+    return FullAttentionSpec(**common)
+
+
+def _rows(*tensors: Cached) -> Rows:
+    """Return the rows of all prompts and heads, [rows, elements]."""
+    arrays = [t.detach().float().cpu().numpy().reshape(-1, t.shape[-1]) for t in tensors]
+    return np.concatenate(arrays, axis=1).astype(np.float64)
+
+
+def _normalizes_keys(field: str, attention: Network) -> bool:
+    """Return whether *attention* has a module that normalises keys."""
+    children = {name: type(module).__name__ for name, module in attention.named_children()}
+    names = {name for name, kind in children.items() if "norm" in name and kind != "Identity"}
+    if unknown := names - _KEY_NORMS - _OTHER_NORMS:
+        wanted = f"normalisations among {', '.join(sorted(_KEY_NORMS | _OTHER_NORMS))}"
+        raise SpecError(field, sorted(unknown), wanted)
+    return bool(names & _KEY_NORMS)
+
+
+def _content(field: str, rows: list[Rows], resolution: float) -> KeyContent:
+    """Return the rotation between *rows* of equal keys at several positions, the last one at 0.
+
+    >>> turn = lambda z, angle: np.stack([(z * np.exp(1j * angle)).real,
+    ...                                   (z * np.exp(1j * angle)).imag], -1).reshape(len(z), -1)
+    >>> keys = np.array([[1, 2j], [1j, 1 + 1j], [3, 1j]])
+    >>> rows = [turn(keys, np.array([3.0, 0.3]) * p) for p in (1, 0)]
+    >>> _content("keys", rows, 1e-12).rotary
+    'pairs'
+    >>> _content("keys", [row[:, [0, 2, 1, 3]] for row in rows], 1e-12).rotary
+    'halves'
+    """
+    *others, base = rows
+    changed = np.flatnonzero(np.any([(row != base).any(axis=0) for row in others], axis=0))
+    if not changed.size:
+        return KeyContent(rotary="none")
+    start, size, orders = int(changed[0]), len(changed), list[str]()
+    if not size % 2 and changed[-1] == start + size - 1:
+        turned = slice(start, start + size)
+        for order in ("halves", "pairs"):
+            if all(_turns(order, base[:, turned], row[:, turned], resolution) for row in others):
+                orders.append(order)
+    # With two elements, both orders are the same.
+    if len(orders) == 1 or (orders and size == 2):  # noqa: PLR2004 - a pair
+        return KeyContent(rotary=orders[0], rotary_start=start, rotary_size=size)
+    wanted = "one range of elements that are rotated together as halves or as pairs"
+    raise SpecError(field, f"elements {changed.tolist()} change with the position", wanted)
+
+
+def _turns(order: str, near: Rows, far: Rows, resolution: float) -> bool:
+    """Return whether each couple of elements turns by one angle in all rows."""
+    half, most = near.shape[1] // 2, _ROUNDINGS * resolution
+    one, other = (np.s_[:half], np.s_[half:]) if order == "halves" else (np.s_[::2], np.s_[1::2])
+    old, new = (rows[:, one] + 1j * rows[:, other] for rows in (near, far))
+    # The factor that turns all rows best. A couple that is zero in all rows gives no number.
+    with np.errstate(invalid="ignore", divide="ignore"):
+        factor = (old.conj() * new).sum(axis=0) / (abs(old) ** 2).sum(axis=0)
+        error = abs(new - factor * old).max(axis=0) / abs(old).max(axis=0)
+    return bool((error < most).all() and (abs(abs(factor) - 1) < most).all())

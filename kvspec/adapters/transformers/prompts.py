@@ -1,0 +1,267 @@
+"""Hold prompts of a transformers model for consumers, and load prompts into its cache.
+
+Invariant: the tensors of transformers are never registered. They are copied.
+
+How it works:
+    A `DynamicCache` concatenates its tensors at each step, so their addresses change. `hold` copies
+    the rows of a prompt into a `PromptBuffer`, which a session registers once. `load` copies them
+    from a buffer into an empty cache.
+
+    A window layer forgets tokens. After N tokens the four kinds of layers hold these rows, for a
+    window of w tokens:
+
+        layer                        rows of the tensor   positions
+        DynamicLayer                 N                    0 to N - 1
+        DynamicSlidingWindowLayer    min(N, w - 1)        the last ones
+        StaticLayer                  all, of any number   0 to N - 1, then zeros
+        StaticSlidingWindowLayer     w                    the last ones; if N < w, zeros follow
+
+    A consumer that computes the last token of the prompt itself reads position N - w, which a
+    window layer has lost then. So `hold` computes prompts with a cache that forgets nothing,
+    ``DynamicCache()`` without a config. The masks of the model hide what is outside the window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+from weakref import WeakSet
+
+from kvspec.adapters.prompt_buffer import PromptBuffer
+from kvspec.adapters.transformers.probe import SLIDING, Network, check_cache, layer_specs
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
+from kvspec.errors import SpecError
+from kvspec.inputs import positive_int
+from kvspec.session import PrefillTicket, Session
+from kvspec.specs import MLAAttentionSpec, SlidingWindowSpec
+
+# transformers and torch are not imported here. These are a `Cache`, and a tensor.
+Cache: TypeAlias = Any
+Tensor: TypeAlias = Any
+
+# Caches with zeros for tokens that a window has passed. A consumer must never read these.
+_WITH_ZEROS: WeakSet[Any] = WeakSet()
+
+
+class Prompts:
+    """The prompts of one transformers model, in blocks that a `Session` registers.
+
+    Not for several threads at once.
+
+    Args:
+        network: A causal language model of transformers, in evaluation mode. It computes 24 tokens.
+        model: Identity of the model and its revision. The other engine must state the same.
+        num_blocks: Number of blocks of each group. A prompt of N tokens takes N / *block_size* of
+            them, from `hold` until its consumer is done, or during `load`.
+        block_size: Tokens of a block.
+        layer_name: The peer's name of a layer, with ``{}`` in place of its number, such as
+            ``model.layers.{}.self_attn.attn``.
+
+    Attributes:
+        engine: The description of the model. Layers that store the same are one group.
+        cache: The buffer. Pass it to the session.
+
+    Raises:
+        SpecError: If the model has a layer of an unknown kind, or keys that are not rotated in a
+            known order.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        model: str,
+        num_blocks: int,
+        block_size: int = 16,
+        layer_name: str = "layers.{}",
+    ) -> None:
+        if not isinstance(layer_name, str) or layer_name.count("{}") != 1:
+            raise SpecError("layer_name", layer_name, "a name with {} for the layer's number")
+        self._network, specs = network, layer_specs(network, block_size)
+        self._layers = {layer_name.replace("{}", str(n)): spec for n, spec in enumerate(specs)}
+        groups = [
+            KVCacheGroup(
+                name=f"group{number}",
+                layers=[name for name, other in self._layers.items() if other == spec],
+                spec=spec,
+                # A latent has no planes of keys and values.
+                layout="LBNHC" if isinstance(spec, MLAAttentionSpec) else "LKBNHC",
+            )
+            for number, spec in enumerate(dict.fromkeys(specs))
+        ]
+        self._buffer = PromptBuffer(EngineSpec(groups=groups, model=model), num_blocks)
+        self.engine, self.cache = self._buffer.engine, self._buffer.cache
+
+    def hold(
+        self,
+        session: Session,
+        request_id: str,
+        input_ids: Tensor,
+        cache: Cache = None,
+        *,
+        lease: float | None = None,
+        consumer: str | None = None,
+        top_logprobs: int = 1,
+    ) -> PrefillTicket:
+        """Compute a prompt and hold it for a consumer.
+
+        It can be read by consumers that compute the last token of the prompt themselves, and by
+        those that begin with the first new token. The ticket contains that token, chosen greedily.
+
+        Args:
+            session: The session that has registered `cache`.
+            request_id: Name of the request.
+            input_ids: All tokens of one prompt, at least two: shape (tokens,) or (1, tokens).
+            cache: A cache with the first tokens of the prompt, or none. They are not computed
+                again, and the cache has all tokens afterwards. If it has all of them before, the
+                ticket has no first token. If the model has windows, it must be a
+                ``DynamicCache()`` without a config, which forgets nothing.
+            lease: As in `Session.hold`.
+            consumer: Name of the engine that the prompt is meant for.
+            top_logprobs: Number of log probabilities in the ticket, from the likeliest token on.
+
+        Returns:
+            The ticket for the consumer.
+
+        Raises:
+            SpecError: If too few blocks are free, or *cache* does not fit the model or the prompt.
+        """
+        from transformers import DynamicCache  # noqa: PLC0415 - a caller with a model has loaded it
+
+        tokens = _tokens(input_ids)
+        if cache is None:
+            cache = DynamicCache()
+        elif (known := self._check(cache)) > len(tokens):
+            raise SpecError("cache", known, f"at most the {len(tokens)} tokens of the prompt")
+        elif cache in _WITH_ZEROS:
+            wanted = "a cache that has all tokens, because the model has windows"
+            raise SpecError("cache", "one that `load` has filled", wanted)
+        sampled, end = self._compute(tokens, cache, top_logprobs), len(tokens)
+        layers = zip(self._layers, cache.layers, strict=True)
+        rows = {name: self._rows(name, layer, end) for name, layer in layers}
+        self._buffer.reclaim(session)
+        tables = self._buffer.take(end - 1, end)
+        try:
+            for name, parts in rows.items():
+                first = tables[self.engine.homes[name].name].first_token
+                for part, each in parts.items():
+                    found = each[first:end].contiguous().cpu()
+                    bytes_ = found.view(dtype=_torch().uint8).numpy()
+                    self._buffer.write(tables, name, part, range(first, end), bytes_)
+            sampled["consumer"] = consumer
+            return self._buffer.hold(session, request_id, tokens, tables, sampled, lease=lease)
+        except BaseException:
+            self._buffer.give(tables)
+            raise
+
+    def _compute(self, tokens: list[int], cache: Cache, top_logprobs: int) -> dict[str, Any]:
+        """Compute the tokens that *cache* lacks. Return what was sampled after the last one."""
+        count = positive_int("top_logprobs", top_logprobs, least=0)
+        prompt = _torch().tensor([tokens], device=self._network.device)
+        with _torch().no_grad():
+            # The logits of all tokens would need much memory, so only the last token gets them.
+            if (known := cache.get_seq_length()) < len(tokens) - 1:
+                self._network.base_model(prompt[:, known:-1], past_key_values=cache)
+            if cache.get_seq_length() == len(tokens):
+                return {}
+            logits = self._network(prompt[:, -1:], past_key_values=cache).logits[0, -1]
+        values, ids = logits.float().log_softmax(-1).topk(max(count, 1))
+        pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
+        return {"first_token": pairs[0][0], "first_logprobs": pairs[:count]}
+
+    def _rows(self, name: str, layer: Cache, end: int) -> dict[str, Tensor]:
+        """Return the rows of each part of a layer, [tokens, heads, size]."""
+        if (rows := layer.keys.shape[-2]) < end:
+            wanted = f"all {end} tokens: pass a DynamicCache() without a config"
+            raise SpecError(f"cache of {name!r}", f"the last {rows} tokens", wanted)
+        found = [each[0, :, :end].transpose(0, 1) for each in (layer.keys, layer.values)]
+        spec = self._layers[name]
+        if isinstance(spec, MLAAttentionSpec):
+            found = [_torch().cat(found, dim=-1)]
+        return {part.name: each for part, each in zip(spec.parts, found, strict=True)}
+
+    def load(
+        self,
+        session: Session,
+        ticket: PrefillTicket,
+        input_ids: Tensor,
+        cache: Cache,
+        *,
+        timeout: float = 30.0,
+    ) -> None:
+        """Load a prompt into an empty *cache*, but for its last token. Waits.
+
+        Then call ``network.generate(input_ids, past_key_values=cache)``. It computes the tokens
+        that the cache does not have. If the call raises, the cache is still empty: then generate
+        without the ticket.
+
+        Args:
+            session: The session that has registered `cache`.
+            ticket: The ticket of the producer.
+            input_ids: All tokens of the prompt: shape (tokens,) or (1, tokens).
+            cache: ``DynamicCache(config=network.config)``, or a `StaticCache`.
+            timeout: As in `Session.load`.
+
+        Raises:
+            SpecError: If the ticket is of another prompt or for another consumer, if *cache* is not
+                empty or of another model, or if too few blocks are free.
+            TransferError: If the load fails. Its `__cause__` names what does not fit.
+        """
+        tokens = _tokens(input_ids)
+        ticket.check(tokens, session.me.engine_id)
+        if known := self._check(cache):
+            raise SpecError("cache", f"{known} tokens", "an empty cache")
+        end = min(ticket.computed_tokens, len(tokens) - 1)
+        for (name, spec), layer in zip(self._layers.items(), cache.layers, strict=False):
+            needed = len(spec.live_tokens(end)) if type(layer).__name__ in SLIDING else end
+            if (most := getattr(layer, "max_cache_len", needed)) < needed:
+                wanted = f"at least {needed}, the tokens to load"
+                raise SpecError(f"cache of {name!r}.max_cache_len", most, wanted)
+        with self._buffer.loaded(session, ticket, end, timeout) as tables:
+            for number, (name, spec) in enumerate(self._layers.items()):
+                live, dtype = spec.live_tokens(end), getattr(_torch(), spec.dtype)
+                padded: list[Tensor] = []
+                for part in spec.parts:
+                    found = _torch().from_numpy(self._buffer.read(tables, name, part.name, live))
+                    rows = found.view(dtype).transpose(0, 1)[None].to(self._network.device)
+                    # Zeros stand for the tokens that a window has passed. So the layer counts
+                    # them, and it forgets them itself.
+                    padded.append(rows.new_zeros((*rows.shape[:2], end, rows.shape[3])))
+                    padded[-1][:, :, live.start :] = rows
+                if isinstance(spec, MLAAttentionSpec) and spec.key_content is not None:
+                    cut = spec.key_content.rotary_start
+                    padded = [padded[0][..., :cut], padded[0][..., cut:]]
+                if live.start:
+                    _WITH_ZEROS.add(cache)
+                cache.update(*padded, number)
+
+    def _check(self, cache: Cache) -> int:
+        """Return the number of tokens in *cache*. Raise `SpecError` if it is of another model."""
+        check_cache("cache", cache)
+        windows = [isinstance(spec, SlidingWindowSpec) for spec in self._layers.values()]
+        sliding = [type(layer).__name__ in SLIDING for layer in cache.layers]
+        # A cache without a config has no layers at first. Its layers forget nothing, so they can
+        # have the place of a window.
+        if sliding and (len(sliding) != len(windows) or any(map(bool.__gt__, sliding, windows))):
+            wanted = f"layers with windows {windows}: create it with config=network.config"
+            raise SpecError("cache.layers", sliding, wanted)
+        keys = cache.layers[0].keys if sliding else None
+        if keys is not None and keys.shape[0] != 1:
+            raise SpecError("cache.batch_size", keys.shape[0], "1")
+        return int(cache.get_seq_length())
+
+
+def _torch() -> Any:  # noqa: ANN401 - a module
+    import torch  # noqa: PLC0415 - a caller with a model has loaded torch
+
+    return torch
+
+
+def _tokens(input_ids: Tensor) -> list[int]:
+    """Return the tokens of one prompt."""
+    tokens = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
+    if len(tokens) == 1 and isinstance(tokens[0], list):
+        (tokens,) = tokens
+    if len(tokens) < 2 or not all(type(token) is int for token in tokens):  # noqa: PLR2004
+        raise SpecError("input_ids", tokens, "at least two tokens of one prompt")
+    return tokens

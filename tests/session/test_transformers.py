@@ -1,0 +1,400 @@
+"""Tests the adapter for transformers: real models with random weights exchange prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import kvspec
+from kvspec.adapters.transformers import Prompts
+from kvspec.errors import SpecError, TransferError
+from kvspec.nixl import NixlRank
+from kvspec.session import PrefillTicket, Session, content_of
+from kvspec.testing import FakeNixl
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+HEADS = {
+    "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "pad_token_id": 0,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+LATENT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "first_k_dense_replace": 1, "max_position_embeddings": 256,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+OLD = {"vocab_size": 64, "n_embd": 48, "n_head": 3, "n_layer": 2, "n_positions": 256}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", HEADS),
+    "qwen3": ("Qwen3Config", HEADS),
+    "gemma3": ("Gemma3TextConfig", HEADS | {"sliding_window": 5, "layer_types": KINDS}),
+    "mistral": ("MistralConfig", HEADS | {"sliding_window": 7}),
+    "deepseek_v2": ("DeepseekV2Config", LATENT | {"head_dim": 8}),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "glm4": ("Glm4Config", HEADS),
+    "cohere": ("CohereConfig", HEADS | {"use_qk_norm": True}),
+    "smollm3": ("SmolLM3Config", HEADS | {"num_hidden_layers": 4}),
+    "gpt_oss": ("GptOssConfig", HEADS | EXPERTS | {"sliding_window": 6}),
+    "gpt_neox": ("GPTNeoXConfig", {**HEADS, "num_attention_heads": 3, "head_dim": None}),
+    "gptj": ("GPTJConfig", OLD | {"rotary_dim": 8}),
+    "bloom": ("BloomConfig", {"vocab_size": 64, "hidden_size": 48, "n_layer": 2, "n_head": 3}),
+    "gpt2": ("GPT2Config", OLD),
+    "llama4": (
+        "Llama4TextConfig",
+        HEADS | EXPERTS | {"intermediate_size_mlp": 64, "attention_chunk_size": 8},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        HEADS | {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+SERVED = ["llama", "qwen3", "gemma3", "mistral", "deepseek_v2", "deepseek_v3", "glm4", "smollm3"]
+
+
+def network_of(name: str, dtype: str = "float32", **changed: Any) -> Any:
+    """Return a small model with random weights, the same at each call."""
+    torch.manual_seed(1)
+    kind, fields = MODELS[name]
+    config = getattr(transformers, kind)(**fields | changed)
+    config.eos_token_id = config.bos_token_id = None
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    made.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return made.eval()
+
+
+def prompt_of(tokens: int) -> Any:
+    """Return the tokens of a prompt, [1, tokens]."""
+    return torch.randint(3, 64, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def generated(network: Any, prompt: Any, cache: Any = None) -> tuple[list[int], Any]:
+    """Return 16 greedy tokens after *prompt*, and the log probabilities of each step."""
+    output = network.generate(
+        prompt, past_key_values=cache, max_new_tokens=16, do_sample=False,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    tokens = output.sequences[0, prompt.shape[1] :].tolist()
+    return tokens, torch.stack(output.logits).float().log_softmax(-1)
+
+
+@contextmanager
+def side(name: str, network: Any, **changed: Any) -> Iterator[tuple[Prompts, Session]]:
+    """Yield the prompts and the session of an engine. Its buffer is NaN at first."""
+    prompts = Prompts(network, **{"model": "m", "num_blocks": 32, "block_size": 4} | changed)
+    for array in prompts.cache.owner[0]:
+        array[:] = 255
+    with NixlRank() as nixl, Session(nixl, prompts.cache, engine_id=name, background=True) as own:
+        yield prompts, own
+
+
+def caches_of(network: Any) -> Iterator[Any]:
+    """Yield an empty cache of each kind that a consumer can load into."""
+    yield transformers.DynamicCache(config=network.config)
+    yield transformers.DynamicCache()
+    yield transformers.StaticCache(config=network.config, max_cache_len=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [*((name, 29) for name in SERVED), ("llama", 2)]
+    + [(name, tokens) for name in ("gemma3", "mistral") for tokens in (2, 5, 6, 7)],
+)
+def test_model_generates_the_same_after_a_load(name: str, tokens: int) -> None:
+    """Windows of 5 and 7 tokens are shorter, as long, and longer than the prompts."""
+    network, prompt = network_of(name), prompt_of(tokens)
+    alone, expected = generated(network, prompt)
+    with (
+        FakeNixl(),
+        side("p", network) as (held, producer),
+        side("d", network_of(name), block_size=8) as (loading, consumer),
+    ):
+        for cache in caches_of(network):
+            ticket = held.hold(producer, "r", prompt, top_logprobs=2)
+            read = PrefillTicket.from_params(ticket.to_params())
+            loading.load(consumer, read, prompt, cache)
+            assert tokens - 1 == cache.get_seq_length()
+            found, logprobs = generated(network, prompt, cache)
+            assert alone == found
+            assert (logprobs - expected).abs().max() < 1e-5
+            assert alone[0] == read.sampled()
+            best = expected[0, 0].topk(2)
+            assert best.indices.tolist() == [token for token, _ in read.first_logprobs or ()]
+            assert best.values.tolist() == pytest.approx(
+                [value for _, value in read.first_logprobs or ()], abs=1e-5
+            )
+
+
+@pytest.mark.parametrize("known", [0, 5, 28, 29])
+def test_hold_computes_only_the_tokens_that_a_cache_lacks(known: int) -> None:
+    """A cache of all tokens leaves no token to sample from."""
+    network, prompt, cache = network_of("gemma3"), prompt_of(29), transformers.DynamicCache()
+    alone, _ = generated(network, prompt)
+    if known:
+        network(prompt[:, :known], past_key_values=cache)
+    with FakeNixl(), side("p", network) as (held, producer):
+        ticket = held.hold(producer, "r", prompt, cache)
+        assert 29 == cache.get_seq_length()
+        assert (None if known == 29 else alone[0]) == ticket.first_token
+        loaded = transformers.DynamicCache(config=network.config)
+        with side("d", network) as (loading, consumer):
+            loading.load(consumer, ticket, prompt, loaded)
+    assert alone == generated(network, prompt, loaded)[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_loaded_cache_is_held_again_unless_a_window_has_lost_tokens(name: str) -> None:
+    """The cache of a model with windows has zeros at the place of old tokens."""
+    network, prompt = network_of(name), prompt_of(29)
+    alone, _ = generated(network, prompt)
+    for cache in (transformers.DynamicCache(), transformers.StaticCache(network.config, 64)):
+        with FakeNixl(), side("p", network) as (held, producer):
+            ticket = held.hold(producer, "r", prompt)
+            with side("d", network) as (loading, consumer):
+                loading.load(consumer, ticket, prompt, cache)
+                if name == "llama":
+                    assert alone[0] == loading.hold(consumer, "s", prompt, cache).first_token
+                    continue
+                with pytest.raises(SpecError) as caught:
+                    loading.hold(consumer, "s", prompt, cache)
+                assert "cache" == caught.value.field
+
+
+def content(rotary: str, size: int = 8, start: int = 0, **changed: Any) -> kvspec.KeyContent:
+    """Return a meaning of keys."""
+    return kvspec.KeyContent(rotary=rotary, rotary_start=start, rotary_size=size, **changed)
+
+
+MEANINGS = {
+    "llama": [content("halves")] * 3,
+    "qwen3": [content("halves", normalized=True)] * 3,
+    "gemma3": [content("halves", normalized=True)] * 3,
+    "deepseek_v2": [content("pairs", start=16, normalized=True)] * 2,
+    "deepseek_v3": [content("halves", start=16, normalized=True)] * 2,
+    "glm4": [content("pairs", 4)] * 3,
+    "cohere": [content("pairs", normalized=True)] * 3,
+    "smollm3": [content("halves")] * 3 + [content("none", 0)],
+    "gpt_oss": [content("halves")] * 3,
+    "gpt_neox": [content("halves", 4)] * 3,
+    "gptj": [content("pairs")] * 2,
+    "bloom": [content("none", 0)] * 2,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", [*MEANINGS])
+def test_probe_finds_the_meaning_of_keys(name: str, dtype: str) -> None:
+    """The elements that turn together are found in each element type."""
+    engine = Prompts(network_of(name, dtype), model="m", num_blocks=1).engine
+    specs = {layer: group.spec for group in engine.groups for layer in group.layers}
+    assert MEANINGS[name] == [specs[f"layers.{n}"].key_content for n in range(len(specs))]
+    assert {dtype} == {spec.dtype for spec in specs.values()}
+
+
+def test_engine_has_the_windows_and_sizes_of_the_model() -> None:
+    """Layers 0 and 2 have a window of 5 tokens."""
+    prompts = Prompts(
+        network_of("gemma3"), model="m@1", num_blocks=1, layer_name="model.layers.{}.attn"
+    )
+    window, full = prompts.engine.groups
+    assert ("model.layers.0.attn", "model.layers.2.attn") == window.layers
+    assert (5, 6, 8) == (
+        window.spec.sliding_window,
+        window.spec.total_num_kv_heads,
+        full.spec.head_size,
+    )
+    assert "m@1" == prompts.engine.model
+    assert (
+        24
+        == Prompts(network_of("deepseek_v3"), model="m", num_blocks=1)
+        .engine.groups[0]
+        .spec.head_size
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("gpt2", "cache.layers[0].keys"),
+        ("llama4", "cache.layers[0]"),
+        ("qwen3_next", "network.past_key_values.layers[0]"),
+    ],
+)
+def test_models_that_are_not_known_are_refused_by_name(name: str, field: str) -> None:
+    """Learned positions, chunked attention and recurrent states."""
+    with pytest.raises(SpecError) as caught:
+        Prompts(network_of(name), model="m", num_blocks=1)
+    assert field == caught.value.field
+
+
+def test_model_with_an_unknown_normalisation_or_in_training_is_refused() -> None:
+    network = network_of("llama")
+    network.model.layers[1].self_attn.other_norm = torch.nn.LayerNorm(8)
+    with pytest.raises(SpecError) as caught:
+        Prompts(network, model="m", num_blocks=1)
+    assert ("cache.layers[1].attention", ["other_norm"]) == (
+        caught.value.field,
+        caught.value.value,
+    )
+    with pytest.raises(SpecError) as caught:
+        Prompts(network_of("llama").train(), model="m", num_blocks=1)
+    assert ("network.training", True) == (caught.value.field, caught.value.value)
+
+
+POSITIONS = {
+    "DynamicLayer": lambda n: (n, range(n)),
+    "DynamicSlidingWindowLayer": lambda n: (min(n, 4), range(max(n - 4, 0), n)),
+    "StaticLayer": lambda n: (64, range(n)),
+    "StaticSlidingWindowLayer": lambda n: (5, range(max(n - 5, 0), n)),
+}
+
+
+@pytest.mark.parametrize("tokens", [3, 4, 5, 6, 12])
+def test_transformers_keeps_these_positions_after_a_prefill_and_a_step(tokens: int) -> None:
+    """The keys of each position are compared with those of a cache that forgets nothing."""
+    network, prompt, whole = (
+        network_of("gemma3"),
+        prompt_of(tokens + 1),
+        transformers.DynamicCache(),
+    )
+    with torch.no_grad():
+        network(prompt, past_key_values=whole)
+        for cache in caches_of(network):
+            for count, part in ((tokens, prompt[:, :-1]), (tokens + 1, prompt[:, -1:])):
+                network(part, past_key_values=cache)
+                for layer, kept in zip(cache.layers, whole.layers, strict=True):
+                    rows, held = POSITIONS[type(layer).__name__](count)
+                    assert (rows, count) == (layer.keys.shape[-2], layer.get_seq_length())
+                    for name in ("keys", "values"):
+                        found = getattr(layer, name)[:, :, : len(held)]
+                        expected = getattr(kept, name)[:, :, held.start : held.stop]
+                        assert torch.allclose(expected, found, atol=1e-5)
+
+
+def refusal(loading: Prompts, *arguments: Any) -> SpecError:
+    """Return the error of a load."""
+    with pytest.raises(SpecError) as caught:
+        loading.load(*arguments)
+    return caught.value
+
+
+def test_load_rejects_caches_and_tickets_that_do_not_fit() -> None:
+    """Each error names the field, and nothing was loaded. No block is lost."""
+    network, prompt = network_of("gemma3"), prompt_of(29)
+    config, mistral = network.config, network_of("mistral").config
+    full = transformers.DynamicCache(config=config)
+    network(prompt, past_key_values=full)
+    empty = transformers.DynamicCache(config=config)
+    with (
+        FakeNixl(),
+        side("p", network) as (held, producer),
+        side("d", network) as (loading, consumer),
+    ):
+        ticket = held.hold(producer, "r", prompt, consumer="d")
+        for cache, field in (
+            (None, "cache"),
+            (transformers.DynamicCache(config=mistral), "cache.layers"),
+            (full, "cache"),
+            (transformers.StaticCache(config=config, max_cache_len=9), "max_cache_len"),
+        ):
+            error = refusal(loading, consumer, ticket, prompt, cache)
+            assert error.field.endswith(field)
+        for changed, field in (
+            ({"content": content_of([1])}, "remote_content"),
+            ({"tokens_digest": content_of([1])}, "remote_tokens_digest"),
+            ({"consumer": "e"}, "remote_consumer"),
+        ):
+            poisoned = attrs.evolve(ticket, **changed)
+            assert field == refusal(loading, consumer, poisoned, prompt, empty).field
+        for tokens in (prompt[:, :1], prompt.repeat(2, 1), "text", []):
+            assert "input_ids" == refusal(loading, consumer, ticket, tokens, empty).field
+        assert 0 == empty.get_seq_length()
+        loading.load(consumer, ticket, prompt, empty)
+        assert all(32 == len(free) for free in loading._buffer._free.values())
+        assert "cache" == refusal(loading, consumer, ticket, prompt, empty).field
+
+
+def test_hold_rejects_caches_that_do_not_fit() -> None:
+    """A window has forgotten a token. A cache has more tokens, or two prompts. Blocks are few."""
+    network, prompt = network_of("gemma3"), prompt_of(29)
+    window = transformers.DynamicCache(config=network.config)
+    longer, two = transformers.DynamicCache(), transformers.DynamicCache()
+    with torch.no_grad():
+        network(prompt[:, :28], past_key_values=window)
+        network(prompt_of(30), past_key_values=longer)
+        network(prompt[:, :9].repeat(2, 1), past_key_values=two)
+    with FakeNixl(), side("p", network) as (held, producer):
+        for cache, field in (
+            (window, "cache of 'layers.0'"),
+            (longer, "cache"),
+            (two, "cache.batch_size"),
+        ):
+            with pytest.raises(SpecError) as caught:
+                held.hold(producer, "r", prompt, cache)
+            assert field == caught.value.field
+        for tokens, options, field in (
+            (200, {}, "num_blocks"),
+            (9, {"top_logprobs": -1}, "top_logprobs"),
+        ):
+            with pytest.raises(SpecError) as caught:
+                held.hold(producer, "r", prompt_of(tokens), **options)
+            assert field == caught.value.field
+        assert () == producer.held
+        assert all(32 == len(free) for free in held._buffer._free.values())
+
+
+@pytest.mark.parametrize(
+    ("consumer", "fields"),
+    [
+        (lambda: side("d", network_of("llama"), model="other"), {"model"}),
+        (lambda: side("d", network_of("llama", "float16")), {"dtype"}),
+        (lambda: side("d", network_of("qwen3")), {"key_content"}),
+        (lambda: side("d", network_of("glm4")), {"key_content"}),
+        (lambda: side("d", network_of("llama"), layer_name="h.{}"), {"layers"}),
+    ],
+    ids=["model", "dtype", "normalized", "rotary range", "names"],
+)
+def test_load_from_another_model_is_refused_by_name(consumer: Any, fields: set[str]) -> None:
+    """The cache is still empty, so the caller can compute the prompt."""
+    prompt = prompt_of(29)
+    with (
+        FakeNixl(),
+        side("p", network_of("llama")) as (held, producer),
+        consumer() as (loading, session),
+    ):
+        ticket = held.hold(producer, "r", prompt)
+        cache = transformers.DynamicCache(config=loading._network.config)
+        with pytest.raises(TransferError) as caught:
+            loading.load(session, ticket, prompt, cache)
+        assert isinstance(caught.value.__cause__, kvspec.MismatchError)
+        found = {mismatch.field for mismatch in caught.value.__cause__.mismatches}
+        assert any(field in name for field in fields for name in found), found
+        assert 0 == cache.get_seq_length()
+        assert all(32 == len(free) for free in loading._buffer._free.values())
+
+
+@pytest.mark.nixl
+def test_example_of_the_page_loads_and_generates() -> None:
+    """It runs over real NIXL. The tokens are those of the model alone."""
+    page = Path(__file__).parents[2] / "docs" / "transformers.md"
+    (code,) = re.findall(
+        r"^```python notebook\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    here: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), here)  # noqa: S102 - our own page
+    alone = here["network"].generate(here["input_ids"], max_new_tokens=16, do_sample=False)
+    assert 39 == here["loaded"]
+    assert torch.equal(alone, here["output"])
+    lines = [line for line in code.splitlines() if line and not line.startswith("#")]
+    assert len(lines) <= 35
