@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from math import gcd
 from typing import Literal
 
 import attrs
@@ -53,6 +52,7 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region
+from kvspec.memory.region import common_pieces
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
@@ -140,19 +140,20 @@ class Moving:
 
 @attrs.frozen(eq=False)
 class Grid:
-    """Some contents of one part, rows x units, and where the consumer keeps one chunk of each.
+    """Some contents of one part, rows x units, and where the consumer keeps one piece of each.
 
-    All contents of the grid have the same chunk: *size* bytes from *byte* on.
+    All contents of the grid have the same piece: *size* bytes from *byte* on.
 
     Attributes:
         moving: The part.
         units: Numbers of the units in the model.
         rows: Numbers of a state's rows, or the first token of each row.
         cached: Whether the consumer already has the contents. Then nothing may write them.
-        byte: First byte of the chunk in its content.
-        size: Bytes of the chunk, which is contiguous in the memory of all ranks.
-        address: Address of the chunk of each content, flat and row by row. -1 if the consumer's
+        byte: First byte of the piece in its content.
+        size: Bytes of the piece, which is contiguous in the memory of all ranks.
+        address: Address of the piece of each content, flat and row by row. -1 if the consumer's
             block table has no block for the row.
+        offsets: Distance of the piece from the address of its content, by producer rank.
     """
 
     moving: Moving
@@ -162,6 +163,7 @@ class Grid:
     byte: int
     size: int
     address: Ints
+    offsets: Mapping[RankId, int]
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -223,17 +225,33 @@ class Checker:
             units = self.consumer.units(moving.group, moving.part)
             strides = np.arange(len(units)) * self.consumer.unit_stride(moving.layer, moving.part)
             step = -(-AT_ONCE // len(units))
-            sides = (self.consumer, *self.producers.values())
-            size = gcd(*(side.chunk_bytes(moving.layer, moving.part) for side in sides))
+            pieces = self._pieces(moving)
             for all_rows in (wanted, cached):
                 for at in range(0, len(all_rows), step):
                     rows = all_rows[at : at + step]
                     first = self._row_addresses(self.consumer, moving.group, moving, rows)[:, None]
                     begins = np.where(first < 0, -1, first + strides).ravel()
-                    for byte in range(0, moving.part.content_bytes, size):
-                        offset = self.consumer.chunk_offset(moving.layer, moving.part, byte)
+                    for byte, size, offset, offsets in pieces:
                         address = np.where(begins < 0, -1, begins + offset)
-                        yield Grid(moving, units, rows, all_rows is cached, byte, size, address)
+                        is_cached = all_rows is cached
+                        yield Grid(moving, units, rows, is_cached, byte, size, address, offsets)
+
+    def _pieces(self, moving: Moving) -> list[tuple[int, int, int, dict[RankId, int]]]:
+        """Return the pieces of a content that are contiguous in the memory of all ranks.
+
+        Each has its first byte, its length, and its distance from the address of the content on
+        the consumer and on each producer rank.
+        """
+        key = moving.layer, moving.part.name
+        region = self.consumer.regions[key]
+        regions = {
+            rank: own for rank, side in self.producers.items() if (own := side.regions.get(key))
+        }
+        ranks = list(regions)
+        return [
+            (byte, size, own, dict(zip(ranks, offsets, strict=True)))
+            for byte, size, (own, *offsets) in common_pieces(region, *regions.values())
+        ]
 
     def _rows(self, moving: Moving) -> tuple[Ints, Ints]:
         """Return the wanted and the cached rows of a part. All rows of a state are wanted.
@@ -278,13 +296,13 @@ class Checker:
     def judge(self, grid: Grid, content: int, byte: int) -> Kind | None:
         """Return the fault of one byte of one content of *grid*, or None if the byte is right.
 
-        This is the definition of the check. *byte* counts from the first byte of the grid's chunk.
+        This is the definition of the check. *byte* counts from the first byte of the grid's piece.
         """
         start, stop = self.table[:, 1], self.table[:, 1] + self.table[:, 2]
-        chunk = int(grid.address[content])
-        address = chunk + byte
+        piece = int(grid.address[content])
+        address = piece + byte
         # The consumer has no memory for a content without an address, so no row writes it.
-        writers = np.flatnonzero((chunk >= 0) & (start <= address) & (address < stop))
+        writers = np.flatnonzero((piece >= 0) & (start <= address) & (address < stop))
         if grid.cached:
             return "unwanted" if len(writers) else None
         if len(writers) != 1:
@@ -311,7 +329,7 @@ class Checker:
         return content, np.maximum(begin - address, 0)
 
     def _source(self, grid: Grid, content: Ints, number: Small) -> Ints:
-        """Return the address of each content's chunk at its source, or -1 if the source lacks it.
+        """Return the address of each content's piece at its source, or -1 if the source lacks it.
 
         *number* is the index of each content's producer rank in `sources`.
         """
@@ -327,7 +345,8 @@ class Checker:
             here = np.flatnonzero((number == index) & (unit >= held.start) & (unit < held.stop))
             first = self._row_addresses(side, group, moving, grid.rows)[row[here]]
             begin = first + (unit[here] - held.start) * side.unit_stride(moving.layer, moving.part)
-            offset = side.chunk_offset(moving.layer, moving.part, grid.byte)
+            # A rank without the part has no address either.
+            offset = grid.offsets.get(rank, 0)
             address[here] = np.where(first < 0, -1, begin + offset)
         return address
 

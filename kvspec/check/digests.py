@@ -1,12 +1,13 @@
 """Compare the contents of a request on two engines by one sum for each side.
 
-Invariant: equal contents have equal digests. The parallelism, layouts, page formats and block
-sizes of the two engines do not affect a digest. A digest is a sum over logical coordinates. So the
-digests of ranks that hold different tokens add up. A difference can be narrowed to layer, part,
-unit and token.
+Invariant: equal contents have equal digests. The parallelism, layouts, page formats, block sizes
+and orders of keys of the two engines do not affect a digest. A digest is a sum over logical
+coordinates. So the digests of ranks that hold different tokens add up. A difference can be narrowed
+to layer, part, unit and token.
 
 How it works:
-    A content is the bytes of one row of one unit, padded with zeros to 8-byte words:
+    A content is the bytes of one row of one unit, in the common order of
+    `kvspec.specs.key_content`, padded with zeros to 8-byte words:
 
         content sum      = sum over the words of the content of weight * fold(weight * word)
         digest           = sum over rows of mix(content sum ^ name of the row)
@@ -30,6 +31,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 
 import attrs
 import numpy as np
@@ -47,6 +49,7 @@ from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
+from kvspec.specs.key_content import Segment
 
 __all__ = [
     "differing",
@@ -289,17 +292,40 @@ def partial_sums(
     key = _key(region.layer, region.part, unit)
     for at in range(0, len(block), many):
         here = slice(at, at + many)
-        content = _content_sum([chunk[block[here], own, row[here]] for chunk in chunks])
+        stored = [chunk[block[here], own, row[here]] for chunk in chunks]
+        content = _content_sum(_in_common_order(stored, region.segments))
         name = _mix(number[here].astype(np.uint64) ^ key)
         yield int(_mix(content ^ name).sum(dtype=np.uint64))
 
 
-def _content_sum(chunks: list[npt.NDArray[np.uint8]]) -> Words:
-    """Return the content sum of each content. The module docstring has the formula.
+def _in_common_order(
+    chunks: list[npt.NDArray[np.uint8]], segments: tuple[Segment, ...]
+) -> npt.NDArray[np.uint8]:
+    """Return contents in the common order, of shape (contents, bytes).
 
-    Each of *chunks* is an array of shape (contents, bytes of the chunk).
+    Each of *chunks* is an array of shape (contents, bytes of the chunk), as it is stored.
     """
     content = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=1)
+    return content.take(_stored_bytes(segments), axis=1) if segments else content
+
+
+@lru_cache(maxsize=64)
+def _stored_bytes(segments: tuple[Segment, ...]) -> Ints:
+    """Return where a row stores each byte of its content.
+
+    >>> _stored_bytes(((0, 2, 2, 4), (2, 2, 2, 4))).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    return np.concatenate(
+        [
+            (start + np.arange(count)[:, None] * stride + np.arange(size)).ravel()
+            for start, size, count, stride in segments
+        ]
+    )
+
+
+def _content_sum(content: npt.NDArray[np.uint8]) -> Words:
+    """Return the content sum of each content. The module docstring has the formula."""
     if short := -content.shape[1] % 8:
         content = np.pad(content, ((0, 0), (0, short)))
     words = content.view("<u8")

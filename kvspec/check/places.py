@@ -120,16 +120,6 @@ class Places:
         region = self.regions.get((layer, part.name))
         return 0 if region is None else region.unit_stride
 
-    def chunk_bytes(self, layer: str, part: Part) -> int:
-        """Return the bytes of one chunk of a content, or 0 if the rank has no region."""
-        region = self.regions.get((layer, part.name))
-        return 0 if region is None else region.chunk_bytes
-
-    def chunk_offset(self, layer: str, part: Part, byte: int) -> int:
-        """Return the distance of a *byte* from its content, or 0 if the rank has no region."""
-        region = self.regions.get((layer, part.name))
-        return 0 if region is None else region.chunk_offset(byte)
-
     def units(self, group: KVCacheGroup, part: Part) -> range:
         """Return the numbers of the model's units of *part* that the rank holds."""
         return self.owners.units(group, part, self.rank)

@@ -30,7 +30,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping
 from kvspec.memory.rank_cache import RankCache
-from kvspec.memory.region import Region, common_chunks
+from kvspec.memory.region import Region, common_pieces
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import Role
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # For each rank its cache and storage, as `kvspec.allocate` returns them.
 Held = Mapping[RankId, tuple[RankCache, Mapping[str, Any]]]
 # The views of producer and consumer, the slice, and the four index tensors. The bytes of the views
-# are one content, or one chunk of it that is contiguous on both sides.
+# are one content, or one piece of it that is contiguous on both sides.
 Move = tuple["torch.Tensor", "torch.Tensor", TPTransferSlice, list["torch.Tensor"]]
 
 
@@ -140,11 +140,12 @@ def _moves(
                         )
                     ]
                     rows = _rows(request, slice_, spec, part, move_sides)
-                    size, chunks = common_chunks(*regions)
-                    for byte in chunks:
+                    for _, size, offsets in common_pieces(*regions):
                         source, target = (
-                            _view(f"{side}s", own, region, byte, size)
-                            for side, own, region in zip(_SIDES, held, regions, strict=True)
+                            _view(f"{side}s", own, region, offset, size)
+                            for side, own, region, offset in zip(
+                                _SIDES, held, regions, offsets, strict=True
+                            )
                         )
                         yield source, target, slice_, rows
 
@@ -174,9 +175,9 @@ class _MoveSide:
 
 
 def _view(
-    side: str, held: tuple[RankCache, Mapping[str, Any]], region: Region, byte: int, size: int
+    side: str, held: tuple[RankCache, Mapping[str, Any]], region: Region, offset: int, size: int
 ) -> torch.Tensor:
-    """Return a view of *size* bytes of each content: (blocks, units, rows, bytes)."""
+    """Return a view of *size* bytes at *offset* of each content: (blocks, units, rows, bytes)."""
     import torch  # noqa: PLC0415 - only users of the reference need torch
 
     cache, storage = held
@@ -190,7 +191,7 @@ def _view(
         (region.num_blocks, region.units, region.states, size),
         (region.block_stride, region.unit_stride, region.state_stride, 1),
         # `as_strided` counts from the start of the storage, which may lie before the tensor.
-        region.base + region.chunk_offset(byte) - flat.data_ptr() + flat.storage_offset(),
+        region.base + offset - flat.data_ptr() + flat.storage_offset(),
     )
 
 

@@ -47,7 +47,7 @@ from kvspec.descriptors.request import MAX_TOKENS
 from kvspec.descriptors.tiles import Tiles
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache
-from kvspec.memory.region import Region, common_chunks
+from kvspec.memory.region import Region, common_pieces
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.stripes import Stripe
@@ -389,19 +389,12 @@ class _PartPair(NamedTuple):
     def contents(self) -> list[tuple[int, int, int]]:
         """Return producer address, consumer address and length of the first unit and state.
 
-        If one side divides a content into chunks, each chunk is a content of its own.
+        If the sides order the bytes of a content differently, each piece is a content of its own.
         """
         source, target = self.producer, self.consumer
-        size, chunks = common_chunks(source.region, target.region)
-        if len(chunks) == 1:
-            return [(source.first, target.first, size)]
         return [
-            (
-                source.first + source.region.chunk_offset(byte),
-                target.first + target.region.chunk_offset(byte),
-                size,
-            )
-            for byte in chunks
+            (source.first + offsets[0], target.first + offsets[1], size)
+            for _, size, offsets in common_pieces(source.region, target.region)
         ]
 
 

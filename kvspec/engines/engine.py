@@ -35,6 +35,7 @@ from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.sharding import Sharding, check_granularity, explicit_sharding
 from kvspec.ownership.tokens import BlockCyclic
+from kvspec.specs.key_content import Segment
 from kvspec.specs.layer import padded_page
 
 
@@ -48,6 +49,7 @@ class HeldPart:
         units: Number of units that the rank owns.
         states: Rows of one block in memory.
         chunks: Chunks of the content, see `Part`.
+        segments: Where a row stores its bytes, see `kvspec.specs.key_content`.
     """
 
     group: str
@@ -55,6 +57,7 @@ class HeldPart:
     units: int
     states: int
     chunks: int
+    segments: tuple[Segment, ...]
 
 
 def _groups(value: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
@@ -260,9 +263,17 @@ class EngineSpec:
         for group in self.groups:
             for _, layers in group.layers_by_spec:
                 here = [layer for layer in layers if self.stage_of[layer] == rank.pp]
-                for part in group.in_memory(layers[0]).parts:
+                spec = group.in_memory(layers[0])
+                for part in spec.parts:
                     units = len(self.units(group, part, rank))
-                    own = HeldPart(group.name, part.content_bytes, units, part.states, part.chunks)
+                    own = HeldPart(
+                        group=group.name,
+                        content_bytes=part.content_bytes,
+                        units=units,
+                        states=part.states,
+                        chunks=part.chunks,
+                        segments=spec.segments(part.name),
+                    )
                     held.update(((layer, part.name), own) for layer in here if units)
         return held
 

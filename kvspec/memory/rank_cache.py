@@ -155,6 +155,14 @@ class RankCache:
             if key not in seen and key[0] not in excluded:
                 expected = f"a region for each part that {self.rank} has, {'.'.join(key)} too"
                 raise SpecError("regions", sorted(map(".".join, seen)), expected)
+        # Segments follow from the engine, so they are neither sent to peers nor written by hand.
+        regions = tuple(
+            region
+            if region.segments == (segments := held_parts[region.layer, region.part].segments)
+            else attrs.evolve(region, segments=segments)
+            for region in self.regions
+        )
+        object.__setattr__(self, "regions", regions)
         self._check_inside()
         check_separate(
             self.regions,

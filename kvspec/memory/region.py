@@ -1,12 +1,26 @@
 """Describe one part of one layer in memory, and the memory that contains it.
 
-Invariant: a `Region` has a base address, the bytes of a content, four strides and four counts
-(blocks, units, states, chunks). Besides its kind of memory, nothing else affects transfer rows.
+Invariant: a `Region` has a base address, the bytes of a content and their order, four strides and
+four counts (blocks, units, states, chunks). Besides its kind of memory, nothing else affects
+transfer rows.
+
+How it works:
+    Two regions may store the bytes of one content in different orders: in chunks (page formats), or
+    in segments (the order of a key's elements). `common_pieces` cuts a content into pieces that are
+    contiguous in both. In this example, one side stores a key of 4 elements as pairs (a A b B) and
+    the other as halves (a b A B):
+
+        >>> pairs = Region(group="g", layer="l", part="k", base=0, num_blocks=1, block_stride=16,
+        ...     unit_stride=16, state_stride=4, content_bytes=4, units=1, states=4,
+        ...     segments=((0, 1, 2, 2), (1, 1, 2, 2)))
+        >>> common_pieces(pairs, attrs.evolve(pairs, segments=()))
+        ((0, 1, (0, 0)), (1, 1, (2, 1)), (2, 1, (1, 2)), (3, 1, (3, 3)))
 """
 
 from __future__ import annotations
 
-from math import gcd
+from collections.abc import Iterator
+from functools import lru_cache
 
 import attrs
 import numpy as np
@@ -14,6 +28,12 @@ import numpy.typing as npt
 
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, positive_int
+from kvspec.specs.key_content import Segment
+
+# Bytes of a content, number of chunks, bytes from one chunk to the next, and segments.
+_Shape = tuple[int, int, int, tuple[Segment, ...]]
+# First byte of the content, bytes, and the distance from the content's address in each region.
+Piece = tuple[int, int, tuple[int, ...]]
 
 MEMORY_TYPES = ("DRAM", "VRAM")
 
@@ -39,6 +59,8 @@ class Region:
         chunk_stride: Bytes from one chunk to the next.
         memory_type: `DRAM`, or `VRAM` for the memory of a GPU.
         device: Index of the GPU. 0 for `DRAM`.
+        segments: Where a row stores its bytes, see `kvspec.specs.key_content`. `RankCache` sets
+            them from its engine.
 
     >>> keys = Region(group="g", layer="l", part="k", base=1000, num_blocks=4, block_stride=64,
     ...     unit_stride=32, state_stride=8, content_bytes=8, units=2, states=4)
@@ -65,6 +87,7 @@ class Region:
     chunk_stride: int = 0
     memory_type: str = "DRAM"
     device: int = 0
+    segments: tuple[Segment, ...] = ()
 
     def address(self, block: int, unit: int, state: int) -> int:
         """Return the address of one content. *unit* counts the units that the rank holds."""
@@ -81,12 +104,20 @@ class Region:
         return self.content_bytes // self.chunks
 
     def chunk_offset(self, byte: int) -> int:
-        """Return the distance of a *byte* of the content from the address of the content."""
+        """Return the distance of a stored *byte* of the content from the content's address."""
         chunk, rest = divmod(byte, self.chunk_bytes)
         return chunk * self.chunk_stride + rest
 
+    @property
+    def shape(self) -> _Shape:
+        """All that decides where the bytes of a content lie."""
+        return self.content_bytes, self.chunks, self.chunk_stride, self.segments
+
     def locate(self, address: int) -> tuple[int, int, int, int] | None:
-        """Return (block, unit, state, byte) of an *address*, or None if no content lies there."""
+        """Return (block, unit, state, byte) of an *address*, or None if no content lies there.
+
+        The byte is counted as it is stored.
+        """
         rest = address - self.base
         # Each stride covers everything that the smaller strides reach. So the index along the
         # widest axis is known first.
@@ -123,21 +154,62 @@ class Region:
         return range(self.base, last + self.chunk_offset(self.content_bytes - 1) + 1)
 
 
-def common_chunks(one: Region, other: Region) -> tuple[int, tuple[int, ...]]:
-    """Return the longest chunks of a content that are contiguous in both regions.
+def common_pieces(*regions: Region) -> tuple[Piece, ...]:
+    """Return the longest pieces of a content that are contiguous in all *regions*.
+
+    If all regions have equal segments, bytes are counted as they are stored. Otherwise they are
+    counted in the common order.
 
     Returns:
-        The bytes of each chunk, and the first byte of each chunk in the content.
+        For each piece its first byte in the content, its length in bytes, and its distance from
+        the address of the content in each region.
 
     >>> keys = Region(group="g", layer="l", part="k", base=0, num_blocks=1, block_stride=0,
     ...     unit_stride=0, state_stride=2, content_bytes=8, units=1, states=4, chunks=4,
     ...     chunk_stride=8)
     >>> rows = attrs.evolve(keys, state_stride=8, chunks=1)
-    >>> common_chunks(keys, rows)
-    (2, (0, 2, 4, 6))
+    >>> common_pieces(keys, rows)
+    ((0, 2, (0, 0)), (2, 2, (8, 2)), (4, 2, (16, 4)), (6, 2, (24, 6)))
     """
-    size = gcd(one.chunk_bytes, other.chunk_bytes)
-    return size, tuple(range(0, one.content_bytes, size))
+    shapes = [region.shape for region in regions]
+    size = shapes[0][0]
+    if all(shape[1] == 1 and shape[3] == shapes[0][3] for shape in shapes):
+        return ((0, size, (0,) * len(shapes)),)
+    return _common_pieces(tuple(shapes))
+
+
+# Most layers have the same shapes, and a content may have hundreds of pieces.
+@lru_cache(maxsize=1024)
+def _common_pieces(shapes: tuple[_Shape, ...]) -> tuple[Piece, ...]:
+    if len({segments for *_, segments in shapes}) == 1:
+        shapes = tuple((*shape[:3], ()) for shape in shapes)
+    sides = [list(_pieces(shape)) for shape in shapes]
+    starts = sorted({byte for side in sides for byte, _ in side})
+    offsets = []
+    for side in sides:
+        # The last piece that begins at or before each start contains it.
+        index = np.searchsorted([byte for byte, _ in side], starts, "right") - 1
+        pieces = [side[at] for at in index.tolist()]
+        offsets.append(
+            [at + start - byte for start, (byte, at) in zip(starts, pieces, strict=True)]
+        )
+    sizes = np.diff(starts, append=shapes[0][0]).tolist()
+    return tuple(zip(starts, sizes, zip(*offsets, strict=True), strict=True))
+
+
+def _pieces(shape: _Shape) -> Iterator[tuple[int, int]]:
+    """Yield where the contiguous pieces of one content begin: byte of the content, and distance."""
+    content, chunks, chunk_stride, segments = shape
+    chunk_bytes, byte = content // chunks, 0
+    for start, size, count, stride in segments or ((0, content, 1, content),):
+        for stored in range(start, start + count * stride, stride):
+            # A chunk may end inside of an element's run.
+            at = stored
+            while at < stored + size:
+                chunk, rest = divmod(at, chunk_bytes)
+                yield byte, chunk * chunk_stride + rest
+                step = min(chunk_bytes - rest, stored + size - at)
+                byte, at = byte + step, at + step
 
 
 @attrs.frozen

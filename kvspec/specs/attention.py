@@ -38,7 +38,14 @@ from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.part import Part
 from kvspec.specs.formats import PLAIN, chunks_of, is_opaque, page_format
-from kvspec.specs.key_content import KeyContent, digest_or_none, key_content
+from kvspec.specs.key_content import (
+    KeyContent,
+    Segment,
+    common_content,
+    digest_or_none,
+    key_content,
+    segments_of,
+)
 from kvspec.specs.layer import LayerSpec, is_count, is_flag, is_size, is_size_or_none
 
 
@@ -99,6 +106,45 @@ class AttentionSpec(LayerSpec):
         # The parts of a plain page are valid if its fields are. Computing them takes time.
         if self.page_format != PLAIN or self.state_content_bytes is not None:
             self._check_parts(tuple(part.name for part in self.parts))
+
+    @property
+    def common_key_content(self) -> KeyContent | None:
+        """The key content that both engines must have, see `kvspec.specs.key_content`.
+
+        It is `key_content` itself if kvspec cannot change the order of its elements.
+        """
+        if self.key_content is None or self._key_part is None:
+            return self.key_content
+        return common_content(self.key_content, self.head_size, latent=self._is_latent)
+
+    def segments(self, part: str) -> tuple[Segment, ...]:
+        """Return where a row of *part* stores its bytes, see `kvspec.specs.key_content`."""
+        if self.key_content is None or part != self._key_part:
+            return ()
+        size = itemsize(self.dtype)
+        return segments_of(self.key_content, self.head_size, size, latent=self._is_latent)
+
+    @cached_property
+    def _key_part(self) -> str | None:
+        """The name of the part whose elements kvspec can reorder, or None.
+
+        Each row of the part must be one key of one token.
+        """
+        name = "latent" if self._is_latent else "k"
+        part = next((part for part in self.parts if part.name == name), None)
+        if part is None or part.tokens_per_state != 1 or not self._reorders_elements:
+            return None
+        return name if part.content_bytes == self.head_size * itemsize(self.dtype) else None
+
+    @property
+    def _reorders_elements(self) -> bool:
+        """Whether an element keeps its meaning if it is stored at another place of its row."""
+        return not self.spans_heads
+
+    @property
+    def _is_latent(self) -> bool:
+        """Whether a row is a latent row of MLA."""
+        return False
 
     def _check_parts(self, names: tuple[str, ...]) -> None:
         """Check that parts of these *names* can have the format and the packing of the spec."""
@@ -245,6 +291,12 @@ class FullAttentionSpec(AttentionSpec):
         return self._in_format(parts)
 
     @property
+    def _reorders_elements(self) -> bool:
+        # A scale of a part of a row belongs to adjacent elements, and NVFP4 has two in a byte.
+        has_one_scale = self.elements_per_scale in (None, self.head_size)
+        return has_one_scale and super()._reorders_elements
+
+    @property
     def _value_size(self) -> int:
         return self.head_size if self.head_size_v is None else self.head_size_v
 
@@ -349,6 +401,10 @@ class MLAAttentionSpec(AttentionSpec):
     def parts(self) -> tuple[Part, ...]:
         """The latent vector, with one unit."""
         return self._rows(1, latent=self.head_size)
+
+    @property
+    def _is_latent(self) -> bool:
+        return True
 
 
 @attrs.frozen(kw_only=True, slots=False)

@@ -13,6 +13,20 @@ How it works:
         pairs       a A b B c C x y     GPT-J, interleaved: element 2i with 2i + 1
 
     A row of MLA has a latent part and a rotated part. Either of them may be the first.
+
+    kvspec moves halves to pairs, and a rotated part at one end of a latent row to the other end. It
+    numbers the bytes of a row in a *common order*: halves, and in MLA the rotated part last.
+    `segments_of` describes where the row stores them. A segment is (start, size, count, stride) in
+    bytes. The example above with one byte for each element, stored in pairs:
+
+        common byte     0 1 2           3 4 5           6 7
+        element         a b c           A B C           x y
+        stored byte     0 2 4           1 3 5           6 7
+        segment         (0, 1, 3, 2)    (1, 1, 3, 2)    (6, 2, 1, 2)
+
+    >>> content = KeyContent(rotary="pairs", rotary_size=6)
+    >>> segments_of(content, elements=8, itemsize=1, latent=False)
+    ((0, 1, 3, 2), (1, 1, 3, 2), (6, 2, 1, 2))
 """
 
 from __future__ import annotations
@@ -27,6 +41,10 @@ import numpy as np
 
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, instance, mapping, positive_int
+
+# The bytes `start + i * stride` to `start + i * stride + size`, for i from 0 to `count - 1`: start,
+# size, count, stride.
+Segment = tuple[int, int, int, int]
 
 NONE, HALVES, PAIRS = "none", "halves", "pairs"
 ROTARY = (NONE, HALVES, PAIRS)
@@ -85,6 +103,54 @@ class KeyContent:
     def rotary_stop(self) -> int:
         """The element after the last rotated element."""
         return self.rotary_start + self.rotary_size
+
+
+def common_content(content: KeyContent, elements: int, *, latent: bool) -> KeyContent:
+    """Return what *content* means in the common order.
+
+    Args:
+        content: The content of a row of *elements* elements. Its order can be changed.
+        elements: Elements of the row.
+        latent: Whether the row is a latent row of MLA.
+
+    >>> content = KeyContent(rotary="pairs", rotary_size=2)
+    >>> common = common_content(content, 8, latent=True)
+    >>> common.rotary, common.rotary_start
+    ('halves', 6)
+    """
+    if content.rotary == NONE:
+        return content
+    start = content.rotary_start
+    # A rotated part in the middle of a latent row would divide the latent part in an unknown way.
+    if latent and start == 0:
+        start = elements - content.rotary_size
+    return attrs.evolve(content, rotary=HALVES, rotary_start=start)
+
+
+def segments_of(
+    content: KeyContent, elements: int, itemsize: int, *, latent: bool
+) -> tuple[Segment, ...]:
+    """Return where a row stores its bytes, in the common order. Empty if it is stored in it.
+
+    Args:
+        content: The content of the row.
+        elements: Elements of the row.
+        itemsize: Bytes of one element.
+        latent: Whether the row is a latent row of MLA.
+    """
+    if content == common_content(content, elements, latent=latent):
+        return ()
+    first, stop, step = (
+        at * itemsize for at in (content.rotary_start, content.rotary_stop, elements)
+    )
+    before, behind = (0, first, 1, first), (stop, step - stop, 1, step - stop)
+    rotated: list[Segment] = [(first, stop - first, 1, stop - first)]
+    if content.rotary == PAIRS:
+        count = content.rotary_size // 2
+        rotated = [(first + at, itemsize, count, 2 * itemsize) for at in (0, itemsize)]
+    moves_last = latent and content.rotary_start == 0
+    segments = [behind, *rotated] if moves_last else [before, *rotated, behind]
+    return tuple(segment for segment in segments if segment[1])
 
 
 def key_content(value: object) -> KeyContent | None:

@@ -31,6 +31,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Role, tp
 from kvspec.ownership.sharding import even_sharding
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.specs.formats import PLAIN, is_opaque
+from kvspec.specs.key_content import Segment
 
 # Fields that determine where bytes lie and how long they are kept, but not their meaning. The two
 # engines may differ in them.
@@ -74,7 +75,8 @@ def meaning(spec: LayerSpec, field: str) -> object:
     """Return the value of a field in a canonical form, so that two specs can be compared.
 
     None becomes the value of the field that `UNLESS_GIVEN` lists. All known page formats become
-    "plain", because kvspec converts between them.
+    "plain", and the orders of keys that kvspec can change become one, because kvspec converts
+    between them.
 
     Args:
         spec: The spec of one layer.
@@ -89,6 +91,8 @@ def meaning(spec: LayerSpec, field: str) -> object:
     value = getattr(spec, field)
     if field == "page_format":
         return value if is_opaque(value) else PLAIN
+    if field == "key_content":
+        return getattr(spec, "common_key_content", value)
     return getattr(spec, UNLESS_GIVEN[field]) if value is None and field in UNLESS_GIVEN else value
 
 
@@ -130,6 +134,13 @@ class LayerSpec:
     def parts(self) -> tuple[Part, ...]:
         """The named arrays of one block, with the units of the whole model."""
         raise NotImplementedError
+
+    def segments(self, part: str) -> tuple[Segment, ...]:  # noqa: ARG002
+        """Return where a row of *part* stores its bytes, see `kvspec.specs.key_content`.
+
+        Empty if the row is stored in the common order, or in an order that kvspec does not know.
+        """
+        return ()
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ How it works:
     >>> views["g", "l", "k"][0].tolist()  # [head][row][byte] of block 0
     [[[0], [4]], [[2], [6]]]
 
-    `page_format` changes the order of bytes inside the page of a head. `Ordered` hides that order.
+    `page_format` changes the order of bytes inside the page of a head, and `key_content` the order
+    of elements inside a row. `Ordered` hides both orders.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from kvspec.engines.group import KVCacheGroup
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
+    from kvspec.specs import KeyContent
 
 Bytes = NDArray[np.uint8]
 
@@ -54,37 +56,34 @@ X_BYTES = 16
 
 
 class Ordered:
-    """An array of shape (B, H, N, C), whose bytes lie in another order inside of each page.
+    """An array of shape (B, H, N, C), whose bytes lie in another order in memory.
 
     It supports the indexing and assignment of an array. No strides of numpy can express the order.
 
     Attributes:
-        pages: Array of shape (B, H, bytes in the page of a head).
-        order: Array of shape (N, C): the place of each byte of each row in the page.
-        together: Number of adjacent bytes of a row.
+        memory: Any array that contains the bytes.
+        places: Array of shape (B, H, N, C): the place of each byte in the flattened *memory*.
         shape: (B, H, N, C).
     """
 
-    def __init__(self, pages: Bytes, order: NDArray[np.int64], together: int) -> None:
-        self.pages, self.order, self.together = pages, order, together
-        self.shape = (*pages.shape[:2], *order.shape)
+    def __init__(self, memory: Bytes, places: NDArray[np.int64]) -> None:
+        self.memory, self.places, self.shape = memory, places, places.shape
 
     def _at(self, key: Any) -> tuple[NDArray[np.intp], ...]:  # noqa: ANN401
-        numbers = np.arange(self.pages.size).reshape(self.pages.shape)[:, :, self.order]
-        return np.unravel_index(numbers[key], self.pages.shape)
+        return np.unravel_index(self.places[key], self.memory.shape)
 
     def __getitem__(self, key: Any) -> Bytes:  # noqa: ANN401
-        return self.pages[self._at(key)]
+        return self.memory[self._at(key)]
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401
-        self.pages[self._at(key)] = value
+        self.memory[self._at(key)] = value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Bytes:  # noqa: ANN401, FBT001
         del copy
-        return np.asarray(self.pages[:, :, self.order], dtype)
+        return np.asarray(self[:], dtype)
 
     def __len__(self) -> int:
-        return len(self.pages)
+        return len(self.places)
 
     def transpose(self, *order: Any) -> Bytes:  # noqa: ANN401
         """Return the array transposed, as a copy."""
@@ -291,7 +290,56 @@ def _in_format(group: KVCacheGroup, plane: _Plane, view: Bytes) -> Bytes | Order
         )
     shape = (*view.shape[:2], order.size)
     strides = (*view.strides[:2], view.itemsize)
-    return Ordered(np.lib.stride_tricks.as_strided(view, shape, strides), order, together)
+    pages = np.lib.stride_tricks.as_strided(view, shape, strides)
+    return Ordered(pages, _places(pages)[:, :, order])
+
+
+def _places(array: Bytes) -> NDArray[np.int64]:
+    return np.arange(array.size).reshape(array.shape)
+
+
+def stored_elements(content: KeyContent, elements: int, *, latent: bool) -> list[int]:
+    """Return where a row stores each element, by its number in the common order.
+
+    The common order has halves. If the rotated part of a latent row is first, it moves to the end.
+
+    >>> import kvspec
+    >>> pairs = kvspec.KeyContent(rotary="pairs", rotary_size=4)
+    >>> stored_elements(pairs, 5, latent=False), stored_elements(pairs, 5, latent=True)
+    ([0, 2, 1, 3, 4], [4, 0, 2, 1, 3])
+    """
+    half = content.rotary_size // 2
+    rotated = range(content.rotary_start, content.rotary_start + content.rotary_size)
+
+    def half_and_pair(stored: int) -> tuple[int, int]:
+        place = stored - rotated.start
+        return divmod(place, half) if content.rotary == "halves" else (place % 2, place // 2)
+
+    ordered = sorted(rotated, key=half_and_pair)
+    others = [place for place in range(elements) if place not in rotated]
+    at = len(others) if latent and not rotated.start else rotated.start
+    return others[:at] + ordered + others[at:]
+
+
+def in_common_order(engine: EngineSpec, views: Views) -> Views:
+    """Return *views* with the bytes of each row in the common order of `stored_elements`.
+
+    Rows that are opaque bytes keep their order.
+    """
+    ordered = dict(views)
+    for (name, layer, part), view in views.items():
+        spec: Any = engine.group(name).spec.of_layer(layer)
+        content, latent = getattr(spec, "key_content", None), part == "latent"
+        if content is None or part not in ("k", "latent") or content.rotary == "none":
+            continue
+        order = stored_elements(content, spec.head_size, latent=latent)
+        size = view.shape[3] // spec.head_size
+        stored = (np.array(order)[:, None] * size + np.arange(size)).ravel()
+        if isinstance(view, Ordered):
+            ordered[name, layer, part] = Ordered(view.memory, view.places[..., stored])
+        elif order != sorted(order):
+            ordered[name, layer, part] = Ordered(view, _places(view)[..., stored])
+    return ordered
 
 
 def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks) -> Views:
@@ -305,7 +353,8 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
 
     Returns:
         Arrays by (group, layer, part). They are writable views of *storage* with the shape (blocks
-        in memory, units of the rank, rows of a block in memory, bytes of a row).
+        in memory, units of the rank, rows of a block in memory, bytes of a row). The bytes of a
+        row are in the common order, so that rows of two engines with equal content are equal.
 
     Raises:
         ValueError: If the storage has another size, or the layout is impossible for the group.
@@ -334,4 +383,4 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
         flat = flat[: _group_bytes(group, planes)] if shared else flat
         for plane, view in _carve_group(flat, letters, group, planes):
             views[group.name, plane.layer, plane.part.name] = _in_format(group, plane, view)
-    return views
+    return in_common_order(engine, views)

@@ -52,7 +52,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvspec.testing.carve import Blocks, Bytes, Storage, Views, logical_views
+from kvspec.testing.carve import Blocks, Bytes, Storage, Views, in_common_order, logical_views
 from kvspec.testing.positions import Rows, Tables, rows_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,9 @@ def content_of(rows: Rows, seed: int) -> Bytes:
 
 def _views(engine: EngineSpec, rank: RankId, storage: Storage, blocks: Blocks | ViewsOf) -> Views:
     """Return the arrays of *storage*, cut by the layout letters or by the function *blocks*."""
-    return blocks(storage) if callable(blocks) else logical_views(engine, rank, storage, blocks)
+    if callable(blocks):
+        return in_common_order(engine, blocks(storage))
+    return logical_views(engine, rank, storage, blocks)
 
 
 def _random(storage: Storage, rank: RankId, seed: int) -> None:
