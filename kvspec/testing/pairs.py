@@ -1,12 +1,13 @@
 """Draw pairs of engines that serve one model.
 
 The two engines of a pair have the same layers with the same content. All else may differ: groups,
-ranks, shardings, blocks, layouts and draft layers.
+ranks, shardings, blocks, layouts, the order of rotated elements, and draft layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KeyContent,
     LayerSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -25,6 +27,7 @@ from kvspec.specs import (
 )
 from kvspec.testing.engines import engines, groups
 from kvspec.testing.kinds import KINDS
+from kvspec.testing.meaning import may_rotate, reorders
 from kvspec.testing.parallels import SHAPES, sample
 
 
@@ -71,6 +74,44 @@ def _kept(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup,
             spec = whole(**{name: getattr(spec, name) for name in names})
         kept.append(attrs.evolve(group, spec=spec))
     return tuple(kept)
+
+
+@st.composite
+def _meant(
+    draw: st.DrawFn, model: Sequence[KVCacheGroup]
+) -> tuple[tuple[KVCacheGroup, ...], tuple[KVCacheGroup, ...]]:
+    """Draw what the keys of both engines mean, often in two orders of the rotated elements."""
+    sides: tuple[list[KVCacheGroup], list[KVCacheGroup]] = [], []
+    for group in model:
+        layers = group.spec.layers
+        drawn = {layer: draw(meant_spec(group.spec.of_layer(layer))) for layer in layers or ("",)}
+        for side, number in zip(sides, (0, 1), strict=True):
+            specs = {layer: pair[number] for layer, pair in drawn.items()}
+            spec = UniformTypeKVCacheSpecs(specs=specs) if layers else specs[""]
+            side.append(attrs.evolve(group, spec=spec))
+    return tuple(sides[0]), tuple(sides[1])
+
+
+@st.composite
+def meant_spec(draw: st.DrawFn, spec: LayerSpec) -> tuple[LayerSpec, LayerSpec]:
+    """Draw a key content for each side of a layer. Both are equal if no order can be changed."""
+    if not may_rotate(spec) or draw(st.booleans()):
+        return spec, spec
+    size = 2 * draw(st.integers(1, spec.head_size // 2))
+    latent = isinstance(spec, MLAAttentionSpec)
+    ends = (0, spec.head_size - size)
+    start = draw(st.integers(*ends))
+    normalized = draw(st.booleans())
+    orders = [
+        KeyContent(rotary=rotary, rotary_start=at, rotary_size=size, normalized=normalized)
+        for rotary in ("halves", "pairs")
+        for at in (ends if latent else (start,))
+    ]
+    contents = draw(sample(*product(orders, orders)))
+    if not reorders(spec):
+        contents = contents[0], contents[0]
+    first, second = (attrs.evolve(spec, key_content=content) for content in contents)
+    return first, second
 
 
 # The spec of an engine that keeps all tokens of a layer, by the spec of the model.
@@ -142,6 +183,9 @@ def engine_pairs(
     of_producer, of_consumer = draw(SHAPES)
     if of_producer.sharded:
         model = tuple(draw(_few_heads(group)) for group in model)
-    sides = [draw(_drafted(draw(_regrouped(draw(_kept(model)), side)))) for side in "PD"]
+    sides = [
+        draw(_drafted(draw(_regrouped(draw(_kept(meant)), side))))
+        for side, meant in zip("PD", draw(_meant(model)), strict=True)
+    ]
     producer = draw(engines(sides[0], largest, shape=of_producer))
     return producer, draw(engines(sides[1], largest, shape=of_consumer))

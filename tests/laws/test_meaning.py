@@ -5,6 +5,7 @@ The tests compute the place of each element in the way that each engine's own ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from builders import case, engine, gqa, mla, request
+from hypothesis import Phase, given, settings
 from refused import refusal
 from ways import check_every_way
 
@@ -20,8 +22,10 @@ import kvspec
 from kvspec import KeyContent, RankId
 from kvspec.check.digests import differing, digest, wanted
 from kvspec.draw import plan_svg, table_svg
-from kvspec.testing import Case
-from kvspec.testing.world import described, world
+from kvspec.testing import Case, strategies
+from kvspec.testing.laws import KVSPEC, LAWS, System
+from kvspec.testing.pairs import meant_spec
+from kvspec.testing.world import Copy, World, described, world
 
 HALVES = KeyContent(rotary="halves", rotary_size=8)
 PAIRS = attrs.evolve(HALVES, rotary="pairs")
@@ -210,3 +214,90 @@ def test_orders_that_cannot_be_changed_are_refused(spec: Any, other: dict[str, i
     error = refusal(lambda: kvspec.plan_transfer(*sides), kvspec.MismatchError)
     found = [(each.field, each.producer, each.consumer) for each in error.mismatches]
     assert [("l.key_content", *contents)] == found
+
+
+@pytest.mark.parametrize("spec", [gqa(2), mla(head_size=4), gqa(2, tokens_per_state=2)])
+def test_strategies_draw_every_pair_of_orders(spec: Any) -> None:
+    """The laws check only orders that are drawn. A compressed row keeps its order."""
+    seen: set[tuple[str, str]] = set()
+
+    @given(meant_spec(spec))
+    @settings(max_examples=400, phases=[Phase.generate], database=None, derandomize=True)
+    def look(drawn: tuple[Any, Any]) -> None:
+        contents = [each.key_content for each in drawn]
+        if None not in contents:
+            assert not kvspec.mismatches(*map(engine, drawn))
+            first, second = (f"{one.rotary} {one.rotary_start > 0}" for one in contents)
+            seen.add((first, second))
+
+    look()
+    orders = [f"{rotary} {late}" for rotary in ("halves", "pairs") for late in (False, True)]
+    expected = set(product(orders, orders))
+    if spec.parts[0].name == "k":
+        # Only latent rows may have their rotated part at another place.
+        expected = {pair for pair in expected if pair[0].split()[1] == pair[1].split()[1]}
+    if spec.tokens_per_state > 1:
+        expected = {(order, order) for order in orders}
+    assert expected == seen
+
+
+LAW = LAWS[13]
+MOVER = attrs.evolve(KVSPEC, moves=None, tells=None, steps=None)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(strategies.cases(["full", "MLA", "sliding window", "uniform", "full, with scales"], 3))
+def test_kvspec_keeps_law_of_meaning(drawn: Case) -> None:
+    """Halves and pairs are delivered in order. Any other meaning is refused."""
+    LAW.check(MOVER, drawn)
+
+
+def unaware(engines: Callable[[kvspec.EngineSpec], kvspec.EngineSpec]) -> System:
+    """Return kvspec between engines that *engines* changed before."""
+
+    def copies(here: World, producer: RankId, consumer: RankId) -> list[Copy]:
+        caches = [
+            kvspec.RankCache(engines(cache.engine), rank, cache.regions, cache.memory)
+            for cache, rank in (
+                (here.producers[producer][0], producer),
+                (here.consumers[consumer][0], consumer),
+            )
+        ]
+        plan = kvspec.plan_transfer(*(cache.engine for cache in caches))
+        return described(kvspec.build_table(plan, *caches), here.case.request)
+
+    return System(name="unaware", descriptors=copies)
+
+
+def without(engine: kvspec.EngineSpec, **fields: None) -> kvspec.EngineSpec:
+    """Return *engine*, whose specs have no *fields*."""
+    groups = [attrs.evolve(g, spec=attrs.evolve(g.spec, **fields)) for g in engine.groups]
+    return attrs.evolve(engine, groups=groups)
+
+
+UNSTATED: list[Callable[[kvspec.EngineSpec], kvspec.EngineSpec]] = [
+    lambda one: without(one, key_content=None),
+    lambda one: without(one, scales_digest=None),
+    lambda one: attrs.evolve(one, model=None),
+]
+
+
+@pytest.mark.parametrize("forget", UNSTATED, ids=["key_content", "scales_digest", "model"])
+def test_law_of_meaning_finds_system_that_ignores_a_meaning(forget: Any) -> None:
+    """The law tries another change for each length of the prompt."""
+    plain = engine(gqa(2, block_size=4))
+    faults = [
+        list(LAW.faults(unaware(forget), transfer(plain, plain, tokens))) for tokens in range(4, 12)
+    ]
+    assert any(faults)
+    assert not any(
+        list(LAW.faults(unaware(lambda one: one), transfer(plain, plain, tokens)))
+        for tokens in range(4, 12)
+    )
+
+
+def test_law_of_meaning_finds_row_that_moved_as_it_is() -> None:
+    """The first wrong byte is that of element 1, which is element 2 of the producer's row."""
+    plain = engine(mla(block_size=4, head_size=4, dtype="uint8"))
+    fault = next(LAW.faults(unaware(UNSTATED[0]), transfer(plain, plain, 4)))
+    assert "byte 1:" in fault

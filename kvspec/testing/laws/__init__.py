@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvspec.testing.laws import copies, long_runs, moves, refusal, steps
+from kvspec.testing.laws import copies, long_runs, meaning, moves, refusal, steps
 from kvspec.testing.laws.system import KVSPEC, Move, System, Trial
 from kvspec.testing.world import PreparedLists
 
@@ -210,6 +210,13 @@ LAWS = (
         "For any schedule by layer and by token, the steps together move the whole request. No byte"
         " moves twice, and no byte moves before it was written.",
         (steps.steps,),
+    ),
+    Law(
+        14,
+        "equality of meaning",
+        "If two engines have equal shapes and different meanings, a system refuses the transfer, or"
+        " delivers each element where its meaning is. It never moves such bytes as they are.",
+        (meaning.meaning,),
     ),
 )
 """All laws, in the order of their numbers."""

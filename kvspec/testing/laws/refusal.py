@@ -47,7 +47,7 @@ def of_models(trial: Trial) -> Iterator[str]:
     if trial.system.moves is None and not any(trial.system.ways()):
         return
     for name, what, wrong in _other_models(trial.case):
-        yield from _accepted(name, what, Trial(trial.system, wrong))
+        yield from accepted(name, what, Trial(trial.system, wrong))
 
 
 def of_requests(trial: Trial) -> Iterator[str]:
@@ -56,10 +56,10 @@ def of_requests(trial: Trial) -> Iterator[str]:
         return
     for name, what, change in (*_wrong_requests(trial.case), *_shared_blocks(trial.case)):
         wrong = attrs.evolve(trial.case.request, **change)
-        yield from _accepted(name, what, trial.asking(wrong))
+        yield from accepted(name, what, trial.asking(wrong))
 
 
-def _accepted(name: str, what: str, wrong: Trial) -> Iterator[str]:
+def accepted(name: str, what: str, wrong: Trial) -> Iterator[str]:
     """Yield a difference unless the system refuses *wrong* with an error that contains *name*."""
     try:
         wrong.moves("consumer")

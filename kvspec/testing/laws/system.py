@@ -9,8 +9,8 @@ How it works:
         question       answer                                                laws
         moves          which rank reads which units of which rank            1, 3, 5, 6
         tells          which consumer rank notifies which producer rank      7
-        descriptors    copies as (producer address, consumer address, n)     1, 4, 8, 9, 10, 11
-        prepared       rows and ids, as NIXL prepares them                   1, 4, 8, 9, 10, 11
+        descriptors    copies as (producer address, consumer address, n)     1, 4, 8, 9, 10, 11, 14
+        prepared       rows and ids, as NIXL prepares them                   1, 4, 8, 9, 10, 11, 14
         steps          copies of one step of a schedule                      13
 
     The laws of bytes allocate real memory for a case (`World`), and execute the copies there.
