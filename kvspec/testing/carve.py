@@ -63,11 +63,13 @@ class Ordered:
     Attributes:
         memory: Any array that contains the bytes.
         places: Array of shape (B, H, N, C): the place of each byte in the flattened *memory*.
+        together: Number of adjacent bytes of a row in a page, or 0 if the page has whole rows.
         shape: (B, H, N, C).
     """
 
-    def __init__(self, memory: Bytes, places: NDArray[np.int64]) -> None:
-        self.memory, self.places, self.shape = memory, places, places.shape
+    def __init__(self, memory: Bytes, places: NDArray[np.int64], together: int = 0) -> None:
+        self.memory, self.places, self.together = memory, places, together
+        self.shape = places.shape
 
     def _at(self, key: Any) -> tuple[NDArray[np.intp], ...]:  # noqa: ANN401
         return np.unravel_index(self.places[key], self.memory.shape)
@@ -291,7 +293,7 @@ def _in_format(group: KVCacheGroup, plane: _Plane, view: Bytes) -> Bytes | Order
     shape = (*view.shape[:2], order.size)
     strides = (*view.strides[:2], view.itemsize)
     pages = np.lib.stride_tricks.as_strided(view, shape, strides)
-    return Ordered(pages, _places(pages)[:, :, order])
+    return Ordered(pages, _places(pages)[:, :, order], together)
 
 
 def _places(array: Bytes) -> NDArray[np.int64]:
@@ -370,6 +372,11 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
     >>> sorted(views), views["full", "layers.0", "k"].shape
     ([('full', 'layers.0', 'k'), ('full', 'layers.0', 'v')], (4, 8, 16, 128))
     """
+    return in_common_order(engine, stored_views(engine, rank, storage, num_blocks))
+
+
+def stored_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks) -> Views:
+    """Return what `logical_views` returns, with the bytes of each row in the order in memory."""
     views: Views = {}
     shared = len({id(flat) for flat in storage.values()}) < len(storage)
     for group in engine.groups:
@@ -383,4 +390,4 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
         flat = flat[: _group_bytes(group, planes)] if shared else flat
         for plane, view in _carve_group(flat, letters, group, planes):
             views[group.name, plane.layer, plane.part.name] = _in_format(group, plane, view)
-    return in_common_order(engine, views)
+    return views

@@ -27,8 +27,8 @@ from kvspec.specs import (
 )
 from kvspec.testing.engines import engines, groups
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.meaning import may_rotate, reorders
 from kvspec.testing.parallels import SHAPES, sample
+from kvspec.testing.rotary import may_rotate, reorders
 
 
 @st.composite

@@ -17,7 +17,7 @@ import kvspec
 from kvspec.check.counting import rank_layers, rank_units, shard_units
 from kvspec.specs import AttentionSpec
 from kvspec.testing import strategies
-from kvspec.testing.carve import logical_views
+from kvspec.testing.carve import logical_views, stored_views
 from kvspec.testing.parallels import is_state
 
 RANK = kvspec.RankId()
@@ -138,7 +138,7 @@ def test_logical_views_agree_with_a_walk_over_all_bytes(
             walk = Walk(engine, rank, group, layers, blocks, split_of(group))
             walked[group.name] = list(walk)
             storage[group.name] = np.zeros(len(walked[group.name]), np.uint8)
-    views = logical_views(engine, rank, storage, blocks)
+    views = stored_views(engine, rank, storage, blocks)
     for name, counted in walked.items():
         marks = [0 if at is None else number % 251 for number, at in enumerate(counted, 1)]
         for mark, at in zip(marks, counted, strict=True):

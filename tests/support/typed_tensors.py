@@ -1,6 +1,6 @@
 """Turn the storage of a rank into tensors like those of a serving engine.
 
-Invariant: the place of each byte comes from `carve.logical_views`, never from the library.
+Invariant: the place of each byte comes from `carve.stored_views`, never from the library.
 
 How it works:
     Engines store the same bytes in different tensors: one for keys and values or two, typed or
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.testing.carve import Blocks, Bytes, Ordered, Storage, logical_views
+from kvspec.testing.carve import Blocks, Bytes, Ordered, Storage, stored_views
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
@@ -50,7 +50,7 @@ def typed_tensors(
     The dimensions are block, unit, row and content. A tensor of several parts has another first
     dimension for the parts. A tensor of a state has the units of all its parts in one dimension.
     """
-    views = logical_views(engine, rank, storage, num_blocks)
+    views = stored_views(engine, rank, storage, num_blocks)
     tensors: dict[str, dict[str, Any]] = {}
     cut = {part for (_, _, part), view in views.items() if isinstance(view, Ordered)}
     names = {part.name: part.tensor for group in engine.groups for part in group.own_parts}
@@ -85,7 +85,7 @@ def raw_pages(
 
     Layers of which *rank* holds no unit are missing. The padding of a page is not included.
     """
-    views = logical_views(engine, rank, storage, num_blocks)
+    views = stored_views(engine, rank, storage, num_blocks)
     pages: dict[str, Bytes] = {}
     for group in engine.groups:
         for layer in group.layers:
@@ -181,7 +181,7 @@ def _in_chunks(part: Part, array: Any) -> _Array:
     """Return a part of shape (block, unit, chunk, row, bytes). Uncut rows have one chunk."""
     if not isinstance(array, Ordered):
         return part.name, "BHPNC", array[:, :, None], part.dtype
-    pages, (rows, content) = array.pages, array.order.shape
+    pages, (rows, content) = array.memory, array.shape[2:]
     size = array.together
     shape = (*pages.shape[:2], content // size, rows, size)
     strides = (*pages.strides[:2], rows * size, size, 1)

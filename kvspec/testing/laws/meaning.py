@@ -28,7 +28,7 @@ from kvspec.specs import KeyContent, LayerSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.laws.owners import targets
 from kvspec.testing.laws.refusal import accepted
 from kvspec.testing.laws.system import Trial, deliver
-from kvspec.testing.meaning import may_rotate, reorders
+from kvspec.testing.rotary import may_rotate, reorders
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
