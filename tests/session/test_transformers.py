@@ -384,6 +384,42 @@ def test_load_from_another_model_is_refused_by_name(consumer: Any, fields: set[s
         assert all(32 == len(free) for free in loading._buffer._free.values())
 
 
+def turned_in_pairs(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
+    """Return *q* and *k* with elements 2i and 2i + 1 rotated together."""
+    cos, sin = (x[..., : x.shape[-1] // 2].unsqueeze(unsqueeze_dim) for x in (cos, sin))
+
+    def turned(x: Any) -> Any:
+        one, other = x[..., ::2], x[..., 1::2]
+        return torch.stack((one * cos - other * sin, other * cos + one * sin), -1).flatten(-2)
+
+    return turned(q), turned(k)
+
+
+def test_keys_in_pairs_are_equal_to_keys_in_halves_after_a_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two models compute the same function. Their stored keys differ by a permutation."""
+    halves, pairs, prompt = network_of("llama"), network_of("llama"), prompt_of(29)
+    alone, expected = generated(halves, prompt)
+    with torch.no_grad():
+        for layer in pairs.model.layers:
+            for weight in (layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight):
+                own = weight.view(-1, 2, 4, weight.shape[1])
+                weight.copy_(own.transpose(1, 2).reshape(weight.shape))
+    cache = transformers.DynamicCache(config=halves.config)
+    with FakeNixl(), side("d", halves, block_size=8) as (loading, consumer):
+        with monkeypatch.context() as patched:
+            module = transformers.models.llama.modeling_llama
+            patched.setattr(module, "apply_rotary_pos_emb", turned_in_pairs)
+            with side("p", pairs) as (held, producer):
+                assert "pairs" == held.engine.groups[0].spec.key_content.rotary
+                ticket = held.hold(producer, "r", prompt)
+                loading.load(consumer, ticket, prompt, cache)
+        found, logprobs = generated(halves, prompt, cache)
+    assert alone == found
+    assert (logprobs - expected).abs().max() < 1e-5
+
+
 @pytest.mark.nixl
 def test_example_of_the_page_loads_and_generates() -> None:
     """It runs over real NIXL. The tokens are those of the model alone."""
