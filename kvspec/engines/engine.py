@@ -79,8 +79,6 @@ class EngineSpec:
         null_block: Id in block tables that means "no block", or None if the engine has no such id.
             It replaces a block when all its tokens are outside the sliding window. vLLM uses 0
             (`BlockPool.null_block`). This block is never read or written.
-        model: Identity of the model and its revision, or None if it is not stated. If one engine
-            states it, both engines must have the same.
 
     >>> from kvspec import MLAAttentionSpec
     >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
@@ -94,7 +92,6 @@ class EngineSpec:
     parallel: ParallelConfig = attrs.field(factory=ParallelConfig)
     layout: str = attrs.field(default="LBHNC", converter=without_alias)
     null_block: int | None = None
-    model: str | None = None
     # The explicit shardings of groups after their check. They follow from the other fields, so they
     # take no part in comparisons.
     _checked_shardings: dict[tuple[str, str, int], Sharding] = attrs.field(
@@ -108,8 +105,6 @@ class EngineSpec:
         instance("parallel", self.parallel, ParallelConfig)
         if self.null_block is not None:
             positive_int("null_block", self.null_block, least=0)
-        if self.model is not None and not instance("model", self.model, str):
-            raise SpecError("model", self.model, "a non-empty str, or None")
         names: set[str] = set()
         homes: dict[str, str] = {}
         for group in self.groups:

@@ -52,10 +52,6 @@ def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ..
     """
     instance("producer", producer, EngineSpec)
     instance("consumer", consumer, EngineSpec)
-    engines: list[Mismatch] = []
-    if producer.model != consumer.model:
-        why = "other weights make other caches, and None differs from any model"
-        engines.append(Mismatch("model", producer.model, consumer.model, why))
     found: dict[object, tuple[Mismatch, list[str]]] = {}
     compared: dict[tuple[int, int], list[Mismatch]] = {}
     excluded = {*producer.excluded, *consumer.excluded}
@@ -74,12 +70,9 @@ def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ..
         for mismatch in compared[pair]:
             key = (mismatch.field, repr(mismatch.producer), repr(mismatch.consumer))
             found.setdefault(key, (mismatch, []))[1].append(layer)
-    return (
-        *engines,
-        *(
-            attrs.evolve(mismatch, field=f"{_layer_names(layers)}.{mismatch.field}")
-            for mismatch, layers in found.values()
-        ),
+    return tuple(
+        attrs.evolve(mismatch, field=f"{_layer_names(layers)}.{mismatch.field}")
+        for mismatch, layers in found.values()
     )
 
 

@@ -4,9 +4,9 @@ Invariant: two engines without `kvspec.mismatches` have the same hash. Two engin
 hash give bytes the same meaning. They may differ in what a plan bridges, and in the tokens that
 they keep.
 
-The hash covers the model, kinds, dtypes, heads, sizes, key contents, scales and layer names. It
-does not cover the differences that a plan bridges: parallel sizes, blocks, layouts, padding, order
-and grouping. Fields with their default value are left out, so that later versions can add fields.
+The hash covers kinds, dtypes, heads, sizes, key contents, scales and layer names. It does not cover
+the differences that a plan bridges: parallel sizes, blocks, layouts, padding, order and grouping.
+Fields with their default value are left out, so that later versions can add fields.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ def compatibility_hash(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
     excluded_layers = {*engine.excluded, *texts("excluded", excluded, "layer names")}
     digests: dict[LayerSpec, bytes] = {}
     whole = hashlib.blake2b(digest_size=SIZE)
-    if engine.model is not None:
-        whole.update(_digest({"model": engine.model}))
     for layer in sorted(set(engine.homes) - excluded_layers):
         spec = engine.homes[layer].spec.of_layer(layer)
         if spec not in digests:

@@ -25,10 +25,10 @@ HALVES = kvspec.KeyContent(rotary="halves", rotary_size=8)
 PAIRS = attrs.evolve(HALVES, rotary="pairs")
 
 
-def engine(spec: kvspec.LayerSpec, model: str | None = None) -> kvspec.EngineSpec:
+def engine(spec: kvspec.LayerSpec) -> kvspec.EngineSpec:
     """Return an engine of one layer."""
     group = kvspec.KVCacheGroup(name="g", layers=["l"], spec=spec)
-    return kvspec.EngineSpec(groups=[group], model=model)
+    return kvspec.EngineSpec(groups=[group])
 
 
 def with_key(content: kvspec.KeyContent | None, spec: Any = FULL) -> kvspec.EngineSpec:
@@ -94,18 +94,11 @@ def test_spec_rejects_scales_digest_without_hexadecimal_digits(value: Any) -> No
     assert ("scales_digest", value) == (error.field, error.value)
 
 
-@pytest.mark.parametrize("value", ["", 5, b"llama"])
-def test_engine_rejects_model_that_is_no_name(value: Any) -> None:
-    """The error names the field."""
-    error = refusal(lambda: engine(FULL, value))
-    assert ("model", value) == (error.field, error.value)
-
-
 def test_equal_meanings_match() -> None:
     """No difference is reported, and the hashes are equal."""
     assert [] == found(with_key(PAIRS), with_key(PAIRS))
     scaled = attrs.evolve(FULL, scales_digest="ab")
-    assert [] == found(engine(scaled, "m"), engine(scaled, "m"))
+    assert [] == found(engine(scaled), engine(scaled))
 
 
 @pytest.mark.parametrize(
@@ -137,12 +130,6 @@ def test_different_scales_are_refused() -> None:
     assert [("l.scales_digest", "ab", None)] == found(one, engine(FULL))
 
 
-def test_different_models_are_refused() -> None:
-    """Also if only one side states its model."""
-    assert [("model", "a", "b")] == found(engine(FULL, "a"), engine(FULL, "b"))
-    assert [("model", "a", None)] == found(engine(FULL, "a"), engine(FULL))
-
-
 def test_layers_of_uniform_group_may_have_different_meanings() -> None:
     """Each layer has its own key content and its own scales."""
     layers = {
@@ -162,7 +149,7 @@ def test_layers_of_uniform_group_may_have_different_meanings() -> None:
 def test_described_meanings_survive_the_wire() -> None:
     """An engine with all new fields is decoded to an equal one."""
     spec = attrs.evolve(FULL, key_content=PAIRS, scales_digest="ab")
-    described = engine(spec, "llama@1")
+    described = engine(spec)
     assert described == Decoder().value("engine", encode(described))
 
 

@@ -92,11 +92,13 @@ def generated(network: Any, prompt: Any, cache: Any = None) -> tuple[list[int], 
 @contextmanager
 def side(name: str, network: Any, **changed: Any) -> Iterator[tuple[Prompts, Session]]:
     """Yield the prompts and the session of an engine. Its buffer is NaN at first."""
-    prompts = Prompts(network, **{"model": "m", "num_blocks": 32, "block_size": 4} | changed)
+    model = changed.pop("model", "m")
+    prompts = Prompts(network, **{"num_blocks": 32, "block_size": 4} | changed)
     for array in prompts.cache.owner[0]:
         array[:] = 255
-    with NixlRank() as nixl, Session(nixl, prompts.cache, engine_id=name, background=True) as own:
-        yield prompts, own
+    own = {"engine_id": name, "model": model, "background": True}
+    with NixlRank() as nixl, Session(nixl, prompts.cache, **own) as session:
+        yield prompts, session
 
 
 def caches_of(network: Any) -> Iterator[Any]:
@@ -196,7 +198,7 @@ MEANINGS = {
 @pytest.mark.parametrize("name", [*MEANINGS])
 def test_probe_finds_the_meaning_of_keys(name: str, dtype: str) -> None:
     """The elements that turn together are found in each element type."""
-    engine = Prompts(network_of(name, dtype), model="m", num_blocks=1).engine
+    engine = Prompts(network_of(name, dtype), num_blocks=1).engine
     specs = {layer: group.spec for group in engine.groups for layer in group.layers}
     assert MEANINGS[name] == [specs[f"layers.{n}"].key_content for n in range(len(specs))]
     assert {dtype} == {spec.dtype for spec in specs.values()}
@@ -204,9 +206,7 @@ def test_probe_finds_the_meaning_of_keys(name: str, dtype: str) -> None:
 
 def test_engine_has_the_windows_and_sizes_of_the_model() -> None:
     """Layers 0 and 2 have a window of 5 tokens."""
-    prompts = Prompts(
-        network_of("gemma3"), model="m@1", num_blocks=1, layer_name="model.layers.{}.attn"
-    )
+    prompts = Prompts(network_of("gemma3"), num_blocks=1, layer_name="model.layers.{}.attn")
     window, full = prompts.engine.groups
     assert ("model.layers.0.attn", "model.layers.2.attn") == window.layers
     assert (5, 6, 8) == (
@@ -214,13 +214,7 @@ def test_engine_has_the_windows_and_sizes_of_the_model() -> None:
         window.spec.total_num_kv_heads,
         full.spec.head_size,
     )
-    assert "m@1" == prompts.engine.model
-    assert (
-        24
-        == Prompts(network_of("deepseek_v3"), model="m", num_blocks=1)
-        .engine.groups[0]
-        .spec.head_size
-    )
+    assert 24 == Prompts(network_of("deepseek_v3"), num_blocks=1).engine.groups[0].spec.head_size
 
 
 @pytest.mark.parametrize(
@@ -234,7 +228,7 @@ def test_engine_has_the_windows_and_sizes_of_the_model() -> None:
 def test_models_that_are_not_known_are_refused_by_name(name: str, field: str) -> None:
     """Learned positions, chunked attention and recurrent states."""
     with pytest.raises(SpecError) as caught:
-        Prompts(network_of(name), model="m", num_blocks=1)
+        Prompts(network_of(name), num_blocks=1)
     assert field == caught.value.field
 
 
@@ -242,13 +236,13 @@ def test_model_with_an_unknown_normalisation_or_in_training_is_refused() -> None
     network = network_of("llama")
     network.model.layers[1].self_attn.other_norm = torch.nn.LayerNorm(8)
     with pytest.raises(SpecError) as caught:
-        Prompts(network, model="m", num_blocks=1)
+        Prompts(network, num_blocks=1)
     assert ("cache.layers[1].attention", ["other_norm"]) == (
         caught.value.field,
         caught.value.value,
     )
     with pytest.raises(SpecError) as caught:
-        Prompts(network_of("llama").train(), model="m", num_blocks=1)
+        Prompts(network_of("llama").train(), num_blocks=1)
     assert ("network.training", True) == (caught.value.field, caught.value.value)
 
 

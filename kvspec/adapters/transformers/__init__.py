@@ -6,8 +6,9 @@ with that version. Nothing of transformers is imported: the caller passes a mode
 How it works:
     A `Prompts` object describes one model and owns a buffer that a `Session` registers:
 
-        prompts = Prompts(network, model="meta-llama/Llama-3.1-8B@0e9e39f", num_blocks=256)
-        with NixlRank() as nixl, Session(nixl, prompts.cache, engine_id="notebook") as session:
+        prompts = Prompts(network, num_blocks=256)
+        own = {"engine_id": "notebook", "model": "meta-llama/Llama-3.1-8B", "revision": "0e9e39f"}
+        with NixlRank() as nixl, Session(nixl, prompts.cache, **own) as session:
             ticket = prompts.hold(session, "cmpl-1", input_ids)      # a producer
             prompts.load(session, ticket, input_ids, cache)          # a consumer
             network.generate(input_ids, past_key_values=cache)

@@ -50,7 +50,6 @@ class Prompts:
 
     Args:
         network: A causal language model of transformers, in evaluation mode. It computes 24 tokens.
-        model: Identity of the model and its revision. The other engine must state the same.
         num_blocks: Number of blocks of each group. A prompt of N tokens takes N / *block_size* of
             them, from `hold` until its consumer is done, or during `load`.
         block_size: Tokens of a block.
@@ -70,7 +69,6 @@ class Prompts:
         self,
         network: Network,
         *,
-        model: str,
         num_blocks: int,
         block_size: int = 16,
         layer_name: str = "layers.{}",
@@ -89,7 +87,7 @@ class Prompts:
             )
             for number, spec in enumerate(dict.fromkeys(specs))
         ]
-        self._buffer = PromptBuffer(EngineSpec(groups=groups, model=model), num_blocks)
+        self._buffer = PromptBuffer(EngineSpec(groups=groups), num_blocks)
         self.engine, self.cache = self._buffer.engine, self._buffer.cache
 
     def hold(
