@@ -243,14 +243,19 @@ class Checker:
         the consumer and on each producer rank.
         """
         key = moving.layer, moving.part.name
-        region = self.consumer.regions[key]
+        # A rank whose cache lacks the part has no addresses for its contents.
+        target = [own] if (own := self.consumer.regions.get(key)) else []
         regions = {
             rank: own for rank, side in self.producers.items() if (own := side.regions.get(key))
         }
-        ranks = list(regions)
         return [
-            (byte, size, own, dict(zip(ranks, offsets, strict=True)))
-            for byte, size, (own, *offsets) in common_pieces(region, *regions.values())
+            (
+                byte,
+                size,
+                sum(offsets[: len(target)]),
+                dict(zip(regions, offsets[len(target) :], strict=True)),
+            )
+            for byte, size, offsets in common_pieces(*target, *regions.values())
         ]
 
     def _rows(self, moving: Moving) -> tuple[Ints, Ints]:
