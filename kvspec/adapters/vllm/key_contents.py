@@ -25,17 +25,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.key_content import key_content_of
 from kvspec.adapters.vllm.config import Config
 from kvspec.adapters.vllm.layer_info import constructed_layers
 from kvspec.errors import SpecError
 from kvspec.specs import KeyContent
-
-# The names that vLLM's models give to a module that normalises keys, or the latent of MLA.
-_NORMS = ("k_norm", "qk_norm", "k_layernorm", "key_layernorm", "kv_a_layernorm")
-
-
-# Rotary embeddings of vLLM that have no `is_neox_style`, because they know only halves.
-_ALWAYS_HALVES = ("Phi3LongRoPEScaledRotaryEmbedding",)
 
 
 def key_contents_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, KeyContent]:
@@ -48,7 +42,11 @@ def key_contents_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str,
     specs = {name: group.spec_of(name) for group in groups for name in group.layers}
     parents = _parents({name: layer.value for name, layer in layers.items()})
     found = {
-        name: _key_content(FieldReader(f"the module of {name}", parent), specs[name])
+        name: key_content_of(
+            FieldReader(f"the module of {name}", parent),
+            specs[name].get("head_size").size(),
+            latent="MLA" in type(specs[name].value).__name__,
+        )
         for name, parent in parents.items()
     }
     return {name: content for name, content in found.items() if content is not None}
@@ -99,29 +97,3 @@ def _parents(layers: Mapping[str, object]) -> dict[str, Any]:
                 if id(child) in names:
                     parents.setdefault(names[id(child)], []).append(candidate)
     return {name: found[0] for name, found in parents.items() if len(found) == 1}
-
-
-def _key_content(parent: FieldReader, spec: FieldReader) -> KeyContent | None:
-    """Return the meaning of the keys of an attention layer inside *parent*, or None if unknown."""
-    normalized = any(parent.get(name).value is not None for name in _NORMS)
-    if not hasattr(parent.value, "rotary_emb"):
-        return None
-    rotary = parent.get("rotary_emb")
-    if rotary.value is None:  # A layer without positions, as some of Llama 4.
-        return KeyContent(rotary="none", normalized=normalized)
-    neox, size = rotary.get("is_neox_style").value, rotary.get("rotary_dim").size_or_none()
-    if type(rotary.value).__name__ in _ALWAYS_HALVES:
-        neox = True
-    row = spec.get("head_size").size()
-    latent = "MLA" in type(spec.value).__name__
-    # The rotary embedding of a whole key has the size of the key. In a latent of MLA, the rotated
-    # part comes last. In other layers, a smaller embedding may belong to any part of the key.
-    whole = rotary.get("head_size").size_or_none() == row
-    if not isinstance(neox, bool) or size is None or not (whole or latent):
-        return None
-    return KeyContent(
-        rotary="halves" if neox else "pairs",
-        rotary_start=row - size if latent else 0,
-        rotary_size=size,
-        normalized=normalized,
-    )

@@ -1,0 +1,47 @@
+"""Read the meaning of stored keys from the module of a model that contains an attention layer.
+
+vLLM's and SGLang's models are written alike: the module around an attention layer owns the rotary
+embedding and the norm of the keys. Both engines apply them before they store a key.
+"""
+
+from __future__ import annotations
+
+from kvspec.adapters.field_reader import FieldReader
+from kvspec.specs import KeyContent
+
+# The names that models give to a module that normalises keys, or the latent of MLA.
+_NORMS = ("k_norm", "qk_norm", "k_layernorm", "key_layernorm", "kv_a_layernorm")
+
+
+# Rotary embeddings that have no `is_neox_style`, because they know only halves.
+_ALWAYS_HALVES = ("Phi3LongRoPEScaledRotaryEmbedding",)
+
+
+def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent | None:
+    """Return the meaning of the keys of the attention layer inside *module*, or None if unknown.
+
+    Args:
+        module: The module that contains the attention layer.
+        row: Elements of a stored key, or of a latent of MLA.
+        latent: Whether the layer stores a latent of MLA.
+    """
+    normalized = any(module.get(name).value is not None for name in _NORMS)
+    if not hasattr(module.value, "rotary_emb"):
+        return None
+    rotary = module.get("rotary_emb")
+    if rotary.value is None:  # A layer without positions, as some of Llama 4.
+        return KeyContent(rotary="none", normalized=normalized)
+    neox, size = rotary.get("is_neox_style").value, rotary.get("rotary_dim").size_or_none()
+    if type(rotary.value).__name__ in _ALWAYS_HALVES:
+        neox = True
+    # The rotary embedding of a whole key has the size of the key. In a latent of MLA, the rotated
+    # part comes last. In other layers, a smaller embedding may belong to any part of the key.
+    whole = rotary.get("head_size").size_or_none() == row
+    if not isinstance(neox, bool) or size is None or not (whole or latent):
+        return None
+    return KeyContent(
+        rotary="halves" if neox else "pairs",
+        rotary_start=row - size if latent else 0,
+        rotary_size=size,
+        normalized=normalized,
+    )
