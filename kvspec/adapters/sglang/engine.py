@@ -23,14 +23,20 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.field_reader import FieldReader, check_tp_rank, model_heads
+from kvspec.adapters.field_reader import FieldReader, check_tp_rank, chosen, model_heads
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int
 from kvspec.memory.from_tensors import check_tensor
 from kvspec.ownership.parallel import ParallelConfig, RankId
-from kvspec.specs import FullAttentionSpec, LayerSpec, MLAAttentionSpec, SlidingWindowSpec
+from kvspec.specs import (
+    FullAttentionSpec,
+    KeyContent,
+    LayerSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 # The page of slot 0. SGLang writes dummy outputs to slot 0, and no request owns it.
 NULL_PAGE = 0
@@ -124,6 +130,8 @@ def engine_spec(
     parallel: ParallelConfig | None = None,
     total_num_kv_heads: int | Mapping[str, int] | None = None,
     sliding_window: int | None = None,
+    windows: Mapping[int, int] | None = None,
+    key_content: KeyContent | Mapping[str, KeyContent] | None = None,
     tp_rank: int = 0,
     draft_pool: Any = None,  # noqa: ANN401 - SGLang's class, not imported
     layer_name: str = "layers.{}",
@@ -141,7 +149,10 @@ def engine_spec(
         total_num_kv_heads: The KV heads of the model: one number, or one for each group. Required
             if TP is larger than 1 and a group has KV heads.
         sliding_window: The tokens that a query in a layer with a window reads, including its own.
-            Required if there is such a layer.
+            Required if there is such a layer in a `SWAKVPool`.
+        windows: The same for layers with a window in a plain pool, by layer number. Such a pool
+            keeps all tokens, but a peer may have only those in the window.
+        key_content: The meaning of the keys: one for all layers, or one for each group.
         tp_rank: The attention rank that the pools belong to.
         draft_pool: The pool of the draft model. Each context rank holds the whole draft.
         layer_name: The peer's name of a layer, with ``{}`` in place of its number, such as
@@ -166,12 +177,18 @@ def engine_spec(
     parallel = instance("parallel", ParallelConfig() if parallel is None else parallel,
                         ParallelConfig)  # fmt: skip
     check_tp_rank(tp_rank, parallel.tp_size)
-    stages = stages_of("pools", pools, lambda path, pool: read_pools(path, pool, FULL))
+    sizes = set(mapping("windows", windows or {}, "layer numbers to tokens").values())
+    if len(sizes) > 1:
+        raise SpecError("windows", windows, "one size for all layers with a window")
+    stages = stages_of("pools", pools, lambda path, pool: read_pools(path, pool, FULL, windows))
     if len(stages) != parallel.pp_size:
         wanted = f"one pool for each of the {parallel.pp_size} pipeline stages"
         raise SpecError("pools", f"{len(stages)} pools", wanted)
     drafts = () if draft_pool is None else read_pools("draft_pool", draft_pool, DRAFT)
-    reader = _Reader(parallel, total_num_kv_heads, sliding_window, tp_rank, layer_name, draft_name)
+    window = sizes.pop() if sizes else sliding_window
+    reader = _Reader(
+        parallel, total_num_kv_heads, window, key_content, tp_rank, layer_name, draft_name
+    )
     groups = [
         reader.group(name, [[p for p in stage if p.group == name] for stage in stages])
         for name in (FULL, WINDOW)
@@ -190,6 +207,7 @@ class _Reader:
     parallel: ParallelConfig
     heads: int | Mapping[str, int] | None
     window: int | None
+    content: KeyContent | Mapping[str, KeyContent] | None
     tp_rank: int
     layer_name: str
     draft_name: str
@@ -236,11 +254,14 @@ class _Reader:
 
     def _spec(self, pool: TokenPool) -> LayerSpec:
         """Return the spec of a pool's layers in the model."""
+        content = chosen(self.content, pool.group)
         if pool.latent:
             _, heads, size = pool.shape("latent")
             if heads != 1:
                 raise SpecError(f"{pool.path}.kv_buffer", heads, "one latent for each slot")
-            return MLAAttentionSpec(block_size=pool.page_size, head_size=size, dtype=pool.dtype)
+            return MLAAttentionSpec(
+                block_size=pool.page_size, head_size=size, dtype=pool.dtype, key_content=content
+            )
         if self.parallel.dcp_size > 1 and pool.group != DRAFT:
             wanted = "1 for layers with KV heads; not yet: heads on context ranks"
             raise SpecError("dcp_size", self.parallel.dcp_size, wanted)
@@ -256,6 +277,7 @@ class _Reader:
             "head_size": size,
             "head_size_v": pool.shape("v")[2],
             "dtype": pool.dtype,
+            "key_content": content,
         }
         if pool.group != WINDOW:
             return FullAttentionSpec(**sizes)
@@ -298,8 +320,13 @@ class TokenPool:
         return slots, heads, size
 
 
-def read_pools(path: str, fields: object, group: str) -> tuple[TokenPool, ...]:
-    """Return the token pools of *fields*, one of SGLang's pools. Its layers belong to *group*."""
+def read_pools(
+    path: str, fields: object, group: str, windows: Mapping[int, int] | None = None
+) -> tuple[TokenPool, ...]:
+    """Return the token pools of *fields*, one of SGLang's pools. Its layers belong to *group*.
+
+    Layers of a plain pool that are in *windows* belong to the group of layers with a window.
+    """
     pool = FieldReader(path, fields)
     name = type(fields).__name__
     if name not in KINDS:
@@ -311,7 +338,18 @@ def read_pools(path: str, fields: object, group: str) -> tuple[TokenPool, ...]:
     # A pipeline stage has the layers from `start_layer` on.
     start = pool.get("start_layer").size(0, least=0)
     buffers = tuple(_buffers(pool, latent=name.startswith("MLA")))
-    return (_pool(pool, group, tuple(range(start, start + len(buffers))), buffers),)
+    whole = _pool(pool, group, tuple(range(start, start + len(buffers))), buffers)
+    return tuple(_divided(whole, windows or {}))
+
+
+def _divided(pool: TokenPool, windows: Mapping[int, int]) -> Iterator[TokenPool]:
+    """Yield the layers of *pool* without a window, and then those with one."""
+    for group, windowed in ((pool.group, False), (WINDOW, True)):
+        rows = [row for row in zip(pool.layers, pool.buffers, strict=True)
+                if (row[0] in windows) is windowed]  # fmt: skip
+        if rows:
+            layers, buffers = zip(*rows, strict=True)
+            yield attrs.evolve(pool, group=group, layers=layers, buffers=buffers)
 
 
 def _halves(pool: FieldReader) -> Iterator[TokenPool]:

@@ -6,6 +6,7 @@ belong to no block.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvspec.adapters.sglang.engine import DRAFT, FULL, TokenPool, read_pools
@@ -21,6 +22,8 @@ def rank_cache(
     rank: RankId,
     pool: Any,  # noqa: ANN401 - SGLang's class, not imported
     draft_pool: Any = None,  # noqa: ANN401 - SGLang's class, not imported
+    *,
+    windows: Mapping[int, int] | None = None,
 ) -> RankCache:
     """Return the memory of the buffers of one rank.
 
@@ -32,6 +35,7 @@ def rank_cache(
         rank: The rank that the pools belong to.
         pool: The token pool of the rank.
         draft_pool: The pool of the draft model, if the rank has one.
+        windows: As in `engine_spec`.
 
     Returns:
         The cache of the rank.
@@ -50,7 +54,7 @@ def rank_cache(
     [('latent', 4, 9216)]
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
-    pools = list(read_pools("pool", pool, FULL))
+    pools = list(read_pools("pool", pool, FULL, windows))
     if draft_pool is not None:
         pools += read_pools("draft_pool", draft_pool, DRAFT)
     tensors: dict[str, dict[str, Any]] = {}
