@@ -1,0 +1,236 @@
+"""Describe one rank of a running SGLang engine: refuse what is unknown, and read the rest.
+
+Invariant: a configuration that was not run with kvspec raises `SpecError` with the name of the
+setting, before any memory is registered.
+"""
+
+# ruff: noqa: ANN401 - pools, models and settings are of SGLang's classes, which are not imported
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.key_content import key_content_of
+from kvspec.adapters.sglang.engine import FULL, WINDOW, engine_spec, parallel_config, read_pools
+from kvspec.adapters.sglang.tensors import rank_cache
+from kvspec.errors import SpecError
+from kvspec.inputs import mapping, seconds
+from kvspec.memory.rank_cache import RankCache
+from kvspec.ownership.parallel import RankId
+from kvspec.specs import KeyContent
+from kvspec.wire.handshake import is_name
+
+VARIABLE = "KVSPEC_SGLANG"
+
+# The version of SGLang whose classes are hooked.
+VERSION = "0.5.23"
+
+# Settings of SGLang that must have one of these values. Others were not run with kvspec.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "speculative_algorithm": (None,),
+    "pp_size": (1,),
+    "dp_size": (1,),
+    "enable_dp_attention": (False,),
+    "dcp_size": (1, None),
+    "attn_cp_size": (1,),
+    "nnodes": (1,),
+    "enable_hierarchical_cache": (False,),
+    "enable_hisparse": (False,),
+    "enable_lora": (None, False),
+    "enable_pd_role_switch": (False,),
+    "enable_return_hidden_states": (False,),
+    "disaggregation_decode_allocation_policy": ("early",),
+    "disaggregation_enable_kv_checksum": (False,),
+    "disaggregation_decode_host_receive_threshold": (1, 1.0),
+}
+# The same for variables of the environment.
+UNSET = ("SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "SGLANG_RUST_SERVER")
+
+
+def _name(_: object, setting: attrs.Attribute[Any], value: object) -> None:
+    if value is not None or setting.default is not None:
+        is_name(f"{VARIABLE}[{setting.name!r}]", value)
+
+
+def _seconds(_: object, setting: attrs.Attribute[Any], value: object) -> None:
+    seconds(f"{VARIABLE}[{setting.name!r}]", value)
+
+
+def _key_content(value: object) -> KeyContent | None:
+    if value is None or isinstance(value, KeyContent):
+        return value
+    fields = mapping(f"{VARIABLE}['key_content']", value, "fields of KeyContent")
+    known = [field.name for field in attrs.fields(KeyContent)]
+    if "rotary" not in fields or not set(fields) <= set(known):
+        wanted = f"rotary, and any of {', '.join(known[1:])}"
+        raise SpecError(f"{VARIABLE}['key_content']", value, wanted)
+    return KeyContent(**fields)
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """The settings in the environment variable `KVSPEC_SGLANG`, an object in JSON.
+
+    Attributes:
+        host: The address at which the ranks of this machine listen.
+        public: The name by which peers reach this machine. *host* by default.
+        engine_id: The name of this engine. By default, a new one at each start.
+        model: The name of the model, which must be equal on both engines. SGLang's model path by
+            default.
+        revision: The revision of the model, which must be equal, too.
+        layer_name: The peers' name of a layer, with ``{}`` in place of its number.
+        hold: Seconds for which a finished prompt waits for its first reader.
+        lease: Seconds for which it is held after the last message of a reader.
+        waiting: Seconds for which a decode engine waits for a ticket.
+        timeout: Seconds within which a prompt must be read.
+        key_content: The fields of the `KeyContent` of all layers. It is required only if the
+            modules of the model do not show how keys are rotated.
+    """
+
+    host: str = attrs.field(default="127.0.0.1", validator=_name)
+    public: str | None = attrs.field(default=None, validator=_name)
+    engine_id: str | None = attrs.field(default=None, validator=_name)
+    model: str = attrs.field(validator=_name)
+    revision: str | None = attrs.field(default=None, validator=_name)
+    layer_name: str = attrs.field(default="model.layers.{}.self_attn.attn", validator=_name)
+    hold: float = attrs.field(default=480.0, validator=_seconds)
+    lease: float = attrs.field(default=30.0, validator=_seconds)
+    waiting: float = attrs.field(default=300.0, validator=_seconds)
+    timeout: float = attrs.field(default=120.0, validator=_seconds)
+    key_content: KeyContent | None = attrs.field(default=None, converter=_key_content)
+
+    @staticmethod
+    def of(server_args: Any) -> Settings:
+        """Return the settings of the environment, with SGLang's model as the default."""
+        text = os.environ.get(VARIABLE, "{}")
+        try:
+            given = mapping(VARIABLE, json.loads(text), "settings by name")
+        except json.JSONDecodeError as error:
+            raise SpecError(VARIABLE, text, "an object in JSON") from error
+        known = [field.name for field in attrs.fields(Settings)]
+        for name in given:
+            if name not in known:
+                raise SpecError(VARIABLE, name, f"one of {', '.join(known)}")
+        reader = FieldReader("server_args", server_args)
+        own = {"model": reader.get("model_path").value, "revision": reader.get("revision").value}
+        return Settings(**own | dict(given))
+
+
+@attrs.frozen(kw_only=True)
+class Surroundings:
+    """The objects of one SGLang rank that a transfer backend needs.
+
+    SGLang gives a backend only addresses of memory. These objects come from the scheduler.
+
+    Attributes:
+        pool: The token pool.
+        draft_pool: The token pool of a draft model, or None.
+        model: The model, a torch module.
+        kv_heads: The KV heads of the model.
+        state_types: The kinds of states that are not in the token pool.
+        tp_rank: The rank among those that share the attention heads.
+        tp_size: The number of these ranks.
+        decode_radix_cache: Whether a decode engine keeps prefixes of other prompts.
+        gather: A function that returns the values of all ranks, in order of rank.
+        buffers: SGLang's metadata buffers.
+        releases: The queue that frees the memory of failed transfers. None for prefill.
+    """
+
+    pool: Any
+    draft_pool: Any
+    model: Any
+    kv_heads: int
+    state_types: tuple[Any, ...]
+    tp_rank: int
+    tp_size: int
+    decode_radix_cache: bool
+    gather: Callable[[Any], list[Any]]
+    buffers: Any
+    releases: Any
+
+
+def check_version(version: str) -> None:
+    """Raise `SpecError` unless *version* is the one whose classes are hooked."""
+    if version != VERSION:
+        raise SpecError("sglang.__version__", version, f"{VERSION}, the version that was tested")
+
+
+def check_supported(server_args: Any, around: Surroundings) -> None:
+    """Raise `SpecError` if the engine is configured in a way that was not run with kvspec."""
+    reader = FieldReader("server_args", server_args)
+    for name, values in ONLY.items():
+        field = reader.get(name)
+        # A missing setting would mean that the name has changed, and the check is void.
+        if not hasattr(server_args, name) or field.value not in values:
+            wanted = f"{' or '.join(map(repr, values))}: not yet run with kvspec"
+            raise SpecError(field.path, field.value, wanted)
+    for name in UNSET:
+        if os.environ.get(name, "0").lower() not in ("", "0", "false"):
+            raise SpecError(name, os.environ[name], "unset: not yet run with kvspec")
+    if around.draft_pool is not None:
+        raise SpecError("draft_token_to_kv_pool", type(around.draft_pool).__name__, "None")
+    if around.state_types:
+        wanted = "none: pools with states or windows of their own were not yet run with kvspec"
+        raise SpecError("state_types", [str(each) for each in around.state_types], wanted)
+    if type(around.pool).__name__ == "SWAKVPool":
+        wanted = "a plain pool: start the engine with disable_hybrid_swa_memory"
+        raise SpecError("token_to_kv_pool", "SWAKVPool", wanted)
+
+
+def describe(around: Surroundings, settings: Settings) -> RankCache:
+    """Return the memory of one rank, with the description of its engine.
+
+    Raises:
+        SpecError: If the pool or the meaning of the keys is unknown.
+    """
+    pools = read_pools("token_to_kv_pool", around.pool, FULL)
+    (whole,) = pools
+    if "float8" in whole.dtype:
+        wanted = "a type without scales: not yet: the identity of the scales"
+        raise SpecError("token_to_kv_pool.dtype", whole.dtype, wanted)
+    layers = dict(_layers(around.model))
+    row = whole.shape("latent" if whole.latent else "k")[2]
+    contents: dict[str, KeyContent] = {}
+    windows: dict[int, int] = {}
+    for number in whole.layers:
+        if number not in layers:
+            raise SpecError("model", f"layer {number}", "an attention layer inside a module")
+        module, attention = layers[number]
+        # SGLang counts the tokens before the query's own, and -1 stands for all.
+        before = attention.get("sliding_window_size").value
+        if isinstance(before, int) and before >= 0:
+            windows[number] = before + 1
+        group = WINDOW if number in windows else FULL
+        content = settings.key_content or key_content_of(module, row, latent=whole.latent)
+        if content is None or contents.setdefault(group, content) != content:
+            wanted = f"{contents.get(group, 'a rotary embedding of known order')}, or key_content"
+            raise SpecError(module.path, content, f"{wanted} in {VARIABLE}")
+    if windows and around.decode_radix_cache:
+        # Only tokens inside the window are loaded. A shorter prompt would read the others.
+        rule = "not with layers that have a window: their earlier tokens are not loaded"
+        raise SpecError("disaggregation_decode_enable_radix_cache", True, rule=rule)  # noqa: FBT003
+    engine = engine_spec(
+        around.pool,
+        parallel=parallel_config(around.tp_size),
+        total_num_kv_heads=around.kv_heads,
+        windows=windows,
+        key_content=contents,
+        tp_rank=around.tp_rank,
+        layer_name=settings.layer_name,
+    )
+    return rank_cache(engine, RankId(tp=around.tp_rank), around.pool, windows=windows)
+
+
+def _layers(model: Any) -> Iterator[tuple[int, tuple[FieldReader, FieldReader]]]:
+    """Yield the number of each attention layer, the module that contains it, and the layer."""
+    for name, module in model.named_modules():
+        for child_name, child in module.named_children():
+            if type(child).__name__ == "RadixAttention":
+                path = f"model.{name}"
+                layer = FieldReader(f"{path}.{child_name}", child)
+                yield layer.get("layer_id").size(least=0), (FieldReader(path, module), layer)

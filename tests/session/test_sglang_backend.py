@@ -1,0 +1,334 @@
+"""The backend moves prompts between two engines of SGLang, and a failed request fails alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import sglang_like as like
+from sglang_serving import (
+    Engine,
+    World,
+    lowest,
+    model,
+    pair,
+    receivers,
+    request,
+    senders,
+    settings,
+    surroundings,
+    until,
+    wait,
+)
+
+import kvspec
+from kvspec.adapters.sglang import tickets
+from kvspec.adapters.sglang.backend import (
+    BOOTSTRAPPING,
+    FAILED,
+    SUCCESS,
+    TRANSFERRING,
+    WAITING,
+)
+from kvspec.adapters.sglang.describing import Settings, check_supported, check_version, describe
+from kvspec.session import PrefillTicket
+
+pytestmark = pytest.mark.nixl
+
+TOKENS = list(range(100, 137))
+ROOM = 77
+
+
+def pages(engine: Engine, count: int) -> list[int]:
+    """Return pages for *count* tokens, in an order that is not ascending."""
+    number = -(-count // engine.page)
+    return [1 + place for place in range(number)][::-1]
+
+
+def prefill(engine: Engine, server: tickets.TicketServer, asked: Any, room: int = ROOM) -> Any:
+    """Compute a prompt in two chunks on all ranks, and return the senders."""
+    own, count = pages(engine, len(asked.origin_input_ids)), len(asked.origin_input_ids)
+    engine.fill(own, count, seed=room)
+    made = senders(engine, server.address, room, asked)
+    assert WAITING == lowest(made)
+    split = count // 2 // engine.page
+    for sender in made:
+        sender.init(len(own), 0)
+        if split:
+            sender.send(own[:split], None, split * engine.page)
+        assert WAITING == sender.poll()
+        sender.send(own[split:], None, count - split * engine.page)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer"), [((1, 16), (1, 16)), ((2, 1), (1, 16)), ((1, 4), (2, 1))]
+)
+def test_prompt_moves_between_unequal_tp_and_page_sizes(
+    producer: tuple[int, int], consumer: tuple[int, int]
+) -> None:
+    with pair(producer, consumer) as (first, second, server):
+        sent = prefill(first, server, request(TOKENS, top=3))
+        got = receivers(second, server.address, ROOM, request(TOKENS, top=3))
+        until(WAITING, got)
+        assert TRANSFERRING == lowest(sent)
+        own = pages(second, len(TOKENS))
+        for receiver in got:
+            receiver.send_metadata(own, 2, [], 0)
+        until(SUCCESS, got)
+        until(SUCCESS, sent)
+        second.check(own, len(TOKENS), seed=ROOM)
+        for manager in second.ranks:
+            buffers = manager.around.buffers
+            assert 5 == buffers.output_ids[2, 0]
+            assert ROOM == buffers.bootstrap_room[2, 0]
+            assert -0.5 == buffers.output_token_logprobs_val[2, 0]
+            assert [5, 6, 7] == buffers.output_top_logprobs_idx[2, :3].tolist()
+
+
+def test_cached_prefix_is_not_loaded() -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        prefill(first, server, request(TOKENS))
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        until(WAITING, [receiver])
+        receiver.send_metadata([3, 2], 0, [], 16)
+        until(SUCCESS, [receiver])
+        second.check([1, 3, 2], len(TOKENS), seed=ROOM, first=16)
+        assert not second.ranks[0].around.pool.k_buffer[0][16:32].any()
+
+
+def test_receiver_waits_until_ticket_is_published() -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        got = receivers(second, server.address, ROOM, request(TOKENS))
+        assert BOOTSTRAPPING == lowest(got)
+        prefill(first, server, request(TOKENS))
+        until(WAITING, got)
+
+
+def test_receiver_fails_when_sender_is_aborted() -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        (sent,) = senders(first, server.address, ROOM, request(TOKENS))
+        got = receivers(second, server.address, ROOM, request(TOKENS))
+        sent.abort()
+        assert FAILED == sent.poll()
+        until(FAILED, got)
+        with pytest.raises(kvspec.SpecError) as caught:
+            got[0].failure_exception()
+        assert "remote_failure" == caught.value.field
+        with pytest.raises(kvspec.TransferError):
+            sent.failure_exception()
+
+
+def test_load_fails_when_sender_is_aborted_after_publishing() -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        (sent,) = prefill(first, server, request(TOKENS))
+        got = receivers(second, server.address, ROOM, request(TOKENS))
+        until(WAITING, got)
+        sent.abort()
+        got[0].send_metadata(pages(second, 37), 0, [], 0)
+        until(FAILED, got)
+        with pytest.raises(kvspec.TransferError) as caught:
+            got[0].failure_exception()
+        assert "gone" == caught.value.state
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_sender_succeeds_when_aborted_receiver_declines(early: bool) -> None:
+    """An aborted request need not wait for the lease, also if its ticket comes after the abort."""
+    with pair((1, 16), (2, 16)) as (first, second, server):
+        got = receivers(second, server.address, ROOM, request(TOKENS))
+        if early:
+            for receiver in got:
+                receiver.abort()
+        sent = prefill(first, server, request(TOKENS))
+        if not early:
+            until(WAITING, got)
+            for receiver in got:
+                receiver.abort()
+        assert FAILED == lowest(got)
+        until(SUCCESS, sent)
+
+
+def test_memory_of_failed_load_is_kept_until_it_has_stopped() -> None:
+    releases = SimpleNamespace(enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0)
+    with pair((1, 16), (1, 16), releases=releases) as (first, second, server):
+        prefill(first, server, request(TOKENS))
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        until(WAITING, [receiver])
+        receiver.send_metadata(pages(second, 37), 0, [], 0)
+        receiver.abort()
+        assert FAILED == receiver.poll()
+        receiver.ensure_abort_notified(force_arm=True)
+        manager = second.ranks[0]
+        wait(lambda: manager.is_abort_release_safe(ROOM, 0))
+        assert not receiver.abort_notified
+        manager.clear_deferred_abort_state(ROOM)
+        assert releases.enable_deferred_kv_release
+        assert releases.deferred_kv_release_timeout == float("inf")
+
+
+def ticket_of(params: dict[str, Any]) -> PrefillTicket:
+    """Return the ticket in *params*."""
+    return PrefillTicket.from_params(params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "field"),
+    [
+        ({"first_token": None, "first_logprobs": None}, request(TOKENS), "remote_first_token"),
+        ({}, request(TOKENS[::-1]), "remote_content"),
+        ({"content": "", "tokens_digest": None}, request(TOKENS[:-1]), "remote_num_tokens"),
+        ({"consumer": "another"}, request(TOKENS), "remote_consumer"),
+        ({"first_logprobs": None}, request(TOKENS, top=1), "remote_first_logprobs"),
+        ({}, request(TOKENS, top=9), "remote_first_logprobs"),
+    ],
+)
+def test_receiver_fails_if_sglang_cannot_go_on_from_ticket(
+    changes: dict[str, Any], asked: Any, field: str
+) -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        prefill(first, server, request(TOKENS, top=2))
+        wait(lambda: bool(tickets.get(server.address, [ROOM])))
+        ticket = ticket_of(tickets.get(server.address, [ROOM])[ROOM])
+        tickets.put(server.address, 5, attrs.evolve(ticket, **changes).to_params())
+        (receiver,) = receivers(second, server.address, 5, asked)
+        until(FAILED, [receiver])
+        with pytest.raises(kvspec.SpecError) as caught:
+            receiver.failure_exception()
+        assert field == caught.value.field
+        receiver.clear()  # The ticket is declined, so the producer does not wait for the lease.
+
+
+def test_server_refuses_tickets_that_are_not_sealed() -> None:
+    server = tickets.TicketServer("127.0.0.1", 0)
+    params = tickets.failure(1, "why")
+    tickets.put(server.address, 1, params)
+    for room, wrong in ((2, params), (1, {**params, "remote_failure": "x"}), (1, {}), (1, 7)):
+        with pytest.raises(kvspec.SpecError):
+            tickets.put(server.address, room, wrong)  # type: ignore[arg-type]
+    assert {1: params} == tickets.get(server.address, [1, 2])
+    with pytest.raises(kvspec.SpecError):
+        tickets.get(server.address, [-1])
+    server.close()
+
+
+def test_server_forgets_old_tickets() -> None:
+    server = tickets.TicketServer("127.0.0.1", 0, keep=0.0)
+    for room in (1, 2):
+        tickets.put(server.address, room, tickets.failure(room, "why"))
+    assert [2] == list(tickets.get(server.address, [1, 2]))
+    server.close()
+
+
+@pytest.mark.parametrize("limits", [(0.1, 60.0), (60.0, 0.1)])
+def test_lookup_fails_without_ticket_or_server(limits: tuple[float, float]) -> None:
+    server = tickets.TicketServer("127.0.0.1", 0)
+    if limits[1] < 1:
+        server.close()
+    lookups = tickets.Lookups(limits[0], lambda _: None, absent=limits[1])
+    lookup = lookups.add(server.address, 3)
+    wait(lambda: lookup.ended)
+    assert isinstance(lookup.error, OSError)  # TimeoutError is one.
+    if limits[1] > 1:
+        server.close()
+
+
+UNSUPPORTED = {
+    "speculative_algorithm": "EAGLE",
+    "pp_size": 2,
+    "enable_dp_attention": True,
+    "dcp_size": 2,
+    "enable_hierarchical_cache": True,
+    "enable_hisparse": True,
+    "disaggregation_decode_allocation_policy": "prefill_complete",
+    "disaggregation_enable_kv_checksum": True,
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_setting_is_refused_by_name(name: str) -> None:
+    around = surroundings(World(1), 0, 1, 16)
+    check_supported(settings(), around)
+    with pytest.raises(kvspec.SpecError) as caught:
+        check_supported(settings(**{name: UNSUPPORTED[name]}), around)
+    assert f"server_args.{name}" == caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"draft_pool": object()}, "draft_token_to_kv_pool"),
+        ({"state_types": ("mamba",)}, "state_types"),
+        ({"pool": like.SWAKVPool.__new__(like.SWAKVPool)}, "token_to_kv_pool"),
+    ],
+)
+def test_unsupported_pool_is_refused_by_name(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(kvspec.SpecError) as caught:
+        check_supported(settings(), surroundings(World(1), 0, 1, 16, **changes))
+    assert field == caught.value.field
+
+
+def test_missing_setting_is_refused() -> None:
+    """A setting that SGLang has renamed cannot be checked any more."""
+    changed = settings()
+    del changed.pp_size
+    with pytest.raises(kvspec.SpecError):
+        check_supported(changed, surroundings(World(1), 0, 1, 16))
+
+
+def test_other_version_is_refused() -> None:
+    check_version("0.5.23")
+    with pytest.raises(kvspec.SpecError) as caught:
+        check_version("0.5.24")
+    assert "0.5.24" == caught.value.value
+
+
+def described(**changes: Any) -> kvspec.RankCache:
+    """Return the cache of one rank with *changes* to its objects."""
+    return describe(surroundings(World(1), 0, 1, 16, **changes), Settings(model="m"))
+
+
+@pytest.mark.parametrize(("neox", "rotary"), [(True, "halves"), (False, "pairs")])
+def test_key_content_comes_from_the_modules(neox: bool, rotary: str) -> None:
+    spec = described(model=model(neox=neox)).engine.group("full").spec
+    assert kvspec.KeyContent(rotary=rotary, rotary_size=8) == spec.key_content
+    assert "model.layers.1.self_attn.attn" in described().engine.group("full").layers
+
+
+@pytest.mark.parametrize("unknown", [{"is_neox_style": None}, {"head_size": 16}])
+def test_unknown_key_content_is_refused(unknown: dict[str, Any]) -> None:
+    with pytest.raises(kvspec.SpecError):
+        described(model=model(**unknown))
+
+
+def test_layer_with_window_in_plain_pool_has_a_group_of_its_own() -> None:
+    engine = described(model=model(window=15)).engine
+    assert 16 == engine.group("swa").spec.sliding_window
+    assert ("model.layers.1.self_attn.attn",) == engine.group("swa").layers
+    with pytest.raises(kvspec.SpecError) as caught:
+        described(model=model(window=15), decode_radix_cache=True)
+    assert "disaggregation_decode_enable_radix_cache" == caught.value.field
+
+
+def test_model_without_attention_layer_of_the_pool_is_refused() -> None:
+    with pytest.raises(kvspec.SpecError):
+        described(model=model(layers=1))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"unknown": 1}', '{"hold": -1}', '{"host": 7}'])
+def test_wrong_settings_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSPEC_SGLANG", text)
+    with pytest.raises(kvspec.SpecError):
+        Settings.of(settings())
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSPEC_SGLANG", '{"hold": 9, "key_content": {"rotary": "none"}}')
+    found = Settings.of(settings())
+    assert (9, "m", kvspec.KeyContent(rotary="none")) == (
+        found.hold,
+        found.model,
+        found.key_content,
+    )
