@@ -14,6 +14,7 @@ answer has the tokens, and for each token the log probabilities of the most prob
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import sys
@@ -27,6 +28,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(Path(__file__).parent / "stub"),
 }
+# The files of SGLang's models that are imported. All 300 take a minute on a slow machine.
+MODELS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_causal", "deepseek_v2")
 # Settings with which SGLang runs without CUDA and without AMX.
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -45,6 +48,13 @@ SETTINGS: dict[str, Any] = {
 DECODE = {"disaggregation_decode_retraction_backup": "cpu_tensor"}
 # Log probabilities that are compared for each token.
 LOGPROBS = 5
+
+
+def _other_models() -> str:
+    """Return the names of the files of all other models."""
+    (package,) = importlib.util.find_spec("sglang").submodule_search_locations  # type: ignore[union-attr,misc]
+    files = Path(package, "srt", "models").glob("*.py")
+    return ",".join(sorted(file.stem for file in files if file.stem not in MODELS))
 
 
 async def _generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:  # noqa: ANN401
@@ -94,6 +104,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.readline())
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = _other_models()
     import sglang  # noqa: PLC0415 - after the environment is set
 
     mode = settings.get("disaggregation_mode")

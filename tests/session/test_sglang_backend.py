@@ -32,7 +32,12 @@ from kvspec.adapters.sglang.backend import (
     TRANSFERRING,
     WAITING,
 )
-from kvspec.adapters.sglang.describing import Settings, check_supported, check_version, describe
+from kvspec.adapters.sglang.describing import (
+    BackendSettings,
+    check_supported,
+    check_version,
+    describe,
+)
 from kvspec.session import PrefillTicket
 
 pytestmark = pytest.mark.nixl
@@ -287,7 +292,7 @@ def test_other_version_is_refused() -> None:
 
 def described(**changes: Any) -> kvspec.RankCache:
     """Return the cache of one rank with *changes* to its objects."""
-    return describe(surroundings(World(1), 0, 1, 16, **changes), Settings(model="m"))
+    return describe(surroundings(World(1), 0, 1, 16, **changes), BackendSettings(model="m"))
 
 
 @pytest.mark.parametrize(("neox", "rotary"), [(True, "halves"), (False, "pairs")])
@@ -321,12 +326,12 @@ def test_model_without_attention_layer_of_the_pool_is_refused() -> None:
 def test_wrong_settings_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSPEC_SGLANG", text)
     with pytest.raises(kvspec.SpecError):
-        Settings.of(settings())
+        BackendSettings.of(settings())
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSPEC_SGLANG", '{"hold": 9, "key_content": {"rotary": "none"}}')
-    found = Settings.of(settings())
+    found = BackendSettings.of(settings())
     assert (9, "m", kvspec.KeyContent(rotary="none")) == (
         found.hold,
         found.model,

@@ -37,7 +37,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvspec.adapters.sglang import tickets
-from kvspec.adapters.sglang.describing import Settings, Surroundings, check_supported, describe
+from kvspec.adapters.sglang.describing import (
+    BackendSettings,
+    Surroundings,
+    check_supported,
+    describe,
+)
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.nixl import NixlRank
@@ -81,7 +86,7 @@ class Manager:
         self.kv_args = args
         around = self.surroundings(args, disaggregation_mode)
         check_supported(server_args, around)
-        settings = self.settings = Settings.of(server_args)
+        settings = self.settings = BackendSettings.of(server_args)
         cache = describe(around, settings)
         # The epoch and the name must be the same on all ranks, so all take those of the first.
         own = time.time_ns(), settings.engine_id or f"sglang-{uuid.uuid4().hex}"

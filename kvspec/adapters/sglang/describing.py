@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
+from kvspec.adapters.attention_modules import key_content_of
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.key_content import key_content_of
 from kvspec.adapters.sglang.engine import FULL, WINDOW, engine_spec, parallel_config, read_pools
 from kvspec.adapters.sglang.tensors import rank_cache
 from kvspec.errors import SpecError
@@ -30,7 +30,7 @@ VARIABLE = "KVSPEC_SGLANG"
 # The version of SGLang whose classes are hooked.
 VERSION = "0.5.23"
 
-# Settings of SGLang that must have one of these values. Others were not run with kvspec.
+# BackendSettings of SGLang that must have one of these values. Others were not run with kvspec.
 ONLY: dict[str, tuple[Any, ...]] = {
     "speculative_algorithm": (None,),
     "pp_size": (1,),
@@ -73,7 +73,7 @@ def _key_content(value: object) -> KeyContent | None:
 
 
 @attrs.frozen(kw_only=True)
-class Settings:
+class BackendSettings:
     """The settings in the environment variable `KVSPEC_SGLANG`, an object in JSON.
 
     Attributes:
@@ -105,20 +105,20 @@ class Settings:
     key_content: KeyContent | None = attrs.field(default=None, converter=_key_content)
 
     @staticmethod
-    def of(server_args: Any) -> Settings:
+    def of(server_args: Any) -> BackendSettings:
         """Return the settings of the environment, with SGLang's model as the default."""
         text = os.environ.get(VARIABLE, "{}")
         try:
             given = mapping(VARIABLE, json.loads(text), "settings by name")
         except json.JSONDecodeError as error:
             raise SpecError(VARIABLE, text, "an object in JSON") from error
-        known = [field.name for field in attrs.fields(Settings)]
+        known = [field.name for field in attrs.fields(BackendSettings)]
         for name in given:
             if name not in known:
                 raise SpecError(VARIABLE, name, f"one of {', '.join(known)}")
         reader = FieldReader("server_args", server_args)
         own = {"model": reader.get("model_path").value, "revision": reader.get("revision").value}
-        return Settings(**own | dict(given))
+        return BackendSettings(**own | dict(given))
 
 
 @attrs.frozen(kw_only=True)
@@ -182,7 +182,7 @@ def check_supported(server_args: Any, around: Surroundings) -> None:
         raise SpecError("token_to_kv_pool", "SWAKVPool", wanted)
 
 
-def describe(around: Surroundings, settings: Settings) -> RankCache:
+def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
     """Return the memory of one rank, with the description of its engine.
 
     Raises:

@@ -75,14 +75,14 @@ def _with_queue(original: Callable[..., Any], queue: Any) -> Any:
         _QUEUE.reset(token)
 
 
-def _sender_created(_: Any, queue: Any, req: Any, *more: Any, **named: Any) -> None:  # noqa: ARG001
+def _sender_created(_: bool, queue: Any, req: Any, num_kv_heads: int) -> None:  # noqa: ARG001, FBT001
     if isinstance(req.disagg_kv_sender, backend.Sender):
         req.disagg_kv_sender.request = req
 
 
-def _receiver_created(result: Any, *_: Any, **named: Any) -> None:  # noqa: ARG001
+def _receiver_created(result: Any, queue: Any, req: Any, is_rebootstrap: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002
     if isinstance(result.kv_receiver, backend.Receiver):
-        result.kv_receiver.request = result.req
+        result.kv_receiver.request = req
 
 
 def _surroundings(args: Any, mode: Any) -> Surroundings:
@@ -123,16 +123,16 @@ def _classes() -> dict[str, type]:
     def metric(_: Any) -> Any:
         return conn.KVTransferMetric()
 
-    class Manager(backend.Manager, conn.BaseKVManager):
+    class Manager(backend.Manager, conn.BaseKVManager):  # type: ignore[misc]
         surroundings = staticmethod(_surroundings)
 
-    class Sender(backend.Sender, conn.BaseKVSender):
+    class Sender(backend.Sender, conn.BaseKVSender):  # type: ignore[misc]
         get_transfer_metric = metric
 
-    class Receiver(backend.Receiver, conn.BaseKVReceiver):
+    class Receiver(backend.Receiver, conn.BaseKVReceiver):  # type: ignore[misc]
         pass
 
-    class BootstrapServer(tickets.TicketServer, conn.BaseKVBootstrapServer):
+    class BootstrapServer(tickets.TicketServer, conn.BaseKVBootstrapServer):  # type: ignore[misc]
         pass
 
     return {

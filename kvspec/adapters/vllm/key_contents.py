@@ -24,8 +24,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvspec.adapters.attention_modules import key_content_of
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.key_content import key_content_of
 from kvspec.adapters.vllm.config import Config
 from kvspec.adapters.vllm.layer_info import constructed_layers
 from kvspec.errors import SpecError
