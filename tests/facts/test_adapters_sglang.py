@@ -103,6 +103,30 @@ def window_pool(_: RankId | None = None) -> SWAKVPool:
     return SWAKVPool(*pools, windowed=[True, False, True])
 
 
+def test_layers_with_window_in_plain_pool_have_their_own_group() -> None:
+    """The pool keeps all tokens, but only those inside the window move."""
+    keys = {"swa": kvspec.KeyContent(rotary="halves", rotary_size=4)}
+    pool, windows = MHATokenToKVPool(64, 2, page_size=4, layer_num=3), {0: 9, 2: 9}
+    engine = sglang.engine_spec(pool, windows=windows, key_content=keys)
+    assert {"full": ("layers.1",), "swa": ("layers.0", "layers.2")} == {
+        group.name: group.layers for group in engine.groups
+    }
+    assert [None, keys["swa"]] == [group.spec.key_content for group in engine.groups]
+    sides = []
+    for first in (1, 7):
+        slots = pages_to_slots([first + page for page in range(5)], 4, 18)
+        sides.append(sglang.block_tables(engine, {"full": slots, "swa": slots}))
+
+    def cache(rank: RankId) -> Any:
+        own = keep(MHATokenToKVPool(64, 2, page_size=4, layer_num=3))
+        return sglang.rank_cache(engine, rank, own, windows=windows)
+
+    both = [{rank: cache(rank) for rank in engine.parallel.ranks} for _ in range(2)]
+    assert [] == moved(engine, engine, request_of(18, *sides), (both[0], both[1]))
+    alone = sglang.engine_spec(pool, windows=dict.fromkeys(range(3), 9))
+    assert ["swa"] == [group.name for group in alone.groups]
+
+
 def test_window_layers_move_with_pool_and_slots_of_their_own() -> None:
     """Tokens before the window have slot 0 and do not move. One layer of three is full."""
     engine = sglang.engine_spec(window_pool(), sliding_window=9)
@@ -273,6 +297,10 @@ REFUSED: list[tuple[Callable[[], object], str, Any, str]] = [
     (lambda: read(parallel=DCP, total_num_kv_heads=4), "dcp_size", 2, "1"),
     (lambda: read(parallel="2"), "parallel", "2", "ParallelConfig"),
     (lambda: read(layer_name="layers"), "layer_name", "layers", "{}"),
+    (lambda: read(windows=[1]), "windows", [1], "layer numbers"),
+    (lambda: read(windows={0: 4, 1: 5}), "windows", {0: 4, 1: 5}, "one size"),
+    (lambda: read(windows={1: 0}), "sliding_window", 0, ""),
+    (lambda: read(key_content="halves"), "key_content", "halves", "KeyContent"),
     (lambda: sglang.parallel_config(8, attn_dp_size=3), "attn_dp_size", 3, "tp_size=8"),
     (lambda: sglang.worker_rank(8, tp_size=8), "tp_rank", 8, "tp_size=8"),
     (lambda: slots([4, 5, 6, 8]), "slots['full'][3]", 8, "7"),

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvspec import RankId
+from kvspec.adapters import sglang as adapter
 from kvspec.adapters.sglang import backend, plugin
 from kvspec.adapters.sglang.describing import ONLY
 
@@ -80,3 +82,28 @@ def test_queue_is_known_only_while_its_manager_is_constructed() -> None:
     assert queue is plugin._with_queue(lambda _: plugin._QUEUE.get(), queue)
     with pytest.raises(LookupError):
         plugin._QUEUE.get()
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("kind", ["MHA", "MLA"])
+def test_real_pool_is_described_with_the_addresses_of_its_slots(kind: str, page: int) -> None:
+    """The bytes that SGLang writes to a slot are those of the page in the description."""
+    import torch  # noqa: PLC0415
+    from sglang.srt.mem_cache import memory_pool  # noqa: PLC0415
+
+    common: dict[str, Any] = {"dtype": torch.float32, "layer_num": 2, "device": "cpu"}
+    common |= {"enable_memory_saver": False}
+    if kind == "MHA":
+        pool = memory_pool.MHATokenToKVPool(64, page, head_num=2, head_dim=8, **common)
+        part, buffers = "k", pool.k_buffer
+    else:
+        sizes = {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
+        pool = memory_pool.MLATokenToKVPool(64, page, **sizes, **common)
+        part, buffers = "latent", pool.kv_buffer
+    engine = adapter.engine_spec(pool)
+    cache = adapter.rank_cache(engine, RankId(), pool)
+    slots = torch.arange(3 * page, 4 * page)
+    tables = adapter.block_tables(engine, slots)
+    assert [3] == tables["full"].block_ids.tolist()
+    address = cache.region("layers.1", part).address(3, 0, 0)
+    assert buffers[1][3 * page].data_ptr() == address

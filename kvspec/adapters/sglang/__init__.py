@@ -1,8 +1,9 @@
 """Describe an SGLang engine: its specs, its memory and its block tables.
 
 The adapter describes `python/sglang/srt/mem_cache/memory_pool.py` and `allocator/dcp.py` of
-SGLang's main branch in the second half of 2026. They were read, not run. Nothing of SGLang is
-imported.
+SGLang's main branch in the second half of 2026. Plain pools were run with SGLang 0.5.23 on a CPU.
+Pools with context ranks, `SWAKVPool` and pools of drafts were read, not run. Nothing of SGLang is
+imported, except by `plugin`, which SGLang loads as its transfer backend.
 
 How it works:
     SGLang has no block tables. A rank has a token pool: for each layer, a buffer with one slot for

@@ -25,7 +25,6 @@ How it works:
 # ruff: noqa: ANN401 - requests, buffers and settings are of SGLang's classes, not imported
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -317,10 +316,9 @@ class Sender(_Transfer):
 
     def abort(self) -> None:
         """Give the prompt up. Its readers fail."""
-        if self.conclude_state is None:
-            self.fail(self._gone())
+        self.fail(self._gone())  # Does nothing if it has ended before.
         self.clear()
-        with contextlib.suppress(SpecError):
+        if self.conclude_state == FAILED and self.bootstrap_room >= 0:
             why = str(self.error)[:1000]
             self.kv_mgr.publish(self.bootstrap_room, tickets.failure(self.bootstrap_room, why))
 
