@@ -28,6 +28,7 @@ from kvspec.adapters.sglang import tickets
 from kvspec.adapters.sglang.backend import (
     BOOTSTRAPPING,
     FAILED,
+    LOWEST,
     SUCCESS,
     TRANSFERRING,
     WAITING,
@@ -102,6 +103,35 @@ def test_cached_prefix_is_not_loaded() -> None:
         until(SUCCESS, [receiver])
         second.check([1, 3, 2], len(TOKENS), seed=ROOM, first=16)
         assert not second.ranks[0].around.pool.k_buffer[0][16:32].any()
+
+
+def test_infinite_log_probability_reaches_the_buffers_as_lowest_number() -> None:
+    """A grammar excludes tokens, which SGLang reports with minus infinity."""
+    asked = request(TOKENS, top=2)
+    asked.logprob.output_top_logprobs_val[0][1] = float("-inf")
+    asked.logprob.output_top_logprobs_val[0][0] = 1e-7  # Rounded up from probability 1.
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        prefill(first, server, asked)
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS, top=2))
+        until(WAITING, [receiver])
+        receiver.send_metadata(pages(second, 37), 0, [], 0)
+        until(SUCCESS, [receiver])
+        values = second.ranks[0].around.buffers.output_top_logprobs_val[0, :2].tolist()
+        assert [0.0, LOWEST] == values
+
+
+def test_sender_fails_if_tokens_and_pages_do_not_fit() -> None:
+    """SGLang has sent all pages of the prompt, but not all of its tokens."""
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        (sent,) = senders(first, server.address, ROOM, request(TOKENS))
+        got = receivers(second, server.address, ROOM, request(TOKENS))
+        sent.init(3, 0)
+        sent.send([1, 2, 3], None, 36)
+        assert FAILED == sent.poll()
+        with pytest.raises(kvspec.SpecError) as caught:
+            sent.failure_exception()
+        assert "num_kv_tokens" == caught.value.field
+        until(FAILED, got)
 
 
 def test_receiver_waits_until_ticket_is_published() -> None:

@@ -55,6 +55,8 @@ FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
 # Seconds between two polls of the session.
 REST = 0.001
+# The lowest number of SGLang's buffers, which have the type float32.
+LOWEST = -3.4e38
 
 
 class _OneEngine:
@@ -330,8 +332,8 @@ class Sender(_Transfer):
 def _logprobs(request: Any) -> list[tuple[int, float]]:
     """Return tokens and log probabilities at the first token: the top ones, and the token itself.
 
-    SGLang reports no log probability for a token of probability 0, and may report a little more
-    than 0 for one of probability 1.
+    A token that a grammar excludes has minus infinity, which JSON cannot represent: it becomes the
+    lowest number. Rounding may give a token of probability 1 a little more than 0.
     """
     found = request.logprob
     pairs: list[tuple[int, float]] = []
@@ -341,7 +343,7 @@ def _logprobs(request: Any) -> list[tuple[int, float]]:
     own = int(found.output_token_logprobs_idx[0]), float(found.output_token_logprobs_val[0])
     if own[0] not in dict(pairs):
         pairs.append(own)
-    return [(token, min(0.0, value)) for token, value in pairs if math.isfinite(value)]
+    return [(token, max(LOWEST, min(0.0, value))) for token, value in pairs]
 
 
 class Receiver(_Transfer):
