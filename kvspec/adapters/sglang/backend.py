@@ -351,7 +351,7 @@ class Receiver(_Transfer):
 
     require_staging = False
     supports_host_destination = False
-    bootstrap_infos = ()
+    bootstrap_infos: tuple[object, ...] = ()
 
     def __init__(
         self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None = None

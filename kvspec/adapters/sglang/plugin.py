@@ -43,16 +43,22 @@ def register() -> None:
         SpecError: If this version of SGLang was not tested.
     """
     import sglang
+
+    # Another version may lack the modules that are imported next.
+    check_version(sglang.__version__)
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    check_version(sglang.__version__)
     add_disagg_transfer_backend_choices([NAME])
     # An enum calls `_missing_` for a value that it does not have.
     member = object.__new__(TransferBackend)
     member._name_, member._value_ = NAME.upper(), NAME
-    TransferBackend._missing_ = classmethod(lambda _, value: member if value == NAME else None)
+
+    def missing(_: type, value: object) -> Any:
+        return member if value == NAME else None
+
+    TransferBackend._missing_ = classmethod(missing)
 
     def get_kv_class(original: Callable[..., Any], chosen: Any, class_type: Any) -> Any:
         if chosen is not member or class_type == KVClassType.KVARGS:
@@ -87,18 +93,10 @@ def _receiver_created(result: Any, queue: Any, req: Any, is_rebootstrap: bool = 
 
 def _surroundings(args: Any, mode: Any) -> Surroundings:
     """Return the objects of the rank whose manager is being constructed."""
-    import torch
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
     queue, parallel = _QUEUE.get(), get_parallel()
     runner = queue.scheduler.tp_worker.model_runner
-
-    def gather(value: Any) -> list[Any]:
-        values: list[Any] = [None] * parallel.attn_tp_size
-        group = parallel.attn_tp_group.cpu_group
-        torch.distributed.all_gather_object(values, value, group=group)
-        return values
-
     decodes = mode.value == "decode"
     return Surroundings(
         pool=queue.token_to_kv_pool,
@@ -109,7 +107,7 @@ def _surroundings(args: Any, mode: Any) -> Surroundings:
         tp_rank=parallel.attn_tp_rank,
         tp_size=parallel.attn_tp_size,
         decode_radix_cache=decodes and get_disagg().disaggregation_decode_enable_radix_cache,
-        gather=gather,
+        gather=parallel.attn_tp_group.all_gather_object,
         buffers=queue.metadata_buffers,
         releases=queue.transfer_queue if decodes else None,
     )
