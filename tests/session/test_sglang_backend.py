@@ -249,6 +249,19 @@ def test_server_refuses_tickets_that_are_not_sealed() -> None:
     server.close()
 
 
+def test_ticket_is_deleted_when_its_prompt_was_read() -> None:
+    """A later request may use the same room, and must not find the old ticket."""
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        (sent,) = prefill(first, server, request(TOKENS))
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        until(WAITING, [receiver])
+        receiver.send_metadata(pages(second, 37), 0, [], 0)
+        until(SUCCESS, [receiver])
+        until(SUCCESS, [sent])
+        sent.clear()
+        wait(lambda: not tickets.get(server.address, [ROOM]))
+
+
 def test_server_forgets_old_tickets() -> None:
     server = tickets.TicketServer("127.0.0.1", 0, keep=0.0)
     for room in (1, 2):

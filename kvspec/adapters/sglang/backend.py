@@ -325,8 +325,10 @@ class Sender(_Transfer):
             self.kv_mgr.publish(self.bootstrap_room, tickets.failure(self.bootstrap_room, why))
 
     def clear(self) -> None:
-        """Forget the request."""
+        """Forget the request, and delete its ticket if it was read."""
         self.kv_mgr.forget(self._remote_id)
+        if self.conclude_state == SUCCESS:
+            self.kv_mgr.publish(self.bootstrap_room, tickets.failure(self.bootstrap_room, ""))
 
 
 def _logprobs(request: Any) -> list[tuple[int, float]]:

@@ -14,7 +14,8 @@ How it works:
         GET /kvspec/tickets/ROOM[,ROOM]    an object with the rooms that have an entry
 
     The body of PUT is `PrefillTicket.to_params()`, or `failure(room, why)` if the prompt will not
-    be computed. A router can call both methods, so that one side is an engine of another maker.
+    be computed. A later PUT replaces the entry. So a router uses a new room for each attempt. It
+    can call both methods, so that one side is an engine of another maker.
 
     >>> server = TicketServer("127.0.0.1", 0, secret="a secret of all engines")
     >>> put(server.address, 7, failure(7, "aborted", "a secret of all engines"))
@@ -60,7 +61,10 @@ Params = dict[str, Any]
 
 
 def failure(room: int, why: str, secret: str | bytes | None = None) -> Params:
-    """Return the parameters that state that the prompt of *room* will not be computed."""
+    """Return the parameters that state that the prompt of *room* will not be computed.
+
+    If *why* is empty, the server deletes the entry instead: the prompt was read.
+    """
     return {"remote_failure": why, "remote_seal": _seal(room, why, secret)}
 
 
@@ -122,15 +126,18 @@ class TicketServer:
             params = mapping("body", json.loads(body), "parameter names to values")
         except ValueError as error:  # `SpecError` is one, too.
             raise SpecError("body", f"{len(body)} bytes", "parameters as JSON") from error
-        if failed(room, params, self._secret) is None:
+        why = failed(room, params, self._secret)
+        if why is None:
             PrefillTicket.from_params(params, self._secret)
         now = time.monotonic()
+        old = now - self._keep
         with self._lock:
-            # The entries are in the order of their times, because each is inserted last.
             self._entries.pop(room, None)
-            self._entries[room] = now, body
-            while (first := next(iter(self._entries.items())))[1][0] < now - self._keep:
-                del self._entries[first[0]]
+            # The entries are in the order of their times, because each is inserted last.
+            while self._entries and self._entries[first := next(iter(self._entries))][0] < old:
+                del self._entries[first]
+            if why != "":
+                self._entries[room] = now, body
 
     def found(self, rooms: Iterable[int]) -> bytes:
         """Return the entries of *rooms* that exist, as JSON."""
