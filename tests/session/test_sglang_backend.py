@@ -310,6 +310,7 @@ def test_unsupported_setting_is_refused_by_name(name: str) -> None:
         ({"draft_pool": object()}, "draft_token_to_kv_pool"),
         ({"state_types": ("mamba",)}, "state_types"),
         ({"pool": like.SWAKVPool.__new__(like.SWAKVPool)}, "token_to_kv_pool"),
+        ({"pool": like.MLATokenToKVPool(16, page_size=16)}, "token_to_kv_pool"),
     ],
 )
 def test_unsupported_pool_is_refused_by_name(changes: dict[str, Any], field: str) -> None:

@@ -110,7 +110,7 @@ class Manager:
             background=True,
         )
         self.addresses: list[str] = around.gather(self.session.channel.address)
-        self.lookups = tickets.Lookups(settings.waiting, self.session.decline)
+        self.lookups = tickets.Lookups(settings.waiting, self._decline)
         self._count, self._polled = 0, 0.0
         self._outcomes: dict[str, str] = {}
         self._held: set[str] = set()
@@ -186,6 +186,9 @@ class Manager:
                 log.error("The ticket of room %d is not published: %s", room, error)  # noqa: TRY400
 
     # ---- decode
+
+    def _decline(self, ticket: PrefillTicket) -> None:
+        self.session.decline(ticket=ticket)
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:  # noqa: ARG002
         """Return whether nothing can write the memory of a failed request any more."""

@@ -177,9 +177,10 @@ def check_supported(server_args: Any, around: Surroundings) -> None:
     if around.state_types:
         wanted = "none: pools with states or windows of their own were not yet run with kvspec"
         raise SpecError("state_types", [str(each) for each in around.state_types], wanted)
-    if type(around.pool).__name__ == "SWAKVPool":
-        wanted = "a plain pool: start the engine with disable_hybrid_swa_memory"
-        raise SpecError("token_to_kv_pool", "SWAKVPool", wanted)
+    kind = type(around.pool).__name__
+    if kind != "MHATokenToKVPool":
+        hint = ": start the engine with disable_hybrid_swa_memory" if kind == "SWAKVPool" else ""
+        raise SpecError("token_to_kv_pool", kind, f"MHATokenToKVPool, which was run{hint}")
 
 
 def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
