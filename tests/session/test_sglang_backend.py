@@ -186,6 +186,25 @@ def test_sender_succeeds_when_aborted_receiver_declines(early: bool) -> None:
         until(SUCCESS, sent)
 
 
+def test_closed_session_fails_requests_and_raises_nothing_else() -> None:
+    """An error in a method other than `failure_exception` would end SGLang's scheduler."""
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        (sent,) = prefill(first, server, request(TOKENS))
+        (late,) = senders(first, server.address, 5, request(TOKENS))
+        late.init(3, 0)
+        got = receivers(second, server.address, ROOM, request(TOKENS))
+        got += receivers(second, server.address, ROOM, request(TOKENS))
+        until(WAITING, got)
+        for engine in (first, second):
+            engine.ranks[0].session.close()
+        got[0].send_metadata(pages(second, 37), 0, [], 0)
+        late.send([1, 2, 3], None, 37)
+        for each in (sent, late, *got):
+            each.abort()
+            assert FAILED == each.poll()
+            each.clear()
+
+
 def test_memory_of_failed_load_is_kept_until_it_has_stopped() -> None:
     releases = SimpleNamespace(enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0)
     with pair((1, 16), (1, 16), releases=releases) as (first, second, server):

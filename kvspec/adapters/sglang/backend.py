@@ -171,8 +171,11 @@ class Manager:
 
     def forget(self, remote_id: str) -> None:
         """Abort a request if it is still held, and forget it."""
-        if remote_id in self._held and self.outcome(remote_id) is None:
-            self.session.abort(remote_id)
+        try:
+            if remote_id in self._held and self.outcome(remote_id) is None:
+                self.session.abort(remote_id)
+        except KVSpecError as error:
+            log.error("%s is not aborted: %s", remote_id, error)  # noqa: TRY400
         self._held.discard(remote_id)
         self._outcomes.pop(remote_id, None)
 
@@ -188,7 +191,11 @@ class Manager:
     # ---- decode
 
     def _decline(self, ticket: PrefillTicket) -> None:
-        self.session.decline(ticket=ticket)
+        try:
+            self.session.decline(ticket=ticket)
+        except KVSpecError as error:
+            # The producer waits for its lease. An error here would end SGLang's scheduler.
+            log.error("%s is not declined: %s", ticket.remote_id, error)  # noqa: TRY400
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:  # noqa: ARG002
         """Return whether nothing can write the memory of a failed request any more."""
