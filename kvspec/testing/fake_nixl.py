@@ -32,6 +32,7 @@ How it works:
 from __future__ import annotations
 
 import ctypes
+import enum
 import itertools
 import struct
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ Copy = tuple[int, int, int]  # to, from, length
 # NIXL's metadata begins with this tag, and with the length and the name of the agent.
 _HEAD = struct.Struct("<16sQ")
 _TAG = b"nixlSerDes|Agent"
+FakeStatus = enum.Enum("FakeStatus", ["DONE", "PROC"])  # of a handle
 _ERRORS = (
     "NotPosted", "InvalidParam", "Backend", "NotFound", "Mismatch", "NotAllowed", "RepostActive",
     "RemoteDisconnect", "Cancelled",
@@ -151,7 +153,7 @@ class FakeNixl:
         self.flights: list[FakeFlight] = []
         self.numbers: Iterator[int] = itertools.count(1)
         self.NIXL_READ, self.NIXL_WRITE = "READ", "WRITE"
-        self.NIXL_SUCCESS, self.NIXL_IN_PROG = "DONE", "PROC"
+        self.NIXL_SUCCESS, self.NIXL_IN_PROG = FakeStatus.DONE, FakeStatus.PROC
         self.NIXL_INIT_AGENT, self.NIXL_THREAD_SYNC_STRICT = "", "STRICT"
         self.DRAM_SEG, self.VRAM_SEG = "DRAM", "VRAM"
         self.nixlAgentConfig = SimpleNamespace
