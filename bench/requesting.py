@@ -24,9 +24,9 @@ import kvspec
 from kvspec import DescriptorTable
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.agent import Agent
+from kvspec.nixl.pairing import Prepared
 from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.transfer import InFlightTransfers
-from kvspec.nixl.transfer_spec import Prepared
 
 PLAIN = works.Work(
     name="80 layers, TP 4 -> 4, blocks of 16",

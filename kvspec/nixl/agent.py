@@ -310,7 +310,12 @@ class Agent:
         with self.lock:
             try:
                 handle: int = self._native.makeXferReq(
-                    self._verbs[operation], *local, *remote, "", [], False
+                    self._verbs[operation],
+                    *local,
+                    *remote,
+                    "",
+                    [],
+                    False,  # noqa: FBT003
                 )
             except self._errors as error:
                 raise self._failed("make", error, *subject) from error

@@ -1,10 +1,12 @@
-"""Find the ranges of the peer's memory that a staged transfer moves, and the runs in them.
+"""Find the ranges of the peer's memory that a staged transfer moves, and copy the runs in them.
 
 Invariant: each run lies in exactly one range of one batch. A range lies in one memory of the far
-side. The ranges of a write contain only runs, so that no other byte of the peer is written.
+side. The ranges of a write contain only runs, so that no other byte of the peer is written. A copy
+changes only the bytes of its runs, and the scratch bytes of the buffer. Addresses were checked
+before, and the owners of the memory are referenced: nothing here checks a size.
 
 The *far* side is the peer: the source of a read, the destination of a write. The *near* side is
-this rank. Its runs may lie anywhere. This module computes with numbers and moves nothing.
+this rank. Its runs may lie anywhere.
 
 How it works:
     Sorted by far address, runs that are at most *gap* bytes apart are one *range*. The ranges are
@@ -39,11 +41,26 @@ How it works:
     ([0, 8, 16, 20], [300, 200, 100, 500])
 
     So the transport moves 2 descriptors instead of 4 here, and far fewer in a real cache.
+
+How it copies:
+    torch copies GPU memory with two kernels, and `copy_by_torch` waits for them. numpy copies host
+    memory. It copies items of any size, here one item a run. A fancy index selects the items of
+    each side (`_copy_on_host`). If runs are not adjacent in the slot, that takes two passes: one picks
+    the runs from the slot, one puts them to their places.
+
+    `_try_copy_whole` needs one pass. It copies all items of the slot, and sends the items between
+    the runs to a scratch place. For example, four runs of 4 bytes begin at 0, 8, 12, 16:
+
+        slot      | run 0 | gap   | run 1 | run 2 | run 3 |    5 items of 4 bytes
+        place     near[0] scratch near[1] near[2] near[3]
+
+    The slot is then a plain array without an index. That is faster if few items are gaps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -51,8 +68,18 @@ import numpy as np
 from kvspec.nixl.merging import Spans, starts_of
 from kvspec.nixl.rows import Ints
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
 # Descriptors of one handle. Posting more blocks for too long: a post cannot be interrupted.
 MAX_RANGES = 4096
+# torch copies words of 8 bytes if all addresses and lengths are multiples of 8, else single bytes.
+WORD = 8
+# Bytes of scratch memory on each side of the slots. Longer runs are never copied whole.
+SPARE = 64 << 10
+# `_try_copy_whole` is used below so many items per run. With more gaps, two passes are faster.
+MOST = 1.5
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -164,3 +191,124 @@ def _packed(far: Ints, near: Ints, nbytes: Ints, *, begins: Ints, gap: int) -> t
         run_length=nbytes,
     )
     return batch, first
+
+
+class _Shown:
+    """Memory of the process or of a GPU, with the interfaces that numpy and torch read."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], kind: str, strides: Any) -> None:  # noqa: ANN401 - None or ints
+        interface = {"data": (address, False), "shape": shape, "typestr": kind, "version": 3}
+        self.__array_interface__ = self.__cuda_array_interface__ = interface | {"strides": strides}
+
+
+def copy_runs(
+    base: int,
+    moves: Moves,
+    *,
+    inward: bool,
+    place: tuple[str, int] = ("DRAM", 0),
+    scratch: tuple[int, ...] = (),
+) -> None:
+    """Copy the runs *moves* between the slot at address *base* and the near side.
+
+    Args:
+        base: Address of the slot.
+        moves: The runs.
+        inward: Copy from the slot to the near side, as a read does. Else copy to the slot.
+        place: Memory type and device of both sides.
+        scratch: Addresses of `SPARE` unused bytes below and above all slots, or nothing.
+    """
+    memory_type, device = place
+    if memory_type == "DRAM":
+        if not (inward and scratch and _try_copy_whole(base, moves, scratch)):
+            _copy_on_host(base, moves, inward=inward)
+    else:
+        copy_by_torch(base, moves, inward=inward, device=f"cuda:{device}")
+
+
+def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
+    """Copy with one fancy index on each side. Items begin at any byte."""
+    length, low = moves.length, int(moves.near.min())
+    near = _items(low, int(moves.near.max()) - low + 1, length, 1)
+    offset, places = moves.offset, moves.near - low
+    slot: Any
+    if ((offset[1:] - offset[:-1]) == length).all():
+        slot = _items(base + int(offset[0]), len(offset), length, length)
+        where: Any = slice(None)
+    else:
+        slot, where = _items(base, int(offset.max()) + 1, length, 1), offset
+    if inward:
+        near[places] = slot[where]
+    else:
+        slot[where] = near[places]
+
+
+def _try_copy_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
+    """Copy all items of the slot in one pass, or return False. See the module docstring."""
+    run_items = _run_items(moves)
+    if run_items is None:
+        return False
+    length, first, count = moves.length, int(moves.offset[0]), int(run_items[-1]) + 1
+    low, high = int(moves.near.min()), int(moves.near.max())
+    # The view of the near side reaches from its first run to its last. If it contained the slot,
+    # numpy would see an overlap and copy the whole slot first.
+    if low < base + first + count * length and base < high + length:
+        return False
+    # For the same reason, use the scratch bytes on the near side's side of the slot.
+    spare = scratch[high > base]
+    start = min(low, spare)
+    places = np.full(count, spare - start)
+    places[run_items] = moves.near - start
+    near = _items(start, max(high, spare) - start + 1, length, 1)
+    near[places] = _items(base + first, count, length, length)
+    return True
+
+
+def _run_items(moves: Moves) -> Ints | None:
+    """Return the item of each run, counted from the first run, or None if two passes are better."""
+    length, first, last = moves.length, int(moves.offset[0]), int(moves.offset[-1])
+    # Longer runs do not fit into the scratch bytes.
+    if length > SPARE:
+        return None
+    # Without gaps `_copy_on_host` needs no index for the slot either. With many gaps, copying them
+    # takes more time than a second pass.
+    if not len(moves.offset) < (last - first) // length + 1 < MOST * len(moves.offset):
+        return None
+    # A run before the first or behind the last would be an item outside of the view.
+    if int(moves.offset.min()) != first or int(moves.offset.max()) != last:
+        return None
+    # Each run must be exactly one item. A run between two items would be torn.
+    run_items = (moves.offset - first) // length
+    return run_items if np.array_equal(run_items * length, moves.offset - first) else None
+
+
+def _items(address: int, count: int, length: int, stride: int) -> NDArray[np.void]:
+    """Return *count* items of *length* bytes. One begins every *stride* bytes from *address* on."""
+    return np.asarray(_Shown(address, (count,), f"|V{length}", (stride,)))
+
+
+def copy_by_torch(base: int, moves: Moves, *, inward: bool, device: str) -> None:
+    """Do the same as `copy_runs` with tensors of *device*: "cuda:0", or "cpu" for host memory."""
+    import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
+
+    low = int(moves.near.min())
+    grain = int(np.gcd.reduce(np.concatenate((moves.offset, moves.near - low, [moves.length]))))
+    word = WORD if not (grain | base | low) % WORD else 1
+    sides = []
+    for address, places in ((base, moves.offset), (low, moves.near - low)):
+        rows = int(places.max() + moves.length) // grain
+        shape, kind = (rows, grain // word), f"<i{word}" if word > 1 else "|u1"
+        shown: Any = _Shown(address, shape, kind, None)
+        shown = np.asarray(shown) if device == "cpu" else shown
+        sides.append((torch.as_tensor(shown, device=device), _rows(places, moves.length, grain)))
+    (source, taken), (target, put) = sides if inward else sides[::-1]
+    taken, put = (torch.from_numpy(which).to(device) for which in (taken, put))
+    target.index_copy_(0, put, source.index_select(0, taken))
+    if device != "cpu":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _rows(places: Ints, length: int, grain: int) -> Ints:
+    """Return the rows of *grain* bytes that the runs occupy."""
+    rows = places[:, None] // grain + np.arange(length // grain)
+    return np.ascontiguousarray(rows.reshape(-1))

@@ -24,7 +24,6 @@ from kvspec.errors import SpecError, TransferError
 from kvspec.inputs import flag, seconds, sequence
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.envelope import Envelope, name_of, secret_of
 from kvspec.nixl.memory import (
     RegisteredMemory,
     check_inside,
@@ -34,11 +33,11 @@ from kvspec.nixl.memory import (
     new_memories,
     registered_memory,
 )
-from kvspec.nixl.peers import Peers, check_payload
+from kvspec.nixl.pairing import Operation, Prepared, Sides
+from kvspec.nixl.peers import Envelope, Peers, check_payload, name_of, secret_of
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging import Buffers, Staging
 from kvspec.nixl.transfer import InFlightTransfers, Transfer
-from kvspec.nixl.transfer_spec import Operation, Prepared, Sides
 from kvspec.wire.seal import Secret
 
 if TYPE_CHECKING:

@@ -48,8 +48,7 @@ from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent, Subject
 from kvspec.nixl.memory import RegisteredMemory, overlapping, text_of
 from kvspec.nixl.merging import Pairing
-from kvspec.nixl.permuting import SPARE, copy_runs
-from kvspec.nixl.ranges import Batch, ranges_of
+from kvspec.nixl.ranges import SPARE, Batch, copy_runs, ranges_of
 from kvspec.nixl.rows import Ints, StridedRows
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import attrs
 import msgspec
 
 from kvspec.errors import SpecError
-from kvspec.nixl.envelope import MIN_SECRET
+from kvspec.nixl.peers import MIN_SECRET
 from kvspec.run.job import Job
 from kvspec.run.limits import devices_of
 from kvspec.run.rank_server import words_of

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from kvspec.descriptors.request import BlockTable, Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int, sequence
-from kvspec.nixl.envelope import secret_of
+from kvspec.nixl.peers import secret_of
 from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import key_of
 from kvspec.wire.seal import MAC, Secret

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvspec.errors import SpecError, TransferError, WireError
-from kvspec.nixl.envelope import Envelope, opened
+from kvspec.nixl.peers import Envelope, opened
 from kvspec.wire.seal import Secret
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import kvspec
 from kvspec import DescriptorTable, RankId, SpecError
-from kvspec.nixl import NixlRank, merging, selected
+from kvspec.nixl import NixlRank, merging, pairing
 from kvspec.nixl.merging import Pairing, checked_ids, continues_in_row, fits, pair, runs_of
+from kvspec.nixl.pairing import pair_selection
 from kvspec.nixl.rows import checked_rows
-from kvspec.nixl.selected import pair_selection
 from kvspec.ownership.replicas import Role
 from kvspec.testing import Case, strategies
 from kvspec.testing.world import world
@@ -171,25 +171,31 @@ def test_common_layouts_are_paired_by_tile(layouts: tuple[str, str], cached: int
 
 
 @pytest.mark.parametrize(
-    ("layouts", "cached", "pays"),
+    ("layouts", "cached", "tokens", "pays"),
     [
-        (("LHBNC", "LHBNC"), 37, True),  # The first block is cut into states, each in its own row.
-        (("LHBNC", "LHBNC"), 64, False),
-        (("LKBNHC", "BLHNC"), 64, False),
+        # The first or last block is cut into states, each in its own row.
+        (("LHBNC", "LHBNC"), 37, 528, True),
+        (("LHBNC", "LHBNC"), 64, 517, True),
+        (("LHBNC", "LHBNC"), 64, 528, False),
+        (("LKBNHC", "BLHNC"), 64, 517, False),
     ],
 )
 def test_sample_shows_whether_merging_across_rows_pays(
-    layouts: tuple[str, str], cached: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+    layouts: tuple[str, str],
+    cached: int,
+    tokens: int,
+    pays: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A selection of more ids than the sample is decided like all of its ids."""
-    monkeypatch.setattr(selected, "SAMPLE", 64)
+    monkeypatch.setattr(pairing, "SAMPLE", 64)
     layers = tuple(f"l.{number}" for number in range(3))
     sides = [
         builders.engine(builders.gqa(8), layers=layers, tp=4, layout=layout) for layout in layouts
     ]
     caches = [kvspec.plan_memory(side, RankId(), 40) for side in sides]
     table = kvspec.build_table(kvspec.plan_transfer(*sides), *caches)
-    request = builders.request(517, range(33), range(33), cached_tokens=cached)
+    request = builders.request(tokens, range(33), range(33), cached_tokens=cached)
     found, expected = both(table, request, "consumer")
     assert len(expected.local_ids) > 64
     assert (found is None) == pays == (expected.joined is not None)

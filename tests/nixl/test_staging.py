@@ -11,9 +11,9 @@ from nixl_world import keep
 
 from kvspec import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl import NixlRank, Staging, Transfer, permuting, staging
+from kvspec.nixl import NixlRank, Staging, Transfer, ranges, staging
+from kvspec.nixl.pairing import Operation
 from kvspec.nixl.ranges import Moves
-from kvspec.nixl.transfer_spec import Operation
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 RUN, RUNS = 64, 256
@@ -379,8 +379,8 @@ def test_torch_copies_the_same_bytes_as_numpy(length: int, inward: bool) -> None
         near=moves.near - near.ctypes.data + expected[0].ctypes.data,
         length=length,
     )
-    permuting.copy_runs(expected[1].ctypes.data, same_moves, inward=inward)
-    permuting.copy_by_torch(slot.ctypes.data, moves, inward=inward, device="cpu")
+    ranges.copy_runs(expected[1].ctypes.data, same_moves, inward=inward)
+    ranges.copy_by_torch(slot.ctypes.data, moves, inward=inward, device="cpu")
     assert expected[0].tobytes() == near.tobytes()
     assert expected[1].tobytes() == slot.tobytes()
 
@@ -389,7 +389,7 @@ def test_torch_copies_the_same_bytes_as_numpy(length: int, inward: bool) -> None
 @pytest.mark.parametrize("side", ["below", "above", "both"])
 def test_bytes_between_runs_are_copied_to_scratch(length: int, side: str) -> None:
     """Runs of a slot with gaps arrive, copied in one pass or in two. Other bytes do not change."""
-    spare, items = permuting.SPARE, 40
+    spare, items = ranges.SPARE, 40
     sizes = [items * length, spare, items * length, spare, items * length]
     below, _, base, above, end = np.cumsum([0, *sizes[:-1]]).tolist()
     held = np.random.default_rng(length).integers(0, 256, sum(sizes), dtype=np.uint8)
@@ -403,7 +403,7 @@ def test_bytes_between_runs_are_copied_to_scratch(length: int, side: str) -> Non
     address = held.ctypes.data
     moves = Moves(offset=item * length, near=address + place + order * length, length=length)
     scratch = address + sizes[0], address + above
-    permuting.copy_runs(address + base, moves, inward=True, scratch=scratch)
+    ranges.copy_runs(address + base, moves, inward=True, scratch=scratch)
     for checked in (slice(0, sizes[0]), slice(base, above), slice(end, None)):
         assert expected[checked].tobytes() == held[checked].tobytes()
     # Only a copy in one pass writes the bytes between the runs to the scratch bytes.
