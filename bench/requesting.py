@@ -24,8 +24,7 @@ import kvspec
 from kvspec import DescriptorTable
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.pairing import Prepared
-from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.rows import Prepared, checked_rows
 from kvspec.nixl.transfer import InFlightTransfers
 
 PLAIN = works.Work(

@@ -1,11 +1,12 @@
-"""Pair the ids of both sides, merge adjacent descriptors, and cut the result into handles.
+"""Check the two sides of a transfer, pair their ids, merge neighbours, and cut handles.
 
-Invariant: no destination byte is written twice, and no id is wider than NIXL reads. NIXL itself
-accepts both: it truncates wide and fractional ids, and the last of two writes wins.
+Invariant: everything is checked before anything is posted. No destination byte is written twice,
+and no id is wider than NIXL reads. NIXL itself accepts both: it truncates wide and fractional ids,
+and the last of two writes wins.
 
 How it works:
-    There are two merges. Each takes runs in an order, and joins a run to the one before if it
-    continues it:
+    Ids that the caller computed are checked and paired one by one (`pair`). There are two merges.
+    Each takes runs in an order, and joins a run to the one before if it continues it:
 
         merge          runs             order of        continues if                   done by
         within a row   each id          the caller      next id of the same dense row  NIXL
@@ -17,23 +18,54 @@ How it works:
 
     NIXL joins ids neither across rows nor across handles. So handles are cut between runs, and
     the runs of the second merge are passed to NIXL as plain descriptors. Only a run that is too
-    long for one handle is cut inside. This module does only arithmetic.
+    long for one handle is cut inside.
+
+    A whole selection is paired by its runs and tiles, without a look at each id (`pair_selection`).
+    The result moves the same bytes as `pair` of the same ids. `select` has already checked that no
+    byte is written twice, so a wrong estimate below costs time, and never bytes.
+
+    A selection has parts. Each part moves the same tiles of several runs of blocks. NIXL joins
+    tiles of one row, so one run shows what it posts for all runs of a part. Three facts are left to
+    find:
+
+    1. Does it pay to merge descriptors across rows? Then the answer is None, and `pair` looks at
+       each id. One part of plain rows has nothing to merge: NIXL joins all of its tiles that touch.
+       Of other selections, a sample is merged. Small ones are their own sample, so the answer is
+       exact. Of a large one, the sample is the first tiles of the first bunch of each part. A bunch
+       is a set of runs that interleave in memory, for example the layers of one block. All bunches
+       of a part look alike, and descriptors of two bunches do not touch.
+
+           bunches     A: runs 1, 2          B: runs 3, 4
+           memory      A1 A2 . A1 A2 . A1 A2   B3 B4 . B3 B4 . B3 B4
+           sample      A1 A2 . A1 A2
+
+    2. How many descriptors does NIXL post? `RowSet.next_ids` counts them for one run.
+    3. Where are the ids cut into handles? Between runs, if the selection exceeds one handle
+       (`_cut`). NIXL never joins ids of two runs, so such a cut costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import attrs
 import numpy as np
 
+from kvspec.descriptors.selection import Picked, Selection
 from kvspec.errors import SpecError
-from kvspec.nixl.rows import Ids, Ints, StridedRows
+from kvspec.nixl.rows import Ids, Ints, Prepared, StridedRows, check_unreleased
+from kvspec.ownership.replicas import Role
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from kvspec.nixl.agent import Agent
+
+Operation = Literal["READ", "WRITE"]
+# A local list, ids of it, a remote list, and as many ids of it. Or a selection, and None.
+Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np.integer] | None"]
 
 # The limits of one handle. Posting 1024 descriptors, or copying 16 MiB, takes 2 to 3 ms, which
 # nothing can interrupt: small loads beside a large one wait that long. Making and releasing a
@@ -48,6 +80,8 @@ LIMIT = 1.15
 # each posted descriptor costs 1.5 to 3 us. So 16 is near the break-even. Sparing 16 of 32 runs
 # loses a little: 184 us instead of 169. Sparing 64 of 128 saves time: 274 us instead of 330.
 SPARED = 16
+# About so many descriptors are merged to decide whether merging pays. That takes about 0.2 ms.
+SAMPLE = 4096
 
 _FIRST = np.zeros(1, np.int64)
 
@@ -210,7 +244,7 @@ def pair(
             "local_ids", len(local_ids), f"as many ids as remote_ids has: {len(remote_ids)}"
         )
     runs = runs_of(local, local_ids), runs_of(remote, remote_ids)
-    spans = partial(_spans, *runs)
+    spans = partial(_spans_of_runs, *runs)
     if not len(local_ids):
         return Pairing(local_ids, remote_ids, 0, (), int, spans)
     _refuse_unequal(*runs)
@@ -236,7 +270,7 @@ def pair(
     return Pairing(local_ids, remote_ids, nbytes, batches, partial(len, first), spans, joined)
 
 
-def _spans(local: Runs, remote: Runs) -> Spans:
+def _spans_of_runs(local: Runs, remote: Runs) -> Spans:
     return Spans(local.address, remote.address, local.nbytes)
 
 
@@ -312,3 +346,164 @@ def cut(first: Ints, length: Ints) -> Iterator[slice]:
             for at in range(begin, end, step):
                 yield slice(at, min(at + step, end))
         run = stop
+
+
+def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
+    """Return the pairs of ids of *sides*, which must be lists of *agent*.
+
+    The ids of a selection are paired by its parts if that is possible.
+    """
+    local, local_ids, remote, remote_ids = sides
+    if not isinstance(local, Prepared) or local.peer is not None or local.agent is not agent:
+        raise SpecError("local", local, "a list that this rank prepared of its own memory")
+    if not isinstance(remote, Prepared) or remote.peer is None or remote.agent is not agent:
+        raise SpecError("remote", remote, "a list that this rank prepared of a peer's memory")
+    if local.released or remote.released:
+        check_unreleased(local, remote)
+    target = "local" if operation == "READ" else "remote"
+    if not isinstance(local_ids, Selection):
+        local_ids = checked_ids("local_ids", local_ids, local.rows.total)
+        remote_ids = checked_ids("remote_ids", remote_ids, remote.rows.total)
+        return pair(local.rows, local_ids, remote.rows, remote_ids, target)
+    selection = local_ids
+    if remote_ids is not None and remote_ids is not selection:
+        raise SpecError("remote_ids", remote_ids, "None, or the same selection as local_ids")
+    near: Role = "consumer"
+    near_rows, far_rows = selection.consumer_rows, selection.producer_rows
+    if local.given_rows is not near_rows:
+        near, near_rows, far_rows = "producer", far_rows, near_rows
+    if local.given_rows is not near_rows or remote.given_rows is not far_rows:
+        rule = "a selection of the table whose rows both lists contain"
+        raise SpecError("local_ids", "a selection", rule)
+    found = pair_selection(selection, local.rows, remote.rows, near, inward=operation == "READ")
+    if found is None:
+        ids = selection[::-1] if near == "consumer" else selection
+        found = pair(local.rows, ids[0], remote.rows, ids[1], target)
+    return found
+
+
+def pair_selection(
+    selection: Selection, local: StridedRows, remote: StridedRows, near: Role, *, inward: bool
+) -> Pairing | None:
+    """Return the pairs of *selection*, or None if it pays to merge descriptors across rows.
+
+    Args:
+        selection: The selection.
+        local: Rows of this rank.
+        remote: Rows of the peer.
+        near: The side of this rank.
+        inward: Whether this rank is written, as by a read.
+    """
+    parts = selection.parts
+    if len(parts) != 1 or not parts[0][0].rows.plain:
+        sides = (local, remote) if near == "producer" else (remote, local)
+        if not parts or _merging_pays(parts, sides, int(inward == (near == "consumer"))):
+            return None
+    local_ids, remote_ids = selection
+    if near == "consumer":
+        local_ids, remote_ids = remote_ids, local_ids
+    count, nbytes = len(local_ids), 0
+    for entry, tiles in parts:
+        size = entry.rows.size
+        of_tile = int(entry.rows.length.sum()) if size is None else size * len(entry.rows)
+        nbytes += of_tile * len(tiles)
+    posted = partial(_posted, parts)
+    # Counting the posted descriptors takes time, so do it only if the answer depends on it.
+    batches: tuple[slice, ...] = (slice(0, count),)
+    if not fits(count, nbytes) and not (fits(1, nbytes) and fits(posted(), nbytes)):
+        batches = tuple(_cut(parts))
+    return Pairing(
+        local_ids, remote_ids, nbytes, batches, posted, partial(_spans_of_parts, parts, near)
+    )
+
+
+def _posted(parts: Sequence[Picked]) -> int:
+    """Return the number of descriptors that NIXL posts."""
+    return sum(entry.rows.posted(tiles) for entry, tiles in parts)
+
+
+def _firsts(picked: Picked) -> Ints:
+    """Return the first tile of each descriptor that NIXL posts for one run."""
+    entry, tiles = picked
+    if not entry.rows.touching:
+        return np.arange(len(tiles))
+    return starts_of(entry.rows.next_ids(tiles))
+
+
+def _merging_pays(
+    parts: Sequence[Picked], sides: tuple[StridedRows, StridedRows], written: int
+) -> bool:
+    """Whether a merge across rows would spare enough descriptors. An estimate, if there are many.
+
+    Two descriptors are merged if they touch on both sides and no memory begins in between. *sides*
+    are the producer's rows and the consumer's, and *written* is the number of the side to write.
+    """
+    whole = sum(len(entry.rows) * len(tiles) for entry, tiles in parts) <= SAMPLE
+    posted, sample = 0, list[Ints]()
+    for entry, tiles in parts:
+        rows, runs, count = entry.rows, len(entry.rows), len(tiles)
+        if not whole:
+            runs = entry.bunch
+            count = min(count, max(1, SAMPLE // (runs * len(parts))))
+        posted += runs * int(np.count_nonzero(_firsts((entry, tiles)) < count))
+        spans = np.empty((3, count, runs), np.int64)
+        starts = rows.producer_address[:runs], rows.consumer_address[:runs]
+        for column, start, offsets in zip(spans, starts, rows.offsets(tiles), strict=False):
+            np.add(start, offsets[:count, None], out=column)
+        spans[2] = rows.length[:runs]
+        sample.append(spans.reshape(3, -1))
+    every = np.concatenate(sample, axis=1)
+    begins, nbytes = every[:2], every[2]
+    order = begins[written].argsort(kind="stable")
+    begins, nbytes = begins[:, order], nbytes[order]
+    touches = (begins[:, :-1] + nbytes[:-1] == begins[:, 1:]).all(axis=0).nonzero()[0]
+    for begin, side in zip(begins, sides, strict=True):
+        if len(touches):
+            touches = touches[~np.isin(begin[touches + 1], side.area_begins)]
+    spared = posted - (len(order) - len(touches))
+    # `pair` takes 0.1 us for each id, so it must spare a part that counts.
+    return merges(posted, spared) if whole else posted > LIMIT * (posted - spared)
+
+
+def _spans_of_parts(parts: Sequence[Picked], near: Role) -> Spans:
+    """Return all descriptors of the selection."""
+    found = np.concatenate([entry.addresses(tiles).T for entry, tiles in parts], axis=1)
+    producer, consumer, nbytes = found
+    sides = (producer, consumer) if near == "producer" else (consumer, producer)
+    return Spans(*sides, nbytes)
+
+
+def _cut(parts: Sequence[Picked]) -> Iterator[slice]:
+    """Yield slices of the ids of all parts that fit one handle each, cut between runs of blocks.
+
+    A run of blocks that is too long for one handle has handles of its own.
+    """
+    start = stop = posted = nbytes = 0
+    for picked in parts:
+        rows, count, left = picked[0].rows, len(picked[1]), len(picked[0].rows)
+        length, most = rows.size or int(rows.length.max()), count
+        # At most so many descriptors are posted for one run. Count them only if that is too many.
+        if not fits(count, count * length):
+            firsts = _firsts(picked)
+            most = len(firsts)
+            if not fits(most, count * length):
+                if stop > start:
+                    yield slice(start, stop)
+                within = [*cut(firsts, np.full(count, length))]
+                for run in range(stop, stop + left * count, count):
+                    yield from (slice(run + each.start, run + each.stop) for each in within)
+                start = stop = stop + left * count
+                posted = nbytes = 0
+                continue
+        while left:
+            room = (MAX_BYTES - nbytes) // (count * length)
+            runs = min(left, room, (MAX_DESCRIPTORS - posted) // most)
+            left -= runs
+            stop += runs * count
+            posted += runs * most
+            nbytes += runs * count * length
+            if left:
+                yield slice(start, stop)
+                start, posted, nbytes = stop, 0, 0
+    if stop > start:
+        yield slice(start, stop)

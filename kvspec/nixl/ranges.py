@@ -45,8 +45,8 @@ How it works:
 How it copies:
     torch copies GPU memory with two kernels, and `copy_by_torch` waits for them. numpy copies host
     memory. It copies items of any size, here one item a run. A fancy index selects the items of
-    each side (`_copy_on_host`). If runs are not adjacent in the slot, that takes two passes: one picks
-    the runs from the slot, one puts them to their places.
+    each side (`_copy_on_host`). If runs are not adjacent in the slot, that takes two passes: one
+    picks the runs from the slot, one puts them to their places.
 
     `_try_copy_whole` needs one pass. It copies all items of the slot, and sends the items between
     the runs to a scratch place. For example, four runs of 4 bytes begin at 0, 8, 12, 16:

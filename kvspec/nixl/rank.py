@@ -33,9 +33,9 @@ from kvspec.nixl.memory import (
     new_memories,
     registered_memory,
 )
-from kvspec.nixl.pairing import Operation, Prepared, Sides
+from kvspec.nixl.merging import Operation, Sides
 from kvspec.nixl.peers import Envelope, Peers, check_payload, name_of, secret_of
-from kvspec.nixl.rows import checked_rows, row_of_one
+from kvspec.nixl.rows import Prepared, checked_rows, row_of_one
 from kvspec.nixl.staging import Buffers, Staging
 from kvspec.nixl.transfer import InFlightTransfers, Transfer
 from kvspec.wire.seal import Secret

@@ -20,8 +20,9 @@ from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.busy import BusyRanges
-from kvspec.nixl.pairing import Operation, Sides, check_unreleased, checked_pairs
+from kvspec.nixl.merging import Operation, Sides, checked_pairs
 from kvspec.nixl.ranges import Batch
+from kvspec.nixl.rows import check_unreleased
 from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
 
 IN_FLIGHT = 16  # Handles posted at once. A list of any length makes few.

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.nixl.pairing import Operation, Sides
+from kvspec.nixl.merging import Operation, Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.run.contents import Bytes, Contents
 from kvspec.run.job import SIDES, Job, Side, other_side

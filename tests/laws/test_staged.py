@@ -14,7 +14,7 @@ from nixl_world import moving
 from kvspec import DescriptorTable, RankId, TransferRequest
 from kvspec.nixl import Staging
 from kvspec.nixl import staging as choosing
-from kvspec.nixl.pairing import pair_selection
+from kvspec.nixl.merging import pair_selection
 from kvspec.nixl.ranges import ranges_of
 from kvspec.nixl.rows import checked_rows
 from kvspec.ownership.replicas import Role

@@ -24,10 +24,9 @@ from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, merging
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl.memory import check_inside, registered_memory
-from kvspec.nixl.pairing import Prepared
 from kvspec.nixl.peers import HELLO
 from kvspec.nixl.rank import PROBES
-from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.rows import Prepared, checked_rows
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")

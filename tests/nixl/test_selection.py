@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 
 import kvspec
 from kvspec import DescriptorTable, RankId, SpecError
-from kvspec.nixl import NixlRank, merging, pairing
-from kvspec.nixl.merging import Pairing, checked_ids, continues_in_row, fits, pair, runs_of
-from kvspec.nixl.pairing import pair_selection
+from kvspec.nixl import NixlRank, merging
+from kvspec.nixl.merging import (
+    Pairing,
+    checked_ids,
+    continues_in_row,
+    fits,
+    pair,
+    pair_selection,
+    runs_of,
+)
 from kvspec.nixl.rows import checked_rows
 from kvspec.ownership.replicas import Role
 from kvspec.testing import Case, strategies
@@ -188,7 +195,7 @@ def test_sample_shows_whether_merging_across_rows_pays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A selection of more ids than the sample is decided like all of its ids."""
-    monkeypatch.setattr(pairing, "SAMPLE", 64)
+    monkeypatch.setattr(merging, "SAMPLE", 64)
     layers = tuple(f"l.{number}" for number in range(3))
     sides = [
         builders.engine(builders.gqa(8), layers=layers, tp=4, layout=layout) for layout in layouts

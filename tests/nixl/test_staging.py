@@ -12,7 +12,7 @@ from nixl_world import keep
 from kvspec import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, Staging, Transfer, ranges, staging
-from kvspec.nixl.pairing import Operation
+from kvspec.nixl.merging import Operation
 from kvspec.nixl.ranges import Moves
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 

@@ -10,7 +10,7 @@ import attrs
 
 from kvspec import DescriptorTable
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.nixl.pairing import Operation
+from kvspec.nixl.merging import Operation
 from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.testing.world import World
 
