@@ -84,6 +84,7 @@ SPARED = 16
 SAMPLE = 4096
 
 _FIRST = np.zeros(1, np.int64)
+_ONE = partial(len, _FIRST)
 
 
 def checked_ids(field: str, ids: object, total: int) -> Ids:
@@ -98,7 +99,7 @@ def checked_ids(field: str, ids: object, total: int) -> Ids:
         kind = f"{ids.dtype}{ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise SpecError(field, kind, "a one-dimensional numpy array of integers")
     if len(ids) == 1:  # numpy compares one id ten times slower than Python.
-        wrong = not 0 <= int(ids[0]) < total
+        wrong = not 0 <= ids.item() < total
     else:
         # A negative number becomes a large unsigned number, so one comparison finds both errors.
         wrong = bool(np.count_nonzero(ids.astype(np.uint64) >= total))
@@ -243,6 +244,10 @@ def pair(
         raise SpecError(
             "local_ids", len(local_ids), f"as many ids as remote_ids has: {len(remote_ids)}"
         )
+    # One pair has nothing to merge, and its row does not matter if all rows have equal lengths.
+    if len(local_ids) == 1 and local.size is not None and local.size == remote.size:
+        spans = partial(_spans_of_ids, (local, local_ids), (remote, remote_ids))
+        return Pairing(local_ids, remote_ids, local.size, (slice(0, 1),), _ONE, spans)
     runs = runs_of(local, local_ids), runs_of(remote, remote_ids)
     spans = partial(_spans_of_runs, *runs)
     if not len(local_ids):
@@ -272,6 +277,11 @@ def pair(
 
 def _spans_of_runs(local: Runs, remote: Runs) -> Spans:
     return Spans(local.address, remote.address, local.nbytes)
+
+
+def _spans_of_ids(*sides: tuple[StridedRows, Ids]) -> Spans:
+    local, remote = (runs_of(rows, ids) for rows, ids in sides)
+    return _spans_of_runs(local, remote)
 
 
 def _refuse_unequal(local: Runs, remote: Runs) -> None:

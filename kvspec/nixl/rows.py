@@ -51,6 +51,11 @@ class StridedRows:
         return np.asarray(self._columns[1])
 
     @cached_property
+    def size(self) -> int | None:
+        """Bytes of one id if they are the same for all rows, else None."""
+        return int(self.length[0]) if len(np.unique(self.length)) == 1 else None
+
+    @cached_property
     def dense(self) -> NDArray[np.bool_]:
         """Whether neighbouring ids of each row touch."""
         return np.asarray(self.table[:, 1] == self.table[:, 3])

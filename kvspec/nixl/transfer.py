@@ -53,6 +53,7 @@ class Transfer:
     claimed = False  # Whether its bytes are recorded as busy.
     ticket: int | None = None  # Its place in the line for a slot of the buffer.
     stage: Stage | None = None
+    posted: int | None = None
     _deadline = math.inf  # The first step sets it, since reading the clock takes 0.4 us.
     _settled = 0
 
@@ -66,11 +67,11 @@ class Transfer:
     ) -> None:
         """Check the transfer of *sides*, staged if that is faster. Nothing is posted yet."""
         self._all, self._agent = transfers, transfers.agent
-        self.operation = operation
+        self.operation, self.request, self.timeout = operation, request, timeout
         self.pairs = pairs = checked_pairs(self._agent, operation, sides)
         self.local, _, self.remote, _ = sides
-        self.timeout = timeout
-        self.peer, self.request = self._subject = self.remote.peer or "", request
+        self.peer = self.remote.peer or ""
+        self._subject = self.peer, request
         self.batches: Sequence[slice | Batch] = pairs.batches
         if transfers.buffers is not None:
             rows = self.local.rows, self.remote.rows
@@ -78,7 +79,8 @@ class Transfer:
             self.stage = transfers.buffers.stage(pairs, *rows, kind, inward=operation == "READ")
             if self.stage is not None:
                 self.batches = self.stage.batches
-        self.posted: int | None = 0 if self._agent.telemetry else None
+        if self._agent.telemetry:
+            self.posted = 0
         self._pending = [*self.batches[::-1]]  # The next one is the last.
         self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # Batch and slot of each handle.
 
@@ -319,7 +321,9 @@ class InFlightTransfers:
         self, operation: Operation, pairs: Sequence[Sides], request: str, timeout: float
     ) -> tuple[Transfer, ...]:
         """Start transfers, or none of them if bytes of one are busy. `poll` raises other errors."""
-        request, timeout = instance("request", request, str), seconds("timeout", timeout)
+        if not isinstance(request, str):
+            instance("request", request, str)
+        timeout = seconds("timeout", timeout)
         started = [Transfer(self, operation, sides, request, timeout) for sides in pairs]
         with self.agent.lock:
             self.agent.check_open()
@@ -338,6 +342,8 @@ class InFlightTransfers:
             self._known = every
             for transfer in started:
                 transfer.step()
+            if len(every) == 1 and every[0].over:  # A small one often ends at once.
+                self._known = ()
         return tuple(started)
 
     def _claim(self, transfer: Transfer, started: Sequence[Transfer]) -> None:
