@@ -147,6 +147,11 @@ class NixlRank:
         return self._peers.names
 
     @property
+    def closed(self) -> bool:
+        """Whether the rank was closed: then no byte of it can move, and no call reaches NIXL."""
+        return self._agent.closed
+
+    @property
     def transfers(self) -> tuple[Transfer, ...]:
         """Transfers of which bytes can move, including those that failed in flight.
 
@@ -399,8 +404,6 @@ class NixlRank:
                     self._peers.close()
                     while self._registered:
                         self._agent.deregister(self._registered.pop())
-            # Sessions see from `stats().registrations == 0` that the rank is closed, and then
-            # confirm no request.
             self._registered.clear()
             self._agent.drop()
             self._peers.clear()

@@ -42,6 +42,8 @@ class Transfer:
         request: Name of the request, as passed by the caller.
         pairs: The pairs of ids.
         stage: How the transfer uses the staging buffer, or None.
+        descriptors: Number of pairs of ids.
+        nbytes: Bytes to move.
         handles: Number of batches posted so far.
         posted: Number of descriptors that NIXL posted after merging, if the rank captures
             telemetry.
@@ -72,6 +74,7 @@ class Transfer:
         self.local, _, self.remote, _ = sides
         self.peer = self.remote.peer or ""
         self._subject = self.peer, request
+        self.descriptors, self.nbytes = len(pairs.local_ids), pairs.nbytes
         self.batches: Sequence[slice | Batch] = pairs.batches
         if transfers.buffers is not None:
             rows = self.local.rows, self.remote.rows
@@ -99,16 +102,6 @@ class Transfer:
     def staged(self) -> bool:
         """Whether the transfer moves through the staging buffer."""
         return self.stage is not None
-
-    @property
-    def descriptors(self) -> int:
-        """Number of pairs of ids."""
-        return len(self.pairs.local_ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to move."""
-        return self.pairs.nbytes
 
     @property
     def runs(self) -> int:

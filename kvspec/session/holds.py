@@ -282,7 +282,7 @@ class Holds:
 
         Peers on the same machine can still read the memory, and it may contain other data by then.
         """
-        if self.ledger.holding and not self.nixl.stats().registrations:
+        if self.ledger.holding and self.nixl.closed:
             self.answers.close()
             for key in self.ledger.held:
                 self._recorded.extend(self.ledger.abort(key, self.now()))
