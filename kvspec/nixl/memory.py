@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -22,6 +22,9 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.memory.rank_cache import MEMORY_TYPES, Memory
 from kvspec.nixl.rows import ID_END, StridedRows
+
+if TYPE_CHECKING:
+    from kvspec.nixl.rank import NixlRank
 
 
 def check_memory_type(value: object) -> None:
@@ -120,19 +123,6 @@ def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memor
         )
 
 
-class Living(Protocol):
-    """A rank, as far as this module needs it."""
-
-    name: str
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Names of the connected peers."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
 @attrs.define(eq=False)
 class RegisteredMemory:
     """The memory that a rank has registered.
@@ -152,8 +142,7 @@ class RegisteredMemory:
 
 
 # Weak references: a rank that the caller drops without `close` must disappear with its agent.
-_RANKS: weakref.WeakValueDictionary[str, Living] = weakref.WeakValueDictionary()
-_REGISTERED: weakref.WeakValueDictionary[str, RegisteredMemory] = weakref.WeakValueDictionary()
+_RANKS: weakref.WeakValueDictionary[str, NixlRank] = weakref.WeakValueDictionary()
 # Reentrant, because a signal handler may close a rank while the same thread holds the lock.
 _LOCK = threading.RLock()
 # A fork copies the lock in its present state. If another thread held it, the child would wait
@@ -163,7 +152,7 @@ os.register_at_fork(
 )
 
 
-def enter(rank: Living, registered: RegisteredMemory) -> None:
+def enter(rank: NixlRank) -> None:
     """Add *rank* and its memory. Raise `SpecError` if a live rank has or knows its name."""
     with _LOCK:
         # NIXL refuses a peer with the name of the local agent or of another peer.
@@ -171,21 +160,19 @@ def enter(rank: Living, registered: RegisteredMemory) -> None:
             raise SpecError(
                 "name", rank.name, "a name that no live rank of this process has or knows"
             )
-        _RANKS[rank.name], _REGISTERED[rank.name] = rank, registered
+        _RANKS[rank.name] = rank
 
 
-def leave(rank: Living) -> None:
+def leave(rank: NixlRank) -> None:
     """Free the name of *rank*."""
     with _LOCK:
         if _RANKS.get(rank.name) is rank:
             del _RANKS[rank.name]
-            _REGISTERED.pop(rank.name, None)
 
 
 def registered_memory() -> tuple[RegisteredMemory, ...]:
     """Return the memory of all live ranks."""
-    with _LOCK:
-        return tuple(_REGISTERED.values())
+    return tuple(rank.memory for rank in _alive())
 
 
 def overlapping(memory: Memory) -> list[Memory]:
@@ -194,7 +181,7 @@ def overlapping(memory: Memory) -> list[Memory]:
     return [other for other in every if overlap(memory, other)]
 
 
-def _alive() -> tuple[Living, ...]:
+def _alive() -> tuple[NixlRank, ...]:
     with _LOCK:
         return tuple(_RANKS.values())
 

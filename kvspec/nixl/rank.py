@@ -114,11 +114,11 @@ class NixlRank:
         key = secret_of(secret)
         self._agent = Agent(self.name, progress_thread=not polled, telemetry=timed)
         self.secret = Secret(key)
-        self._memory = RegisteredMemory()
+        self.memory = RegisteredMemory()
         self._registered: list[object] = []
         self._peers = Peers(self._agent, key)
         settings = Staging.of(staging)
-        buffers = Buffers(settings, self.register, self._memory) if settings else None
+        buffers = Buffers(settings, self.register, self.memory) if settings else None
         self._in_flight = InFlightTransfers(self._agent, buffers)
         # Whether handles were released in flight. Then only the destruction of the agent is safe.
         self._aborted = False
@@ -128,7 +128,7 @@ class NixlRank:
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
         if buffers is not None:
             buffers.open()
-        enter(self, self._memory)
+        enter(self)
 
     def __repr__(self) -> str:
         return (
@@ -191,9 +191,9 @@ class NixlRank:
             self._agent.check_open()
             self._agent.owners.append(owner)
             buffers = [buffer for each in registered_memory() for buffer in each.buffers]
-            for memory in new_memories(self._memory.memories, memories, buffers):
+            for memory in new_memories(self.memory.memories, memories, buffers):
                 self._registered.append(self._agent.register(memory))
-                self._memory.memories += (memory,)
+                self.memory.memories += (memory,)
 
     def metadata(self) -> bytes:
         """Return the introduction of this rank, which a peer passes to `connect`.
@@ -276,7 +276,7 @@ class NixlRank:
         with self._agent.lock:
             self._agent.check_open()
             if peer is None:
-                check_inside(checked, memory_type, self._memory.without_buffers)
+                check_inside(checked, memory_type, self.memory.without_buffers)
             else:
                 self._peers.check(peer)
             handle = self._agent.prepare(peer, memory_type, checked) if checked.total else 0

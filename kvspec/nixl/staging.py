@@ -36,7 +36,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import numpy as np
@@ -45,14 +45,10 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, positive_int
 from kvspec.memory.from_tensors import read_array
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl.agent import Agent, Subject
 from kvspec.nixl.memory import RegisteredMemory, overlapping, text_of
-from kvspec.nixl.merging import Pairing
+from kvspec.nixl.merging import Pairing, PlainDescriptors
 from kvspec.nixl.ranges import SPARE, Batch, copy_runs, ranges_of
-from kvspec.nixl.rows import Ints, StridedRows
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from kvspec.nixl.rows import Prepared
 
 # Default bytes of a buffer and of its slots.
 BUFFER = 32 << 20
@@ -241,13 +237,7 @@ class Buffers:
         self._make(memory, self.staging.buffer)
 
     def stage(
-        self,
-        pairs: Pairing,
-        local: StridedRows,
-        remote: StridedRows,
-        memory_type: str,
-        *,
-        inward: bool,
+        self, pairs: Pairing, local: Prepared, remote: Prepared, *, inward: bool
     ) -> Stage | None:
         """Return how to stage *pairs*, or None if that is impossible or slower.
 
@@ -256,25 +246,24 @@ class Buffers:
 
         Args:
             pairs: The pairs of ids.
-            local: Rows of this rank.
-            remote: Rows of the peer.
-            memory_type: Memory type of this rank.
+            local: List of this rank.
+            remote: List of the peer.
             inward: Whether the transfer is a read.
         """
-        staging, near, far = self.staging, local.device, remote.device
+        staging, near, far = self.staging, local.rows.device, remote.rows.device
         if near is None or far is None or not pairs.nbytes:
             return None
         # One range is the best case, so the ranges of most transfers need not be found.
         if not staging.saves(pairs.runs, 1, pairs.nbytes):
             return None
         gap, longest = staging.gap if inward else 0, staging.longest
-        batches = ranges_of(pairs.spans(), remote.area_begins, longest=longest, gap=gap)
+        batches = ranges_of(pairs.spans(), remote.rows.area_begins, longest=longest, gap=gap)
         if batches is None:
             return None
         posted, moved = (sum(len(b.address) for b in batches), sum(b.nbytes for b in batches))
         if not staging.saves(pairs.runs, posted, moved):
             return None
-        return Stage(self._beside(memory_type, near), batches, posted, far, inward)
+        return Stage(self._beside(local.memory_type, near), batches, posted, far, inward)
 
     def _beside(self, memory_type: str, device: int) -> StagingBuffer:
         """Return the buffer for a memory type and device. Create it if it is missing.
@@ -318,24 +307,17 @@ class Stage:
     device: int
     inward: bool
 
-    def make(
-        self,
-        agent: Agent,
-        operation: str,
-        remote_type: str,
-        subject: Subject,
-        batch: Batch,
-        slot: int,
-    ) -> int:
-        """Return NIXL's handle for *batch* in *slot*. A write copies its runs there first."""
+    def descriptors(self, batch: Batch, slot: int) -> PlainDescriptors:
+        """Return the ranges of *batch* in *slot* and at the peer. A write copies its runs first."""
         base = self.buffer.address(slot)
         if not self.inward:
             self._copy(batch, base)
-        memory = self.buffer.memory
-        near = _descriptors(base + batch.offset, batch.length, memory.device)
-        far = _descriptors(batch.address, batch.length, self.device)
-        sides = (memory.memory_type, near), (remote_type, far)
-        return agent.make_plain(operation, *sides, subject)
+        sides = (base + batch.offset, self.buffer.memory.device), (batch.address, self.device)
+        near, far = (
+            np.column_stack((address, batch.length, np.full(len(address), device)))
+            for address, device in sides
+        )
+        return PlainDescriptors(near.astype(np.uint64), far.astype(np.uint64))
 
     def land(self, batch: Batch, slot: int) -> None:
         """Copy the runs of a finished read from *slot* to their places."""
@@ -347,7 +329,3 @@ class Stage:
         place = memory.memory_type, memory.device
         for moves in batch.moves():
             copy_runs(base, moves, inward=self.inward, place=place, scratch=self.buffer.scratch)
-
-
-def _descriptors(address: Ints, length: Ints, device: int) -> NDArray[np.uint64]:
-    return np.column_stack((address, length, np.full(len(address), device))).astype(np.uint64)

@@ -77,9 +77,8 @@ class Transfer:
         self.descriptors, self.nbytes = len(pairs.local_ids), pairs.nbytes
         self.batches: Sequence[slice | Batch] = pairs.batches
         if transfers.buffers is not None:
-            rows = self.local.rows, self.remote.rows
-            kind = self.local.memory_type
-            self.stage = transfers.buffers.stage(pairs, *rows, kind, inward=operation == "READ")
+            lists = self.local, self.remote
+            self.stage = transfers.buffers.stage(pairs, *lists, inward=operation == "READ")
             if self.stage is not None:
                 self.batches = self.stage.batches
         if self._agent.telemetry:
@@ -199,18 +198,11 @@ class Transfer:
                     self._let_go(handle)
         return not self._in_flight
 
-    def stop(
-        self,
-        why: str = "the rank was closed first",
-        state: TransferState = TransferState.CLOSED,
-    ) -> bool:
+    def stop(self, why: str, state: TransferState) -> bool:
         """Post nothing more, and fail with *why*. Return whether nothing is in flight."""
         with self._agent.lock:
             if self.state == "PROC":
-                message = f"{why}: {state.advice}"
-                self.error = TransferError(
-                    message, rank=self.peer, request=self.request, state=state
-                )
+                self.error = self._failed(f"{why}: {state.advice}", state)
             self._pending.clear()
             self.ticket = None
             return self.reap()
@@ -226,18 +218,18 @@ class Transfer:
         local, remote, pairs = self.local, self.remote, self.pairs
         if local.released or remote.released:  # Later batches are made after `move`.
             check_unreleased(local, remote)
-        agent, operation, subject = self._agent, self.operation, self._subject
-        if isinstance(batch, Batch):
-            stage = cast("Stage", self.stage)
-            return stage.make(agent, operation, remote.memory_type, subject, batch, slot)
-        if pairs.joined is not None:
-            near = local.memory_type, pairs.joined.local[batch]
-            far = remote.memory_type, pairs.joined.remote[batch]
-            return agent.make_plain(operation, near, far, subject)
-        near_ids, far_ids = pairs.local_ids, pairs.remote_ids
-        if len(self.batches) > 1:
-            near_ids, far_ids = near_ids[batch], far_ids[batch]
-        return agent.make(operation, (local.handle, near_ids), (remote.handle, far_ids), subject)
+        if self.stage is not None:
+            near, far = self.stage.descriptors(cast("Batch", batch), slot)
+        elif pairs.joined is not None:
+            near, far = (side[cast("slice", batch)] for side in pairs.joined)
+        else:
+            ids = pairs.local_ids, pairs.remote_ids
+            if len(self.batches) > 1:
+                ids = ids[0][batch], ids[1][batch]
+            lists = (local.handle, ids[0]), (remote.handle, ids[1])
+            return self._agent.make(self.operation, *lists, self._subject)
+        sides = (local.memory_type, near), (remote.memory_type, far)
+        return self._agent.make_plain(self.operation, *sides, self._subject)
 
     def _post(self, now: float, turn: float) -> None:
         """Post batches. Stop *turn* seconds after *now* if a batch ends at once."""
@@ -282,12 +274,11 @@ class Transfer:
                 " used again until this transfer is over or the rank is closed"
             )
         done, batches = self._settled, len(self.batches)
-        return TransferError(
-            f"{done} of {batches} batches were done after {self.timeout} s; {rest}",
-            rank=self.peer,
-            request=self.request,
-            state=TransferState.TIMEOUT,
-        )
+        message = f"{done} of {batches} batches were done after {self.timeout} s; {rest}"
+        return self._failed(message, TransferState.TIMEOUT)
+
+    def _failed(self, message: str, state: TransferState) -> TransferError:
+        return TransferError(message, rank=self.peer, request=self.request, state=state)
 
 
 class InFlightTransfers:
@@ -418,7 +409,8 @@ class InFlightTransfers:
     def stop(self, drain: float) -> bool:
         """Post no more, and wait up to *drain* seconds. Return whether nothing is in flight."""
         deadline = time.monotonic() + drain
-        while not all([transfer.stop() for transfer in self._known]):  # noqa: C419 - stop each
+        why = "the rank was closed first", TransferState.CLOSED
+        while not all([transfer.stop(*why) for transfer in self._known]):  # noqa: C419 - stop each
             if time.monotonic() >= deadline:
                 return False
             time.sleep(FIRST_WAIT)

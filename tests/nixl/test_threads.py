@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from lines import Other, between_lines
 from nixl_pair import Pair
 from nixl_world import keep
 
-from kvspec import TransferError
+from kvspec.errors import TransferError, TransferState
 from kvspec.nixl import NixlRank, Staging, Transfer, memory, merging, peers, rank, staging, transfer
 from kvspec.nixl.rank import NixlStats
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
@@ -126,7 +127,7 @@ def test_transfer_may_be_stopped_while_it_posts(
         for place in range(0, 60, 3):
             moved = pair.read(0, 40)
             net.moving[0].land()
-            other = Other(moved.stop)
+            other = Other(partial(moved.stop, "the test stops it", TransferState.CLOSED))
             with contextlib.suppress(TransferError), between_lines(other.at(place), transfer):
                 moved.poll()
             other.join()
