@@ -28,7 +28,7 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -110,7 +110,7 @@ class _Place(NamedTuple, Generic[Owner]):
     """
 
     claims: Mapping[Owner, tuple[tuple[_Ranges, bool], ...]]
-    kept: tuple[_Ranges, _Ranges]
+    kept: tuple[_Ranges, ...]
 
     def conflict(self, start: int, end: int, *, shared: bool) -> Conflict[Owner]:
         """Return the first claim that overlaps the busy range from *start* to *end*."""
@@ -159,7 +159,9 @@ class BusyRanges(Generic[Owner]):
                 start, end = int(ranges.starts[first]), int(ranges.ends[first])
                 return known.conflict(start, end, shared=shared)
         claims = {**known.claims, owner: (*known.claims.get(owner, ()), (ranges, shared))}
-        self._places[place] = _Place(claims, _changed(known.kept, _Ranges.plus, ranges, shared))
+        rest = list(known.kept)
+        rest[shared] = rest[shared].plus(ranges)
+        self._places[place] = _Place(claims, tuple(rest))
         return None
 
     def release(self, owner: Owner) -> None:
@@ -167,22 +169,11 @@ class BusyRanges(Generic[Owner]):
         for place, (claims, kept) in tuple(self._places.items()):
             if owner not in claims:
                 continue
-            rest = kept
+            rest = list(kept)
             for ranges, shared in claims[owner]:
-                rest = _changed(rest, _Ranges.minus, ranges, shared)
+                rest[shared] = rest[shared].minus(ranges)
             others = {other: claimed for other, claimed in claims.items() if other != owner}
             if others:
-                self._places[place] = _Place(others, rest)
+                self._places[place] = _Place(others, tuple(rest))
             else:
                 del self._places[place]
-
-
-def _changed(
-    kept: tuple[_Ranges, _Ranges],
-    change: Callable[[_Ranges, _Ranges], _Ranges],
-    ranges: _Ranges,
-    shared: bool,  # noqa: FBT001 - it is an index
-) -> tuple[_Ranges, _Ranges]:
-    """Return *kept* after *change* by *ranges* to its exclusive or shared part."""
-    exclusive, others = kept
-    return (exclusive, change(others, ranges)) if shared else (change(exclusive, ranges), others)

@@ -376,8 +376,9 @@ def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
         remote_ids = checked_ids("remote_ids", remote_ids, remote.rows.total)
         return pair(local.rows, local_ids, remote.rows, remote_ids, target)
     selection = local_ids
-    if remote_ids is not None and remote_ids is not selection:
-        raise SpecError("remote_ids", remote_ids, "None, or the same selection as local_ids")
+    other: object = remote_ids
+    if other is not None and other is not selection:
+        raise SpecError("remote_ids", other, "None, or the same selection as local_ids")
     near: Role = "consumer"
     near_rows, far_rows = selection.consumer_rows, selection.producer_rows
     if local.given_rows is not near_rows:

@@ -168,7 +168,7 @@ class Transfer:
         Checks the deadline. After a failure, handles are released as soon as they end.
         """
         if self.error is not None or not (self._in_flight or self._pending):
-            return self.reap()
+            return not self._in_flight or self.reap()
         settled, now = self._settled, time.monotonic()
         if self._deadline == math.inf:
             self._deadline = now + self.timeout
@@ -224,7 +224,7 @@ class Transfer:
             near, far = (side[cast("slice", batch)] for side in pairs.joined)
         else:
             ids = pairs.local_ids, pairs.remote_ids
-            if len(self.batches) > 1:
+            if len(self.batches) > 1 and isinstance(batch, slice):
                 ids = ids[0][batch], ids[1][batch]
             lists = (local.handle, ids[0]), (remote.handle, ids[1])
             return self._agent.make(self.operation, *lists, self._subject)

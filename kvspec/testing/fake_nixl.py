@@ -280,7 +280,7 @@ class FakeAgent:
             raise self.net.error("NotFound")
         return self._number(self.handles, FakeFlight((self.life, peer), copies))
 
-    def postXferReq(self, handle: int) -> str:  # noqa: N802, D102
+    def postXferReq(self, handle: int) -> FakeStatus:  # noqa: N802, D102
         flight = self._flight(handle)
         flight.state = "moving"
         self.net.flights.append(flight)
@@ -290,7 +290,7 @@ class FakeAgent:
             flight.fail()
         return self.getXferStatus(handle)
 
-    def getXferStatus(self, handle: int) -> str:  # noqa: N802, D102
+    def getXferStatus(self, handle: int) -> FakeStatus:  # noqa: N802, D102
         flight = self._flight(handle)
         if flight.state in ("made", "gone"):
             raise self.net.error("NotPosted" if flight.state == "made" else "RemoteDisconnect")
