@@ -160,7 +160,7 @@ def _closed(name: str) -> TransferError:
 
 
 class _Destroyed:
-    """What is left of a native agent that was destroyed. Each use raises `TransferError`."""
+    """Takes the place of a destroyed native agent. Each use raises `TransferError`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
