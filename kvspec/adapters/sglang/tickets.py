@@ -39,7 +39,7 @@ import attrs
 
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import mapping
-from kvspec.nixl.envelope import secret_of
+from kvspec.nixl.peers import secret_of
 from kvspec.session import PrefillTicket
 from kvspec.wire.seal import Secret
 
