@@ -21,20 +21,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvspec.descriptors.request import BlockTable
 from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.memory.allocation import allocate
 from kvspec.ownership.parallel import RankId
 from kvspec.session import Load, PrefillTicket, Session, content_of, new_remote_id
+from kvspec.specs import AttentionSpec, MLAAttentionSpec
+
+_Spec = TypeVar("_Spec", bound=AttentionSpec)
 
 Tables = Mapping[str, BlockTable]
 Rows = npt.NDArray[np.uint8]
+
+
+def name_layers(pattern: str, specs: Sequence[_Spec]) -> dict[str, _Spec]:
+    """Name layers by *pattern*, which has ``{}`` in place of the number of a layer.
+
+    >>> name_layers("layers.{}", ["first", "second"])
+    {'layers.0': 'first', 'layers.1': 'second'}
+    """
+    if not isinstance(pattern, str) or pattern.count("{}") != 1:
+        raise SpecError("layer_name", pattern, "a name with {} for the layer's number")
+    return {pattern.replace("{}", str(number)): spec for number, spec in enumerate(specs)}
+
+
+def groups_of(layers: Mapping[str, AttentionSpec]) -> list[KVCacheGroup]:
+    """Make a group of all layers that store the same."""
+    return [
+        KVCacheGroup(
+            name=f"group{number}",
+            layers=[name for name, other in layers.items() if other == spec],
+            spec=spec,
+            # A latent has no planes of keys and values.
+            layout="LBNHC" if isinstance(spec, MLAAttentionSpec) else "LKBNHC",
+        )
+        for number, spec in enumerate(dict.fromkeys(layers.values()))
+    ]
 
 
 class PromptBuffer:

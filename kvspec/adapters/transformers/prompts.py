@@ -26,10 +26,9 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
-from kvspec.adapters.prompt_buffer import PromptBuffer
+from kvspec.adapters.prompt_buffer import PromptBuffer, groups_of, name_layers
 from kvspec.adapters.transformers.probe import SLIDING, Network, check_cache, layer_specs
 from kvspec.engines.engine import EngineSpec
-from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.session import PrefillTicket, Session
@@ -73,21 +72,9 @@ class Prompts:
         block_size: int = 16,
         layer_name: str = "layers.{}",
     ) -> None:
-        if not isinstance(layer_name, str) or layer_name.count("{}") != 1:
-            raise SpecError("layer_name", layer_name, "a name with {} for the layer's number")
         self._network, specs = network, layer_specs(network, block_size)
-        self._layers = {layer_name.replace("{}", str(n)): spec for n, spec in enumerate(specs)}
-        groups = [
-            KVCacheGroup(
-                name=f"group{number}",
-                layers=[name for name, other in self._layers.items() if other == spec],
-                spec=spec,
-                # A latent has no planes of keys and values.
-                layout="LBNHC" if isinstance(spec, MLAAttentionSpec) else "LKBNHC",
-            )
-            for number, spec in enumerate(dict.fromkeys(specs))
-        ]
-        self._buffer = PromptBuffer(EngineSpec(groups=groups), num_blocks)
+        self._layers = name_layers(layer_name, specs)
+        self._buffer = PromptBuffer(EngineSpec(groups=groups_of(self._layers)), num_blocks)
         self.engine, self.cache = self._buffer.engine, self._buffer.cache
 
     def hold(
