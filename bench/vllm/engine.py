@@ -112,6 +112,16 @@ class Engine:
             "transfer": answer.kv_transfer_params,
         }
 
+    def clear(self, value: float) -> bool:
+        """Forget all cached prompts, and write *value* into all memory of the cache.
+
+        Return False and write nothing if a request still holds blocks.
+        """
+        if self.held() or not self.llm.reset_prefix_cache():
+            return False
+        self.llm.collective_rpc(_fill, args=(value,))
+        return True
+
     def held(self) -> int:
         """Take one step if there is work, and return the number of requests that hold blocks."""
         if self.scheduler.has_requests():
@@ -121,14 +131,24 @@ class Engine:
     def serve(self, pipe: Connection) -> None:
         """Answer commands until the other end of the pipe is closed."""
         pipe.send("ready")
+        # Later engines have copies of the other end, so it stays open if the parent is killed.
+        parent = os.getppid()
         while True:
             while not pipe.poll(REST):
                 self.held()
+                if os.getppid() != parent:
+                    return
             try:
                 name, *arguments = pipe.recv()
             except EOFError:
                 return
             pipe.send(getattr(self, name)(*arguments))
+
+
+def _fill(worker: Any, value: float) -> None:  # noqa: ANN401 - a worker of vLLM
+    """Write *value* into the caches of one worker. No request may hold blocks."""
+    for tensor in worker.model_runner.kv_caches:
+        tensor.fill_(value)
 
 
 def run(pipe: Connection, log: Path, environment: dict[str, str], *engine: Any) -> None:  # noqa: ANN401

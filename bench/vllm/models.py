@@ -31,6 +31,7 @@ _LLAMA = {**_COMMON, "num_hidden_layers": 2, "head_dim": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-6": ("Llama", {**_LLAMA, "num_key_value_heads": 6}),
     "llama-2": ("Llama", {**_LLAMA, "num_key_value_heads": 2}),
+    "qwen3-6": ("Qwen3", {**_LLAMA, "num_key_value_heads": 6}),
     "gemma-2": (
         "Gemma3Text",
         {

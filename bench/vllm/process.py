@@ -69,28 +69,34 @@ class Process:
             raise Failed("the process ended") from None
         raise Failed(f"no answer in {timeout:.0f} s")
 
+    def call(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401
+        """Return the result of a method of `Engine`."""
+        with contextlib.suppress(OSError):
+            self._pipe.send((name, *arguments))
+        return self.answer(ANSWERING)
+
     def generate(self, *arguments: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return the result of `Engine.generate`."""
-        with contextlib.suppress(OSError):
-            self._pipe.send(("generate", *arguments))
-        found: dict[str, Any] = self.answer(ANSWERING)
+        found: dict[str, Any] = self.call("generate", *arguments)
         return found
 
     def held(self) -> int:
         """Return how many requests still hold blocks after `FREEING` seconds."""
         deadline = time.monotonic() + FREEING
         while True:
-            self._pipe.send(("held",))
-            held: int = self.answer(ANSWERING)
+            held: int = self.call("held")
             if not held or time.monotonic() > deadline:
                 return held
             time.sleep(0.1)
 
-    def end(self) -> None:
-        """End the process and its workers, and remove the shared memory that vLLM leaves behind."""
+    def end(self, rest: float = ENDING) -> None:
+        """End the process and its workers, and remove the shared memory that vLLM leaves behind.
+
+        After *rest* seconds, the processes are killed.
+        """
         shared = self._shared()
         self._pipe.close()
-        self._process.join(ENDING)
+        self._process.join(rest)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join()

