@@ -23,8 +23,8 @@ from timing import Options, Row, Timer, cpu, interleaved, readable
 import kvspec
 from kvspec import DescriptorTable
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.nixl.agent import Agent
-from kvspec.nixl.rows import Prepared, checked_rows
+from kvspec.nixl.agent import Agent, Prepared
+from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.transfer import InFlightTransfers
 
 PLAIN = works.Work(

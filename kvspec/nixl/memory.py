@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import attrs
 import numpy as np
@@ -22,9 +22,6 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.memory.rank_cache import MEMORY_TYPES, Memory
 from kvspec.nixl.rows import ID_END, StridedRows
-
-if TYPE_CHECKING:
-    from kvspec.nixl.rank import NixlRank
 
 
 def check_memory_type(value: object) -> None:
@@ -141,8 +138,22 @@ class RegisteredMemory:
         return tuple(memory for memory in self.memories if memory not in self.buffers)
 
 
+class Living(Protocol):
+    """A rank, as far as this module needs it."""
+
+    name: str
+    memory: RegisteredMemory
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Names of the connected peers."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
 # Weak references: a rank that the caller drops without `close` must disappear with its agent.
-_RANKS: weakref.WeakValueDictionary[str, NixlRank] = weakref.WeakValueDictionary()
+_RANKS: weakref.WeakValueDictionary[str, Living] = weakref.WeakValueDictionary()
 # Reentrant, because a signal handler may close a rank while the same thread holds the lock.
 _LOCK = threading.RLock()
 # A fork copies the lock in its present state. If another thread held it, the child would wait
@@ -152,7 +163,7 @@ os.register_at_fork(
 )
 
 
-def enter(rank: NixlRank) -> None:
+def enter(rank: Living) -> None:
     """Add *rank* and its memory. Raise `SpecError` if a live rank has or knows its name."""
     with _LOCK:
         # NIXL refuses a peer with the name of the local agent or of another peer.
@@ -163,7 +174,7 @@ def enter(rank: NixlRank) -> None:
         _RANKS[rank.name] = rank
 
 
-def leave(rank: NixlRank) -> None:
+def leave(rank: Living) -> None:
     """Free the name of *rank*."""
     with _LOCK:
         if _RANKS.get(rank.name) is rank:
@@ -181,7 +192,7 @@ def overlapping(memory: Memory) -> list[Memory]:
     return [other for other in every if overlap(memory, other)]
 
 
-def _alive() -> tuple[NixlRank, ...]:
+def _alive() -> tuple[Living, ...]:
     with _LOCK:
         return tuple(_RANKS.values())
 

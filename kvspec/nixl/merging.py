@@ -55,7 +55,8 @@ import numpy as np
 
 from kvspec.descriptors.selection import Picked, Selection
 from kvspec.errors import SpecError
-from kvspec.nixl.rows import Ids, Ints, Prepared, StridedRows, check_unreleased
+from kvspec.nixl.agent import Prepared, check_unreleased
+from kvspec.nixl.rows import Ids, Ints, StridedRows
 from kvspec.ownership.replicas import Role
 
 if TYPE_CHECKING:

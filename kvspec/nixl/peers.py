@@ -25,8 +25,7 @@ import msgspec
 
 from kvspec.errors import SpecError, TransferError, TransferState, WireError
 from kvspec.inputs import MOST, instance
-from kvspec.nixl.agent import Agent
-from kvspec.nixl.rows import Prepared
+from kvspec.nixl.agent import Agent, Prepared
 from kvspec.wire.seal import Secret
 
 MAX_NAME = 255  # bytes

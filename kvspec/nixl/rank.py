@@ -23,7 +23,7 @@ from kvspec.descriptors.selection import Selection
 from kvspec.errors import SpecError, TransferError
 from kvspec.inputs import flag, seconds, sequence
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl.agent import Agent
+from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.memory import (
     RegisteredMemory,
     check_inside,
@@ -35,7 +35,7 @@ from kvspec.nixl.memory import (
 )
 from kvspec.nixl.merging import Operation, Sides
 from kvspec.nixl.peers import Envelope, Peers, check_payload, name_of, secret_of
-from kvspec.nixl.rows import Prepared, checked_rows, row_of_one
+from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging import Buffers, Staging
 from kvspec.nixl.transfer import InFlightTransfers, Transfer
 from kvspec.wire.seal import Secret

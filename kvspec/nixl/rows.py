@@ -1,7 +1,5 @@
 """Check rows of descriptors, because NIXL accepts some rows that it then computes wrongly.
 
-`Prepared` is a list of checked rows that NIXL has accepted.
-
 Invariant: no number reaches NIXL unchecked. NIXL's own bounds checks wrap at 2**64, and one
 exception covers all faults. Each `SpecError` here names the row, its value and the requirement.
 """
@@ -9,17 +7,13 @@ exception covers all faults. Each `SpecError` here names the row, its value and 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from kvspec.errors import SpecError, TransferError, TransferState
+from kvspec.errors import SpecError
 from kvspec.inputs import MOST
-
-if TYPE_CHECKING:
-    from kvspec.nixl.agent import Agent
 
 ID_END = 2**31
 
@@ -160,55 +154,3 @@ def _refuse(table: NDArray[np.uint64], wrong: NDArray[np.bool_], expected: str) 
     if wrong.any():
         row = int(wrong.argmax())
         raise SpecError(f"rows[{row}]", _text(table[row]), expected)
-
-
-@attrs.define(eq=False, repr=False)
-class Prepared:
-    """A list of descriptors that NIXL has checked. `NixlRank.prepare` returns it.
-
-    Id *i* of row *r* begins at `address[r] + (i - first id of r) * stride[r]`.
-
-    Attributes:
-        agent: The agent that checked the list.
-        rows: The checked rows.
-        memory_type: "DRAM" or "VRAM".
-        peer: Name of the peer that has the memory, or None for memory of this rank.
-        given_rows: The array that the caller passed to `prepare`, not a copy. If it is an array of
-            a selection's table, the list has the rows of that table.
-        released: Whether NIXL no longer has the list.
-        handle: NIXL's handle, or 0 if there are no rows.
-    """
-
-    agent: Agent
-    rows: StridedRows
-    memory_type: str
-    peer: str | None
-    handle: int
-    given_rows: object
-    released: bool = False
-
-    def __repr__(self) -> str:
-        side = "local" if self.peer is None else f"peer={self.peer!r}"
-        return f"<Prepared {side} {len(self.rows.table)} rows, {self.total} ids>"
-
-    @property
-    def total(self) -> int:
-        """Number of ids."""
-        return self.rows.total
-
-    def release(self) -> None:
-        """Release the list. Posted transfers continue. A second call does nothing."""
-        with self.agent.lock:
-            self.agent.check_open()
-            # Set the flag first: after an interrupt in between, the handle is never freed twice.
-            known, self.released = not self.released, True
-            if known and self.rows.total:
-                self.agent.release_list(self.handle)
-
-
-def check_unreleased(*lists: Prepared) -> None:
-    """Raise `TransferError` "closed" if one of *lists* was released."""
-    for prepared in lists:
-        if prepared.released:
-            message = f"{prepared!r} was released: {TransferState.CLOSED.advice}"
-            raise TransferError(message, rank=prepared.peer, state=TransferState.CLOSED)

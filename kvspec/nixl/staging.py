@@ -45,10 +45,10 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, positive_int
 from kvspec.memory.from_tensors import read_array
 from kvspec.memory.rank_cache import Memory
+from kvspec.nixl.agent import Prepared
 from kvspec.nixl.memory import RegisteredMemory, overlapping, text_of
 from kvspec.nixl.merging import Pairing, PlainDescriptors
 from kvspec.nixl.ranges import SPARE, Batch, copy_runs, ranges_of
-from kvspec.nixl.rows import Prepared
 
 # Default bytes of a buffer and of its slots.
 BUFFER = 32 << 20

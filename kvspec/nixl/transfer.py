@@ -18,11 +18,10 @@ from typing import cast
 
 from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance, seconds
-from kvspec.nixl.agent import Agent
+from kvspec.nixl.agent import Agent, check_unreleased
 from kvspec.nixl.busy import BusyRanges
 from kvspec.nixl.merging import Operation, Sides, checked_pairs
 from kvspec.nixl.ranges import Batch
-from kvspec.nixl.rows import check_unreleased
 from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
 
 IN_FLIGHT = 16  # Handles posted at once. A list of any length makes few.

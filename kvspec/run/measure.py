@@ -21,7 +21,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import TransferError, TransferState
 from kvspec.memory.allocation import allocate, plan_memory
 from kvspec.nixl import NixlRank, Staging
-from kvspec.nixl.rows import Prepared
+from kvspec.nixl.agent import Prepared
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Job
 from kvspec.run.rank_client import Ranks

@@ -48,8 +48,8 @@ from kvspec.descriptors.tiles import Positions
 from kvspec.errors import Mismatch, MismatchError, SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
+from kvspec.nixl.agent import Prepared
 from kvspec.nixl.merging import Sides
-from kvspec.nixl.rows import Prepared
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan, plan_transfer

@@ -29,8 +29,8 @@ from nixl_pair import memory
 from nixl_worker import BLOCK, BLOCKS, SIZE, pattern, rows, wait_for
 
 from kvspec.nixl import NixlRank, Staging, Transfer
+from kvspec.nixl.agent import Prepared
 from kvspec.nixl.rank import NixlStats
-from kvspec.nixl.rows import Prepared
 
 pytestmark = pytest.mark.nixl
 WORKER = Path(nixl_worker.__file__)

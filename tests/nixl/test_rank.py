@@ -23,10 +23,11 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, merging
 from kvspec.nixl import agent as nixl_agent
+from kvspec.nixl.agent import Prepared
 from kvspec.nixl.memory import check_inside, registered_memory
 from kvspec.nixl.peers import HELLO
 from kvspec.nixl.rank import PROBES
-from kvspec.nixl.rows import Prepared, checked_rows
+from kvspec.nixl.rows import checked_rows
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")

@@ -12,7 +12,7 @@ import numpy as np
 import kvspec
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.nixl.rows import Prepared
+from kvspec.nixl.agent import Prepared
 
 SIZE = 1 << 20
 REPO = Path(kvspec.__file__).parents[1]
