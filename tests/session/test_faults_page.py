@@ -36,7 +36,10 @@ from kvspec.wire.seal import Secret
 PAGE = Path(kvspec.__file__).parents[1] / "docs" / "faults.md"
 # On one machine, UCX moves data through shared memory unless UCX_TLS forbids it.
 SHARED = "all"
-TRANSPORTS = [pytest.param(SHARED, id="shared"), pytest.param("tcp", id="tcp")]
+TRANSPORTS = [
+    pytest.param(SHARED, id="shared"),
+    pytest.param("tcp", id="tcp", marks=pytest.mark.slow),
+]
 pytestmark = pytest.mark.nixl
 TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}
 DONE = ("done", "", {}, 0)

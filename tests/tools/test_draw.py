@@ -549,25 +549,26 @@ LATENT = kvspec.MLAAttentionSpec(block_size=16, head_size=16, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "live"),
     [
-        kvspec.FullAttentionSpec(**GQA),
-        kvspec.CrossAttentionSpec(**GQA),
-        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=16),
-        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=8),
-        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=2),
-        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=64),
-        kvspec.SlidingWindowSpec(**GQA, sliding_window=2),
-        kvspec.SlidingWindowSpec(**GQA, sliding_window=1, extra_retained_tokens=3),
+        (kvspec.FullAttentionSpec(**GQA), 16),
+        (kvspec.CrossAttentionSpec(**GQA), 16),
+        (kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=16), 15),
+        (kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=8), 7),
+        (kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=2), 1),
+        (kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=64), 16),
+        (kvspec.SlidingWindowSpec(**GQA, sliding_window=2), 1),
+        (kvspec.SlidingWindowSpec(**GQA, sliding_window=1, extra_retained_tokens=3), 3),
     ],
     ids=repr,
 )
-def test_first_block_moves_if_any_of_its_tokens_can_be_live(spec: kvspec.LayerSpec) -> None:
-    """The block has 16 rows of keys and values of 16 bytes each."""
+def test_live_tokens_of_the_first_block_are_drawn(spec: kvspec.LayerSpec, live: int) -> None:
+    """Each of the *live* tokens has keys and values of 16 bytes."""
     (table,) = tables_of(spec)
     text = table_svg(table)
-    assert has_in_order(["1 layer", "1 run", "512 B", "512 B"], all_text(text))
-    assert [512] == ribbons(text)
+    size = f"{32 * live} B"
+    assert has_in_order(["1 layer", "1 run", size, size], all_text(text))
+    assert [32 * live] == ribbons(text)
 
 
 @pytest.mark.parametrize("name", ["plan.svg", "table.svg"])
