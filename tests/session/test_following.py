@@ -137,8 +137,8 @@ def test_load_that_follows_reads_only_the_written_layer(pair: tuple[Side, Side])
     until(lambda: not any(load.in_flight for load in loads), *pair)
     moved = [load.progress for load in loads]
     some(pair)
-    # "l.0" has moved: 4 blocks. "l.1" has as many, and the window has 3 blocks.
-    assert {(4 * 32, 11 * 32)} == set(moved)
+    # "l.0" has moved: 14 tokens. "l.1" has as many, and 7 of them are in the window.
+    assert {(14 * 8, 35 * 8)} == set(moved)
     assert moved == [load.progress for load in loads]
     for rank, storage in consumer.storage.items():
         now, before = (
