@@ -90,10 +90,15 @@ def _parents(layers: Mapping[str, object]) -> dict[str, Any]:
         return {}
     names = {id(layer): name for name, layer in layers.items()}
     parents: dict[str, list[Any]] = {}
-    for candidate in gc.get_objects():
-        # `type` and not `isinstance`: the latter runs code of any lazy object in the process.
-        if issubclass(type(candidate), torch.nn.Module):
-            for child in candidate.children():
-                if id(child) in names:
-                    parents.setdefault(names[id(child)], []).append(candidate)
+    kinds, classes = set[type](), [torch.nn.Module]
+    while classes:
+        kinds.add(kind := classes.pop())
+        classes += [each for each in type.__subclasses__(kind) if each not in kinds]
+    # One expression, since a process has millions of objects. `type` and not `isinstance`: the
+    # latter runs code of any lazy object in the process.
+    for candidate in [each for each in gc.get_objects() if type(each) in kinds]:
+        # A module that nobody initialised has no children.
+        for child in vars(candidate).get("_modules", {}).values():
+            if id(child) in names:
+                parents.setdefault(names[id(child)], []).append(candidate)
     return {name: found[0] for name, found in parents.items() if len(found) == 1}
