@@ -6,12 +6,15 @@ embedding and the norm of the keys. Both engines apply them before they store a 
 
 from __future__ import annotations
 
+import attrs
+
 from kvspec.adapters.field_reader import FieldReader
+from kvspec.errors import SpecError
+from kvspec.inputs import mapping
 from kvspec.specs import KeyContent
 
 # The names that models give to a module that normalises keys, or the latent of MLA.
-_NORMS = ("k_norm", "qk_norm", "k_layernorm", "key_layernorm", "kv_a_layernorm")
-
+KEY_NORMS = ("k_norm", "qk_norm", "k_layernorm", "key_layernorm", "kv_a_layernorm")
 
 # Rotary embeddings that have no `is_neox_style`, because they know only halves.
 _ALWAYS_HALVES = ("Phi3LongRoPEScaledRotaryEmbedding",)
@@ -25,7 +28,7 @@ def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent
         row: Elements of a stored key, or of a latent of MLA.
         latent: Whether the layer stores a latent of MLA.
     """
-    normalized = any(module.get(name).value is not None for name in _NORMS)
+    normalized = any(module.get(name).value is not None for name in KEY_NORMS)
     if not hasattr(module.value, "rotary_emb"):
         return None
     rotary = module.get("rotary_emb")
@@ -45,3 +48,21 @@ def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent
         rotary_size=size,
         normalized=normalized,
     )
+
+
+def configured_key_content(field: str, value: object) -> KeyContent | None:
+    """Return the `KeyContent` that a user has configured by its fields, or None for None.
+
+    Raises:
+        SpecError: If *value* has other fields. The error names *field*.
+
+    >>> configured_key_content("key_content", {"rotary": "pairs", "rotary_size": 64}).rotary
+    'pairs'
+    """
+    if value is None or isinstance(value, KeyContent):
+        return value
+    names = [each.name for each in attrs.fields(KeyContent)]
+    fields = mapping(field, value, f"fields of KeyContent: {', '.join(names)}")
+    if "rotary" not in fields or not set(fields) <= set(names):
+        raise SpecError(field, value, f"rotary, and any of {', '.join(names[1:])}")
+    return KeyContent(**fields)

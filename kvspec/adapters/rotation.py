@@ -8,7 +8,7 @@ How it works:
     rotated.
 
     Two elements a and b that are rotated together are one complex number a + ib. Between position
-    0 and position p it turns by one angle, whatever the key is. In the order *halves* elements i
+    0 and position p it turns by one angle, the same for all keys. In the order *halves* elements i
     and i + n/2 must do so, in the order *pairs* elements 2i and 2i + 1. For a key of 4 elements and
     the angles 1.0 and 0.1, these are the keys of one token:
 

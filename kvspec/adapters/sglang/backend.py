@@ -118,7 +118,8 @@ class Manager:
         self._outbox: queue.SimpleQueue[tuple[int, tickets.Params]] = queue.SimpleQueue()
         threading.Thread(target=self._post, name="kvspec-outbox", daemon=True).start()
         if around.releases is not None:
-            # SGLang frees memory after a time limit. Bytes may still arrive then, so there is none.
+            # SGLang would free memory after a time limit, although bytes may still arrive. So the
+            # limit is infinite.
             around.releases.enable_deferred_kv_release = True
             around.releases.deferred_kv_release_timeout = math.inf
 
@@ -394,7 +395,7 @@ class Receiver(_Transfer):
         return self.conclude_state
 
     def _waiting(self) -> int:
-        """Return the state of a request whose load has not begun. Raise if there is no ticket."""
+        """Return the state of a request whose load has not begun. Raise if no ticket will come."""
         if self._ticket is None:
             if self._lookup is None:
                 return BOOTSTRAPPING

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.attention_modules import key_content_of
+from kvspec.adapters.attention_modules import configured_key_content, key_content_of
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.sglang.engine import FULL, WINDOW, engine_spec, parallel_config, read_pools
 from kvspec.adapters.sglang.tensors import rank_cache
@@ -30,7 +30,7 @@ VARIABLE = "KVSPEC_SGLANG"
 # The version of SGLang whose classes are hooked.
 VERSION = "0.5.23"
 
-# BackendSettings of SGLang that must have one of these values. Others were not run with kvspec.
+# Settings of SGLang that must have one of these values. Others were not run with kvspec.
 ONLY: dict[str, tuple[Any, ...]] = {
     "speculative_algorithm": (None,),
     "pp_size": (1,),
@@ -62,14 +62,7 @@ def _seconds(_: object, setting: attrs.Attribute[Any], value: object) -> None:
 
 
 def _key_content(value: object) -> KeyContent | None:
-    if value is None or isinstance(value, KeyContent):
-        return value
-    fields = mapping(f"{VARIABLE}['key_content']", value, "fields of KeyContent")
-    known = [field.name for field in attrs.fields(KeyContent)]
-    if "rotary" not in fields or not set(fields) <= set(known):
-        wanted = f"rotary, and any of {', '.join(known[1:])}"
-        raise SpecError(f"{VARIABLE}['key_content']", value, wanted)
-    return KeyContent(**fields)
+    return configured_key_content(f"{VARIABLE}['key_content']", value)
 
 
 @attrs.frozen(kw_only=True)

@@ -256,7 +256,7 @@ class Lookup:
         room: The room of the request.
         deadline: When the look-up fails.
         ticket: The ticket, when it was found.
-        error: Why there will be none.
+        error: The reason why no ticket will come.
         given_up: Whether the request has ended, so that its ticket is declined.
     """
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import attrs
 import numpy as np
 
+from kvspec.adapters.attention_modules import KEY_NORMS
 from kvspec.adapters.rotation import Rows, rotation_of
 from kvspec.errors import SpecError
 from kvspec.ownership.dtypes import dtype_name
@@ -33,9 +34,7 @@ AttentionLayer: TypeAlias = FullAttentionSpec | MLAAttentionSpec
 SLIDING = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 KINDS = ("DynamicLayer", "StaticLayer", *SLIDING)
 
-# Modules of an attention layer that normalise keys or the latent of MLA, and those that normalise
-# other things.
-_KEY_NORMS = {"k_norm", "k_layernorm", "key_layernorm", "qk_norm", "kv_a_layernorm"}
+# Modules of an attention layer that normalise other things than keys or the latent of MLA.
 _OTHER_NORMS = {"q_norm", "q_layernorm", "query_layernorm", "q_a_layernorm"}
 
 _PROMPTS = 8
@@ -152,7 +151,7 @@ def _normalizes_keys(field: str, attention: Network) -> bool:
     """Return whether *attention* has a module that normalises keys."""
     children = {name: type(module).__name__ for name, module in attention.named_children()}
     names = {name for name, kind in children.items() if "norm" in name and kind != "Identity"}
-    if unknown := names - _KEY_NORMS - _OTHER_NORMS:
-        wanted = f"normalisations among {', '.join(sorted(_KEY_NORMS | _OTHER_NORMS))}"
+    if unknown := names - {*KEY_NORMS} - _OTHER_NORMS:
+        wanted = f"normalisations among {', '.join(sorted({*KEY_NORMS} | _OTHER_NORMS))}"
         raise SpecError(field, sorted(unknown), wanted)
-    return bool(names & _KEY_NORMS)
+    return bool(names & {*KEY_NORMS})

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import attrs
 
+from kvspec.adapters.attention_modules import configured_key_content
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.errors import KVSpecError, SpecError
-from kvspec.inputs import flag, mapping, positive_int, seconds
+from kvspec.inputs import flag, positive_int, seconds
 from kvspec.nixl import NixlRank
 from kvspec.session import Load, PrefillTicket, Session, TcpChannel
 from kvspec.specs import KeyContent
@@ -48,17 +49,7 @@ def _fits(_: object, setting: attrs.Attribute[Any], value: object) -> None:
 
 
 def _key_content(value: object) -> KeyContent | None:
-    """Return the `KeyContent` with the fields of *value*, or None for None."""
-    if value is None or isinstance(value, KeyContent):
-        return value
-    field, names = (
-        "kv_connector_extra_config['key_content']",
-        [f.name for f in attrs.fields(KeyContent)],
-    )
-    fields = mapping(field, value, f"fields of KeyContent: {', '.join(names)}")
-    if "rotary" not in fields or not set(fields) <= set(names):
-        raise SpecError(field, value, f"rotary, and any of {', '.join(names[1:])}")
-    return KeyContent(**fields)
+    return configured_key_content("kv_connector_extra_config['key_content']", value)
 
 
 @attrs.frozen(kw_only=True)

@@ -11,7 +11,7 @@ How it works:
     `minimal` checks ids. Ids can only pick descriptors of prepared rows. If the rows contain one
     descriptor that covers both copies, the ids must pick it, even if it moves a few other bytes.
     That is legal if all other bytes are live and true. It is fast if there are fewer than
-    `MOST_OTHER_BYTES`. Dead bytes are no such bytes: the producer's memory may hold NaN there.
+    `MOST_OTHER_BYTES`. Dead bytes do not count as such: the producer's memory may hold NaN there.
 """
 
 from __future__ import annotations
