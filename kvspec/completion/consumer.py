@@ -321,6 +321,24 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
                 actions += self._fault(load, why, TransferState.GONE)
         return actions
 
+    @atomic
+    def lose(self, rank: RankAddress, now: float) -> list[Action]:
+        """Record that a producer rank has ended: it answers nothing any more. Return actions.
+
+        Loads that read from it fail, unless it has confirmed their data. Its pushes stay open:
+        some of their bytes may still be on their way.
+        """
+        actions = self._tick(now)
+        for load in list(self.records.values()):
+            source = load.sources.get(rank.rank)
+            if load.plan is None or source is None or source.sound:
+                continue
+            if (load.plan.engine_id, load.plan.epoch) == (rank.engine_id, rank.epoch):
+                changed = self._change(load.request_id)
+                why, state = f"the process of {rank} has ended", TransferState.PEER_LOST
+                actions += self._fault(changed or load, why, state, rank.rank)
+        return actions
+
     def open_steps(self, request_id: str) -> frozenset[Step]:
         """Return the steps of a load that may still write."""
         load = self.records.get(request_id)

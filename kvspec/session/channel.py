@@ -87,6 +87,9 @@ class Channel(Protocol):
 
     - `reaches(route) -> bool`: whether a connection is established. If it returns False, the
       session does not wait for that peer.
+    - `refused() -> list[str]`: addresses where no process listens, as attempts to connect have
+      shown since the last call. Loads that read from such a rank fail. Without it, they fail at
+      their timeouts if all bytes have arrived before the process of the producer ends.
     - `resolve(address)`: look up the host of an address. It may wait. The session calls it before
       it connects, and holds no lock meanwhile.
     - `trust(route)`: a message from *route* has shown that its sender knows the secret.
@@ -210,6 +213,7 @@ class TcpChannel:
         self._turns: dict[str, _Link] = {}  # those that may have a message, in the order of turns
         self._resolved: dict[str, tuple[int, tuple[object, ...]]] = {}
         self._numbers = itertools.count()
+        self._refused = set[str]()
         self._rests_until = 0.0  # 0: the listener does not rest
         self._next_check = 0.0
         self._closed = False
@@ -269,6 +273,14 @@ class TcpChannel:
         """Whether a connection to *route* is established."""
         link = self._links.get(route)
         return link is not None and not link.connecting
+
+    def refused(self) -> list[str]:
+        """Return the addresses that have refused a connection since the last call.
+
+        A process that is busy or stopped refuses none: its kernel accepts connections.
+        """
+        refused, self._refused = [*self._refused], set[str]()
+        return refused
 
     def trust(self, route: str) -> None:
         """Keep the connection of *route* when strangers connect: it has shown a right seal."""
@@ -406,9 +418,13 @@ class TcpChannel:
 
     def _flush(self, link: _Link) -> None:
         """Send what can be sent now."""
-        if link.connecting and link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._drop(link)
-            return
+        if link.connecting:
+            error = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error == errno.ECONNREFUSED:
+                self._refused.add(link.route)
+            if error:
+                self._drop(link)
+                return
         link.connecting = False
         try:
             if link.unsent:

@@ -62,6 +62,7 @@ from kvspec.wire.messages import (
     Message,
     PushDone,
     PushStopped,
+    RankAddress,
     StopWriting,
 )
 
@@ -378,6 +379,11 @@ class Loads:
         self.recorded.extend(self.book.connect(engine_id, epoch, self.now()))
         self.act()
         self._leave(engine_id, epoch)
+
+    def lose(self, rank: RankAddress) -> None:
+        """Record that the process of a producer rank has ended. Loads that wait for it fail."""
+        self.recorded.extend(self.book.lose(rank, self.now()))
+        self.act()
 
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that has ended. Loads from it fail."""

@@ -170,6 +170,11 @@ def _lacking(_route: str) -> bool:
     return True
 
 
+def _none() -> list[str]:
+    """Stand for `refused` of a channel that lacks it."""
+    return []
+
+
 class Messages:
     """The messages of one rank over *channel*.
 
@@ -192,6 +197,7 @@ class Messages:
         self._trust, self._reject, self._resolve, self._reaches = (
             getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
         )
+        self._refused = getattr(channel, "refused", _none)
         self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by incarnation
         self._routes: OrderedDict[RankAddress, str] = OrderedDict()
         self._unsent: dict[object, Message] = {}
@@ -254,6 +260,14 @@ class Messages:
             name = message.to, message.key, message.attempt, message.sample, place
             self._unsent.pop(name, None)
         self._unsent[name] = message
+
+    def lost(self) -> list[RankAddress]:
+        """Return the connected ranks whose processes have ended, as refused connections show."""
+        refused = {*self._refused()}
+        if not refused:
+            return []
+        members = (ranks.items() for ranks in self._addresses.values())
+        return [rank for some in members for rank, address in some if address in refused]
 
     @property
     def unsent(self) -> bool:

@@ -492,6 +492,8 @@ class Session:
         self._holds.tick()
         for message in self._messages.receive():
             self._deliver(message)
+        for rank in self._messages.lost():
+            self._loads.lose(rank)
         self._loads.move()
         self._holds.move()
         self._loads.tick()

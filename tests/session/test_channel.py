@@ -90,6 +90,24 @@ def test_peer_is_reached_once_connection_is_established(
     until(lambda: near.receive() or not near.reaches(far.address))
 
 
+def test_address_is_refused_only_while_no_process_listens_there(
+    pair: tuple[TcpChannel, TcpChannel],
+) -> None:
+    """The address is returned once for each refused attempt."""
+    near, far = pair
+    near.send(far.address, b"x")
+    until(lambda: near.receive() or near.reaches(far.address))
+    assert [] == near.refused()
+    far.close()
+    until(lambda: near.receive() or not near.reaches(far.address))
+    assert [] == near.refused()
+    near.send(far.address, b"x")
+    found: list[str] = []
+    until(lambda: near.receive() or found.extend(near.refused()) or found)
+    assert [far.address] == found
+    assert [] == near.refused()
+
+
 def test_message_that_is_too_long_is_refused(
     pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,25 @@ def test_load_of_a_closed_rank_fails_although_its_bytes_have_arrived(
     quiet(producer, consumer)
 
 
+def test_load_fails_when_its_producer_ends_after_all_bytes_have_arrived(
+    pair: tuple[Side, Side],
+) -> None:
+    """No transfer reports the loss, but nobody listens at the address of the rank any more."""
+    producer, consumer = pair
+    remote_id = new_remote_id("r")
+    producer.hold(remote_id)
+    loads = consumer.load(request(), remote_id)
+    until(lambda: not any(s.stats().steps for s in consumer.sessions.values()), consumer)
+    assert ["moving"] * 2 == [load.state for load in loads]
+    (lost, *_) = producer.sessions.values()
+    lost.channel.close()
+    until(lambda: loads[0].state == "failed", consumer)
+    assert loads[0].error is not None
+    assert ("peer_lost", "P tp0") == (loads[0].error.state, loads[0].error.rank)
+    assert loads[0].undefined_blocks
+    assert "moving" == loads[1].state
+
+
 def test_failed_load_stays_moving_until_its_bytes_have_landed(
     net: FakeNixl, pair: tuple[Side, Side]
 ) -> None:

@@ -132,7 +132,7 @@ class FaultyEngine(EngineClient):
                         outcomes[rank] = outcome
             return len(outcomes) == len(self.ranks)
 
-        until(all_over)
+        until(all_over, 40.0)
         return [outcomes[rank] for rank in self.ranks]
 
     def settled(self, *names: str, seconds: float = 20.0) -> list[set[str]]:
