@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.completion.actions import Tell
-from kvspec.completion.consumer import ConsumerLedger
-from kvspec.completion.load_plan import LoadPlan
+from kvspec.completion.consumer import ConsumerLedger, LoadPlan
+from kvspec.completion.ledger import Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import (

@@ -1,4 +1,6 @@
-"""The common part of both ledgers: calls that change all or nothing, and times to wake up.
+"""The common part of both ledgers: their actions, changes of all or nothing, and times to wake up.
+
+Invariant: a ledger does nothing itself. It returns actions, and the session carries them out.
 
 Invariant: a public method that changes a ledger either makes all its changes and returns the
 actions, or raises and changes nothing. So a call that was interrupted, for example by
@@ -37,15 +39,86 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+import attrs
 import msgspec
 
+from kvspec.errors import TransferState
 from kvspec.inputs import positive_int
+from kvspec.ownership.parallel import RankId
 from kvspec.wire.handshake import is_name
-from kvspec.wire.messages import RankAddress
+from kvspec.wire.messages import Key, Message, RankAddress
 
 NEVER = math.inf, 0
 # Entries of the heap that may be out of date, beside one for each record.
 SPARE = 64
+
+
+@attrs.frozen
+class Tell:
+    """Action: send *message* to its receiver."""
+
+    message: Message
+
+
+@attrs.frozen
+class Refused:
+    """Action: a message changed nothing. *why* is the reason."""
+
+    message: Message
+    why: str
+
+    def __str__(self) -> str:
+        message = self.message
+        return f"{message.kind} of {message.by} about {message.key.request_id!r:.80}: {self.why}"
+
+
+@attrs.frozen
+class Free:
+    """Action: the producer may reuse the blocks of a request.
+
+    *why* is the word `sent`, `expired` or `aborted`.
+    """
+
+    key: Key
+    why: str
+
+
+@attrs.frozen
+class Ended:
+    """Action: a load is done, or it has failed. Nothing can write its blocks any more.
+
+    *state* is its public state. The data of a load that is done has arrived and was valid.
+    """
+
+    request_id: str
+    state: str
+
+
+@attrs.frozen
+class Failed:
+    """Action: a request has failed. Its blocks are still reserved.
+
+    *state* becomes the state of the `TransferError`. *rank* is the producer rank that caused the
+    failure, if one rank did.
+    """
+
+    request_id: str
+    why: str
+    state: TransferState
+    rank: RankId | None = None
+
+
+@attrs.frozen
+class Closed:
+    """Action: a request has ended. It sends and expects no message any more."""
+
+    request_id: str
+
+
+HoldAction = Tell | Refused | Free
+"""An action that the producer's ledger returns. The session carries them out in order."""
+Action = Tell | Refused | Failed | Ended | Closed
+"""An action that the consumer's ledger returns. The session carries them out in order."""
 
 
 class Record(msgspec.Struct, eq=False, kw_only=True):

@@ -32,8 +32,7 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from kvspec.check.digests import Wanted, partial_sums, readable, rows_of, wanted_of
-from kvspec.completion.consumer import about
-from kvspec.completion.load_plan import Name
+from kvspec.completion.consumer import Name, about
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import SpecError, TransferState

@@ -4,9 +4,9 @@ Invariant: each held request is reported once, when its blocks are free. Until t
 reserved for it. The producer sends `pushed` or `stopped` only when no byte of the write can move.
 
 How it works:
-    A held request is one record of the ledger, `kvspec.completion.held.HeldRequest`. Its remote id
-    is its only name. The ledger decides, and this module carries out what the ledger returns. The
-    life of a held request (docs/ledgers.md contains the whole table):
+    A held request is one record of the ledger, a `HeldRequest` of `kvspec.completion.producer`. Its
+    remote id is its only name. The ledger decides, and this module carries out what the ledger
+    returns. The life of a held request (docs/ledgers.md contains the whole table):
 
         unknown   A reader asked before `hold`. Its messages wait for a lease, then it gets `gone`.
         held      `hold` was called. Heartbeats extend the lease, at most until `longest` seconds
@@ -51,9 +51,8 @@ from functools import partial
 
 import attrs
 
-from kvspec.completion.actions import Free, HoldAction
-from kvspec.completion.held import Target
-from kvspec.completion.producer import ProducerLedger
+from kvspec.completion.ledger import Free, HoldAction
+from kvspec.completion.producer import ProducerLedger, Target
 from kvspec.descriptors.request import Tables, tables_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError, TransferError, TransferState

@@ -47,8 +47,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.analysis.explanation import carried
-from kvspec.completion.consumer import Step
-from kvspec.completion.load_plan import LoadPlan
+from kvspec.completion.consumer import LoadPlan, Step
 from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError, TransferError, TransferState
@@ -57,8 +56,7 @@ from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
-from kvspec.session.connecting import Connection
-from kvspec.session.remotes import RemoteEngine
+from kvspec.session.remotes import Connection, RemoteEngine
 from kvspec.session.ticket import PrefillTicket
 from kvspec.session.written import Blocks, blocks_of
 from kvspec.wire.messages import MAX_READERS, Key, PushDone, Pushed, PushStopped

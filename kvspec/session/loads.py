@@ -4,6 +4,9 @@ Invariant: the ledger decides when a load is done or has failed. It learns that 
 when the last byte has arrived, and that a step has failed for good when no byte can arrive any
 more.
 
+Invariant: a load that follows reads data after it was written, and only once. The ledger counts
+both.
+
 Invariant: an interrupt between any two lines loses no action of the ledger. A call of the ledger
 and the recording of its actions are one line. The actions are carried out from the record, at once
 or at the next poll. Carrying out an action twice has the effect of once. If the start of a load is
@@ -33,24 +36,30 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import attrs
 import msgspec
 
-from kvspec.completion.actions import Action, Closed, Ended, Failed, Refused, Tell
-from kvspec.completion.consumer import FREE_ID, ConsumerLedger, Step, about
-from kvspec.completion.load_plan import EVERYTHING, LoadPlan, Place
+from kvspec.completion.consumer import (
+    EVERYTHING,
+    FREE_ID,
+    ConsumerLedger,
+    LoadPlan,
+    Place,
+    Step,
+    about,
+)
+from kvspec.completion.ledger import Action, Closed, Ended, Failed, Refused, Tell
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
-from kvspec.session.connecting import Connection
-from kvspec.session.following import Advance, advances, ends_of
 from kvspec.session.load import LOST, InFlight, Load, LoadOptions, stop, unstored
 from kvspec.session.mailbox import Messages
-from kvspec.session.remotes import RemoteEngine, Remotes
+from kvspec.session.remotes import Connection, RemoteEngine, Remotes
 from kvspec.session.stats import Counters
 from kvspec.session.written import BlockLocks, pushed_of
 from kvspec.wire.messages import (
@@ -534,3 +543,57 @@ def _reason(error: Exception, otherwise: TransferState) -> tuple[str, TransferSt
     if isinstance(error, TransferError):
         return error.message, error.state
     return str(error), otherwise
+
+
+class Advance(NamedTuple):
+    """One step: from a rank, *layers* of a group, from one position up to another.
+
+    *whole*: whether these are all layers of the group that move from the rank.
+    """
+
+    rank: RankId
+    group: str
+    layers: tuple[str, ...]
+    tokens: range
+    whole: bool
+
+
+def ends_of(load: Load) -> dict[RankId, dict[Place, int]]:
+    """Return the end of each layer that moves, for each rank that is read.
+
+    Raises as `DescriptorTable.select`: all tables that the load will need are checked now.
+    """
+    plan, request = load.remote.plan, load.request
+    ends: dict[RankId, dict[Place, int]] = {}
+    for rank, lane in load.remote.lanes.items():
+        if not len(lane.sides(request)[1][0]):
+            continue
+        ends[rank] = {
+            (edge.group, layer): request.total(spec)
+            for edge in plan.between(rank, lane.table.consumer.rank)
+            for layer in edge.layers
+            for spec in (plan.pair_of(edge).specs[layer],)
+            if request.wanted(edge.group, spec)
+        }
+    return ends
+
+
+def advances(
+    readable: Mapping[RankId, Mapping[Place, range]], ends: Mapping[RankId, Mapping[Place, int]]
+) -> Iterator[Advance]:
+    """Yield the steps that can start.
+
+    All layers of a group move in one step if all of them can be read over the same positions.
+    Otherwise each layer moves in a step of its own.
+    """
+    for rank, ranges in readable.items():
+        for group in dict.fromkeys(name for name, _ in ranges):
+            all_layers = [layer for name, layer in ends[rank] if name == group]
+            by_tokens: dict[range, list[str]] = {}
+            for layer in all_layers:
+                if (group, layer) in ranges:
+                    by_tokens.setdefault(ranges[group, layer], []).append(layer)
+            for tokens, layers in by_tokens.items():
+                whole = layers == all_layers
+                for some in [layers] if whole else [[layer] for layer in layers]:
+                    yield Advance(rank, group, tuple(some), tokens, whole)

@@ -42,7 +42,7 @@ import attrs
 import msgspec
 from msgspec import Meta
 
-from kvspec.completion.actions import Refused, Tell
+from kvspec.completion.ledger import Refused, Tell
 from kvspec.errors import SpecError, TransferError, TransferState, WireError
 from kvspec.inputs import instance, sequence
 from kvspec.memory.rank_cache import RankCache

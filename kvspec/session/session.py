@@ -26,12 +26,11 @@ from kvspec.plan.plan import TransferPlan
 from kvspec.session.background import BUSY, Background, SessionLock, since_boot
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
-from kvspec.session.connecting import Connection, Connector
 from kvspec.session.holds import Holds, Settled
 from kvspec.session.load import Load, LoadOptions, Push
 from kvspec.session.loads import Loads, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
-from kvspec.session.remotes import RemoteEngine, Remotes, judged
+from kvspec.session.remotes import Connection, Connector, RemoteEngine, Remotes, judged
 from kvspec.session.stats import Counters, SessionStats
 from kvspec.session.ticket import PrefillTicket
 from kvspec.wire.handshake import Handshake

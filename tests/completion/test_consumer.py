@@ -9,9 +9,8 @@ from msgspec.structs import replace
 from refused import refusal
 
 import kvspec
-from kvspec.completion.actions import Closed, Ended, Failed, Tell
-from kvspec.completion.consumer import ConsumerLedger, Step
-from kvspec.completion.load_plan import LoadPlan
+from kvspec.completion.consumer import ConsumerLedger, LoadPlan, Step
+from kvspec.completion.ledger import Closed, Ended, Failed, Tell
 from kvspec.errors import TransferState
 from kvspec.wire.messages import MESSAGES, Done, Key, Message, RankAddress, Valid
 

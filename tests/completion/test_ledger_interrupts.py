@@ -9,10 +9,9 @@ import pytest
 from lines import interrupted_at
 
 import kvspec
-from kvspec.completion import consumer, held, ledger, load_plan, producer
-from kvspec.completion.actions import Tell
-from kvspec.completion.consumer import ConsumerLedger
-from kvspec.completion.load_plan import LoadPlan
+from kvspec.completion import consumer, ledger, producer
+from kvspec.completion.consumer import ConsumerLedger, LoadPlan
+from kvspec.completion.ledger import Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.messages import (
     MESSAGES,
@@ -25,7 +24,7 @@ from kvspec.wire.messages import (
     StopWriting,
 )
 
-LINES = ledger, consumer, load_plan, producer, held
+LINES = ledger, consumer, producer
 Calls = list[Callable[[Any, list[Any]], Any]]
 PLACE = ("full", "layers.0")
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from refused import refusal
 
 import kvspec
-from kvspec.completion.actions import Free, Refused, Tell
+from kvspec.completion.ledger import Free, Refused, Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.messages import (
     Done,

@@ -15,17 +15,16 @@ from lines import interrupted_at
 from session_faults import connection_waits
 from two_engines import Direct, Side, engine, request, until
 
-from kvspec.completion import consumer, held, ledger, load_plan, producer
+from kvspec.completion import consumer, ledger, producer
 from kvspec.nixl import rank, transfer
 from kvspec.session import (
     PrefillTicket,
-    connecting,
-    following,
     holds,
     load,
     loads,
     mailbox,
     new_remote_id,
+    remotes,
     session,
     written,
 )
@@ -33,7 +32,7 @@ from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 
 LINES = (
-    ledger, consumer, load_plan, producer, held, session, loads, load, connecting, following, holds,
+    ledger, consumer, producer, session, loads, load, remotes, holds,
     written, mailbox, rank, transfer,
 )  # fmt: skip
 ENOUGH = 20_000
@@ -203,7 +202,7 @@ def test_pushed_load_ends_when_polls_are_interrupted(pair: Pair) -> None:
                 pair.producer.poll()
                 pair.session.poll()
 
-        reached, _ = interrupted_at(place, polls, consumer, load_plan, loads, load, written)
+        reached, _ = interrupted_at(place, polls, consumer, loads, load, written)
         pair.settle()
         assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
         return reached
@@ -248,7 +247,7 @@ def test_request_is_freed_once_when_the_producer_is_interrupted(pair: Pair) -> N
                 pair.session.poll()
                 pair.other.poll()
 
-        reached, _ = interrupted_at(place, polls, holds, producer, held)
+        reached, _ = interrupted_at(place, polls, holds, producer)
         assert [f"r{pair.count}"] == pair.settle()
         return reached
 
@@ -288,7 +287,7 @@ def test_push_that_is_interrupted_ends(pair: Pair) -> None:
         given: dict[str, Any] = {"remote_id": pair.remote_id, "timeout": 9.0, "epoch": 1}
         before = pair.other.stats().pushes
         reached, _ = interrupted_at(
-            place, lambda: pair.other.push(pair.asked, **given), session, holds, producer, held,
+            place, lambda: pair.other.push(pair.asked, **given), session, holds, producer,
             written, rank, transfer,
         )  # fmt: skip
         began = pair.other.stats().pushes > before

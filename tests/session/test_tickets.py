@@ -23,7 +23,7 @@ from session_faults import connecting_stops
 from two_engines import Side, engine, freed, land, let_nothing_land, request, until
 
 from kvspec.session import Load, PrefillTicket, content_of, new_remote_id, session
-from kvspec.session.connecting import Connection
+from kvspec.session.remotes import Connection
 from kvspec.testing import FakeNixl
 
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}

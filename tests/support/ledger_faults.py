@@ -9,8 +9,8 @@ import attrs
 from msgspec.structs import replace
 
 import kvspec
-from kvspec.completion.actions import Free, Tell
 from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.ledger import Free, Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.messages import Done, Heartbeat, Lease, Message, ReaderStatus, Valid
 

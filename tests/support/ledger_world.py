@@ -24,12 +24,10 @@ from two_engines import (
 )
 
 import kvspec
-from kvspec.completion.actions import Closed, Ended, Failed, Free, Tell
-from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.consumer import ConsumerLedger, LoadPlan
 from kvspec.completion.consumer import Step as LedgerStep
-from kvspec.completion.held import Target
-from kvspec.completion.load_plan import LoadPlan
-from kvspec.completion.producer import ProducerLedger
+from kvspec.completion.ledger import Closed, Ended, Failed, Free, Tell
+from kvspec.completion.producer import ProducerLedger, Target
 from kvspec.wire import messages as wire
 from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import Key, Message, RankAddress

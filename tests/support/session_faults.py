@@ -13,18 +13,16 @@ import attrs
 from msgspec.structs import replace
 
 from kvspec import RankCache
-from kvspec.completion.consumer import ConsumerLedger
-from kvspec.completion.held import HeldRequest
-from kvspec.completion.load_plan import Source
-from kvspec.completion.producer import ProducerLedger
+from kvspec.completion.consumer import ConsumerLedger, Source
+from kvspec.completion.producer import HeldRequest, ProducerLedger
 from kvspec.completion.states import PUSH, Row
 from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
 from kvspec.session import Load, Session
 from kvspec.session.checksums import Audit, extents_of
-from kvspec.session.connecting import Connection
 from kvspec.session.holds import Holds
 from kvspec.session.loads import Loads
+from kvspec.session.remotes import Connection
 from kvspec.wire.messages import Gone, Message, PushDone, Pushed, Valid
 from kvspec.wire.seal import MAC, Secret
 
