@@ -16,7 +16,7 @@ How it works:
     `action` names. Some events are conditions (`_CONDITIONS`): after each change, `_advance`
     executes the row of a condition that holds. For example, the last step of a load ends:
 
-        finish          missing = 0
+        finish          everything was started, and no step is open
         _advance        moving + whole -> verifying: send `done` to each producer rank
         receive valid   the source is valid
         _advance        verifying + valid -> done: `Ended`
@@ -114,58 +114,42 @@ class Source(msgspec.Struct, eq=False):
         ends: The end of each layer.
         written: Up to where the producer has written each layer.
         started: Up to where a step was started for each layer.
-        missing: Number of tokens that have not arrived, over all layers.
         valid: Whether the producer answered, after the last byte, that it still held the request.
     """
 
     ends: Mapping[Place, int]
     written: dict[Place, int]
-    started: dict[Place, int]
-    missing: int
+    started: Mapping[Place, int] = msgspec.field(default_factory=dict)
     valid: bool = False
-
-    @staticmethod
-    def of(ends: Mapping[Place, int], *, partial: bool) -> Source:
-        """Return a source of which nothing has moved."""
-        nothing = dict.fromkeys(ends, 0)
-        return Source(ends, dict(nothing if partial else ends), nothing, sum(ends.values()))
-
-    @property
-    def sound(self) -> bool:
-        """Whether everything has arrived, and was valid then."""
-        return self.missing == 0 and self.valid
 
     def record(self, place: Place, upto: int) -> None:
         """Record how far the producer wrote. A frontier never goes back or beyond the end."""
-        if place in self.written:
-            self.written[place] = max(self.written[place], min(upto, self.ends[place]))
+        if place in self.ends:
+            self.written[place] = max(self.written.get(place, 0), min(upto, self.ends[place]))
 
     def readable(self) -> dict[Place, range]:
         """Return the written positions of each layer for which no step was started."""
         return {
-            place: range(self.started[place], upto)
+            place: range(least, upto)
             for place, upto in self.written.items()
-            if upto > self.started[place]
+            if upto > (least := self.started.get(place, 0))
         }
 
-    def start(self, upto: Mapping[Place, int]) -> int:
-        """Start a step that moves layers *upto* positions. Return its number of tokens.
+    def start(self, upto: Mapping[Place, int]) -> None:
+        """Start a step that moves layers *upto* positions.
 
         Raises:
             SpecError: If a layer does not move from this source, or would move twice or before it
                 was written.
         """
-        tokens = 0
         for place, end in upto.items():
             if place not in self.ends:
                 raise SpecError("layers", place, "layers of a group that move from this source")
-            least, most = self.started[place], self.written[place]
+            least, most = self.started.get(place, 0), self.written.get(place, 0)
             if not least < end <= most:
                 raise SpecError("upto", end, f"more than {least}, of {place}, and at most {most}")
-            tokens += end - least
         # A new dict: an undone call must not have changed the old one.
         self.started = {**self.started, **upto}
-        return tokens
 
 
 class Step(NamedTuple):
@@ -184,7 +168,7 @@ class OpenLoad(Record, eq=False):
         state: The state in `CONSUMER`.
         plan: The plan, once the producer is connected.
         sources: The producer ranks that are read.
-        steps: By number, the source and the tokens of each step that may still write.
+        steps: By number, the source of each step that may still write.
         waiting: The producer ranks that have not sent their last answer, with the number of readers
             that each must expect.
         asked: Numbers of the questions that are open. Other loads may have some of them, but the
@@ -197,7 +181,7 @@ class OpenLoad(Record, eq=False):
     state: str = "connecting"
     plan: LoadPlan | None = None
     sources: dict[RankId, Source] = msgspec.field(default_factory=dict)
-    steps: dict[int, tuple[RankId, int]] = msgspec.field(default_factory=dict)
+    steps: dict[int, RankId] = msgspec.field(default_factory=dict)
     waiting: dict[RankId, int] = msgspec.field(default_factory=dict)
     asked: range = range(0)
     next_message: float = math.inf
@@ -208,6 +192,11 @@ class OpenLoad(Record, eq=False):
         if self.state in ("draining", "forgotten"):
             return math.inf
         return min(self.deadline, self.next_message)
+
+    @property
+    def started(self) -> bool:
+        """Whether steps were started for everything that moves."""
+        return all(source.started == source.ends for source in self.sources.values())
 
 
 def about(
@@ -315,7 +304,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     def started(self, request_id: str) -> bool:
         """Return whether steps were started for everything that a load moves."""
         load = self.records.get(request_id)
-        return load is None or all(s.started == s.ends for s in load.sources.values())
+        return load is None or load.started
 
     @atomic
     def start(
@@ -343,18 +332,16 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if load is None or load.state not in ("connecting", "moving") or source not in load.sources:
             raise SpecError("request_id", request_id, f"a load that moves from {source}")
         moved = self._source(load, source)
-        tokens = moved.start(moved.ends if upto is None else upto)
+        moved.start(moved.ends if upto is None else upto)
         number = self._count("numbers", 1)
-        self._put(load.steps, number, (source, tokens))
+        self._put(load.steps, number, source)
         return Step(request_id, number)
 
     @atomic
     def finish(self, step: Step, now: float) -> list[Action]:
         """Record that all bytes of a step have arrived, and it writes no more. Return actions."""
         actions = self._tick(now)
-        load, (rank, tokens) = self._end(step)
-        self._source(load, rank).missing -= tokens
-        return actions + self._advance(load)
+        return actions + self._advance(self._end(step))
 
     @atomic
     def fail(
@@ -376,9 +363,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             state: State of the error, if this is the first fault of the load.
         """
         actions = self._tick(now)
-        load, moved = self._end(step)
-        if not quiet:
-            self._put(load.steps, step.number, moved)
+        load = self._end(step, closed=quiet)
         return actions + self._fault(load, why, state)
 
     @atomic
@@ -415,7 +400,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if source is not None and isinstance(message, Valid):
             # Only a question that was asked after everything arrived has an answer in this state.
             self._source(load, rank).valid |= load.state == "verifying"
-        elif source is not None and not source.sound:
+        elif source is not None and not source.valid:
             why = f"{message.by} aborted it, or its lease ended before it was read"
             return actions + self._fault(load, why, TransferState.GONE, rank)
         return actions + self._advance(load)
@@ -447,7 +432,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         actions = self._tick(now)
         for load in list(self.records.values()):
             source = load.sources.get(rank.rank)
-            if load.plan is None or source is None or source.sound:
+            if load.plan is None or source is None or source.valid:
                 continue
             if (load.plan.engine_id, load.plan.epoch) == (rank.engine_id, rank.epoch):
                 changed = self._change(load.request_id)
@@ -478,7 +463,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self._put(self._names, plan.name, plan.request_id)
         load.plan = plan
         load.sources = {
-            rank: Source.of(ends, partial=plan.partial)
+            rank: Source(ends, {} if plan.partial else {**ends})
             for rank, ends in plan.sources.items()
             if ends
         }
@@ -490,14 +475,14 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self._put(load.sources, rank, source)
         return source
 
-    def _end(self, step: Step) -> tuple[OpenLoad, tuple[RankId, int]]:
-        """Close an open step. Return its load, its source and its tokens."""
+    def _end(self, step: Step, *, closed: bool = True) -> OpenLoad:
+        """Return the load of an open step, after the step was *closed*, or while it is open."""
         load = self._change(step.request_id)
         if load is None or step.number not in load.steps:
             raise SpecError("step", step, "a step that is open")
-        moved = load.steps[step.number]
-        self._drop(load.steps, step.number)
-        return load, moved
+        if closed:
+            self._drop(load.steps, step.number)
+        return load
 
     def _wake(self, load: OpenLoad, /) -> list[Action]:
         """Send or repeat the messages that are due, or end a load that is late."""
@@ -583,8 +568,9 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
 
 _CONDITIONS: dict[str, tuple[str, Callable[[OpenLoad], bool]]] = {
-    "moving": ("whole", lambda load: not any(s.missing for s in load.sources.values())),
-    "verifying": ("valid", lambda load: all(s.sound for s in load.sources.values())),
+    # A step that failed has led out of this state, so the others have ended well.
+    "moving": ("whole", lambda load: load.started and not load.steps),
+    "verifying": ("valid", lambda load: all(source.valid for source in load.sources.values())),
     "draining": ("quiet", lambda load: not load.steps),
     "done": ("answered", lambda load: not load.waiting),
     "failed": ("answered", lambda load: not load.waiting),

@@ -227,7 +227,7 @@ class TrustsItsOwnClock(ConsumerLedger):
     def finish(self, step: Any, now: float) -> Any:
         """Take data that arrives during the lease for valid."""
         name = step.request_id
-        rank, _ = self.records[name].steps[step.number]
+        rank = self.records[name].steps[step.number]
         if now < getattr(self, "leases", {}).get((name, rank), -1.0):
             self.records[name].sources[rank].valid = True
         return super().finish(step, now)
@@ -237,9 +237,14 @@ class NeedsOneSource(ConsumerLedger):
     """End a load as done when the data of one source is there."""
 
     def _advance(self, load: Any) -> Any:
-        if load.state == "moving" and any(not s.missing for s in load.sources.values()):
-            load.sources = {r: s for r, s in load.sources.items() if not s.missing}
-        return super()._advance(load)
+        moving, steps = {*load.steps.values()}, load.steps
+        whole = {r: s for r, s in load.sources.items() if s.started == s.ends and r not in moving}
+        if load.state != "moving" or not whole:
+            return super()._advance(load)
+        load.sources, load.steps = whole, {}
+        actions = super()._advance(load)
+        load.steps = steps
+        return actions
 
 
 class ReleasesAtOnce(ConsumerLedger):

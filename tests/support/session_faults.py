@@ -13,7 +13,7 @@ import attrs
 from msgspec.structs import replace
 
 from kvspec import RankCache
-from kvspec.completion.consumer import ConsumerLedger, Source
+from kvspec.completion.consumer import _CONDITIONS, ConsumerLedger, Source
 from kvspec.completion.producer import HeldRequest, ProducerLedger
 from kvspec.completion.states import PUSH, Row
 from kvspec.descriptors.tiles import Tables
@@ -188,9 +188,10 @@ def frontier_goes_back(patch: pytest.MonkeyPatch) -> None:
     """Let a late message move a frontier back, and read from there again."""
 
     def back(self: Any, place: Any, upto: int) -> None:
-        if place in self.written:
+        if place in self.ends:
             self.written[place] = min(upto, self.ends[place])
-            self.started[place] = min(self.started[place], self.written[place])
+            started = min(self.started.get(place, 0), self.written[place])
+            self.started = {**self.started, place: started}
 
     patch.setattr(Source, "record", back)
 
@@ -219,14 +220,17 @@ def progress_counts_for_all_layers(patch: pytest.MonkeyPatch) -> None:
 
 def source_is_whole_after_its_first_step(patch: pytest.MonkeyPatch) -> None:
     """Take a source for whole as soon as any of its data has arrived."""
-    finish = ConsumerLedger.finish
+    finish, whole = ConsumerLedger.finish, set[Any]()
 
     def first_step(self: Any, step: Any, now: float) -> Any:
         load = self.records[step.request_id]
-        rank, tokens = load.steps[step.number]
-        load.sources[rank].missing = tokens
+        whole.add((load.plan.name, load.steps[step.number]))
         return finish(self, step, now)
 
+    def arrived(load: Any) -> bool:
+        return all((load.plan.name, rank) in whole for rank in load.sources)
+
+    patch.setitem(_CONDITIONS, "moving", ("whole", arrived))
     patch.setattr(ConsumerLedger, "finish", first_step)
 
 
