@@ -31,15 +31,6 @@ RankT = TypeVar("RankT")
 RankState = Literal["moving", "done", "failed"]
 
 
-class _Word:
-    """The reports of the newest *start* of one rank."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.state: RankState = "moving"
-        self.blocks: dict[str, set[int]] = {}
-
-
 class RankAgreement(Generic[RankT]):
     """The loads of one request on all ranks of an engine, as a scheduler sees them.
 
@@ -63,8 +54,11 @@ class RankAgreement(Generic[RankT]):
     """
 
     def __init__(self, ranks: Iterable[RankT]) -> None:
-        self._words = {rank: _Word(0) for rank in ranks}
-        if not self._words:
+        # By rank: its newest start, its state, and its undefined blocks by group.
+        self._reports: dict[RankT, tuple[int, RankState, dict[str, set[int]]]] = {
+            rank: (0, "moving", {}) for rank in ranks
+        }
+        if not self._reports:
             raise SpecError("ranks", [], "at least one rank")
 
     def report(
@@ -91,19 +85,17 @@ class RankAgreement(Generic[RankT]):
         if state not in get_args(RankState):
             raise SpecError("state", state, f"one of {', '.join(get_args(RankState))}")
         positive_int("start", start, least=0)
-        word = self._words.get(rank)
-        if word is None:
-            raise SpecError("rank", rank, f"one of the ranks {', '.join(map(str, self._words))}")
-        if start < word.start:
-            return
-        if start > word.start:
-            word = self._words[rank] = _Word(start)
-        if state == "failed":
-            word.state = "failed"
-            for group, ids in (undefined_blocks or {}).items():
-                word.blocks.setdefault(group, set()).update(ids)
-        elif word.state == "moving":
-            word.state = state
+        if rank not in self._reports:
+            raise SpecError("rank", rank, f"one of the ranks {', '.join(map(str, self._reports))}")
+        newest, before, blocks = self._reports[rank]
+        if start > newest:
+            newest, before, blocks = start, "moving", {}
+        if start == newest:
+            if state == "failed":
+                for group, ids in (undefined_blocks or {}).items():
+                    blocks.setdefault(group, set()).update(ids)
+            final = before if before != "moving" and state != "failed" else state
+            self._reports[rank] = newest, final, blocks
 
     @property
     def state(self) -> RankState:
@@ -112,21 +104,21 @@ class RankAgreement(Generic[RankT]):
         "done": all ranks are done. "failed": a rank has failed, and no rank is moving any more, so
         that nothing can write the blocks. Otherwise "moving".
         """
-        states = {word.state for word in self._words.values()}
+        states = {state for _, state, _ in self._reports.values()}
         return "moving" if "moving" in states else "failed" if "failed" in states else "done"
 
     @property
     def to_cancel(self) -> tuple[RankT, ...]:
         """The ranks that have to cancel their loads, because another rank has failed."""
-        if all(word.state != "failed" for word in self._words.values()):
-            return ()
-        return tuple(rank for rank, word in self._words.items() if word.state == "moving")
+        states = {rank: state for rank, (_, state, _) in self._reports.items()}
+        failed = "failed" in states.values()
+        return tuple(rank for rank in states if failed and states[rank] == "moving")
 
     @property
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
         """By group, the blocks whose contents are undefined on at least one rank, ascending."""
         blocks: dict[str, set[int]] = {}
-        for word in self._words.values():
-            for group, ids in word.blocks.items():
+        for _, _, found in self._reports.values():
+            for group, ids in found.items():
                 blocks.setdefault(group, set()).update(ids)
         return {group: tuple(sorted(ids)) for group, ids in sorted(blocks.items()) if ids}
