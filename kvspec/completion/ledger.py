@@ -2,9 +2,9 @@
 
 Invariant: a ledger does nothing itself. It returns actions, and the session carries them out.
 
-Invariant: a public method that changes a ledger either makes all its changes and returns the
-actions, or raises and changes nothing. So a call that was interrupted, for example by
-`KeyboardInterrupt`, can be repeated, and no action is lost. Only the time stays advanced.
+Invariant: a public method that changes a ledger either makes all its changes and keeps its actions,
+or raises and changes nothing. So a call that was interrupted, for example by `KeyboardInterrupt`,
+can be repeated, and no action is lost. Only the time stays advanced.
 
 How it works:
     A ledger is made of dicts, and a record is an entry of the dict `records`. Only `_put` and
@@ -37,9 +37,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
-import attrs
 import msgspec
 
 from kvspec.errors import TransferState
@@ -53,15 +52,13 @@ NEVER = math.inf, 0
 SPARE = 64
 
 
-@attrs.frozen
-class Tell:
+class Tell(NamedTuple):
     """Action: send *message* to its receiver."""
 
     message: Message
 
 
-@attrs.frozen
-class Refused:
+class Refused(NamedTuple):
     """Action: a message changed nothing. *why* is the reason."""
 
     message: Message
@@ -72,8 +69,7 @@ class Refused:
         return f"{message.kind} of {message.by} about {message.key.request_id!r:.80}: {self.why}"
 
 
-@attrs.frozen
-class Free:
+class Free(NamedTuple):
     """Action: the producer may reuse the blocks of a request.
 
     *why* is the word `sent`, `expired` or `aborted`.
@@ -83,8 +79,7 @@ class Free:
     why: str
 
 
-@attrs.frozen
-class Ended:
+class Ended(NamedTuple):
     """Action: a load is done, or it has failed. Nothing can write its blocks any more.
 
     *state* is its public state. The data of a load that is done has arrived and was valid.
@@ -94,8 +89,7 @@ class Ended:
     state: str
 
 
-@attrs.frozen
-class Failed:
+class Failed(NamedTuple):
     """Action: a request has failed. Its blocks are still reserved.
 
     *state* becomes the state of the `TransferError`. *rank* is the producer rank that caused the
@@ -108,8 +102,7 @@ class Failed:
     rank: RankId | None = None
 
 
-@attrs.frozen
-class Closed:
+class Closed(NamedTuple):
     """Action: a request has ended. It sends and expects no message any more."""
 
     request_id: str
@@ -146,14 +139,21 @@ T = TypeVar("T")
 
 
 def atomic(act: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """Undo all changes of a method if an exception leaves it. The method must not call another."""
+    """Undo all changes of a method if an exception leaves it. The method must not call another.
+
+    The actions that it returns are also kept in `Ledger.actions`.
+    """
 
     @functools.wraps(act)
     def whole(ledger: L, /, *args: P.args, **more: P.kwargs) -> T:
-        ledger._journal = []  # noqa: SLF001
+        ledger._journal, kept = [], len(ledger.actions)  # noqa: SLF001
         try:
-            return act(ledger, *args, **more)
+            result = act(ledger, *args, **more)
+            if isinstance(result, list):
+                ledger.actions += result
+            return result  # noqa: TRY300 - an interrupt before the end undoes the call
         except BaseException:
+            del ledger.actions[kept:]
             ledger._undo()  # noqa: SLF001
             raise
 
@@ -169,6 +169,7 @@ class Ledger(Generic[K, R, A]):
         epochs: The current incarnation of each connected engine. If an engine is not connected,
             every incarnation of it counts as current.
         counts: Numbers that the ledger counts, by name.
+        actions: Actions that were returned. The session removes each after it was carried out.
     """
 
     def __init__(self, me: RankAddress) -> None:
@@ -176,6 +177,7 @@ class Ledger(Generic[K, R, A]):
         self.records: dict[K, R] = {}
         self.epochs: dict[str, int] = {}
         self.counts = Counter[str]()
+        self.actions: list[A] = []
         self._now = 0.0
         self._journal: list[tuple[dict[Any, Any], Any, Any]] = []
         self._wakes: list[tuple[float, int, K]] = []

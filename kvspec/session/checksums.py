@@ -14,8 +14,9 @@ How it works:
         request to tp0              result
         --------------------------  --------------------------------------
         layers 0 to 3, tokens 0..7  differs
-        layers 0 to 1, tokens 0..7  equal: so layers 2 to 3 differ
-        layer 2, tokens 0..7        differs
+        layers 0 to 1, tokens 0..7  equal
+        layers 2 to 3, tokens 0..7  differs
+        layer 2, tokens 0..7        differs: layer 3 is not compared any more
         layer 2, tokens 0..3        differs, and so on until one token
 
     Both sides compute for a bounded time in each poll. A consumer that gets no answer asks again
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
@@ -73,26 +74,18 @@ class Work:
     Attributes:
         left: The sums that are still to be added.
         total: The sum so far.
-        over: Whether everything is added.
-        seconds: How long it took so far.
     """
 
     left: Iterator[int]
     total: int = 0
-    over: bool = False
-    seconds: float = 0.0
 
     def go_on(self, end: float) -> bool:
         """Compute until the time is *end*. Return whether the checksum is complete."""
-        began = time.monotonic()
-        while not self.over:
-            partial_sum = next(self.left, None)
-            self.over = partial_sum is None
-            self.total = (self.total + (partial_sum or 0)) % 2 ** (8 * SUM)
+        for partial_sum in self.left:
+            self.total = (self.total + partial_sum) % 2 ** (8 * SUM)
             if time.monotonic() >= end:
-                break
-        self.seconds += time.monotonic() - began
-        return self.over
+                return False
+        return True
 
 
 @attrs.define(eq=False)
@@ -180,7 +173,6 @@ class Audit:
         differs: The difference that is known so far, or "".
         verdict: State of the load's error, if the comparison fails.
         source: The producer rank whose data differs.
-        seconds: How long this rank computed checksums.
     """
 
     remote: RemoteEngine
@@ -192,9 +184,7 @@ class Audit:
     differs: str = ""
     verdict: TransferState = TransferState.UNVERIFIED
     source: RankId | None = None
-    seconds: float = 0.0
     _open: dict[int, Question] | None = None
-    _rest: Extent | None = None
     _refused: str = ""
 
     def __attrs_post_init__(self) -> None:
@@ -223,25 +213,29 @@ class Audit:
             self.verdict = TransferState.CLOSED
             return "the rank was closed before the received data could be compared"
         try:
-            questions = self._begun()
-            for number, question in questions.items():
+            if self._open is None:  # The first questions cover everything that moves.
+                which = self.remote.plan, self.request
+                self._open = self._ask(
+                    (rank, extent)
+                    for rank in self.remote.tables
+                    for extent in extents_of(*which, rank, self.cache.rank)
+                )
+            for number, question in self._open.items():
                 if question.answer is None and now >= question.again:
                     question.again = now + heartbeat
                     asked = about(name, self.me, question.rank, number)
                     self.messages.send(ChecksumRequest(*asked, extent=question.extent))
-            for number, question in list(questions.items()):
-                before = question.work.seconds
+            for number, question in list(self._open.items()):
                 complete = question.work.go_on(end)
-                self.seconds += question.work.seconds - before
                 if complete and question.answer is not None:
-                    del questions[number]
                     if question.work.total != question.answer:
                         return self._narrow(question.rank, question.extent)
-                if not complete:
+                    del self._open[number]
+                elif not complete or self.differs:  # The first of two halves has to be first.
                     break
         except SpecError as error:
             return str(error)
-        return self._refused or (None if questions else self._equal())
+        return self._refused or (None if self._open else self.differs)
 
     def deliver(self, message: Checksum | ChecksumUnavailable) -> bool:
         """Process an answer. Return whether it was expected."""
@@ -257,35 +251,20 @@ class Audit:
             )
         return True
 
-    def _begun(self) -> dict[int, Question]:
-        """Return the open questions. The first ones cover everything that moves."""
-        if self._open is None:
-            self._open = {}
-            for rank in self.remote.tables:
-                for extent in extents_of(self.remote.plan, self.request, rank, self.cache.rank):
-                    self._ask(rank, extent)
-        return self._open
-
-    def _ask(self, rank: RankId, extent: Extent) -> None:
-        work = Work(sums_of(self.cache, self.request.consumer_blocks, extent))
-        self._begun()[next(_NUMBERS)] = Question(rank, extent, work)
-
-    def _equal(self) -> str | None:
-        """Continue after all questions had equal answers: the other half differs, or nothing."""
-        if self._rest is None or self.source is None:
-            return ""
-        return self._narrow(self.source, self._rest)
+    def _ask(self, contents: Iterable[tuple[RankId, Extent]]) -> dict[int, Question]:
+        """Return new questions: all of them at once, so that an interrupt leaves all or none."""
+        tables = self.request.consumer_blocks
+        return {
+            next(_NUMBERS): Question(rank, extent, Work(sums_of(self.cache, tables, extent)))
+            for rank, extent in contents
+        }
 
     def _narrow(self, rank: RankId, extent: Extent) -> str | None:
-        """Compare the first half of an extent that differs. Return its name if it has no halves."""
+        """Compare both halves of an extent that differs. Return its name if it has no halves."""
         self.source, self.differs = rank, f"{extent}: received data differs from that of {rank}"
-        self._open, self._rest = dict[int, Question](), None
         self.verdict = TransferState.DIFFERS
-        if extent.halves is None:
-            return self.differs
-        first, self._rest = extent.halves
-        self._ask(rank, first)
-        return None
+        self._open = self._ask((rank, half) for half in extent.halves or ())
+        return None if self._open else self.differs
 
 
 def extents_of(
@@ -298,10 +277,13 @@ def extents_of(
         for part_slice in edge.slices:
             same = _same_extents(plan, request, edge, part_slice, block)
             for (parts, want), layers in same.items():
-                for some_layers, some_parts in _sized(tuple(layers), parts):
+                # So many layers that their names fit into a message.
+                longest = max(len(layer.encode()) for layer in layers)
+                most = max(1, (MAX_NAMES - sum(len(part.encode()) for part in parts)) // longest)
+                for first in range(0, len(layers), most):
                     yield Extent(
-                        layers=some_layers,
-                        parts=some_parts,
+                        layers=tuple(layers[first : first + most]),
+                        parts=parts,
                         units=part_slice.global_range,
                         tokens=want.tokens,
                         rows=range(want.rows),
@@ -328,20 +310,6 @@ def _same_extents(
     for (layer, want), names in parts.items():
         layers.setdefault((tuple(names), want), []).append(layer)
     return layers
-
-
-def _sized(layers: Names, parts: Names) -> Iterator[tuple[Names, Names]]:
-    """Yield all layers with all parts, halved until the names fit into a message."""
-    size = sum(len(name.encode()) for name in (*layers, *parts))
-    if size <= MAX_NAMES or len(layers) == len(parts) == 1:
-        yield layers, parts
-    elif half := len(layers) // 2:
-        yield from _sized(layers[:half], parts)
-        yield from _sized(layers[half:], parts)
-    else:
-        half = len(parts) // 2
-        yield from _sized(layers, parts[:half])
-        yield from _sized(layers, parts[half:])
 
 
 def sums_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) -> Iterator[int]:

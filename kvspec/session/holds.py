@@ -38,16 +38,14 @@ How it works:
     A push skips each reader that has stopped or is done with the attempt. It writes to the others
     and then fails, because some reader did not receive the request.
 
-    An interrupt between any two lines loses no action. A call of the ledger and the recording of
-    its actions are one line, and the actions are carried out from the record. A push is known to
-    `move` before anything is posted, so an interrupted push ends like one that has failed.
+    An interrupt between any two lines loses no action, because the ledger keeps each action until
+    it was carried out. A push is known to `move` before anything is posted, so an interrupted push
+    ends like one that has failed.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 import attrs
 
@@ -57,19 +55,16 @@ from kvspec.descriptors.request import Tables, tables_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int, sequence
-from kvspec.nixl import NixlRank, Transfer
+from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.load import LOST, Push, stop, unstored
 from kvspec.session.mailbox import Messages
-from kvspec.session.stats import Counters
 from kvspec.session.written import pushed_of
 from kvspec.wire.messages import (
     MAX_READERS,
     ChecksumRequest,
-    Key,
     Message,
-    Pushed,
     RankAddress,
     RemoteId,
     key_of,
@@ -97,32 +92,16 @@ class Settled:
     @staticmethod
     def of(freed: Mapping[RemoteId, str], foreign: Iterable[str]) -> Settled:
         """Return requests by the reason why each was freed."""
-        ended: dict[str, list[RemoteId]] = {"sent": [], "expired": [], "aborted": []}
-        for name, why in freed.items():
-            ended[why].append(name)
-        done, expired, aborted = map(tuple, ended.values())
+        done, expired, aborted = (
+            tuple(name for name, other in freed.items() if other == why)
+            for why in ("sent", "expired", "aborted")
+        )
         return Settled(done, expired, aborted, tuple(foreign))
 
     @property
     def freed(self) -> tuple[RemoteId, ...]:
         """All requests whose blocks can be reused now."""
         return (*self.done, *self.expired, *self.aborted)
-
-
-@attrs.define(eq=False)
-class Writes:
-    """The writes of one push that have not ended.
-
-    Attributes:
-        push: The push.
-        key: The request.
-        left: For each reader, its transfers and the data that they write. None if the write is
-            known to fail.
-    """
-
-    push: Push
-    key: Key
-    left: dict[Target, tuple[tuple[Transfer, ...], Pushed | None]] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
@@ -136,7 +115,6 @@ class Holds:
         now: The clock.
         messages: Sends messages to readers.
         answers: The checksums that readers request.
-        counters: The counters of the session.
         freed: The requests that have ended and were not reported yet, each with the reason.
     """
 
@@ -146,10 +124,8 @@ class Holds:
     now: Callable[[], float]
     messages: Messages
     answers: ChecksumAnswers
-    counters: Counters
     freed: dict[RemoteId, str] = attrs.field(factory=dict)
-    _recorded: deque[HoldAction] = attrs.field(factory=deque)
-    _writes: list[Writes] = attrs.field(factory=list)
+    _pushes: list[Push] = attrs.field(factory=list)
 
     @property
     def held(self) -> tuple[RemoteId, ...]:
@@ -159,7 +135,7 @@ class Holds:
     @property
     def moving(self) -> bool:
         """Whether a write is in flight, or a reader waits for a checksum."""
-        return bool(self._writes) or self.answers.waiting > 0
+        return bool(self._pushes) or self.answers.waiting > 0
 
     def hold(
         self, remote_id: str, *, lease: float | None, readers: int | None, blocks: Tables | None
@@ -170,10 +146,7 @@ class Holds:
             positive_int("readers", readers, most=MAX_READERS)
         if strange := sorted(tables.keys() - {group.name for group in self.engine.groups}):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
-        admit = partial(self.ledger.admit, key, expected=readers, lease=lease, blocks=tables)
-        # One line: an interrupt must not come between the call and its record.
-        self._recorded.extend(admit(self.now()))
-        self.act()
+        self.ledger.admit(key, self.now(), expected=readers, lease=lease, blocks=tables)
 
     def record_progress(self, remote_id: str, upto: int, layers: Iterable[str] | None) -> None:
         """Record that layers are written. See `Session.record_progress`."""
@@ -183,13 +156,11 @@ class Holds:
             raise SpecError("layers", strange[:3], f"layers of the engine, such as {[*homes][:3]}")
         positive_int("upto", upto, least=0)
         places = [(homes[layer].name, layer) for layer in named]
-        self._recorded.extend(self.ledger.record_progress(key, places, upto, self.now()))
-        self.act()
+        self.ledger.record_progress(key, places, upto, self.now())
 
     def abort(self, remote_id: str) -> None:
         """Give up a request. See `Session.abort`."""
-        self._recorded.extend(self.ledger.abort(key_of(remote_id), self.now()))
-        self.act()
+        self.ledger.abort(key_of(remote_id), self.now())
 
     def push(self, push: Push, timeout: float, attempt: int, sample: int) -> None:
         """Start *push*. Everything is checked before anything is posted.
@@ -206,54 +177,53 @@ class Holds:
             # This rank writes nothing. Its readers may be done by now, and the request be free.
             push.state = "done"
             return
-        writes = Writes(push, push.key)
-        self._writes.append(writes)
+        self._pushes.append(push)
         try:
-            # One line, as in `hold`. The writes fail unless something is posted.
-            writes.left = dict.fromkeys(self.ledger.begin_push(writes.key, ranks), ((), None))
-            targets = {ranks[target]: target for target in writes.left}
+            # One line: an interrupt must not come between. The writes fail unless they are posted.
+            push.left = dict.fromkeys(self.ledger.begin_push(push.key, ranks), ((), None))
+            targets = {ranks[target]: target for target in push.left}
             sides = remote.sides(request, targets)
             pushed = {rank: pushed_of(remote.lanes[rank].table, request) for rank in targets}
             name = request.request_id
             transfers = self.nixl.move("WRITE", sides.values(), request=name, timeout=timeout)
             posted = dict(zip(sides, ((transfer,) for transfer in transfers), strict=True))
-            writes.left = {to: (posted.get(r, ()), pushed[r]) for r, to in targets.items()}
+            push.left = {to: (posted.get(r, ()), pushed[r]) for r, to in targets.items()}
         except BaseException:
-            self._fail(writes)
+            self._fail(push)
             raise
         if len(targets) < len(ranks):
             why = "a reader gave the request up, or an earlier push of it was refused"
             push.fail(None, why, TransferState.STOPPED)
-        self._settle(writes)
+        self._settle(push)
 
-    def _fail(self, writes: Writes) -> None:
+    def _fail(self, push: Push) -> None:
         """Let a push fail that was refused or interrupted. Stop what it has posted."""
-        stored = {t for other in self._writes for each, _ in other.left.values() for t in each}
-        name = writes.push.request.request_id
-        strays = tuple(unstored(self.nixl, "WRITE", name, stored))
+        stored = {t for other in self._pushes for each, _ in other.left.values() for t in each}
+        strays = tuple(unstored(self.nixl, "WRITE", push.request.request_id, stored))
         # It is not known which reader a transfer writes to, so each reader waits for all of them.
-        writes.left = {to: (each or strays, None) for to, (each, _) in writes.left.items()}
-        for transfers, _ in writes.left.values():
+        push.left = {to: (each or strays, None) for to, (each, _) in push.left.items()}
+        for transfers, _ in push.left.values():
             stop(transfers, "its push was interrupted")
-        self._settle(writes)
+        self._settle(push)
 
     def move(self) -> None:
         """Make progress on all writes and checksums, and send their outcomes."""
-        for writes in list(self._writes):
-            self._settle(writes)
+        for push in list(self._pushes):
+            self._settle(push)
         self.answers.move()
 
-    def _settle(self, writes: Writes) -> None:
+    def _settle(self, push: Push) -> None:
         """Send each reader the outcome of its write, once nothing of it can move."""
-        push = writes.push
-        for target, (transfers, pushed) in list(writes.left.items()):
-            if self.ledger.stopping(writes.key, target):
+        for target, (transfers, pushed) in list(push.left.items()):
+            if self.ledger.stopping(push.key, target):
                 stop(transfers, f"{target[-1]} gave it up")
             outcome = pushed
             try:
                 if any(transfer.poll() == "PROC" for transfer in transfers):
                     continue
-                self.counters.bytes_written += sum(transfer.nbytes for transfer in transfers)
+                self.messages.counters.bytes_written += sum(
+                    transfer.nbytes for transfer in transfers
+                )
             except TransferError as error:
                 push.fail(target[-1].rank, error.message, error.state)
                 push.remote.lost |= error.state in LOST
@@ -261,20 +231,18 @@ class Holds:
                     continue
                 outcome = None
             now = self.now()
-            self._recorded.extend(self.ledger.end_push(writes.key, target, outcome, now))
-            del writes.left[target]
-        if not writes.left:
+            self.ledger.end_push(push.key, target, outcome, now)
+            del push.left[target]
+        if not push.left:
             push.state = "done" if push.error is None else "failed"
-            self._writes.remove(writes)
-        self.act()
+            self._pushes.remove(push)
 
     def receive(self, message: Message) -> None:
         """Process a message of a reader."""
         if isinstance(message, ChecksumRequest):
             self.answers.receive(message)
         else:
-            self._recorded.extend(self.ledger.receive(message, self.now()))
-            self.act()
+            self.ledger.receive(message, self.now())
 
     def tick(self) -> None:
         """Process the time. After the rank is closed, no request is confirmed as valid.
@@ -284,14 +252,12 @@ class Holds:
         if self.ledger.holding and self.nixl.closed:
             self.answers.close()
             for key in self.ledger.held:
-                self._recorded.extend(self.ledger.abort(key, self.now()))
-        self._recorded.extend(self.ledger.tick(self.now()))
-        self.act()
+                self.ledger.abort(key, self.now())
+        self.ledger.tick(self.now())
 
     def act(self) -> None:
-        """Carry out the recorded actions."""
-        if self._recorded:
-            self.messages.act(self._recorded, self._free)
+        """Carry out the actions of the ledger."""
+        self.messages.act(self.ledger.actions, self._free)
 
     def _free(self, action: HoldAction) -> None:
         """Record that a request has ended."""

@@ -48,6 +48,7 @@ import numpy.typing as npt
 
 from kvspec.analysis.explanation import carried
 from kvspec.completion.consumer import LoadPlan, Step
+from kvspec.completion.producer import Target
 from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError, TransferError, TransferState
@@ -180,32 +181,32 @@ class Progress:
             TransferError: The `error` if it failed. With state "closed" if the session was closed
                 before.
         """
-        rest = FIRST_WAIT
-        while self.state == "moving" and self.poll() == "moving":
-            self._check_open()
+        for rest in self._rests(LAST_WAIT, 0.0):
             time.sleep(rest)
-            rest = min(2 * rest, LAST_WAIT)
-        if self.error is not None:
-            raise self.error
 
     async def _ended(self) -> Self:
-        rest = FIRST_WAIT
-        while self.state == "moving":
-            self._step(LAST_WAIT)  # Unless another task has just polled the session.
-            if self.state == "moving":
-                self._check_open()
-                await asyncio.sleep(rest)
-                rest = min(2 * rest, LAST_SLEEP)
-        if self.error is not None:
-            raise self.error
+        # No poll if another task has just polled the session.
+        for rest in self._rests(LAST_SLEEP, LAST_WAIT):
+            await asyncio.sleep(rest)
         return self
 
-    def _check_open(self) -> None:
-        """Raise the error of a wait that cannot end, because the session is closed."""
-        if self.connected and self.remote.closed:
-            why = "the session was closed before the end, so its blocks may still be written"
-            name = self.request.request_id
-            raise TransferError(why, request=name, state=TransferState.CLOSED)
+    def _rests(self, longest: float, polled: float) -> Iterator[float]:
+        """Poll until the state is not "moving", and yield the seconds of each rest before that.
+
+        Does not poll if the session was polled less than *polled* seconds ago. Raises as `wait`.
+        """
+        rest = FIRST_WAIT
+        while self.state == "moving":
+            self._step(polled)
+            if self.state == "moving":
+                if self.connected and self.remote.closed:
+                    why = "the session was closed before the end, so its blocks may be written"
+                    name = self.request.request_id
+                    raise TransferError(why, request=name, state=TransferState.CLOSED)
+                yield rest
+                rest = min(2 * rest, longest)
+        if self.error is not None:
+            raise self.error
 
     @property
     def connected(self) -> bool:
@@ -244,7 +245,11 @@ class Progress:
 
 
 class Push(Progress):
-    """The part of a request that one producer rank writes. `Session.push` returns it."""
+    """The part of a request that one producer rank writes. `Session.push` returns it.
+
+    `left` contains the writes that have not ended: for each reader, its transfers and the data
+    that they write. The data is None if the write is known to fail.
+    """
 
     def __init__(
         self,
@@ -255,6 +260,7 @@ class Push(Progress):
     ) -> None:
         super().__init__(request, key, remote.engine_id, step)
         self.remote = remote
+        self.left: dict[Target, tuple[tuple[Transfer, ...], Pushed | None]] = {}
 
 
 class Load(Progress):
@@ -338,11 +344,6 @@ class Load(Progress):
         differs = "" if self.audit is None or self.audit.differs in why else self.audit.differs
         more = f"; {differs}" if differs else ""
         super().fail(rank, f"{why}{more}", state, cause)
-
-    @property
-    def verify_seconds(self) -> float:
-        """Seconds that this rank has spent on checksums of received data."""
-        return 0.0 if self.audit is None else self.audit.seconds
 
     @property
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:

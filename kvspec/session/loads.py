@@ -7,10 +7,10 @@ more.
 Invariant: a load that follows reads data after it was written, and only once. The ledger counts
 both.
 
-Invariant: an interrupt between any two lines loses no action of the ledger. A call of the ledger
-and the recording of its actions are one line. The actions are carried out from the record, at once
-or at the next poll. Carrying out an action twice has the effect of once. If the start of a load is
-interrupted, the load fails, and its blocks are free when nothing can write them.
+Invariant: an interrupt between any two lines loses no action of the ledger. The ledger keeps each
+action until it was carried out, at once or at the next poll. Carrying out an action twice has the
+effect of once. If the start of a load is interrupted, the load fails, and its blocks are free when
+nothing can write them.
 
 How it works:
     `kvspec.session.load` describes the life of a load. These methods lead from state to state:
@@ -35,7 +35,6 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -60,7 +59,6 @@ from kvspec.session.checksums import Audit
 from kvspec.session.load import LOST, InFlight, Load, LoadOptions, stop, unstored
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
-from kvspec.session.stats import Counters
 from kvspec.session.written import BlockLocks, pushed_of
 from kvspec.wire.messages import (
     MAX_READERS,
@@ -83,8 +81,11 @@ TURN = 0.02  # Seconds in which transfers are moved, before anything else has it
 QUIET = 0.1
 
 
-@attrs.frozen(eq=False)
-class Waiting:
+Sources = Mapping[RankId, Mapping[Place, int]]
+"""The end of each layer of each group, for each producer rank that is read."""
+
+
+class Waiting(NamedTuple):
     """A load, or a request to decline, whose producer is being connected."""
 
     connection: Connection
@@ -100,7 +101,6 @@ class Loads:
     Attributes:
         book: The ledger.
         remotes: The connected engines.
-        recorded: Actions of the ledger that are still to be carried out, in order.
         waiting: Loads and refusals whose producer is being connected.
         advanced: Loads that follow, and whose producer wrote more since the last poll.
     """
@@ -111,9 +111,7 @@ class Loads:
     now: Callable[[], float]
     messages: Messages
     remotes: Remotes
-    counters: Counters
     loads: dict[str, Load] = attrs.field(factory=dict)
-    recorded: deque[Action] = attrs.field(factory=deque)
     waiting: list[Waiting] = attrs.field(factory=list)
     advanced: dict[str, Load] = attrs.field(factory=dict)
     _small: int = 0  # The flights whose turn is next.
@@ -139,8 +137,8 @@ class Loads:
         load.began = self.now()
         load.deadline = load.began + timeout
         self.loads[name] = load
-        self.recorded.extend(self.book.begin(name, load.began, timeout))
-        self.counters.loads_started += 1
+        self.book.begin(name, load.began, timeout)
+        self.messages.counters.loads_started += 1
 
     def begin(self, load: Load, remote: RemoteEngine) -> None:
         """Start an open load whose producer is connected.
@@ -167,23 +165,17 @@ class Loads:
         moved = dict(zip(sides, transfers, strict=True))
         for rank, step in steps.items():
             load.in_flight[step] = InFlight(rank, moved.get(rank), pushes.get(rank))
-        self.recorded.extend(self.book.connected(name, self.now()))
-        self.act()
+        self.book.connected(name, self.now())
 
     def _plan(
-        self,
-        remote: RemoteEngine,
-        key: Key,
-        request_id: str,
-        options: LoadOptions,
-        sources: Mapping[RankId, Mapping[Place, int]],
+        self, remote: RemoteEngine, key: Key, name: str, options: LoadOptions, sources: Sources
     ) -> LoadPlan:
         engine_id, epoch = remote.start
         expected = {rank: readers * options.samples for rank, readers in remote.readers.items()}
         if (most := max(expected.values(), default=0)) > MAX_READERS:
             raise SpecError("samples", most, f"at most {MAX_READERS} readers of all samples")
         return LoadPlan(
-            request_id=request_id,
+            request_id=name,
             key=key,
             engine_id=engine_id,
             epoch=epoch,
@@ -198,8 +190,7 @@ class Loads:
     def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions) -> None:
         """Inform the producer that this rank will not load a request."""
         plan = self._plan(remote, key, f"decline {next(self._declines)}", options, {})
-        self.recorded.extend(self.book.expect(plan, self.now(), 0.0))
-        self.act()
+        self.book.expect(plan, self.now(), 0.0)
 
     def cancel(
         self, load: Load, why: str = "cancelled", state: TransferState = TransferState.STOPPED
@@ -207,7 +198,7 @@ class Loads:
         """Give up a load, unless it has ended."""
         name = load.request.request_id
         if self.loads.get(name) is load:
-            self.recorded.extend(self.book.cancel(name, self.now(), why, state))
+            self.book.cancel(name, self.now(), why, state)
             self.act()
 
     def give_up(self, load: Load, error: BaseException) -> None:
@@ -239,7 +230,7 @@ class Loads:
                 # Any step and any rank: the step only has to stay open until the transfer ends.
                 load.in_flight[step] = InFlight(next(iter(load.remote.tables)), strays.pop())
             now = self.now()
-            self.recorded.extend(self.book.fail(step, why, now, quiet=quiet, state=state))
+            self.book.fail(step, why, now, quiet=quiet, state=state)
 
     def wait_for(self, waiting: Waiting) -> None:
         """Begin or decline a request when its producer is connected."""
@@ -284,7 +275,6 @@ class Loads:
         except BaseException:
             self._adopt(load, "it was interrupted", TransferState.STOPPED)
             raise
-        self.act()
 
     def _advance(self, load: Load, advance: Advance, step: Step) -> None:
         """Post the read of a step that has started, unless this rank needs nothing of it.
@@ -305,7 +295,7 @@ class Loads:
         except KVSpecError as error:
             why, state = _reason(error, TransferState.BUG)
             load.fail(rank, why, state)
-            self.recorded.extend(self.book.fail(step, why, self.now(), state=state))
+            self.book.fail(step, why, self.now(), state=state)
             return
         if moved:
             load.in_flight[step] = InFlight(rank, moved[0])
@@ -328,8 +318,7 @@ class Loads:
                     message = msgspec.structs.replace(message, group=home.name)
                 if (load := self._find(message)) is not None and load.options.follow:
                     self.advanced[load.request.request_id] = load
-            self.recorded.extend(self.book.receive(message, self.now()))
-            self.act()
+            self.book.receive(message, self.now())
 
     def _find(self, message: Message) -> Load | None:
         return self.loads.get(self.book.find(message) or "")
@@ -385,14 +374,12 @@ class Loads:
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Loads from another one fail."""
-        self.recorded.extend(self.book.connect(engine_id, epoch, self.now()))
-        self.act()
+        self.book.connect(engine_id, epoch, self.now())
         self._leave(engine_id, epoch)
 
     def lose(self, rank: RankAddress) -> None:
         """Record that the process of a producer rank has ended. Loads that wait for it fail."""
-        self.recorded.extend(self.book.lose(rank, self.now()))
-        self.act()
+        self.book.lose(rank, self.now())
 
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that has ended. Loads from it fail."""
@@ -415,6 +402,7 @@ class Loads:
                         self._end(load, step, f"{engine_id} is gone", TransferState.GONE)
                     else:
                         self._settle(load, step, flight, flight.transfer, 0.0)
+        self.act()
 
     def _stop_pushes(self, load: Load) -> None:
         """Ask the producers that push to stop. Repeat it until they answer."""
@@ -431,15 +419,14 @@ class Loads:
             if transfer.poll(max(0.0, end - time.monotonic())) == "PROC":
                 return
             load.bytes_moved += transfer.nbytes
-            self.counters.bytes_read += transfer.nbytes
+            self.messages.counters.bytes_read += transfer.nbytes
         except TransferError as error:
             why, state = error.message, error.state
             load.fail(flight.rank, why, state)
             load.remote.lost |= state in LOST
             if not transfer.over:
                 now = self.now()
-                self.recorded.extend(self.book.fail(step, why, now, quiet=False, state=state))
-                self.act()
+                self.book.fail(step, why, now, quiet=False, state=state)
                 return
         load.written |= transfer.handles > 0
         self._end(load, step, why, state)
@@ -454,7 +441,6 @@ class Loads:
             self._arrive(load, step)
         # Last: if this is interrupted, the next poll ends the flight again.
         load.in_flight.pop(step, None)
-        self.act()
 
     def _arrive(self, load: Load, step: Step) -> None:
         """Report that all data of a step has arrived, or keep the step until it was compared."""
@@ -473,12 +459,11 @@ class Loads:
         """Report that *steps* have ended, well or because of *why*. Skip those that are closed."""
         for step in steps:
             if step in self.book.open_steps(load.request.request_id):
-                # One line each: an interrupt must not come between the call and its record.
                 now = self.now()
                 if why:
-                    self.recorded.extend(self.book.fail(step, why, now, state=state))
+                    self.book.fail(step, why, now, state=state)
                 else:
-                    self.recorded.extend(self.book.finish(step, now))
+                    self.book.finish(step, now)
 
     def _compare(self, load: Load, end: float) -> None:
         """Compare checksums with the producers, after everything has arrived."""
@@ -492,17 +477,14 @@ class Loads:
         self._close(load, tuple(load.arrived), why, load.audit.verdict)
         load.arrived.clear()
         load.audit.cancel()
-        self.act()
 
     def tick(self) -> None:
         """Process the time: send heartbeats, and fail late loads."""
-        self.recorded.extend(self.book.tick(self.now()))
-        self.act()
+        self.book.tick(self.now())
 
     def act(self) -> None:
-        """Carry out the recorded actions of the ledger."""
-        if self.recorded:
-            self.messages.act(self.recorded, self._change)
+        """Carry out the actions of the ledger."""
+        self.messages.act(self.book.actions, self._change)
 
     def _change(self, action: Action) -> None:
         """Carry out an action that concerns one load."""
@@ -527,11 +509,11 @@ class Loads:
         elif isinstance(action, Ended) and load.state == "moving":
             self._locks.release(name)
             if action.state == "done":
-                self.counters.load_seconds += self.now() - load.began
-                self.counters.loads_done += 1
+                self.messages.counters.load_seconds += self.now() - load.began
+                self.messages.counters.loads_done += 1
                 load.state = "done"
             else:
-                self.counters.loads_failed += 1
+                self.messages.counters.loads_failed += 1
                 load.state = "failed"
         elif isinstance(action, Closed):
             self.loads.pop(name, None)
@@ -578,9 +560,7 @@ def ends_of(load: Load) -> dict[RankId, dict[Place, int]]:
     return ends
 
 
-def advances(
-    readable: Mapping[RankId, Mapping[Place, range]], ends: Mapping[RankId, Mapping[Place, int]]
-) -> Iterator[Advance]:
+def advances(readable: Mapping[RankId, Mapping[Place, range]], ends: Sources) -> Iterator[Advance]:
     """Yield the steps that can start.
 
     All layers of a group move in one step if all of them can be read over the same positions.

@@ -181,18 +181,17 @@ class Messages:
     Attributes:
         introduction: The sealed introduction of this rank.
         refused: The last few messages that changed nothing, each with the reason.
+        counters: The counters of the session.
     """
 
-    def __init__(
-        self, channel: Channel, secret: Secret, own: Introduced, counters: Counters
-    ) -> None:
+    def __init__(self, channel: Channel, secret: Secret, own: Introduced) -> None:
         try:
             self.introduction = own.seal(secret)
         except BaseException:
             channel.close()
             raise
         self.refused: deque[str] = deque(maxlen=MAX_REFUSED)
-        self._channel, self._secret, self._counters = channel, secret, counters
+        self._channel, self._secret, self.counters = channel, secret, Counters()
         # Methods that a channel may lack.
         self._trust, self._reject, self._resolve, self._reaches = (
             getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
@@ -232,13 +231,13 @@ class Messages:
 
     def note(self, why: str) -> None:
         """Record why a message changed nothing."""
-        self._counters.messages_refused += 1
+        self.counters.messages_refused += 1
         self.refused.append(why)
 
-    def act(self, recorded: deque[A], change: Callable[[A], None]) -> None:
-        """Carry out the *recorded* actions of a ledger. *change* does those without a message."""
-        while recorded:
-            action = recorded[0]
+    def act(self, actions: list[A], change: Callable[[A], None]) -> None:
+        """Carry out the *actions* of a ledger. *change* does those without a message."""
+        while actions:
+            action = actions[0]
             if isinstance(action, Tell):
                 self.send(action.message)
             elif isinstance(action, Refused):
@@ -246,7 +245,7 @@ class Messages:
             else:
                 change(action)
             # Last: an interrupted action is carried out again, and none is lost.
-            recorded.popleft()
+            del actions[0]
 
     def send(self, message: Message) -> None:
         """Send *message* to its receiver at the next `flush`.
@@ -281,7 +280,7 @@ class Messages:
         route is lost.
         """
         unsent, self._unsent = self._unsent, dict[object, Message]()
-        self._counters.messages_sent += len(unsent)
+        self.counters.messages_sent += len(unsent)
         batches: dict[str, list[bytes]] = {}
         for message in unsent.values():
             to = message.to
@@ -304,7 +303,7 @@ class Messages:
                 continue
             if message is not None:
                 LOG.debug("received %s of %r", message.kind, message.key.request_id)
-                self._counters.messages_received += 1
+                self.counters.messages_received += 1
                 yield message
 
     def fetch(

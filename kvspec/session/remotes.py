@@ -235,13 +235,12 @@ def judged(
         tables[rank] = build_table(
             plan, producer, consumer, prefix_multiple=prefix_multiple, dead_tokens=dead_tokens
         )
-    by_rank = {member.rank: member for member in members}
     readers = {
         rank: len(plan.notifiers(rank))
         for rank in (plan.notifies(own.rank) if role == "producer" else ())
     }
-    start, ranked = (remote.engine_id, remote.epoch), {rank: by_rank[rank] for rank in ranks}
-    return RemoteEngine(role, start, plan, ranked, tables, readers)
+    by_rank = {member.rank: member for member in members}
+    return RemoteEngine(role, (remote.engine_id, remote.epoch), plan, by_rank, tables, readers)
 
 
 def _late(producer: Introduced, consumer: Introduced) -> Mismatch | None:
@@ -256,14 +255,57 @@ def _late(producer: Introduced, consumer: Introduced) -> Mismatch | None:
     return Mismatch("lease, heartbeat", producer.lease, consumer.heartbeat, why)
 
 
+@attrs.define(eq=False)
+class Connection:
+    """The connection to the producer of a ticket.
+
+    Attributes:
+        engine_id: Name of the producer.
+        addresses: Addresses of its ranks.
+        attempt: The result of connecting.
+        lost: Whether a load failed since. The producer may have restarted at the same addresses.
+    """
+
+    engine_id: str
+    addresses: tuple[str, ...]
+    attempt: Future[object]
+    lost: bool = False
+
+    @property
+    def useless(self) -> bool:
+        """Whether the producer must be connected again for the next load."""
+        done = self.attempt.done()
+        return self.lost or (done and (self.attempt.cancelled() or bool(self.attempt.exception())))
+
+
 class Remotes:
     """The engines of one rank, by role and name. See the module docstring.
 
-    All methods but `connect` need the lock.
+    All methods but `connect` need the lock. The thread starts with the first ticket.
+
+    Args:
+        nixl: The NIXL rank.
+        lock: The lock of the session.
+        connect: Connects the ranks at some addresses, and returns when that is done.
+        disconnect: Disconnects an engine.
+        poll: Is called when a connection succeeded or failed: loads may wait for it.
+        most: Number of producers of tickets that stay connected.
     """
 
-    def __init__(self, nixl: NixlRank, lock: SessionLock) -> None:
-        self._nixl, self._lock = nixl, lock
+    def __init__(
+        self,
+        nixl: NixlRank,
+        lock: SessionLock,
+        connect: Callable[[tuple[str, ...]], object],
+        disconnect: Callable[[str], object],
+        poll: Callable[[], None],
+        most: int,
+    ) -> None:
+        self._nixl, self._lock, self._most = nixl, lock, most
+        self._fetch, self._disconnect, self._poll = connect, disconnect, poll
+        # One thread: a connection is then never opened while the same engine is disconnected.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-connect")
+        self._connections: OrderedDict[str, Connection] = OrderedDict()
         self._connected: dict[tuple[Role, str], RemoteEngine] = {}
         self._coming: RemoteEngine | None = None
         self._leaving: list[RemoteEngine] = []
@@ -298,6 +340,22 @@ class Remotes:
         if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.start[1]:
             raise SpecError("epoch", epoch, f"{remote.start[1]}, the connected incarnation")
         return remote
+
+    def connection(self, ticket: PrefillTicket) -> Connection:
+        """Return the connection to the producer of *ticket*. Begin a new one if necessary."""
+        self._check_open()
+        name, addresses = ticket.engine_id, ticket.addresses
+        known = self._connections.get(name)
+        if known is None or known.addresses != addresses or known.useless:
+            known = Connection(name, addresses, self._thread.submit(self._fetch, addresses))
+            known.attempt.add_done_callback(lambda _: self._poll())
+        self._connections[name] = known
+        self._connections.move_to_end(name)
+        if len(self._connections) > self._most:
+            oldest, _ = self._connections.popitem(last=False)
+            # An error stays in the future: the session may be closed.
+            self._thread.submit(self._disconnect, oldest)
+        return known
 
     def connect(self, remote: RemoteEngine, timeout: float) -> None:
         """Open a lane to each rank that has a table, which takes long. Or open none, and raise."""
@@ -339,6 +397,8 @@ class Remotes:
         ]
         if self._coming is not None and self._coming.start[0] == engine_id:
             self._coming = None
+        if new is None:
+            self._connections.pop(engine_id, None)
         dropped = [self._connected.pop(key) for key in gone]
         self._leaving += dropped
         self.leave()
@@ -355,6 +415,7 @@ class Remotes:
     def close(self) -> None:
         """Forget all engines, and accept no others."""
         self._closed, self._coming = True, None
+        self._thread.shutdown(wait=False, cancel_futures=True)
         for remote in (*self._connected.values(), *self._leaving):
             remote.closed = True
         for _, engine_id in tuple(self._connected):
@@ -374,82 +435,3 @@ class Remotes:
             with contextlib.suppress(TransferError):
                 remote.leave(self._nixl, keep=used)
                 self._leaving.remove(remote)
-
-
-@attrs.define(eq=False)
-class Connection:
-    """The connection to the producer of a ticket.
-
-    Attributes:
-        engine_id: Name of the producer.
-        addresses: Addresses of its ranks.
-        attempt: The result of connecting.
-        lost: Whether a load failed since. The producer may have restarted at the same addresses.
-    """
-
-    engine_id: str
-    addresses: tuple[str, ...]
-    attempt: Future[object]
-    lost: bool = False
-
-    @property
-    def useless(self) -> bool:
-        """Whether the producer must be connected again for the next load."""
-        done = self.attempt.done()
-        return self.lost or (done and (self.attempt.cancelled() or bool(self.attempt.exception())))
-
-
-class Connector:
-    """The producers of the tickets that a session has loaded or declined.
-
-    All methods need the lock of the session. The thread starts with the first ticket.
-
-    Args:
-        connect: Connects the ranks at some addresses, and returns when that is done.
-        disconnect: Disconnects an engine.
-        poll: Is called when a connection succeeded or failed: loads may wait for it.
-        most: Number of producers that stay connected.
-    """
-
-    def __init__(
-        self,
-        connect: Callable[[tuple[str, ...]], object],
-        disconnect: Callable[[str], object],
-        poll: Callable[[], None],
-        most: int,
-    ) -> None:
-        self._most = positive_int("max_producers", most)
-        self._connect, self._disconnect, self._poll = connect, disconnect, poll
-        # One thread: a connection is then never opened while the same engine is disconnected.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-connect")
-        self._connections: OrderedDict[str, Connection] = OrderedDict()
-        self._closed = False
-
-    def connection(self, ticket: PrefillTicket) -> Connection:
-        """Return the connection to the producer of *ticket*. Begin a new one if necessary."""
-        if self._closed:
-            raise TransferError("the session was closed", state=TransferState.CLOSED)
-        name, addresses = ticket.engine_id, ticket.addresses
-        known = self._connections.get(name)
-        if known is None or known.addresses != addresses or known.useless:
-            known = Connection(name, addresses, self._thread.submit(self._connect, addresses))
-            known.attempt.add_done_callback(lambda _: self._poll())
-        self._connections[name] = known
-        self._connections.move_to_end(name)
-        if len(self._connections) > self._most:
-            oldest, _ = self._connections.popitem(last=False)
-            self._thread.submit(self._quietly, oldest)
-        return known
-
-    def forget(self, engine_id: str) -> None:
-        """Record that an engine was disconnected."""
-        self._connections.pop(engine_id, None)
-
-    def close(self) -> None:
-        """Accept no new producer. Attempts that have not begun are cancelled."""
-        self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _quietly(self, engine_id: str) -> None:
-        with contextlib.suppress(TransferError):  # The session may be closed.
-            self._disconnect(engine_id)

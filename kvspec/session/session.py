@@ -18,7 +18,7 @@ from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import Tables, TransferRequest
 from kvspec.errors import SpecError, TransferState
-from kvspec.inputs import flag, instance, seconds
+from kvspec.inputs import flag, instance, positive_int, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
@@ -30,8 +30,8 @@ from kvspec.session.holds import Holds, Settled
 from kvspec.session.load import Load, LoadOptions, Push
 from kvspec.session.loads import Loads, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
-from kvspec.session.remotes import Connection, Connector, RemoteEngine, Remotes, judged
-from kvspec.session.stats import Counters, SessionStats
+from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged
+from kvspec.session.stats import SessionStats
 from kvspec.session.ticket import PrefillTicket
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import (
@@ -107,8 +107,8 @@ class Session:
         self.nixl = instance("nixl", nixl, NixlRank)
         in_background = flag("background", background)
         self._dead_tokens = flag("dead_tokens", dead_tokens)
+        most = positive_int("max_producers", max_producers)
         check_channel(channel)
-        self._connector = Connector(self._connect_ranks, self._disconnect, self.poll, max_producers)
         shake = Handshake(
             engine_id=engine_id,
             epoch=epoch_of(epoch, cache),
@@ -130,13 +130,13 @@ class Session:
             heartbeat=load_ledger.heartbeat,
         )
         self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
-        self._counters, self._polled = Counters(), 0.0
-        messages = Messages(self.channel, nixl.secret, self._own, self._counters)
+        self._polled = 0.0
+        messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
-        remotes, counters = Remotes(nixl, self._lock), self._counters
-        self._holds = Holds(held_ledger, cache.engine, nixl, clock, messages, answers, counters)
-        self._loads = Loads(load_ledger, nixl, cache, clock, messages, remotes, counters)
-        self._remotes, self._messages = remotes, messages
+        calls = self._connect_ranks, self.disconnect, self.poll
+        self._remotes = Remotes(nixl, self._lock, *calls, most)
+        self._holds = Holds(held_ledger, cache.engine, nixl, clock, messages, answers)
+        self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._remotes)
         self._background: Background | None = None
         if in_background:
             self._background = Background(self._poll, self._rest, self.channel, self._lock)
@@ -232,11 +232,7 @@ class Session:
 
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that has ended. Loads from it fail."""
-        with self._lock.held:
-            self._connector.forget(instance("engine_id", engine_id, str))
-            self._disconnect(engine_id)
-
-    def _disconnect(self, engine_id: str) -> None:
+        instance("engine_id", engine_id, str)
         with self._lock.held:
             self._loads.disconnect(engine_id)
             self._holds.ledger.disconnect(engine_id)
@@ -398,7 +394,7 @@ class Session:
         if remote_id is not None or engine_id is not None:
             rule = "a ticket contains the remote_id and the engine_id"
             raise SpecError("ticket", ticket, rule=rule)
-        return key_of(held.remote_id), self._connector.connection(held)
+        return key_of(held.remote_id), self._remotes.connection(held)
 
     @property
     def held(self) -> tuple[RemoteId, ...]:
@@ -496,6 +492,7 @@ class Session:
         self._loads.move()
         self._holds.move()
         self._loads.tick()
+        self._act()
         self._remotes.leave()
         self._messages.flush()
         self._polled = time.monotonic()
@@ -516,7 +513,7 @@ class Session:
             engines=len(self._remotes),
             leaving=self._remotes.leaving,
             sums=self._holds.answers.waiting,
-            counters=attrs.evolve(self._counters),
+            counters=attrs.evolve(self._messages.counters),
         )
 
     def close(self, drain: float = 1.0) -> None:
@@ -536,7 +533,6 @@ class Session:
                 else:
                     why = "the session was closed before its producer was connected"
                     self._loads.cancel(load, why, TransferState.CLOSED)
-            self._connector.close()
         self.poll()
         while self._moving() and time.monotonic() < end:
             time.sleep(BUSY)
@@ -571,8 +567,14 @@ class Session:
             due = [at for at in (self._holds.ledger.due, self._loads.book.due) if at is not None]
             return max(BUSY, min(due, default=math.inf) - self._clock())
 
+    def _act(self) -> None:
+        """Carry out what both ledgers have decided."""
+        self._holds.act()
+        self._loads.act()
+
     def _wake(self) -> None:
-        """Let the background thread see what a call has begun. Needs the lock."""
+        """Carry out what a call has begun, and let the background thread see it. Needs the lock."""
+        self._act()
         if self._background is not None:
             self._background.wake()
 

@@ -209,7 +209,7 @@ def test_load_that_follows_fails_at_its_timeout(pair: tuple[Side, Side]) -> None
     asked = request(tokens=14)
     prefill = Prefill(producer, asked, new_remote_id("r"))
     consumer.spoil(asked)
-    loads = follow(consumer, prefill, timeout=0.6)
+    loads = follow(consumer, prefill, timeout=1.5)
     prefill.compute(9, *LAYERS)
     assert {"failed"} == set(ended(loads, *pair))
     assert {"timeout"} == {load.error.state for load in loads if load.error}

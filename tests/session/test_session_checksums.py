@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -102,12 +101,9 @@ def test_load_is_done_when_checksums_are_equal(nixl: None, sizes: str) -> None:
     """They do not depend on parallel sizes, blocks and contexts. Each is requested once."""
     with connected(SIZES[sizes], heartbeat=2.0) as sides:
         producer, consumer = sides
-        began = time.monotonic()
         asked, loads = begin(sides)
         assert ["done"] * len(loads) == ended(loads, *sides)
         assert [] == consumer.wrong(asked)
-        spent = [load.verify_seconds for load in loads]
-        assert (True, True) == (min(spent) > 0, sum(spent) < time.monotonic() - began)
         assert [()] * len(loads) == [s.settled().foreign for s in consumer.sessions.values()]
         done: list[str] = []
         until(lambda: done.extend(producer.settled()[0]) or len(done) == len(producer.sessions))

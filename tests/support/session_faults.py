@@ -99,9 +99,9 @@ def only_the_first_source_is_compared(patch: pytest.MonkeyPatch) -> None:
     """Compare only the data of the first rank that is read."""
     ask = Audit._ask
 
-    def first(self: Any, rank: Any, extent: Any) -> None:
-        if rank == next(iter(self.remote.tables)):
-            ask(self, rank, extent)
+    def first(self: Any, contents: Any) -> Any:
+        source = next(iter(self.remote.tables))
+        return ask(self, [content for content in contents if content[0] == source])
 
     patch.setattr(Audit, "_ask", first)
 
@@ -244,13 +244,13 @@ def connection_waits(
 ) -> Future[object]:
     """Let loads from an engine wait for its connection until the returned future is completed."""
     attempt = Future[object]()
-    session._connector._connections[engine_id] = Connection(engine_id, addresses, attempt)
+    session._remotes._connections[engine_id] = Connection(engine_id, addresses, attempt)
     return attempt
 
 
 def connecting_stops(session: Session, go_on: threading.Event) -> None:
     """Let *session* connect no producer of a ticket until *go_on* is set, at most 20 seconds."""
-    session._connector._thread.submit(go_on.wait, 20.0)
+    session._remotes._thread.submit(go_on.wait, 20.0)
 
 
 def cache_is_on_a_device(session: Session) -> None:
