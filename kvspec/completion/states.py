@@ -10,11 +10,10 @@ write. A push in flight lasts until its transfers have ended. Its request is rem
 
 from __future__ import annotations
 
-import attrs
+from typing import NamedTuple
 
 
-@attrs.frozen
-class Row:
+class Row(NamedTuple):
     """One transition.
 
     Attributes:

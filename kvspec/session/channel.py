@@ -178,6 +178,10 @@ class TcpChannel:
         public: Host by which others reach this channel. By default, *host*. An IP address is best,
             because others look a name up only when they connect.
 
+    Attributes:
+        address: Host and port by which others reach this channel.
+        lost: Number of messages that could not be sent.
+
     Raises:
         SpecError: If others cannot reach the address of *host*, and *public* is not given.
         TransferError: With state "unavailable" if the channel cannot listen there.
@@ -199,7 +203,7 @@ class TcpChannel:
         except (OSError, UnicodeError) as error:
             message = f"cannot listen on {host}:{port}: {error}; give another host or port"
             raise TransferError(message, rank=host, state=TransferState.UNAVAILABLE) from error
-        self._address = f"{public or host}:{self._listener.getsockname()[1]}"
+        self.address = f"{public or host}:{self._listener.getsockname()[1]}"
         self._waker, self._woken = socket.socketpair()
         self._reserve = socket.socket()  # a descriptor for the moment without others: `_refuse`
         self._selector = selectors.DefaultSelector()
@@ -224,12 +228,7 @@ class TcpChannel:
         return len(self._links)
 
     def __repr__(self) -> str:
-        return f"<TcpChannel {self._address}: {len(self)} connections, {self.lost} messages lost>"
-
-    @property
-    def address(self) -> str:
-        """Host and port by which others reach this channel."""
-        return self._address
+        return f"<TcpChannel {self.address}: {len(self)} connections, {self.lost} messages lost>"
 
     def resolve(self, address: str) -> None:
         """Look up the host of *address*, so that `send` can use its name. Waits.

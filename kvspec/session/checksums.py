@@ -295,16 +295,12 @@ def extents_of(
 
 
 def _same_extents(
-    plan: TransferPlan,
-    request: TransferRequest,
-    edge: Edge,
-    part_slice: TPTransferSlice,
-    block: int,
+    plan: TransferPlan, request: TransferRequest, edge: Edge, units: TPTransferSlice, block: int
 ) -> dict[tuple[Names, Wanted], list[str]]:
     """Return the layers of a slice that move the same rows of the same parts."""
     parts: dict[tuple[str, Wanted], list[str]] = {}
-    for layer, part, want in wanted_of(plan, request, edge, part_slice):
-        if part.per_token or part_slice.stripe.holds(want.tokens.start // block):
+    for layer, part, want in wanted_of(plan, request, edge, units):
+        if part.per_token or units.stripe.holds(want.tokens.start // block):
             parts.setdefault((layer, want), []).append(part.name)
     layers: dict[tuple[Names, Wanted], list[str]] = {}
     for (layer, want), names in parts.items():

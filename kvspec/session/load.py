@@ -138,6 +138,7 @@ class Progress:
     """
 
     remote: RemoteEngine
+    audit: Audit | None = None  # A push has none.
     way, advice = "to", ""
 
     def __init__(
@@ -220,11 +221,13 @@ class Progress:
         state: TransferState,
         cause: BaseException | None = None,
     ) -> None:
-        """Store the first error: its rank, its reason, its state and its cause."""
+        """Store the first error, and the differences of checksums that are known so far."""
         if self.error is None:
+            known = "" if self.audit is None else self.audit.differs
+            differs = f"; {known}" if known not in why else ""
             carried = "" if rank is None else f"; {self.way} {rank}: {self._carried(rank)}"
             error = TransferError(
-                f"{why}{carried}{self.advice if self.connected else ''}",
+                f"{why}{differs}{carried}{self.advice if self.connected else ''}",
                 rank=self.engine_id if rank is None else f"{self.engine_id} {rank}",
                 request=self.request.request_id,
                 state=state,
@@ -288,7 +291,6 @@ class Load(Progress):
         self.options, self.ticket = options, ticket
         self.connection = producer if isinstance(producer, Connection) else None
         self.in_flight: dict[Step, InFlight] = {}
-        self.audit: Audit | None = None
         self.arrived: dict[Step, None] = {}  # Steps that end after their data was compared.
         self.began = self.deadline = 0.0
         self.written = False  # Whether any byte may have been written.
@@ -332,18 +334,6 @@ class Load(Progress):
             row_of_id = np.searchsorted(np.cumsum(rows[:, 4]), ids, side="right")
             sizes[rank] = int(rows[row_of_id, 1].sum())
         return sizes
-
-    def fail(
-        self,
-        rank: RankId | None,
-        why: str,
-        state: TransferState,
-        cause: BaseException | None = None,
-    ) -> None:
-        """Store the first error, and the differences that are known so far."""
-        differs = "" if self.audit is None or self.audit.differs in why else self.audit.differs
-        more = f"; {differs}" if differs else ""
-        super().fail(rank, f"{why}{more}", state, cause)
 
     @property
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:

@@ -484,7 +484,8 @@ class Loads:
 
     def act(self) -> None:
         """Carry out the actions of the ledger."""
-        self.messages.act(self.book.actions, self._change)
+        if self.book.actions:
+            self.messages.act(self.book.actions, self._change)
 
     def _change(self, action: Action) -> None:
         """Carry out an action that concerns one load."""

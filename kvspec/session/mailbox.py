@@ -165,16 +165,6 @@ def introduced(sealed: object, secret: Secret) -> Introduced:
     return Introduced(handshake=found, address=address, lease=lease, heartbeat=heartbeat)
 
 
-def _lacking(_route: str) -> bool:
-    """Stand for a method that a channel lacks."""
-    return True
-
-
-def _none() -> list[str]:
-    """Stand for `refused` of a channel that lacks it."""
-    return []
-
-
 class Messages:
     """The messages of one rank over *channel*.
 
@@ -182,6 +172,7 @@ class Messages:
         introduction: The sealed introduction of this rank.
         refused: The last few messages that changed nothing, each with the reason.
         counters: The counters of the session.
+        unsent: Messages that wait for `flush`.
     """
 
     def __init__(self, channel: Channel, secret: Secret, own: Introduced) -> None:
@@ -194,12 +185,13 @@ class Messages:
         self._channel, self._secret, self.counters = channel, secret, Counters()
         # Methods that a channel may lack.
         self._trust, self._reject, self._resolve, self._reaches = (
-            getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
+            getattr(channel, name, lambda _: True)
+            for name in ("trust", "reject", "resolve", "reaches")
         )
-        self._refused = getattr(channel, "refused", _none)
+        self._refused: Callable[[], list[str]] = getattr(channel, "refused", list)
         self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by incarnation
         self._routes: OrderedDict[RankAddress, str] = OrderedDict()
-        self._unsent: dict[object, Message] = {}
+        self.unsent: dict[object, Message] = {}
         self._numbers = itertools.count()
         self._asked: dict[str, bytes | None] = {}
         self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
@@ -257,8 +249,8 @@ class Messages:
         if isinstance(message, ReaderStatus | LayerProgress):
             place = (message.group, message.layer) if isinstance(message, LayerProgress) else ()
             name = message.to, message.key, message.attempt, message.sample, place
-            self._unsent.pop(name, None)
-        self._unsent[name] = message
+            self.unsent.pop(name, None)
+        self.unsent[name] = message
 
     def lost(self) -> list[RankAddress]:
         """Return the connected ranks whose processes have ended, as refused connections show."""
@@ -268,18 +260,13 @@ class Messages:
         members = (ranks.items() for ranks in self._addresses.values())
         return [rank for some in members for rank, address in some if address in refused]
 
-    @property
-    def unsent(self) -> bool:
-        """Whether a message waits for `flush`."""
-        return bool(self._unsent)
-
     def flush(self) -> None:
         """Pass all messages since the last call to the channel, those to one peer together.
 
         Each call of the channel costs as much as sealing ten messages. A message without a known
         route is lost.
         """
-        unsent, self._unsent = self._unsent, dict[object, Message]()
+        unsent, self.unsent = self.unsent, dict[object, Message]()
         self.counters.messages_sent += len(unsent)
         batches: dict[str, list[bytes]] = {}
         for message in unsent.values():

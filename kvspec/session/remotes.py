@@ -17,14 +17,14 @@ How it works:
 
         place           contents                                 next
         `_coming`       the engine that is being connected       `_connected` by `replace`
-        `_connected`    one engine for each role and name        `_leaving` by `forget`
-        `_leaving`      old engines whose lanes still exist      removed by `leave`
+        `_connected`    one engine for each role and name        `leaving`  by `forget`
+        `leaving`       old engines whose lanes still exist      removed by `leave`
 
     Opening lanes takes long, so `connect` runs without the lock. If `forget` is called meanwhile,
     it clears `_coming`. Then `replace` finds another value there and gives the engine up.
 
     `leave` closes the lanes of old engines, but only if no bytes move over them. Otherwise the
-    engine stays in `_leaving`, and each poll tries again.
+    engine stays in `leaving`, and each poll tries again.
 
     One agent may serve two engines in these places, because a rank can be producer and consumer of
     the same peer. So agents are counted by reference: `leave` disconnects an agent with its last
@@ -290,6 +290,9 @@ class Remotes:
         disconnect: Disconnects an engine.
         poll: Is called when a connection succeeded or failed: loads may wait for it.
         most: Number of producers of tickets that stay connected.
+
+    Attributes:
+        leaving: Old engines whose lanes still exist, because bytes move over them.
     """
 
     def __init__(
@@ -308,16 +311,11 @@ class Remotes:
         self._connections: OrderedDict[str, Connection] = OrderedDict()
         self._connected: dict[tuple[Role, str], RemoteEngine] = {}
         self._coming: RemoteEngine | None = None
-        self._leaving: list[RemoteEngine] = []
+        self.leaving: list[RemoteEngine] = []
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._connected)
-
-    @property
-    def leaving(self) -> int:
-        """Number of old engines whose lanes still exist, because bytes move over them."""
-        return len(self._leaving)
 
     def known(self, remote: RemoteEngine) -> RemoteEngine | None:
         """Return the connected engine if *remote* has the same introductions, else None."""
@@ -381,7 +379,7 @@ class Remotes:
 
     def _give_up(self, remote: RemoteEngine) -> None:
         self._coming = None
-        self._leaving.append(remote)
+        self.leaving.append(remote)
         self.leave()
 
     def forget(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
@@ -400,9 +398,9 @@ class Remotes:
         if new is None:
             self._connections.pop(engine_id, None)
         dropped = [self._connected.pop(key) for key in gone]
-        self._leaving += dropped
+        self.leaving += dropped
         self.leave()
-        if new is not None and any(old.start == new.start for old in self._leaving):
+        if new is not None and any(old.start == new.start for old in self.leaving):
             message = f"bytes of an earlier load from {engine_id} are still moving: try again"
             raise TransferError(message, rank=engine_id, state=TransferState.BUSY)
         self._coming = self._coming if new is None else new
@@ -416,14 +414,14 @@ class Remotes:
         """Forget all engines, and accept no others."""
         self._closed, self._coming = True, None
         self._thread.shutdown(wait=False, cancel_futures=True)
-        for remote in (*self._connected.values(), *self._leaving):
+        for remote in (*self._connected.values(), *self.leaving):
             remote.closed = True
         for _, engine_id in tuple(self._connected):
             self.forget(engine_id)
 
     def leave(self) -> None:
         """Close the lanes of old engines if no bytes move over them. See the module docstring."""
-        for remote in tuple(self._leaving):
+        for remote in tuple(self.leaving):
             coming = () if self._coming is None else (self._coming,)
             users = (*self._connected.values(), *coming)
             if remote.lost:
@@ -434,4 +432,4 @@ class Remotes:
             used = set[str]().union(*(user.agents for user in users))
             with contextlib.suppress(TransferError):
                 remote.leave(self._nixl, keep=used)
-                self._leaving.remove(remote)
+                self.leaving.remove(remote)

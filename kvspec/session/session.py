@@ -511,7 +511,7 @@ class Session:
             held=ledger.holding,
             remembered=ledger.remembered,
             engines=len(self._remotes),
-            leaving=self._remotes.leaving,
+            leaving=len(self._remotes.leaving),
             sums=self._holds.answers.waiting,
             counters=attrs.evolve(self._messages.counters),
         )
