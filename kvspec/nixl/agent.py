@@ -33,14 +33,13 @@ import attrs
 import numpy as np
 
 from kvspec.errors import TransferError, TransferState
-from kvspec.nixl.rows import Ids, StridedRows
+from kvspec.nixl.rows import Ids, Ints, StridedRows
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from kvspec.memory.rank_cache import Memory
 
 Subject = tuple[str | None, str | None]  # Peer and request, for errors.
+Place = tuple[str, int, Ints]  # Memory type, device, and address of each descriptor.
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 # Pause of the progress thread. NIXL's own Python class sets 0: its thread then uses a whole core
 # while idle. With 1 ms it uses about 4 % of a core.
@@ -317,19 +316,16 @@ class Agent:
         return made
 
     def make_plain(
-        self,
-        operation: str,
-        local: tuple[str, NDArray[np.uint64]],
-        remote: tuple[str, NDArray[np.uint64]],
-        subject: Subject,
+        self, operation: str, lengths: Ints, local: Place, remote: Place, subject: Subject
     ) -> int:
-        """Return a handle for *operation* over (memory type, descriptors) pairs.
+        """Return a handle for *operation* over descriptors of *lengths* bytes.
 
         NIXL does not merge these descriptors. So the caller merges them first.
         """
-        sides = [
-            self._nb.nixlXferDList(self._segment(kind), rows) for kind, rows in (local, remote)
-        ]
+        sides = []
+        for memory_type, device, starts in (local, remote):
+            rows = np.column_stack((starts, lengths, np.full(len(starts), device)))
+            sides.append(self._nb.nixlXferDList(self._segment(memory_type), rows.astype(np.uint64)))
         arguments = self._verbs[operation], *sides, subject[0], "", list[str]()
         return int(self._call(subject, "make", "createXferReq", *arguments))
 

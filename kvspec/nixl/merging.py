@@ -47,7 +47,7 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import attrs
@@ -56,7 +56,7 @@ import numpy as np
 from kvspec.descriptors.selection import Picked, Selection
 from kvspec.errors import SpecError
 from kvspec.nixl.agent import Prepared, check_unreleased
-from kvspec.nixl.rows import Ids, Ints, StridedRows
+from kvspec.nixl.rows import SEVERAL, Ids, Ints, StridedRows
 from kvspec.ownership.replicas import Role
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ SPARED = 16
 # of 10,080 ids in order has 160 runs twice: once in whole blocks, once in the end of the last one.
 # Merging them would spare 0.4 ms of NIXL's time and take 0.8 ms.
 IDS_FOR_A_POST = 20
-# About so many descriptors are merged to decide whether merging pays. That takes about 0.2 ms.
-SAMPLE = 4096
+# About so many ids are paired to decide whether merging pays. That takes about 0.2 ms.
+SAMPLE = 1024
 
 _FIRST = np.zeros(1, np.int64)
 _ONE = partial(len, _FIRST)
@@ -112,13 +112,6 @@ def checked_ids(field: str, ids: object, total: int) -> Ids:
         place = int(((ids < 0) | (ids >= total)).argmax())
         raise SpecError(f"{field}[{place}]", int(ids[place]), f"an id in [0, {total})")
     return np.ascontiguousarray(ids, dtype=np.int32)
-
-
-class PlainDescriptors(NamedTuple):
-    """Address, length and device of each descriptor on both sides. Shape (n, 3), uint64."""
-
-    local: NDArray[np.uint64]
-    remote: NDArray[np.uint64]
 
 
 class Spans(NamedTuple):
@@ -149,7 +142,7 @@ class Pairing:
     batches: tuple[slice, ...]
     _count: Callable[[], int]
     spans: Callable[[], Spans]
-    joined: PlainDescriptors | None = None
+    joined: Spans | None = None
 
     @property
     def runs(self) -> int:
@@ -157,80 +150,44 @@ class Pairing:
         return self._count()
 
 
-@attrs.frozen(eq=False, slots=False)
-class Runs:
-    """One side of runs of adjacent bytes.
+def continues_in_row(rows: StridedRows, ids: Ids, row: Ints) -> NDArray[np.bool_]:
+    """Whether each of *ids*, but the first, is the next id of the same dense row.
 
-    Attributes:
-        rows: The rows of the side.
-        ids: First id of each run.
-        row: Row of each first id.
-        nbytes: Bytes of each run.
-    """
-
-    rows: StridedRows
-    ids: Ids
-    row: Ints
-    nbytes: Ints
-
-    @cached_property
-    def address(self) -> Ints:
-        """Address of each run."""
-        return self.rows.address_of(self.ids, self.row)
-
-    def take(self, which: Ints, nbytes: Ints) -> Runs:
-        """Return runs that begin like the runs *which*, and have *nbytes*."""
-        return Runs(self.rows, self.ids[which], self.row[which], nbytes)
-
-    def plain(self, which: Ints, skipped: Ints, length: Ints) -> NDArray[np.uint64]:
-        """Return descriptors of *length* bytes that begin *skipped* bytes into the runs *which*."""
-        device = self.rows.table[self.row[which], 2].view(np.int64)
-        return np.column_stack((self.address[which] + skipped, length, device)).view(np.uint64)
-
-
-def continues_in_row(runs: Runs) -> NDArray[np.bool_]:
-    """Whether each run of one id, but the first, is the next of the same dense row.
+    Args:
+        rows: The rows of one side.
+        ids: Ids of that side.
+        row: Row of each id.
 
     >>> from kvspec.nixl.rows import checked_rows  # tiles of 16 bytes, and quarters of them
     >>> rows = checked_rows(np.array([(4096, 16, 0, 16, 8), (4096, 4, 0, 4, 32)], np.uint64))
     >>> ids = np.array([14, 15, 2, 3, 6], np.int32)  # quarters 6 and 7; tiles 2, 3 and 6
-    >>> one_each = runs_of(rows, ids)
-    >>> [int(address) - 4096 for address in one_each.address]
+    >>> row = rows.row_of(ids)
+    >>> (rows.address_of(ids, row) - 4096).tolist()
     [24, 28, 32, 48, 96]
-    >>> continues_in_row(one_each).tolist()
+    >>> continues_in_row(rows, ids, row).tolist()
     [True, False, True, False]
 
     Three runs are left: 24 to 32, 32 to 64 and 96 to 112. The first two touch, in different rows:
 
-    >>> left = one_each.take(np.array([0, 2, 4]), np.array([8, 32, 16]))
-    >>> continues_in_memory(left, order=np.arange(3)).tolist()
+    >>> starts, lengths = np.array([24, 32, 96]) + 4096, np.array([8, 32, 16])
+    >>> continues_in_memory(starts, lengths, rows.area_begins).tolist()
     [True, False]
     """
-    row = runs.row
-    same_row = (runs.ids[1:] - runs.ids[:-1] == 1) & (row[1:] == row[:-1])
-    return np.asarray(same_row & runs.rows.dense[row[1:]])
+    next_id = (ids[1:] - ids[:-1] == 1) & (row[1:] == row[:-1])
+    return np.asarray(next_id & rows.dense[row[1:]])
 
 
-def continues_in_memory(runs: Runs, order: Ints) -> NDArray[np.bool_]:
-    """Whether each run in *order*, but the first, begins where the one before ends, in its area.
+def continues_in_memory(starts: Ints, lengths: Ints, begins: Ints) -> NDArray[np.bool_]:
+    """Whether each run, but the first, begins where the run before it ends, in its area.
 
-    Two registered memories may touch, and no descriptor may lie in both. The addresses of two
-    devices may be equal, and are different memory.
+    Two registered memories may touch, and no descriptor may lie in both. *begins* are the
+    addresses at which the areas of this side begin.
     """
-    start, row = runs.address[order], runs.row[order]
-    touches = (runs.address + runs.nbytes)[order[:-1]] == start[1:]
+    touches = starts[:-1] + lengths[:-1] == starts[1:]
     where = touches.nonzero()[0]
     if len(where):
-        device = runs.rows.table[:, 2][row]
-        touches[where] = ~np.isin(start[where + 1], runs.rows.area_begins)
-        touches &= device[1:] == device[:-1]
+        touches[where] = ~np.isin(starts[where + 1], begins)
     return np.asarray(touches)
-
-
-def runs_of(rows: StridedRows, ids: Ids) -> Runs:
-    """Return a run for each id."""
-    row = rows.row_of(ids)
-    return Runs(rows, ids, row, rows.length[row])
 
 
 def pair(
@@ -239,7 +196,8 @@ def pair(
     """Return the pairs, merged and cut between runs.
 
     The order is that of the ids, or of the *destination* ("local" or "remote") if merging across
-    rows spares enough descriptors.
+    rows spares enough descriptors. Rows of several devices are not merged: the addresses of two
+    devices may be equal, and are different memory.
 
     Raises:
         SpecError: If two paired ids have different lengths, or a byte of the destination would be
@@ -249,63 +207,67 @@ def pair(
         raise SpecError(
             "local_ids", len(local_ids), f"as many ids as remote_ids has: {len(remote_ids)}"
         )
+    spans = partial(_spans_of_ids, local, local_ids, remote, remote_ids)
     # One pair has nothing to merge, and its row does not matter if all rows have equal lengths.
     if len(local_ids) == 1 and local.size is not None and local.size == remote.size:
-        spans = partial(_spans_of_ids, (local, local_ids), (remote, remote_ids))
         return Pairing(local_ids, remote_ids, local.size, (slice(0, 1),), _ONE, spans)
-    runs = runs_of(local, local_ids), runs_of(remote, remote_ids)
-    spans = partial(_spans_of_runs, *runs)
     if not len(local_ids):
         return Pairing(local_ids, remote_ids, 0, (), int, spans)
-    _refuse_unequal(*runs)
-    first, length, joined = _FIRST, runs[0].nbytes, None
-    if len(local_ids) > 1:
-        first = starts_of(continues_in_row(runs[0]) & continues_in_row(runs[1]))
-        sums = np.add.reduceat(length, first)
-        runs = runs[0].take(first, sums), runs[1].take(first, sums)
-        source, target = runs if destination == "remote" else runs[::-1]
-        order = target.address.argsort(kind="stable")
-        _refuse_overlap(f"{destination}_ids", target, order)
-        continues = continues_in_memory(target, order)
-        if continues.any():
-            continues &= continues_in_memory(source, order)
-        if merges(len(first), int(continues.sum())):
-            joined = _plain_descriptors(runs, order, starts_of(continues))
-            length = joined.local[:, 1].astype(np.int64)
-            first = np.arange(len(length))
-    nbytes = int(length.sum()) if len(length) > 1 else int(length[0])
+    rows = local.row_of(local_ids), remote.row_of(remote_ids)
+    length = local.length[rows[0]]
+    _refuse_unequal(local_ids, length, remote_ids, remote.length[rows[1]])
+    sides = (local, local_ids, rows[0]), (remote, remote_ids, rows[1])
+    first = starts_of(continues_in_row(*sides[0]) & continues_in_row(*sides[1]))
+    begins = [side.address_of(ids[first], row[first]) for side, ids, row in sides]
+    runs = Spans(*begins, np.add.reduceat(length, first))
+    target, written = (local_ids, begins[0]) if destination == "local" else (remote_ids, begins[1])
+    order = written.argsort(kind="stable")
+    _refuse_overlap(f"{destination}_ids", target[first[order]], written[order], runs.nbytes[order])
+    joined = None
+    if len(first) > 1 and SEVERAL not in (local.device, remote.device):
+        continues = np.ones(len(first) - 1, np.bool_)
+        for side, starts in zip((local, remote), begins, strict=True):
+            if continues.any():
+                continues &= continues_in_memory(
+                    starts[order], runs.nbytes[order], side.area_begins
+                )
+        if merges(len(first), int(np.count_nonzero(continues))):
+            joined = _joined(runs, order, starts_of(continues))
+            length, first = joined.nbytes, np.arange(len(joined.nbytes))
+    nbytes = int(length.sum())
     batches: tuple[slice, ...] = (slice(0, len(length)),)
     if not fits(len(first), nbytes):
         batches = tuple(cut(first, length))
-    return Pairing(local_ids, remote_ids, nbytes, batches, partial(len, first), spans, joined)
+    return Pairing(
+        local_ids, remote_ids, nbytes, batches, partial(len, first), lambda: runs, joined
+    )
 
 
-def _spans_of_runs(local: Runs, remote: Runs) -> Spans:
-    return Spans(local.address, remote.address, local.nbytes)
+def _spans_of_ids(
+    local: StridedRows, local_ids: Ids, remote: StridedRows, remote_ids: Ids
+) -> Spans:
+    near, far = local.row_of(local_ids), remote.row_of(remote_ids)
+    begins = local.address_of(local_ids, near), remote.address_of(remote_ids, far)
+    return Spans(*begins, local.length[near])
 
 
-def _spans_of_ids(*sides: tuple[StridedRows, Ids]) -> Spans:
-    local, remote = (runs_of(rows, ids) for rows, ids in sides)
-    return _spans_of_runs(local, remote)
-
-
-def _refuse_unequal(local: Runs, remote: Runs) -> None:
-    unequal = local.nbytes != remote.nbytes
+def _refuse_unequal(local_ids: Ids, local: Ints, remote_ids: Ids, remote: Ints) -> None:
+    """Raise `SpecError` if the lengths *local* and *remote* differ for a pair of ids."""
+    unequal = local != remote
     if np.count_nonzero(unequal):
         place = int(unequal.argmax())
-        expected = f"the {int(remote.nbytes[place])} B of remote id {int(remote.ids[place])}"
-        value = f"{int(local.ids[place])} ({int(local.nbytes[place])} B)"
+        expected = f"the {int(remote[place])} B of remote id {int(remote_ids[place])}"
+        value = f"{int(local_ids[place])} ({int(local[place])} B)"
         raise SpecError(f"local_ids[{place}]", value, expected)
 
 
-def _refuse_overlap(field: str, target: Runs, order: Ints) -> None:
-    """Raise `SpecError` if two runs of *target* share a byte. *order* sorts them by address."""
-    start = target.address[order]
-    twice = start[:-1] + target.nbytes[order[:-1]] > start[1:]
+def _refuse_overlap(field: str, ids: Ids, starts: Ints, lengths: Ints) -> None:
+    """Raise `SpecError` if two runs share a byte. They are sorted by address."""
+    twice = starts[:-1] + lengths[:-1] > starts[1:]
     if twice.any():
         place = int(twice.argmax())
-        one, other = target.ids[order[place : place + 2]].tolist()
-        expected = f"no byte written twice, as {int(start[place + 1]):#x} is"
+        one, other = ids[place : place + 2].tolist()
+        expected = f"no byte written twice, as {int(starts[place + 1]):#x} is"
         raise SpecError(field, f"runs from {one} and {other}", expected)
 
 
@@ -314,18 +276,17 @@ def starts_of(continues: NDArray[np.bool_]) -> Ints:
     return np.concatenate((_FIRST, (~continues).nonzero()[0] + 1))
 
 
-def _plain_descriptors(runs: tuple[Runs, Runs], order: Ints, starts: Ints) -> PlainDescriptors:
+def _joined(runs: Spans, order: Ints, starts: Ints) -> Spans:
     """Return one descriptor for the runs in *order* from each of *starts* to the next.
 
     A descriptor that is too long for one handle is cut.
     """
-    total = np.add.reduceat(runs[0].nbytes[order], starts)
+    total = np.add.reduceat(runs.nbytes[order], starts)
     cuts = -(-total // MAX_BYTES)
-    run = np.repeat(np.arange(len(starts)), cuts)
-    skipped = (np.arange(len(run)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * MAX_BYTES
-    length = np.minimum(total[run] - skipped, MAX_BYTES)
-    local, remote = (side.plain(order[starts[run]], skipped, length) for side in runs)
-    return PlainDescriptors(local, remote)
+    number = np.repeat(np.arange(len(starts)), cuts)
+    skipped = (np.arange(len(number)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * MAX_BYTES
+    run, length = order[starts[number]], np.minimum(total[number] - skipped, MAX_BYTES)
+    return Spans(runs.local[run] + skipped, runs.remote[run] + skipped, length)
 
 
 def merges(posted: int, spared: int) -> bool:
@@ -412,8 +373,8 @@ def pair_selection(
     """
     parts = selection.parts
     if len(parts) != 1 or not parts[0][0].rows.plain:
-        sides = (local, remote) if near == "producer" else (remote, local)
-        if not parts or _merging_pays(parts, sides, int(inward == (near == "consumer"))):
+        target = "local" if inward else "remote"
+        if not parts or _merging_pays(parts, local, remote, near, target):
             return None
     local_ids, remote_ids = selection
     if near == "consumer":
@@ -447,40 +408,30 @@ def _firsts(picked: Picked) -> Ints:
 
 
 def _merging_pays(
-    parts: Sequence[Picked], sides: tuple[StridedRows, StridedRows], written: int
+    parts: Sequence[Picked], local: StridedRows, remote: StridedRows, near: Role, destination: str
 ) -> bool:
     """Whether a merge across rows would spare enough descriptors. An estimate, if there are many.
 
-    Two descriptors are merged if they touch on both sides and no memory begins in between. *sides*
-    are the producer's rows and the consumer's, and *written* is the number of the side to write.
+    The first tiles of the first bunch of each part are paired by id, all of them if they are few.
     """
     whole = sum(len(entry.rows) * len(tiles) for entry, tiles in parts) <= SAMPLE
-    posted, sample = 0, list[Ints]()
+    posted, sample = 0, list[Ids]()
     for entry, tiles in parts:
-        rows, runs, count = entry.rows, len(entry.rows), len(tiles)
+        runs, count = len(entry.rows), len(tiles)
         if not whole:
             runs = entry.bunch
             count = min(count, max(1, SAMPLE // (runs * len(parts))))
         posted += runs * int(np.count_nonzero(_firsts((entry, tiles)) < count))
-        spans = np.empty((3, count, runs), np.int64)
-        starts = rows.producer_address[:runs], rows.consumer_address[:runs]
-        for column, start, offsets in zip(spans, starts, rows.offsets(tiles), strict=False):
-            np.add(start, offsets[:count, None], out=column)
-        spans[2] = rows.length[:runs]
-        sample.append(spans.reshape(3, -1))
-    every = np.concatenate(sample, axis=1)
-    begins, nbytes = every[:2], every[2]
-    order = begins[written].argsort(kind="stable")
-    begins, nbytes = begins[:, order], nbytes[order]
-    touches = (begins[:, :-1] + nbytes[:-1] == begins[:, 1:]).all(axis=0).nonzero()[0]
-    for begin, side in zip(begins, sides, strict=True):
-        if len(touches):
-            touches = touches[~np.isin(begin[touches + 1], side.area_begins)]
-    spared = posted - (len(order) - len(touches))
+        ids = entry.starts[:, :runs] + tiles.ids[:, None, :count].astype(np.int32)
+        sample.append(ids.reshape(2, -1))
+    ids = np.concatenate(sample, axis=1)
+    near_ids, far_ids = ids if near == "producer" else ids[::-1]
+    merged = pair(local, near_ids, remote, far_ids, destination)
     if whole:
-        return merges(posted, spared)
+        return merged.joined is not None
     # `pair` looks at each id, so the time of the spared descriptors must be worth that.
-    return posted > LIMIT * (posted - spared) and spared * IDS_FOR_A_POST > len(order)
+    spared = posted - merged.runs
+    return posted > LIMIT * merged.runs and spared * IDS_FOR_A_POST > len(near_ids)
 
 
 def _spans_of_parts(parts: Sequence[Picked], near: Role) -> Spans:
@@ -492,36 +443,19 @@ def _spans_of_parts(parts: Sequence[Picked], near: Role) -> Spans:
 
 
 def _cut(parts: Sequence[Picked]) -> Iterator[slice]:
-    """Yield slices of the ids of all parts that fit one handle each, cut between runs of blocks.
+    """Yield slices of the ids of all parts that fit one handle each.
 
-    A run of blocks that is too long for one handle has handles of its own.
+    A handle has runs of one part, and as many as fit. If one run of blocks is too long, it has
+    several handles of its own.
     """
-    start = stop = posted = nbytes = 0
+    start = 0
     for picked in parts:
-        rows, count, left = picked[0].rows, len(picked[1]), len(picked[0].rows)
-        length, most = rows.size or int(rows.length.max()), count
-        # At most so many descriptors are posted for one run. Count them only if that is too many.
-        if not fits(count, count * length):
-            firsts = _firsts(picked)
-            most = len(firsts)
-            if not fits(most, count * length):
-                if stop > start:
-                    yield slice(start, stop)
-                within = [*cut(firsts, np.full(count, length))]
-                for run in range(stop, stop + left * count, count):
-                    yield from (slice(run + each.start, run + each.stop) for each in within)
-                start = stop = stop + left * count
-                posted = nbytes = 0
-                continue
-        while left:
-            room = (MAX_BYTES - nbytes) // (count * length)
-            runs = min(left, room, (MAX_DESCRIPTORS - posted) // most)
-            left -= runs
-            stop += runs * count
-            posted += runs * most
-            nbytes += runs * count * length
-            if left:
-                yield slice(start, stop)
-                start, posted, nbytes = stop, 0, 0
-    if stop > start:
-        yield slice(start, stop)
+        rows, count = picked[0].rows, len(picked[1])
+        length, firsts = rows.size or int(rows.length.max()), _firsts(picked)
+        runs = min(MAX_DESCRIPTORS // len(firsts), MAX_BYTES // (count * length))
+        within = [slice(0, runs * count)] if runs else [*cut(firsts, np.full(count, length))]
+        stop = start + len(rows) * count
+        for run in range(start, stop, max(runs, 1) * count):
+            for each in within:
+                yield slice(run + each.start, min(run + each.stop, stop))
+        start = stop

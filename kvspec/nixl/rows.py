@@ -16,6 +16,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import MOST
 
 ID_END = 2**31
+SEVERAL = -1  # The device of rows that lie on several devices.
 
 Ints = NDArray[np.int64]
 Ids = NDArray[np.int32]
@@ -62,25 +63,22 @@ class StridedRows:
 
     @cached_property
     def area_begins(self) -> Ints:
-        """Begin of each area: a set of rows of one device that share bytes, or are chained so.
+        """Begin of each area: a set of rows that share bytes, or are chained so.
 
-        Each row lies in one registered memory, and memories are disjoint. So an area lies in one
-        memory, and only a byte at a begin can lie in another memory than the byte before it.
+        The rows lie on one device. Each row lies in one registered memory, and memories are
+        disjoint. So an area lies in one memory, and only a byte at a begin can lie in another
+        memory than the byte before it.
         """
-        address, _, device, _, _ = self._columns
-        begins = [np.empty(0, np.int64)]
-        for number in np.unique(device):
-            rows = np.flatnonzero(device == number)
-            rows = rows[address[rows].argsort(kind="stable")]
-            separate = address[rows[1:]] >= np.maximum.accumulate(self.end[rows])[:-1]
-            begins.append(address[rows[np.append(True, separate)]])
-        return np.concatenate(begins)
+        rows = self._columns[0].argsort(kind="stable")
+        address = self._columns[0][rows]
+        separate = address[1:] >= np.maximum.accumulate(self.end[rows])[:-1]
+        return address[np.append(True, separate)]
 
     @cached_property
-    def device(self) -> int | None:
-        """The device of all rows, or None if there are several devices, or no rows."""
-        devices = self._columns[2]
-        return int(devices[0]) if len(devices) and (devices == devices[0]).all() else None
+    def device(self) -> int:
+        """The device of all rows, or `SEVERAL` if there are several devices or no rows."""
+        devices = np.unique(self._columns[2])
+        return int(devices[0]) if len(devices) == 1 else SEVERAL
 
     def row_of(self, ids: Ids) -> Ints:
         """Return the row of each id."""

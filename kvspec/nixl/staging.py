@@ -47,8 +47,9 @@ from kvspec.memory.from_tensors import read_array
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Prepared
 from kvspec.nixl.memory import RegisteredMemory, overlapping, text_of
-from kvspec.nixl.merging import Pairing, PlainDescriptors
+from kvspec.nixl.merging import Pairing, Spans
 from kvspec.nixl.ranges import SPARE, Batch, copy_runs, ranges_of
+from kvspec.nixl.rows import SEVERAL
 
 # Default bytes of a buffer and of its slots.
 BUFFER = 32 << 20
@@ -250,8 +251,8 @@ class Buffers:
             remote: List of the peer.
             inward: Whether the transfer is a read.
         """
-        staging, near, far = self.staging, local.rows.device, remote.rows.device
-        if near is None or far is None or not pairs.nbytes:
+        staging, near = self.staging, local.rows.device
+        if SEVERAL in (near, remote.rows.device) or not pairs.nbytes:
             return None
         # One range is the best case, so the ranges of most transfers need not be found.
         if not staging.saves(pairs.runs, 1, pairs.nbytes):
@@ -263,7 +264,7 @@ class Buffers:
         posted, moved = (sum(len(b.address) for b in batches), sum(b.nbytes for b in batches))
         if not staging.saves(pairs.runs, posted, moved):
             return None
-        return Stage(self._beside(local.memory_type, near), batches, posted, far, inward)
+        return Stage(self._beside(local.memory_type, near), batches, posted, inward)
 
     def _beside(self, memory_type: str, device: int) -> StagingBuffer:
         """Return the buffer for a memory type and device. Create it if it is missing.
@@ -297,27 +298,20 @@ class Stage:
         buffer: The buffer of this rank.
         batches: Ranges of the peer, and their runs.
         ranges: Number of ranges.
-        device: Device of the peer's memory.
         inward: Whether the transfer is a read.
     """
 
     buffer: StagingBuffer
     batches: tuple[Batch, ...]
     ranges: int
-    device: int
     inward: bool
 
-    def descriptors(self, batch: Batch, slot: int) -> PlainDescriptors:
+    def spans(self, batch: Batch, slot: int) -> Spans:
         """Return the ranges of *batch* in *slot* and at the peer. A write copies its runs first."""
         base = self.buffer.address(slot)
         if not self.inward:
             self._copy(batch, base)
-        sides = (base + batch.offset, self.buffer.memory.device), (batch.address, self.device)
-        near, far = (
-            np.column_stack((address, batch.length, np.full(len(address), device)))
-            for address, device in sides
-        )
-        return PlainDescriptors(near.astype(np.uint64), far.astype(np.uint64))
+        return Spans(base + batch.offset, batch.address, batch.length)
 
     def land(self, batch: Batch, slot: int) -> None:
         """Copy the runs of a finished read from *slot* to their places."""

@@ -20,7 +20,7 @@ from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent, check_unreleased
 from kvspec.nixl.busy import BusyRanges
-from kvspec.nixl.merging import Operation, Sides, checked_pairs
+from kvspec.nixl.merging import Operation, Sides, Spans, checked_pairs
 from kvspec.nixl.ranges import Batch
 from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
 
@@ -218,17 +218,19 @@ class Transfer:
         if local.released or remote.released:  # Later batches are made after `move`.
             check_unreleased(local, remote)
         if self.stage is not None:
-            near, far = self.stage.descriptors(cast("Batch", batch), slot)
+            spans = self.stage.spans(cast("Batch", batch), slot)
         elif pairs.joined is not None:
-            near, far = (side[cast("slice", batch)] for side in pairs.joined)
+            spans = Spans(*(column[cast("slice", batch)] for column in pairs.joined))
         else:
             ids = pairs.local_ids, pairs.remote_ids
             if len(self.batches) > 1 and isinstance(batch, slice):
                 ids = ids[0][batch], ids[1][batch]
             lists = (local.handle, ids[0]), (remote.handle, ids[1])
             return self._agent.make(self.operation, *lists, self._subject)
-        sides = (local.memory_type, near), (remote.memory_type, far)
-        return self._agent.make_plain(self.operation, *sides, self._subject)
+        # A staging buffer has the memory type and the device of the local list.
+        near = local.memory_type, local.rows.device, spans.local
+        far = remote.memory_type, remote.rows.device, spans.remote
+        return self._agent.make_plain(self.operation, spans.nbytes, near, far, self._subject)
 
     def _post(self, now: float, turn: float) -> None:
         """Post batches. Stop *turn* seconds after *now* if a batch ends at once."""

@@ -21,7 +21,6 @@ from kvspec.nixl.merging import (
     fits,
     pair,
     pair_selection,
-    runs_of,
 )
 from kvspec.nixl.rows import checked_rows
 from kvspec.ownership.replicas import Role
@@ -75,9 +74,8 @@ def posted(rows: dict[Role, Any], pairing: Pairing, *batches: slice) -> int:
     count = 0
     for batch in batches or pairing.batches:
         sides = zip(rows.values(), (pairing.remote_ids, pairing.local_ids), strict=True)
-        runs = [runs_of(one, ids[batch]) for one, ids in sides]
-        joined = continues_in_row(runs[0]) & continues_in_row(runs[1])
-        count += len(runs[0].ids) - int(joined.sum())
+        one, other = (continues_in_row(s, ids[batch], s.row_of(ids[batch])) for s, ids in sides)
+        count += len(one) + 1 - int((one & other).sum()) if len(pairing.local_ids[batch]) else 0
     return count
 
 
@@ -126,7 +124,8 @@ def test_each_batch_fits_into_one_handle(case: Case, descriptors: int, nbytes: i
             if found is None:
                 continue
             rows = rows_of(table)
-            length = runs_of(rows["consumer"], found.local_ids).nbytes
+            consumer = rows["consumer"]
+            length = consumer.length[consumer.row_of(found.local_ids)]
             for batch in found.batches:
                 assert posted(rows, found, batch) <= descriptors
                 assert length[batch].sum() <= nbytes or batch.stop - batch.start == 1
