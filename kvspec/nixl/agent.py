@@ -24,8 +24,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -67,7 +66,6 @@ STATE_OF_STEP = {
 # Kinds after which the backend no longer uses a handle. NotFound is not one of them: it also means
 # that the peer's entry was removed while the data still moves.
 TERMINAL_KINDS = frozenset({"RemoteDisconnect", "Cancelled", "Backend", "NotPosted"})
-NOBODY = None, None
 # `mallopt`'s parameter: memory is filled when it is allocated, with the complement of a byte.
 M_PERTURB = -6
 
@@ -186,6 +184,7 @@ class Agent:
         # Owners of registered memory. They must outlive the agent: NIXL accepts transfers into
         # freed memory, and then overwrites what lies there.
         self.owners: list[object] = []
+        self.registered: list[object] = []  # NIXL's descriptors of the registered memory.
         self.waiters: set[int] = set()  # Ids of the threads that wait.
         self.lock: AbstractContextManager[object] = threading.RLock()
         self._nb = nb = bindings()
@@ -196,8 +195,6 @@ class Agent:
         # NIXL's exceptions have no common base, and pybind11 raises plain ones for wrong values.
         errors: tuple[type[Exception], ...] = kinds + plain
         self._errors = errors
-        # NIXL 1.5.1 accepts strided rows, which are much faster to prepare. Older versions do not.
-        self.strided = "numpy.ndarray" in (nb.nixlAgent.prepXferDlist.__doc__ or "")
         config = nb.nixlAgentConfig()
         config.useProgThread = progress_thread
         config.pthrDelay = PROGRESS_DELAY_US
@@ -229,28 +226,33 @@ class Agent:
         if isinstance(self._native, _Destroyed):
             raise _closed(self.name)
 
-    @contextmanager
-    def waiting(self) -> Generator[None, None, None]:
-        """Count this thread in `waiters`."""
-        thread = threading.get_ident()
-        self.waiters.add(thread)
-        try:
-            yield
-        finally:
-            self.waiters.discard(thread)
-
     # Never bind the native object to a local name. A stored traceback would keep it alive, and only
-    # dropping the last reference stops the bytes in flight. So `_call` receives a method's name.
-    # The steps of a transfer (`make`, `advance`, `terminal`, `release`) do without `_call`, because
+    # dropping the last reference stops the bytes in flight. So `call` receives a method's name.
+    # The steps of a transfer (`make`, `advance`, `terminal`, `release`) do without `call`, because
     # it takes 5 % of the time of a small read. Their caller holds the lock.
 
-    def _call(self, subject: Subject, step: str, method: str, *arguments: object) -> Any:  # noqa: ANN401
-        """Call *method* of the native agent with the lock. Turn its exceptions into ours."""
+    def call(
+        self,
+        step: str,
+        method: str,
+        *arguments: object,
+        peer: str | None = None,
+        request: str | None = None,
+    ) -> Any:  # noqa: ANN401 - nixl has no stubs
+        """Call *method* of the native agent with the lock. Turn its exceptions into ours.
+
+        Args:
+            step: What the call is for. It decides what an exception means.
+            method: Name of NIXL's method.
+            *arguments: Arguments of the method.
+            peer: Name of the peer, for errors.
+            request: Name of the request, for errors.
+        """
         with self.lock:
             try:
                 return getattr(self._native, method)(*arguments)
             except self._errors as error:
-                raise self._failed(step, error, *subject) from error
+                raise self._failed(step, error, peer, request) from error
 
     def _failed(
         self, step: str, error: Exception, peer: str | None = None, request: str | None = None
@@ -263,44 +265,23 @@ class Agent:
             message += f"; {_devices()}NIXL_LOG_LEVEL=DEBUG names the library"
         return TransferError(message, rank=peer or self.name, request=request, state=state)
 
-    def register(self, memory: Memory) -> object:
-        """Register *memory*. Return the argument for `deregister`."""
+    def register(self, memory: Memory) -> None:
+        """Register *memory*. The caller adds its owner to `owners` first."""
         row = np.array([(memory.address, memory.length, memory.device)], np.uint64)
         descs = self._nb.nixlRegDList(self._segment(memory.memory_type), row)
-        self._call(NOBODY, "register", "registerMem", descs, [])
-        return descs
+        self.call("register", "registerMem", descs, [])
+        self.registered.append(descs)
 
-    def deregister(self, descs: object) -> None:
-        """Undo one `register`. Peers that know the memory can still read and write it."""
-        self._call(NOBODY, "deregister", "deregisterMem", descs, [])
-
-    def metadata(self) -> bytes:
-        """Return NIXL's metadata: it lets peers reach the memory registered so far."""
-        return bytes(self._call(NOBODY, "metadata", "getLocalMD"))
-
-    def connect(self, peer: str, metadata: bytes) -> None:
-        """Load the *metadata* of *peer*.
-
-        The caller must have checked that it belongs to *peer*: NIXL keeps half of wrong metadata.
-        """
-        self._call((peer, None), "connect", "loadRemoteMD", metadata)
-
-    def disconnect(self, peer: str) -> None:
-        """Forget the metadata of *peer*."""
-        self._call((peer, None), "disconnect", "invalidateRemoteMD", peer)
+    def deregister(self) -> None:
+        """Undo each `register`. Peers that know the memory can still read and write it."""
+        while self.registered:
+            self.call("deregister", "deregisterMem", self.registered.pop(), [])
 
     def prepare(self, peer: str | None, memory_type: str, rows: StridedRows) -> int:
         """Return a list handle for *rows* of *peer*, or of this agent if *peer* is None."""
         name = self._nb.NIXL_INIT_AGENT if peer is None else peer
-        segment = self._segment(memory_type)
-        form: tuple[object, ...] = segment, rows.table
-        if not self.strided:
-            form = (self._nb.nixlXferDList(segment, rows.expanded()),)
-        return int(self._call((peer, None), "prepare", "prepXferDlist", name, *form, []))
-
-    def release_list(self, handle: int) -> None:
-        """Release a list handle. Transfers made from it are independent of it."""
-        self._call(NOBODY, "release", "releasedDlistH", handle)
+        arguments = name, self._segment(memory_type), rows.table, list[str]()
+        return int(self.call("prepare", "prepXferDlist", *arguments, peer=peer))
 
     def make(
         self, operation: str, local: tuple[int, Ids], remote: tuple[int, Ids], subject: Subject
@@ -326,8 +307,9 @@ class Agent:
         for memory_type, device, starts in (local, remote):
             rows = np.column_stack((starts, lengths, np.full(len(starts), device)))
             sides.append(self._nb.nixlXferDList(self._segment(memory_type), rows.astype(np.uint64)))
-        arguments = self._verbs[operation], *sides, subject[0], "", list[str]()
-        return int(self._call(subject, "make", "createXferReq", *arguments))
+        peer, request = subject
+        arguments = self._verbs[operation], *sides, peer, "", list[str]()
+        return int(self.call("make", "createXferReq", *arguments, peer=peer, request=request))
 
     def advance(self, handle: int, step: Literal["post", "check"], subject: Subject) -> bool:
         """Post *handle*, or check it, which makes progress. Return whether it is done."""
@@ -352,13 +334,6 @@ class Agent:
         except self._errors as error:
             return kind_of(error) in TERMINAL_KINDS
 
-    def posted(self, handle: int) -> int:
-        """Return the number of descriptors of a finished *handle* after merging.
-
-        Needs telemetry.
-        """
-        return int(self._call(NOBODY, "telemetry", "getXferTelemetry", handle).descCount)
-
     def release(self, handle: int) -> None:
         """Release a *handle* in a terminal state. It must never be used again: NIXL would crash."""
         try:
@@ -366,20 +341,12 @@ class Agent:
         except self._errors as error:
             raise self._failed("release", error) from error
 
-    def notify(self, peer: str, payload: bytes) -> None:
-        """Send *payload* to *peer*. Returns before it arrives."""
-        self._call((peer, None), "notify", "genNotif", peer, payload)
-
-    def notifications(self) -> dict[str, list[bytes]]:
-        """Return the notifications since the last call, by peer. Makes progress."""
-        received: dict[str, list[bytes]] = self._call(NOBODY, "notifications", "getNotifs", {}, [])
-        return received
-
     def drop(self) -> None:
         """Destroy the agent, which stops everything in flight. Then release the owners."""
         if not self.forked:
             with self.lock:
                 self._native = _Destroyed(self.name)
+                self.registered.clear()
                 self.owners.clear()
 
     def _segment(self, memory_type: str) -> Any:  # noqa: ANN401 - nixl has no stubs
@@ -426,8 +393,8 @@ class Prepared:
             self.agent.check_open()
             # Set the flag first: after an interrupt in between, the handle is never freed twice.
             known, self.released = not self.released, True
-            if known and self.rows.total:
-                self.agent.release_list(self.handle)
+            if known and self.rows.total:  # Transfers made from the list are independent of it.
+                self.agent.call("release", "releasedDlistH", self.handle)
 
 
 def check_unreleased(*lists: Prepared) -> None:

@@ -1,8 +1,8 @@
-"""Know the registered memory of all live ranks of this process, and check new memory and rows.
+"""Check the memory and the rows of a rank, and know all live ranks of this process.
 
 Invariant: each byte is registered once, and a descriptor lies in one registered memory. So memories
-that overlap in part are refused. Two live ranks never have the same name. The staging buffer of a
-rank never overlaps memory of another rank. All ranks are closed when the interpreter exits.
+that overlap in part are refused. Two live ranks never have the same name. All ranks are closed when
+the interpreter exits.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import product
 from typing import Protocol
 
-import attrs
 import numpy as np
 
 from kvspec.errors import SpecError, TransferError, TransferState
@@ -30,29 +28,22 @@ def check_memory_type(value: object) -> None:
         raise SpecError("memory_type", value, " or ".join(MEMORY_TYPES))
 
 
-def new_memories(
-    registered: Sequence[Memory], memories: Iterable[Memory], buffers: Sequence[Memory] = ()
-) -> tuple[Memory, ...]:
+def new_memories(registered: Sequence[Memory], memories: Iterable[Memory]) -> tuple[Memory, ...]:
     """Return those of *memories* that are neither registered nor inside a registered memory.
 
     Raise `SpecError` for a memory that overlaps another one in part: a row over the boundary would
     lie in neither. Raise it also for a memory that contains a registered one, because that one
-    cannot grow, and for a memory that overlaps one of the staging *buffers*.
+    cannot grow.
     """
     given = sequence("memories", memories, "Memories")
     wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(given)]
-    for memory, buffer in product(wanted, buffers):
-        if overlap(memory, buffer):
-            raise SpecError(
-                "memories", text_of(memory), f"memory outside the staging buffer {text_of(buffer)}"
-            )
     every: list[tuple[Memory, int | None]] = [(memory, None) for memory in registered]
     every += [(memory, place) for place, memory in enumerate(wanted)]
     every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
     fresh: list[Memory] = []
     last: tuple[Memory, int | None] | None = None
     for memory, place in every:
-        if last is not None and overlap(memory, last[0]):
+        if last is not None and _overlap(memory, last[0]):
             if place is None or memory.end > last[0].end:
                 raise _torn((memory, place), last)
             continue
@@ -71,9 +62,7 @@ def _torn(one: tuple[Memory, int | None], other: tuple[Memory, int | None]) -> S
     name = "the registered" if known_place is None else f"memories[{known_place}],"
     whole = memory.address <= known.address and known.end <= memory.end
     way = "around" if whole else "in part with"
-    return SpecError(
-        f"memories[{place}]", text_of(memory), f"no overlap {way} {name} {text_of(known)}"
-    )
+    return SpecError(f"memories[{place}]", _text(memory), f"no overlap {way} {name} {_text(known)}")
 
 
 def _checked(field: str, memory: object) -> Memory:
@@ -88,13 +77,13 @@ def _device(memory: Memory) -> tuple[str, int]:
     return memory.memory_type, memory.device
 
 
-def overlap(memory: Memory, other: Memory) -> bool:
+def _overlap(memory: Memory, other: Memory) -> bool:
     """Whether two memories share a byte."""
     first, last = max(memory.address, other.address), min(memory.end, other.end)
     return _device(memory) == _device(other) and first < last
 
 
-def text_of(memory: Memory) -> str:
+def _text(memory: Memory) -> str:
     """Return *memory* for a message."""
     where = f"[{memory.address:#x}, {memory.end:#x})"
     return f"{memory.memory_type} {where} of device {memory.device}"
@@ -115,34 +104,15 @@ def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memor
         near = min(gaps, key=lambda each: (gaps[each], abs(each.address - start)), default=None)
         raise TransferError(
             f"rows[{row}] ({rows.text(row)}, end {int(rows.end[row]):#x}) must be inside registered"
-            f" {memory_type} memory; nearest memory: {text_of(near) if near else 'none'}",
+            f" {memory_type} memory; nearest memory: {_text(near) if near else 'none'}",
             state=TransferState.NOT_REGISTERED,
         )
-
-
-@attrs.define(eq=False)
-class RegisteredMemory:
-    """The memory that a rank has registered.
-
-    Attributes:
-        memories: All registered memories.
-        buffers: Those of them that are staging buffers.
-    """
-
-    memories: tuple[Memory, ...] = ()
-    buffers: tuple[Memory, ...] = ()
-
-    @property
-    def without_buffers(self) -> tuple[Memory, ...]:
-        """The registered memories that are not staging buffers."""
-        return tuple(memory for memory in self.memories if memory not in self.buffers)
 
 
 class Living(Protocol):
     """A rank, as far as this module needs it."""
 
     name: str
-    memory: RegisteredMemory
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -164,7 +134,7 @@ os.register_at_fork(
 
 
 def enter(rank: Living) -> None:
-    """Add *rank* and its memory. Raise `SpecError` if a live rank has or knows its name."""
+    """Add *rank*. Raise `SpecError` if a live rank has or knows its name."""
     with _LOCK:
         # NIXL refuses a peer with the name of the local agent or of another peer.
         if any(rank.name in {other.name, *other.peers} for other in _alive()):
@@ -179,17 +149,6 @@ def leave(rank: Living) -> None:
     with _LOCK:
         if _RANKS.get(rank.name) is rank:
             del _RANKS[rank.name]
-
-
-def registered_memory() -> tuple[RegisteredMemory, ...]:
-    """Return the memory of all live ranks."""
-    return tuple(rank.memory for rank in _alive())
-
-
-def overlapping(memory: Memory) -> list[Memory]:
-    """Return the memories of all live ranks that share a byte with *memory*."""
-    every = (other for each in registered_memory() for other in each.memories)
-    return [other for other in every if overlap(memory, other)]
 
 
 def _alive() -> tuple[Living, ...]:

@@ -3,6 +3,11 @@
 Invariant: all arguments are checked before NIXL receives them. Each wait has a deadline. Memory
 stays registered and referenced while a byte of it can move. A transfer that fails in flight stays
 in quarantine, because NIXL cannot stop it. Only closing the rank destroys the agent and stops all.
+Payloads of unknown senders are returned only once the sender is connected, and the memory for them
+is bounded. The hello messages of this module are never returned.
+
+kvspec sends one notification for each plan, after its data. It never attaches one to a transfer:
+NIXL sends an attached notification only when the initiator polls the finished transfer.
 
 UCX chooses the network devices. Set `UCX_NET_DEVICES` before the first rank is created, for
 instance to `mlx5_0:1`, or to `lo` on one machine. `KVSPEC_NIXL_PACKAGE` selects the nixl package
@@ -20,21 +25,13 @@ import attrs
 import numpy as np
 
 from kvspec.descriptors.selection import Selection
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, seconds, sequence
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent, Prepared
-from kvspec.nixl.memory import (
-    RegisteredMemory,
-    check_inside,
-    check_memory_type,
-    enter,
-    leave,
-    new_memories,
-    registered_memory,
-)
+from kvspec.nixl.memory import check_inside, check_memory_type, enter, leave, new_memories
 from kvspec.nixl.merging import Operation, Sides
-from kvspec.nixl.peers import Envelope, Peers, check_payload, name_of, secret_of
+from kvspec.nixl.peers import Envelope, name_of, opened, secret_of
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging import Buffers, Staging
 from kvspec.nixl.transfer import InFlightTransfers, Transfer
@@ -48,6 +45,11 @@ if TYPE_CHECKING:
 PROBES = 4096
 OPERATIONS = "READ", "WRITE"
 SIDES = "tuples (local list, local ids, remote list, remote ids)"
+MAX_NOTIFICATION = 64 << 10  # Bytes. Sending a longer one blocks the sender noticeably.
+# Notifications of unknown senders that are kept until they are connected, and their bytes.
+MAX_KEPT = 4096
+MAX_KEPT_BYTES = 4 << 20
+HELLO = b"kvspec-nixl hello"  # It opens the connection, so that the first read need not.
 
 
 @attrs.frozen
@@ -111,14 +113,16 @@ class NixlRank:
     ) -> None:
         self.name = name_of(name, prefix)
         self.polled, timed = flag("polled", polled), flag("telemetry", telemetry)
-        key = secret_of(secret)
+        self.secret = Secret(secret_of(secret))
+        if staging is not None and not isinstance(staging, Staging):
+            staging = Staging(buffer=staging)
         self._agent = Agent(self.name, progress_thread=not polled, telemetry=timed)
-        self.secret = Secret(key)
-        self.memory = RegisteredMemory()
-        self._registered: list[object] = []
-        self._peers = Peers(self._agent, key)
-        settings = Staging.of(staging)
-        buffers = Buffers(settings, self.register, self.memory) if settings else None
+        self.memory: tuple[Memory, ...] = ()
+        # The lists that were prepared for each peer. None: lists of this rank.
+        self._lists: dict[str | None, list[Prepared]] = {None: []}
+        self._early: list[tuple[str, bytes]] = []  # Notifications of unknown senders.
+        self._answered: set[str] = set()  # Peers from which a test read has succeeded.
+        buffers = Buffers(staging, self._agent) if staging else None
         self._in_flight = InFlightTransfers(self._agent, buffers)
         # Whether handles were released in flight. Then only the destruction of the agent is safe.
         self._aborted = False
@@ -126,8 +130,6 @@ class NixlRank:
         self._probe = np.zeros(PROBES, np.uint8)
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
-        if buffers is not None:
-            buffers.open()
         enter(self)
 
     def __repr__(self) -> str:
@@ -144,7 +146,7 @@ class NixlRank:
     @property
     def peers(self) -> tuple[str, ...]:
         """Names of the connected peers."""
-        return self._peers.names
+        return tuple(name for name in tuple(self._lists) if name is not None)
 
     @property
     def closed(self) -> bool:
@@ -162,14 +164,15 @@ class NixlRank:
 
     def stats(self) -> NixlStats:
         """Return the numbers of the objects that the rank holds."""
-        transfers = tuple(self._in_flight)
+        # Copies, because another thread may connect meanwhile.
+        transfers, lists = tuple(self._in_flight), tuple(self._lists.values())
         return NixlStats(
             transfers=len(transfers),
             handles=sum(transfer.live_handles for transfer in transfers),
-            lists=self._peers.lists,
-            registrations=len(self._registered),
+            lists=sum(not prepared.released for some in lists for prepared in tuple(some)),
+            registrations=len(self._agent.registered),
             peers=len(self.peers),
-            notifications=len(self._peers.early),
+            notifications=len(self._early),
             threads=len(self._agent.waiters),
         )
 
@@ -184,23 +187,22 @@ class NixlRank:
             owner: Owner of their bytes. The rank keeps a reference until it is closed.
 
         Raises:
-            SpecError: If a memory overlaps a registered one in part or contains it, or overlaps a
-                staging buffer of this or another rank.
+            SpecError: If a memory overlaps a registered one in part or contains it.
         """
         with self._agent.lock:
             self._agent.check_open()
             self._agent.owners.append(owner)
-            buffers = [buffer for each in registered_memory() for buffer in each.buffers]
-            for memory in new_memories(self.memory.memories, memories, buffers):
-                self._registered.append(self._agent.register(memory))
-                self.memory.memories += (memory,)
+            for memory in new_memories(self.memory, memories):
+                self._agent.register(memory)
+                self.memory += (memory,)
 
     def metadata(self) -> bytes:
         """Return the introduction of this rank, which a peer passes to `connect`.
 
         It contains the registered memory of now, sealed with the secret.
         """
-        metadata, probe = self._agent.metadata(), self._probe.ctypes.data
+        metadata = bytes(self._agent.call("metadata", "getLocalMD"))
+        probe = self._probe.ctypes.data
         return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self.secret.key)
 
     def connect(self, metadata: bytes, timeout: float = 10.0) -> str:
@@ -223,9 +225,24 @@ class NixlRank:
             TransferError: With state "stale_peer" if another agent with this name is connected. A
                 polled rank also raises the errors of `read`.
         """
-        peer = self._peers.check_metadata(metadata)
-        self._peers.load(peer)
-        if self.polled and peer.name not in self._peers.answered:
+        peer = opened(metadata, self.secret.key)
+        if peer.name == self.name:
+            message = f"{peer.name!r} is this rank's own name: connect with another rank's metadata"
+            raise TransferError(message, rank=peer.name, state=TransferState.STALE_PEER)
+        with self._agent.lock:
+            self._agent.check_open()
+            new = peer.name not in self._lists
+            # `opened` has checked whose metadata it is: NIXL keeps half of wrong metadata.
+            self._agent.call("connect", "loadRemoteMD", peer.metadata, peer=peer.name)
+            self._lists.setdefault(peer.name, [])
+            try:
+                self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
+            except TransferError:
+                if new:
+                    with contextlib.suppress(TransferError):
+                        self.disconnect(peer.name)
+                raise
+        if self.polled and peer.name not in self._answered:
             try:
                 self._knock(peer, timeout)
             except TransferError:
@@ -247,7 +264,12 @@ class NixlRank:
         with self._agent.lock:
             self._agent.check_open()
             self._in_flight.check_idle(peer)
-            self._peers.forget(peer)
+            self._check_connected(peer)
+            self._answered.discard(peer)
+            for prepared in self._lists[peer]:
+                prepared.release()
+            del self._lists[peer]
+            self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
 
     def prepare(
         self, rows: NDArray[np.uint64], memory_type: str = "DRAM", peer: str | None = None
@@ -276,11 +298,14 @@ class NixlRank:
         with self._agent.lock:
             self._agent.check_open()
             if peer is None:
-                check_inside(checked, memory_type, self.memory.without_buffers)
+                check_inside(checked, memory_type, self.memory)
             else:
-                self._peers.check(peer)
+                self._check_connected(peer)
             handle = self._agent.prepare(peer, memory_type, checked) if checked.total else 0
-            return self._peers.keep(Prepared(self._agent, checked, memory_type, peer, handle, rows))
+            prepared = Prepared(self._agent, checked, memory_type, peer, handle, rows)
+            lists = self._lists[peer]
+            lists[:] = [known for known in lists if not known.released] + [prepared]
+            return prepared
 
     def read(
         self,
@@ -365,11 +390,15 @@ class NixlRank:
             SpecError: If *payload* is not bytes, or longer than 64 KiB.
             TransferError: With state "stale_peer" if *peer* is not connected.
         """
-        check_payload(payload)
+        if not isinstance(payload, bytes):
+            raise SpecError("payload", type(payload).__name__, "bytes")
+        if len(payload) > MAX_NOTIFICATION or payload == HELLO:
+            expected = f"at most {MAX_NOTIFICATION} bytes other than {HELLO!r}"
+            raise SpecError("payload", f"{len(payload)} bytes", expected)
         with self._agent.lock:
             self._agent.check_open()
-            self._peers.check(peer)
-            self._agent.notify(peer, payload)
+            self._check_connected(peer)
+            self._agent.call("notify", "genNotif", peer, payload, peer=peer)
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Return (peer, payload) of all notifications that arrived, in order for each peer.
@@ -377,7 +406,20 @@ class NixlRank:
         Only notifications of connected peers are returned. Those of other senders are kept until
         this rank connects to the sender, up to 4,096 of them and 4 MiB.
         """
-        return self._peers.notifications()
+        with self._agent.lock:
+            arrived, early, size = list[tuple[str, bytes]](), list[tuple[str, bytes]](), 0
+            received: dict[str, list[bytes]] = self._agent.call(
+                "notifications", "getNotifs", {}, []
+            )
+            new = [(sender, payload) for sender, some in received.items() for payload in some]
+            for sender, payload in self._early + new:
+                if sender in self._lists and payload != HELLO:
+                    arrived.append((sender, payload))
+                elif payload != HELLO and len(early) < MAX_KEPT:
+                    size += len(payload)
+                    early += [(sender, payload)] * (size <= MAX_KEPT_BYTES)
+            self._early = early
+            return arrived
 
     def close(self, drain: float = 1.0) -> None:
         """Release everything in the order that NIXL needs. In a forked child, do nothing.
@@ -401,13 +443,23 @@ class NixlRank:
                 # only the destruction of the agent stops them. Then the handles are released and
                 # the agent is destroyed at once. Lists, peers and memory go with it.
                 if not self._aborted:
-                    self._peers.close()
-                    while self._registered:
-                        self._agent.deregister(self._registered.pop())
-            self._registered.clear()
+                    for lists in self._lists.values():
+                        for prepared in lists:
+                            prepared.release()
+                    for peer in self.peers:
+                        # NIXL has forgotten a dead peer already.
+                        with contextlib.suppress(TransferError):
+                            self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
+                    self._agent.deregister()
             self._agent.drop()
-            self._peers.clear()
+            self._lists, self._early, self._answered = {None: []}, [], set()
         leave(self)
+
+    def _check_connected(self, peer: str) -> None:
+        """Raise `TransferError` "stale_peer" if *peer* is not connected."""
+        if not isinstance(peer, str) or peer not in self._lists:
+            state = TransferState.STALE_PEER
+            raise TransferError(f"{peer!r} is not connected", rank=peer, state=state)
 
     def _knock(self, peer: Envelope, timeout: float) -> None:
         """Read one byte of *peer*, to establish the connection.
@@ -419,7 +471,7 @@ class NixlRank:
         remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
         try:
             self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
-            self._peers.answered.add(peer.name)
+            self._answered.add(peer.name)
         finally:
             local.release()
             remote.release()

@@ -92,13 +92,6 @@ class StridedRows:
         """Return the address of each id, which lies in *row*."""
         return np.asarray(self._columns[0][row] + (ids - self.start[row]) * self._columns[3][row])
 
-    def expanded(self) -> NDArray[np.uint64]:
-        """Return address, length and device of each id. Shape (total, 3)."""
-        ids = np.arange(self.total, dtype=np.int32)
-        row = self.row_of(ids)
-        address = self.address_of(ids, row).astype(np.uint64)
-        return np.column_stack((address, self.table[row, 1:3]))
-
     def text(self, row: int) -> str:
         """Return *row* for a message."""
         return _text(self.table[row])

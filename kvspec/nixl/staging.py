@@ -32,21 +32,15 @@ How it works:
 
 from __future__ import annotations
 
-import gc
-import math
-import threading
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
 import numpy as np
 
-from kvspec.errors import SpecError, TransferError, TransferState
+from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int
-from kvspec.memory.from_tensors import read_array
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl.agent import Prepared
-from kvspec.nixl.memory import RegisteredMemory, overlapping, text_of
+from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.merging import Pairing, Spans
 from kvspec.nixl.ranges import SPARE, Batch, copy_runs, ranges_of
 from kvspec.nixl.rows import SEVERAL
@@ -74,9 +68,7 @@ class Staging:
 
     Attributes:
         buffer: Bytes to allocate when they are first needed, in the memory type and on the device
-            of the transfer. Or memory of the caller: a contiguous, one-dimensional numpy array or
-            torch tensor. The rank keeps a reference to it. No cache and no other rank may use this
-            memory.
+            of the transfer.
         slot_bytes: Bytes of one slot. One handle moves so much at most. A transfer with a longer
             run is not staged.
         stage_below: Transfers of many runs are staged if their runs are shorter than this number of
@@ -88,16 +80,13 @@ class Staging:
         SpecError: If an attribute is wrong.
     """
 
-    buffer: Any = BUFFER
+    buffer: int = BUFFER
     slot_bytes: int = SLOT_BYTES
     stage_below: int = STAGE_BELOW
     always: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if isinstance(self.buffer, int):
-            positive_int("staging.buffer", self.buffer, least=LEAST)
-        else:
-            memory_of(self.buffer)
+        positive_int("staging.buffer", self.buffer, least=LEAST)
         positive_int("staging.slot_bytes", self.slot_bytes)
         positive_int("staging.stage_below", self.stage_below, least=0)
         flag("staging.always", self.always)
@@ -125,87 +114,44 @@ class Staging:
     @property
     def longest(self) -> int:
         """Bytes of a slot. A buffer smaller than `slot_bytes` is one slot."""
-        whole = self.buffer if isinstance(self.buffer, int) else memory_of(self.buffer).length
-        return min(self.slot_bytes, whole)
-
-    @staticmethod
-    def of(value: object) -> Staging | None:
-        """Return *value* as settings. Bytes or memory become the buffer. None stays None."""
-        if value is None or isinstance(value, Staging):
-            return value
-        return Staging(buffer=value)
-
-
-def memory_of(buffer: Any) -> Memory:  # noqa: ANN401 - numpy's or torch's
-    """Return the memory of a numpy array or torch tensor. All its bytes must be its own."""
-    wanted = f"a number of bytes, or a numpy array or torch tensor of at least {LEAST} bytes"
-    if not isinstance(buffer, np.ndarray) and not hasattr(buffer, "data_ptr"):
-        raise SpecError("staging.buffer", buffer, wanted)
-    array = read_array("staging.buffer", "staging.buffer", buffer)
-    nbytes = math.prod(array.shape) * array.itemsize
-    writable = not isinstance(buffer, np.ndarray) or buffer.flags.writeable
-    if tuple(array.strides) != (array.itemsize,) or nbytes < LEAST or not writable:
-        shape = f"{array.dtype}{tuple(array.shape)}"
-        wanted += ", one-dimensional, writable and contiguous"
-        raise SpecError("staging.buffer", shape, wanted)
-    # torch frees a storage by resizing it to 0, and the tensor keeps its shape.
-    if (left := array.memory.end - array.address) < nbytes:
-        raise SpecError("staging.buffer", f"{left} bytes", f"{nbytes} bytes that are allocated")
-    device = getattr(buffer, "device", "cpu")
-    if str(device).partition(":")[0] not in ("cpu", "cuda"):
-        wanted = "memory of the host or of a CUDA device"
-        raise SpecError("staging.buffer", str(device), wanted)
-    return attrs.evolve(array.memory, address=array.address, length=nbytes)
-
-
-def _allocated(nbytes: int, memory_type: str, device: int) -> Any:  # noqa: ANN401 - numpy's or torch's
-    """Allocate *nbytes* for slots. Host memory has a margin of `SPARE` bytes on both sides."""
-    try:
-        if memory_type == "DRAM":
-            return np.empty(SPARE + nbytes + SPARE, np.uint8)
-        import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
-
-        return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
-    # torch raises RuntimeError if the memory of the GPU is exhausted.
-    except (MemoryError, ValueError, RuntimeError) as error:
-        wanted = f"a size that fits into {memory_type} of device {device}"
-        raise SpecError("staging.buffer", f"{nbytes} bytes", wanted) from error
-
-
-# Registers memories, and keeps a reference to their owner.
-Register = Callable[[Iterable[Memory], object], None]
+        return min(self.slot_bytes, self.buffer)
 
 
 class StagingBuffer:
-    """One registered memory, divided into slots.
+    """One allocated memory, divided into slots.
 
     Attributes:
+        owner: The array or tensor that owns the memory.
         memory: The whole memory.
+        slots: Number of slots.
         slot_bytes: Bytes of one slot.
         scratch: Addresses of the unused bytes below and above all slots, or nothing. `copy_runs`
             writes there.
-        slots: Number of slots.
     """
 
-    def __init__(self, memory: Memory, slot_bytes: int, given: object = None) -> None:
-        self.memory = memory
-        self.slot_bytes = slot_bytes
-        margin = SPARE if given is None and memory.memory_type == "DRAM" else 0
-        self.scratch = (memory.address, memory.end - margin) if margin else ()
-        self.slots = (memory.length - 2 * margin) // slot_bytes
-        self._first = memory.address + margin
-        self._given = given  # Memory of the caller, who may free or resize it.
+    def __init__(self, staging: Staging, memory_type: str, device: int) -> None:
+        nbytes, margin = staging.buffer, SPARE if memory_type == "DRAM" else 0
+        try:
+            if memory_type == "DRAM":
+                self.owner: Any = np.empty(margin + nbytes + margin, np.uint8)
+                address = self.owner.ctypes.data
+            else:
+                import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
+
+                self.owner = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+                address = self.owner.data_ptr()
+        # torch raises RuntimeError if the memory of the GPU is exhausted.
+        except (MemoryError, ValueError, RuntimeError) as error:
+            wanted = f"a size that fits into {memory_type} of device {device}"
+            raise SpecError("staging.buffer", f"{nbytes} bytes", wanted) from error
+        self.memory = Memory(address, margin + nbytes + margin, memory_type, device)
+        self.slot_bytes = staging.longest
+        self.slots = nbytes // self.slot_bytes
+        self.scratch = (address, address + margin + nbytes) if margin else ()
+        self._first = address + margin
 
     def address(self, slot: int) -> int:
-        """Return the address of a slot. Raise `TransferError` if the caller freed the buffer."""
-        try:
-            kept = self._given is None or memory_of(self._given) == self.memory
-        except SpecError:
-            kept = False
-        if not kept:
-            message = "the staging buffer was freed or moved while in use"
-            state = TransferState.BUG
-            raise TransferError(f"{message}: {state.advice}", state=state)
+        """Return the address of a slot."""
         return self._first + slot * self.slot_bytes
 
 
@@ -218,24 +164,10 @@ class Buffers:
         staging: The settings.
     """
 
-    def __init__(self, staging: Staging, register: Register, own: RegisteredMemory) -> None:
+    def __init__(self, staging: Staging, agent: Agent) -> None:
         self.staging = staging
-        self._register = register
-        self._own = own
+        self._agent = agent
         self._made: dict[tuple[str, int], StagingBuffer] = {}
-        self._lock = threading.RLock()  # Two threads must not create the same buffer.
-
-    def open(self) -> None:
-        """Register the caller's memory, if any. Raise `SpecError` if a live rank uses it."""
-        if isinstance(self.staging.buffer, int):
-            return
-        memory = memory_of(self.staging.buffer)
-        if overlapping(memory):
-            gc.collect()  # The other rank may be unreachable but not collected yet.
-        for other in overlapping(memory):
-            wanted = f"memory outside {text_of(other)}, which another rank has registered"
-            raise SpecError("staging.buffer", text_of(memory), wanted)
-        self._make(memory, self.staging.buffer)
 
     def stage(
         self, pairs: Pairing, local: Prepared, remote: Prepared, *, inward: bool
@@ -267,27 +199,14 @@ class Buffers:
         return Stage(self._beside(local.memory_type, near), batches, posted, inward)
 
     def _beside(self, memory_type: str, device: int) -> StagingBuffer:
-        """Return the buffer for a memory type and device. Create it if it is missing.
-
-        Raise `SpecError` if the caller's memory is of another type or device.
-        """
-        buffer = self.staging.buffer
-        with self._lock:
+        """Return the buffer for a memory type and device. Create it if it is missing."""
+        with self._agent.lock:  # Two threads must not create the same buffer.
             if (memory_type, device) not in self._made:
-                if not isinstance(buffer, int):
-                    made = ", ".join(f"{kind} of device {number}" for kind, number in self._made)
-                    wanted = f"{memory_type} of device {device}, the place of the local list"
-                    raise SpecError("staging.buffer", made, wanted)
-                owner = _allocated(buffer, memory_type, device)
-                self._make(attrs.evolve(memory_of(owner), device=device), owner)
+                buffer = StagingBuffer(self.staging, memory_type, device)
+                self._agent.owners.append(buffer.owner)
+                self._agent.register(buffer.memory)
+                self._made[memory_type, device] = buffer
             return self._made[memory_type, device]
-
-    def _make(self, memory: Memory, owner: object) -> None:
-        given = None if isinstance(self.staging.buffer, int) else owner
-        buffer = StagingBuffer(memory, self.staging.longest, given)
-        self._register([memory], owner)
-        self._own.buffers += (memory,)
-        self._made[memory.memory_type, memory.device] = buffer
 
 
 @attrs.frozen(eq=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -153,13 +154,16 @@ class Transfer:
         Raises:
             TransferError: If the transfer failed, or its deadline is over.
         """
-        rest, settled = FIRST_WAIT, self._settled
-        with self._agent.waiting():
+        rest, settled, thread = FIRST_WAIT, self._settled, threading.get_ident()
+        self._agent.waiters.add(thread)
+        try:
             while self.poll() == "PROC":
                 if self._settled != settled:
                     rest, settled = 0.0 if self.staged else FIRST_WAIT, self._settled
                 time.sleep(max(0.0, min(rest, self._deadline - time.monotonic())))
                 rest = min(max(2 * rest, FIRST_WAIT), LAST_WAIT)
+        finally:
+            self._agent.waiters.discard(thread)
 
     def step(self, turn: float | None = None) -> bool:
         """Release finished handles, post more, and keep an error. Return whether a handle ended.
@@ -257,7 +261,9 @@ class Transfer:
             batch, slot = self._in_flight[handle]
             self.stage.land(cast("Batch", batch), slot)
         if self.posted is not None:
-            self.posted += self._agent.posted(handle)
+            # The only count of descriptors after merging. Needs telemetry.
+            telemetry = self._agent.call("telemetry", "getXferTelemetry", handle)
+            self.posted += int(telemetry.descCount)
         self._let_go(handle)
 
     def _let_go(self, handle: int) -> None:

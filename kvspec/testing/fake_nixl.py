@@ -248,8 +248,6 @@ class FakeAgent:
         if self.peers.pop(name, None) is None:
             raise self.net.error("NotFound")
 
-    # `kvspec.nixl.agent` looks for "numpy.ndarray" in this docstring, because the signature in
-    # NIXL's own docstring is the only sign that a version of NIXL takes strided rows.
     def prepXferDlist(self, name: str, segment: str, rows: Any, _: object) -> int:  # noqa: N802, ANN401
         """Prepare rows of five columns, a numpy.ndarray. NIXL accepts them since 1.5."""
         side = self.peers[name] if name else self.life

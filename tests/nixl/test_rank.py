@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,8 @@ from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, merging
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl.agent import Prepared
-from kvspec.nixl.memory import check_inside, registered_memory
-from kvspec.nixl.peers import HELLO
-from kvspec.nixl.rank import PROBES
+from kvspec.nixl.memory import check_inside
+from kvspec.nixl.rank import HELLO, PROBES
 from kvspec.nixl.rows import checked_rows
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -59,30 +57,9 @@ REMOTE = [(4096, 512, 512, 70), (500_000, 512, 4096, 90), (900_000, 64, 640, 16)
 ALL = np.arange(160)  # The ids of 512 bytes. The ids 160 to 175 have 64 bytes.
 
 
-@pytest.fixture(params=["strided rows", "older nixl"])
-def any_nixl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the installed NIXL, or let it behave like an older one that rejects strided rows."""
-    if request.param == "strided rows":
-        return
-    nb = nixl_agent.bindings()
-
-    class OlderAgent(nb.nixlAgent):  # type: ignore[name-defined, misc]
-        # Without a docstring, so that `Agent` finds no support of arrays.
-        def prepXferDlist(self, *arguments: Any) -> Any:  # noqa: N802 - the name of NIXL
-            assert not any(isinstance(argument, np.ndarray) for argument in arguments)
-            return super().prepXferDlist(*arguments)
-
-    older = SimpleNamespace(**vars(nb) | {"nixlAgent": OlderAgent})
-    monkeypatch.setattr(nixl_agent, "bindings", lambda: older)
-
-
-@pytest.mark.usefixtures("any_nixl")
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_move_over_strided_rows_writes_exact_bytes(
-    request: pytest.FixtureRequest, operation: str
-) -> None:
-    """Each pair of ids moves its bytes, and no other byte changes, also without strided lists."""
-    ranks: Pair = request.getfixturevalue("ranks")  # After `any_nixl` has replaced the bindings.
+def test_move_over_strided_rows_writes_exact_bytes(ranks: Pair, operation: str) -> None:
+    """Each pair of ids moves its bytes, and no other byte changes."""
     local, remote = ranks.lists(LOCAL, REMOTE)
     random = np.random.default_rng(5)
     near = np.concatenate([random.permutation(ALL)[:50], [170, 171, 160]])
@@ -416,11 +393,6 @@ def test_rows_outside_registered_memory_are_refused(ranks: Pair, row: tuple[int,
     assert caught.value.state == "not_registered"
 
 
-def registered(rank: NixlRank) -> tuple[Memory, ...]:
-    """Return the registered memories of *rank*, which is the newest rank of this process."""
-    return registered_memory()[-1].memories
-
-
 def test_register_covers_each_byte_once() -> None:
     """A memory may repeat or contain another one. Any other overlap is refused."""
     array = np.zeros(8192, np.uint8)
@@ -429,11 +401,11 @@ def test_register_covers_each_byte_once() -> None:
         rank.register([Memory(at + 64, 64), Memory(at, 4096), Memory(at, 4096)], array)
         rank.register([memory(array[:4096]), Memory(at + 4000, 96)])
         assert [4096, PROBES] == sorted(
-            (held.end - held.address for held in registered(rank)), reverse=True
+            (held.end - held.address for held in rank.memory), reverse=True
         )
         rank.register([Memory(at + 4096, 64)])
         # The third memory contains the probe that peers read to connect.
-        assert 3 == len(registered(rank)) == rank.stats().registrations
+        assert 3 == len(rank.memory) == rank.stats().registrations
         for start, length in ((4000, 97), (0, 8192), (-8, 16), (4100, 64)):
             with pytest.raises(SpecError, match="overlap") as caught:
                 rank.register([Memory(at + start, length)])
@@ -443,7 +415,7 @@ def test_register_covers_each_byte_once() -> None:
         with pytest.raises(SpecError, match="overlap") as caught:
             rank.register([Memory(at + 5000, 8), Memory(at + 6004, 8), Memory(at + 6000, 8)])
         assert "memories[1]" == caught.value.field
-        assert 3 == len(registered(rank))
+        assert 3 == len(rank.memory)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from nixl_pair import Pair
 from nixl_world import keep
 
 from kvspec.errors import TransferError, TransferState
-from kvspec.nixl import NixlRank, Staging, Transfer, memory, merging, peers, rank, staging, transfer
+from kvspec.nixl import NixlRank, Staging, Transfer, memory, merging, rank, staging, transfer
 from kvspec.nixl.rank import NixlStats
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
@@ -31,7 +31,7 @@ def test_stats_work_while_peers_connect_and_disconnect(net: FakeNixl) -> None:
         for read_stats in (near.stats, lambda: near.peers):
             for place in range(1, 10):
                 other = Other(lambda: near.connect(third.metadata()))
-                with between_lines(other.at(place), peers):
+                with between_lines(other.at(place), rank):
                     read_stats()
                 other.join()
                 near.disconnect(third.name)
@@ -41,14 +41,13 @@ def test_ranks_can_be_created_and_closed_while_others_register(net: FakeNixl) ->
     """Listing the live ranks works while another thread creates or closes a rank."""
     made: list[NixlRank] = []
     with NixlRank(), NixlRank():
-        for list_ranks in (memory.registered_memory, lambda: NixlRank().close()):
-            for place in range(1, 12, 2):
-                begin = Other(lambda: made.append(NixlRank()))
-                end = Other(lambda: made.pop().close())
-                for other in (begin, end):
-                    with between_lines(other.at(place), memory, weakref):
-                        list_ranks()
-                    other.join()
+        for place in range(1, 12, 2):
+            begin = Other(lambda: made.append(NixlRank()))
+            end = Other(lambda: made.pop().close())
+            for other in (begin, end):
+                with between_lines(other.at(place), memory, weakref):
+                    NixlRank().close()
+                other.join()
     assert [] == made
 
 
@@ -64,7 +63,7 @@ def test_peer_that_cannot_be_notified_is_not_connected(net: FakeNixl) -> None:
 
         for place in range(16):
             other = Other(disconnect)
-            with pytest.raises(TransferError), between_lines(other.at(place), peers):
+            with pytest.raises(TransferError), between_lines(other.at(place), rank):
                 near.connect(metadata)
             other.join()
             assert () == near.peers

@@ -19,7 +19,8 @@ pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 from nixl_pair import Pair
 
-from kvspec.nixl import NixlRank, peers
+from kvspec.nixl import NixlRank
+from kvspec.nixl import rank as nixl_rank
 from kvspec.nixl.rank import NixlStats
 
 pytestmark = pytest.mark.nixl
@@ -184,7 +185,7 @@ def test_notifications_of_unknown_peers_wait_until_they_are_connected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All unknown peers share one limit. Messages of connected peers are not kept."""
-    monkeypatch.setattr(peers, "MAX_KEPT", 6)
+    monkeypatch.setattr(nixl_rank, "MAX_KEPT", 6)
     with NixlRank() as far, NixlRank(polled=True) as near, NixlRank(polled=True) as third:
         for rank in (near, third):
             rank.connect(far.metadata())
@@ -214,7 +215,7 @@ def test_notifications_of_unknown_peers_have_a_limit_of_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Payloads beyond the limit are dropped."""
-    monkeypatch.setattr(peers, "MAX_KEPT_BYTES", 10_000)
+    monkeypatch.setattr(nixl_rank, "MAX_KEPT_BYTES", 10_000)
     with NixlRank() as far, NixlRank(polled=True) as near:
         near.connect(far.metadata())
         near.notify(far.name, bytes(9_999))
