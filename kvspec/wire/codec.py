@@ -22,10 +22,11 @@ How it works:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import attrs
 import msgspec
 from msgspec import Meta
 
@@ -54,43 +55,23 @@ _VERSION = VERSION.to_bytes(2, "big")
 _SAME = ("library", "engine_id", "epoch", "model", "revision", "transport")
 """Fields that are equal in a `Handshake` and in its `HandshakeFields`."""
 
-S = TypeVar("S")
 T = TypeVar("T")
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Step = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class MemoryColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The attributes of each `Memory`. *address* is the difference from the one before."""
-
-    length: list[Count]
-    memory_type: list[Text]
-    device: list[Count]
-    address: list[Step]
-
-
-class RegionColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The attributes of each `Region`. *base* is the difference from the one before.
-
-    If each region has its own memory, *base* repeats the last list of `MemoryColumns`. It follows
-    at once, because zlib looks back only 32 KiB.
-    """
-
-    base: list[Step]
-    group: list[Text]
-    layer: list[Text]
-    part: list[Text]
-    num_blocks: list[Count]
-    block_stride: list[Count]
-    unit_stride: list[Count]
-    state_stride: list[Count]
-    content_bytes: list[Count]
-    units: list[Count]
-    states: list[Count]
-    chunks: list[Count]
-    chunk_stride: list[Count]
-    memory_type: list[Text]
-    device: list[Count]
+COLUMNS: dict[type, tuple[str, ...]] = {
+    # If each region has its own memory, `base` repeats `address`. It follows at once, because zlib
+    # looks back only 32 KiB.
+    Memory: ("length", "memory_type", "device", "address"),
+    Region: (
+        "base",
+        *(f.name for f in attrs.fields(Region) if f.name not in ("base", "segments")),
+    ),
+}
+"""Names of the lists for each class, in the order in which they are sent."""
+# The attributes of several objects. The limit stops a map of a million lists, which takes seconds.
+Columns = Annotated[dict[Text, list[Step | Text]], Meta(max_length=16)]
 
 
 class HandshakeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,8 +86,8 @@ class HandshakeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compatibility_hash: Annotated[bytes, Meta(min_length=SIZE, max_length=SIZE)]
     engine: msgspec.Raw
     replica_policy: msgspec.Raw
-    memory: MemoryColumns
-    regions: RegionColumns
+    memory: Columns
+    regions: Columns
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
 
 
@@ -128,8 +109,8 @@ def encode_handshake(handshake: Handshake) -> bytes:
             compatibility_hash=bytes.fromhex(shake.compatibility_hash),
             engine=msgspec.Raw(pack(encode(shake.engine))),
             replica_policy=msgspec.Raw(pack(encode(shake.replica_policy))),
-            memory=_columns(MemoryColumns, shake.cache.memory, "address"),
-            regions=_columns(RegionColumns, shake.cache.regions, "base"),
+            memory=_columns(Memory, shake.cache.memory, "address"),
+            regions=_columns(Region, shake.cache.regions, "base"),
             **{name: getattr(shake, name) for name in _SAME},
         )
         data = _MAGIC + _VERSION + zlib.compress(pack(fields))
@@ -211,19 +192,24 @@ def _value(path: str, plain: msgspec.Raw, decoder: Decoder) -> Plain:
     return decoder.value(path, unpack(path, _PLAIN, data))
 
 
-def _columns(kind: type[S], values: Sequence[object], start: str) -> S:
+def _columns(kind: type, values: Sequence[object], start: str) -> Columns:
     """Return the attributes of *values* as one list each. *start* becomes differences."""
-    columns = {name: [getattr(value, name) for value in values] for name in kind.__annotations__}
+    columns = {name: [getattr(value, name) for value in values] for name in COLUMNS[kind]}
     starts = columns[start]
     columns[start] = [here - before for before, here in zip([0, *starts], starts, strict=False)]
-    return kind(**columns)
+    return columns
 
 
-def _rows(path: str, kind: type[T], columns: msgspec.Struct, start: str) -> Iterator[T]:
-    """Yield the values whose attributes `_columns` wrote."""
-    lists = msgspec.structs.asdict(columns)
-    if len({*map(len, lists.values())}) > 1:
-        raise WireError(path, [*map(len, lists.values())], "lists of equal length")
+def _rows(path: str, kind: type[T], columns: Columns, start: str) -> Iterator[T]:
+    """Yield the values whose attributes `_columns` wrote. `RankCache` checks the attributes."""
+    names, lengths = COLUMNS[kind], [*map(len, columns.values())]
+    if columns.keys() != {*names} or len({*lengths}) > 1:
+        strange = sorted(columns.keys() ^ {*names})
+        expected = f"lists of equal length: {', '.join(names)}"
+        raise WireError(path, strange or lengths, expected)
+    lists: dict[str, Iterable[Any]] = {**columns}
+    if any(isinstance(step, str) for step in columns[start]):
+        raise WireError(f"{path}.{start}", "a text", "ints")
     lists[start] = accumulate(lists[start])
     try:
         for row in zip(*lists.values(), strict=True):

@@ -22,6 +22,7 @@ from hypothesis import given
 from shakes import handshakes, opened
 
 import kvspec
+from kvspec.memory.rank_cache import Memory, Region
 from kvspec.session.checksums import sums_of
 from kvspec.session.mailbox import introduced
 from kvspec.session.ticket import PrefillTicket, content_of
@@ -143,13 +144,12 @@ def test_differences_of_page_give_memory_and_regions_of_any_cache(shake: Handsha
         assert {at: [getattr(each, at) for each in values] for at in columns} == columns
 
 
-@pytest.mark.parametrize("kind", [codec.MemoryColumns, codec.RegionColumns])
-def test_page_lists_every_array_of_memory_and_regions(kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "word"), [(Memory, "memory"), (Region, "regions")])
+def test_page_lists_every_array_of_memory_and_regions(kind: Any, word: str) -> None:
     """The table names the arrays of both maps."""
-    word = "memory" if kind is codec.MemoryColumns else "regions"
     rows = [line.split("|") for line in section("Memory and regions").splitlines()]
     shown = [row[1] for row in rows if len(row) == 6 and word in row[2]]
-    assert sorted(kind.__struct_fields__) == sorted(re.findall(r"`(\w+)`", "".join(shown)))
+    assert sorted(codec.COLUMNS[kind]) == sorted(re.findall(r"`(\w+)`", "".join(shown)))
 
 
 @pytest.mark.parametrize("name", EXAMPLE_MESSAGES)
