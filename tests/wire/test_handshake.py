@@ -386,7 +386,7 @@ REFUSED = [
     (put("regions", lambda columns: {name: double(rows) for name, rows in columns.items()}),
      "handshake.regions", "model.layers.2.self_attn.attn.v", "once"),
     (put("regions", "part", double), "regions", ..., "equal length"),
-    (put("regions", "more", []), "regions", ..., "more"),
+    (put("regions", "more", []), "regions", ["more"], "equal length"),
     (remove("regions", "units"), "regions", ["units"], "units"),
     (put("regions", lambda columns: columns | {f"{n}": [] for n in range(2**18)}),
      "regions", ..., "length"),
