@@ -37,32 +37,21 @@ def new_memories(registered: Sequence[Memory], memories: Iterable[Memory]) -> tu
     """
     given = sequence("memories", memories, "Memories")
     wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(given)]
-    every: list[tuple[Memory, int | None]] = [(memory, None) for memory in registered]
-    every += [(memory, place) for place, memory in enumerate(wanted)]
+    # Each memory with its number in *memories*, or -1 if it is registered.
+    every = [(memory, -1) for memory in registered]
+    every += [(memory, number) for number, memory in enumerate(wanted)]
     every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
     fresh: list[Memory] = []
-    last: tuple[Memory, int | None] | None = None
-    for memory, place in every:
-        if last is not None and _overlap(memory, last[0]):
-            if place is None or memory.end > last[0].end:
-                raise _torn((memory, place), last)
-            continue
-        last = memory, place
-        if place is not None:
-            fresh.append(memory)
+    last, before = None, -1
+    for memory, number in every:
+        if last is None or not _overlap(memory, last):
+            last, before = memory, number
+            fresh += [memory] * (number >= 0)
+        elif number < 0 or memory.end > last.end:
+            known, new = (memory, before) if number < 0 else (last, number)
+            rule = f"no overlap with {_text(known)}, or a memory inside it"
+            raise SpecError(f"memories[{new}]", _text(wanted[new]), rule)
     return tuple(fresh)
-
-
-def _torn(one: tuple[Memory, int | None], other: tuple[Memory, int | None]) -> SpecError:
-    """Return the error of two memories that overlap, with their places among the new memories.
-
-    The place of a registered memory is None. One of the two is new.
-    """
-    (memory, place), (known, known_place) = (other, one) if one[1] is None else (one, other)
-    name = "the registered" if known_place is None else f"memories[{known_place}],"
-    whole = memory.address <= known.address and known.end <= memory.end
-    way = "around" if whole else "in part with"
-    return SpecError(f"memories[{place}]", _text(memory), f"no overlap {way} {name} {_text(known)}")
 
 
 def _checked(field: str, memory: object) -> Memory:

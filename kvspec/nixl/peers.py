@@ -19,9 +19,9 @@ import msgspec
 
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import MOST, instance
+from kvspec.wire.handshake import MAX_NAME, is_name
 from kvspec.wire.seal import Secret
 
-MAX_NAME = 255  # bytes
 MIN_SECRET = 16  # bytes
 
 _MAGIC = b"kvspec-nixl-3\n"
@@ -54,13 +54,7 @@ def name_of(name: object, prefix: str) -> str:
         name = f"{prefix}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
     elif prefix:
         raise SpecError("name", name, rule="a name and a prefix cannot be combined")
-    try:
-        size = len(instance("name", name, str).encode())
-    except UnicodeEncodeError:
-        size = 0
-    if not 0 < size <= MAX_NAME:
-        raise SpecError("name", name, f"a text of 1 to {MAX_NAME} bytes")
-    return str(name)
+    return is_name("name", name)
 
 
 def secret_of(secret: object) -> bytes:

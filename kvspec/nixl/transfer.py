@@ -187,27 +187,28 @@ class Transfer:
                 raise self._late()
             self._post(now, turn)
         except TransferError as error:
-            # Set the error first: a transfer with nothing pending and no error counts as done.
-            self.error, self.ticket = error, None
-            self._pending.clear()
-            self.reap()
+            self._fail(error)
         return self._settled != settled
 
     def reap(self) -> bool:
         """Release the handles that ended. Return whether none is left."""
-        with self._agent.lock:
-            for handle in tuple(self._in_flight):
-                if self._agent.terminal(handle):
-                    self._let_go(handle)
+        for handle in tuple(self._in_flight):
+            if self._agent.terminal(handle):
+                self._let_go(handle)
         return not self._in_flight
+
+    def _fail(self, error: TransferError) -> None:
+        """Post nothing more, and release the handles that ended."""
+        # Set the error first: a transfer with nothing pending and no error counts as done.
+        self.error, self.ticket = error, None
+        self._pending.clear()
+        self.reap()
 
     def stop(self, why: str, state: TransferState) -> bool:
         """Post nothing more, and fail with *why*. Return whether nothing is in flight."""
         with self._agent.lock:
             if self.state == "PROC":
-                self.error = self._failed(f"{why}: {state.advice}", state)
-            self._pending.clear()
-            self.ticket = None
+                self._fail(self._failed(f"{why}: {state.advice}", state))
             return self.reap()
 
     def abandon(self) -> None:
