@@ -72,7 +72,7 @@ class StridedRows:
         rows = self._columns[0].argsort(kind="stable")
         address = self._columns[0][rows]
         separate = address[1:] >= np.maximum.accumulate(self.end[rows])[:-1]
-        return address[np.append(True, separate)]
+        return np.asarray(address[np.append(True, separate)])
 
     @cached_property
     def device(self) -> int:
