@@ -8,6 +8,7 @@ import kvspec
 from kvspec.cli.calibrate import calibrate
 from kvspec.cli.plan import plan
 from kvspec.cli.transfer import transfer
+from kvspec.cli.vectors import vectors
 from kvspec.cli.verify import verify
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app.command()(transfer)
 app.command()(plan)
 app.command()(verify)
 app.command()(calibrate)
+app.command()(vectors)
 
 
 def _print_version(requested: bool) -> None:

@@ -38,7 +38,7 @@ FOLDERS = (
     "draw session",
     ".",  # kvspec/__init__.py, which exports the public names
     "testing",
-    "adapters run",
+    "adapters run vectors",
     "cli",
 )
 """The folders and single files of `kvspec/` in layers. A layer imports only the layers before it.

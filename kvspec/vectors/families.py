@@ -1,0 +1,637 @@
+"""The transfers of each family of vectors.
+
+Invariant: the transfers are enumerated, not drawn, so that every machine writes the same files.
+A name identifies one transfer for ever: programs list the names that they do not support.
+
+How it works:
+    `FAMILIES` maps the name of a family to a function that yields its transfers. Each transfer
+    varies the axis of its family, and is small in all other respects: one or two layers, contents
+    of a few bytes, prompts of a few blocks. The committed set samples each axis. The large set,
+    which is a release artefact, has every combination.
+
+        >>> [transfer.name for transfer in transfers("tp")][:2]
+        ['tp/heads1-tp1-tp1', 'tp/heads1-tp1-tp2']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import gcd
+from typing import Any
+
+import attrs
+
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
+from kvspec.engines.letters import NAMED_LAYOUTS
+from kvspec.errors import SpecError
+from kvspec.ownership.parallel import ParallelConfig
+from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology
+from kvspec.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KeyContent,
+    LayerSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from kvspec.testing.case import Case
+
+__all__ = ["FAMILIES", "Transfer", "transfers"]
+
+
+@attrs.frozen
+class Transfer:
+    """One transfer of a family.
+
+    Attributes:
+        name: Family and name, such as `tp/heads8-tp2-tp3`.
+        case: The transfer.
+        steps: Whether the request also moves in steps.
+        refused: Whether the library must refuse the transfer.
+    """
+
+    name: str
+    case: Case
+    steps: bool = False
+    refused: bool = False
+
+
+# Page formats that cut the content of a row into chunks.
+CUT = ("keys-transposed", "x-packed")
+
+# A family yields the name of a transfer in the family, and the transfer.
+Family = Callable[[bool], Iterator[tuple[str, Case]]]
+
+
+def transfers(family: str, *, large: bool = False) -> Iterator[Transfer]:
+    """Yield the transfers of a family.
+
+    Args:
+        family: Name of the family.
+        large: Whether to yield the large set.
+
+    Raises:
+        SpecError: If the family is unknown.
+    """
+    if family not in FAMILIES:
+        raise SpecError("family", family, f"one of {', '.join(FAMILIES)}")
+    for name, case in FAMILIES[family](large):
+        yield Transfer(
+            f"{family}/{name}", case, steps=family == "steps", refused=family == "refusals"
+        )
+
+
+def _full(heads: int, block: int = 4, **fields: Any) -> FullAttentionSpec:  # noqa: ANN401
+    return FullAttentionSpec(
+        **{"block_size": block, "total_num_kv_heads": heads, "head_size": 2, "dtype": "uint8"}
+        | fields
+    )
+
+
+def _latent(block: int = 4, **fields: Any) -> MLAAttentionSpec:  # noqa: ANN401
+    return MLAAttentionSpec(**{"block_size": block, "head_size": 6, "dtype": "uint8"} | fields)
+
+
+def _engine(
+    spec: LayerSpec | Sequence[KVCacheGroup],
+    layers: Iterable[str] = ("layers.0",),
+    *,
+    layout: str = "LBHNC",
+    null: int | None = None,
+    group: Mapping[str, Any] | None = None,
+    **parallel: Any,  # noqa: ANN401
+) -> EngineSpec:
+    """Return an engine. *spec* is that of one group, or a sequence of groups."""
+    groups = (
+        [KVCacheGroup(name="g", layers=layers, spec=spec, **(group or {}))]
+        if isinstance(spec, LayerSpec)
+        else spec
+    )
+    sizes = ParallelConfig(**parallel)
+    return EngineSpec(groups=groups, parallel=sizes, layout=layout, null_block=null)
+
+
+def _case(
+    producer: EngineSpec,
+    consumer: EngineSpec,
+    tokens: int = 6,
+    *,
+    cached: int | Mapping[str, int] = 0,
+    policy: ReplicaPolicy | ReplicaPolicyName = "spread",
+    encoder: int | None = None,
+    late: tuple[bool, bool] = (False, False),
+    common_states: bool = False,
+    shared: bool = False,
+) -> Case:
+    """Return a case with block tables for *tokens* tokens.
+
+    Args:
+        producer: The producer.
+        consumer: The consumer.
+        tokens: Tokens of the prompt.
+        cached: Cached tokens of the consumer.
+        policy: The replica policy.
+        encoder: Tokens of the encoder.
+        late: For each side, whether tables begin at the first live token.
+        common_states: As in `Case`.
+        shared: As in `Case`.
+    """
+    counts = tokens, encoder
+    producer_blocks, producer_pool = _tables(producer, counts, 3, late=late[0], shared=shared)
+    consumer_blocks, consumer_pool = _tables(consumer, counts, 4, late=late[1], shared=shared)
+    request = TransferRequest(
+        request_id="vector",
+        num_tokens=tokens,
+        cached_tokens=cached,
+        encoder_tokens=encoder,
+        producer_blocks=producer_blocks,
+        consumer_blocks=consumer_blocks,
+    )
+    return Case(
+        producer=producer,
+        consumer=consumer,
+        producer_pool=producer_pool,
+        consumer_pool=consumer_pool,
+        request=request,
+        replica_policy=policy,
+        common_states=common_states,
+        shared=shared,
+    )
+
+
+def _tables(
+    engine: EngineSpec, counts: tuple[int, int | None], seed: int, *, late: bool, shared: bool
+) -> tuple[dict[str, BlockTable], dict[str, int]]:
+    """Return the block tables of one side, and the number of blocks of each group."""
+    tables: dict[str, BlockTable] = {}
+    sizes: dict[str, int] = {}
+    used = 0  # Groups that share memory have no common block.
+    for group in engine.groups:
+        total = group.spec.total(*counts)
+        live = group.spec.live_tokens(total)
+        virtual = engine.virtual_block(group)
+        first = live.start // virtual * virtual if late else 0
+        # A state has one block, the slot of the state.
+        state = not any(part.per_token for part in group.own_parts)
+        count = 1 if state else -(-(total - first) // virtual)
+        ids = [used + block for block in _ids(count, seed)]
+        if engine.null_block is not None:
+            # Blocks before the first live token are dropped, as an engine with a window does.
+            dropped = range(live.start // virtual)
+            ids = [engine.null_block if i in dropped else block + 1 for i, block in enumerate(ids)]
+        tables[group.name] = BlockTable(ids, first_token=0 if state else first)
+        used += (count + 3) if shared else 0
+        sizes[group.name] = count + 3
+    return tables, dict.fromkeys(sizes, used + 1) if shared else sizes
+
+
+def _ids(count: int, seed: int) -> list[int]:
+    """Return *count* different ids below *count* + 2. Most of them do not follow each other.
+
+    >>> _ids(4, 3), _ids(4, 4)
+    ([3, 2, 1, 0], [4, 3, 2, 1])
+    """
+    pool = count + 2
+    step = next(step for step in range(seed + 2, 2 * pool + seed) if gcd(step, pool) == 1)
+    return [(seed + place * step) % pool for place in range(count)]
+
+
+def _some(items: Iterable[Any], large: bool, every: int) -> list[Any]:  # noqa: FBT001
+    """Return all *items* of a large set, or one of *every* of them."""
+    return list(items)[:: 1 if large else every]
+
+
+def _tp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    heads = range(1, 17) if large else (1, 2, 3, 4, 6, 8)
+    sizes = (1, 2, 3, 4, 5, 6, 8, 12, 16) if large else (1, 2, 3, 4, 8)
+    for units, p, c in product(heads, sizes, sizes):
+        case = _case(_engine(_full(units), tp_size=p), _engine(_full(units), tp_size=c))
+        yield f"heads{units}-tp{p}-tp{c}", case
+
+
+def _replicas(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    sizes: Iterable[tuple[int, int]] = ((4, 1), (4, 3), (8, 2), (2, 8), (3, 4), (6, 4), (8, 8))
+    if large:
+        sizes = product((1, 2, 3, 4, 6, 8, 12), repeat=2)
+    kinds = {"latent": _latent(block=2), "heads2": _full(2, block=2), "heads3": _full(3, block=2)}
+    for (name, spec), (p, c) in product(kinds.items(), sizes):
+        producer, consumer = _engine(spec, tp_size=p), _engine(spec, tp_size=c)
+        nodes = Topology(
+            producer={rank: rank.tp // 3 for rank in producer.parallel.ranks},
+            consumer={rank: rank.tp // 2 for rank in consumer.parallel.ranks},
+        )
+        for policy in (
+            ReplicaPolicy("spread"), ReplicaPolicy("spread", 3), ReplicaPolicy("first"),
+            ReplicaPolicy("stripe"), ReplicaPolicy("stripe", 1),
+            ReplicaPolicy("nearest", 1, nodes),
+        ):  # fmt: skip
+            case = _case(producer, consumer, 11, policy=policy)
+            yield f"{name}-tp{p}-tp{c}-{policy.name}{policy.salt}", case
+
+
+def _shardings(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    explicit: dict[str, list[range]] = {
+        "first-larger": [range(3), range(3, 5)],
+        "reversed": [range(4, 5), range(2, 4), range(2)],
+        "replicas-apart": [range(2), range(2, 5), range(2), range(2, 5)],
+        "one-empty": [range(5), range(0)],
+    }
+    even = (1, 2, 3, 4, 5, 7) if large else (1, 2, 3, 7)
+    sides = {
+        name: _engine(_full(5), tp_size=len(ranges), shardings={5: ranges})
+        for name, ranges in explicit.items()
+    }
+    by_part = {"k": [range(1), range(1, 5)], "v": [range(4), range(4, 5)]}
+    # K and V of other sizes need planes of their own.
+    sides["k-unlike-v"] = _engine(
+        _full(5), layout="LBKHNC", tp_size=2, group={"shardings": by_part}
+    )
+    for (name, engine), size in product(sides.items(), even):
+        other = _engine(_full(5), tp_size=size)
+        yield f"{name}-to-tp{size}", _case(engine, other)
+        yield f"tp{size}-to-{name}", _case(other, engine)
+    for (name, producer), (to, consumer) in product(sides.items(), repeat=2):
+        yield f"{name}-to-{to}", _case(producer, consumer)
+
+
+def _pp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    names = [f"model.layers.{number}.attn" for number in (0, 1, 2, 3, 4)]
+    sizes = (1, 2, 3, 4, 5) if large else (1, 2, 3)
+    for p, c, (tp, to) in product(sizes, sizes, ((1, 1), (2, 3), (4, 2))):
+        for kind, spec in (("heads2", _full(2)), ("latent", _latent())):
+            case = _case(
+                _engine(spec, names, tp_size=tp, pp_size=p),
+                _engine(spec, names[::-1], tp_size=to, pp_size=c),
+                5,
+            )
+            yield f"{kind}-pp{p}-tp{tp}-pp{c}-tp{to}", case
+    stages = {
+        "first-smaller": [range(1), range(1, 5)],
+        "by-name": [(names[0], names[3]), (names[1], names[2], names[4])],
+        "three": [range(2), range(2, 4), range(4, 5)],
+    }
+    engines = {
+        name: _engine(_full(2), names, tp_size=2, pp_size=len(of), stages=of)
+        for name, of in stages.items()
+    }
+    for (name, producer), (to_name, consumer) in product(engines.items(), repeat=2):
+        yield f"{name}-to-{to_name}", _case(producer, consumer, 5)
+    gaps = [f"blocks.{number}" for number in (2, 3, 7, 20)]
+    yield "numbers-with-gaps", _case(
+        _engine(_full(1), gaps, pp_size=2), _engine(_full(1), gaps, pp_size=3)
+    )
+
+
+def _cp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    # TP, DCP, PCP and interleave. Each context rank needs a rank for each head.
+    sizes = [
+        (1, 1, 1, 1), (2, 2, 1, 1), (2, 2, 1, 4), (4, 2, 1, 2), (4, 4, 1, 1), (6, 3, 1, 2),
+        (1, 1, 2, 2), (1, 1, 3, 1), (2, 2, 2, 1), (4, 2, 2, 4),
+    ]  # fmt: skip
+    for kind, spec in (("latent", _latent(8)), ("head1", _full(1, 8))):
+        for (p, c), tokens in product(product(sizes, repeat=2), (37, 64) if large else (37,)):
+            if not large and kind == "head1" and (sizes.index(p) + sizes.index(c)) % 3:
+                continue
+            engines = (
+                _engine(spec, tp_size=tp, dcp_size=dcp, pcp_size=pcp, interleave_size=run)
+                for tp, dcp, pcp, run in (p, c)
+            )
+            name = "-to-".join("tp{}-dcp{}-pcp{}-i{}".format(*side) for side in (p, c))
+            yield f"{kind}-{name}-n{tokens}", _case(*engines, tokens)
+    two_heads = [(4, 2, 1, 2), (8, 4, 1, 1), (2, 1, 2, 4), (2, 1, 1, 1), (3, 1, 1, 1)]
+    for p, c in product(two_heads, repeat=2):
+        engines = (
+            _engine(_full(2, 8), tp_size=tp, dcp_size=dcp, pcp_size=pcp, interleave_size=run)
+            for tp, dcp, pcp, run in (p, c)
+        )
+        name = "-to-".join("tp{}-dcp{}-pcp{}-i{}".format(*side) for side in (p, c))
+        yield f"heads2-{name}", _case(*engines, 29, cached=5)
+    for name, rows, pcp in (("all-zero", [[0], [0]], 2), ("swapped", [[1], [0]], 2)):
+        own = _engine(_latent(8), pcp_size=pcp, context_ranks=rows, interleave_size=2)
+        other = _engine(_latent(8), tp_size=2, dcp_size=2)
+        yield f"context-ranks-{name}", _case(own, other, 37)
+        yield f"to-context-ranks-{name}", _case(other, own, 37)
+    groups = [
+        KVCacheGroup(name="target", layers=["layers.0"], spec=_latent(8)),
+        KVCacheGroup(name="draft", layers=["layers.1"], spec=_latent(8), context_sharded=False),
+    ]
+    yield "draft-has-all-tokens", _case(
+        _engine(groups, tp_size=2, dcp_size=2), _engine(groups, tp_size=4, dcp_size=4), 21
+    )
+
+
+def _blocks(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    sizes = (1, 2, 3, 4, 6, 8, 16, 24) if large else (1, 3, 4, 8, 16)
+    for p, c, tokens in product(sizes, sizes, (1, 16, 33)):
+        engines = (_engine(_full(2, block), tp_size=tp) for block, tp in ((p, 2), (c, 1)))
+        yield f"block{p}-block{c}-n{tokens}", _case(*engines, tokens)
+    kernels = [(8, 8), (8, 4), (8, 2), (16, 4), (12, 3)]
+    for (p, pk), (c, ck) in product(kernels, repeat=2):
+        engines = (
+            _engine(_full(2, block), group={"kernel_block_size": kernel}, layout="LBNHC")
+            for block, kernel in ((p, pk), (c, ck))
+        )
+        yield f"block{p}-kernel{pk}-block{c}-kernel{ck}", _case(*engines, 27, cached=3)
+    for block, dcp in product((4, 8), (2, 4)):
+        spec = _latent(block)
+        engines = (
+            _engine(spec, tp_size=dcp, dcp_size=dcp, interleave_size=2, group={"kernel_block_size": 2}),
+            _engine(_latent(6), group={"kernel_block_size": 3}),
+        )  # fmt: skip
+        yield f"block{block}-kernel2-dcp{dcp}", _case(*engines, 35)
+    yield "no-tokens", _case(_engine(_full(2)), _engine(_full(2), tp_size=2), 0)
+
+
+def _layouts(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    layers = ("layers.0", "layers.1")
+    pairs = product((*NAMED_LAYOUTS, "BNHLKC", "HLBKNC"), repeat=2)
+    for number, (p, c) in enumerate(pairs):
+        if large or number % 3 == 0 or p == c:
+            spec = _full(4, 2, head_size_v=3)
+            engines = (
+                _engine(spec, layers, layout=layout, tp_size=tp) for layout, tp in ((p, 2), (c, 3))
+            )
+            yield f"{p}-to-{c}", _case(*engines, 5, cached=1)
+    padded = {None: None, 40: 40, 64: 64}
+    for p, c in product(padded, repeat=2):
+        engines = (
+            _engine(_full(4, 2, page_size_padded=page), layers, layout=layout, tp_size=2)
+            for page, layout in ((p, "LBNHC"), (c, "BLHNC"))
+        )
+        yield f"page{p or 0}-to-page{c or 0}", _case(*engines, 5)
+    own = {"layout": "LKBNHC"}
+    yield "layout-of-group", _case(_engine(_full(2), group=own), _engine(_full(2), tp_size=2))
+
+
+def _prefixes(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    tokens = 17
+    steps = range(tokens + 3) if large else (1, 3, 4, 7, 8, 12, 15, 16, 17, 19)
+    for cached, (p, c) in product(steps, ((4, 4), (3, 8), (16, 4))):
+        engines = (_engine(_full(2, block), tp_size=tp) for block, tp in ((p, 1), (c, 2)))
+        yield f"cached{cached}-block{p}-block{c}", _case(*engines, tokens, cached=cached)
+    for cached in steps:
+        engines = (
+            _engine(_latent(4), tp_size=2, dcp_size=2, interleave_size=2),
+            _engine(_latent(8), tp_size=3, dcp_size=3, interleave_size=4),
+        )
+        yield f"cached{cached}-dcp2-dcp3", _case(*engines, tokens, cached=cached)
+    groups = [
+        KVCacheGroup(name=name, layers=[f"layers.{number}"], spec=_full(2))
+        for number, name in enumerate("ab")
+    ]
+    yield "cached-by-group", _case(_engine(groups), _engine(groups), 9, cached={"b": 5})
+
+
+def _windows(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    sizes = (1, 2, 4, 5, 9, 30) if large else (1, 4, 9, 30)
+    lengths = (1, 8, 13, 16, 21) if large else (8, 13, 21)
+    tables = {"all": (None, False), "late": (None, True), "null": (0, False)}
+    for size, tokens, (name, (null, late)) in product(sizes, lengths, tables.items()):
+        for kind, spec in _window_kinds(size).items():
+            producer = _engine(attrs.evolve(spec, block_size=4), null=null, tp_size=2)
+            consumer = _engine(attrs.evolve(spec, block_size=8))
+            cached = tokens // 2 if size % 2 else 0
+            case = _case(producer, consumer, tokens, cached=cached, late=(late, False))
+            yield f"{kind}{size}-n{tokens}-{name}", case
+    window = _window_kinds(7)["window"]
+    yield "full-to-window", _case(_engine(_full(2)), _engine(window, tp_size=2), 13)
+    yield "window-to-full", _case(_engine(window), _engine(_full(2), tp_size=2), 6)
+    retained = SlidingWindowSpec(
+        block_size=4, total_num_kv_heads=2, head_size=2, dtype="uint8", sliding_window=4,
+        extra_retained_tokens=3,
+    )  # fmt: skip
+    yield "window-with-retained-tokens", _case(_engine(retained), _engine(retained, tp_size=2), 13)
+    latent = SlidingWindowMLASpec(block_size=8, head_size=6, dtype="uint8", sliding_window=11)
+    yield "latent-window-dcp", _case(
+        _engine(latent, tp_size=2, dcp_size=2, interleave_size=2), _engine(latent, tp_size=3), 37
+    )
+
+
+def _window_kinds(size: int) -> dict[str, LayerSpec]:
+    fields = {"block_size": 4, "total_num_kv_heads": 2, "head_size": 2, "dtype": "uint8"}
+    window: Any = fields | {"sliding_window": size}
+    chunk: Any = fields | {"attention_chunk_size": size}
+    return {"window": SlidingWindowSpec(**window), "chunk": ChunkedLocalAttentionSpec(**chunk)}
+
+
+def _states(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    sizes: dict[str, Any] = {"conv_kernel": 4, "dtype": "uint8"}
+    kinds = {
+        "mamba1": MambaSpec.mamba1(intermediate_size=6, state_size=2, **sizes),
+        "mamba2": MambaSpec.mamba2(num_heads=4, head_dim=2, n_groups=1, state_size=2, **sizes),
+        "mamba2-groups2": MambaSpec.mamba2(
+            num_heads=4, head_dim=2, n_groups=2, state_size=3, ssm_dtype="float32", **sizes
+        ),
+        "gated-delta-net": MambaSpec.gated_delta_net(
+            num_k_heads=2, num_v_heads=4, head_k_dim=2, head_v_dim=1, **sizes
+        ),
+        "short-conv": MambaSpec.short_conv(conv_dim=6, **sizes),
+        "replicated": MambaSpec.replicated_state(state_bytes=5),
+    }
+    pairs = list(product((1, 2, 3, 4), repeat=2))
+    for name, spec in kinds.items():
+        for p, c in _some(pairs, large, 2 if name == "mamba2" else 3):
+            case = _case(
+                _engine(spec, tp_size=p, layout="LBHNC"), _engine(spec, tp_size=c, layout="LBNHC")
+            )
+            yield f"{name}-tp{p}-tp{c}", case
+    mamba = MambaSpec.mamba2(
+        num_heads=2, head_dim=2, n_groups=1, state_size=2, block_size=4, **sizes
+    )
+    for tokens, cached in ((0, 0), (1, 0), (8, 0), (9, 8), (9, 9)):
+        case = _case(_engine(mamba, tp_size=2), _engine(mamba), tokens, cached=cached)
+        yield f"n{tokens}-cached{cached}", case
+    long = _case(_engine(mamba), _engine(mamba, tp_size=2), 9)
+    tables = {"g": [2, 0, 1]}
+    request = attrs.evolve(long.request, producer_blocks=tables, consumer_blocks={"g": [1, 3, 2]})
+    yield "block-of-last-token", attrs.evolve(long, request=request)
+    extra = MambaSpec.short_conv(conv_dim=6, num_speculative_tokens=2, **sizes)
+    for name, engines in (
+        ("producer-has-more-rows", (extra, kinds["short-conv"])),
+        ("consumer-has-more-rows", (kinds["short-conv"], extra)),
+    ):
+        yield name, _case(*map(_engine, engines), common_states=True)
+    for policy in ("spread", "stripe"):
+        case = _case(
+            _engine(kinds["replicated"], tp_size=4),
+            _engine(kinds["replicated"], tp_size=2),
+            9,
+            policy=ReplicaPolicy(policy, 1),
+        )
+        yield f"replicated-{policy}", case
+    yield "context-ranks-hold-all", _case(
+        _engine(kinds["mamba2"], tp_size=2, dcp_size=2), _engine(kinds["mamba2"], pcp_size=2)
+    )
+
+
+def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    def rotary(order: str, start: int = 0, size: int = 4) -> KeyContent:
+        return KeyContent(rotary=order, rotary_start=start, rotary_size=size)
+
+    wide: dict[str, Any] = {"head_size": 16, "dtype": "bfloat16"}
+    specs: dict[str, tuple[LayerSpec, LayerSpec]] = {
+        "scales": (
+            _full(4, dtype="float8_e4m3fn", scale_dtype="float32", head_size=4),
+            _full(4, 8, dtype="float8_e4m3fn", scale_dtype="float32", head_size=4),
+        ),
+        "scales-of-two-tokens": (
+            _full(4, scale_dtype="float8_e4m3fn", head_size=4, elements_per_scale=2,
+                  tokens_per_scale=2),
+            _full(4, 8, scale_dtype="float8_e4m3fn", head_size=4, elements_per_scale=2,
+                  tokens_per_scale=2),
+        ),
+        "packed-rows": (_full(4, state_content_bytes=7), _full(4, 8, state_content_bytes=7)),
+        "rows-of-four-tokens": (
+            _latent(8, tokens_per_state=4), _latent(16, tokens_per_state=4)
+        ),
+        "keys-transposed": (_full(4, head_size=4), _full(4, head_size=4, page_format="keys-transposed")),
+        "x-packed": (_full(4, **wide), _full(4, **wide, page_format="x-packed")),
+        "halves-to-pairs": (
+            _full(4, head_size=4, key_content=rotary("halves")),
+            _full(4, head_size=4, key_content=rotary("pairs")),
+        ),
+        "latent-rotary-first": (
+            _latent(key_content=rotary("pairs", 0)), _latent(key_content=rotary("halves", 2))
+        ),
+        "opaque-page": (
+            _full(4, page_format="opaque:fp4"), _full(4, page_format="opaque:fp4")
+        ),
+        "spans-heads": (
+            _full(4, state_content_bytes=7, spans_heads=True),
+            _full(4, 8, state_content_bytes=7, spans_heads=True),
+        ),
+    }  # fmt: skip
+    for name, (producer, consumer) in specs.items():
+        whole = name in {"opaque-page", "spans-heads"}
+        for p, c in ((2, 2),) if whole else ((1, 1), (2, 3), (4, 2)):
+            # A format that cuts the content needs planes of K and V, with rows just before content.
+            layout = "LBKHNC" if getattr(consumer, "page_format", "") in CUT else "LBNHC"
+            engines = (
+                _engine(producer, tp_size=p, layout="LBHNC"),
+                _engine(consumer, tp_size=c, layout=layout),
+            )
+            for tokens, cached in ((13, 0), (16, 8)):
+                case = _case(*engines, tokens, cached=cached)
+                yield f"{name}-tp{p}-tp{c}-n{tokens}-cached{cached}", case
+
+
+def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    window = _window_kinds(5)["window"]
+    state = MambaSpec.mamba2(
+        num_heads=4, head_dim=2, n_groups=1, state_size=2, conv_kernel=4, dtype="uint8"
+    )
+    cross = CrossAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=2, dtype="uint8")
+    named = {"full": _full(2), "window": window, "state": state, "cross": cross}
+
+    def of(*names: str, **fields: Any) -> list[KVCacheGroup]:  # noqa: ANN401
+        return [
+            KVCacheGroup(name=name, layers=[f"layers.{at}.{name}"], spec=named[name], **fields)
+            for at, name in enumerate(names)
+        ]
+
+    for names in (("full", "window"), ("full", "state"), ("window", "full", "state")):
+        for p, c in ((1, 2), (4, 1), (2, 3)):
+            case = _case(_engine(of(*names), tp_size=p), _engine(of(*names), tp_size=c), 11)
+            yield f"{'-'.join(names)}-tp{p}-tp{c}", case
+    encoder = _case(_engine(of("full", "cross")), _engine(of("full", "cross"), tp_size=2), 6, encoder=9)
+    yield "cross-attention", encoder
+    layers = ["layers.0", "layers.1", "layers.2"]
+    one = [KVCacheGroup(name="all", layers=layers, spec=_full(2))]
+    three = [
+        KVCacheGroup(name=f"only{at}", layers=[layer], spec=_full(2))
+        for at, layer in enumerate(layers)
+    ]
+    yield "one-group-to-three", _case(_engine(one, tp_size=2), _engine(three))
+    yield "three-groups-to-one", _case(_engine(three), _engine(one, tp_size=2))
+    draft = [attrs.evolve(one[0], excluded=[layers[2]])]
+    yield "excluded-by-producer", _case(_engine(draft), _engine(one, tp_size=2))
+    yield "excluded-by-consumer", _case(_engine(one, tp_size=2), _engine(draft))
+    sizes = {layers[0]: _full(2), layers[1]: _full(4, head_size=3), layers[2]: _full(2)}
+    uniform = UniformTypeKVCacheSpecs(specs=sizes)
+    for p, c in ((2, 1), (4, 3)):
+        case = _case(_engine(uniform, layers, tp_size=p), _engine(uniform, layers, tp_size=c))
+        yield f"layers-of-two-sizes-tp{p}-tp{c}", case
+    hybrid = [
+        KVCacheGroup(name=f"{kind}{at}", layers=[f"layers.{at}"], spec=spec)
+        for at, (kind, spec) in enumerate((("full", _full(2)), ("window", window)))
+    ]
+    shared = _case(_engine(hybrid), _engine(hybrid, tp_size=2), 11, shared=True)
+    yield "groups-share-memory", shared
+
+
+def _steps(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    layers = ("layers.0", "layers.1", "layers.2")
+    window = _window_kinds(5)["window"]
+    kinds = {"full": (_full(2), _full(2, 8)), "latent": (_latent(), _latent(8)),
+             "window": (window, attrs.evolve(window, block_size=8))}  # fmt: skip
+    for (name, (p, c)), tokens in product(kinds.items(), (1, 2, 7, 16, 19)):
+        for cached in sorted({0, tokens // 2}) if large else (0,):
+            engines = _engine(p, layers, tp_size=2), _engine(c, layers, tp_size=3)
+            yield f"{name}-n{tokens}-cached{cached}", _case(*engines, tokens, cached=cached)
+    for tokens in (7, 29):
+        engines = (
+            _engine(_latent(8), layers, tp_size=2, dcp_size=2, interleave_size=2),
+            _engine(_latent(4), layers, pp_size=3),
+        )
+        yield f"dcp2-pp3-n{tokens}", _case(*engines, tokens)
+    state = MambaSpec.short_conv(conv_dim=4, conv_kernel=3, dtype="uint8")
+    groups = [
+        KVCacheGroup(name="full", layers=layers[:2], spec=_full(2)),
+        KVCacheGroup(name="state", layers=layers[2:], spec=state),
+    ]
+    yield "full-and-state", _case(_engine(groups), _engine(groups, tp_size=2), 9)
+
+
+def _refusals(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    plain = _full(4, head_size=4)
+    for field, value in (
+        ("total_num_kv_heads", 8), ("head_size", 2), ("head_size_v", 2), ("dtype", "int8"),
+        ("state_content_bytes", 8), ("scale_dtype", "float32"), ("scales_digest", "0" * 64),
+        ("key_content", KeyContent(rotary="none")), ("tokens_per_state", 2),
+    ):  # fmt: skip
+        other = attrs.evolve(plain, **{field: value})
+        yield f"{field}-differs", _case(_engine(plain), _engine(other))
+    whole = attrs.evolve(plain, state_content_bytes=7, spans_heads=True)
+    yield "whole-units-cut", _case(_engine(whole, tp_size=2), _engine(whole))
+    for first, second in product((4, 6), repeat=2):
+        if first != second:
+            windows = (_window_kinds(size)["window"] for size in (first, second))
+            yield f"window{first}-to-window{second}", _case(*map(_engine, windows))
+    yield "other-layer", _case(_engine(plain), _engine(plain, ("layers.1",)))
+    good = _case(_engine(plain, null=0), _engine(plain, null=0), 9)
+    for name, tables in (
+        ("producer-lacks-last-block", {"producer_blocks": {"g": [1, 2]}}),
+        ("consumer-lacks-last-block", {"consumer_blocks": {"g": [1, 2]}}),
+        ("producer-dropped-first-block", {"producer_blocks": {"g": [0, 2, 3]}}),
+        ("consumer-has-null-block", {"consumer_blocks": {"g": [0, 2, 3]}}),
+        ("consumer-repeats-block", {"consumer_blocks": {"g": [2, 2, 3]}}),
+        ("producer-lacks-group", {"producer_blocks": {}}),
+    ):
+        request: Any = attrs.evolve(good.request, **tables)
+        yield name, attrs.evolve(good, request=request)
+
+
+FAMILIES: dict[str, Family] = {
+    "tp": _tp,
+    "replicas": _replicas,
+    "shardings": _shardings,
+    "pp": _pp,
+    "cp": _cp,
+    "blocks": _blocks,
+    "layouts": _layouts,
+    "prefixes": _prefixes,
+    "windows": _windows,
+    "states": _states,
+    "formats": _formats,
+    "groups": _groups,
+    "steps": _steps,
+    "refusals": _refusals,
+}
+"""The families, by name. A function receives whether the large set is wanted."""

@@ -1,0 +1,170 @@
+"""Write, read and check files of vectors.
+
+Invariant: equal vectors are equal bytes, whatever the machine. A file that is damaged, or of
+another version, is refused with its name before any of its vectors is used.
+
+How it works:
+    A file is JSON, compressed with gzip: a head, the SHA-256 of the vectors, and one vector on each
+    line. `check` records each vector again and compares, so it also finds a file that was changed
+    together with its checksum.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import attrs
+import msgspec
+
+from kvspec.errors import SpecError
+from kvspec.vectors.families import FAMILIES, transfers
+from kvspec.vectors.recording import record
+from kvspec.vectors.structure import FORMAT, VERSION, File, Head, Vector, json_schema
+
+SUFFIX = ".json.gz"
+SCHEMA = "schema.json"
+
+Progress = Callable[[str, int], None]
+
+
+@attrs.frozen
+class Checked:
+    """The result of one file.
+
+    Attributes:
+        family: Name of the family.
+        vectors: Number of vectors.
+        wrong: Names of vectors that differ from those of the library, or that it does not have.
+    """
+
+    family: str
+    vectors: int
+    wrong: tuple[str, ...]
+
+
+def write(
+    folder: Path, families: Iterable[str] = tuple(FAMILIES), *, large: bool = False
+) -> Iterator[tuple[Path, int]]:
+    """Record families and write one file for each, and the schema.
+
+    Args:
+        folder: The folder. It is made if it does not exist.
+        families: Names of the families.
+        large: Whether to write the large set.
+
+    Yields:
+        Each file that was written, and its number of vectors.
+
+    Raises:
+        SpecError: If a family is unknown, or the folder cannot be written.
+    """
+    names = tuple(families)
+    for name in names:
+        if name not in FAMILIES:
+            raise SpecError("family", name, f"one of {', '.join(FAMILIES)}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SCHEMA).write_bytes(schema_bytes())
+        for name in names:
+            vectors = tuple(record(transfer) for transfer in transfers(name, large=large))
+            path = folder / f"{name}{SUFFIX}"
+            # Without a time, equal vectors are equal bytes.
+            path.write_bytes(gzip.compress(encoded(name, vectors), 9, mtime=0))
+            yield path, len(vectors)
+    except OSError as error:
+        raise SpecError("folder", str(folder), f"a folder that can be written ({error})") from None
+
+
+def schema_bytes() -> bytes:
+    """Return the JSON Schema of a file, as it is written."""
+    return json.dumps(json_schema(), indent=1).encode() + b"\n"
+
+
+def encoded(family: str, vectors: Iterable[Vector]) -> bytes:
+    """Return the JSON of a file, before it is compressed."""
+    lines = _lines(vectors)
+    head = {"format": FORMAT, "version": VERSION, "family": family, "sha256": _sha256(lines)}
+    return json.dumps(head)[:-1].encode() + b', "vectors": [\n' + b",\n".join(lines) + b"\n]}\n"
+
+
+def _lines(vectors: Iterable[Vector]) -> list[bytes]:
+    return [msgspec.json.encode(vector) for vector in vectors]
+
+
+def _sha256(lines: list[bytes]) -> str:
+    return hashlib.sha256(b"\n".join(lines)).hexdigest()
+
+
+def read(path: Path) -> File:
+    """Return the vectors of a file.
+
+    Args:
+        path: The file, compressed or not.
+
+    Raises:
+        SpecError: If the file is damaged, or has another format or version. The field begins with
+            the name of the file.
+    """
+    name = path.name
+    try:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if name.endswith(".gz") else data
+    # A damaged file raises `zlib.error`, a short one `EOFError`, and a missing one `OSError`.
+    except (OSError, EOFError, zlib.error) as error:
+        raise SpecError(name, str(error), "a file of vectors, compressed with gzip") from None
+    try:
+        head = msgspec.json.decode(data, type=Head)
+        # Read the version first: the structure of another version is not known.
+        if head.format != FORMAT:
+            raise SpecError(f"{name}.format", head.format, FORMAT)
+        if head.version != VERSION:
+            raise SpecError(f"{name}.version", head.version, f"{VERSION}, the only known version")
+        file = msgspec.json.decode(data, type=File)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SpecError(name, str(error), f"JSON that follows {SCHEMA}") from None
+    if (digest := _sha256(_lines(file.vectors))) != file.sha256:
+        raise SpecError(f"{name}.sha256", file.sha256, f"{digest}, the checksum of the vectors")
+    if file.family not in FAMILIES:
+        raise SpecError(f"{name}.family", file.family, f"one of {', '.join(FAMILIES)}")
+    return file
+
+
+def check(folder: Path) -> Iterator[Checked]:
+    """Read all files of a folder and compare each vector with the library's.
+
+    Args:
+        folder: The folder.
+
+    Yields:
+        The result of each file.
+
+    Raises:
+        SpecError: If the folder has no file, or a file cannot be read.
+    """
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
+    if not paths:
+        raise SpecError("folder", str(folder), f"a folder with files *{SUFFIX}")
+    for path in paths:
+        yield compare(read(path))
+
+
+def compare(file: File, every: int = 1) -> Checked:
+    """Record the vectors of a file again, and return which of them differ.
+
+    Args:
+        file: The file.
+        every: Compare one of so many vectors.
+    """
+    # The large set contains all names.
+    known = {transfer.name: transfer for transfer in transfers(file.family, large=True)}
+    wrong = tuple(
+        vector.id
+        for vector in file.vectors[::every]
+        if vector.id not in known or record(known[vector.id]) != vector
+    )
+    return Checked(file.family, len(file.vectors), wrong)
