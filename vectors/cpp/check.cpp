@@ -2,7 +2,6 @@
 // Usage: check FILE.json ...   Exit status 0: all agree. 1: a vector differs. 2: another version.
 #include <algorithm>
 #include <fstream>
-#include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -172,6 +171,7 @@ int main(int count, char** names) {
     if (file["format"] != "kvspec-vectors" || file["version"] != 1) return 2;
     string family = file["family"];
     size_t total = file["vectors"].size(), same[3] = {};
+    std::printf("%-10s %4zu vectors", family.c_str(), total);
     for (auto& v : FAMILIES.count(family) ? file["vectors"] : Json::array()) {
       Engine from(v["producer"]), to(v["consumer"]);
       set<Slice> slices, planned;
@@ -192,8 +192,8 @@ int main(int count, char** names) {
       same[1] += sorted(copies(from, to, v["request"], slices)) == sorted(moved);
       same[2] += covers(to, v["request"], moved);
     }
-    std::cout << family << ": " << total << " vectors, " << same[0] << " slices, " << same[1] << " copies and "
-              << same[2] << " covers agree" << (FAMILIES.count(family) ? "\n" : " (skipped)\n");
+    std::printf(FAMILIES.count(family) ? ": slices of %zu, copies of %zu and cover of %zu agree\n" : ": skipped\n",
+                same[0], same[1], same[2]);
     right &= !FAMILIES.count(family) || std::min({same[0], same[1], same[2]}) == total;
   }
   return right ? 0 : 1;
