@@ -284,8 +284,9 @@ def _pp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     for (name, producer), (to_name, consumer) in product(engines.items(), repeat=2):
         yield f"{name}-to-{to_name}", _case(producer, consumer, 5)
     gaps = [f"blocks.{number}" for number in (2, 3, 7, 20)]
-    yield "numbers-with-gaps", _case(
-        _engine(_full(1), gaps, pp_size=2), _engine(_full(1), gaps, pp_size=3)
+    yield (
+        "numbers-with-gaps",
+        _case(_engine(_full(1), gaps, pp_size=2), _engine(_full(1), gaps, pp_size=3)),
     )
 
 
@@ -322,8 +323,9 @@ def _cp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         KVCacheGroup(name="target", layers=["layers.0"], spec=_latent(8)),
         KVCacheGroup(name="draft", layers=["layers.1"], spec=_latent(8), context_sharded=False),
     ]
-    yield "draft-has-all-tokens", _case(
-        _engine(groups, tp_size=2, dcp_size=2), _engine(groups, tp_size=4, dcp_size=4), 21
+    yield (
+        "draft-has-all-tokens",
+        _case(_engine(groups, tp_size=2, dcp_size=2), _engine(groups, tp_size=4, dcp_size=4), 21),
     )
 
 
@@ -342,9 +344,15 @@ def _blocks(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     for block, dcp in product((4, 8), (2, 4)):
         spec = _latent(block)
         engines = (
-            _engine(spec, tp_size=dcp, dcp_size=dcp, interleave_size=2, group={"kernel_block_size": 2}),
+            _engine(
+                spec,
+                tp_size=dcp,
+                dcp_size=dcp,
+                interleave_size=2,
+                group={"kernel_block_size": 2},
+            ),
             _engine(_latent(6), group={"kernel_block_size": 3}),
-        )  # fmt: skip
+        )
         yield f"block{block}-kernel2-dcp{dcp}", _case(*engines, 35)
     yield "no-tokens", _case(_engine(_full(2)), _engine(_full(2), tp_size=2), 0)
 
@@ -409,8 +417,13 @@ def _windows(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     )  # fmt: skip
     yield "window-with-retained-tokens", _case(_engine(retained), _engine(retained, tp_size=2), 13)
     latent = SlidingWindowMLASpec(block_size=8, head_size=6, dtype="uint8", sliding_window=11)
-    yield "latent-window-dcp", _case(
-        _engine(latent, tp_size=2, dcp_size=2, interleave_size=2), _engine(latent, tp_size=3), 37
+    yield (
+        "latent-window-dcp",
+        _case(
+            _engine(latent, tp_size=2, dcp_size=2, interleave_size=2),
+            _engine(latent, tp_size=3),
+            37,
+        ),
     )
 
 
@@ -466,8 +479,11 @@ def _states(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
             policy=ReplicaPolicy(policy, 1),
         )
         yield f"replicated-{policy}", case
-    yield "context-ranks-hold-all", _case(
-        _engine(kinds["mamba2"], tp_size=2, dcp_size=2), _engine(kinds["mamba2"], pcp_size=2)
+    yield (
+        "context-ranks-hold-all",
+        _case(
+            _engine(kinds["mamba2"], tp_size=2, dcp_size=2), _engine(kinds["mamba2"], pcp_size=2)
+        ),
     )
 
 
@@ -491,7 +507,9 @@ def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         "rows-of-four-tokens": (
             _latent(8, tokens_per_state=4), _latent(16, tokens_per_state=4)
         ),
-        "keys-transposed": (_full(4, head_size=4), _full(4, head_size=4, page_format="keys-transposed")),
+        "keys-transposed": (
+            _full(4, head_size=4), _full(4, head_size=4, page_format="keys-transposed")
+        ),
         "x-packed": (_full(4, **wide), _full(4, **wide, page_format="x-packed")),
         "halves-to-pairs": (
             _full(4, head_size=4, key_content=rotary("halves")),
@@ -540,7 +558,9 @@ def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         for p, c in ((1, 2), (4, 1), (2, 3)):
             case = _case(_engine(of(*names), tp_size=p), _engine(of(*names), tp_size=c), 11)
             yield f"{'-'.join(names)}-tp{p}-tp{c}", case
-    encoder = _case(_engine(of("full", "cross")), _engine(of("full", "cross"), tp_size=2), 6, encoder=9)
+    encoder = _case(
+        _engine(of("full", "cross")), _engine(of("full", "cross"), tp_size=2), 6, encoder=9
+    )
     yield "cross-attention", encoder
     layers = ["layers.0", "layers.1", "layers.2"]
     one = [KVCacheGroup(name="all", layers=layers, spec=_full(2))]

@@ -62,7 +62,8 @@ def record(transfer: Transfer) -> to.Vector:
         steps=_steps(name, here, schedule_of(case)) if transfer.steps else (),
     )
     caches = (
-        {rank: held for rank, (held, _) in side.items()} for side in (here.producers, here.consumers)
+        {rank: held for rank, (held, _) in side.items()}
+        for side in (here.producers, here.consumers)
     )
     return _vector(name, case, expected, *caches)
 
@@ -115,7 +116,9 @@ def _copies(
     """Return the canonical copies of two ranks, for some layers and tokens or for all."""
     table, request = here.table(*pair, layers), here.case.request
     found = selected(table, request) if by_ids else described(table, request, tokens)
-    memories = [side[rank][0] for side, rank in zip((here.producers, here.consumers), pair, strict=True)]
+    memories = [
+        side[rank][0] for side, rank in zip((here.producers, here.consumers), pair, strict=True)
+    ]
     return canonical(
         (*_place(memories[0], source), *_place(memories[1], target), length)
         for source, target, length in found

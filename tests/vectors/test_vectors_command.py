@@ -1,0 +1,48 @@
+"""Test `kvspec vectors`: exit statuses and the names in its output."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("typer", reason="needs the extra cli")
+
+from typer.testing import CliRunner
+
+from kvspec.cli.app import app
+from kvspec.vectors import files
+
+RUNNER = CliRunner()
+
+
+def test_vectors_writes_the_named_family_and_checks_it(tmp_path: Path) -> None:
+    written = RUNNER.invoke(app, ["vectors", str(tmp_path), "--family", "refusals"])
+    assert (0, "refusals.json.gz") == (written.exit_code, written.stdout.split(":")[0])
+    checked = RUNNER.invoke(app, ["vectors", str(tmp_path), "--check"])
+    assert (0, True) == (checked.exit_code, checked.stdout.endswith(" vectors, right\n"))
+
+
+def test_vectors_check_names_a_wrong_vector(tmp_path: Path) -> None:
+    RUNNER.invoke(app, ["vectors", str(tmp_path), "--family", "refusals"])
+    path = tmp_path / "refusals.json.gz"
+    first, *rest = files.read(path).vectors
+    wrong = msgspec.structs.replace(
+        first, expected=msgspec.structs.replace(first.expected, refused=("other",))
+    )
+    path.write_bytes(gzip.compress(files.encoded("refusals", [wrong, *rest])))
+    checked = RUNNER.invoke(app, ["vectors", str(tmp_path), "--check"])
+    assert (1, True) == (checked.exit_code, f"WRONG: {first.id}\n" in checked.stdout)
+
+
+def test_vectors_check_refuses_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "tp.json.gz").write_bytes(b"damaged")
+    checked = RUNNER.invoke(app, ["vectors", str(tmp_path), "--check"])
+    assert (2, True) == (checked.exit_code, "tp.json.gz" in checked.stderr)
+
+
+def test_vectors_refuses_an_unknown_family(tmp_path: Path) -> None:
+    refused = RUNNER.invoke(app, ["vectors", str(tmp_path), "--family", "unknown"])
+    assert (2, True) == (refused.exit_code, "unknown" in refused.stderr)
