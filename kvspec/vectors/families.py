@@ -89,14 +89,13 @@ def transfers(family: str, *, large: bool = False) -> Iterator[Transfer]:
 
 
 def _full(heads: int, block: int = 4, **fields: Any) -> FullAttentionSpec:  # noqa: ANN401
-    return FullAttentionSpec(
-        **{"block_size": block, "total_num_kv_heads": heads, "head_size": 2, "dtype": "uint8"}
-        | fields
-    )
+    sizes: dict[str, Any] = {"total_num_kv_heads": heads, "block_size": block}
+    return FullAttentionSpec(**{**sizes, "head_size": 2, "dtype": "uint8", **fields})
 
 
 def _latent(block: int = 4, **fields: Any) -> MLAAttentionSpec:  # noqa: ANN401
-    return MLAAttentionSpec(**{"block_size": block, "head_size": 6, "dtype": "uint8"} | fields)
+    sizes: dict[str, Any] = {"head_size": 6, "dtype": "uint8", "block_size": block}
+    return MLAAttentionSpec(**{**sizes, **fields})
 
 
 def _engine(
@@ -219,7 +218,8 @@ def _tp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
 def _replicas(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     sizes: Iterable[tuple[int, int]] = ((4, 1), (4, 3), (8, 2), (2, 8), (3, 4), (6, 4), (8, 8))
     if large:
-        sizes = product((1, 2, 3, 4, 6, 8, 12), repeat=2)
+        tps = (1, 2, 3, 4, 6, 8, 12)
+        sizes = product(tps, tps)
     kinds = {"latent": _latent(block=2), "heads2": _full(2, block=2), "heads3": _full(3, block=2)}
     for (name, spec), (p, c) in product(kinds.items(), sizes):
         producer, consumer = _engine(spec, tp_size=p), _engine(spec, tp_size=c)
@@ -272,7 +272,7 @@ def _pp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
                 5,
             )
             yield f"{kind}-pp{p}-tp{tp}-pp{c}-tp{to}", case
-    stages = {
+    stages: dict[str, Any] = {
         "first-smaller": [range(1), range(1, 5)],
         "by-name": [(names[0], names[3]), (names[1], names[2], names[4])],
         "three": [range(2), range(2, 4), range(4, 5)],
@@ -300,20 +300,20 @@ def _cp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         for (p, c), tokens in product(product(sizes, repeat=2), (37, 64) if large else (37,)):
             if not large and kind == "head1" and (sizes.index(p) + sizes.index(c)) % 3:
                 continue
-            engines = (
+            first, second = (
                 _engine(spec, tp_size=tp, dcp_size=dcp, pcp_size=pcp, interleave_size=run)
                 for tp, dcp, pcp, run in (p, c)
             )
             name = "-to-".join("tp{}-dcp{}-pcp{}-i{}".format(*side) for side in (p, c))
-            yield f"{kind}-{name}-n{tokens}", _case(*engines, tokens)
+            yield f"{kind}-{name}-n{tokens}", _case(first, second, tokens)
     two_heads = [(4, 2, 1, 2), (8, 4, 1, 1), (2, 1, 2, 4), (2, 1, 1, 1), (3, 1, 1, 1)]
     for p, c in product(two_heads, repeat=2):
-        engines = (
+        first, second = (
             _engine(_full(2, 8), tp_size=tp, dcp_size=dcp, pcp_size=pcp, interleave_size=run)
             for tp, dcp, pcp, run in (p, c)
         )
         name = "-to-".join("tp{}-dcp{}-pcp{}-i{}".format(*side) for side in (p, c))
-        yield f"heads2-{name}", _case(*engines, 29, cached=5)
+        yield f"heads2-{name}", _case(first, second, 29, cached=5)
     for name, rows, pcp in (("all-zero", [[0], [0]], 2), ("swapped", [[1], [0]], 2)):
         own = _engine(_latent(8), pcp_size=pcp, context_ranks=rows, interleave_size=2)
         other = _engine(_latent(8), tp_size=2, dcp_size=2)
@@ -332,18 +332,18 @@ def _cp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
 def _blocks(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     sizes = (1, 2, 3, 4, 6, 8, 16, 24) if large else (1, 3, 4, 8, 16)
     for p, c, tokens in product(sizes, sizes, (1, 16, 33)):
-        engines = (_engine(_full(2, block), tp_size=tp) for block, tp in ((p, 2), (c, 1)))
-        yield f"block{p}-block{c}-n{tokens}", _case(*engines, tokens)
+        first, second = (_engine(_full(2, block), tp_size=tp) for block, tp in ((p, 2), (c, 1)))
+        yield f"block{p}-block{c}-n{tokens}", _case(first, second, tokens)
     kernels = [(8, 8), (8, 4), (8, 2), (16, 4), (12, 3)]
     for (p, pk), (c, ck) in product(kernels, repeat=2):
-        engines = (
+        first, second = (
             _engine(_full(2, block), group={"kernel_block_size": kernel}, layout="LBNHC")
             for block, kernel in ((p, pk), (c, ck))
         )
-        yield f"block{p}-kernel{pk}-block{c}-kernel{ck}", _case(*engines, 27, cached=3)
+        yield f"block{p}-kernel{pk}-block{c}-kernel{ck}", _case(first, second, 27, cached=3)
     for block, dcp in product((4, 8), (2, 4)):
         spec = _latent(block)
-        engines = (
+        first, second = (
             _engine(
                 spec,
                 tp_size=dcp,
@@ -353,7 +353,7 @@ def _blocks(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
             ),
             _engine(_latent(6), group={"kernel_block_size": 3}),
         )
-        yield f"block{block}-kernel2-dcp{dcp}", _case(*engines, 35)
+        yield f"block{block}-kernel2-dcp{dcp}", _case(first, second, 35)
     yield "no-tokens", _case(_engine(_full(2)), _engine(_full(2), tp_size=2), 0)
 
 
@@ -363,17 +363,15 @@ def _layouts(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     for number, (p, c) in enumerate(pairs):
         if large or number % 3 == 0 or p == c:
             spec = _full(4, 2, head_size_v=3)
-            engines = (
+            first, second = (
                 _engine(spec, layers, layout=layout, tp_size=tp) for layout, tp in ((p, 2), (c, 3))
             )
-            yield f"{p}-to-{c}", _case(*engines, 5, cached=1)
-    padded = {None: None, 40: 40, 64: 64}
-    for p, c in product(padded, repeat=2):
-        engines = (
-            _engine(_full(4, 2, page_size_padded=page), layers, layout=layout, tp_size=2)
-            for page, layout in ((p, "LBNHC"), (c, "BLHNC"))
-        )
-        yield f"page{p or 0}-to-page{c or 0}", _case(*engines, 5)
+            yield f"{p}-to-{c}", _case(first, second, 5, cached=1)
+    for page, other in product((None, 40, 64), repeat=2):
+        specs = [_full(4, 2, page_size_padded=size) for size in (page, other)]
+        first = _engine(specs[0], layers, layout="LBNHC", tp_size=2)
+        second = _engine(specs[1], layers, layout="BLHNC", tp_size=2)
+        yield f"page{page or 0}-to-page{other or 0}", _case(first, second, 5)
     own = {"layout": "LKBNHC"}
     yield "layout-of-group", _case(_engine(_full(2), group=own), _engine(_full(2), tp_size=2))
 
@@ -382,14 +380,14 @@ def _prefixes(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     tokens = 17
     steps = range(tokens + 3) if large else (1, 3, 4, 7, 8, 12, 15, 16, 17, 19)
     for cached, (p, c) in product(steps, ((4, 4), (3, 8), (16, 4))):
-        engines = (_engine(_full(2, block), tp_size=tp) for block, tp in ((p, 1), (c, 2)))
-        yield f"cached{cached}-block{p}-block{c}", _case(*engines, tokens, cached=cached)
+        first, second = (_engine(_full(2, block), tp_size=tp) for block, tp in ((p, 1), (c, 2)))
+        yield f"cached{cached}-block{p}-block{c}", _case(first, second, tokens, cached=cached)
     for cached in steps:
-        engines = (
+        first, second = (
             _engine(_latent(4), tp_size=2, dcp_size=2, interleave_size=2),
             _engine(_latent(8), tp_size=3, dcp_size=3, interleave_size=4),
         )
-        yield f"cached{cached}-dcp2-dcp3", _case(*engines, tokens, cached=cached)
+        yield f"cached{cached}-dcp2-dcp3", _case(first, second, tokens, cached=cached)
     groups = [
         KVCacheGroup(name=name, layers=[f"layers.{number}"], spec=_full(2))
         for number, name in enumerate("ab")
@@ -466,11 +464,9 @@ def _states(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     request = attrs.evolve(long.request, producer_blocks=tables, consumer_blocks={"g": [1, 3, 2]})
     yield "block-of-last-token", attrs.evolve(long, request=request)
     extra = MambaSpec.short_conv(conv_dim=6, num_speculative_tokens=2, **sizes)
-    for name, engines in (
-        ("producer-has-more-rows", (extra, kinds["short-conv"])),
-        ("consumer-has-more-rows", (kinds["short-conv"], extra)),
-    ):
-        yield name, _case(*map(_engine, engines), common_states=True)
+    rows = _engine(extra), _engine(kinds["short-conv"])
+    yield "producer-has-more-rows", _case(*rows, common_states=True)
+    yield "consumer-has-more-rows", _case(*rows[::-1], common_states=True)
     for policy in ("spread", "stripe"):
         case = _case(
             _engine(kinds["replicated"], tp_size=4),
@@ -531,12 +527,12 @@ def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         for p, c in ((2, 2),) if whole else ((1, 1), (2, 3), (4, 2)):
             # A format that cuts the content needs planes of K and V, with rows just before content.
             layout = "LBKHNC" if getattr(consumer, "page_format", "") in CUT else "LBNHC"
-            engines = (
+            first, second = (
                 _engine(producer, tp_size=p, layout="LBHNC"),
                 _engine(consumer, tp_size=c, layout=layout),
             )
             for tokens, cached in ((13, 0), (16, 8)):
-                case = _case(*engines, tokens, cached=cached)
+                case = _case(first, second, tokens, cached=cached)
                 yield f"{name}-tp{p}-tp{c}-n{tokens}-cached{cached}", case
 
 
@@ -548,9 +544,9 @@ def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     cross = CrossAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=2, dtype="uint8")
     named = {"full": _full(2), "window": window, "state": state, "cross": cross}
 
-    def of(*names: str, **fields: Any) -> list[KVCacheGroup]:  # noqa: ANN401
+    def of(*names: str) -> list[KVCacheGroup]:
         return [
-            KVCacheGroup(name=name, layers=[f"layers.{at}.{name}"], spec=named[name], **fields)
+            KVCacheGroup(name=name, layers=[f"layers.{at}.{name}"], spec=named[name])
             for at, name in enumerate(names)
         ]
 
@@ -593,14 +589,14 @@ def _steps(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
              "window": (window, attrs.evolve(window, block_size=8))}  # fmt: skip
     for (name, (p, c)), tokens in product(kinds.items(), (1, 2, 7, 16, 19)):
         for cached in sorted({0, tokens // 2}) if large else (0,):
-            engines = _engine(p, layers, tp_size=2), _engine(c, layers, tp_size=3)
-            yield f"{name}-n{tokens}-cached{cached}", _case(*engines, tokens, cached=cached)
+            first, second = _engine(p, layers, tp_size=2), _engine(c, layers, tp_size=3)
+            yield f"{name}-n{tokens}-cached{cached}", _case(first, second, tokens, cached=cached)
     for tokens in (7, 29):
-        engines = (
+        first, second = (
             _engine(_latent(8), layers, tp_size=2, dcp_size=2, interleave_size=2),
             _engine(_latent(4), layers, pp_size=3),
         )
-        yield f"dcp2-pp3-n{tokens}", _case(*engines, tokens)
+        yield f"dcp2-pp3-n{tokens}", _case(first, second, tokens)
     state = MambaSpec.short_conv(conv_dim=4, conv_kernel=3, dtype="uint8")
     groups = [
         KVCacheGroup(name="full", layers=layers[:2], spec=_full(2)),
@@ -616,14 +612,15 @@ def _refusals(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         ("state_content_bytes", 8), ("scale_dtype", "float32"), ("scales_digest", "0" * 64),
         ("key_content", KeyContent(rotary="none")), ("tokens_per_state", 2),
     ):  # fmt: skip
-        other = attrs.evolve(plain, **{field: value})
+        changed: dict[str, Any] = {field: value}
+        other = attrs.evolve(plain, **changed)
         yield f"{field}-differs", _case(_engine(plain), _engine(other))
     whole = attrs.evolve(plain, state_content_bytes=7, spans_heads=True)
     yield "whole-units-cut", _case(_engine(whole, tp_size=2), _engine(whole))
-    for first, second in product((4, 6), repeat=2):
-        if first != second:
-            windows = (_window_kinds(size)["window"] for size in (first, second))
-            yield f"window{first}-to-window{second}", _case(*map(_engine, windows))
+    for producer, consumer in ((4, 6), (6, 4)):
+        windows = [_window_kinds(size)["window"] for size in (producer, consumer)]
+        case = _case(_engine(windows[0]), _engine(windows[1]))
+        yield f"window{producer}-to-window{consumer}", case
     yield "other-layer", _case(_engine(plain), _engine(plain, ("layers.1",)))
     good = _case(_engine(plain, null=0), _engine(plain, null=0), 9)
     for name, tables in (

@@ -179,22 +179,27 @@ def _steps(name: str, here: World, schedule: Schedule) -> tuple[to.Step, ...]:
 
 def _written(here: World, copies: Mapping[Pair, tuple[to.Copy, ...]]) -> tuple[to.Copies, ...]:
     """Return the copies of each pair of ranks that moves bytes, by consumer and producer."""
-    number = _numbers(here.case)
-    found = (to.Copies(*number(pair), moved) for pair, moved in copies.items() if moved)
-    return tuple(sorted(found, key=lambda pair: (pair.consumer, pair.producer)))
+    numbered = {_numbers(here.case, pair): moved for pair, moved in copies.items() if moved}
+    return tuple(
+        to.Copies(producer, consumer, numbered[producer, consumer])
+        for producer, consumer in sorted(numbered, key=lambda pair: pair[::-1])
+    )
 
 
-def _numbers(case: Case) -> Any:  # noqa: ANN401 - a function of a pair of ranks
-    sides = (case.producer.parallel.ranks, case.consumer.parallel.ranks)
-    places = [{rank: index for index, rank in enumerate(ranks)} for ranks in sides]
-    return lambda pair: (places[0][pair[0]], places[1][pair[1]])
+def _numbers(case: Case, pair: Pair) -> tuple[int, int]:
+    """Return the indices of the two ranks of *pair*."""
+    producer, consumer = pair
+    return (
+        case.producer.parallel.ranks.index(producer),
+        case.consumer.parallel.ranks.index(consumer),
+    )
 
 
 def _slices(here: World) -> tuple[to.Slice, ...]:
-    number = _numbers(here.case)
     slices = [
         to.Slice(
-            *number((edge.producer, edge.consumer)),
+            producer=producer,
+            consumer=consumer,
             layers=found.layers,
             parts=found.parts,
             units=_interval(found.global_range),
@@ -203,6 +208,7 @@ def _slices(here: World) -> tuple[to.Slice, ...]:
             stripe=(found.stripe.first, found.stripe.step),
         )
         for edge in here.plan.edges
+        for producer, consumer in [_numbers(here.case, (edge.producer, edge.consumer))]
         for found in edge.slices
     ]
     return tuple(
@@ -215,13 +221,13 @@ def _interval(units: range) -> tuple[int, int]:
 
 
 def _notifies(here: World) -> tuple[tuple[int, int], ...]:
-    number, plan = _numbers(here.case), here.plan
+    case = here.case
     pairs = (
-        (producer, consumer)
-        for producer in here.case.producer.parallel.ranks
-        for consumer in plan.notifiers(producer)
+        _numbers(case, (producer, consumer))
+        for producer in case.producer.parallel.ranks
+        for consumer in here.plan.notifiers(producer)
     )
-    return tuple(sorted(map(number, pairs)))
+    return tuple(sorted(pairs))
 
 
 def _vector(

@@ -28,7 +28,7 @@ class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """A structure. A field with its default value is left out of the JSON."""
 
 
-class Part(_Struct):
+class Part(_Struct, frozen=True):
     """A named array of a layer. Rule 1.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part(_Struct):
     chunks: Size = 1
 
 
-class Live(_Struct):
+class Live(_Struct, frozen=True):
     """The positions that a later query reads. Rule 4.
 
     Attributes:
@@ -68,7 +68,7 @@ class Live(_Struct):
     counts: str = "prompt"
 
 
-class Kind(_Struct):
+class Kind(_Struct, frozen=True):
     """Layers of one group with equal parts.
 
     Attributes:
@@ -84,7 +84,7 @@ class Kind(_Struct):
     meaning: dict[str, Any]
 
 
-class Group(_Struct):
+class Group(_Struct, frozen=True):
     """Layers with one block table. Rule 3.
 
     Attributes:
@@ -104,7 +104,7 @@ class Group(_Struct):
     excluded: tuple[str, ...] = ()
 
 
-class Region(_Struct):
+class Region(_Struct, frozen=True):
     """One part of one layer in the memory of one rank. Rule 3.
 
     Attributes:
@@ -138,7 +138,7 @@ class Region(_Struct):
     segments: tuple[tuple[Count, Size, Size, Count], ...] = ()
 
 
-class Rank(_Struct):
+class Rank(_Struct, frozen=True):
     """One rank with its memory.
 
     Attributes:
@@ -156,7 +156,7 @@ class Rank(_Struct):
     regions: tuple[Region, ...]
 
 
-class Engine(_Struct):
+class Engine(_Struct, frozen=True):
     """One engine. Rules 1 and 2.
 
     Attributes:
@@ -187,7 +187,7 @@ class Engine(_Struct):
     null_block: Count | None = None
 
 
-class Policy(_Struct):
+class Policy(_Struct, frozen=True):
     """The replica policy. Rule 5.
 
     Attributes:
@@ -203,7 +203,7 @@ class Policy(_Struct):
     consumer_nodes: tuple[Count, ...] = ()
 
 
-class Table(_Struct):
+class Table(_Struct, frozen=True):
     """A block table. Rule 3.
 
     Attributes:
@@ -215,7 +215,7 @@ class Table(_Struct):
     first_token: Count
 
 
-class Request(_Struct):
+class Request(_Struct, frozen=True):
     """One request. Rules 3 and 4.
 
     Attributes:
@@ -233,7 +233,7 @@ class Request(_Struct):
     encoder_tokens: Count | None = None
 
 
-class Slice(_Struct):
+class Slice(_Struct, frozen=True):
     """Units that one consumer rank reads from one producer rank. Rule 6.
 
     Attributes:
@@ -257,7 +257,7 @@ class Slice(_Struct):
     stripe: tuple[Count, Size]
 
 
-class Copies(_Struct):
+class Copies(_Struct, frozen=True):
     """The canonical copies of one pair of ranks. Rule 6.
 
     Attributes:
@@ -271,7 +271,7 @@ class Copies(_Struct):
     copies: tuple[Copy, ...]
 
 
-class Step(_Struct):
+class Step(_Struct, frozen=True):
     """One step of a request that moves while it is computed. Rule 7.
 
     Attributes:
@@ -285,7 +285,7 @@ class Step(_Struct):
     copies: tuple[Copies, ...]
 
 
-class Expected(_Struct):
+class Expected(_Struct, frozen=True):
     """The right result.
 
     Attributes:
@@ -304,7 +304,7 @@ class Expected(_Struct):
     refused: tuple[str, ...] = ()
 
 
-class Vector(_Struct):
+class Vector(_Struct, frozen=True):
     """One transfer and its right result.
 
     Attributes:
@@ -331,7 +331,7 @@ class Head(msgspec.Struct, frozen=True):
     version: int
 
 
-class File(_Struct):
+class File(_Struct, frozen=True):
     """One family of vectors.
 
     Attributes:

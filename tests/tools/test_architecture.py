@@ -68,6 +68,9 @@ UNTYPED = {
     "kvspec.run.rank_client.ask": "the arguments of a command that another process runs",
     "kvspec.run.rank_client.send": "the arguments of a command that another process runs",
     "kvspec.testing.kinds.build": "Hypothesis passes the fields that it drew",
+    "kvspec.vectors.families._engine": "the fields of a ParallelConfig",
+    "kvspec.vectors.families._full": "the fields of a spec",
+    "kvspec.vectors.families._latent": "the fields of a spec",
     "kvspec.wire.messages.answer": "the fields that only the class of the answer has",
 }
 """Functions that take ``**keywords`` of any type, and why."""
