@@ -14,10 +14,12 @@ from rich.text import Text
 
 from kvspec.analysis.explanation import carried, edge_tokens
 from kvspec.analysis.flows import flows
+from kvspec.analysis.kvbench import matrix_text, pattern_text, traffic_matrix
 from kvspec.analysis.simulation import PolicyLoad, Simulation, simulate
 from kvspec.cli import options, printing
 from kvspec.draw import plan_svg
 from kvspec.errors import SpecError, nbytes
+from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge, assignments
 from kvspec.plan.plan import TransferPlan, plan_transfer
 
@@ -42,6 +44,9 @@ def plan(
     out_speed: float = SPEED,
     in_speed: float = SPEED,
     svg: str | None = typer.Option(None, metavar="FILE", help="Also draw the plan as SVG."),
+    kvbench: str | None = typer.Option(
+        None, metavar="FILE", help="Also write the traffic for NIXL's KVBench, as YAML."
+    ),
     as_json: bool = options.AS_JSON,
 ) -> None:
     """Show which rank reads what from which rank, and predict the time for each replica policy.
@@ -67,6 +72,8 @@ def plan(
         )
         if svg is not None:
             _draw(made, svg)
+        if kvbench is not None:
+            _write_kvbench(traffic_matrix(made, tokens, consumers), tokens, kvbench)
     if as_json:
         summary = {"model": model, "num_tokens": tokens, "consumers": consumers}
         policies = {load.replica_policy: _policy(load) for load in simulation.policies}
@@ -109,10 +116,21 @@ def _row(made: TransferPlan, edge: Edge, load: int) -> Iterable[str]:
 
 
 def _draw(made: TransferPlan, file: str) -> None:
+    _write("svg", Path(file), plan_svg(made))
+
+
+def _write_kvbench(matrix: Ints, tokens: int, file: str) -> None:
+    """Write the configuration *file* of KVBench, and the matrix beside it."""
+    cells = Path(file).absolute().parent / f"{Path(file).stem}.matrix.txt"
+    _write("kvbench", cells, matrix_text(matrix))
+    _write("kvbench", Path(file), pattern_text(str(cells), tokens))
+
+
+def _write(field: str, file: Path, text: str) -> None:
     try:
-        Path(file).write_text(plan_svg(made), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SpecError("svg", file, f"a file that can be written ({error})") from None
+        raise SpecError(field, str(file), f"a file that can be written ({error})") from None
     typer.echo(f"wrote {file}", err=True)
 
 

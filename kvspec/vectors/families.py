@@ -195,7 +195,7 @@ def _ids(count: int, seed: int) -> list[int]:
     """Return *count* different ids below *count* + 2. Most of them do not follow each other.
 
     >>> _ids(4, 3), _ids(4, 4)
-    ([3, 2, 1, 0], [4, 3, 2, 1])
+    ([3, 2, 1, 0], [4, 5, 0, 1])
     """
     pool = count + 2
     step = next(step for step in range(seed + 2, 2 * pool + seed) if gcd(step, pool) == 1)
