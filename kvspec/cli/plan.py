@@ -116,21 +116,21 @@ def _row(made: TransferPlan, edge: Edge, load: int) -> Iterable[str]:
 
 
 def _draw(made: TransferPlan, file: str) -> None:
-    _write("svg", Path(file), plan_svg(made))
+    _write("svg", file, plan_svg(made))
 
 
 def _write_kvbench(matrix: Ints, tokens: int, file: str) -> None:
     """Write the configuration *file* of KVBench, and the matrix beside it."""
     cells = Path(file).absolute().parent / f"{Path(file).stem}.matrix.txt"
-    _write("kvbench", cells, matrix_text(matrix))
-    _write("kvbench", Path(file), pattern_text(str(cells), tokens))
+    _write("kvbench", str(cells), matrix_text(matrix))
+    _write("kvbench", file, pattern_text(str(cells), tokens))
 
 
-def _write(field: str, file: Path, text: str) -> None:
+def _write(field: str, file: str, text: str) -> None:
     try:
-        file.write_text(text, encoding="utf-8")
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SpecError(field, str(file), f"a file that can be written ({error})") from None
+        raise SpecError(field, file, f"a file that can be written ({error})") from None
     typer.echo(f"wrote {file}", err=True)
 
 

@@ -43,11 +43,11 @@ from kvspec.specs import (
 )
 from kvspec.testing.case import Case
 
-__all__ = ["FAMILIES", "Transfer", "transfers"]
+__all__ = ["FAMILIES", "FamilyTransfer", "transfers"]
 
 
 @attrs.frozen
-class Transfer:
+class FamilyTransfer:
     """One transfer of a family.
 
     Attributes:
@@ -70,7 +70,7 @@ CUT = ("keys-transposed", "x-packed")
 Family = Callable[[bool], Iterator[tuple[str, Case]]]
 
 
-def transfers(family: str, *, large: bool = False) -> Iterator[Transfer]:
+def transfers(family: str, *, large: bool = False) -> Iterator[FamilyTransfer]:
     """Yield the transfers of a family.
 
     Args:
@@ -83,7 +83,7 @@ def transfers(family: str, *, large: bool = False) -> Iterator[Transfer]:
     if family not in FAMILIES:
         raise SpecError("family", family, f"one of {', '.join(FAMILIES)}")
     for name, case in FAMILIES[family](large):
-        yield Transfer(
+        yield FamilyTransfer(
             f"{family}/{name}", case, steps=family == "steps", refused=family == "refusals"
         )
 

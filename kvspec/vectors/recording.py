@@ -33,13 +33,13 @@ from kvspec.testing.case import Case
 from kvspec.testing.laws.steps import Schedule, schedule_of
 from kvspec.testing.world import Pair, World, described, held, plan_of, selected, world
 from kvspec.vectors import structure as to
-from kvspec.vectors.families import Transfer
+from kvspec.vectors.families import FamilyTransfer
 
 # Fields of a layer's spec that other fields of a vector contain.
 _ELSEWHERE = {"block_size", "state_parts", "specs", "page_block_size"}
 
 
-def record(transfer: Transfer) -> to.Vector:
+def record(transfer: FamilyTransfer) -> to.Vector:
     """Return the vector of one transfer.
 
     Args:
@@ -68,7 +68,7 @@ def record(transfer: Transfer) -> to.Vector:
     return _vector(name, case, expected, *caches)
 
 
-def _refused(transfer: Transfer) -> tuple[str, ...]:
+def _refused(transfer: FamilyTransfer) -> tuple[str, ...]:
     """Return the fields that the library names when it refuses *transfer*."""
     case = transfer.case
     try:
@@ -165,14 +165,14 @@ def _move(name: str, here: World, steps: Iterable[Mapping[Pair, tuple[to.Copy, .
         raise KVSpecError(f"{name}: {faults[0]}")
 
 
-def _steps(name: str, here: World, schedule: Schedule) -> tuple[to.Step, ...]:
+def _steps(name: str, here: World, schedule: Schedule) -> tuple[to.VectorStep, ...]:
     moved = [
         {pair: _copies(here, pair, layers, tokens) for pair in _pairs(here)}
         for layers, tokens in schedule
     ]
     _move(name, here, moved)
     return tuple(
-        to.Step(tuple(sorted(layers)), (tokens.start, tokens.stop), _written(here, copies))
+        to.VectorStep(tuple(sorted(layers)), (tokens.start, tokens.stop), _written(here, copies))
         for (layers, tokens), copies in zip(schedule, moved, strict=True)
     )
 
@@ -304,8 +304,8 @@ def _engine(engine: EngineSpec, caches: Mapping[RankId, RankCache]) -> to.Engine
     )
 
 
-def _group(engine: EngineSpec, group: KVCacheGroup) -> to.Group:
-    return to.Group(
+def _group(engine: EngineSpec, group: KVCacheGroup) -> to.VectorGroup:
+    return to.VectorGroup(
         name=group.name,
         block_size=group.spec.block_size,
         memory_block_size=group.memory_block_size,
@@ -323,10 +323,10 @@ def _group(engine: EngineSpec, group: KVCacheGroup) -> to.Group:
     )
 
 
-def _part(engine: EngineSpec, group: KVCacheGroup, part: Part) -> to.Part:
+def _part(engine: EngineSpec, group: KVCacheGroup, part: Part) -> to.VectorPart:
     explicit = part.name in group.shardings or part.units in engine.parallel.shardings
     ranges = engine.sharding(group, part).ranges
-    return to.Part(
+    return to.VectorPart(
         name=part.name,
         units=part.units,
         content_bytes=part.content_bytes,
@@ -368,7 +368,7 @@ def _rank(rank: RankId, cache: RankCache | None) -> to.Rank:
     for region in cache.regions:
         memory, base = _place(cache, region.base)
         regions.append(
-            to.Region(
+            to.VectorRegion(
                 layer=region.layer,
                 part=region.part,
                 base=base,

@@ -28,7 +28,7 @@ class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """A structure. A field with its default value is left out of the JSON."""
 
 
-class Part(_Struct, frozen=True):
+class VectorPart(_Struct, frozen=True):
     """A named array of a layer. Rule 1.
 
     Attributes:
@@ -79,12 +79,12 @@ class Kind(_Struct, frozen=True):
     """
 
     layers: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[VectorPart, ...]
     live: Live
     meaning: dict[str, Any]
 
 
-class Group(_Struct, frozen=True):
+class VectorGroup(_Struct, frozen=True):
     """Layers with one block table. Rule 3.
 
     Attributes:
@@ -104,7 +104,7 @@ class Group(_Struct, frozen=True):
     excluded: tuple[str, ...] = ()
 
 
-class Region(_Struct, frozen=True):
+class VectorRegion(_Struct, frozen=True):
     """One part of one layer in the memory of one rank. Rule 3.
 
     Attributes:
@@ -153,7 +153,7 @@ class Rank(_Struct, frozen=True):
     pcp: Count
     tp: Count
     memory: tuple[Size, ...]
-    regions: tuple[Region, ...]
+    regions: tuple[VectorRegion, ...]
 
 
 class Engine(_Struct, frozen=True):
@@ -174,7 +174,7 @@ class Engine(_Struct, frozen=True):
         null_block: The block id that is no block.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[VectorGroup, ...]
     ranks: tuple[Rank, ...]
     tp_size: Size
     pp_size: Size
@@ -271,7 +271,7 @@ class Copies(_Struct, frozen=True):
     copies: tuple[Copy, ...]
 
 
-class Step(_Struct, frozen=True):
+class VectorStep(_Struct, frozen=True):
     """One step of a request that moves while it is computed. Rule 7.
 
     Attributes:
@@ -300,7 +300,7 @@ class Expected(_Struct, frozen=True):
     slices: tuple[Slice, ...]
     notifies: tuple[tuple[Count, Count], ...]
     copies: tuple[Copies, ...]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[VectorStep, ...] = ()
     refused: tuple[str, ...] = ()
 
 

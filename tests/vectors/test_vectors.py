@@ -15,7 +15,7 @@ import pytest
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.testing.case import Case
 from kvspec.vectors import files, recording
-from kvspec.vectors.families import FAMILIES, Transfer, transfers
+from kvspec.vectors.families import FAMILIES, FamilyTransfer, transfers
 from kvspec.vectors.recording import canonical, record
 from kvspec.vectors.structure import VERSION
 
@@ -190,7 +190,7 @@ def test_record_refuses_copies_that_the_oracle_finds_wrong(monkeypatch: pytest.M
     monkeypatch.setattr(recording, "described", shifted)
     monkeypatch.setattr(recording, "selected", shifted)
     with pytest.raises(KVSpecError, match="byte"):
-        record(Transfer("tp/wrong", first_case("tp")))
+        record(FamilyTransfer("tp/wrong", first_case("tp")))
 
 
 def test_record_refuses_copies_that_write_a_byte_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,18 +199,18 @@ def test_record_refuses_copies_that_write_a_byte_twice(monkeypatch: pytest.Monke
     monkeypatch.setattr(recording, "described", twice)
     monkeypatch.setattr(recording, "selected", twice)
     with pytest.raises(KVSpecError, match="twice"):
-        record(Transfer("tp/wrong", first_case("tp")))
+        record(FamilyTransfer("tp/wrong", first_case("tp")))
 
 
 def test_record_refuses_ids_that_move_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "selected", lambda *_: [])
     with pytest.raises(KVSpecError, match="ids"):
-        record(Transfer("tp/wrong", first_case("tp")))
+        record(FamilyTransfer("tp/wrong", first_case("tp")))
 
 
 def test_record_raises_if_a_refusal_is_missing() -> None:
     with pytest.raises(KVSpecError, match="refus"):
-        record(Transfer("refusals/none", first_case("tp"), refused=True))
+        record(FamilyTransfer("refusals/none", first_case("tp"), refused=True))
 
 
 def test_record_raises_if_a_transfer_is_refused() -> None:
