@@ -104,7 +104,9 @@ def address(file: Path) -> str:
         return "index.md"
     if path.suffix == ".md":
         parent = Path(*path.parts[1:-1]) if path.parts[0] == "docs" else path.parent
-        return str(parent.with_suffix(".md") if path.stem == "README" else parent / path.name.lower())
+        return str(
+            parent.with_suffix(".md") if path.stem == "README" else parent / path.name.lower()
+        )
     if path.suffix in {".svg", ".png"}:
         return str(path)
     return f"source/{path}.md"
@@ -147,9 +149,7 @@ def rewritten(file: Path, linked: set[Path]) -> str:
 def _linked_names(row: re.Match[str]) -> str:
     """Return a row of the table of public names, whose names are links to the reference."""
     page = f"reference/{row[1]}.md"
-    names = re.sub(
-        r"`(\w+)`", lambda name: f"[`{name[1]}`](../{page}#{row[1]}.{name[1]})", row[2]
-    )
+    names = re.sub(r"`(\w+)`", lambda name: f"[`{name[1]}`](../{page}#{row[1]}.{name[1]})", row[2])
     return f"| [`{row[1]}`](../{page}) | {names} |"
 
 

@@ -10,6 +10,7 @@ from kvspec.cli.plan import plan
 from kvspec.cli.transfer import transfer
 from kvspec.cli.vectors import vectors
 from kvspec.cli.verify import verify
+from kvspec.cli.view import view
 
 app = typer.Typer(
     help="Plan, move and verify KV cache transfers between two LLM serving engines.",
@@ -22,6 +23,7 @@ app.command()(plan)
 app.command()(verify)
 app.command()(calibrate)
 app.command()(vectors)
+app.command()(view)
 
 
 def _print_version(requested: bool) -> None:

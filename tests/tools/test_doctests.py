@@ -15,8 +15,8 @@ MODULES = [
     *(
         module.name
         for module in pkgutil.walk_packages(kvspec.__path__, "kvspec.")
-        # The connector cannot be imported without vLLM.
-        if not module.name.endswith(("__main__", "vllm.connector"))
+        # The connector cannot be imported without vLLM, and the server not without Starlette.
+        if not module.name.endswith(("__main__", "vllm.connector", "cli.view_server"))
     ),
 ]
 

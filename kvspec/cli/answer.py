@@ -1,0 +1,181 @@
+"""Answer what the page of `kvspec view` asks: who reads what, the bytes and the pictures.
+
+Invariant: a question is text from a browser. An answer is plain data, also if the question is
+wrong: then it has the field and the reason. No question opens a file or computes for minutes.
+
+How it works:
+    The page sends the words of the command line, such as ``tp=8,layout=NHD``. So `options` reads
+    them as it reads those of `kvspec plan`, and the answer names the equivalent command.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from kvspec.analysis import simulate
+from kvspec.analysis.counts import Link, Pair, traffic
+from kvspec.analysis.explanation import carried, edge_tokens
+from kvspec.cli import options
+from kvspec.descriptors.table import build_table
+from kvspec.draw import plan_svg, table_svg
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import KVSpecError, MismatchError, SpecError, nbytes
+from kvspec.memory.allocation import plan_memory
+from kvspec.models import catalogue
+from kvspec.ownership.replicas import POLICIES
+from kvspec.plan.plan import TransferPlan, plan_transfer
+
+# With these sizes, an answer takes a few seconds and a picture has less than a megabyte.
+MAX_RANKS, MAX_TOKENS = 256, 1 << 17
+# GB/s of each link for the predicted time. The page states the number.
+SPEED = 50
+# A picture of a pair of ranks shows one block. Its cache needs only a few.
+_BLOCKS = 64
+LAYOUTS = ("LBNHC", "LBHNC", "LBKNHC", "LBKHNC", "BLKNHC", "BLKHNC", "LKBNHC")
+"""Layouts that the page offers: those of vLLM, SGLang, TensorRT-LLM and LMCache."""
+
+
+def choices() -> dict[str, Any]:
+    """Return what the page offers: models, layouts, policies, and the defaults of both sides.
+
+    >>> choices()["policies"]
+    ['spread', 'first', 'stripe']
+    """
+    # A policy that needs the nodes of all ranks would need more fields than the page has.
+    policies = [name for name, policy in POLICIES.items() if not policy.needs_topology]
+    return {
+        "models": catalogue.names(),
+        "model": catalogue.DEFAULT,
+        "layouts": LAYOUTS,
+        "policies": policies,
+        "defaults": options.DEFAULTS,
+    }
+
+
+def page() -> str:
+    """Return the page with the choices that it offers."""
+    text = resources.files("kvspec").joinpath("data", "view.html").read_text(encoding="utf-8")
+    # JSON inside a script may not contain the end of a script.
+    return text.replace("/* CHOICES */ null", json.dumps(choices()).replace("</", "<\\/"))
+
+
+def answer(question: Mapping[str, str]) -> dict[str, Any]:
+    """Return the answer to a question, or its fault.
+
+    Args:
+        question: The texts *model*, *producer*, *consumer*, *tokens* and *policy*. With *pair*, the
+            number of a pair of ranks, the answer is the picture of its memory.
+
+    Returns:
+        The answer as JSON data. If the question has a fault, it has only the key *fault*: the
+        reasons, each with the *field*.
+
+    >>> answer({"producer": "tp=0"})
+    {'fault': [{'field': 'producer.tp_size', 'text': 'producer.tp_size=0: expected an int >= 1'}]}
+    >>> answer({"producer": "tp=2", "consumer": "tp=4", "tokens": "1000"})["moved"]
+    '109.4 MiB'
+    """
+    try:
+        return _answer(question)
+    except MismatchError as error:
+        each = [{"field": mismatch.field, "text": str(mismatch)} for mismatch in error.mismatches]
+        return {"fault": each}
+    except KVSpecError as error:
+        return {"fault": [{"field": getattr(error, "field", ""), "text": str(error)}]}
+
+
+def _answer(question: Mapping[str, str]) -> dict[str, Any]:
+    model = question.get("model", catalogue.DEFAULT)
+    words = {side: question.get(side, "") for side in options.DEFAULTS}
+    policy = question.get("policy", "spread")
+    tokens = _whole("tokens", question.get("tokens", "8192"), MAX_TOKENS)
+    catalogue.config(model)  # The command line would also read a file of this name.
+    engines = tuple(_engine(side, model, words[side]) for side in words)
+    producer, consumer = engines
+    plan = plan_transfer(
+        producer, consumer, options.replica_policy_of(policy, None, (producer, consumer))
+    )
+    counts = traffic(plan, tokens)
+    pairs = list(counts.pairs)
+    if "pair" in question:
+        number = _whole("pair", question["pair"], len(pairs) - 1)
+        return {"picture": _memory_picture(plan, pairs[number])}
+    fastest = simulate(
+        (producer, consumer), num_tokens=tokens, out_speed=SPEED * 1e9, in_speed=SPEED * 1e9
+    )
+    predicted = {load.replica_policy: load.seconds for load in fastest.policies}[policy]
+    return {
+        "command": _command(model, words, tokens, policy),
+        "moved": nbytes(counts.total.nbytes),
+        "bytes": counts.total.nbytes,
+        "descriptors": counts.total.descriptors,
+        "busiest": _link(counts.busiest),
+        "predicted": f"{predicted * 1e3:,.2f} ms",
+        "speed": SPEED,
+        "edges": [
+            {
+                "consumer": str(edge.consumer),
+                "producer": str(edge.producer),
+                "group": edge.group,
+                "layers": len(edge.layers),
+                "units": [f"{line}{edge_tokens(plan, edge)}" for line in carried(edge)],
+            }
+            for edge in plan.edges
+        ],
+        "pairs": [
+            {
+                "producer": str(pair[0]),
+                "consumer": str(pair[1]),
+                "bytes": load.nbytes,
+                "descriptors": load.descriptors,
+            }
+            for pair, load in counts.pairs.items()
+        ],
+        "unread": [str(rank) for rank in plan.producer.parallel.ranks if not plan.targets(rank)],
+        "picture": plan_svg(plan),
+    }
+
+
+def _engine(side: str, model: str, words: str) -> EngineSpec:
+    """Return the engine of one side, unless it has more ranks than a page can show."""
+    fields = options.engine_words(side, words)
+    sizes = [fields.get(name, 1) for name in ("tp_size", "pp_size", "dcp_size", "pcp_size")]
+    # Context ranks of decoding divide the TP ranks, so this product is an upper bound.
+    if (ranks := math.prod(map(int, sizes))) > MAX_RANKS:
+        raise SpecError(side, ranks, f"sizes whose product is at most {MAX_RANKS}")
+    return options.engine(side, model, words)
+
+
+def _whole(field: str, text: str, most: int) -> int:
+    """Convert text of ASCII digits to an int of at most *most*."""
+    if text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and int(text) <= most:
+        return int(text)
+    raise SpecError(field, text, f"a whole number of at most {most}")
+
+
+def _command(model: str, words: Mapping[str, str], tokens: int, policy: str) -> str:
+    """Return the command that prints the same plan."""
+    given = [f"--{side}={text}" for side, text in words.items() if text]
+    line = [f"--model={model}", *given, f"--tokens={tokens}", f"--replica-policy={policy}"]
+    return shlex.join(["kvspec", "plan", *line])
+
+
+def _link(link: Link) -> str:
+    return f"{link.side} {link.rank}: {nbytes(link.load.nbytes)}"
+
+
+def _memory_picture(plan: TransferPlan, pair: Pair) -> str:
+    """Draw one block of both ranks of a *pair*, and the runs that move."""
+    producer, consumer = pair
+    return table_svg(
+        build_table(
+            plan,
+            plan_memory(plan.producer, producer, _BLOCKS),
+            plan_memory(plan.consumer, consumer, _BLOCKS),
+        )
+    )
