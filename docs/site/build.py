@@ -192,7 +192,9 @@ def assemble() -> None:
         _write(PAGES / name, text)
     shutil.copy(Path(__file__).with_name("style.css"), PAGES)
     navigation = [
-        {name: [{title(page): address(page)} for page in pages]} for name, pages in found.items()
+        {name: [{title(page): address(page)} for page in pages]}
+        for name, pages in found.items()
+        if pages
     ]
     navigation[0] = {"Home": "index.md"}
     public = next(section["Reference"] for section in navigation if "Reference" in section)

@@ -154,7 +154,8 @@ def test_view_without_starlette_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 def tab(server: str) -> Iterator[Any]:
     """Open the page in Chromium and return its tab. An error of the page fails the test."""
     browsers = pytest.importorskip("playwright.sync_api", reason="needs the browser group")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next(filter(None, map(shutil.which, names)), None)
     if chromium is None:
         pytest.skip("needs Chromium, such as the package chromium of Debian")
     faults: list[str] = []
