@@ -160,8 +160,16 @@ def reference(module_name: str) -> str:
     summary = (module.__doc__ or "").partition("\n")[0]
     # Each name is an identifier of its own, so that its anchor is its public path.
     return f"# `{module_name}`\n\n{summary}\n\n" + "".join(
-        f"::: {module_name}.{name}\n\n" for name in names
+        f"::: {module_name}.{name}\n    options:\n"
+        f"      inherited_members: {_inherits_unseen(getattr(module, name))}\n\n"
+        for name in names
     )
+
+
+def _inherits_unseen(value: object) -> bool:
+    """Return whether a class inherits from classes of the package that are not public."""
+    own = (each for each in getattr(value, "__mro__", ())[1:] if "kvspec." in each.__module__)
+    return inspect.isclass(value) and not any(each.__name__ in kvspec.__all__ for each in own)
 
 
 def reference_pages() -> dict[str, str]:
