@@ -73,6 +73,9 @@ NAVIGATION = {
 A page of `docs` that is not listed here appears at the end of the section "Project".
 """
 
+SHOWN = {"", ".cpp", ".json", ".py", ".rs", ".sh", ".toml", ".txt", ".yml"}
+"""Linked files with these suffixes become pages with their source. Others are copied."""
+
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 WORDS = re.compile(r"^(```\w+) .+$", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
@@ -107,9 +110,7 @@ def address(file: Path) -> str:
         return str(
             parent.with_suffix(".md") if path.stem == "README" else parent / path.name.lower()
         )
-    if path.suffix in {".svg", ".png"}:
-        return str(path)
-    return f"source/{path}.md"
+    return f"source/{path}.md" if path.suffix in SHOWN else str(path)
 
 
 def title(file: Path) -> str:
@@ -181,20 +182,24 @@ def reference_pages() -> dict[str, str]:
 def assemble() -> None:
     """Write all pages, and the configuration with the navigation."""
     shutil.rmtree(SITE, ignore_errors=True)
-    linked: set[Path] = set()
     found = sections()
-    files = {page for pages in found.values() for page in pages}
-    for page in files:
-        _write(PAGES / address(page), rewritten(page, linked))
-    for other in linked - files:
-        target = PAGES / address(other)
-        if other.suffix in {".svg", ".png"}:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(other, target)
+    waiting = [page for pages in found.values() for page in pages]
+    seen = set(waiting)
+    while waiting:
+        file = waiting.pop()
+        target = PAGES / address(file)
+        if file.suffix == ".md":
+            linked: set[Path] = set()
+            _write(target, rewritten(file, linked))
+            waiting += linked - seen
+            seen |= linked
+        elif file.suffix in SHOWN:
+            language = file.suffix.removeprefix(".") or "sh"
+            source = file.read_text(encoding="utf-8")
+            _write(target, f"# {file.relative_to(ROOT)}\n\n````{language}\n{source}````\n")
         else:
-            name, language = other.relative_to(ROOT), other.suffix.removeprefix(".") or "sh"
-            source = other.read_text(encoding="utf-8")
-            _write(target, f"# {name}\n\n````{language}\n{source}````\n")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
     api = reference_pages()
     for name, text in api.items():
         _write(PAGES / name, text)
