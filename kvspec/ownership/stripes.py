@@ -81,8 +81,10 @@ def times_held(stripes: Iterable[Stripe]) -> int:
     >>> halves = Stripe(0, 2), Stripe(1, 2)
     >>> times_held(halves), times_held(halves[:1]), times_held([WHOLE, *halves[1:]])
     (1, 0, 2)
+    >>> times_held([WHOLE] * 3)
+    2
     """
     all_stripes = tuple(stripes)
     period = max((stripe.step for stripe in all_stripes), default=1)
     counts = [sum(stripe.holds(block) for stripe in all_stripes) for block in range(period)]
-    return min(counts) if min(counts) != 1 else min(max(counts), 2)
+    return min(min(counts), 1) * min(max(counts), 2)
