@@ -5,7 +5,8 @@
 The faults are those of cosmic-ray and of `operators.py`. A sample draws places first and then one
 fault of each place, so that a place with many possible faults has no more weight than another. The
 program plants a fault in a copy of the repository and runs the tests of the package, one process at
-a time: first the tests that found earlier faults of the module, then the others, the fastest first. It prints each fault that no test notices as `file:line`. Faults with a reason in
+a time. First run the tests that found earlier faults of the module, then the others, the fastest
+first. It prints each fault that no test notices as `file:line`. Faults with a reason in
 `equivalent.txt` do not count.
 """
 
@@ -306,6 +307,27 @@ def report(verdicts: Sequence[tuple[Mutant, str]]) -> str:
     )
 
 
+class Record:
+    """A file of verdicts, one JSON object a line, with which an interrupted run continues.
+
+    A new test never saves a fault, so a killed fault stays killed. The others are judged again.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        """Read *file*, if it exists. Without a file, nothing is kept."""
+        self.file = file
+        self.killed: set[str] = set()
+        if file is not None and file.exists():
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            self.killed = {line["mutant"] for line in lines if line["verdict"] == "killed"}
+
+    def add(self, mutant: Mutant, verdict: str) -> None:
+        """Append a verdict."""
+        if self.file is not None and str(mutant) not in self.killed:
+            with self.file.open("a") as lines:
+                lines.write(json.dumps({"mutant": str(mutant), "verdict": verdict}) + "\n")
+
+
 def options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -314,6 +336,9 @@ def options() -> argparse.Namespace:
         "--sample", type=int, help="number of places, one fault each; all by default"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument(
+        "--record", type=Path, help="file of verdicts: faults that it lists as killed are not run"
+    )
     parser.add_argument("--shard", default="1/1", help="i/n: the i-th of n shares of the sample")
     return parser.parse_args()
 
@@ -322,10 +347,11 @@ def main() -> None:
     """Plant the faults one after the other and print the score, even if the run is interrupted."""
     arguments = options()
     share, shares = (int(number) for number in arguments.shard.split("/"))
-    os.nice(10)  # A run takes hours and must not disturb other work on the machine.
+    os.nice(19)  # A run takes hours and must not disturb other work on the machine.
     known = equivalents()
     mutants = drawn(modules(arguments.path), every=arguments.sample is None, seed=arguments.seed)
     verdicts: list[tuple[Mutant, str]] = []
+    record = Record(arguments.record)
     status = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         judge = Judge(Path(folder))
@@ -335,8 +361,10 @@ def main() -> None:
                 if (mutant.path, mutant.before, mutant.after) in known:
                     verdict = "equivalent"
                 else:
-                    verdict = "killed" if judge.kills(mutant) else "survived"
+                    known_killed = str(mutant) in record.killed
+                    verdict = "killed" if known_killed or judge.kills(mutant) else "survived"
                 verdicts.append((mutant, verdict))
+                record.add(mutant, verdict)
                 took = time.monotonic() - began
                 print(f"{verdict} in {took:.0f} s: {mutant}", file=sys.stderr, flush=True)
         except (KeyboardInterrupt, SystemExit) as stop:

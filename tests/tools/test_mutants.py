@@ -60,3 +60,14 @@ def test_score_excludes_equivalent_mutants() -> None:
     lines = MUTANTS.report(list(zip(faults, verdicts, strict=True))).splitlines()
     assert ["all", "6", "3", "1", "2", "75.0", "%"] == lines[2].split()
     assert ["kvspec/a.py:3", "- x", "+ y"] == lines[4:7]
+
+
+def test_record_keeps_only_killed_mutants(tmp_path: Path) -> None:
+    """Survivors are judged again, because a new test may kill them."""
+    file = tmp_path / "record.jsonl"
+    dead, alive = (MUTANTS.Mutant("kvspec/a.py", line, "x", "y", "y") for line in (1, 2))
+    record = MUTANTS.Record(file)
+    record.add(dead, "killed")
+    record.add(alive, "survived")
+    assert {str(dead)} == MUTANTS.Record(file).killed
+    assert set() == MUTANTS.Record(None).killed
