@@ -112,7 +112,7 @@ def rank_layers(engine: EngineSpec, rank: RankId, group: KVCacheGroup) -> list[s
 
 def _number(layer: str) -> int | None:
     """Return the first number in the name of a layer."""
-    digits = "".join(char if char.isdigit() else " " for char in layer).split()
+    digits = "".join(char if char.isdecimal() else " " for char in layer).split()
     return int(digits[0]) if digits else None
 
 

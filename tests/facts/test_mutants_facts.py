@@ -6,6 +6,8 @@ import attrs
 import pytest
 
 from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig, RankId, plan_memory
+from kvspec.check import counting
+from kvspec.engines import stages
 from kvspec.ownership.stripes import WHOLE, times_held
 
 
@@ -22,3 +24,9 @@ def test_representation_of_a_cache_leaves_out_the_owner() -> None:
     engine = EngineSpec(groups=[group], parallel=ParallelConfig())
     cache = attrs.evolve(plan_memory(engine, RankId(), num_blocks=2), owner="tensors")
     assert "tensors" not in repr(cache)
+
+
+@pytest.mark.parametrize("name", ["layer², part 3", "layers.07.attn", "mtp", "l٣"])
+def test_first_number_of_a_layer_has_two_equal_readers(name: str) -> None:
+    """A superscript is a digit for `str.isdigit`, but no number for `int`."""
+    assert counting._number(name) == stages._number(name)
