@@ -168,6 +168,7 @@ def _cover(lib: Library, path: Path, intervals: int) -> None:
     else:
         leaves = (Int(term(where.start)) < target.start) | (Int(term(where.stop)) > target.stop)
         path.claim("the interval leaves the target", leaves)
+    # An interval that leaves the target is found first, even if a lower integer is missing.
     if fault.kind != "outside":
         path.claim("no lower integer is wrong", (x < where.start) >> exact)
 

@@ -49,7 +49,8 @@ def cover_fault(intervals: Iterable[range], target: range) -> CoverFault | None:
         target: The integers that must each lie in exactly one interval.
 
     Returns:
-        The fault with the lowest position, or None if the cover is exact.
+        The fault with the lowest position, or None if the cover is exact. An interval that leaves
+        the target is returned even if a place before it is missing.
 
     >>> cover_fault([range(2, 4), range(0, 2)], range(4))
     >>> cover_fault([range(0, 2), range(3, 4)], range(4))
