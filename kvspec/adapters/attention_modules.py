@@ -1,7 +1,8 @@
 """Read the meaning of stored keys from the module of a model that contains an attention layer.
 
 vLLM's and SGLang's models are written alike: the module around an attention layer owns the rotary
-embedding and the norm of the keys. Both engines apply them before they store a key.
+embedding and the norm of the keys. Both engines apply them before they store a key. Some models
+apply the rotary embedding in some layers only, so `forward_code` reads whether this layer does.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.forward_code import calls
 from kvspec.errors import SpecError
 from kvspec.inputs import mapping
 from kvspec.specs import KeyContent
@@ -32,8 +34,11 @@ def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent
     if not hasattr(module.value, "rotary_emb"):
         return None
     rotary = module.get("rotary_emb")
-    if rotary.value is None:  # A layer without positions, as some of Llama 4.
-        return KeyContent(rotary="none", normalized=normalized)
+    # Llama 4 has no rotary embedding in layers without positions. Cohere 2 has one, but only some
+    # of its layers apply it. To permute a key that was not rotated would be a silent error.
+    applied = rotary.value is not None and calls(module.value, "rotary_emb")
+    if not applied:
+        return None if applied is None else KeyContent(rotary="none", normalized=normalized)
     neox, size = rotary.get("is_neox_style").value, rotary.get("rotary_dim").size_or_none()
     if type(rotary.value).__name__ in _ALWAYS_HALVES:
         neox = True
@@ -66,3 +71,29 @@ def configured_key_content(field: str, value: object) -> KeyContent | None:
     if "rotary" not in fields or not set(fields) <= set(names):
         raise SpecError(field, value, f"rotary, and any of {', '.join(names[1:])}")
     return KeyContent(**fields)
+
+
+def agreed_key_content(
+    field: str, configured: KeyContent | None, found: KeyContent | None
+) -> KeyContent | None:
+    """Return the meaning of the keys of one layer, or None if it is unknown.
+
+    Args:
+        field: The setting and the layer, for the error message.
+        configured: The meaning that a user has configured for all layers.
+        found: The result of `key_content_of` for this layer.
+
+    Raises:
+        SpecError: If the two rotate other elements. The bytes would be permuted in a wrong way.
+
+    >>> pairs = KeyContent(rotary="pairs", rotary_size=64)
+    >>> agreed_key_content("key_content", pairs, KeyContent(rotary="none"))
+    Traceback (most recent call last):
+    kvspec.errors.SpecError: key_content=KeyContent(...): expected KeyContent(rotary='none', ...
+    """
+    if configured is None or found is None:
+        return configured or found
+    # A norm may have a name that is not known, so the user knows better whether there is one.
+    if configured != attrs.evolve(found, normalized=configured.normalized):
+        raise SpecError(field, configured, f"{found}, as the model's module has")
+    return configured

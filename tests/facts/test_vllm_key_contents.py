@@ -45,6 +45,22 @@ class Parent(torch.nn.Module):  # type: ignore[misc]
         for name, value in more.items():
             setattr(self, name, value)
 
+    def forward(self, positions: Any, q: Any, k: Any) -> Any:
+        """Rotate in layers that have a rotary embedding."""
+        if self.rotary_emb is not None:
+            q, k = self.rotary_emb(positions, q, k)
+        return self.attn(q, k)
+
+
+class Conditional(Parent):
+    """A module that applies its rotary embedding as vLLM's Exaone4Attention does."""
+
+    def forward(self, positions: Any, q: Any, k: Any) -> Any:
+        """Rotate in layers with a window."""
+        if self.sliding_window or self.apply_rope_all_layers:
+            q, k = self.rotary_emb(positions, q, k)
+        return self.attn(q, k)
+
 
 def full(head_size: int = 64) -> Any:
     """Return vLLM's spec of a layer with keys and values."""
@@ -96,6 +112,28 @@ def test_key_content_is_that_of_the_module_around_the_layer(
     layer = Layer()
     parent = Parent(layer, **modules)
     found = key_contents_of(*read(layer, spec))
+    assert ({} if content is None else {"layers.0.attn": content}) == found
+    del parent
+
+
+@pytest.mark.parametrize(
+    ("window", "everywhere", "content"),
+    [
+        (None, True, KeyContent(rotary="pairs", rotary_size=64)),
+        (32, False, KeyContent(rotary="pairs", rotary_size=64)),
+        (None, False, KeyContent(rotary="none")),
+        (None, None, None),
+    ],
+)
+def test_key_content_of_a_layer_that_does_not_rotate_is_none(
+    window: Any, everywhere: Any, content: Any
+) -> None:
+    """To permute its keys from pairs to halves would be a silent error."""
+    layer, fields = Layer(), {"sliding_window": window, "apply_rope_all_layers": everywhere}
+    if everywhere is None:
+        del fields["apply_rope_all_layers"]  # The condition is unknown.
+    parent = Conditional(layer, rotary_emb=Rotary(64, 64, is_neox_style=False), **fields)
+    found = key_contents_of(*read(layer, full()))
     assert ({} if content is None else {"layers.0.attn": content}) == found
     del parent
 

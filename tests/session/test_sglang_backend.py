@@ -353,9 +353,10 @@ def test_other_version_is_refused() -> None:
     assert "0.5.24" == caught.value.value
 
 
-def described(**changes: Any) -> kvspec.RankCache:
+def described(settings: Any = None, **changes: Any) -> kvspec.RankCache:
     """Return the cache of one rank with *changes* to its objects."""
-    return describe(surroundings(World(1), 0, 1, 16, **changes), BackendSettings(model="m"))
+    own = settings or BackendSettings(model="m")
+    return describe(surroundings(World(1), 0, 1, 16, **changes), own)
 
 
 @pytest.mark.parametrize(("neox", "rotary"), [(True, "halves"), (False, "pairs")])
@@ -363,6 +364,19 @@ def test_key_content_comes_from_the_modules(neox: bool, rotary: str) -> None:
     spec = described(model=model(neox=neox)).engine.group("full").spec
     assert kvspec.KeyContent(rotary=rotary, rotary_size=8) == spec.key_content
     assert "model.layers.1.self_attn.attn" in described().engine.group("full").layers
+
+
+def test_key_content_of_layers_that_do_not_rotate_is_none() -> None:
+    """They have a rotary embedding, but do not apply it."""
+    found = described(model=model(rope=False)).engine.group("full").spec
+    assert kvspec.KeyContent(rotary="none") == found.key_content
+
+
+def test_configured_key_content_that_contradicts_the_modules_is_refused() -> None:
+    wrong = {"rotary": "pairs", "rotary_size": 8}
+    with pytest.raises(kvspec.SpecError) as caught:
+        described(settings=BackendSettings(model="m", key_content=wrong))
+    assert "KVSPEC_SGLANG['key_content']" == caught.value.field
 
 
 @pytest.mark.parametrize("unknown", [{"is_neox_style": None}, {"head_size": 16}])

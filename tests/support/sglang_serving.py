@@ -45,14 +45,30 @@ class RadixAttention(Module):
     """SGLang's attention layer."""
 
 
-def model(*, neox: bool = True, window: int = -1, layers: int = LAYERS, **rotary: Any) -> Module:
-    """Return a model whose last layer has a window of *window* tokens before the query's own."""
+class Rotating(Module):
+    """The module around an attention layer. It may have layers without positions."""
+
+    def forward(self, positions: Any, q: Any, k: Any, forward_batch: Any) -> Any:
+        """Rotate, and attend."""
+        if self.use_rope:
+            q, k = self.rotary_emb(positions, q, k)
+        return self.attn(q, k, forward_batch)
+
+
+def model(
+    *, neox: bool = True, window: int = -1, layers: int = LAYERS, rope: bool = True, **rotary: Any
+) -> Module:
+    """Return a model whose last layer has a window of *window* tokens before the query's own.
+
+    *rope* is whether layers rotate their keys.
+    """
     embedding = Module(**{"is_neox_style": neox, "rotary_dim": SIZE, "head_size": SIZE} | rotary)
 
     def layer(number: int) -> Module:
         before = window if number == layers - 1 else -1
         attention = RadixAttention(layer_id=number, sliding_window_size=before)
-        return Module({"self_attn": Module({"attn": attention, "rotary_emb": embedding})})
+        children = {"attn": attention, "rotary_emb": embedding}
+        return Module({"self_attn": Rotating(children, use_rope=rope)})
 
     return Module({str(number): layer(number) for number in range(layers)})
 

@@ -14,7 +14,11 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.attention_modules import configured_key_content, key_content_of
+from kvspec.adapters.attention_modules import (
+    agreed_key_content,
+    configured_key_content,
+    key_content_of,
+)
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.sglang.engine import FULL, WINDOW, engine_spec, parallel_config, read_pools
 from kvspec.adapters.sglang.tensors import rank_cache
@@ -200,7 +204,8 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         if isinstance(before, int) and before >= 0:
             windows[number] = before + 1
         group = WINDOW if number in windows else FULL
-        content = settings.key_content or key_content_of(module, row, latent=whole.latent)
+        found = key_content_of(module, row, latent=whole.latent)
+        content = agreed_key_content(f"{VARIABLE}['key_content']", settings.key_content, found)
         if content is None or contents.setdefault(group, content) != content:
             wanted = f"{contents.get(group, 'a rotary embedding of known order')}, or key_content"
             raise SpecError(module.path, content, f"{wanted} in {VARIABLE}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from kvspec.adapters.attention_modules import agreed_key_content
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import read_config
 from kvspec.adapters.vllm.key_contents import key_contents_of, scales_of
@@ -81,15 +82,15 @@ def whole_engine(
         workers: The facts of all workers of the engine, in order of rank.
         tensors: The tensors that this worker's `register_kv_caches` received.
         key_content: The meaning of the keys of all layers. By default it is that of each layer in
-            *workers*, and each layer with keys must have one.
+            *workers*, and each layer with keys must have one. It must not contradict them.
 
     Returns:
         The engine. The layers of each stage come from the stage's first worker with this worker's
         TP rank.
 
     Raises:
-        SpecError: If *workers* has another length than the engine has workers, or for the reasons
-            of `from_vllm`.
+        SpecError: If *workers* has another length than the engine has workers, if *key_content*
+            contradicts the modules of a layer, or for the reasons of `from_vllm`.
     """
     sizes, rank = (
         FieldReader("vllm_config", vllm_config).get("parallel_config"),
@@ -103,7 +104,11 @@ def whole_engine(
     if len(all_workers) != count:
         raise SpecError("workers", f"{len(all_workers)} workers", f"all {count} of the engine")
     stages: Sequence[WorkerInfo] = all_workers[rank.tp :: column]
-    contents = {name: value for stage in stages for name, value in stage.key_contents.items()}
+    contents = {
+        name: agreed_key_content(f"key_content[{name!r}]", key_content, value)
+        for stage in stages
+        for name, value in stage.key_contents.items()
+    }
     return from_vllm(
         vllm_config,
         [stage.config for stage in stages],
