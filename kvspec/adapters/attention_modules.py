@@ -31,14 +31,15 @@ def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent
         latent: Whether the layer stores a latent of MLA.
     """
     normalized = any(module.get(name).value is not None for name in KEY_NORMS)
-    if not hasattr(module.value, "rotary_emb"):
-        return None
     rotary = module.get("rotary_emb")
-    # Llama 4 has no rotary embedding in layers without positions. Cohere 2 has one, but only some
-    # of its layers apply it. To permute a key that was not rotated would be a silent error.
-    applied = rotary.value is not None and calls(module.value, "rotary_emb")
-    if not applied:
-        return None if applied is None else KeyContent(rotary="none", normalized=normalized)
+    # Cohere 2 has a rotary embedding in all layers, but applies it only in some. Falcon has none if
+    # it uses ALiBi. To permute a key that was not rotated would be a silent error.
+    absent = rotary.value is None and hasattr(module.value, "rotary_emb")
+    applied = False if absent else calls(module.value, "rotary_emb")
+    if applied is False:
+        return KeyContent(rotary="none", normalized=normalized)
+    if not applied or rotary.value is None:
+        return None
     neox, size = rotary.get("is_neox_style").value, rotary.get("rotary_dim").size_or_none()
     if type(rotary.value).__name__ in _ALWAYS_HALVES:
         neox = True

@@ -1,0 +1,146 @@
+"""The adapter reads the meaning of keys from the models of the vLLM that is installed.
+
+Each attention module computes the keys of the same tokens at several positions. What the adapter
+states about its keys must be what the keys show.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvspec
+from kvspec.adapters.attention_modules import key_content_of
+from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.rotation import rotation_of
+
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+# vLLM imports what torch has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZE, WIDTH, TOKENS = 16, 96, 8
+COMMON = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 6, "vocab_size": 64}
+HEADS = COMMON | {"num_key_value_heads": 3, "intermediate_size": 128, "pad_token_id": 0}
+KINDS = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+HYBRID = HEADS | KINDS | {"head_dim": SIZE}
+PLACE = "model.layers.{}.self_attn"
+
+
+class ModelConfig(SimpleNamespace):
+    """The part of vLLM's `ModelConfig` that attention modules read. Other fields are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@pytest.fixture(name="config", scope="module")
+def with_vllm() -> Iterator[Any]:
+    """Yield the config of a vLLM worker, which is alone."""
+    from vllm.config import VllmConfig, set_current_vllm_config  # noqa: PLC0415
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+
+    config = VllmConfig()
+    model = ModelConfig(dtype=torch.float32, is_moe=False, max_model_len=256)
+    object.__setattr__(config, "model_config", model)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(1, 0, address, 0, backend="gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        yield config
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def exaone4(layer: int) -> Any:
+    """Return the attention of EXAONE 4. Its full layers have no positions."""
+    from vllm.model_executor.models.exaone4 import Exaone4Attention  # noqa: PLC0415
+
+    config = transformers.Exaone4Config(**HYBRID, sliding_window_pattern=4)
+    return Exaone4Attention(config, WIDTH, 6, 3, prefix=PLACE.format(layer))
+
+
+def cohere2(layer: int) -> Any:
+    """Return the attention of Cohere 2. Its full layers have no positions."""
+    from vllm.model_executor.models.commandr import CohereAttention  # noqa: PLC0415
+
+    return CohereAttention(transformers.Cohere2Config(**HYBRID), prefix=PLACE.format(layer))
+
+
+def qwen3(layer: int) -> Any:
+    """Return the attention of Qwen 3."""
+    from vllm.model_executor.models.qwen3 import Qwen3Attention  # noqa: PLC0415
+
+    rope = transformers.Qwen3Config(**HEADS).rope_parameters
+    return Qwen3Attention(WIDTH, 6, 3, rope, head_dim=SIZE, prefix=PLACE.format(layer))
+
+
+def falcon(layer: int, *, alibi: bool = False) -> Any:
+    """Return the attention of Falcon."""
+    from vllm.model_executor.models.falcon import FalconAttention  # noqa: PLC0415
+
+    config = transformers.FalconConfig(**COMMON, alibi=alibi)
+    return FalconAttention(config, prefix=f"transformer.h.{layer}.self_attention")
+
+
+class Attending(Exception):  # noqa: N818 - not an error
+    """The module has reached its attention layer."""
+
+
+def keys_at(module: Any, position: int, hidden: Any) -> Any:
+    """Return the keys that a module passes to its attention layer."""
+    keys: list[Any] = []
+
+    def attend(_: Any, key: Any, *__: Any) -> None:
+        keys.append(key.detach().clone())
+        raise Attending
+
+    module.attn.forward = attend
+    with suppress(Attending), torch.no_grad():
+        module.forward(torch.full((TOKENS,), position), hidden.clone())
+    return keys[0].reshape(-1, SIZE).double().numpy()
+
+
+@pytest.mark.parametrize(
+    ("build", "layer", "rotary"),
+    [
+        (exaone4, 0, "halves"),
+        (exaone4, 3, "none"),
+        (cohere2, 0, "pairs"),
+        (cohere2, 3, "none"),
+        (qwen3, 0, "halves"),
+        (falcon, 0, "halves"),
+        pytest.param(lambda layer: falcon(layer, alibi=True), 0, "none", id="falcon-alibi"),
+    ],
+)
+def test_stated_key_content_is_that_of_computed_keys(
+    config: Any, build: Any, layer: int, rotary: str
+) -> None:
+    config.compilation_config.static_forward_context.clear()
+    torch.manual_seed(0)
+    module = build(layer)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for linear in module.modules():
+        if hasattr(linear, "quant_method"):
+            linear.quant_method.process_weights_after_loading(linear)
+    hidden = torch.randn(TOKENS, WIDTH)
+    stated = key_content_of(FieldReader("module", module), SIZE, latent=False)
+    # Products of a whole hidden state have many roundings.
+    shown = rotation_of("keys", [keys_at(module, at, hidden) for at in (9, 1, 0)], 1e-5)
+    size = 0 if rotary == "none" else SIZE
+    assert kvspec.KeyContent(rotary=rotary, rotary_size=size) == shown
+    assert stated is not None
+    assert (stated.rotary, stated.rotary_start, stated.rotary_size) == (rotary, 0, size)
