@@ -60,9 +60,16 @@ MODELS = {
 }
 # The sizes of the other engines' blocks.
 SIZES = (16, 32)
-# SGLang attends by torch alone on CPUs here. It has no MLA then.
-SGLANG = ("llama-6", "qwen3-6")
-SGLANG_SIZES = (16,)
+# SGLang attends by torch alone on CPUs here. It has no MLA then. These are the sizes of pages for
+# each TP size. Two engines of each need memory, so all sizes of TP and pages occur, but not all
+# combinations.
+SGLANG: dict[str, dict[int, tuple[int, ...]]] = {
+    "llama-6": {1: (1, 16), 2: (32,)},
+    "qwen3-6": {1: (16, 32), 2: (1,)},
+    "gemma-2": {1: (16, 32), 2: (1,)},
+}
+# Models whose code in SGLang does not show how keys are rotated.
+KEYS = {"gemma-2": {"rotary": "halves", "rotary_size": 32, "normalized": True}}
 # Models that `llama_engine` can convert.
 LLAMA = ("llama-6", "qwen3-6")
 # The program of each maker. llama.cpp shares the environment of transformers.
@@ -70,7 +77,7 @@ PROGRAMS = {
     "llama": "llama_engine.py",
     "transformers": "transformers_engine.py",
     "vllm": "vllm_engine.py",
-    "sglang": "in_sglang.py",
+    "sglang": "sglang_engine.py",
 }
 # The model of the rows that must be refused, and one of equal shapes whose keys are normalised.
 REFUSING, MEANING = "llama-6", "qwen3-6"
@@ -246,8 +253,7 @@ class Engines:
     ) -> Engine:
         """Begin to start an engine. Call `ready` before another call of its program."""
         if maker == "sglang":
-            program = name  # One engine for each program.
-            more["filling"] = str(self.folder / f"{name}.filling")
+            more |= {"filling": str(self.folder / f"{name}.filling"), "keys": KEYS.get(model)}
         found = Engine(self.program(maker, program), name, block)
         settings = {"path": str(self.folder / (path or model)), "model": model, "block": block}
         settings |= {"revision": REVISION, **more}
@@ -266,12 +272,13 @@ class Engines:
                 found[name] = self._roles("vllm", name, model, MODELS[model], tp=tp)
         if "llama" in self.makers and model in LLAMA:
             found["llama.cpp"] = self._roles("llama", "llama.cpp", model, SIZES)
-        if "sglang" in self.makers and model in SGLANG:
-            name = "SGLang TP 1"
-            found[name] = {
-                role: self._sizes("sglang", name, model, SGLANG_SIZES, tp=1, role=role)
-                for role in ("prefill", "decode", "null")
-            }
+        if "sglang" in self.makers:
+            for tp, pages in SGLANG.get(model, {}).items():
+                name, one = f"SGLang TP {tp}", pages[:1]
+                found[name] = {
+                    role: self._sizes("sglang", name, model, sizes, tp=tp, role=role)
+                    for role, sizes in {"prefill": pages, "decode": pages, "null": one}.items()
+                }
         for call in ("answer", "ready"):
             for engine in {each for roles in found.values() for each in chain(*roles.values())}:
                 # Each start has one answer.
@@ -324,7 +331,8 @@ def rows(engines: Engines, only: str) -> Iterator[tuple[str, Row]]:
         for row in answers(kinds, model):
             yield "same", row
         if model == REFUSING:
-            for other in kinds[1:]:
+            # One engine of each maker.
+            for other in [each for each in kinds[1:] if "TP 2" not in each.name]:
                 for row in refusals(engines, kinds[0], other):
                     yield "refused", row
                 for row in faults(engines, kinds[0], other):

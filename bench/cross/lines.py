@@ -42,21 +42,38 @@ class Failed(Exception):  # noqa: N818 - an outcome, not an error of this progra
     """A program has ended, does not answer, or has answered with an error."""
 
 
-def serve(calls: Callable[[], object]) -> None:
-    """Answer calls until the standard input ends, by the methods of ``calls()``.
+def serve(load: Callable[[], tuple[Callable[..., Any], str]]) -> None:
+    """Answer calls until the standard input ends.
 
-    *calls* is called after the standard output was redirected, so it may import what prints.
+    *load* returns what makes an engine from its name and settings, and the versions of packages. An
+    engine has the other calls as methods, and `close`. *load* is called after the standard output
+    was redirected, so it may import what prints.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    methods = calls()
+    make, versions = load()
+    engines: dict[str, Any] = {}
+
+    def value(call: str, engine: str = "", **arguments: Any) -> Any:  # noqa: ANN401
+        match call:
+            case "version":
+                return versions
+            case "start":
+                engines[engine] = make(engine, **arguments)
+            case "stop":
+                engines.pop(engine).close()
+            case _:
+                return getattr(engines[engine], call)(**arguments)
+        return None
+
     for line in sys.stdin:
-        arguments = json.loads(line)
         try:
-            answer = {"value": getattr(methods, arguments.pop("call"))(**arguments)}
+            answer = {"value": value(**json.loads(line))}
         except Exception as error:  # noqa: BLE001 - the driver decides
             answer = {"error": reason(error)}
         print(json.dumps(answer), file=answers, flush=True)
+    for engine in engines.values():
+        engine.close()
 
 
 def reason(error: BaseException) -> str:

