@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import lines
 
-from kvspec.session import PrefillTicket, content_of
+from kvspec.session import PrefillTicket
 
 sys.path.append(str(Path(__file__).parents[1] / "vllm"))
 
@@ -89,16 +89,11 @@ class Engine:
         if answer["transfer"] is None:
             return {"ticket": None, "why": answer["why"]}
         ticket = PrefillTicket.from_params(answer["transfer"])
-        # A consumer such as SGLang begins with the first token. A router that has the secret can
-        # add it. vLLM computes no first token if its prompt had to stop one token early.
-        if ticket.computed_tokens == len(prompt):
+        # vLLM gives its connectors no log probabilities. A router that has the secret can add them.
+        if ticket.first_token is not None:
             (logprobs,) = answer["logprobs"]
-            ticket = attrs.evolve(
-                ticket,
-                first_token=answer["tokens"][0],
-                first_logprobs=sorted(logprobs.items(), key=lambda pair: -pair[1]),
-                tokens_digest=content_of(prompt),
-            )
+            pairs = sorted(logprobs.items(), key=lambda pair: -pair[1])
+            ticket = attrs.evolve(ticket, first_logprobs=pairs)
         return {"ticket": ticket.to_params(), "why": None}
 
     def decode(self, prompt: list[int], count: int, ticket: dict[str, Any]) -> dict[str, Any]:

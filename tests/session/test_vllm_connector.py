@@ -360,6 +360,12 @@ def test_producer_omits_the_last_token_when_vllm_frees_what_it_reads(
     )
     assert (1 if computed < tokens else 16) == request.max_tokens
     assert (tokens, 16) == (here.num_tokens, here.max_tokens)
+    # The token that is sampled after a part of the prompt is not the first new one.
+    request.num_computed_tokens = computed
+    _, params = one.request_finished_all_groups(request, [list(range(1, 8))])
+    assert params is not None
+    first = PrefillTicket.from_params(params).first_token
+    assert (5 if computed == tokens else None) == first
 
 
 @pytest.mark.parametrize(

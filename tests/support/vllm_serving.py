@@ -162,6 +162,7 @@ class Request:
         self.prompt_token_ids = list(range(self.tokens))
         self._all_token_ids = list(range(self.tokens))
         self.num_prompt_tokens = self.tokens
+        self.output_token_ids = [5]
 
     @property
     def num_tokens(self) -> int:

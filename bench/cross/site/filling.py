@@ -14,7 +14,7 @@ from typing import Any
 
 VARIABLE = "CROSS_FILLING"
 # Seconds for which an idle scheduler sleeps.
-REST = 2e-3
+REST = 2e-2
 
 
 def register() -> None:

@@ -86,6 +86,7 @@ class Scheduling:
         self._ranks: tuple[Served, ...] = ()
         self._hashed: dict[str, Hashed] | None = None
         self._tickets: dict[str, PrefillTicket] = {}  # Tickets not yet used or declined.
+        self._shortened = set[str]()  # Ids of requests without the last token of their prompt.
         self._next = EngineStep()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Served]) -> None:
@@ -108,7 +109,7 @@ class Scheduling:
             except SpecError as error:
                 log.warning("%s is computed here: %s", request.request_id, error)
         elif params.get("do_remote_decode") and self._ranks:
-            _shorten(request, self._ranks[0].engine)
+            self._shortened |= _shorten(request, self._ranks[0].engine)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -154,19 +155,29 @@ class Scheduling:
         ticket = self._tickets.pop(request.request_id, None)
         if ticket is not None:
             self._next.declined.append(ticket)
+        shortened = request.request_id in self._shortened
+        self._shortened.discard(request.request_id)
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or request.status.name not in FINISHED:
             return False, None
         try:
-            held = self._hold(request, block_ids)
+            held = self._hold(request, block_ids, whole=not shortened)
         except SpecError as error:
             log.warning("%s is not held: %s", request.request_id, error)
             return False, None
         self._next.held.append((request.request_id, held))
         return True, {"do_remote_prefill": True, "do_remote_decode": False, **held.to_params()}
 
-    def _hold(self, request: Any, block_ids: Any) -> PrefillTicket:
+    def _hold(self, request: Any, block_ids: Any, *, whole: bool) -> PrefillTicket:
+        """Return the ticket of a request. *whole* is whether vLLM has computed all of its prompt.
+
+        A token that was sampled after a part of the prompt is not the first new one. vLLM gives a
+        connector no log probabilities: the scheduler has them, but they are not in the request.
+        """
         computed = request.num_computed_tokens
+        sampled = (
+            request.output_token_ids if whole and computed == request.num_prompt_tokens else ()
+        )
         return PrefillTicket(
             tables=self._tables(block_ids, computed),
             engine_id=self._ranks[0].engine_id,
@@ -174,6 +185,7 @@ class Scheduling:
             remote_id=new_remote_id(request.request_id),
             computed_tokens=computed,
             content=content_of((request.prompt_token_ids or ())[:computed]),
+            first_token=int(sampled[0]) if sampled else None,
         )
 
     def _tables(self, block_ids: Any, num_tokens: int) -> dict[str, Any]:
@@ -187,12 +199,14 @@ def _end(request: Any, ticket: PrefillTicket) -> int:
     return int(min(request.num_tokens - 1, ticket.computed_tokens))
 
 
-def _shorten(request: Any, engine: EngineSpec) -> None:
-    """Remove the last token of a prompt for which `loses_a_token` is True."""
+def _shorten(request: Any, engine: EngineSpec) -> set[str]:
+    """Remove the last token of a prompt for which `loses_a_token` is True, and return its id."""
     # vLLM's NIXL connector does the same for models with recurrent states. vLLM has no public way,
     # so both lists of the request change. One token is generated, as for any prefill.
     known = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None
-    if known and loses_a_token(engine, request.num_tokens):
-        del request.prompt_token_ids[-1:], request._all_token_ids[-1:]  # noqa: SLF001
-        request.num_prompt_tokens -= 1
-        request.max_tokens = 1
+    if not known or not loses_a_token(engine, request.num_tokens):
+        return set()
+    del request.prompt_token_ids[-1:], request._all_token_ids[-1:]  # noqa: SLF001
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    return {request.request_id}

@@ -104,11 +104,9 @@ def whole_engine(
     if len(all_workers) != count:
         raise SpecError("workers", f"{len(all_workers)} workers", f"all {count} of the engine")
     stages: Sequence[WorkerInfo] = all_workers[rank.tp :: column]
-    contents = {
-        name: agreed_key_content(f"key_content[{name!r}]", key_content, value)
-        for stage in stages
-        for name, value in stage.key_contents.items()
-    }
+    contents = {name: value for stage in stages for name, value in stage.key_contents.items()}
+    for name, content in contents.items():
+        agreed_key_content(f"key_content[{name!r}]", key_content, content)
     return from_vllm(
         vllm_config,
         [stage.config for stage in stages],
