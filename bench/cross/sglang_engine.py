@@ -34,7 +34,12 @@ import lines
 from kvspec.adapters.sglang import tickets
 
 # Environment of all engines. It must be set before SGLang is imported.
-ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # Each engine would run a compiler of C++.
+}
 # The files of SGLang's models that are imported. All 300 take a minute on a slow machine.
 MODELS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_causal", "deepseek_v2")
 # Settings with which SGLang runs without CUDA and without AMX.
