@@ -1,4 +1,4 @@
-"""Print for each engine, page format and kind of layer whether it moves exactly or is refused.
+"""Print which page formats move exactly, and which meanings of keys an adapter knows.
 
 Invariant: each cell of the table is tried when this script runs, over arrays of the shapes that the
 engine itself allocates. A cell is *exact* if `verify` finds no wrong byte. Otherwise it is
@@ -15,6 +15,12 @@ How it works:
         other TP        TP 2, blocks of 16 tokens
 
     For each trial, a request of 70 tokens is planned and verified.
+
+    A second table has a row for each meaning of equal pages: what is stored, and how the adapter
+    knows. Its function *read* calls the adapter. An adapter that does not know raises, and the cell
+    *stored* shows the field. The other columns are trials with a consumer whose keys have another
+    meaning. The oracle permutes them by definition, so *permuted* means that each byte is at its
+    place.
 """
 
 from __future__ import annotations
@@ -26,8 +32,13 @@ import attrs
 import numpy as np
 
 import kvspec
-from kvspec import RankId
+from kvspec import KeyContent, RankId
 from kvspec.adapters import sglang, vllm
+from kvspec.adapters.attention_modules import key_content_of
+from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.rotation import rotation_of
+from kvspec.adapters.sglang.describing import BackendSettings, Surroundings, describe
+from kvspec.adapters.vllm.key_contents import scales_of
 
 HEADS, SIZE, TOKENS = 4, 16, 70
 V1, MODELS = "vllm.v1.attention.backends.", "vllm.models."
@@ -310,6 +321,189 @@ def rows() -> Iterator[Row]:
         yield Row(name, page, kind, read(kind, *how))
 
 
+@attrs.frozen
+class Meaning:
+    """One line of the second table.
+
+    Attributes:
+        engine: The engine.
+        keys: What its model does with keys.
+        known: How the adapter knows it.
+        read: A function that lets the adapter read it. It returns fields of the spec.
+    """
+
+    engine: str
+    keys: str
+    known: str
+    read: Callable[[], dict[str, Any]]
+
+
+class Attention:
+    """The module around an attention layer, as the models of vLLM and SGLang have it."""
+
+    def __init__(self, **attributes: Any) -> None:
+        rotary = {"is_neox_style": True, "rotary_dim": SIZE, "head_size": SIZE}
+        self.rotary_emb = engine_object("RotaryEmbedding", **rotary)
+        self.attn = self.use_rope = True
+        vars(self).update(attributes)
+
+    def forward(self, positions: Any, q: Any, k: Any) -> Any:
+        """Rotate in some layers, and attend."""
+        if self.use_rope:
+            q, k = self.rotary_emb(positions, q, k)
+        return self.attn(q, k)
+
+
+def of_module(*, latent: bool = False, **attributes: Any) -> Callable[[], dict[str, Any]]:
+    """Return the function that reads the meaning of keys from a module of vLLM or SGLang."""
+
+    def read() -> dict[str, Any]:
+        module = FieldReader("module", Attention(**attributes))
+        content = key_content_of(module, SIZE, latent=latent)
+        if content is None:
+            raise kvspec.SpecError("key_content", None, "a meaning that the module shows")
+        return {"key_content": content}
+
+    return read
+
+
+def of_keys(order: str) -> Callable[[], dict[str, Any]]:
+    """Return the function that finds the rotation of keys that a model computes."""
+    draw = np.random.default_rng(0)
+    places = {"halves": (0, SIZE // 2, 1), "pairs": (0, 1, 2), "none": (0, 0, 0)}
+    start, apart, step = places.get(order, (0, 3, 1))
+
+    def keys(position: int, base: Any) -> Any:
+        turned = base.copy()
+        for couple in range(SIZE // 2 if apart else 0):
+            one = start + couple * step
+            z = (base[:, one] + 1j * base[:, one + apart]) * np.exp(1j * position * 0.5**couple)
+            turned[:, one], turned[:, one + apart] = z.real, z.imag
+        return turned
+
+    def read() -> dict[str, Any]:
+        base = draw.normal(size=(8, SIZE))
+        rows = [keys(position, base) for position in (7, 1, 0)]
+        return {"key_content": rotation_of("keys", rows, 1e-12)}
+
+    return read
+
+
+def vllm_scales(**attributes: Any) -> Callable[[], dict[str, Any]]:
+    """Return the function that reads the scales of a quantised layer of vLLM."""
+
+    def read() -> dict[str, Any]:
+        layer = {"kv_cache_dtype": "fp8", "_k_scale": 0.5, "_v_scale": 0.25, **attributes}
+        context = {"layers.0": engine_object("Attention", **layer)}
+        fields = engine_object(
+            "VllmConfig",
+            compilation_config=engine_object("Compilation", static_forward_context=context),
+        )
+        config: Any = engine_object("Config", layers=["layers.0"])
+        scales = scales_of(FieldReader("vllm_config", fields), [config])
+        return {"scales_digest": kvspec.scales_digest(scales)}
+
+    return read
+
+
+def sglang_scales() -> dict[str, Any]:
+    """Let SGLang's backend read a pool of 8 bits."""
+    buffers = {name: [array((144, 2, SIZE))] for name in ("k_buffer", "v_buffer")}
+    pool = engine_object("MHATokenToKVPool", page_size=16, dtype="float8_e4m3fn", **buffers)
+    others = dict.fromkeys([field.name for field in attrs.fields(Surroundings)])
+    describe(Surroundings(**{**others, "pool": pool}), BackendSettings(model="m"))
+    raise AssertionError
+
+
+def meanings() -> Iterator[Meaning]:
+    """Yield all lines of the second table."""
+    pairs = engine_object("Rotary", is_neox_style=False, rotary_dim=SIZE, head_size=SIZE)
+    part = engine_object("Rotary", is_neox_style=False, rotary_dim=SIZE // 2, head_size=SIZE // 2)
+    for engine in ("vLLM", "SGLang"):
+        for keys, known, read in (
+            ("rotated halves", "is_neox_style; forward calls rotary_emb", of_module()),
+            ("rotated pairs", "is_neox_style; forward calls rotary_emb",
+             of_module(rotary_emb=pairs)),
+            ("normalised", "a module k_norm, or of another known name", of_module(k_norm=object())),
+            ("not in this layer", "forward's condition is false", of_module(use_rope=False)),
+            ("no positions", "rotary_emb is None", of_module(rotary_emb=None)),
+            ("perhaps rotated", "forward's condition is not known", of_module(use_rope=[])),
+            ("other order", "rotary_emb without is_neox_style", of_module(rotary_emb=object())),
+            ("part of a key", "rotary_emb is smaller than a key", of_module(rotary_emb=part)),
+            ("MLA", "is_neox_style; the rotated part is last",
+             of_module(rotary_emb=part, latent=True)),
+        ):  # fmt: skip
+            yield Meaning(engine, keys, known, read)
+    yield Meaning("vLLM", "fp8, scales of a file", "_k_scale, _v_scale of the layer", vllm_scales())
+    yield Meaning("vLLM", "fp8, scales of a batch", "calculate_kv_scales",
+                  vllm_scales(calculate_kv_scales=True))  # fmt: skip
+    yield Meaning("SGLang", "fp8", "dtype of the pool", sglang_scales)
+    for engine in ("Hugging Face", "llama.cpp"):
+        for keys, order in (
+            ("rotated halves", "halves"),
+            ("rotated pairs", "pairs"),
+            ("not in this layer", "none"),
+            ("other order", "thirds"),
+        ):
+            yield Meaning(engine, keys, "keys computed at three positions", of_keys(order))
+
+
+ROTATED, PLAIN = KeyContent(rotary="halves", rotary_size=SIZE), KeyContent(rotary="none")
+ORDERS = {"halves": "pairs", "pairs": "halves", "none": "none"}
+
+
+def altered(fields: dict[str, Any], trial: str) -> dict[str, Any]:
+    """Return the fields of a consumer with another meaning."""
+    content = fields.get("key_content", ROTATED)
+    changed = {
+        "other order": attrs.evolve(content, rotary=ORDERS[content.rotary]),
+        "not rotated": attrs.evolve(PLAIN, normalized=content.normalized),
+        "other norm": attrs.evolve(content, normalized=not content.normalized),
+    }
+    if trial == "other scales":
+        return {**fields, "scales_digest": "00"}
+    return {**fields, "key_content": changed.get(trial, content)}
+
+
+MEANING_TRIALS = ("other order", "not rotated", "other norm", "other scales")
+
+
+def meaning_cells(meaning: Meaning) -> tuple[str, ...]:
+    """Return what is stored, and the verdict of each trial."""
+    try:
+        fields = meaning.read()
+    except kvspec.SpecError as error:
+        return (f"refused: {error.field}", *("" for _ in MEANING_TRIALS))
+    content = fields.get("key_content", ROTATED)
+    stop = f" {content.rotary_start}..{content.rotary_stop}" if content.rotary_size else ""
+    stored = content.rotary + stop + (", normalised" if content.normalized else "")
+    if "scales_digest" in fields:
+        stored += ", scales " + fields["scales_digest"][:6]
+    cells = [stored]
+    for trial in MEANING_TRIALS:
+        ends = [{"key_content": content, **fields}, altered(fields, trial)]
+        specs = [{"key_content": ROTATED, **end} for end in ends]
+        kind = "MLA" if meaning.keys == "MLA" else "full"
+        sides = [with_meaning(kind, **spec) for spec in specs]
+        found = tried(*sides)
+        same = specs[0] == specs[1]
+        cells.append("permuted" if found == "exact" and not same else "same" if same else found)
+    return tuple(cells)
+
+
+def with_meaning(kind: str, **fields: Any) -> Side:
+    """Return a side of one layer whose keys have the meaning in *fields*."""
+    sizes: Any = {"block_size": 16, "head_size": SIZE, "dtype": "uint8", **fields}
+    spec: Any = kvspec.MLAAttentionSpec(**sizes)
+    if kind == "full":
+        spec = kvspec.FullAttentionSpec(**sizes, total_num_kv_heads=HEADS)
+    group = kvspec.KVCacheGroup(name="g", layers=NAMES[:1], spec=spec)
+    engine = kvspec.EngineSpec(groups=[group])
+    cache, storage = kvspec.allocate(engine, RankId(), 9)
+    KEPT.append(storage)
+    return Side(engine, {RankId(): cache})
+
+
 def tables(engine: kvspec.EngineSpec, first: int) -> dict[str, list[int]]:
     """Return enough block ids for each group, beginning with place *first* of the ids 1 to 8."""
     ids = {}
@@ -323,7 +517,14 @@ def tables(engine: kvspec.EngineSpec, first: int) -> dict[str, list[int]]:
 def verdict(row: Row, tp: int, block: int) -> str:
     """Return ``exact``, or ``refused`` with the field that the error names."""
     try:
-        producer, consumer = row.make(1, 16), row.make(tp, block)
+        return tried(row.make(1, 16), row.make(tp, block))
+    except kvspec.SpecError as error:
+        return f"refused: {error.field}"
+
+
+def tried(producer: Side, consumer: Side) -> str:
+    """Return the verdict of a transfer between two sides."""
+    try:
         plan = kvspec.plan_transfer(producer.engine, consumer.engine)
         request = kvspec.TransferRequest(
             request_id="border",
@@ -340,16 +541,24 @@ def verdict(row: Row, tp: int, block: int) -> str:
     return "exact" if wrong is None else f"WRONG: {wrong}"
 
 
+def show(lines: list[tuple[str, ...]]) -> None:
+    """Print lines in columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
+
+
 def main() -> None:
-    """Print the table."""
+    """Print both tables."""
     lines = [("engine", "page", "kind", *TRIALS)]
     lines += [
         (row.engine, row.page, row.kind, *(verdict(row, *trial) for trial in TRIALS.values()))
         for row in rows()
     ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(map(str.ljust, line, widths)).rstrip())
+    show(lines)
+    print()
+    heads = ("engine", "keys", "known by", "stored", *MEANING_TRIALS)
+    show([heads] + [(m.engine, m.keys, m.known, *meaning_cells(m)) for m in meanings()])
 
 
 if __name__ == "__main__":

@@ -75,13 +75,38 @@ def test_page_formats_are_exact_or_rejected(border: Any) -> None:
     assert 44 == sum(verdicts[0] == "exact" for verdicts in verdicts_of.values())
 
 
-def test_border_script_prints_its_table() -> None:
-    """The table has a line for each page and kind, below a line with the trials."""
+UNKNOWN = {"perhaps rotated", "other order", "part of a key", "fp8, scales of a batch", "fp8"}
+"""Meanings that an adapter refuses to state."""
+
+
+def test_meanings_are_bridged_or_rejected(border: Any) -> None:
+    """Only the order of rotated elements may differ. All else is refused by name."""
+    for meaning in border.meanings():
+        stored, *trials = border.meaning_cells(meaning)
+        if meaning.keys in UNKNOWN:
+            assert stored.startswith("refused: ")
+            assert not any(trials)
+            continue
+        rotated = not stored.startswith("none")
+        content, scales = "refused: layers.0.key_content", "refused: layers.0.scales_digest"
+        order, unrotated = ("permuted", content) if rotated else ("same", "same")
+        assert [order, unrotated, content, scales] == trials
+        assert rotated == (meaning.keys not in ("not in this layer", "no positions"))
+        assert ("normalised" in stored, "pairs" in stored or meaning.keys == "MLA") == (
+            meaning.keys == "normalised",
+            meaning.keys in ("rotated pairs", "MLA"),
+        )
+
+
+def test_border_script_prints_its_tables() -> None:
+    """The first table has a line for each page and kind, below a line with the trials."""
     command = [sys.executable, str(PATH)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
     title, *lines = run.stdout.splitlines()
     assert ["engine", "page", "kind", "as it is", "other blocks", "other TP"] == [
         column.strip() for column in title.split("  ") if column.strip()
     ]
-    assert len(lines) > 40
+    assert lines.index("") > 40
     assert "exact" in lines[0]
+    assert lines[lines.index("") + 1].startswith("engine  ")
+    assert "permuted" in lines[lines.index("") + 2]
