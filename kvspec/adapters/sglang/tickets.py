@@ -5,7 +5,8 @@ router gives both engines a *room*: a number. So the prefill engine stores its `
 the room, at the bootstrap server, and the decode engine fetches it there.
 
 Invariant: a server stores only tickets and failures that are sealed with its secret. An entry is
-deleted after `keep` seconds.
+deleted after `keep` seconds. It keeps a bounded number of connections, and of each of them at most
+`SMALL` bytes, unless the peer has proved that it has the secret.
 
 How it works:
     The interface is two methods on one path:
@@ -15,10 +16,12 @@ How it works:
 
     The body of PUT is `PrefillTicket.to_params()`, or `failure(room, why)` if the prompt will not
     be computed. A later PUT replaces the entry. So a router uses a new room for each attempt. It
-    can call both methods, so that one side is an engine of another maker.
+    can call both methods, so that one side is an engine of another maker. If the body is larger
+    than `SMALL`, the header `PROOF` must be `proof_of` its room and size.
 
-    >>> server = TicketServer("127.0.0.1", 0, secret="a secret of all engines")
-    >>> put(server.address, 7, failure(7, "aborted", "a secret of all engines"))
+    >>> secret = "a secret of all engines"
+    >>> server = TicketServer("127.0.0.1", 0, secret=secret)
+    >>> put(server.address, 7, failure(7, "aborted", secret), secret)
     >>> list(get(server.address, [7, 8]))
     [7]
     >>> server.close()
@@ -29,6 +32,7 @@ from __future__ import annotations
 import hmac
 import http.client
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -43,11 +47,21 @@ from kvspec.nixl.peers import secret_of
 from kvspec.session import PrefillTicket
 from kvspec.wire.seal import Secret
 
+log = logging.getLogger(__name__)
+
 PATH = "/kvspec/tickets/"
 PURPOSE = b"kvspec-room-1\n"
+SIZE_PURPOSE = b"kvspec-room-size-1\n"
+PROOF = "Kvspec-Proof"
 
-# The largest body of a PUT. A ticket of a million tokens in pages of one token has 7 MiB.
-LARGEST = 64 << 20
+# The largest body of a PUT, and the largest one without a proof. A ticket of a million tokens in
+# pages of one token has 7 MiB.
+LARGEST, SMALL = 64 << 20, 1 << 20
+# The most connections at once, and the most from one address. Each rank of a decode engine has one
+# for each server, and each ticket that is stored has one for a moment.
+MOST_CONNECTIONS, MOST_OF_ONE = 1024, 256
+# Seconds until a body must be complete.
+PATIENCE = 30.0
 # The most rooms in one GET.
 MOST_ROOMS = 256
 # Seconds to wait for an answer of the server.
@@ -71,6 +85,11 @@ def failure(room: int, why: str, secret: str | bytes | None = None) -> Params:
 def _seal(room: int, why: str, secret: str | bytes | None) -> str:
     body = json.dumps([room, why]).encode()
     return Secret(secret_of(secret)).mac(PURPOSE, body).hex()
+
+
+def proof_of(room: int, size: int, secret: str | bytes | None = None) -> str:
+    """Return the header `PROOF` for a body of *size* bytes."""
+    return Secret(secret_of(secret)).mac(SIZE_PURPOSE, b"%d %d" % (room, size)).hex()
 
 
 def failed(room: int, params: Mapping[str, Any], secret: str | bytes | None = None) -> str | None:
@@ -113,8 +132,7 @@ class TicketServer:
         class Handler(_Handler):
             tickets = owner
 
-        self._http = ThreadingHTTPServer((host, port), Handler)
-        self._http.daemon_threads = True
+        self._http = _Bounded((host, port), Handler)
         self.address = f"{host}:{self._http.server_port}"
         name = "kvspec-tickets"
         self._thread = threading.Thread(target=self._http.serve_forever, name=name, daemon=True)
@@ -124,7 +142,7 @@ class TicketServer:
         """Store the parameters in *body*. Raise `SpecError` unless they are sealed."""
         try:
             params = mapping("body", json.loads(body), "parameter names to values")
-        except ValueError as error:  # `SpecError` is one, too.
+        except (ValueError, RecursionError) as error:  # `SpecError` is a ValueError.
             raise SpecError("body", f"{len(body)} bytes", "parameters as JSON") from error
         why = failed(room, params, self._secret)
         if why is None:
@@ -139,6 +157,11 @@ class TicketServer:
             if why != "":
                 self._entries[room] = now, body
 
+    def allows(self, room: int, size: int, proof: str) -> bool:
+        """Return whether to read a body of *size* bytes."""
+        expected = proof_of(room, size, self._secret).encode()
+        return size <= SMALL or hmac.compare_digest(proof.encode(), expected)
+
     def found(self, rooms: Iterable[int]) -> bytes:
         """Return the entries of *rooms* that exist, as JSON."""
         with self._lock:
@@ -149,6 +172,37 @@ class TicketServer:
         """Stop listening."""
         self._http.shutdown()
         self._http.server_close()
+
+
+class _Bounded(ThreadingHTTPServer):
+    """A server that closes connections above its bounds. Each connection has a thread."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401
+        self._lock, self._hosts = threading.Lock(), dict[Any, str]()
+        super().__init__(*arguments)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ANN401
+        """Return whether a new connection is served. The others are closed."""
+        host = client_address[0]
+        with self._lock:
+            same = sum(other == host for other in self._hosts.values())
+            if same >= MOST_OF_ONE or len(self._hosts) >= MOST_CONNECTIONS:
+                return False
+            self._hosts[request] = host
+        return True
+
+    def close_request(self, request: Any) -> None:  # noqa: ANN401
+        """Close a connection, served or not."""
+        with self._lock:
+            self._hosts.pop(request, None)
+        super().close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
+        """Log nothing on the standard error: a stranger can break a connection at any time."""
+        log.debug("a connection of %s has failed", client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -166,18 +220,41 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.tickets.found(rooms))
 
     def do_PUT(self) -> None:
-        rooms, size = self._rooms(), self.headers.get("Content-Length", "")
-        if rooms is None or len(rooms) != 1 or not size.isdecimal() or int(size) > LARGEST:
-            self.close_connection = True  # The body was not read.
-            self._answer(400, b"{}")
-            return
-        body = self.rfile.read(int(size))
-        try:
-            self.tickets.store(rooms[0], body)
-        except KVSpecError as error:
-            self._answer(403, json.dumps({"error": str(error)[:1000]}).encode())
+        rooms, length = self._rooms(), self.headers.get("Content-Length", "")
+        # Python would take long to convert a number of many digits.
+        known = length.isdecimal() and len(length) < 10 and int(length) <= LARGEST  # noqa: PLR2004
+        if rooms is None or len(rooms) != 1 or not known:
+            self._refuse(400)
+        elif not self.tickets.allows(rooms[0], int(length), self.headers.get(PROOF, "")):
+            self._refuse(401)
         else:
-            self._answer(200, b"{}")
+            body = self._body(int(length))
+            try:
+                self.tickets.store(rooms[0], body)
+            except KVSpecError as error:
+                self._answer(403, json.dumps({"error": str(error)[:1000]}).encode())
+            else:
+                self._answer(200, b"{}")
+
+    def _refuse(self, status: int) -> None:
+        """Answer without reading the body. The connection cannot go on then."""
+        self.close_connection = True
+        self._answer(status, b"{}")
+
+    def _body(self, size: int) -> bytes:
+        """Return the body. Raise `TimeoutError`, which ends the connection, if it is too slow."""
+        deadline, body = time.monotonic() + PATIENCE, bytearray()
+        while len(body) < size:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self.connection.settimeout(left)
+            part = self.rfile.read1(size - len(body))
+            if not part:
+                raise TimeoutError
+            body += part
+        self.connection.settimeout(self.timeout)
+        return bytes(body)
 
     def _rooms(self) -> list[int] | None:
         """Return the rooms in the path, or None if there are none."""
@@ -199,8 +276,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: a decode engine asks a hundred times in a second."""
 
 
-def put(address: str, room: int, params: Params) -> None:
+def put(address: str, room: int, params: Params, secret: str | bytes | None = None) -> None:
     """Store *params* under *room*. Waits.
+
+    Args:
+        address: The `address` of the server.
+        room: The room.
+        params: `PrefillTicket.to_params()`, or a `failure`.
+        secret: As in `PrefillTicket.to_params`.
 
     Raises:
         SpecError: If the server refuses them.
@@ -208,7 +291,9 @@ def put(address: str, room: int, params: Params) -> None:
     """
     connection = http.client.HTTPConnection(address, timeout=ANSWER)
     try:
-        _ask(connection, "PUT", f"{PATH}{room}", json.dumps(params).encode())
+        body = json.dumps(params).encode()
+        headers = {PROOF: proof_of(room, len(body), secret)}
+        _ask(connection, "PUT", f"{PATH}{room}", body, headers)
     finally:
         connection.close()
 
@@ -228,16 +313,20 @@ def get(address: str, rooms: Iterable[int]) -> dict[int, Params]:
 
 
 def _get(connection: http.client.HTTPConnection, rooms: Iterable[int]) -> dict[int, Params]:
-    answer = _ask(connection, "GET", PATH + ",".join(map(str, rooms)), None)
+    answer = _ask(connection, "GET", PATH + ",".join(map(str, rooms)))
     return {int(room): params for room, params in answer.items()}
 
 
 def _ask(
-    connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the answer to one request."""
     try:
-        connection.request(method, path, body)
+        connection.request(method, path, body, headers or {})
         response = connection.getresponse()
         content = response.read()
     except http.client.HTTPException as error:

@@ -1,0 +1,97 @@
+"""The ticket server limits what a stranger without the secret can make it do."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from sglang_serving import wait
+
+import kvspec
+from kvspec.adapters.sglang import tickets
+from kvspec.session import PrefillTicket, new_remote_id
+
+
+@contextlib.contextmanager
+def ticket_server() -> Iterator[tuple[tickets.TicketServer, tuple[str, int]]]:
+    """Yield a server, and its host and port."""
+    server = tickets.TicketServer("127.0.0.1", 0)
+    host, _, port = server.address.partition(":")
+    try:
+        yield server, (host, int(port))
+    finally:
+        server.close()
+
+
+def test_ticket_server_closes_connections_above_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One address has a part of them only. A connection that is closed makes room for another."""
+    monkeypatch.setattr(tickets, "MOST_OF_ONE", 3)
+    with ticket_server() as (server, address), contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
+        for one in opened:  # Each is served, and stays open.
+            one.sendall(b"GET /kvspec/tickets/1 HTTP/1.1\r\n\r\n")
+            assert one.recv(12) == b"HTTP/1.1 200"
+        with socket.create_connection(address) as another:
+            another.settimeout(5)
+            assert another.recv(1) == b""
+        assert not reachable(server.address)
+        opened[0].close()
+        wait(lambda: reachable(server.address))
+
+
+def reachable(address: str) -> bool:
+    """Return whether a server answers."""
+    with contextlib.suppress(OSError):
+        return tickets.get(address, [1]) == {}
+    return False
+
+
+@pytest.mark.parametrize("proof", ["", "0" * 64, "size"])
+def test_large_body_without_the_secret_is_refused_unread(proof: str) -> None:
+    """A proof of the secret for one size is none for another."""
+    size = tickets.SMALL + 1
+    if proof == "size":
+        proof = tickets.proof_of(7, size + 1)
+    with ticket_server() as (_, address), socket.create_connection(address) as stranger:
+        stranger.settimeout(5)
+        head = f"PUT /kvspec/tickets/7 HTTP/1.1\r\nContent-Length: {size}\r\n"
+        stranger.sendall(f"{head}{tickets.PROOF}: {proof}\r\n\r\n".encode())
+        assert stranger.recv(12) == b"HTTP/1.1 401"
+
+
+def test_large_ticket_is_stored() -> None:
+    with ticket_server() as (server, _):
+        table = kvspec.BlockTable(list(range(300_000)))
+        held = PrefillTicket(
+            engine_id="p",
+            addresses=("127.0.0.1:9",),
+            remote_id=new_remote_id("p-1"),
+            computed_tokens=300_000,
+            tables={"full": table},
+        )
+        tickets.put(server.address, 7, held.to_params())
+        assert held == PrefillTicket.from_params(tickets.get(server.address, [7])[7])
+
+
+def test_body_that_comes_too_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "PATIENCE", 0.2)
+    with ticket_server() as (_, address), socket.create_connection(address) as slow:
+        slow.settimeout(5)
+        slow.sendall(b"PUT /kvspec/tickets/7 HTTP/1.1\r\nContent-Length: 900\r\n\r\n")
+        received = b"."
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40):
+                slow.sendall(b" ")
+                time.sleep(0.05)
+            received = slow.recv(12)
+        assert received in (b".", b"", b"HTTP/1.1 408")
+
+
+def test_deep_body_is_refused() -> None:
+    """JSON of a hundred thousand brackets is deeper than Python's stack."""
+    with ticket_server() as (server, _), pytest.raises(kvspec.SpecError) as caught:
+        server.store(7, b"[" * 100_000)
+    assert "body" == caught.value.field
