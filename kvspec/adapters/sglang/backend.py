@@ -59,14 +59,6 @@ REST = 0.001
 LOWEST = -3.4e38
 
 
-class _OneEngine:
-    """SGLang's table of prefill engines. Each has one group of ranks, with data parallelism 1."""
-
-    def get(self, address: str) -> SimpleNamespace:  # noqa: ARG002
-        """Return the facts about the engine at *address* that SGLang reads."""
-        return SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
-
-
 class Manager:
     """The session of one rank."""
 
@@ -75,7 +67,11 @@ class Manager:
     # SGLang then keeps the memory of a failed request until `is_abort_release_safe`.
     supports_deferred_decode_kv_release = True
     enable_deferred_decode_kv_release = True
-    prefill_info_table = _OneEngine()
+    # SGLang looks up prefill engines by their address. Each has one group of ranks, with data
+    # parallelism 1.
+    prefill_info_table = SimpleNamespace(
+        get=lambda _: SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
+    )
 
     def __init__(
         self,
@@ -373,7 +369,6 @@ class Receiver(_Transfer):
         self._lookup: tickets.Lookup | None = None
         self._ticket: PrefillTicket | None = None
         self._load: Load | None = None
-        self._declined = self._cached = False
         self._aux = -1
 
     def init(self, prefill_dp_rank: int) -> None:  # noqa: ARG002
@@ -396,16 +391,11 @@ class Receiver(_Transfer):
 
     def _waiting(self) -> int:
         """Return the state of a request whose load has not begun. Raise if no ticket will come."""
-        if self._ticket is None:
-            if self._lookup is None:
-                return BOOTSTRAPPING
-            if self._lookup.error is not None:
-                raise self._lookup.error
-            if self._lookup.ticket is None:
-                return BOOTSTRAPPING
-            self._check(self._lookup.ticket)
-            self._ticket = self._lookup.ticket
-        return SUCCESS if self._cached else WAITING
+        found = self._lookup.result() if self._lookup is not None else None
+        if self._ticket is None and found is not None:
+            self._check(found)
+            self._ticket = found
+        return BOOTSTRAPPING if self._ticket is None else WAITING
 
     def _loading(self, load: Load) -> int:
         state = load.poll()
@@ -446,9 +436,9 @@ class Receiver(_Transfer):
             return
         self._aux = -1 if aux_index is None else aux_index
         if cached >= ticket.computed_tokens:
-            self._decline()
+            self._stop()  # Nothing is read.
             self._write(ticket)
-            self._cached = True
+            self.conclude_state = SUCCESS
             return
         try:
             table = BlockTable([int(page) for page in kv_indices], first_token=cached)
@@ -507,12 +497,8 @@ class Receiver(_Transfer):
         self._stop()
 
     def _stop(self) -> None:
+        """Stop the load, or decline the ticket if there is no load."""
         if self._load is not None:
             self._load.cancel()
-        else:
-            self._decline()
-
-    def _decline(self) -> None:
-        if self._lookup is not None and not self._declined:
-            self._declined = True
+        elif self._lookup is not None:
             self.kv_mgr.lookups.give_up(self._lookup)

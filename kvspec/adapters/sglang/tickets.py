@@ -360,6 +360,12 @@ class Lookup:
         """Whether there is a ticket or an error."""
         return self.ticket is not None or self.error is not None
 
+    def result(self) -> PrefillTicket | None:
+        """Return the ticket, or None if it is not there yet. Raise if no ticket will come."""
+        if self.error is not None:
+            raise self.error
+        return self.ticket
+
 
 class Lookups:
     """Fetch tickets in a thread for each server, so that no step of an engine waits for a server.
@@ -397,10 +403,10 @@ class Lookups:
         return lookup
 
     def give_up(self, lookup: Lookup) -> None:
-        """Decline the ticket of *lookup*, now or when it is found."""
+        """Decline the ticket of *lookup*, now or when it is found. A second call does nothing."""
         with self._lock:
+            ticket = None if lookup.given_up else lookup.ticket
             lookup.given_up = True
-            ticket = lookup.ticket
         if ticket is not None:
             self._decline(ticket)
 
