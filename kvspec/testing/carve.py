@@ -130,7 +130,7 @@ Storage = Mapping[str, Bytes]
 # Arrays or `Ordered`, by (group, layer, part).
 Views = dict[tuple[str, str, str], Any]
 Blocks = int | Mapping[str, int]
-_ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
+ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,7 @@ def stored_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks:
         blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.name]
         planes = _planes(engine, rank, group, blocks)
         name = group.layout or engine.layout
-        letters = _ALIASES.get(name, name)
+        letters = ALIASES.get(name, name)
         if not planes:
             continue  # No layer of the group is on the stage of this rank.
         flat = storage[group.name]

@@ -28,11 +28,12 @@ from hypothesis import strategies as st
 from kvspec.check.counting import rank_units
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
+from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import AttentionSpec, LayerSpec, UniformTypeKVCacheSpecs
-from kvspec.testing.carve import X_BYTES
+from kvspec.testing.carve import ALIASES, X_BYTES
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import SHAPES, Shape, explicit_shardings, is_state, parallels, sample
+from kvspec.testing.parallels import Shape, explicit_shardings, is_state, parallels, sample, shapes
 
 NAMED_LAYOUTS = tuple(
     "LBHNC LBNHC LHBNC BLHNC BLNHC BHLNC LKBNHC LBKNHC LBKHNC BLKHNC".split()  # noqa: SIM905
@@ -41,13 +42,12 @@ NAMED_LAYOUTS = tuple(
 _ORDERS = ["".join(order) + "C" for letters in ("LBHN", "LBKHN") for order in permutations(letters)]
 # Here the keys of a head are adjacent in memory, as the page formats of keys require.
 _PAGES = ("LBHKNC", "LBKHNC", "LKBHNC", "BLHKNC")
-_ANY = st.sampled_from(NAMED_LAYOUTS) | st.sampled_from(_ORDERS) | st.sampled_from(_PAGES)
 
 # vLLM's null block is 0. Block 2 shows code that assumes 0.
 _NULLS = st.sampled_from((None, None, 0, 2))
 
 
-def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
+def layouts(spec: LayerSpec, allowed: tuple[str, ...] | None = None) -> st.SearchStrategy[str]:
     """Draw a layout that is legal for *spec*: a named one, or any permutation with C last.
 
     If the layers have different numbers of heads, L comes before H. If the parts have different
@@ -55,9 +55,13 @@ def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
 
     Args:
         spec: The spec of a group.
+        allowed: The layouts to draw from. All by default.
 
     Returns:
         A strategy of layouts, such as "LBHNC".
+
+    Raises:
+        SpecError: If no allowed layout is legal for *spec*.
 
     >>> import kvspec
     >>> from hypothesis import find
@@ -66,17 +70,19 @@ def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
     'C'
     """
     if is_state(spec):
-        return _ANY
+        return _legal_layouts("", "", allowed)
     pages = [spec.of_layer(layer).parts for layer in spec.layers] or [spec.parts]
     after_parts = "H" * any(len({part.units for part in parts}) > 1 for parts in pages)
     after_parts += "N" * any(len({part.states for part in parts}) > 1 for parts in pages)
     rows = {part.states for part in spec.parts}
     after_layers = ("H" + "N" * (len(rows) > 1)) * bool(spec.layers)
-    return _legal_layouts(after_parts, after_layers)
+    return _legal_layouts(after_parts, after_layers, allowed)
 
 
 @lru_cache
-def _legal_layouts(after_parts: str, after_layers: str) -> st.SearchStrategy[str]:
+def _legal_layouts(
+    after_parts: str, after_layers: str, allowed: tuple[str, ...] | None
+) -> st.SearchStrategy[str]:
     """Draw a layout that separates parts and layers early enough.
 
     The axes *after_parts* have other lengths in other parts, so the parts are separated before
@@ -84,6 +90,7 @@ def _legal_layouts(after_parts: str, after_layers: str) -> st.SearchStrategy[str
     """
 
     def is_legal(name: str) -> bool:
+        name = ALIASES.get(name, name)
         # The parts are separated after K, or after L and B, whichever comes first. Without K,
         # `find` returns -1, and -1 modulo the length is the last place.
         separated = min(max(map(name.index, "LB")), name.find("K") % len(name))
@@ -91,16 +98,24 @@ def _legal_layouts(after_parts: str, after_layers: str) -> st.SearchStrategy[str
             name.index("L") < name.index(letter) for letter in after_layers
         )
 
-    return _ANY.filter(is_legal)
+    sets = (NAMED_LAYOUTS, _ORDERS, _PAGES) if allowed is None else (allowed,)
+    legal = [names for names in ([*filter(is_legal, each)] for each in sets) if names]
+    if not legal:
+        raise SpecError("layouts", allowed, "a layout that is legal for each kind of layers")
+    return st.one_of(map(st.sampled_from, legal))
 
 
 @st.composite
-def groups(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[KVCacheGroup, ...]:
+def groups(
+    draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), least: int = 1, most: int = 3
+) -> tuple[KVCacheGroup, ...]:
     """Draw the groups of a model: one to three groups of one to three layers each.
 
     Args:
         draw: Passed by Hypothesis.
         kinds: Keys of `KINDS`. Each group is of another kind.
+        least: The smallest number of groups.
+        most: The largest number of groups.
 
     Returns:
         The groups, named after their kinds.
@@ -109,7 +124,9 @@ def groups(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[KVCach
     >>> [group.layers for group in find(groups(["MLA"]), lambda _: True)]
     [('MLA.0',)]
     """
-    names = draw(st.lists(st.sampled_from(tuple(kinds)), min_size=1, max_size=3, unique=True))
+    names = draw(
+        st.lists(st.sampled_from(tuple(kinds)), min_size=least, max_size=most, unique=True)
+    )
     model = []
     for name in names:
         spec = draw(KINDS[name])
@@ -143,8 +160,8 @@ def engines(
     1
     """
     model = [attrs.evolve(group, kernel_block_size=None) for group in model]
-    shape = shape or draw(SHAPES)[0]
-    return draw(laid_out(draw(_bare_engines(model, largest, shape))))
+    shape = shape or draw(shapes())[0]
+    return draw(laid_out(draw(_bare_engines(model, largest, shape)), shape))
 
 
 @st.composite
@@ -154,31 +171,38 @@ def _bare_engines(
     """Draw an engine without layouts, padding and blocks in memory."""
     model = [draw(_blocks(_without_own_ownership(group), shape)) for group in model]
     parallel = draw(parallels(model, largest, shape))
-    model = [draw(_own_ownership(group, parallel)) for group in model]
+    if shape.supports.shardings:
+        model = [draw(_own_ownership(group, parallel)) for group in model]
     return EngineSpec(groups=tuple(model), parallel=parallel)
 
 
 @st.composite
-def laid_out(draw: st.DrawFn, bare: EngineSpec) -> EngineSpec:
+def laid_out(draw: st.DrawFn, bare: EngineSpec, shape: Shape = Shape()) -> EngineSpec:  # noqa: B008
     """Draw the layouts, page formats, padding, blocks in memory and null block of *bare*."""
-    model = bare.groups
-    layout = draw(layouts(model[0].spec))
+    model, supports = bare.groups, shape.supports
+    # Each group of a pair with equal layouts has that of the other side, if that side has it.
+    names = [
+        shape.layouts.get(group.layers[-1]) or draw(layouts(group.spec, supports.layouts))
+        for group in model
+    ]
     laid_out_groups = []
-    for group in model:
-        name = draw(layouts(group.spec)) if group is not model[0] else layout
+    for group, name in zip(model, names, strict=True):
         # Padding is at the end of a page, so the bytes of a page must be adjacent.
-        may_pad = is_state(group.spec) or set(name[:2]) == {"L", "B"}
+        letters = ALIASES.get(name, name)
+        may_pad = is_state(group.spec) or set(letters[:2]) == {"L", "B"}
+        may_pad = may_pad and supports.padding
         pad = draw(sample(None, *range(6))) if may_pad and draw(st.booleans()) else None
         spec = _padded(bare, group, pad)
-        spec = _formatted(spec, draw(sample(*_formats(spec, name))))
-        override = None if name == layout else name
-        kernel = draw(_kernel_blocks(spec)) if pad is None else None
+        formats = _formats(spec, letters)
+        spec = _formatted(spec, draw(sample(*(formats if supports.transposed else formats[:1]))))
+        override = None if name == names[0] else name
+        kernel = draw(_kernel_blocks(spec)) if pad is None and supports.kernel_blocks else None
         laid_out_groups.append(
             attrs.evolve(group, spec=spec, layout=override, kernel_block_size=kernel)
         )
-    null = draw(_NULLS)
+    null = draw(_NULLS) if supports.null_blocks else None
     return EngineSpec(
-        groups=tuple(laid_out_groups), parallel=bare.parallel, layout=layout, null_block=null
+        groups=tuple(laid_out_groups), parallel=bare.parallel, layout=names[0], null_block=null
     )
 
 
@@ -214,7 +238,7 @@ def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> EngineSpe
     All pages have equal bytes, and layers and blocks are the outer axes. If blocks come first, the
     groups must have equal numbers of layers on each stage, because their blocks must be equal.
     """
-    shape = draw(SHAPES)[0]
+    shape = draw(shapes())[0]
     bare = draw(_bare_engines(model, 4, shape))
     model = bare.groups
     page = max(_page(bare, group, group.layers[0]) for group in model) + draw(st.integers(0, 5))
@@ -240,6 +264,8 @@ def _blocks(draw: st.DrawFn, group: KVCacheGroup, shape: Shape) -> KVCacheGroup:
     spec = group.spec
     # An opaque page is one block, so its size cannot change.
     if any(part.name == "page" and part.states == 1 for part in spec.parts):
+        return group
+    if shape.supports.equal_blocks:
         return group
     if is_state(spec):
         size = draw(sample(1, 1, 2, 4, 8))

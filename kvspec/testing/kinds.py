@@ -12,6 +12,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from kvspec.errors import SpecError
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -23,6 +24,7 @@ from kvspec.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from kvspec.testing.supports import Supports
 
 _HEADS = st.sampled_from((1, 2, 3, 4, 5, 6, 8, 12, 16))
 _SIZES = st.integers(1, 4)
@@ -138,6 +140,11 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
 }  # fmt: skip
 """A strategy of specs for each kind of layer, by the name of the kind."""
 
+WINDOWED = frozenset(
+    {"sliding window", "chunked local", "sliding window MLA", "uniform sliding window"}
+)
+"""The kinds whose queries do not read every earlier token."""
+
 
 def specs() -> st.SearchStrategy[LayerSpec]:
     """Draw a spec of any kind in `KINDS`.
@@ -147,3 +154,19 @@ def specs() -> st.SearchStrategy[LayerSpec]:
     3
     """
     return st.sampled_from(tuple(KINDS)).flatmap(KINDS.__getitem__)
+
+
+def kinds_of(supports: Supports) -> tuple[str, ...]:
+    """Return the kinds of layers that are supported, the simplest one first.
+
+    Raises:
+        SpecError: If a name is not a key of `KINDS`.
+
+    >>> kinds_of(Supports(kinds=["MLA", "full"]))
+    ('full', 'MLA')
+    """
+    for name in supports.kinds or ():
+        if name not in KINDS:
+            raise SpecError("kinds", name, f"one of {', '.join(KINDS)}")
+    names = [name for name in KINDS if supports.kinds is None or name in supports.kinds]
+    return tuple(name for name in names if supports.windows or name not in WINDOWED)

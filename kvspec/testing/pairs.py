@@ -26,9 +26,10 @@ from kvspec.specs import (
     UniformTypeKVCacheSpecs,
 )
 from kvspec.testing.engines import engines, groups
-from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import SHAPES, sample
+from kvspec.testing.kinds import KINDS, kinds_of
+from kvspec.testing.parallels import Shape, sample, shapes
 from kvspec.testing.rotary import may_rotate, reorders
+from kvspec.testing.supports import EVERYTHING, Supports
 
 
 @st.composite
@@ -157,7 +158,11 @@ def _few_heads(draw: st.DrawFn, group: KVCacheGroup) -> KVCacheGroup:
 
 @st.composite
 def engine_pairs(
-    draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), largest: int = 6
+    draw: st.DrawFn,
+    kinds: Sequence[str] = tuple(KINDS),
+    largest: int = 6,
+    *,
+    supports: Supports = EVERYTHING,
 ) -> tuple[EngineSpec, EngineSpec]:
     """Draw a producer and a consumer of one model. All else may differ.
 
@@ -166,6 +171,7 @@ def engine_pairs(
         kinds: Keys of `KINDS`. The groups of the model are of these kinds.
         largest: The largest TP size of four in five pairs. The fifth pair may have twice as much.
             Pairs with pipeline stages or PCP ranks have smaller TP sizes, but more ranks.
+        supports: What may be drawn. Nothing is drawn and thrown away.
 
     Returns:
         The producer and the consumer.
@@ -177,15 +183,77 @@ def engine_pairs(
     ...     assert pair[0].parallel.tp_size <= 4
     >>> test_engines_are_small()
     """
-    model = draw(groups(kinds))
+    allowed = kinds_of(supports)
+    kinds = [kind for kind in kinds if kind in allowed]
+    model = draw(groups(kinds, most=3 if supports.hybrid else 1))
+    if not supports.compressed:
+        model = tuple(map(_uncompressed, model))
     # Some errors need many ranks. Drawing them always would make each case slow.
     largest *= draw(sample(1, 1, 1, 1, 2))
-    of_producer, of_consumer = draw(SHAPES)
+    of_producer, of_consumer = draw(shapes(supports))
     if of_producer.sharded:
         model = tuple(draw(_few_heads(group)) for group in model)
+    meanings = draw(_meant(model)) if supports.key_content else (model, model)
     sides = [
-        draw(_drafted(draw(_regrouped(draw(_kept(meant)), side))))
-        for side, meant in zip("PD", draw(_meant(model)), strict=True)
+        draw(_own_groups(meant, side, supports)) for side, meant in zip("PD", meanings, strict=True)
     ]
     producer = draw(engines(sides[0], largest, shape=of_producer))
+    of_consumer = _fitting(of_consumer, producer, min(largest, supports.max_tp))
     return producer, draw(engines(sides[1], largest, shape=of_consumer))
+
+
+@st.composite
+def _own_groups(
+    draw: st.DrawFn, model: Sequence[KVCacheGroup], side: str, supports: Supports
+) -> Sequence[KVCacheGroup]:
+    """Draw the groups of one engine of a pair, as far as the engines may differ."""
+    if supports.retention:
+        model = draw(_kept(model))
+    if supports.regrouped:
+        model = draw(_regrouped(model, side))
+    return draw(_drafted(model)) if supports.drafts else model
+
+
+def _fitting(shape: Shape, producer: EngineSpec, largest: int) -> Shape:
+    """Return the consumer's *shape*, limited to what must agree with the *producer*."""
+    supports, size = shape.supports, producer.parallel.tp_size
+    if supports.equal_tp:
+        shape = attrs.evolve(shape, tp_sizes=(size,))
+    elif supports.tp_multiples:
+        fits = [n for n in range(1, largest + 1) if n % size == 0 or size % n == 0]
+        shape = attrs.evolve(shape, tp_sizes=tuple(fits))
+    if supports.equal_layouts:
+        layouts = {
+            layer: producer.layout_of(group) for group in producer.groups for layer in group.layers
+        }
+        shape = attrs.evolve(shape, layouts=layouts)
+    return shape
+
+
+def _uncompressed(group: KVCacheGroup) -> KVCacheGroup:
+    """Return *group* with one token in each row."""
+    spec: Any = group.spec
+    if spec.layers:
+        specs = {layer: attrs.evolve(one, tokens_per_state=1) for layer, one in spec.specs.items()}
+        return attrs.evolve(group, spec=UniformTypeKVCacheSpecs(specs=specs))
+    if not hasattr(spec, "tokens_per_state"):
+        return group
+    return attrs.evolve(group, spec=attrs.evolve(spec, tokens_per_state=1))
+
+
+@st.composite
+def other_engines(
+    draw: st.DrawFn, pair: tuple[EngineSpec, EngineSpec], largest: int, supports: Supports
+) -> tuple[EngineSpec, EngineSpec]:
+    """Draw two other engines with the groups of *pair*, for laws that compare two cases.
+
+    >>> from hypothesis import find
+    >>> pair = find(engine_pairs(["MLA"]), lambda _: True)
+    >>> find(other_engines(pair, 4, EVERYTHING), lambda _: True)[0].parallel.tp_size
+    1
+    """
+    of_producer, of_consumer = draw(shapes(supports))
+    producer = draw(engines(pair[0].groups, largest, of_producer))
+    return producer, draw(
+        engines(pair[1].groups, largest, _fitting(of_consumer, producer, largest))
+    )

@@ -5,7 +5,7 @@ Invariant: each layer is on a stage, and each token of each unit has at least on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
@@ -20,6 +20,7 @@ from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
 from kvspec.specs import LayerSpec
+from kvspec.testing.supports import EVERYTHING, Supports
 
 T = TypeVar("T")
 
@@ -35,12 +36,18 @@ class Shape:
         pcp_size: Prefill context-parallel size.
         sharded: Whether context ranks divide the tokens among them, if the model allows it.
         rows: The block sizes to draw from, in rows. None allows any size, also that of the model.
+        supports: What may be drawn.
+        tp_sizes: The TP sizes to draw from. None allows any size.
+        layouts: The layout of each layer. Other layers draw their own.
     """
 
     pp_size: int = 1
     pcp_size: int = 1
     sharded: bool = False
     rows: tuple[int, ...] | None = None
+    supports: Supports = EVERYTHING
+    tp_sizes: tuple[int, ...] | None = None
+    layouts: Mapping[str, str] = attrs.field(factory=dict)
 
 
 # (PP, PCP) of the producer and of the consumer. They are small, because an engine has PP * PCP * TP
@@ -66,18 +73,35 @@ _ROWS = (
 )
 
 
-def _pair(sizes: Any, rows: Any, sharded: Any) -> tuple[Shape, Shape]:  # noqa: ANN401
-    producer, consumer = (Shape(sizes[i][0], sizes[i][1], sharded[i], rows[i]) for i in range(2))
-    return producer, consumer
+_SHARDED = ((False, False), (False, False), (True, True), (True, False))
 
 
-# The shapes of a producer and a consumer.
-SHAPES = st.builds(
-    _pair,
-    st.sampled_from(_SIZES),
-    st.sampled_from(_ROWS),
-    st.sampled_from(((False, False), (False, False), (True, True), (True, False))),
-)
+@lru_cache
+def shapes(supports: Supports = EVERYTHING) -> st.SearchStrategy[tuple[Shape, Shape]]:
+    """Draw the shapes of a producer and a consumer that are supported.
+
+    >>> from hypothesis import find
+    >>> find(shapes(), lambda pair: pair[1].pp_size > 1)[1].pp_size
+    2
+    """
+    sizes = [
+        pair
+        for pair in _SIZES
+        if all(pp <= supports.max_pp and (pcp == 1 or supports.pcp) for pp, pcp in pair)
+        and (pair[0][0] == pair[1][0] or not supports.equal_pp)
+    ]
+    rows = _ROWS[:1] if supports.equal_blocks else _ROWS
+    sharded = _SHARDED if supports.dcp or supports.pcp else _SHARDED[:1]
+
+    def pair_of(sizes: Any, rows: Any, sharded: Any) -> tuple[Shape, Shape]:  # noqa: ANN401
+        producer, consumer = (
+            Shape(sizes[i][0], sizes[i][1], sharded[i], rows[i], supports) for i in range(2)
+        )
+        return producer, consumer
+
+    return st.builds(
+        pair_of, st.sampled_from(sizes), st.sampled_from(rows), st.sampled_from(sharded)
+    )
 
 
 def sample(*values: T) -> st.SearchStrategy[T]:
@@ -173,15 +197,16 @@ def parallels(
     >>> find(parallels([group], largest=4), lambda drawn: drawn.dcp_size > 1).tp_size
     2
     """
-    shape = shape or draw(SHAPES)[0]
+    shape = shape or draw(shapes())[0]
     pp_size, pcp_size, sharded = shape.pp_size, shape.pcp_size, shape.sharded
     most = largest if pp_size * pcp_size == 1 else max(1, largest // 2)
+    sizes = _tp_sizes(groups, most, shape)
     head_counts = {part.units for part in parts_of(groups) if part.per_token}
     # With these sizes, each head is held by equally many ranks, which can divide its tokens.
-    even_sizes = [n for n in range(2, most + 1) if all(n % count == 0 for count in head_counts)]
-    tp_size = draw(sample(*(even_sizes or [1])) if sharded else st.integers(1, most))
+    even_sizes = [n for n in sizes if n > 1 and all(n % count == 0 for count in head_counts)]
+    tp_size = draw(sample(*(even_sizes or sizes[:1])) if sharded else sample(*sizes))
     shardings: dict[int, tuple[range, ...]] = {}
-    if draw(st.integers(0, 3)) == 0:
+    if shape.supports.shardings and draw(st.integers(0, 3)) == 0:
         granularity: dict[int, int] = {}
         for part in parts_of(groups):
             granularity[part.units] = lcm(granularity.get(part.units, 1), part.granularity)
@@ -189,8 +214,19 @@ def parallels(
             if draw(st.booleans()):
                 shardings[units] = draw(explicit_shardings(units, multiple, tp_size))
     bare = ParallelConfig(tp_size=tp_size, pp_size=pp_size, shardings=shardings)
-    bare = attrs.evolve(bare, stages=draw(_stages(groups, pp_size)))
-    return draw(_with_contexts(groups, bare, pcp_size, sharded=sharded))
+    if not shape.supports.equal_pp:
+        bare = attrs.evolve(bare, stages=draw(_stages(groups, pp_size)))
+    return draw(_with_contexts(groups, bare, pcp_size, shape.supports, sharded=sharded))
+
+
+def _tp_sizes(groups: Sequence[KVCacheGroup], most: int, shape: Shape) -> list[int]:
+    """Return the TP sizes that are supported, of which 1 or those of *shape* always are."""
+    sizes = shape.tp_sizes or range(1, min(most, shape.supports.max_tp) + 1)
+    if not shape.supports.even_heads:
+        return list(sizes)
+    packs = {part.units // part.granularity for part in parts_of(groups)}
+    even = [n for n in sizes if all(n % count == 0 or count % n == 0 for count in packs)]
+    return even or [1]
 
 
 @st.composite
@@ -213,6 +249,7 @@ def _with_contexts(
     groups: Sequence[KVCacheGroup],
     bare: ParallelConfig,
     pcp_size: int,
+    supports: Supports,
     *,
     sharded: bool,
 ) -> ParallelConfig:
@@ -230,8 +267,8 @@ def _with_contexts(
     legal: list[ParallelConfig] = [
         attrs.evolve(bare, pcp_size=pcp_size, context_ranks=replicated) if pcp_size > 1 else bare
     ]
-    for dcp_size in range(1 if pcp_size > 1 else 2, bare.tp_size + 1):
-        for shift in (0, 1):
+    for dcp_size in range(1 if pcp_size > 1 else 2, (bare.tp_size if supports.dcp else 1) + 1):
+        for shift in (0, 1) if supports.shardings else (0,):
             context_ranks = tuple(
                 tuple(p * dcp_size + (t + shift) % dcp_size for t in range(bare.tp_size))
                 for p in range(pcp_size)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import lcm
 
 import attrs
 import numpy as np
@@ -39,6 +40,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.specs import CrossAttentionSpec, LayerSpec
 from kvspec.testing.parallels import is_state, parts_of, sample
 from kvspec.testing.positions import excluded_layers
+from kvspec.testing.supports import EVERYTHING, Supports
 
 # The oracle visits each byte of each block, so the time of a case grows with its prompt.
 _MAX_TOKENS = 56
@@ -100,17 +102,24 @@ def _table(
     group: KVCacheGroup,
     request: TransferRequest,
     reader: EngineSpec | None,
+    supports: Supports,
 ) -> tuple[BlockTable, int]:
     """Draw a block table of *group*, and the size of the pool that its ids belong to."""
     # Context ranks share the tokens of a block table, but each of them holds whole states.
     ranks = 1 if is_state(group.spec) else context_of(engine, RankId(), group)[1]
     size = group.spec.block_size * ranks
     needed_tokens = needed(group, request, reader)
-    blocks = draw(_covered_blocks(group, length_in(group.spec, request), needed_tokens, size))
+    length = length_in(group.spec, request)
+    # A table that is neither late nor long covers the whole prompt, or holds one state.
+    blocks = range(1 if is_state(group.spec) else -(-length // size))
+    if supports.late_tables:
+        blocks = draw(_covered_blocks(group, length, needed_tokens, size))
     ids, pool = draw(_block_ids(len(blocks)))
-    null, ids, pool = draw(_null_blocks(engine.null_block, ids, pool))
+    null = None
+    if supports.null_blocks:
+        null, ids, pool = draw(_null_blocks(engine.null_block, ids, pool))
     if null is not None and draw(st.integers(0, 3)):
-        kept = _kept_blocks(group, length_in(group.spec, request), needed_tokens, blocks, size)
+        kept = _kept_blocks(group, length, needed_tokens, blocks, size)
         ids = [
             block_id if block in kept else null for block, block_id in zip(blocks, ids, strict=True)
         ]
@@ -190,6 +199,7 @@ def tables(
     engine: EngineSpec,
     request: TransferRequest,
     reader: EngineSpec | None = None,
+    supports: Supports = EVERYTHING,
 ) -> tuple[dict[str, BlockTable], dict[str, int]]:
     """Draw the block tables of one side, and its pools.
 
@@ -198,6 +208,7 @@ def tables(
         engine: The engine that owns the tables.
         request: The request, with or without tables.
         reader: The consumer, if *engine* is the producer.
+        supports: What may be drawn.
 
     Returns:
         The tables and the pool sizes in blocks, both by the name of the group. A group with only
@@ -214,7 +225,10 @@ def tables(
     >>> drawn["g"].block_ids, pools
     (array([0, 1]), {'g': 2})
     """
-    drawn = {group.name: draw(_table(engine, group, request, reader)) for group in engine.groups}
+    drawn = {
+        group.name: draw(_table(engine, group, request, reader, supports))
+        for group in engine.groups
+    }
     excluded = {group.name for group in engine.groups if set(group.layers) == set(group.excluded)}
     keep_excluded = not excluded or draw(st.booleans())
     block_tables = {
@@ -258,10 +272,20 @@ def _lengths(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> int:
 
 @st.composite
 def _cached(
-    draw: st.DrawFn, model: Sequence[KVCacheGroup], bare: TransferRequest
+    draw: st.DrawFn,
+    model: Sequence[KVCacheGroup],
+    bare: TransferRequest,
+    whole: int,
+    supports: Supports,
 ) -> TransferRequest:
-    """Draw the cached tokens: none, some, all or more, as one number or as one for each group."""
+    """Draw the cached tokens: none, some, all or more, as one number or as one for each group.
+
+    If only whole blocks may be cached, *whole* is the number of tokens that divides all of them.
+    """
     tokens = bare.num_tokens
+    if supports.prefixes != "any":
+        most = tokens // whole if supports.prefixes == "blocks" else 0
+        return attrs.evolve(bare, cached_tokens=whole * draw(st.integers(0, most)))
     # Part of a row cannot be cached, so one number for all groups needs rows of one token.
     if draw(st.booleans()) and all(part.tokens_per_state <= 1 for part in parts_of(model)):
         amount = draw(_around(0, 0, 1, tokens, tokens + 3, most=tokens))
@@ -277,7 +301,10 @@ def _cached(
 
 @st.composite
 def requests(
-    draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec
+    draw: st.DrawFn,
+    producer: EngineSpec,
+    consumer: EngineSpec,
+    supports: Supports = EVERYTHING,
 ) -> tuple[TransferRequest, dict[str, int], dict[str, int]]:
     """Draw a request between two engines of one model.
 
@@ -285,6 +312,7 @@ def requests(
         draw: Passed by Hypothesis.
         producer: The engine that holds the tokens.
         consumer: The engine that reads them.
+        supports: What may be drawn.
 
     Returns:
         The request, the producer's pools and the consumer's pools. A pool is a number of blocks, by
@@ -311,9 +339,16 @@ def requests(
         producer_blocks={},
         consumer_blocks={},
     )
-    request = draw(_cached(model, bare))
+    whole = lcm(
+        *(
+            group.spec.block_size * context_of(engine, RankId(), group)[1]
+            for engine in (producer, consumer)
+            for group in engine.groups
+        )
+    )
+    request = draw(_cached(model, bare, whole, supports))
     (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
-        draw(tables(engine, request, consumer)) for engine in (producer, consumer)
+        draw(tables(engine, request, consumer, supports)) for engine in (producer, consumer)
     )
     request = attrs.evolve(
         request, producer_blocks=producer_blocks, consumer_blocks=consumer_blocks

@@ -43,8 +43,9 @@ from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology
 from kvspec.testing.case import Case
 from kvspec.testing.engines import engines, groups, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
-from kvspec.testing.pairs import engine_pairs
+from kvspec.testing.pairs import engine_pairs, other_engines
 from kvspec.testing.requests import of_one_pool, requests, tables
+from kvspec.testing.supports import EVERYTHING, Supports
 
 __all__ = [
     "KINDS",
@@ -61,24 +62,30 @@ POLICIES: tuple[ReplicaPolicyName, ...] = known_policies(None)
 
 @st.composite
 def case_of(
-    draw: st.DrawFn, pair: tuple[EngineSpec, EngineSpec], *, common_states: bool = False
+    draw: st.DrawFn,
+    pair: tuple[EngineSpec, EngineSpec],
+    *,
+    common_states: bool = False,
+    supports: Supports = EVERYTHING,
 ) -> Case:
     """Draw a transfer between a *pair* of engines."""
     producer, consumer = pair
-    request, producer_pool, consumer_pool = draw(requests(producer, consumer))
+    request, producer_pool, consumer_pool = draw(requests(producer, consumer, supports))
     return Case(
         producer=producer,
         consumer=consumer,
         producer_pool=producer_pool,
         consumer_pool=consumer_pool,
         request=request,
-        **draw(_replica_policies(producer, consumer)),
+        **draw(_replica_policies(producer, consumer, supports)),
         common_states=common_states,
     )
 
 
 @st.composite
-def twins(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[Case, Case]:
+def twins(
+    draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), *, supports: Supports = EVERYTHING
+) -> tuple[Case, Case]:
     """Draw two cases of one request, with different engines.
 
     Laws that compare two transfers need them. Both cases must deliver the same content.
@@ -86,6 +93,7 @@ def twins(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[Case, C
     Args:
         draw: Passed by Hypothesis.
         kinds: Keys of `KINDS`. The groups are of these kinds.
+        supports: What may be drawn.
 
     Returns:
         A case, and the same request between two other engines of the same groups.
@@ -97,11 +105,11 @@ def twins(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[Case, C
     ...     assert pair[0].request.num_tokens == pair[1].request.num_tokens
     >>> test_lengths_are_equal()
     """
-    case = draw(cases(kinds))
+    case = draw(cases(kinds, supports=supports))
     # These engines have at most 4 ranks, since a law moves the bytes of both cases.
-    sides = [draw(engines(engine.groups, 4)) for engine in (case.producer, case.consumer)]
+    sides = draw(other_engines((case.producer, case.consumer), min(4, supports.max_tp), supports))
     (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
-        draw(tables(engine, case.request, sides[1])) for engine in sides
+        draw(tables(engine, case.request, sides[1], supports)) for engine in sides
     )
     other = attrs.evolve(
         case,
@@ -112,16 +120,22 @@ def twins(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[Case, C
         request=attrs.evolve(
             case.request, producer_blocks=producer_blocks, consumer_blocks=consumer_blocks
         ),
-        **draw(_replica_policies(*sides)),
+        **draw(_replica_policies(*sides, supports)),
     )
     return case, other
 
 
 @st.composite
 def _replica_policies(
-    draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec
+    draw: st.DrawFn,
+    producer: EngineSpec,
+    consumer: EngineSpec,
+    supports: Supports = EVERYTHING,
 ) -> dict[str, Any]:
     """Draw a replica policy, which sometimes knows the nodes of the ranks."""
+    if supports.policies is not None:
+        names = [name for name in supports.policies if not EVERY_POLICY[name].needs_topology]
+        return {"replica_policy": draw(st.sampled_from(names or POLICIES[:1]))}
     salt, with_nodes = draw(st.integers(0, 5)), draw(st.sampled_from((False, False, False, True)))
     if not with_nodes:
         return {"replica_policy": ReplicaPolicy(draw(st.sampled_from(POLICIES)), salt)}
@@ -162,13 +176,16 @@ def plans(draw: st.DrawFn) -> Case:
     )
 
 
-def cases(kinds: Sequence[str] = tuple(KINDS), largest: int = 6) -> st.SearchStrategy[Case]:
+def cases(
+    kinds: Sequence[str] = tuple(KINDS), largest: int = 6, *, supports: Supports = EVERYTHING
+) -> st.SearchStrategy[Case]:
     """Draw a whole transfer: two engines of one model, a request, pools and a replica policy.
 
     Args:
         kinds: Keys of `KINDS`. The groups of the model are of these kinds.
         largest: The largest TP size of four in five pairs. The fifth pair may have twice as much.
             Pairs with pipeline stages or PCP ranks have smaller TP sizes, but more ranks.
+        supports: What may be drawn. Nothing is drawn and thrown away.
 
     Returns:
         A strategy of cases.
@@ -180,7 +197,8 @@ def cases(kinds: Sequence[str] = tuple(KINDS), largest: int = 6) -> st.SearchStr
     ...     assert case.producer.parallel.tp_size <= 4
     >>> test_engines_are_small()
     """
-    return engine_pairs(kinds, largest).flatmap(case_of)
+    pairs = engine_pairs(kinds, largest, supports=supports)
+    return pairs.flatmap(lambda pair: case_of(pair, supports=supports))
 
 
 @st.composite
@@ -198,7 +216,7 @@ def sharing_cases(draw: st.DrawFn) -> Case:
     """
     # The layers of a uniform-type group have pages of different sizes. Shared pages are equal.
     kinds = [kind for kind in KINDS if not kind.startswith("uniform")]
-    model = draw(groups(kinds).filter(lambda drawn: len(drawn) > 1))
+    model = draw(groups(kinds, least=2))
     case = draw(case_of((draw(sharing_engines(model)), draw(sharing_engines(model)))))
     (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
         draw(of_one_pool(tables, engine.null_block))

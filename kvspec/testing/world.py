@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
-from kvspec.memory.allocation import allocate
+from kvspec.memory.allocation import allocate, plan_memory
 from kvspec.memory.rank_cache import Memory, RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan, plan_transfer
@@ -56,6 +56,7 @@ Copy = tuple[int, int, int]  # producer address, consumer address, length
 Copies = Callable[[DescriptorTable, TransferRequest], list[Copy]]
 # The seed of all contents of all worlds, so that one world can continue another (law 4).
 SEED = 5
+GUARD_BYTE = 0xA5
 
 
 @attrs.frozen
@@ -165,9 +166,35 @@ def finest(cache: RankCache) -> RankCache:
     return attrs.evolve(cache, memory=tuple(memories))
 
 
-def held(engine: EngineSpec, pool: Mapping[str, int], *, shared: bool = False) -> Held:
-    """Return the cache and the storage of each rank of *engine*."""
-    return {rank: allocate(engine, rank, pool, shared=shared) for rank in engine.parallel.ranks}
+def held(
+    engine: EngineSpec, pool: Mapping[str, int], *, shared: bool = False, guard: int = 0
+) -> Held:
+    """Return the cache and the storage of each rank of *engine*.
+
+    If *guard* is not 0, so many bytes with the value `GUARD_BYTE` lie before and after the memory
+    of a rank. The owner of the cache is the array of all these bytes.
+    """
+    return {
+        rank: _between_guards(engine, rank, pool, guard, shared=shared)
+        if guard
+        else allocate(engine, rank, pool, shared=shared)
+        for rank in engine.parallel.ranks
+    }
+
+
+def _between_guards(
+    engine: EngineSpec, rank: RankId, pool: Mapping[str, int], guard: int, *, shared: bool
+) -> tuple[RankCache, Storage]:
+    """Return a cache and its storage, with *guard* bytes before and after its memory."""
+    on_paper = plan_memory(engine, rank, pool, shared=shared).memory
+    size = sum(memory.length for memory in on_paper)
+    whole = np.full(size + 2 * guard, GUARD_BYTE, np.uint8)
+    start = whole.__array_interface__["data"][0] + guard
+    cache = plan_memory(engine, rank, pool, start, shared=shared)
+    arrays = [whole[memory.address - start + guard :][: memory.length] for memory in cache.memory]
+    names = [group.name for group in engine.groups if engine.layers_at(group, rank.pp)]
+    group_arrays = arrays * len(names) if shared else arrays
+    return attrs.evolve(cache, owner=whole), dict(zip(names, group_arrays, strict=True))
 
 
 def snapshot(ranks: Held) -> dict[RankId, Storage]:
@@ -295,23 +322,24 @@ def plan_of(case: Case) -> TransferPlan:
     )
 
 
-def world(case: Case, producers: Held | None = None) -> World:
+def world(case: Case, producers: Held | None = None, guard: int = 0) -> World:
     """Allocate both sides of *case*, fill the producers and spoil the consumers.
 
     Args:
         case: The case.
         producers: Producer ranks that are filled already, for example by an earlier transfer.
+        guard: Bytes before and after the memory of each rank. See `held`.
 
     Returns:
         The world.
     """
     request = case.request
     if producers is None:
-        producers = held(case.producer, case.producer_pool, shared=case.shared)
+        producers = held(case.producer, case.producer_pool, shared=case.shared, guard=guard)
         for rank, (_, storage) in producers.items():
             pool, tables = case.producer_pool, request.producer_blocks
             oracle.fill(case.producer, rank, storage, pool, tables, request, seed=SEED)
-    consumers = held(case.consumer, case.consumer_pool, shared=case.shared)
+    consumers = held(case.consumer, case.consumer_pool, shared=case.shared, guard=guard)
     for rank, (_, storage) in consumers.items():
         pool, tables = case.consumer_pool, request.consumer_blocks
         oracle.spoil(case.consumer, rank, storage, pool, tables, request, seed=SEED)

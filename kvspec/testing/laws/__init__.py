@@ -39,12 +39,12 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import attrs
 
-from kvspec.testing.laws import copies, long_runs, meaning, moves, refusal, steps
+from kvspec.testing.laws import copies, long_runs, meaning, moves, refusal, steps, whole
 from kvspec.testing.laws.system import KVSPEC, Move, System, Trial
 from kvspec.testing.world import PreparedLists
 
@@ -73,11 +73,12 @@ class Law:
         number: The number of the law. It never changes.
         name: A short name.
         sentence: What the law requires.
+        asks: The questions of a system, of which it must answer one. Else the law is not judged.
         over: Functions that judge one case.
         between: Functions that compare two cases of one request with different engines.
 
-    Laws 2 and 12 have no functions, so they are not judged. Law 2 is about the other laws, and law
-    12 is about ledgers, which a case does not have.
+    Laws 2 and 12 have no functions. Law 2 is about the other laws. Law 12 is about messages and
+    time, which a case does not have: `release.broken` judges it.
 
     >>> print(LAWS[4])
     law 5, identity
@@ -86,6 +87,7 @@ class Law:
     number: int
     name: str
     sentence: str
+    asks: tuple[str, ...] = ()
     over: tuple[Callable[[Trial], Iterator[str]], ...] = ()
     between: tuple[Callable[[Trial, Trial], Iterator[str]], ...] = ()
 
@@ -120,6 +122,11 @@ class Law:
         return f"law {self.number}, {self.name}"
 
 
+# The questions of each level, see `System`.
+_MOVES = ("moves",)
+_COPIES = ("descriptors", "prepared")
+_WHOLE = ("connector",)
+
 LAWS = (
     Law(
         1,
@@ -127,7 +134,8 @@ LAWS = (
         "Each unit and token that a consumer rank owns is read once, from a rank that owns it. Each"
         " live, uncached byte of a request is written once, with its true value. No byte that must"
         " not change is written.",
-        (moves.cover, copies.cover),
+        (*_MOVES, *_COPIES, *_WHOLE),
+        (moves.cover, copies.cover, whole.cover),
     ),
     Law(
         2,
@@ -140,18 +148,21 @@ LAWS = (
         "symmetry",
         "The consumers pull the same moves that the producers push. If no rank is a replica,"
         " swapping the engines swaps the moves.",
+        _MOVES,
         (moves.symmetry,),
     ),
     Law(
         4,
         "two hops are one hop",
         "A transfer through a third engine delivers the same bytes as a direct transfer.",
+        _COPIES,
         between=(copies.two_hops,),
     ),
     Law(
         5,
         "identity",
         "A move names the same units of the model at both ends.",
+        _MOVES,
         (moves.identity,),
     ),
     Law(
@@ -161,6 +172,7 @@ LAWS = (
         " Under `stripe`, the numbers of virtual blocks differ by at most one. Under `first`, only"
         " the first rank is read. Under `nearest`, a rank on the reader's node is read, if there is"
         " one.",
+        _MOVES,
         (moves.fair,),
     ),
     Law(
@@ -168,6 +180,7 @@ LAWS = (
         "counts",
         "Each producer rank receives a notification from at least one consumer rank, and from each"
         " one that reads it. Both sides count the same pairs.",
+        ("tells",),
         (moves.counts,),
     ),
     Law(
@@ -176,6 +189,7 @@ LAWS = (
         "No two descriptors are adjacent on both sides. No id moves a block without a live byte. If"
         " one longer descriptor can replace several copies and moves less than 16 KiB of other live"
         " bytes and no dead byte, the ids pick it.",
+        _COPIES,
         (long_runs.maximal, long_runs.minimal),
     ),
     Law(
@@ -183,19 +197,22 @@ LAWS = (
         "layout invariance",
         "The delivered content does not depend on the layouts, blocks, stages, context ranks or"
         " shardings of either side.",
+        _COPIES,
         between=(copies.invariance,),
     ),
     Law(
         10,
         "bounds",
         "Each copy, and each row from its first to its last byte, lies in one memory of its side.",
-        (copies.bounds,),
+        (*_COPIES, *_WHOLE),
+        (copies.bounds, whole.bounds),
     ),
     Law(
         11,
         "refusal",
         "A system refuses an impossible transfer before any byte moves. Its error names the wrong"
         " field or group.",
+        (*_MOVES, *_COPIES, *_WHOLE),
         (refusal.of_models, refusal.of_requests),
     ),
     Law(
@@ -203,12 +220,14 @@ LAWS = (
         "release",
         "Each producer rank releases a request once, after its last reader. A request that is"
         " reported as ready was read completely, and was held until then.",
+        ("release",),
     ),
     Law(
         13,
         "steps",
         "For any schedule by layer and by token, the steps together move the whole request. No byte"
         " moves twice, and no byte moves before it was written.",
+        ("steps",),
         (steps.steps,),
     ),
     Law(
@@ -216,15 +235,48 @@ LAWS = (
         "equality of meaning",
         "If two engines have equal shapes and different meanings, a system refuses the transfer, or"
         " delivers each element where its meaning is. It never moves such bytes as they are.",
+        (*_COPIES, *_WHOLE),
         (meaning.meaning,),
     ),
 )
 """All laws, in the order of their numbers."""
 
 
+class Broken(list[tuple[Law, str]]):
+    """The laws that a system breaks, each with its first difference. `[]` if it breaks none.
+
+    Attributes:
+        not_judged: The laws that were not judged, each with the reason.
+    """
+
+    def __init__(self, faults: Iterable[tuple[Law, str]], not_judged: Mapping[str, str]) -> None:
+        super().__init__(faults)
+        self.not_judged = dict(not_judged)
+
+
+def unanswered(system: System, law: Law, *, pair: bool = True) -> str:
+    """Return why *law* cannot be judged, or an empty text.
+
+    Args:
+        system: The system to judge.
+        law: The law.
+        pair: Whether there are two cases to compare.
+
+    >>> unanswered(System(name="idle"), LAWS[6])
+    'the system does not answer tells'
+    """
+    if not law.asks:
+        return "it is about the other laws"
+    if not system.answers(law.asks):
+        return f"the system does not answer {' or '.join(law.asks)}"
+    if not pair and not law.over:
+        return "it compares two cases"
+    return ""
+
+
 def broken(
     system: System, case: Case, other: Case | None = None, of: Iterable[Law] = LAWS
-) -> list[tuple[Law, str]]:
+) -> Broken:
     """Return the laws that *system* breaks in *case*.
 
     Args:
@@ -234,15 +286,23 @@ def broken(
         of: The laws to judge.
 
     Returns:
-        Each broken law with its first difference, as a sentence.
+        Each broken law with its first difference, as a sentence. The attribute `not_judged` has
+        the laws that are not judged, and why: no answer does not mean that a law holds.
 
     Raises:
         MismatchError: If the system refuses the case.
     """
     # The laws share the trials, so memory is allocated and each question is asked only once.
     trials = _trials(system, case, other)
-    faults = ((law, next(law.look(*trials), None)) for law in of)
-    return [(law, fault) for law, fault in faults if fault is not None]
+    silent: dict[str, str] = {}
+    found: list[tuple[Law, str]] = []
+    for law in of:
+        nothing = "" if law.over or law.between else "a case has no messages and no time"
+        if reason := unanswered(system, law, pair=other is not None) or nothing:
+            silent[str(law)] = reason
+        elif (fault := next(law.look(*trials), None)) is not None:
+            found.append((law, fault))
+    return Broken(found, silent)
 
 
 def _trials(system: System, *cases: Case | None) -> list[Trial]:

@@ -40,7 +40,8 @@ Fields = Callable[[Any], dict[str, Any]]
 
 def meaning(trial: Trial) -> Iterator[str]:
     """Yield each wrong byte of keys in another order, and each other meaning that is accepted."""
-    if not any(trial.system.ways()) or not (specs := _rotating(trial.case)):
+    answers = trial.system.answers(("descriptors", "prepared", "connector"))
+    if not answers or not (specs := _rotating(trial.case)):
         return
     yield from _as_they_are(Trial(trial.system, _changed(trial.case, _pairs, _halves)))
     others = list(_other_meanings(trial.case, specs))
@@ -53,6 +54,7 @@ def _as_they_are(trial: Trial) -> Iterator[str]:
     """Yield each byte that arrives where an element of another meaning belongs."""
     try:
         answers = list(trial.copies())
+        whole = trial.after_connector
     except (KVSpecError, ValueError) as error:
         if "key_content" not in str(error):
             yield f"halves and pairs: expected an error that contains 'key_content', got {error}"
@@ -60,6 +62,8 @@ def _as_they_are(trial: Trial) -> Iterator[str]:
     for name, copies in answers:
         deliver(trial.world, copies)
         yield from (f"{name}, pairs to halves: {fault}" for fault in trial.world.differences())
+    if whole is not None:
+        yield from (f"connector, pairs to halves: {fault}" for fault in whole.differences())
 
 
 def _rotating(case: Case) -> list[LayerSpec]:

@@ -22,6 +22,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import numpy as np
 
 from kvspec.check.counting import cached_tokens_of, context_of, live_positions, rank_units
 from kvspec.descriptors.request import BlockTable
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kvspec.engines.group import KVCacheGroup
     from kvspec.ownership.parallel import RankId
     from kvspec.testing.case import Case
+    from kvspec.testing.world import World
 
 # Another dtype of the same size: all addresses stay legal, so only a comparison can refuse it.
 _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2"}
@@ -44,7 +46,7 @@ _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2
 def of_models(trial: Trial) -> Iterator[str]:
     """Yield each wrong producer that is accepted, or whose error does not name the field."""
     # A system that answers neither question has no chance to refuse, so it is not judged.
-    if trial.system.moves is None and not any(trial.system.ways()):
+    if not trial.system.answers(("moves", "descriptors", "prepared", "connector")):
         return
     for name, what, wrong in _other_models(trial.case):
         yield from accepted(name, what, Trial(trial.system, wrong))
@@ -52,7 +54,7 @@ def of_models(trial: Trial) -> Iterator[str]:
 
 def of_requests(trial: Trial) -> Iterator[str]:
     """Yield each impossible request that is accepted, or whose error does not name the group."""
-    if not any(trial.system.ways()):
+    if not trial.system.answers(("descriptors", "prepared", "connector")):
         return
     for name, what, change in (*_wrong_requests(trial.case), *_shared_blocks(trial.case)):
         wrong = attrs.evolve(trial.case.request, **change)
@@ -65,11 +67,23 @@ def accepted(name: str, what: str, wrong: Trial) -> Iterator[str]:
         wrong.moves("consumer")
         for _, _ in wrong.copies():
             pass
+        _ = wrong.after_connector
     except (KVSpecError, ValueError) as error:
         if name not in str(error):
             yield f"{what}: expected an error that contains {name!r}, got {error}"
+        if wrong.system.connector is not None and changed(wrong.guarded):
+            yield f"{what}: expected a refusal before any byte moves, but bytes have moved"
     else:
         yield f"{what}: expected a refusal, but it was not refused"
+
+
+def changed(here: World) -> bool:
+    """Return whether any byte of a consumer rank has changed."""
+    return any(
+        not np.array_equal(flat, here.before[rank][name])
+        for rank, (_, storage) in here.consumers.items()
+        for name, flat in storage.items()
+    )
 
 
 def _other_models(case: Case) -> Iterator[tuple[str, str, Case]]:

@@ -4,14 +4,16 @@ Invariant: a law compares the answers of a system with the oracle, never with th
 wraps the library itself as a system. A question that a system does not answer is not judged.
 
 How it works:
-    A system answers up to five questions. Each question enables the laws beside it:
+    A system answers some of seven questions, on four levels. Each enables the laws beside it:
 
-        question       answer                                                laws
-        moves          which rank reads which units of which rank            1, 3, 5, 6
-        tells          which consumer rank notifies which producer rank      7
-        descriptors    copies as (producer address, consumer address, n)     1, 4, 8, 9, 10, 11, 14
-        prepared       rows and ids, as NIXL prepares them                   1, 4, 8, 9, 10, 11, 14
-        steps          copies of one step of a schedule                      13
+        level               question     answer                                        laws
+        a, rank mapping     moves        which rank reads which units of which rank    1 3 5 6 11
+                            tells        which consumer rank notifies which producer   7
+        b, byte copies      descriptors  (producer address, consumer address, bytes)   1 4 8-11 14
+                            prepared     rows and ids, as NIXL prepares them           1 4 8-11 14
+                            steps        copies of one step of a schedule              13
+        c, release          release      a state machine that frees blocks             12
+        d, a whole one      connector    it has moved the bytes itself                 1 10 11 14
 
     The laws of bytes allocate real memory for a case (`World`), and execute the copies there.
 """
@@ -21,10 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvspec.testing.supports import Supports
 from kvspec.testing.world import (
     Copy,
     Pair,
@@ -85,10 +88,16 @@ AskStep = Callable[[World, "RankId", "RankId", frozenset[str], range], Iterable[
 class System:
     """Functions that describe a connector. A function is None if the connector has no answer.
 
-    A function that cannot serve a case raises `MismatchError`. Only the law of refusals catches it.
+    A function that cannot serve a case raises `MismatchError`, or one of *refuses*. That is a
+    refusal, which a report contains with its words. Any other exception is a fault, except that
+    impossible requests may also be refused with `KVSpecError` or `ValueError`.
 
     Attributes:
         name: The name in messages.
+        version: The version of the connector, for reports.
+        supports: The cases that the connector supports. Strategies draw no others.
+        refuses: Classes of the connector's own errors that are refusals.
+        where: Where other code finds the system, as "module:NAME". Reproductions import it.
         moves: Called with a case and a role. Returns the moves of the transfer as the consumers or
             the producers compute them.
         tells: Called with a case and a role. Returns pairs (producer rank, consumer rank) in which
@@ -98,6 +107,9 @@ class System:
         prepared: Called like *descriptors*. Returns rows and ids for the same copies, or None.
         steps: Called like *descriptors*, with layers and a range of tokens. Returns the copies of
             the step in which these layers advance from the start to the stop of the range.
+        release: Called without arguments. Returns a new `release.Releasing`.
+        connector: Called with a world. Moves the bytes of the request in the memory of the world's
+            ranks, and returns when all have arrived.
 
     >>> idle = System(name="idle", descriptors=lambda world, producer, consumer: [])
     >>> [name for name, _ in idle.ways()]
@@ -105,11 +117,21 @@ class System:
     """
 
     name: str
+    version: str = ""
+    supports: Supports = Supports()
+    refuses: tuple[type[Exception], ...] = ()
+    where: str = ""
     moves: Callable[[Case, Role], Iterable[Move]] | None = None
     tells: Callable[[Case, Role], Iterable[Pair]] | None = None
     descriptors: Ask | None = None
     prepared: Callable[[World, RankId, RankId], PreparedLists | None] | None = None
     steps: AskStep | None = None
+    release: Callable[[], Any] | None = None
+    connector: Callable[[World], object] | None = None
+
+    def answers(self, questions: Iterable[str]) -> bool:
+        """Return whether the system answers one of *questions*, which are names of its fields."""
+        return any(getattr(self, question) is not None for question in questions)
 
     def ways(self) -> Iterator[tuple[str, Ask]]:
         """Yield each way in which the system describes its copies: its name and its function."""
@@ -124,6 +146,9 @@ class System:
 
 
 Copies = dict[Pair, list[Copy]]
+# Bytes before and after the memory of each rank that a connector gets. A page is more than the
+# errors by one block of the small engines that strategies draw.
+GUARD = 4096
 
 
 @attrs.frozen
@@ -140,6 +165,7 @@ class Trial:
     system: System
     case: Case
     _world: World | None = None
+    _legal: Case | None = None
     _moves: dict[Role, list[Move]] = attrs.field(factory=dict, init=False, repr=False, eq=False)
     _answers: dict[str, Copies] = attrs.field(factory=dict, init=False, repr=False, eq=False)
 
@@ -151,7 +177,7 @@ class Trial:
     def asking(self, request: TransferRequest) -> Trial:
         """Return a trial of another *request* that uses the memory of this trial."""
         here = self.world.asking(request)
-        return Trial(self.system, here.case, here)
+        return Trial(self.system, here.case, here, self.case)
 
     def moves(self, role: Role) -> list[Move]:
         """Return the moves as the side *role* computes them. Empty if there is no answer."""
@@ -159,6 +185,20 @@ class Trial:
             ask = self.system.moves
             self._moves[role] = [] if ask is None else list(ask(self.case, role))
         return self._moves[role]
+
+    @cached_property
+    def guarded(self) -> World:
+        """The case with memory between guard bytes, for the connector."""
+        # The memory is that of the legal case, since an impossible request cannot be filled.
+        return world(self._legal or self.case, guard=GUARD).asking(self.case.request)
+
+    @cached_property
+    def after_connector(self) -> World | None:
+        """The case with its memory after the connector has run. None if there is no connector."""
+        if self.system.connector is None:
+            return None
+        self.system.connector(self.guarded)
+        return self.guarded
 
     def copies(self) -> Iterator[tuple[str, Copies]]:
         """Yield each way in which the system describes its copies, and these copies."""
@@ -246,5 +286,6 @@ KVSPEC = System(
     descriptors=_descriptors,
     prepared=_prepared,
     steps=_steps,
+    where="kvspec.testing.laws:KVSPEC",
 )
 """The library itself, as a system."""

@@ -1,0 +1,184 @@
+"""Ask a system so that whatever it does becomes a judgement: it may crash, hang or change its mind.
+
+Invariant: after an answer, a refusal or a fault, the laws can go on with the next question.
+
+How it works:
+    `guarded` replaces each function of a system. The new function asks the old one within a time
+    limit, asks it a second time, and maps what happens:
+
+        the system                                   a law sees
+        answers twice the same                       the answer
+        raises `MismatchError` or one of `refuses`   `RefusedError`
+        raises another `KVSpecError`, `ValueError`   that error: law 11 accepts it as a refusal
+        raises anything else                         `FaultyAnswerError`
+        does not answer in time                      `FaultyAnswerError`
+        answers differently the second time          `FaultyAnswerError`
+
+    `FaultyAnswerError` is an `AssertionError`, so the law that asked reports it as a fault. A
+    function that did not answer in time is not asked again by this guard, since each question
+    would take the whole time limit.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import numpy as np
+
+from kvspec.errors import KVSpecError, MismatchError
+from kvspec.testing.world import PreparedLists
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from kvspec.testing.laws.system import System
+
+T = TypeVar("T")
+
+# The questions whose answers can be compared. The others return nothing, or an object with a state.
+_COMPARED = ("moves", "tells", "descriptors", "prepared", "steps")
+
+
+class RefusedError(KVSpecError):
+    """The system refused the case. The message has the words of the system."""
+
+
+class FaultyAnswerError(AssertionError):
+    """The system crashed, did not answer in time, or answered twice differently."""
+
+
+class _OverdueError(BaseException):
+    """The time limit is over. Not an `Exception`, since a system may catch all of those."""
+
+
+@attrs.define(eq=False)
+class Guard:
+    """Asks the functions of one system.
+
+    Attributes:
+        system: The system.
+        seconds: The time limit of each question.
+        overdue: The functions that did not answer in time, and what to say about each.
+        raised: The last exception of the system that was passed on.
+    """
+
+    system: System
+    seconds: float
+    overdue: dict[str, str] = attrs.field(factory=dict, init=False)
+    raised: BaseException | None = attrs.field(default=None, init=False)
+
+    def guarded(self) -> System:
+        """Return the system with functions that ask as `How it works` describes."""
+        changes: dict[str, Any] = {}
+        for name in (*_COMPARED, "connector", "release"):
+            function = getattr(self.system, name)
+            if function is not None:
+                changes[name] = self._asking(name, function)
+        return attrs.evolve(self.system, **changes)
+
+    def _asking(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*arguments: object) -> object:
+            first = self.ask(name, function, *arguments)
+            if name in _COMPARED and not _equal(first, self.ask(name, function, *arguments)):
+                raise FaultyAnswerError(f"{name}: two calls with the same arguments differ")
+            return first
+
+        return ask
+
+    def ask(self, name: str, function: Callable[..., Any], *arguments: object) -> object:
+        """Return the answer of *function* to *arguments*. A generator is exhausted into a list."""
+        if name in self.overdue:
+            raise FaultyAnswerError(self.overdue[name])
+
+        def answer() -> object:
+            answered = function(*arguments)
+            return list(answered) if name in _COMPARED and _lazy(answered) else answered
+
+        try:
+            return within(self.seconds, answer)
+        except _OverdueError:
+            self.overdue[name] = f"{name}: no answer within {self.seconds:g} s"
+            raise FaultyAnswerError(self.overdue[name]) from None
+        except (MismatchError, RefusedError, *self.system.refuses) as error:
+            self.raised = RefusedError(str(error) or type(error).__name__)
+            raise self.raised from error
+        except (KVSpecError, ValueError) as error:
+            self.raised = error
+            raise
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise FaultyAnswerError(f"{name}: raised {words}, which is not a refusal") from error
+
+
+def _lazy(answer: object) -> bool:
+    return answer is not None and not isinstance(answer, PreparedLists)
+
+
+def _equal(first: object, second: object) -> bool:
+    """Return whether two answers are equal. The order of moves and pairs is not compared."""
+    if isinstance(first, PreparedLists) and isinstance(second, PreparedLists):
+        fields = attrs.astuple(first, recurse=False), attrs.astuple(second, recurse=False)
+        return all(map(np.array_equal, *fields))
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return first is second or first == second
+
+
+def _same(first: object, second: object) -> bool:
+    """Return whether two members of an answer are equal. A copy may be an array."""
+    return bool(np.all(np.asarray(first == second)))
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return the result of *call*, or raise if it takes longer than *seconds*.
+
+    In the main thread, a signal interrupts the call. It cannot interrupt C code. In other threads
+    the call runs in a thread of its own, which goes on after the time is over.
+    """
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+        return _interrupted(seconds, call)
+    return _in_thread(seconds, call)
+
+
+def _interrupted(seconds: float, call: Callable[[], T]) -> T:
+    def over(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise _OverdueError
+
+    began = time.monotonic()
+    before = signal.signal(signal.SIGALRM, over)
+    # A test runner may use the same timer for its own limit, which must stay.
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            rest = max(left - (time.monotonic() - began), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, rest, interval)
+
+
+def _in_thread(seconds: float, call: Callable[[], T]) -> T:
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise _OverdueError
+    return results[0]
