@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 
 from kvspec.errors import KVSpecError, SpecError
@@ -178,6 +179,28 @@ def _settings(examples: int, phases: Sequence[Phase]) -> settings:
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
+
+
+def axes_of(law: Law, axes: Iterable[Axis]) -> list[Axis]:
+    """Return the axes on which *law* is judged."""
+    return [axis for axis in axes if law.over or law.between]
+
+
+def law_test(
+    system: System, law: Law, axis: Axis, profile: Profile
+) -> Callable[[], None]:
+    """Return a test of Hypothesis that raises if *law* is broken on *axis*. HypoFuzz needs it."""
+    guard = Guard(system, profile.seconds)
+    kinds = kinds_of(system.supports)
+    draws = [_pairs(system, [law], narrow) for narrow in axis.narrowed(system.supports, kinds)]
+
+    @settings(deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.one_of(draws))
+    def keeps_law(pair: Any) -> None:  # noqa: ANN401
+        verdict, fault = look(guard, [law], *pair)[law.number]
+        assert verdict is not Verdict.WRONG, fault
+
+    return keeps_law
 
 
 def _drawn(draws: SearchStrategy[Any], examples: int, number: int) -> list[Any]:

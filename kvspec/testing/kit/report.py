@@ -161,7 +161,7 @@ _SIGNS = {
 
 
 def _page(report: Report) -> Iterator[str]:
-    """Yield the lines of the page: the matrix, then refusals, faults and laws that have no answer."""
+    """Yield the lines of the page: the matrix, then faults, refusals and laws without answers."""
     title = html.escape(f"{report.system} {report.version}".strip())
     yield f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}: kvspec</title>'
     yield f'<meta name="viewport" content="width=device-width">\n<style>{_STYLE}</style>'

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvspec.testing.supports import Supports
+from kvspec.testing.supports import EVERYTHING, Supports
 from kvspec.testing.world import (
     Copy,
     Pair,
@@ -118,7 +118,7 @@ class System:
 
     name: str
     version: str = ""
-    supports: Supports = Supports()
+    supports: Supports = EVERYTHING
     refuses: tuple[type[Exception], ...] = ()
     where: str = ""
     moves: Callable[[Case, Role], Iterable[Move]] | None = None

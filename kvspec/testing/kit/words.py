@@ -1,0 +1,87 @@
+"""Describe a counter-example as a small table: both engines side by side, and the request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from kvspec.analysis.explanation import explain, sizes
+from kvspec.errors import KVSpecError
+from kvspec.testing.kit.code import WIDTH, expression
+from kvspec.testing.world import plan_of
+
+if TYPE_CHECKING:
+    from kvspec.engines.engine import EngineSpec
+    from kvspec.testing.case import Case
+    from kvspec.testing.kit.report import Counterexample
+
+# Lines of the right plan. A smallest case rarely has more.
+_MOST = 12
+
+
+def described(found: Counterexample) -> Iterator[str]:
+    """Yield the lines that describe the smallest case. Rows that differ between the sides have !=.
+
+    Args:
+        found: The counter-example.
+    """
+    case = found.case
+    if case is None:
+        return
+    sides = [list(_side(engine)) for engine in (case.producer, case.consumer)]
+    rows = [("", "producer", "", "consumer")]
+    for first, second in zip_longest(*sides, fillvalue=("", "")):
+        left, right = first[1], second[1]
+        rows.append((first[0] or second[0], left, " " if left == right else "!=", right))
+    rows += _request(case)
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield "  ".join([*cells, row[3]]).rstrip()
+    yield ""
+    yield from _plan(case)
+
+
+def _side(engine: EngineSpec) -> Iterator[tuple[str, str]]:
+    """Yield the rows of one engine."""
+    yield "ranks", sizes(engine.parallel)
+    for group in engine.groups:
+        name = f"{group.name} ({len(group.layers)} layers)" if group.layers[1:] else group.name
+        yield "group", name
+        parts = [
+            f"{part.name}: {part.units} x {part.content_bytes} B" for part in group.own_parts
+        ]
+        yield "  units", ", ".join(dict.fromkeys(parts))
+        kernel = group.kernel_blocks_per_block
+        blocks = f"{group.spec.block_size} tokens" + (f", {kernel} in memory" if kernel > 1 else "")
+        yield "  blocks", blocks
+        yield "  layout", engine.layout_of(group)
+
+
+def _request(case: Case) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the rows of the request."""
+    request = case.request
+    cached = expression(request.cached_tokens)
+    yield "prompt", f"{request.num_tokens} tokens", "", f"cached: {cached}"
+    tables = request.producer_blocks, request.consumer_blocks
+    for name in dict.fromkeys([*tables[0], *tables[1]]):
+        left, right = (_table(blocks.get(name)) for blocks in tables)
+        yield f"table {name}", left, "", right
+
+
+def _table(table: object) -> str:
+    text = "" if table is None else expression(table)
+    return text if len(text) < WIDTH // 2 else f"{text[: WIDTH // 2]}..."
+
+
+def _plan(case: Case) -> Iterator[str]:
+    """Yield what should be read by whom."""
+    try:
+        lines = explain(plan_of(case)).splitlines()
+    except KVSpecError as error:
+        lines = [f"kvspec refuses this case: {error}"]
+    yield "right: " + lines[0]
+    yield from (f"  {line}" for line in lines[1:_MOST])
+    if len(lines) > _MOST:
+        yield f"  and {len(lines) - _MOST} more lines"
