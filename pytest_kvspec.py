@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("kvspec", "kvspec: judge a connector by the laws of a transfer")
-    group.addoption(
-        "--kvspec", metavar="MODULE:NAME", help="Judge this kvspec.testing.kit.System."
-    )
+    group.addoption("--kvspec", metavar="MODULE:NAME", help="Judge this kvspec.testing.kit.System.")
     group.addoption(
         "--kvspec-profile",
         metavar="NAME",

@@ -43,6 +43,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology
 from kvspec.testing.case import Case
 from kvspec.testing.engines import engines, groups, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
+from kvspec.testing.laws.release import Script
 from kvspec.testing.pairs import engine_pairs, other_engines
 from kvspec.testing.requests import of_one_pool, requests, tables
 from kvspec.testing.supports import EVERYTHING, Supports
@@ -199,6 +200,30 @@ def cases(
     """
     pairs = engine_pairs(kinds, largest, supports=supports)
     return pairs.flatmap(lambda pair: case_of(pair, supports=supports))
+
+
+@st.composite
+def scripts(draw: st.DrawFn, supports: Supports = EVERYTHING) -> Script:
+    """Draw the steps of a release protocol.
+
+    >>> from hypothesis import find
+    >>> find(scripts(), lambda script: len(script.steps) > 1).steps
+    (('hold', 1), ('hold', 1))
+    """
+    at = st.integers(0, 5)
+    readers = st.integers(1, 3)
+    steps = {"hold": readers, "read": at, "deliver": at, "abort": at}
+    if supports.repeated:
+        steps |= {"repeat": at}
+    if supports.lost:
+        steps |= {"lose": at}
+    if supports.reused_ids:
+        steps |= {"again": readers}
+    steps |= {"time": st.sampled_from((1, 5, 20))}
+    # Reads and deliveries are the most frequent steps, or few requests would be read.
+    names = [*steps, "read", "read", "deliver", "deliver"]
+    drawn = draw(st.lists(st.sampled_from(names), max_size=20))
+    return Script(tuple((name, draw(steps[name])) for name in ("hold", *drawn)))
 
 
 @st.composite

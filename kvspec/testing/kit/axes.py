@@ -13,11 +13,12 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvspec.check.counting import cached_tokens_of, length_in
+from kvspec.testing.laws.release import values
 from kvspec.testing.supports import Supports
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from kvspec.testing.case import Case
 
 SIMPLEST_LAYOUT = "LBHNC"
+# The axis of law 12. It has scripts instead of cases.
+RELEASE = "release"
 
 
 @attrs.frozen
@@ -35,12 +38,12 @@ class Axis:
     Attributes:
         name: The name, as in a report and in a file of expected failures.
         fields: The fields of `Supports` that the axis leaves as the system states them.
-        values: Returns the values that a case has on the axis.
+        values: Returns the values that a case has on the axis, or a script on the axis "release".
     """
 
     name: str
     fields: tuple[str, ...]
-    values: Callable[[Case], Iterable[str]]
+    values: Callable[[Any], Iterable[str]]
 
     def narrowed(self, supports: Supports, kinds: Iterable[str]) -> list[Supports]:
         """Return what to draw from, one after the other. Each kind is drawn by itself.
@@ -190,5 +193,6 @@ AXES = (
     Axis("content", ("key_content",), _states),
     Axis("groups", ("hybrid", "kinds", "drafts", "regrouped"), _kinds),
     Axis("everything", (), _everything),
+    Axis(RELEASE, ("lost", "repeated", "reused_ids"), values),
 )
 """All axes, in the order of a report."""

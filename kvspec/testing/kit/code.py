@@ -20,6 +20,7 @@ import numpy as np
 
 from kvspec.descriptors.request import BlockTable
 from kvspec.testing.case import Case
+from kvspec.testing.laws.release import Script
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -161,7 +162,7 @@ def _equals(member: object, default: object) -> bool:
     return type(member) is type(default) and repr(member) == repr(default)
 
 
-def reproduction(system: System, law: Law, case: Case, other: Case | None = None) -> str:
+def reproduction(system: System, law: Law, case: Case | Script, other: Case | None = None) -> str:
     """Return Python code that judges *system* by *law* in *case* and raises `BrokenLawError`.
 
     The code imports the system if it has a name in a module, see `System.where`. If it has none,
@@ -169,6 +170,11 @@ def reproduction(system: System, law: Law, case: Case, other: Case | None = None
     """
     module, _, name = system.where.partition(":")
     given = f"from {module} import {name} as system" if module else "system = ...  # your system"
+    if isinstance(case, Script):
+        steps = ", ".join(map(str, case.steps))
+        lines = ("from kvspec.testing.laws import release", "", given, "")
+        played = f"fault = release.play(system.release, release.Script([{steps}]))"
+        return "\n".join([*lines, played, "assert fault is None, fault", ""])
     arguments = "system, case" if other is None else "system, case, other"
     check = f"laws.LAWS[{law.number - 1}].check({arguments})  # {law}"
     code = as_code(case, other).replace("import Case\n", f"import Case, laws\n\n{given}\n", 1)

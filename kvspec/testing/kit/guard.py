@@ -15,8 +15,9 @@ How it works:
         answers differently the second time          `FaultyAnswerError`
 
     `FaultyAnswerError` is an `AssertionError`, so the law that asked reports it as a fault. A
-    function that did not answer in time is not asked again by this guard, since each question
-    would take the whole time limit.
+    function that did not answer in time is not asked again about the same case. After
+    `MOST_OVERDUE` cases it is not asked at all, since each question takes the whole time limit.
+    Laws that need it are not judged then.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOST_OVERDUE = 2
+
 # The questions whose answers can be compared. The others return nothing, or an object with a state.
 _COMPARED = ("moves", "tells", "descriptors", "prepared", "steps")
 
@@ -50,6 +54,10 @@ class RefusedError(KVSpecError):
 
 class FaultyAnswerError(AssertionError):
     """The system crashed, did not answer in time, or answered twice differently."""
+
+
+class NotAskedError(Exception):
+    """The function is not asked, since it did not answer in time before."""
 
 
 class _OverdueError(BaseException):
@@ -63,13 +71,15 @@ class Guard:
     Attributes:
         system: The system.
         seconds: The time limit of each question.
-        overdue: The functions that did not answer in time, and what to say about each.
+        overdue: How often each function did not answer in time.
+        stuck: The functions that did not answer in time about the present case.
         raised: The last exception of the system that was passed on.
     """
 
     system: System
     seconds: float
-    overdue: dict[str, str] = attrs.field(factory=dict, init=False)
+    overdue: Counter[str] = attrs.field(factory=Counter, init=False)
+    stuck: set[str] = attrs.field(factory=set, init=False)
     raised: BaseException | None = attrs.field(default=None, init=False)
 
     def guarded(self) -> System:
@@ -92,8 +102,8 @@ class Guard:
 
     def ask(self, name: str, function: Callable[..., Any], *arguments: object) -> object:
         """Return the answer of *function* to *arguments*. A generator is exhausted into a list."""
-        if name in self.overdue:
-            raise FaultyAnswerError(self.overdue[name])
+        if name in self.stuck or self.overdue[name] >= MOST_OVERDUE:
+            raise NotAskedError(name)
 
         def answer() -> object:
             answered = function(*arguments)
@@ -102,8 +112,9 @@ class Guard:
         try:
             return within(self.seconds, answer)
         except _OverdueError:
-            self.overdue[name] = f"{name}: no answer within {self.seconds:g} s"
-            raise FaultyAnswerError(self.overdue[name]) from None
+            self.overdue[name] += 1
+            self.stuck.add(name)
+            raise FaultyAnswerError(f"{name}: no answer within {self.seconds:g} s") from None
         except (MismatchError, RefusedError, *self.system.refuses) as error:
             self.raised = RefusedError(str(error) or type(error).__name__)
             raise self.raised from error

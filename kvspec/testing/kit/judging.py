@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -27,11 +28,12 @@ from hypothesis.errors import HypothesisException
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.testing import strategies
 from kvspec.testing.kinds import kinds_of
-from kvspec.testing.kit.axes import AXES, Axis
+from kvspec.testing.kit.axes import AXES, RELEASE, Axis
 from kvspec.testing.kit.code import reproduction
-from kvspec.testing.kit.guard import Guard, RefusedError
+from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError
 from kvspec.testing.kit.report import Counterexample, Judgement, Report, Verdict
 from kvspec.testing.laws import LAWS, Law, unanswered
+from kvspec.testing.laws.release import Script, play
 from kvspec.testing.laws.system import System, Trial
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class Profile:
 
     Attributes:
         name: The name.
-        examples: Cases of each axis. The axis of kinds draws as many for each kind.
+        examples: Cases of each axis.
+        each: Cases of each kind on the axis "kinds".
         everything: Cases of the axis "everything".
         seconds: Time limit of each question.
         shrinking: Time limit of each shrink pass.
@@ -57,6 +60,7 @@ class Profile:
 
     name: str
     examples: int
+    each: int
     everything: int
     seconds: float
     shrinking: float
@@ -65,9 +69,9 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("ci", 8, 30, 5.0, 10.0),
-        Profile("dev", 40, 150, 10.0, 60.0),
-        Profile("nightly", 400, 4000, 20.0, 300.0),
+        Profile("ci", 8, 3, 16, 20.0, 10.0),
+        Profile("dev", 40, 15, 150, 20.0, 60.0),
+        Profile("nightly", 400, 200, 4000, 60.0, 300.0),
     )
 }
 
@@ -105,15 +109,16 @@ def judge(
     >>> idle = System(
     ...     name="idle", descriptors=lambda *_: [], supports=Supports.only(kinds=["full"])
     ... )
-    >>> report = judge(idle, axes=AXES[-1:], laws=LAWS[:1], profile=Profile("tiny", 1, 3, 5.0, 5.0))
+    >>> report = judge(idle, axes=AXES[-1:], laws=LAWS[:1], profile=Profile("tiny", 1, 1, 3, 5.0, 5.0))
     >>> report.wrong[0].counterexample.case.request.num_tokens
     1
     """
     began = time.monotonic()
     profile = profile_of(profile)
     judgements = list(not_judged(system, laws))
+    guard = Guard(system, profile.seconds)
     for axis in axes:
-        judgements += judge_axis(system, axis, profile, seed=seed, laws=laws)
+        judgements += judge_axis(guard, axis, profile, seed=seed, laws=laws)
     return Report(
         system=system.name,
         version=system.version,
@@ -135,34 +140,52 @@ def supported_axes(system: System, axes: Iterable[Axis] = AXES) -> list[Axis]:
     """Return the axes on which the system supports more than the simplest transfer."""
     kinds = kinds_of(system.supports)
     (simplest,) = Axis("simplest", (), lambda _: ()).narrowed(system.supports, kinds)
-    return [a for a in axes if a.narrowed(system.supports, kinds) != [simplest]]
+    return [
+        axis
+        for axis in axes
+        if (axis.name == RELEASE and system.release is not None)
+        or (axis.name != RELEASE and axis.narrowed(system.supports, kinds) != [simplest])
+    ]
 
 
 def judge_axis(
-    system: System, axis: Axis, profile: Profile, *, seed: int = 0, laws: Sequence[Law] = LAWS
+    guard: Guard, axis: Axis, profile: Profile, *, seed: int = 0, laws: Sequence[Law] = LAWS
 ) -> list[Judgement]:
     """Return the judgements of all *laws* on one axis. Empty if the system does not support it."""
+    system = guard.system
     if axis not in supported_axes(system, [axis]):
         return []
-    laws = [law for law in laws if not unanswered(system, law) and (law.over or law.between)]
-    guard = Guard(system, profile.seconds)
-    examples = profile.everything if axis.name == "everything" else profile.examples
+    laws = [law for law in laws if not unanswered(system, law) and axes_of(law, [axis])]
+    if not laws:
+        return []
+    drawn = {"kinds": profile.each, "everything": profile.everything, RELEASE: 10 * profile.each}
+    examples = drawn.get(axis.name, profile.examples)
     judgements: list[Judgement] = []
     for narrow in axis.narrowed(system.supports, kinds_of(system.supports)):
         draws = _pairs(system, laws, narrow)
         tally = _Tally()
         for pair in _drawn(draws, examples, seed):
-            tally.add(axis, pair, look(guard, laws, *pair))
+            tally.add(axis, pair, look(guard, laws, *pair), stuck=bool(guard.stuck))
         for law in laws:
-            found = None
-            if tally.is_wrong(law):
-                found = smallest(guard, law, draws, examples, seed, profile.shrinking)
-            judgements += tally.judgements(law, axis, found)
+            found = tally.wrong.get(law.number)
+            # A case without an answer does not shrink, since each try would take as long.
+            if found is not None and law.number not in tally.stuck:
+                found = smallest(guard, law, draws, examples, seed, profile.shrinking) or found
+            example = None if found is None else _counterexample(system, law, *found)
+            judgements += tally.judgements(law, axis, example)
     return judgements
+
+
+def _counterexample(system: System, law: Law, pair: Any, fault: str) -> Counterexample:  # noqa: ANN401
+    case, other = pair if law.between else (pair[0], None)
+    code = reproduction(system, law, case, other)
+    return Counterexample(fault=fault, case=case, other=other, code=code)
 
 
 def _pairs(system: System, laws: Sequence[Law], narrow: Supports) -> SearchStrategy[Any]:
     """Return a strategy of pairs of cases. The second one is None if no law compares two."""
+    if not any(law.over or law.between for law in laws):
+        return strategies.scripts(narrow).map(lambda script: (script, None))
     if any(law.between for law in laws) and system.answers(("descriptors", "prepared")):
         return strategies.twins(supports=narrow)
     return strategies.cases(supports=narrow).map(lambda case: (case, None))
@@ -183,12 +206,11 @@ def _settings(examples: int, phases: Sequence[Phase]) -> settings:
 
 def axes_of(law: Law, axes: Iterable[Axis]) -> list[Axis]:
     """Return the axes on which *law* is judged."""
-    return [axis for axis in axes if law.over or law.between]
+    of_cases = bool(law.over or law.between)
+    return [axis for axis in axes if of_cases == (axis.name != RELEASE)]
 
 
-def law_test(
-    system: System, law: Law, axis: Axis, profile: Profile
-) -> Callable[[], None]:
+def law_test(system: System, law: Law, axis: Axis, profile: Profile) -> Callable[[], None]:
     """Return a test of Hypothesis that raises if *law* is broken on *axis*. HypoFuzz needs it."""
     guard = Guard(system, profile.seconds)
     kinds = kinds_of(system.supports)
@@ -218,27 +240,47 @@ def _drawn(draws: SearchStrategy[Any], examples: int, number: int) -> list[Any]:
 
 
 def look(
-    guard: Guard, laws: Iterable[Law], case: Case, other: Case | None = None
+    guard: Guard, laws: Iterable[Law], case: Case | Script, other: Case | None = None
 ) -> dict[int, tuple[Verdict, str]]:
-    """Return the verdict and the words for each law in one case, by the number of the law."""
+    """Return the verdict and the words for each law in one case, by the number of the law.
+
+    The case is a script if the law is law 12.
+    """
     system = guard.guarded()
-    trials = [Trial(system, each) for each in (case, other) if each is not None]
+    guard.stuck.clear()
+    judges: dict[int, Callable[[], object]] = {}
+    if isinstance(case, Script):
+        # The time limit is for the whole script.
+        judged = partial(guard.ask, "release", play, guard.system.release, case)
+        judges = {law.number: judged for law in laws}
+    else:
+        trials = [Trial(system, each) for each in (case, other) if each is not None]
+        judges = {law.number: partial(_first, law, trials) for law in laws}
     verdicts: dict[int, tuple[Verdict, str]] = {}
-    for law in laws:
+    for number, first_fault in judges.items():
         guard.raised = None
         try:
-            fault = next(law.look(*trials), None)
+            fault = first_fault()
+        except NotAskedError as error:
+            verdicts[number] = Verdict.NOT_JUDGED, f"{error} did not answer before"
         except RefusedError as error:
-            verdicts[law.number] = Verdict.REFUSED, str(error)
+            verdicts[number] = Verdict.REFUSED, str(error)
+        except FaultyAnswerError as error:
+            verdicts[number] = Verdict.WRONG, str(error)
         except (KVSpecError, ValueError) as error:
             # An error that the system did not raise is a fault of the kit.
             if error is not guard.raised:
                 raise
             words = f"raised {type(error).__name__}, which is not a refusal: {error}"
-            verdicts[law.number] = Verdict.WRONG, words
+            verdicts[number] = Verdict.WRONG, words
         else:
-            verdicts[law.number] = (Verdict.EXACT, "") if fault is None else (Verdict.WRONG, fault)
+            right = fault is None
+            verdicts[number] = (Verdict.EXACT if right else Verdict.WRONG), str(fault or "")
     return verdicts
+
+
+def _first(law: Law, trials: Sequence[Trial]) -> str | None:
+    return next(law.look(*trials), None)
 
 
 def smallest(
@@ -248,8 +290,8 @@ def smallest(
     examples: int,
     number: int,
     seconds: float,
-) -> Counterexample | None:
-    """Return the smallest case in which *law* is broken, as far as *seconds* suffice."""
+) -> tuple[Any, str] | None:
+    """Return the smallest cases that break *law*, as far as *seconds* suffice, and the fault."""
     found: list[tuple[Any, str]] = []
     until = float("inf")
 
@@ -270,12 +312,7 @@ def smallest(
     # Hypothesis reports a fault that it does not see again as flaky. It was seen once.
     with suppress(AssertionError, HypothesisException):
         check()
-    if not found:
-        return None
-    (case, other), fault = found[-1]
-    other = other if law.between else None
-    code = reproduction(guard.system, law, case, other)
-    return Counterexample(fault=fault, case=case, other=other, code=code)
+    return found[-1] if found else None
 
 
 @attrs.define
@@ -284,24 +321,27 @@ class _Tally:
 
     counts: dict[tuple[int, str], Counter[Verdict]] = attrs.field(factory=dict)
     words: dict[tuple[int, str], str] = attrs.field(factory=dict)
+    wrong: dict[int, tuple[Any, str]] = attrs.field(factory=dict)
+    stuck: set[int] = attrs.field(factory=set)
 
     def add(
-        self, axis: Axis, pair: tuple[Case, Any], verdicts: Mapping[int, tuple[Verdict, str]]
+        self,
+        axis: Axis,
+        pair: tuple[Any, Any],
+        verdicts: Mapping[int, tuple[Verdict, str]],
+        *,
+        stuck: bool,
     ) -> None:
-        """Count the verdicts of one case for each value that the case has on *axis*."""
+        """Count the verdicts of one draw for each value that its case has on *axis*."""
+        for number, (verdict, words) in verdicts.items():
+            if verdict is Verdict.WRONG and number not in self.wrong:
+                self.wrong[number] = pair, words
+                self.stuck |= {number} if stuck else set()
         for value in dict.fromkeys(axis.values(pair[0])):
             for number, (verdict, words) in verdicts.items():
                 self.counts.setdefault((number, value), Counter())[verdict] += 1
                 if verdict is Verdict.REFUSED:
                     self.words.setdefault((number, value), words)
-
-    def is_wrong(self, law: Law) -> bool:
-        """Return whether any case was wrong."""
-        return any(
-            count[Verdict.WRONG]
-            for (number, _), count in self.counts.items()
-            if number == law.number
-        )
 
     def judgements(self, law: Law, axis: Axis, found: Counterexample | None) -> Iterator[Judgement]:
         """Yield the judgement of *law* for each value."""

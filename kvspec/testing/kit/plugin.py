@@ -21,21 +21,25 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
-from _pytest._io import TerminalWriter
 
 from kvspec.draw import plan_svg
 from kvspec.errors import KVSpecError
 from kvspec.testing.kit import judging
 from kvspec.testing.kit.axes import Axis
+from kvspec.testing.kit.guard import Guard
 from kvspec.testing.kit.report import Counterexample, Judgement, Report, Verdict
 from kvspec.testing.kit.words import described
 from kvspec.testing.laws import LAWS, Law, System, unanswered
+from kvspec.testing.laws.release import Script
 from kvspec.testing.world import plan_of
+
+if TYPE_CHECKING:
+    from _pytest._io import TerminalWriter
 
 
 def load(where: str) -> System:
@@ -156,15 +160,16 @@ class Judging:
             self.axes = judging.supported_axes(self.system)
         except KVSpecError as error:
             raise pytest.UsageError(f"--kvspec: {error}") from error
+        self.guard = Guard(self.system, self.profile.seconds)
         self.laws: dict[str, list[Law]] = {}
         self.done: dict[str, list[Judgement]] = {}
         self.silent: list[Judgement] = []
 
     def judgements(self, law: Law, axis: Axis) -> list[Judgement]:
-        """Return the judgements of *law* on *axis*. Judge all laws of the axis on the first call."""
+        """Return the judgements of *law* on *axis*. The first call of an axis judges all laws."""
         if axis.name not in self.done:
             self.done[axis.name] = judging.judge_axis(
-                self.system, axis, self.profile, seed=self.seed, laws=self.laws[axis.name]
+                self.guard, axis, self.profile, seed=self.seed, laws=self.laws[axis.name]
             )
         return [judgement for judgement in self.done[axis.name] if judgement.law is law]
 
@@ -246,7 +251,7 @@ class Judging:
     def _picture(self, found: Counterexample, name: str) -> Path | None:
         """Draw the right plan into a file of pytest's cache."""
         cache = getattr(self.config, "cache", None)
-        if found.case is None or cache is None:
+        if isinstance(found.case, Script) or cache is None:
             return None
         try:
             picture = plan_svg(plan_of(found.case))

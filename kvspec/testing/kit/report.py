@@ -19,6 +19,7 @@ from kvspec.version import __version__
 if TYPE_CHECKING:
     from kvspec.testing.case import Case
     from kvspec.testing.laws import Law
+    from kvspec.testing.laws.release import Script
 
 
 class Verdict(enum.StrEnum):
@@ -36,13 +37,13 @@ class Counterexample:
 
     Attributes:
         fault: The first difference, as a sentence.
-        case: The case. None for the law of releases.
+        case: The case, or the script if the law is about releases.
         other: The second case, if the law compares two.
         code: Python code that judges the system in this case.
     """
 
     fault: str
-    case: Case | None = None
+    case: Case | Script
     other: Case | None = None
     code: str = ""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvspec.analysis.explanation import explain, sizes
 from kvspec.errors import KVSpecError
 from kvspec.testing.kit.code import WIDTH, expression
+from kvspec.testing.laws.release import Script
 from kvspec.testing.world import plan_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def described(found: Counterexample) -> Iterator[str]:
         found: The counter-example.
     """
     case = found.case
-    if case is None:
+    if isinstance(case, Script):
+        yield from (f"{name:<8}{number:g}" for name, number in case.steps)
         return
     sides = [list(_side(engine)) for engine in (case.producer, case.consumer)]
     rows = [("", "producer", "", "consumer")]
@@ -49,9 +51,7 @@ def _side(engine: EngineSpec) -> Iterator[tuple[str, str]]:
     for group in engine.groups:
         name = f"{group.name} ({len(group.layers)} layers)" if group.layers[1:] else group.name
         yield "group", name
-        parts = [
-            f"{part.name}: {part.units} x {part.content_bytes} B" for part in group.own_parts
-        ]
+        parts = [f"{part.name}: {part.units} x {part.content_bytes} B" for part in group.own_parts]
         yield "  units", ", ".join(dict.fromkeys(parts))
         kernel = group.kernel_blocks_per_block
         blocks = f"{group.spec.block_size} tokens" + (f", {kernel} in memory" if kernel > 1 else "")

@@ -78,7 +78,7 @@ class Law:
         between: Functions that compare two cases of one request with different engines.
 
     Laws 2 and 12 have no functions. Law 2 is about the other laws. Law 12 is about messages and
-    time, which a case does not have: `release.broken` judges it.
+    time, which a case does not have: `release.play` judges it.
 
     >>> print(LAWS[4])
     law 5, identity

@@ -1,0 +1,254 @@
+"""The law of releases, law 12: each request is freed once, and not while a rank reads it.
+
+How it works:
+    A `Script` is a list of steps: a request is held, a reader has read it, a notification arrives,
+    twice or never, time passes. `play` performs the steps on a state machine of the system, and
+    keeps the truth apart from it: who has read what, and when each lease ends. Example with two
+    readers, where the notification of the first one arrives twice:
+
+        step              the system returns        the truth
+        hold r0 (2)                                 c0 and c1 must read r0
+        read 0            notify                    c0 has read
+        repeat 0                                    the notification stays in the network
+        deliver 0         freed r0                  c1 has not read: the law is broken
+
+    A system may free a request that was not read only after its lease. An abort is no exception: a
+    reader may be reading at that time.
+
+    >>> class Counting:
+    ...     '''Counts notifications instead of readers.'''
+    ...     lease = 10.0
+    ...     def __init__(self): self.missing = {}
+    ...     def hold(self, request, readers, now): self.missing[request] = len(readers); return []
+    ...     def read_by(self, request, reader, now): return [("notify", request)]
+    ...     def notification(self, notice, now):
+    ...         self.missing[notice] -= 1
+    ...         return [("freed", notice)] if self.missing[notice] == 0 else []
+    ...     def time(self, now): return []
+    ...     def abort(self, request, now): return []
+    >>> print(play(Counting, Script([("hold", 2), ("read", 0), ("repeat", 0), ("deliver", 0)])))
+    r0 was freed at 0 s, before c1 has read it, and before its lease ends at 10 s
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+# Rounds after a script, each of a quarter of the lease, or of a second if there is no lease.
+_ROUNDS = 24
+# Within so many rounds, a request that all readers have read must be freed without its lease.
+_PROMPT = 2
+
+
+class Releasing(Protocol):
+    """The release protocol of one producer rank and its readers, as a state machine without I/O.
+
+    Each method returns events: ``("notify", notice)`` sends a notice, which any value may be, over
+    a network that may delay it. ``("freed", request)`` frees the blocks of a request.
+
+    Attributes:
+        lease: Seconds after which a request may be freed although it was not read. `math.inf` if
+            it never may.
+    """
+
+    lease: float
+
+    def hold(self, request: str, readers: Sequence[str], now: float) -> Iterable[tuple[str, Any]]:
+        """Hold the blocks of *request* until all *readers* have read them."""
+
+    def read_by(self, request: str, reader: str, now: float) -> Iterable[tuple[str, Any]]:
+        """Note on the side of *reader* that it has read the whole *request*."""
+
+    def notification(self, notice: Any, now: float) -> Iterable[tuple[str, Any]]:  # noqa: ANN401
+        """Receive a notice that an earlier event has sent."""
+
+    def time(self, now: float) -> Iterable[tuple[str, Any]]:
+        """Let time pass, to *now*."""
+
+    def abort(self, request: str, now: float) -> Iterable[tuple[str, Any]]:
+        """Give up *request* on the producer."""
+
+
+Step = tuple[str, float]
+
+
+@attrs.frozen
+class Script:
+    """Steps, each a name and a number.
+
+    Attributes:
+        steps: "hold" with a number of readers, "again" likewise but with the last id that was
+            freed, "read", "deliver", "repeat", "lose" and "abort" with a place among what is
+            possible, and "time" with seconds.
+
+    >>> Script([("hold", 2), ("read", 0)]).steps
+    (('hold', 2), ('read', 0))
+    """
+
+    steps: tuple[Step, ...] = attrs.field(converter=tuple)
+
+
+def play(release: Callable[[], Releasing], script: Script) -> str | None:
+    """Return the first fault of a system in *script*, or None.
+
+    Args:
+        release: The function `System.release`.
+        script: The steps.
+    """
+    try:
+        _Play(release()).run(script)
+    except _FaultError as fault:
+        return str(fault)
+    return None
+
+
+class _FaultError(Exception):
+    """The law is broken."""
+
+
+@attrs.define(eq=False)
+class _Hold:
+    """The truth about one request."""
+
+    request: str
+    readers: list[str]
+    until: float
+    read: set[str] = attrs.field(factory=set)
+    freed: bool = False
+    lost: bool = False
+
+    @property
+    def missing(self) -> list[str]:
+        """The readers that have not read."""
+        return [reader for reader in self.readers if reader not in self.read]
+
+
+@attrs.define(eq=False)
+class _Play:
+    """One run of a script."""
+
+    machine: Releasing
+    now: float = 0.0
+    holds: list[_Hold] = attrs.field(factory=list)
+    # Notices that were not delivered yet, each with the hold whose reader has sent it.
+    network: list[tuple[Any, _Hold | None]] = attrs.field(factory=list)
+
+    def run(self, script: Script) -> None:
+        """Perform all steps, and let all that is left end."""
+        for name, number in script.steps:
+            getattr(self, f"_{name}")(number)
+        self._end()
+
+    def _hold(self, readers: float, request: str = "") -> None:
+        names = [f"c{reader}" for reader in range(int(readers))]
+        request = request or f"r{len({hold.request for hold in self.holds})}"
+        hold = _Hold(request, names, self.now + self.machine.lease)
+        self.holds.append(hold)
+        self._events(self.machine.hold(request, tuple(names), self.now), hold)
+
+    def _again(self, readers: float) -> None:
+        """Hold a request whose id was used before, and is free."""
+        held = {hold.request for hold in self.holds if not hold.freed}
+        free = [hold.request for hold in self.holds if hold.request not in held]
+        if free:
+            self._hold(readers, free[-1])
+
+    def _read(self, at: float) -> None:
+        # A reader does not know that a lease is over, so it may also read what was freed. Of two
+        # holds of one id, the last one is read.
+        last = {hold.request: hold for hold in self.holds}
+        waiting = [(hold, reader) for hold in last.values() for reader in hold.missing]
+        if waiting:
+            hold, reader = waiting[int(at) % len(waiting)]
+            hold.read.add(reader)
+            self._events(self.machine.read_by(hold.request, reader, self.now), hold)
+
+    def _deliver(self, at: float) -> None:
+        if self.network:
+            notice, hold = self.network.pop(int(at) % len(self.network))
+            self._events(self.machine.notification(notice, self.now), hold)
+
+    def _repeat(self, at: float) -> None:
+        if self.network:
+            self.network.append(self.network[int(at) % len(self.network)])
+
+    def _lose(self, at: float) -> None:
+        if self.network:
+            _, hold = self.network.pop(int(at) % len(self.network))
+            # Whose notice it was may be unknown. Then any request may have to wait for its lease.
+            for each in self.holds if hold is None else [hold]:
+                each.lost = True
+
+    def _time(self, seconds: float) -> None:
+        self.now += seconds
+        self._events(self.machine.time(self.now), None)
+
+    def _abort(self, at: float) -> None:
+        held = [hold for hold in self.holds if not hold.freed]
+        if held:
+            hold = held[int(at) % len(held)]
+            self._events(self.machine.abort(hold.request, self.now), hold)
+
+    def _events(self, events: Iterable[tuple[str, Any]] | None, hold: _Hold | None) -> None:
+        for kind, value in events or ():
+            if kind == "notify":
+                self.network.append((value, hold))
+            elif kind == "freed":
+                self._freed(value)
+            else:
+                raise _FaultError(f"expected the event 'notify' or 'freed', got {kind!r}")
+
+    def _freed(self, request: object) -> None:
+        held = [hold for hold in self.holds if hold.request == request and not hold.freed]
+        if not held:
+            times = "twice" if any(h.request == request for h in self.holds) else "but never held"
+            raise _FaultError(f"{request} was freed {times}, at {self.now:g} s")
+        (hold,) = held
+        if hold.missing and self.now < hold.until:
+            lease = f"before its lease ends at {hold.until:g} s"
+            if math.isinf(hold.until):
+                lease = "it has no lease"
+            raise _FaultError(
+                f"{request} was freed at {self.now:g} s, before {', '.join(hold.missing)} has read"
+                f" it, and {lease}"
+            )
+        hold.freed = True
+
+    def _end(self) -> None:
+        """Let all readers read, deliver all notices, and let all leases end."""
+        while any(hold.missing for hold in {h.request: h for h in self.holds}.values()):
+            self._read(0)
+        quarter = 1.0 if math.isinf(self.machine.lease) else self.machine.lease / 4
+        for number in range(_ROUNDS):
+            # A system that answers each notice with a notice would never end.
+            for _ in range(10 * len(self.network)):
+                self._deliver(0)
+            if number == _PROMPT:
+                self._all_freed(hold for hold in self.holds if not hold.lost and not hold.missing)
+            self._time(quarter / 4 if number < _PROMPT else quarter)
+        self._all_freed(self.holds if math.isfinite(self.machine.lease) else ())
+
+    def _all_freed(self, holds: Iterable[_Hold]) -> None:
+        for hold in holds:
+            if not hold.freed:
+                late = ", and its lease is over" if hold.until <= self.now else ""
+                why = "all readers have read it" if not hold.missing else "nobody reads it"
+                raise _FaultError(f"{hold.request} is not freed at {self.now:g} s: {why}{late}")
+
+
+def values(script: Script) -> Iterator[str]:
+    """Yield what makes a script hard, for the report."""
+    names = {name for name, _ in script.steps}
+    words = {
+        "repeat": "repeated notifications",
+        "lose": "lost notifications",
+        "abort": "aborts",
+        "again": "ids used again",
+        "time": "late notifications",
+    }
+    hard = [word for name, word in words.items() if name in names]
+    yield from hard or ["in order"]
