@@ -12,12 +12,13 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvspec.check.counting import cached_tokens_of, length_in
+from kvspec.testing.kinds import WINDOWED
 from kvspec.testing.laws.release import values
 from kvspec.testing.supports import Supports
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 SIMPLEST_LAYOUT = "LBHNC"
 # The axis of law 12. It has scripts instead of cases.
 RELEASE = "release"
+NARROWEST = attrs.asdict(Supports.only(), recurse=False)
 
 
 @attrs.frozen
@@ -37,31 +39,45 @@ class Axis:
 
     Attributes:
         name: The name, as in a report and in a file of expected failures.
-        fields: The fields of `Supports` that the axis leaves as the system states them.
+        fields: The fields of `Supports` that make the axis. The others are as the system states
+            them on this axis only if they are in *along*.
         values: Returns the values that a case has on the axis, or a script on the axis "release".
+        along: More fields that may vary together with those of the axis.
     """
 
     name: str
     fields: tuple[str, ...]
     values: Callable[[Any], Iterable[str]]
+    along: tuple[str, ...] = ()
 
-    def narrowed(self, supports: Supports, kinds: Iterable[str]) -> list[Supports]:
+    def narrowed(self, supports: Supports, kinds: Sequence[str]) -> list[Supports]:
         """Return what to draw from, one after the other. Each kind is drawn by itself.
 
         Args:
             supports: What the system supports.
             kinds: The kinds that it supports, of which the first one is the simplest.
+
+        Returns:
+            Nothing if the system supports only the simplest value of the axis.
         """
         if self.name == "everything":
             return [supports]
-        kinds = tuple(kinds)
-        kept = {name: getattr(supports, name) for name in self.fields}
-        layouts = supports.layouts or (SIMPLEST_LAYOUT,)
-        policies = (supports.policies or ("spread",))[:1]
-        base = {"kinds": kinds[:1], "layouts": layouts[:1], "policies": policies, **kept}
-        if self.name == "kinds":
-            return [Supports.only(**{**base, "kinds": (kind,)}) for kind in kinds]
-        return [Supports.only(**base)]
+        if self.name == "windows":
+            kinds = [kind for kind in kinds if kind in WINDOWED]
+        if not kinds:
+            return []
+        base = {
+            "kinds": kinds[:1],
+            "layouts": (supports.layouts or (SIMPLEST_LAYOUT,))[:1],
+            "policies": (supports.policies or ("spread",))[:1],
+        }
+        kept = {name: getattr(supports, name) for name in (*self.fields, *self.along)}
+        if self.name in ("kinds", "windows"):
+            return [Supports.only(**{**base, **kept, "kinds": (kind,)}) for kind in kinds]
+        without = {name: base.get(name, NARROWEST[name]) for name in self.fields}
+        narrow = Supports.only(**base | kept)
+        differs = narrow != attrs.evolve(narrow, **without)
+        return [narrow] if differs or self.name == RELEASE else []
 
 
 def _ratio(first: int, second: int) -> str:
@@ -181,17 +197,19 @@ def _everything(_: Case) -> Iterator[str]:
     yield "all of it"
 
 
+_TP = ("max_tp", "equal_tp", "tp_multiples", "even_heads")
+
 AXES = (
-    Axis("kinds", ("max_tp", "equal_tp", "tp_multiples", "even_heads"), _kinds),
-    Axis("tp", ("max_tp", "equal_tp", "tp_multiples", "even_heads", "shardings", "policies"), _tp),
+    Axis("kinds", ("kinds",), _kinds, _TP),
+    Axis("tp", (*_TP, "shardings", "policies"), _tp),
     Axis("pp", ("max_pp", "equal_pp"), _pp),
-    Axis("cp", ("max_tp", "dcp", "pcp"), _cp),
+    Axis("cp", ("dcp", "pcp"), _cp, _TP),
     Axis("blocks", ("equal_blocks", "kernel_blocks", "compressed", "late_tables"), _blocks),
     Axis("layouts", ("layouts", "equal_layouts", "padding", "transposed"), _layouts),
-    Axis("prefixes", ("prefixes", "equal_blocks"), _prefixes),
-    Axis("windows", ("kinds", "windows", "null_blocks", "retention", "prefixes"), _windows),
+    Axis("prefixes", ("prefixes",), _prefixes, ("equal_blocks",)),
+    Axis("windows", ("windows",), _windows, ("null_blocks", "retention", "prefixes")),
     Axis("content", ("key_content",), _states),
-    Axis("groups", ("hybrid", "kinds", "drafts", "regrouped"), _kinds),
+    Axis("groups", ("hybrid", "drafts", "regrouped"), _kinds, ("kinds",)),
     Axis("everything", (), _everything),
     Axis(RELEASE, ("lost", "repeated", "reused_ids"), values),
 )

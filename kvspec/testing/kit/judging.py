@@ -109,7 +109,8 @@ def judge(
     >>> idle = System(
     ...     name="idle", descriptors=lambda *_: [], supports=Supports.only(kinds=["full"])
     ... )
-    >>> report = judge(idle, axes=AXES[-1:], laws=LAWS[:1], profile=Profile("tiny", 1, 1, 3, 5.0, 5.0))
+    >>> tiny = Profile("tiny", 1, 1, 3, 5.0, 5.0)
+    >>> report = judge(idle, axes=AXES[-1:], laws=LAWS[:1], profile=tiny)
     >>> report.wrong[0].counterexample.case.request.num_tokens
     1
     """
@@ -139,12 +140,11 @@ def not_judged(system: System, laws: Iterable[Law]) -> Iterator[Judgement]:
 def supported_axes(system: System, axes: Iterable[Axis] = AXES) -> list[Axis]:
     """Return the axes on which the system supports more than the simplest transfer."""
     kinds = kinds_of(system.supports)
-    (simplest,) = Axis("simplest", (), lambda _: ()).narrowed(system.supports, kinds)
     return [
         axis
         for axis in axes
-        if (axis.name == RELEASE and system.release is not None)
-        or (axis.name != RELEASE and axis.narrowed(system.supports, kinds) != [simplest])
+        if axis.narrowed(system.supports, kinds)
+        and (axis.name != RELEASE or system.release is not None)
     ]
 
 
