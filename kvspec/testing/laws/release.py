@@ -112,14 +112,18 @@ class _FaultError(Exception):
 
 @attrs.define(eq=False)
 class _Hold:
-    """The truth about one request."""
+    """The truth about one request.
+
+    *leased* is true if only its lease may free it: a notice was lost, or its readers were told that
+    it was aborted.
+    """
 
     request: str
     readers: list[str]
     until: float
     read: set[str] = attrs.field(factory=set)
     freed: bool = False
-    lost: bool = False
+    leased: bool = False
 
     @property
     def missing(self) -> list[str]:
@@ -181,7 +185,7 @@ class _Play:
             _, hold = self.network.pop(int(at) % len(self.network))
             # Whose notice it was may be unknown. Then any request may have to wait for its lease.
             for each in self.holds if hold is None else [hold]:
-                each.lost = True
+                each.leased = True
 
     def _time(self, seconds: float) -> None:
         self.now += seconds
@@ -191,6 +195,7 @@ class _Play:
         held = [hold for hold in self.holds if not hold.freed]
         if held:
             hold = held[int(at) % len(held)]
+            hold.leased = True
             self._events(self.machine.abort(hold.request, self.now), hold)
 
     def _events(self, events: Iterable[tuple[str, Any]] | None, hold: _Hold | None) -> None:
@@ -228,7 +233,7 @@ class _Play:
             for _ in range(10 * len(self.network)):
                 self._deliver(0)
             if number == _PROMPT:
-                self._all_freed(hold for hold in self.holds if not hold.lost and not hold.missing)
+                self._all_freed(hold for hold in self.holds if not hold.leased and not hold.missing)
             self._time(quarter / 4 if number < _PROMPT else quarter)
         self._all_freed(self.holds if math.isfinite(self.machine.lease) else ())
 

@@ -1,0 +1,201 @@
+"""A system may do anything: each misbehaviour is reported by law and case, and the run goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+import kvspec
+from kvspec.testing import laws
+from kvspec.testing.kit import Judgement, Supports, System, Verdict
+from kvspec.testing.kit.axes import AXES
+from kvspec.testing.kit.guard import Guard, within
+from kvspec.testing.kit.judging import Profile, judge, judge_axis
+from kvspec.testing.laws import KVSPEC
+from kvspec.testing.world import PreparedLists
+
+TINY = Profile("tiny", examples=3, each=2, everything=3, seconds=1.0, shrinking=5.0)
+NARROW = Supports.only(kinds=["full"], max_tp=2, equal_tp=False)
+TP = next(axis for axis in AXES if axis.name == "tp")
+
+
+def judged(system: System, *numbers: int) -> list[Judgement]:
+    """Return the judgements of the laws *numbers* on the axis of TP sizes."""
+    chosen = [law for law in laws.LAWS if law.number in numbers]
+    return judge_axis(Guard(system, TINY.seconds), TP, TINY, laws=chosen)
+
+
+def fault(system: System, number: int) -> str:
+    """Return the fault of the smallest case in which a system breaks a law."""
+    wrong = [j for j in judged(system, number) if j.verdict is Verdict.WRONG]
+    assert wrong
+    found = wrong[0].counterexample
+    assert found is not None
+    return found.fault
+
+
+def describing(**answers: Callable[..., Any]) -> System:
+    """Return a system with these answers."""
+    return System(name="bad", supports=NARROW, **answers)
+
+
+def crash(*_: object) -> Any:
+    """Fail as a wrong index does."""
+    raise IndexError("list index out of range")
+
+
+def test_judge_reports_a_crash_with_its_exception() -> None:
+    system = describing(descriptors=crash)
+    words = fault(system, 1)
+    assert words.startswith("descriptors: raised IndexError")
+
+
+def test_judge_reports_value_error_that_is_no_refusal() -> None:
+    def wrong(*_: object) -> Any:
+        raise ValueError("a shape that does not fit")
+
+    assert "ValueError" in fault(describing(descriptors=wrong), 1)
+
+
+@pytest.mark.parametrize("error", [kvspec.MismatchError([]), KeyError("own")])
+def test_judge_counts_refusals_and_keeps_their_words(error: Exception) -> None:
+    def refuse(*_: object) -> Any:
+        raise error
+
+    system = attrs.evolve(describing(moves=refuse), refuses=(KeyError,))
+    (first, *_) = judged(system, 1)
+    assert (Verdict.REFUSED, 0) == (first.verdict, first.wrong)
+    assert first.words
+
+
+def test_judge_reports_ids_of_no_row() -> None:
+    def prepared(*arguments: Any) -> PreparedLists | None:
+        right: Any = KVSPEC.prepared
+        lists = right(*arguments)
+        if lists is None or not len(lists.producer_ids):
+            return lists
+        return attrs.evolve(lists, producer_ids=lists.producer_ids + np.int32(1000))
+
+    assert "ids" in fault(describing(prepared=prepared), 1)
+
+
+def test_judge_reports_a_hang_and_goes_on() -> None:
+    def hang(*_: object) -> Any:
+        while True:
+            time.sleep(0.01)
+
+    system = describing(moves=KVSPEC.moves, descriptors=hang)
+    judgements = judged(system, 1, 3, 10)
+    verdicts = {j.law.number: j.verdict for j in judgements if j.value == "equal"}
+    assert Verdict.WRONG in {j.verdict for j in judgements if j.law.number == 1}
+    assert Verdict.EXACT is verdicts[3]
+    assert Verdict.WRONG is not verdicts[10]  # asked no more, so not judged
+
+
+def test_judge_reports_a_system_that_changes_its_mind() -> None:
+    numbers = count()
+
+    def moves(case: Any, role: Any) -> list[Any]:
+        right: Any = KVSPEC.moves
+        moved = list(right(case, role))
+        return moved[next(numbers) % 2 :]
+
+    assert "differ" in fault(describing(moves=moves), 5)
+
+
+def test_judge_catches_a_copy_outside_of_the_memory_before_it_is_done() -> None:
+    def copies(here: Any, producer: Any, consumer: Any) -> Iterator[Any]:
+        right: Any = KVSPEC.descriptors
+        yield from ((a, 16, n) for a, _, n in right(here, producer, consumer))
+
+    # Address 16 is not mapped, so executing the copy would end this process.
+    assert "0x10" in fault(describing(descriptors=copies), 1)
+
+
+def copying(change: Callable[[int, int, int], tuple[int, int, int]]) -> Callable[[Any], None]:
+    """Return a connector that copies as kvspec describes it, but for *change*."""
+
+    def connector(here: Any) -> None:
+        right: Any = KVSPEC.descriptors
+        for producer in here.producers:
+            for consumer in here.consumers:
+                for copy in right(here, producer, consumer):
+                    source, target, size = change(*copy)
+                    ctypes.memmove(target, source, size)
+
+    return connector
+
+
+def test_whole_connector_that_copies_exactly_keeps_its_laws() -> None:
+    system = describing(connector=copying(lambda a, b, n: (a, b, n)))
+    judgements = judged(system, 1, 10, 11)
+    assert {1, 10, 11} == {j.law.number for j in judgements}
+    assert {Verdict.EXACT} == {j.verdict for j in judgements}
+
+
+def test_guard_bytes_find_a_write_after_the_memory() -> None:
+    def past(source: int, target: int, size: int) -> tuple[int, int, int]:
+        return source, target + 2000, size
+
+    words = fault(describing(connector=copying(past)), 10)
+    assert "after it" in words
+
+
+def test_law_1_finds_a_connector_that_changes_the_producer() -> None:
+    words = fault(describing(connector=copying(lambda a, b, n: (b, a, n))), 1)
+    assert "producer" in words or "consumer" in words
+
+
+def test_law_11_finds_a_connector_that_moves_bytes_before_it_refuses() -> None:
+    copy = copying(lambda a, b, n: (a, b, n))
+
+    def connector(here: Any) -> None:
+        try:
+            copy(here)
+        except kvspec.KVSpecError:
+            next(iter(here.consumers.values()))[1]["full"][:] ^= 255
+            raise
+
+    assert "bytes have moved" in fault(describing(connector=connector), 11)
+
+
+def test_judge_goes_on_after_each_fault_and_reports_all_laws() -> None:
+    system = describing(moves=lambda *_: [], descriptors=crash)
+    report = judge(system, profile=TINY, axes=[TP])
+    judged_laws = {j.law.number for j in report.wrong}
+    assert {1, 8, 10, 11} <= judged_laws
+    silent = {j.law.number for j in report.judgements if j.verdict is Verdict.NOT_JUDGED}
+    assert {2, 7, 12, 13} == silent
+
+
+def test_within_restores_the_timer_of_a_test_runner() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 100)
+    try:
+        assert within(1.0, lambda: 5) == 5
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 90
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_within_limits_the_time_in_other_threads() -> None:
+    ended: list[str] = []
+
+    def run() -> None:
+        try:
+            within(0.1, lambda: time.sleep(5))
+        except BaseException as error:  # noqa: BLE001 - its class is private
+            ended.append(type(error).__name__)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(3)
+    assert ended == ["_OverdueError"]

@@ -1,0 +1,135 @@
+"""The plug-in of pytest: one test for each law and axis, a report, and known failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BAD = """
+import attrs
+from kvspec.testing.laws import KVSPEC
+from toy_system import SYSTEM as RIGHT
+
+
+def forgets(world, producer, consumer):
+    copies = list(KVSPEC.descriptors(world, producer, consumer))
+    unequal = world.case.producer.parallel.tp_size != world.case.consumer.parallel.tp_size
+    return copies[1:] if unequal else copies
+
+
+SYSTEM = attrs.evolve(RIGHT, name="forgetful", descriptors=forgets)
+"""
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in *folder* with the plug-in and *options*."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "examples", folder)))
+    environment = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    command = [sys.executable, "-m", "pytest", "-p", "pytest_kvspec", *options]
+    # An own configuration, which is as strict as that of this project.
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nfilterwarnings = error\naddopts = --strict-markers --strict-config\n",
+        encoding="utf-8",
+    )
+    return subprocess.run(  # noqa: S603 - pytest
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environment
+    )
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the folder and the output of a run of a system that forgets copies."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "bad_system.py").write_text(BAD, encoding="utf-8")
+    lines = "# what is known\nlayout_invariance/tp  # two engines\n10/tp\nsymmetry/tp # holds\n"
+    (folder / "known.txt").write_text(lines, encoding="utf-8")
+    done = run(
+        folder, "--kvspec", "bad_system:SYSTEM", "--kvspec-xfail", "known.txt",
+        "--kvspec-report", "report.json", "--kvspec-report", "report.html", "-ra",
+        "-k", "tp and (exact_cover or bounds or symmetry or layout_invariance) or release",
+    )  # fmt: skip
+    return folder, done.stdout + done.stderr
+
+
+def test_failure_shows_the_fault_a_table_a_picture_and_code(bad: tuple[Path, str]) -> None:
+    folder, printed = bad
+    failure = printed[printed.index("bad_system:SYSTEM::exact_cover[tp]") :]
+    assert "forgetful breaks law 1, exact cover" in failure
+    assert re.search(r"^ranks +TP \d+ +!= +TP \d+$", failure, re.MULTILINE)
+    assert re.search(r"^table full +\[", failure, re.MULTILINE)
+    assert (folder / ".pytest_cache/d/kvspec/exact_cover-tp.svg").read_text("utf-8")[:4] == "<svg"
+
+
+def test_printed_code_fails_with_the_same_fault(
+    bad: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, printed = bad
+    failure = printed[printed.index("bad_system:SYSTEM::exact_cover[tp]") :]
+    fault = failure.splitlines()[3]
+    code, found = re.subn(r".*?(^import kvspec\n.*?# law 1, exact cover\n).*", r"\1", failure,
+                          count=1, flags=re.DOTALL | re.MULTILINE)  # fmt: skip
+    assert found
+    for path in (folder, ROOT / "examples"):
+        monkeypatch.syspath_prepend(str(path))
+    with pytest.raises(AssertionError) as caught:
+        exec(code, {})  # noqa: S102 - the code that the plug-in printed
+    assert str(caught.value).endswith(fault)
+
+
+def test_known_failures_are_expected_and_stale_lines_are_errors(bad: tuple[Path, str]) -> None:
+    _, printed = bad
+    assert re.search(r"^XFAIL .*layout_invariance\[tp\].*two engines", printed, re.MULTILINE)
+    for line, name in (("known.txt:3", "bounds"), ("known.txt:4", "symmetry")):
+        assert re.search(rf"^FAILED .*{name}\[tp\] - .*{re.escape(line)}", printed, re.MULTILINE)
+    assert "3 failed, 1 skipped" in printed
+
+
+def test_laws_without_answer_are_skipped_with_the_reason(bad: tuple[Path, str]) -> None:
+    _, printed = bad
+    assert "not judged: the system does not answer release" in printed
+
+
+def test_report_has_each_law_axis_and_value(bad: tuple[Path, str]) -> None:
+    folder, _ = bad
+    report = json.loads((folder / "report.json").read_text("utf-8"))
+    cells = {(j["law"], j["axis"], j["value"]): j for j in report["judgements"]}
+    assert ("forgetful", "1.0", "ci") == tuple(
+        report[key] for key in ("system", "version", "profile")
+    )
+    assert "exact" == cells[1, "tp", "equal"]["verdict"]
+    assert "exact" == cells[3, "tp", "equal"]["verdict"]
+    (wrong, *_) = (j for j in report["judgements"] if j["verdict"] == "wrong" and j["law"] == 1)
+    assert wrong["code"].startswith("import kvspec")
+    assert "not judged" == cells[12, "", ""]["verdict"]
+    page = (folder / "report.html").read_text("utf-8")
+    assert 'class="wrong"' in page
+    assert "forgetful" in page
+
+
+def test_plugin_refuses_a_line_without_test_and_a_missing_system(tmp_path: Path) -> None:
+    (tmp_path / "known.txt").write_text("exact_cover/nowhere\n", encoding="utf-8")
+    done = run(tmp_path, "--kvspec", "toy_system:SYSTEM", "--kvspec-xfail", "known.txt")
+    assert "known.txt:1" in done.stdout + done.stderr
+    assert pytest.ExitCode.USAGE_ERROR == done.returncode
+    done = run(tmp_path, "--kvspec", "no.such.module:SYSTEM")
+    assert "no.such.module" in done.stderr
+    assert pytest.ExitCode.USAGE_ERROR == done.returncode
+
+
+def test_module_that_pytest_imports_always_is_light() -> None:
+    """Every project that has kvspec installed imports it, in each run of pytest."""
+    code = (
+        "import sys; before = set(sys.modules); import pytest_kvspec;"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(  # noqa: S603 - the line above
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert ["pytest_kvspec"] == [name for name in done.stdout.split() if name != "typing"]

@@ -1,0 +1,202 @@
+"""Strategies draw only what a system supports, and throw nothing away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture.data import ConjectureData
+
+import kvspec
+from kvspec.check.counting import cached_tokens_of
+from kvspec.testing import Case, strategies
+from kvspec.testing.kinds import KINDS, WINDOWED, kinds_of
+from kvspec.testing.kit import Supports
+from kvspec.testing.kit.axes import AXES
+
+SOURCES = sorted(Path(strategies.__file__).parent.glob("*.py"))
+QUICK = settings(
+    max_examples=40, deadline=None, database=None, phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+
+Check = Callable[[Case], bool]
+
+
+def sides(case: Case) -> list[kvspec.EngineSpec]:
+    """Return both engines."""
+    return [case.producer, case.consumer]
+
+
+def tp(case: Case) -> list[int]:
+    """Return the TP size of both engines."""
+    return [engine.parallel.tp_size for engine in sides(case)]
+
+
+def even(case: Case) -> bool:
+    """Return whether each rank holds an even share of the heads, or one of them."""
+    return all(
+        size % packs == 0 or packs % size == 0
+        for size, engine in zip(tp(case), sides(case), strict=True)
+        for group in engine.groups
+        for packs in (part.units // part.granularity for part in group.own_parts)
+    )
+
+
+def blocks(case: Case) -> dict[str, set[int]]:
+    """Return the block sizes of each layer."""
+    sizes: dict[str, set[int]] = {}
+    for engine in sides(case):
+        for group in engine.groups:
+            for layer in group.layers:
+                sizes.setdefault(layer, set()).add(group.spec.block_size)
+    return sizes
+
+
+def layouts(case: Case) -> dict[str, set[str]]:
+    """Return the layouts of each layer."""
+    names: dict[str, set[str]] = {}
+    for engine in sides(case):
+        for group in engine.groups:
+            for layer in group.layers:
+                names.setdefault(layer, set()).add(engine.layout_of(group))
+    return names
+
+
+def ends_on_blocks(case: Case) -> bool:
+    """Return whether the cached tokens are whole blocks of both sides."""
+    return all(
+        cached_tokens_of(case.request, group) % group.spec.block_size == 0
+        for group in case.consumer.groups
+    )
+
+
+NARROWED: list[tuple[dict[str, Any], Check]] = [
+    ({"kinds": ["MLA", "mamba2"], "drafts": False, "regrouped": False},
+     lambda c: {g.name for g in c.producer.groups} <= {"MLA", "mamba2"}),
+    ({"hybrid": False, "drafts": False, "regrouped": False}, lambda c: len(c.producer.groups) == 1),
+    ({"windows": False, "drafts": False, "regrouped": False},
+     lambda c: not {g.name for g in c.producer.groups} & WINDOWED),
+    ({"compressed": False, "drafts": False},
+     lambda c: all(p.tokens_per_state == 1 for e in sides(c) for g in e.groups for p in g.own_parts
+                   if p.per_token)),
+    ({"max_tp": 3}, lambda c: max(tp(c)) <= 3),
+    ({"equal_tp": True}, lambda c: len({*tp(c)}) == 1),
+    ({"tp_multiples": True}, lambda c: max(tp(c)) % min(tp(c)) == 0),
+    ({"even_heads": True, "drafts": False}, even),
+    ({"shardings": False}, lambda c: not any(e.parallel.shardings for e in sides(c))),
+    ({"max_pp": 1}, lambda c: all(e.parallel.pp_size == 1 for e in sides(c))),
+    ({"equal_pp": True}, lambda c: len({e.parallel.pp_size for e in sides(c)}) == 1),
+    ({"dcp": False, "pcp": False}, lambda c: all(e.parallel.context_size == 1 for e in sides(c))),
+    ({"equal_blocks": True}, lambda c: all(len(s) == 1 for s in blocks(c).values())),
+    ({"kernel_blocks": False},
+     lambda c: all(g.kernel_blocks_per_block == 1 for e in sides(c) for g in e.groups)),
+    ({"layouts": ["LBNHC", "LBHNC"]},
+     lambda c: all(s <= {"LBNHC", "LBHNC"} for s in layouts(c).values())),
+    ({"equal_layouts": True}, lambda c: all(len(s) == 1 for s in layouts(c).values())),
+    ({"prefixes": "none"},
+     lambda c: all(cached_tokens_of(c.request, g) == 0 for g in c.consumer.groups)),
+    ({"prefixes": "blocks"}, ends_on_blocks),
+    ({"null_blocks": False}, lambda c: all(e.null_block is None for e in sides(c))),
+    ({"late_tables": False},
+     lambda c: all(t.first_token == 0 for t in c.request.producer_blocks.values())),
+    ({"drafts": False}, lambda c: not any(g.excluded for e in sides(c) for g in e.groups)),
+    ({"policies": ["stripe"]}, lambda c: c.replica_policy.name == "stripe"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "kept"), NARROWED)
+def test_cases_are_those_that_are_supported(fields: dict[str, Any], kept: Check) -> None:
+    supports = Supports(**fields)
+
+    @settings(QUICK, max_examples=15)
+    @given(strategies.cases(largest=4, supports=supports))
+    def check(case: Case) -> None:
+        assert kept(case)
+
+    check()
+
+
+def test_no_draw_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rejected draw calls `mark_invalid`, as `assume` and `filter` do."""
+    rejected: list[object] = []
+    mark = ConjectureData.mark_invalid
+
+    def marked(data: ConjectureData, why: str | None = None) -> Any:
+        rejected.append(why)
+        return mark(data, why)
+
+    narrow = Supports.only(kinds=["full", "sliding window"], max_tp=4, equal_tp=False)
+    draws = [strategies.twins(supports=each) for each in (narrow, Supports())]
+    draws += [strategies.sharing_cases(), strategies.scripts()]
+
+    @QUICK
+    @given(st.one_of(draws))
+    def draw(_: object) -> None: ...
+
+    monkeypatch.setattr(ConjectureData, "mark_invalid", marked)
+    draw()
+    assert not rejected
+
+
+def test_no_strategy_filters() -> None:
+    words = (".filter(", "assume(")
+    found = [path.name for path in SOURCES if any(w in path.read_text("utf-8") for w in words)]
+    assert not found
+
+
+def test_each_axis_narrows_to_what_is_supported() -> None:
+    """A field that the system does not support is never drawn on any axis."""
+    stated = Supports(kinds=["full", "MLA"], max_tp=4, dcp=False, prefixes="blocks", padding=False)
+    for axis in AXES:
+        for narrow in axis.narrowed(stated, kinds_of(stated)):
+            assert set(narrow.kinds or KINDS) <= {"full", "MLA"}
+            assert (narrow.max_tp <= 4, narrow.dcp, narrow.padding) == (True, False, False)
+            assert narrow.prefixes in ("none", "blocks")
+
+
+def test_axis_is_left_out_if_only_the_simplest_is_supported() -> None:
+    simple = Supports.only(kinds=["full"])
+    left = [axis.name for axis in AXES if axis.narrowed(simple, ("full",))]
+    assert left == ["kinds", "everything", "release"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kinds", []), ("kinds", "full"), ("kinds", [1]), ("max_tp", 0), ("max_pp", True),
+        ("equal_tp", 1), ("prefixes", "some"), ("layouts", ""),
+    ],
+)  # fmt: skip
+def test_supports_refuses_wrong_value(field: str, value: object) -> None:
+    with pytest.raises(kvspec.SpecError) as caught:
+        Supports(**{field: value})  # type: ignore[arg-type]
+    assert field == caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"), [({"kinds": ["none"]}, "kinds"), ({"layouts": ["XYZ"]}, "layouts")]
+)
+def test_strategies_refuse_unknown_name(fields: dict[str, Any], field: str) -> None:
+    @given(strategies.cases(supports=Supports(**fields)))
+    @settings(QUICK, max_examples=1)
+    def draw(_: Case) -> None: ...
+
+    with pytest.raises(kvspec.SpecError) as caught:
+        draw()
+    assert field == caught.value.field
+
+
+def test_only_keeps_every_field_narrow_but_the_named() -> None:
+    narrow = Supports.only(max_tp=8)
+    assert attrs.evolve(narrow, max_tp=1) == Supports.only()
+    assert all(
+        getattr(narrow, field.name) == field.metadata["only"]
+        for field in attrs.fields(Supports)
+        if field.name != "max_tp"
+    )
