@@ -87,4 +87,4 @@ def times_held(stripes: Iterable[Stripe]) -> int:
     all_stripes = tuple(stripes)
     period = max((stripe.step for stripe in all_stripes), default=1)
     counts = [sum(stripe.holds(block) for stripe in all_stripes) for block in range(period)]
-    return min(min(counts), 1) * min(max(counts), 2)
+    return min(*counts, 1) * min(max(counts), 2)
