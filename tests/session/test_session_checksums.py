@@ -273,7 +273,7 @@ def test_error_of_a_timeout_contains_the_differences_that_are_known() -> None:
     """The producer becomes silent while the load searches for the differing bytes."""
     with FakeNixl(corrupt), connected(SIZES["blocks of two"], patience=0.1) as sides:
         consumer = sides[1]
-        _, loads = begin(sides, timeout=1.0)
+        _, loads = begin(sides, timeout=4.0)
         until(lambda: all(load.audit and load.audit.differs for load in loads), *sides)
         until(lambda: all(load.state == "failed" for load in loads), consumer)
         for load in loads:

@@ -92,7 +92,12 @@ def reader_that_gave_up_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def differences_are_ignored(patch: pytest.MonkeyPatch) -> None:
     """Take different checksums for equal ones."""
-    patch.setattr(Audit, "_narrow", lambda *_: None)
+
+    def equal(self: Any, rank: Any, extent: Any) -> None:
+        same = [n for n, each in self._open.items() if (each.rank, each.extent) == (rank, extent)]
+        del self._open[same[0]]
+
+    patch.setattr(Audit, "_narrow", equal)
 
 
 def only_the_first_source_is_compared(patch: pytest.MonkeyPatch) -> None:
