@@ -95,20 +95,18 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
     policy = question.get("policy", "spread")
     tokens = _whole("tokens", question.get("tokens", "8192"), MAX_TOKENS)
     catalogue.config(model)  # The command line would also read a file of this name.
-    engines = tuple(_engine(side, model, words[side]) for side in words)
-    producer, consumer = engines
-    plan = plan_transfer(
-        producer, consumer, options.replica_policy_of(policy, None, (producer, consumer))
-    )
+    producer, consumer = (_engine(side, model, words[side]) for side in words)
+    engines = producer, consumer
+    chosen = options.replica_policy_of(policy, None, engines)
+    plan = plan_transfer(producer, consumer, chosen)
     counts = traffic(plan, tokens)
     pairs = list(counts.pairs)
     if "pair" in question:
         number = _whole("pair", question["pair"], len(pairs) - 1)
         return {"picture": _memory_picture(plan, pairs[number])}
-    fastest = simulate(
-        (producer, consumer), num_tokens=tokens, out_speed=SPEED * 1e9, in_speed=SPEED * 1e9
-    )
-    predicted = {load.replica_policy: load.seconds for load in fastest.policies}[policy]
+    speed = SPEED * 1e9
+    loads = simulate(engines, num_tokens=tokens, out_speed=speed, in_speed=speed).policies
+    predicted = next(load.seconds for load in loads if load.replica_policy == policy)
     return {
         "command": _command(model, words, tokens, policy),
         "moved": nbytes(counts.total.nbytes),
