@@ -35,7 +35,9 @@ import numpy as np
 import z3
 
 # Steps that z3 may take for one question. Unlike a time, it gives the same answer on any machine.
-STEPS = 50_000_000
+STEPS = 5_000_000
+# Solvers that try again if z3 gives up.
+SEEDS = 4
 
 Term = Any  # z3 has no type hints.
 
@@ -186,6 +188,7 @@ class Path:
         self.claims = 0
         self.unexplored: list[list[bool]] = []
         self._quotients: dict[tuple[int, int], tuple[Int, Int]] = {}
+        self._kept: list[Term] = []
         self._gcds: list[tuple[Int, Int, Int]] = []
         self._rounds: list[Int] | None = None
         self.watched: list[Int] = []
@@ -209,11 +212,7 @@ class Path:
             RefutedError: If there is a counterexample.
             UndecidedError: If z3 gives up.
         """
-        self.solver.push()
-        self.solver.add(z3.Not(term(claim)))
-        answer = self.solver.check()
-        model = self.solver.model() if answer == z3.sat else None
-        self.solver.pop()
+        answer, model = self._counterexample(z3.Not(term(claim)))
         if answer == z3.sat:
             numbers = sorted((str(name), str(model[name])) for name in model)
             shown = ", ".join(f"{name}={value}" for name, value in numbers if "!" not in name)
@@ -222,6 +221,26 @@ class Path:
             raise UndecidedError(name)
         self.claims += 1
         self.solver.add(term(claim))
+
+    def _counterexample(self, negation: Term) -> tuple[Any, Any]:
+        """Return whether the facts allow *negation*, and a model if they do."""
+        self.solver.push()
+        self.solver.add(negation)
+        answer = self.solver.check()
+        model = self.solver.model() if answer == z3.sat else None
+        self.solver.pop()
+        for seed in range(SEEDS):
+            if answer != z3.unknown:
+                break
+            # z3 decides some products only by luck, so a fresh solver tries with another seed.
+            solver = z3.Solver()
+            solver.set("rlimit", STEPS)
+            solver.set("random_seed", seed)
+            solver.add(self.solver.assertions())
+            solver.add(negation)
+            answer = solver.check()
+            model = solver.model() if answer == z3.sat else None
+        return answer, model
 
     def decide(self, condition: Term) -> bool:
         """Return whether *condition* holds on this path."""
@@ -253,7 +272,7 @@ class Path:
             remainder = number - divisor * quotient
             self.solver.add(remainder >= 0, remainder < divisor)
             # Keep both terms: z3 gives the id of a term that is gone to a new one.
-            self._kept = [*getattr(self, "_kept", []), number, divisor]
+            self._kept += [number, divisor]
             self._quotients[key] = Int(quotient), Int(remainder)
         return self._quotients[key]
 
@@ -264,8 +283,13 @@ class Path:
         """
         rest = number - divisor * quotient
         self.claim("the rest is less than the divisor", within(rest, Range(0, divisor)))
-        found, found_rest = self.divided(term(number), term(divisor))
-        self.assume((found == quotient) & (found_rest == rest))
+        key = term(number).get_id(), term(divisor).get_id()
+        if key in self._quotients:
+            found, found_rest = self._quotients[key]
+            self.assume((found == quotient) & (found_rest == rest))
+        else:
+            self._kept += [term(number), term(divisor)]
+            self._quotients[key] = Int(term(quotient)), Int(term(rest))
 
     def common_divisor(self, a: Int, b: Int, divisor: Int) -> None:
         """Let `gcd(a, b)` return *divisor*. The theorem has defined all three."""

@@ -233,7 +233,7 @@ def _sizes(path: Path, *, replicas: bool | None = None) -> tuple[Int, Int, Int, 
     units = path.int("units", 1, MOST)
     path.assume(units == packs * pack)
     # The library divides; this is the quotient that it must find.
-    path.claim("packs", every(units // pack == packs, units % pack == 0))
+    path.quotient(units, pack, packs)
     if replicas is not None:
         path.assume((packs < tp) if replicas else (packs >= tp))
     return units, tp, pack, packs
