@@ -52,6 +52,7 @@ MODELS = {
     "llama-6": (32, 64),
     "qwen3-6": (32, 64),
     "gemma-2": (32, 64),
+    "exaone-2": (32, 64),
     "deepseek": (16, 32),
     "deepseek-3": (16, 32),
 }
@@ -64,6 +65,7 @@ SGLANG: dict[str, dict[int, tuple[int, ...]]] = {
     "llama-6": {1: (1, 16), 2: (32,)},
     "qwen3-6": {1: (16, 32), 2: (1,)},
     "gemma-2": {1: (16, 32), 2: (1,)},
+    "exaone-2": {1: (16,)},
 }
 # Models whose code in SGLang does not show how keys are rotated.
 KEYS = {"gemma-2": {"rotary": "halves", "rotary_size": 32, "normalized": True}}

@@ -44,6 +44,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 32,
         },
     ),
+    # Its full layers do not rotate keys, although they have a rotary embedding.
+    "exaone-2": (
+        "Exaone4",
+        {
+            **_COMMON,
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "num_key_value_heads": 2,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": "LLG",
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        },
+    ),
     "deepseek": (
         "DeepseekV2",
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from kvspec import RankId
 from kvspec.adapters import sglang as adapter
+from kvspec.adapters.forward_code import calls
 from kvspec.adapters.sglang import backend, plugin
 from kvspec.adapters.sglang.describing import ONLY
 
@@ -107,3 +109,33 @@ def test_real_pool_is_described_with_the_addresses_of_its_slots(kind: str, page:
     assert [3] == tables["full"].block_ids.tolist()
     address = cache.region("layers.1", part).address(3, 0, 0)
     assert buffers[1][3 * page].data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "attributes", "applied"),
+    [
+        ("llama", "LlamaAttention", {}, True),
+        ("qwen2", "Qwen2Attention", {}, True),
+        ("qwen3", "Qwen3Attention", {}, True),
+        ("gpt_oss", "GptOssAttention", {}, True),
+        ("commandr", "CohereAttention", {"v1": False, "sliding_window_size": 64}, True),
+        ("commandr", "CohereAttention", {"v1": False, "sliding_window_size": -1}, False),
+        ("exaone4", "Exaone4Attention", {"sliding_window_pattern": "LLLG", "is_sliding": 1}, True),
+        ("exaone4", "Exaone4Attention", {"sliding_window_pattern": "LLLG", "is_sliding": 0}, False),
+        ("commandr", "CohereAttention", {}, None),
+        # It gets rotary embeddings from its caller.
+        ("gemma3_causal", "Gemma3Attention", {}, None),
+    ],
+)
+def test_code_of_real_models_shows_whether_a_layer_rotates(
+    file: str, name: str, attributes: dict[str, Any], applied: bool | None
+) -> None:
+    import torch  # noqa: PLC0415
+
+    cls = getattr(importlib.import_module(f"sglang.srt.models.{file}"), name)
+    module = cls.__new__(cls)
+    torch.nn.Module.__init__(module)
+    module.rotary_emb, module.use_qk_norm = torch.nn.Identity(), False
+    for attribute, value in attributes.items():
+        setattr(module, attribute, value)
+    assert applied is calls(module, "rotary_emb")
