@@ -505,7 +505,7 @@ def test_names_of_live_ranks_are_unique() -> None:
             ({"name": "x" * 256}, "name", "255"),
             ({"prefix": "y" * 256}, "name", "255"),
             ({"name": "\ud800"}, "name", "255"),
-            ({"name": 7}, "name", "str"),
+            ({"name": 7}, "name", "text"),
             ({"name": "x", "prefix": "y"}, "name", "prefix"),
             ({"prefix": 3}, "prefix", "str"),
             ({"polled": 1}, "polled", "True"),
