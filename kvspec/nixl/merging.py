@@ -219,15 +219,15 @@ def pair(
     _refuse_unequal(local_ids, length, remote_ids, remote.length[rows[1]])
     sides = (local, local_ids, rows[0]), (remote, remote_ids, rows[1])
     first = starts_of(continues_in_row(*sides[0]) & continues_in_row(*sides[1]))
-    begins = [side.address_of(ids[first], row[first]) for side, ids, row in sides]
-    runs = Spans(*begins, np.add.reduceat(length, first))
-    target, written = (local_ids, begins[0]) if destination == "local" else (remote_ids, begins[1])
+    near, far = (side.address_of(ids[first], row[first]) for side, ids, row in sides)
+    runs = Spans(near, far, np.add.reduceat(length, first))
+    target, written = (local_ids, near) if destination == "local" else (remote_ids, far)
     order = written.argsort(kind="stable")
     _refuse_overlap(f"{destination}_ids", target[first[order]], written[order], runs.nbytes[order])
     joined = None
     if len(first) > 1 and SEVERAL not in (local.device, remote.device):
         continues = np.ones(len(first) - 1, np.bool_)
-        for side, starts in zip((local, remote), begins, strict=True):
+        for side, starts in ((local, near), (remote, far)):
             if continues.any():
                 continues &= continues_in_memory(
                     starts[order], runs.nbytes[order], side.area_begins
