@@ -59,6 +59,14 @@ REST = 0.001
 LOWEST = -3.4e38
 
 
+class _OneEngine:
+    """SGLang's table of prefill engines. Each has one group of ranks, with data parallelism 1."""
+
+    def get(self, address: str) -> SimpleNamespace:  # noqa: ARG002
+        """Return the facts about the engine at *address* that SGLang reads."""
+        return SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
+
+
 class Manager:
     """The session of one rank."""
 
@@ -67,11 +75,7 @@ class Manager:
     # SGLang then keeps the memory of a failed request until `is_abort_release_safe`.
     supports_deferred_decode_kv_release = True
     enable_deferred_decode_kv_release = True
-    # SGLang looks up prefill engines by their address. Each has one group of ranks, with data
-    # parallelism 1.
-    prefill_info_table = SimpleNamespace(
-        get=lambda _: SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
-    )
+    prefill_info_table = _OneEngine()
 
     def __init__(
         self,
