@@ -1,7 +1,7 @@
 """The options of pytest with which kvspec judges a connector: ``pytest --kvspec MODULE:NAME``.
 
 pytest imports this module in every project that has kvspec installed. So it imports nothing but
-pytest until the option is given: `kvspec.testing.kit.plugin` does the work.
+pytest until the option is given: `kvspec.testing.kit.pytest_plugin` does the work.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the plug-in that judges, if a system is given."""
     if config.getoption("--kvspec"):
-        from kvspec.testing.kit.plugin import Judging  # noqa: PLC0415 - it is slow to import
+        from kvspec.testing.kit.pytest_plugin import Judging  # noqa: PLC0415 - it is slow to import
 
         config.pluginmanager.register(Judging(config), "kvspec-judging")

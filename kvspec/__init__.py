@@ -127,6 +127,7 @@ ON_DEMAND = frozenset(
         "wire",
         "session",
         "testing",
+        "testing.kit",
         "testing.laws",
         "testing.strategies",
     }

@@ -1,7 +1,8 @@
 """Test a connector: the laws of a transfer, the byte oracle, drawn cases, and NIXL without NIXL.
 
     name                                        use
-    `laws`                                      judge a connector: which laws does it break?
+    `kit`                                       judge a connector in all cases that it supports
+    `laws`                                      judge a connector in one case
     `strategies`                                draw cases with Hypothesis
     `fill`                                      write true bytes to the memory of your own ranks
     `oracle.spoil`, `expected`, `check`         compare the memory of your own ranks byte by byte
@@ -30,8 +31,8 @@ __all__ = [
 ]
 
 
-# `strategies` is imported on first use, because it needs Hypothesis.
+# `kit` and `strategies` are imported on first use. Strategies need Hypothesis.
 def __getattr__(name: str) -> ModuleType:
-    if name != "strategies":
+    if name not in ("kit", "strategies"):
         raise AttributeError(f"module 'kvspec.testing' has no attribute {name!r}")
-    return import_module("kvspec.testing.strategies")
+    return import_module(f"kvspec.testing.{name}")

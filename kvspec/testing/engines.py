@@ -91,6 +91,8 @@ def _legal_layouts(
 
     def is_legal(name: str) -> bool:
         name = ALIASES.get(name, name)
+        if not set(name) >= set("LBHNC"):
+            return False
         # The parts are separated after K, or after L and B, whichever comes first. Without K,
         # `find` returns -1, and -1 modulo the length is the last place.
         separated = min(max(map(name.index, "LB")), name.find("K") % len(name))
@@ -102,7 +104,7 @@ def _legal_layouts(
     legal = [names for names in ([*filter(is_legal, each)] for each in sets) if names]
     if not legal:
         raise SpecError("layouts", allowed, "a layout that is legal for each kind of layers")
-    return st.one_of(map(st.sampled_from, legal))
+    return st.one_of([st.sampled_from(names) for names in legal])
 
 
 @st.composite
@@ -180,11 +182,14 @@ def _bare_engines(
 def laid_out(draw: st.DrawFn, bare: EngineSpec, shape: Shape = Shape()) -> EngineSpec:  # noqa: B008
     """Draw the layouts, page formats, padding, blocks in memory and null block of *bare*."""
     model, supports = bare.groups, shape.supports
-    # Each group of a pair with equal layouts has that of the other side, if that side has it.
-    names = [
-        shape.layouts.get(group.layers[-1]) or draw(layouts(group.spec, supports.layouts))
-        for group in model
-    ]
+    # If layouts must be equal, parts of a group of the model have one layout, on both sides.
+    drawn = dict(shape.layouts)
+    names = []
+    for group in model:
+        same = group.name.partition(" on ")[0] if supports.equal_layouts else group.name
+        if same not in drawn:
+            drawn[same] = draw(layouts(group.spec, supports.layouts))
+        names.append(drawn[same])
     laid_out_groups = []
     for group, name in zip(model, names, strict=True):
         # Padding is at the end of a page, so the bytes of a page must be adjacent.

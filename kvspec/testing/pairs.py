@@ -224,7 +224,7 @@ def _fitting(shape: Shape, producer: EngineSpec, largest: int) -> Shape:
         shape = attrs.evolve(shape, tp_sizes=tuple(fits))
     if supports.equal_layouts:
         layouts = {
-            layer: producer.layout_of(group) for group in producer.groups for layer in group.layers
+            group.name.partition(" on ")[0]: producer.layout_of(group) for group in producer.groups
         }
         shape = attrs.evolve(shape, layouts=layouts)
     return shape

@@ -38,7 +38,7 @@ class Shape:
         rows: The block sizes to draw from, in rows. None allows any size, also that of the model.
         supports: What may be drawn.
         tp_sizes: The TP sizes to draw from. None allows any size.
-        layouts: The layout of each layer. Other layers draw their own.
+        layouts: The layout of each group of the model. Other groups draw their own.
     """
 
     pp_size: int = 1

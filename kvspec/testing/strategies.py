@@ -135,7 +135,7 @@ def _replica_policies(
 ) -> dict[str, Any]:
     """Draw a replica policy, which sometimes knows the nodes of the ranks."""
     if supports.policies is not None:
-        names = [name for name in supports.policies if not EVERY_POLICY[name].needs_topology]
+        names = [name for name in POLICIES if name in supports.policies]
         return {"replica_policy": draw(st.sampled_from(names or POLICIES[:1]))}
     salt, with_nodes = draw(st.integers(0, 5)), draw(st.sampled_from((False, False, False, True)))
     if not with_nodes:
@@ -223,7 +223,7 @@ def scripts(draw: st.DrawFn, supports: Supports = EVERYTHING) -> Script:
     # Reads and deliveries are the most frequent steps, or few requests would be read.
     names = [*steps, "read", "read", "deliver", "deliver"]
     drawn = draw(st.lists(st.sampled_from(names), max_size=20))
-    return Script(tuple((name, draw(steps[name])) for name in ("hold", *drawn)))
+    return Script([(name, draw(steps[name])) for name in ("hold", *drawn)])
 
 
 @st.composite

@@ -23,9 +23,9 @@ from kvspec.inputs import flag, positive_int, texts
 Prefixes = Literal["none", "blocks", "any"]
 
 
-def _names(value: Iterable[str] | None) -> tuple[str, ...] | None:
+def _names(value: Any) -> Any:  # noqa: ANN401 - `_is_names` checks it
     # A string is iterable too, so `texts` must refuse it.
-    return value if value is None or isinstance(value, str) else tuple(value)
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
 def _is_names(_: object, attribute: attrs.Attribute[Any], value: object) -> None:

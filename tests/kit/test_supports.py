@@ -161,9 +161,10 @@ def test_each_axis_narrows_to_what_is_supported() -> None:
 
 
 def test_axis_is_left_out_if_only_the_simplest_is_supported() -> None:
+    # All layouts are supported, as long as both engines have the same.
     simple = Supports.only(kinds=["full"])
     left = [axis.name for axis in AXES if axis.narrowed(simple, ("full",))]
-    assert left == ["kinds", "everything", "release"]
+    assert left == ["kinds", "layouts", "everything", "release"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
     name                 use
     `System`             the functions of your connector, and what it supports
     `Supports`           the cases that it supports, as data
-    `judge`              draw cases, judge the system, return a `Report`
+    `judge`              draw cases, judge the system, return a `SystemReport`
     `as_code`            print a case as code that builds it again
 
 `docs/test-your-connector.md` is a tutorial. pytest runs the kit with the option ``--kvspec``.
@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvspec.testing.kit.code import as_code
-from kvspec.testing.kit.report import Counterexample, Judgement, Report, Verdict
+from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
 from kvspec.testing.laws import System
 from kvspec.testing.supports import Supports
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Counterexample",
     "Judgement",
-    "Report",
     "Supports",
     "System",
+    "SystemReport",
     "Verdict",
     "as_code",
     "judge",

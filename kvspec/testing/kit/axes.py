@@ -201,7 +201,7 @@ _TP = ("max_tp", "equal_tp", "tp_multiples", "even_heads")
 
 AXES = (
     Axis("kinds", ("kinds",), _kinds, _TP),
-    Axis("tp", (*_TP, "shardings", "policies"), _tp),
+    Axis("tp", (*_TP, "shardings"), _tp, ("policies",)),
     Axis("pp", ("max_pp", "equal_pp"), _pp),
     Axis("cp", ("dcp", "pcp"), _cp, _TP),
     Axis("blocks", ("equal_blocks", "kernel_blocks", "compressed", "late_tables"), _blocks),

@@ -115,13 +115,13 @@ class Guard:
             self.overdue[name] += 1
             self.stuck.add(name)
             raise FaultyAnswerError(f"{name}: no answer within {self.seconds:g} s") from None
-        except (MismatchError, RefusedError, *self.system.refuses) as error:
-            self.raised = RefusedError(str(error) or type(error).__name__)
-            raise self.raised from error
-        except (KVSpecError, ValueError) as error:
-            self.raised = error
-            raise
         except Exception as error:
+            if isinstance(error, (MismatchError, RefusedError, *self.system.refuses)):
+                self.raised = RefusedError(str(error) or type(error).__name__)
+                raise self.raised from error
+            if isinstance(error, (KVSpecError, ValueError)):
+                self.raised = error
+                raise
             words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise FaultyAnswerError(f"{name}: raised {words}, which is not a refusal") from error
 

@@ -31,7 +31,7 @@ from kvspec.testing.kinds import kinds_of
 from kvspec.testing.kit.axes import AXES, RELEASE, Axis
 from kvspec.testing.kit.code import reproduction
 from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError
-from kvspec.testing.kit.report import Counterexample, Judgement, Report, Verdict
+from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
 from kvspec.testing.laws import LAWS, Law, unanswered
 from kvspec.testing.laws.release import Script, play
 from kvspec.testing.laws.system import System, Trial
@@ -92,7 +92,7 @@ def judge(
     seed: int = 0,
     laws: Sequence[Law] = LAWS,
     axes: Sequence[Axis] = AXES,
-) -> Report:
+) -> SystemReport:
     """Judge *system* by all laws on all axes that it supports.
 
     Args:
@@ -120,7 +120,7 @@ def judge(
     guard = Guard(system, profile.seconds)
     for axis in axes:
         judgements += judge_axis(guard, axis, profile, seed=seed, laws=laws)
-    return Report(
+    return SystemReport(
         system=system.name,
         version=system.version,
         profile=profile.name,

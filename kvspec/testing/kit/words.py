@@ -15,7 +15,7 @@ from kvspec.testing.world import plan_of
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.testing.case import Case
-    from kvspec.testing.kit.report import Counterexample
+    from kvspec.testing.kit.system_report import Counterexample
 
 # Lines of the right plan. A smallest case rarely has more.
 _MOST = 12

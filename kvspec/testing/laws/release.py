@@ -76,6 +76,10 @@ class Releasing(Protocol):
 Step = tuple[str, float]
 
 
+def _steps(steps: Iterable[Step]) -> tuple[Step, ...]:
+    return tuple(steps)
+
+
 @attrs.frozen
 class Script:
     """Steps, each a name and a number.
@@ -89,7 +93,7 @@ class Script:
     (('hold', 2), ('read', 0))
     """
 
-    steps: tuple[Step, ...] = attrs.field(converter=tuple)
+    steps: tuple[Step, ...] = attrs.field(converter=_steps)
 
 
 def play(release: Callable[[], Releasing], script: Script) -> str | None:

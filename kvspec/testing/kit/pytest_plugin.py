@@ -32,7 +32,7 @@ from kvspec.errors import KVSpecError
 from kvspec.testing.kit import judging
 from kvspec.testing.kit.axes import Axis
 from kvspec.testing.kit.guard import Guard
-from kvspec.testing.kit.report import Counterexample, Judgement, Report, Verdict
+from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
 from kvspec.testing.kit.words import described
 from kvspec.testing.laws import LAWS, Law, System, unanswered
 from kvspec.testing.laws.release import Script
@@ -133,7 +133,9 @@ class LawTest(pytest.Function):
             words = next((j.words for j in found if j.words), "no case")
             pytest.skip(f"refused: {words}")
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:  # noqa: ANN401
+    def repr_failure(  # type: ignore[override]
+        self, excinfo: pytest.ExceptionInfo[BaseException]
+    ) -> str | TerminalRepr:
         """Return the smallest case as a table, a picture and code."""
         if isinstance(excinfo.value, BrokenLaw):
             judgement = excinfo.value.judgement
@@ -261,10 +263,10 @@ class Judging:
         path.write_text(picture, encoding="utf-8")
         return path
 
-    def report(self) -> Report:
+    def report(self) -> SystemReport:
         """Return the report of all tests that have run."""
         judgements = [*self.silent, *(j for axis in self.done.values() for j in axis)]
-        return Report(
+        return SystemReport(
             system=self.system.name,
             version=self.system.version,
             profile=self.profile.name,

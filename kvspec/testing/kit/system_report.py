@@ -83,7 +83,7 @@ class Judgement:
 
 
 @attrs.frozen(kw_only=True)
-class Report:
+class SystemReport:
     """What the kit found out about one system.
 
     Attributes:
@@ -161,7 +161,7 @@ _SIGNS = {
 }  # fmt: skip
 
 
-def _page(report: Report) -> Iterator[str]:
+def _page(report: SystemReport) -> Iterator[str]:
     """Yield the lines of the page: the matrix, then faults, refusals and laws without answers."""
     title = html.escape(f"{report.system} {report.version}".strip())
     yield f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}: kvspec</title>'
@@ -191,7 +191,7 @@ def _cell(judgement: Judgement | None) -> str:
     return f'<td class="{judgement.verdict}" title="{counts}">{sign}</td>'
 
 
-def _details(report: Report) -> Iterator[str]:
+def _details(report: SystemReport) -> Iterator[str]:
     """Yield the words of refusals, the smallest wrong cases, and the laws that are not judged."""
     faults = {(j.law.number, j.axis): j for j in report.wrong if j.counterexample is not None}
     for judgement in faults.values():
