@@ -61,6 +61,7 @@ NAVIGATION = {
         "conformance/README.md",
         "docs/museum.md",
         "vectors/README.md",
+        "docs/kvbench.md",
         "docs/proof.md",
         "bench/README.md",
         "fuzz/README.md",
