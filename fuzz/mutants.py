@@ -200,15 +200,17 @@ class Judge:
                 self._child(flags, killers, seconds, Path(answer.name))
             # The processor limit ends a busy loop. This limit ends a process that sleeps.
             limit = time.monotonic() + (40 * seconds if seconds else 3600)
-            ended, status = os.waitpid(child, os.WNOHANG)
-            while not ended:
-                time.sleep(0.02)
-                if time.monotonic() > limit:
-                    os.killpg(child, signal.SIGKILL)
+            try:
                 ended, status = os.waitpid(child, os.WNOHANG)
-            # A run that was ended may have left processes that its tests started.
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
+                while not ended:
+                    time.sleep(0.02)
+                    if time.monotonic() > limit:
+                        os.killpg(child, signal.SIGKILL)
+                    ended, status = os.waitpid(child, os.WNOHANG)
+            finally:
+                # An interrupt ends the fork too, and all processes that its tests started.
+                with suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
             text = answer.read()
         failed, durations = json.loads(text) if text else ([], {})
         return os.waitstatus_to_exitcode(status), failed, durations
