@@ -71,7 +71,7 @@ def plan(
             topology=policy.topology,
         )
         if svg is not None:
-            _draw(made, svg)
+            _draw(made, svg, model)
         if kvbench is not None:
             _write_kvbench(traffic_matrix(made, tokens, consumers), tokens, kvbench)
     if as_json:
@@ -115,8 +115,10 @@ def _row(made: TransferPlan, edge: Edge, load: int) -> Iterable[str]:
     return str(edge.consumer), str(edge.producer), edge.group, units, f"{load:,}"
 
 
-def _draw(made: TransferPlan, file: str) -> None:
-    _write("svg", file, plan_svg(made))
+def _draw(made: TransferPlan, file: str, model: str) -> None:
+    # A model may also be the path of its config.json.
+    name = Path(model).parent.name if model.endswith(".json") else model
+    _write("svg", file, plan_svg(made, model=name))
 
 
 def _write_kvbench(matrix: Ints, tokens: int, file: str) -> None:

@@ -358,7 +358,7 @@ def _layers(names: Iterable[str]) -> str:
     return f"{layers[0]} and {len(layers) - 1} more" if layers[1:] else layers[0]
 
 
-def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
+def plan_svg(plan: TransferPlan, group: str | None = None, *, model: str = "") -> str:
     r"""Draw *plan* as SVG text: the ranks of both engines, and the units that move between them.
 
     Each rank is a box with its units. A line runs from a producer rank to each consumer rank that
@@ -368,6 +368,7 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     Args:
         plan: The plan to draw.
         group: Draw only this group of the consumer. All groups by default.
+        model: Name of the model for the title. An engine does not have it.
 
     Returns:
         The text of an SVG file.
@@ -387,6 +388,7 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     """
     instance("plan", plan, TransferPlan)
     title = " → ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
+    title = f"{style.shortened(model)}: {title}" if model else title
     if group is None and not plan.replica_groups:
         engines = {"producer": plan.producer, "consumer": plan.consumer}.items()
         excluded = [

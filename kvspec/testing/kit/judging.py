@@ -76,6 +76,14 @@ PROFILES = {
 }
 
 
+def axis_of(name: str | Axis) -> Axis:
+    """Return the axis *name*, which may be an axis already."""
+    found = [axis for axis in AXES if name in (axis, axis.name)]
+    if not found:
+        raise SpecError("axes", name, f"one of {', '.join(axis.name for axis in AXES)}")
+    return found[0]
+
+
 def profile_of(name: str | Profile) -> Profile:
     """Return the profile *name*, which may be a profile already."""
     if isinstance(name, Profile):
@@ -91,7 +99,7 @@ def judge(
     profile: str | Profile = "ci",
     seed: int = 0,
     laws: Sequence[Law] = LAWS,
-    axes: Sequence[Axis] = AXES,
+    axes: Sequence[Axis | str] = AXES,
 ) -> SystemReport:
     """Judge *system* by all laws on all axes that it supports.
 
@@ -100,7 +108,7 @@ def judge(
         profile: Name of a profile: "ci" (less than two minutes), "dev" or "nightly".
         seed: The seed of the drawn cases. The same seed draws the same cases.
         laws: The laws to judge by.
-        axes: The axes to draw on.
+        axes: The axes to draw on, or their names.
 
     Returns:
         The report. The exceptions of the system are judgements, and none is raised.
@@ -110,7 +118,7 @@ def judge(
     ...     name="idle", descriptors=lambda *_: [], supports=Supports.only(kinds=["full"])
     ... )
     >>> tiny = Profile("tiny", 1, 1, 3, 5.0, 5.0)
-    >>> report = judge(idle, axes=AXES[-1:], laws=LAWS[:1], profile=tiny)
+    >>> report = judge(idle, axes=["everything"], laws=LAWS[:1], profile=tiny)
     >>> report.wrong[0].counterexample.case.request.num_tokens
     1
     """
@@ -118,7 +126,7 @@ def judge(
     profile = profile_of(profile)
     judgements = list(not_judged(system, laws))
     guard = Guard(system, profile.seconds)
-    for axis in axes:
+    for axis in map(axis_of, axes):
         judgements += judge_axis(guard, axis, profile, seed=seed, laws=laws)
     return SystemReport(
         system=system.name,
