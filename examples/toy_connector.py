@@ -3,8 +3,6 @@
 `toy_system.py` describes it to the kit, and docs/test-your-connector.md explains how.
 """
 
-# ruff: noqa: ANN001, ANN201, INP001 - types would hide how short an adapter is
-
 
 class CannotServeError(Exception):
     """The two engines, or the blocks of a request, do not fit."""

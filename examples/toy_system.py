@@ -1,7 +1,5 @@
 """Describe the toy connector to the kit: `pytest --kvspec toy_system:SYSTEM`."""
 
-# ruff: noqa: ANN001, ANN201, INP001 - types would hide how short an adapter is
-
 import attrs
 from toy_connector import CannotServeError, copies, reads
 

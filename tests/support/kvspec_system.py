@@ -1,7 +1,7 @@
 """kvspec itself as a system of all four levels, in the way in which any connector describes itself.
 
-The levels a and b are those of `laws.KVSPEC`. Level c wraps the ledgers, and level d opens a session
-for each rank over a NIXL in this process.
+The levels a and b are those of `laws.KVSPEC`. Level c wraps the ledgers, and level d opens a
+session for each rank over a NIXL in this process.
 """
 
 from __future__ import annotations
