@@ -146,7 +146,8 @@ def atomic(act: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T
 
     @functools.wraps(act)
     def whole(ledger: L, /, *args: P.args, **more: P.kwargs) -> T:
-        ledger._journal, kept = [], len(ledger.actions)  # noqa: SLF001
+        ledger._journal = []  # noqa: SLF001
+        kept = len(ledger.actions)
         try:
             result = act(ledger, *args, **more)
             if isinstance(result, list):
