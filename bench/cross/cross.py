@@ -58,9 +58,9 @@ MODELS = {
 }
 # The sizes of the other engines' blocks.
 SIZES = (16, 32)
-# SGLang attends by torch alone on CPUs here. It has no MLA and no EXAONE 4 then. These are the sizes
-# of pages for each TP size. Two engines of each need memory, so all sizes of TP and pages occur,
-# but not all combinations.
+# SGLang attends by torch alone on CPUs here. It has no MLA and no EXAONE 4 then. These are the
+# sizes of pages for each TP size. Two engines of each need memory, so all sizes of TP and pages
+# occur, but not all combinations.
 SGLANG: dict[str, dict[int, tuple[int, ...]]] = {
     "llama-6": {1: (1, 16), 2: (32,)},
     "qwen3-6": {1: (16, 32), 2: (1,)},

@@ -42,6 +42,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
             "query_pre_attn_scalar": 32,
+            # As all models of this kind: SGLang does not load another head.
+            "tie_word_embeddings": True,
         },
     ),
     # Its full layers do not rotate keys, although they have a rotary embedding.
