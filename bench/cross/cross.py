@@ -66,7 +66,7 @@ SGLANG: dict[str, dict[int, tuple[int, ...]]] = {
     "qwen3-6": {1: (16, 32), 2: (1,)},
     "gemma-2": {1: (16, 32), 2: (1,)},
 }
-# Models whose code in SGLang does not show how keys are rotated.
+# Models with windows, whose code in SGLang does not show how keys are rotated.
 KEYS = {"gemma-2": {"rotary": "halves", "rotary_size": 32, "normalized": True}}
 # Models that `llama_engine` can convert.
 LLAMA = ("llama-6", "qwen3-6")
@@ -209,12 +209,16 @@ def shown(difference: float) -> str:
     return "tokens" if math.isinf(difference) else f"{difference:.0e}"
 
 
-def kind(name: str, engines: Mapping[str, tuple[Engine, ...]]) -> Kind:
-    """Return a kind, after its engine of the role "null" has answered alone."""
+def kind(name: str, engines: Mapping[str, tuple[Engine, ...]], *, finite: bool = False) -> Kind:
+    """Return a kind, after its engine of the role "null" has answered alone.
+
+    *finite* is whether its memory must be finite, although the engine alone allows NaN.
+    """
     (single, *_) = engines["null"]
     answers = alone(single, 0.0)
     again = alone(single, math.nan)
-    filling = math.nan if max(map(distance, answers, again)) < CLOSE else GARBAGE
+    same = max(map(distance, answers, again)) < CLOSE
+    filling = math.nan if same and not finite else GARBAGE
     return Kind(name, engines["prefill"], engines["decode"], answers, filling)
 
 
@@ -281,7 +285,13 @@ class Engines:
             for engine in {each for roles in found.values() for each in chain(*roles.values())}:
                 # Each start has one answer.
                 engine.program.answer() if call == "answer" else engine.call(call)
-        return [kind(name, roles) for name, roles in found.items()]
+        # SGLang keeps a page for each token that a window has passed. Alone it has written all of
+        # them. A loaded prompt lacks them, and masked tokens are multiplied by zero.
+        windows = model in KEYS
+        return [
+            kind(name, roles, finite=windows and name.startswith("SGLang"))
+            for name, roles in found.items()
+        ]
 
     def _roles(self, *arguments: Any, **more: Any) -> dict[str, tuple[Engine, ...]]:  # noqa: ANN401
         """Begin to start engines that have all roles."""
