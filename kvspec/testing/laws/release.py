@@ -10,6 +10,7 @@ How it works:
         hold r0 (2)                                 c0 and c1 must read r0
         read 0            notify                    c0 has read
         repeat 0                                    the notification stays in the network
+        deliver 0                                   one of two notices has arrived
         deliver 0         freed r0                  c1 has not read: the law is broken
 
     A system may free a request that was not read only after its lease. An abort is no exception: a
@@ -26,7 +27,8 @@ How it works:
     ...         return [("freed", notice)] if self.missing[notice] == 0 else []
     ...     def time(self, now): return []
     ...     def abort(self, request, now): return []
-    >>> print(play(Counting, Script([("hold", 2), ("read", 0), ("repeat", 0), ("deliver", 0)])))
+    >>> steps = [("hold", 2), ("read", 0), ("repeat", 0), ("deliver", 0), ("deliver", 0)]
+    >>> print(play(Counting, Script(steps)))
     r0 was freed at 0 s, before c1 has read it, and before its lease ends at 10 s
 """
 
