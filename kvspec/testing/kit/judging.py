@@ -119,8 +119,8 @@ def judge(
     ... )
     >>> tiny = Profile("tiny", 1, 1, 3, 5.0, 5.0)
     >>> report = judge(idle, axes=["everything"], laws=LAWS[:1], profile=tiny)
-    >>> report.wrong[0].counterexample.case.request.num_tokens
-    1
+    >>> report.wrong[0].counterexample.fault.partition(": ")[2][:20]
+    'consumer tp0, group '
     """
     began = time.monotonic()
     profile = profile_of(profile)
