@@ -222,8 +222,14 @@ def scripts(draw: st.DrawFn, supports: Supports = EVERYTHING) -> Script:
     steps |= {"time": st.sampled_from((1, 5, 20))}
     # Reads and deliveries are the most frequent steps, or few requests would be read.
     names = [*steps, "read", "read", "deliver", "deliver"]
-    drawn = draw(st.lists(st.sampled_from(names), max_size=20))
-    return Script([(name, draw(steps[name])) for name in ("hold", *drawn)])
+    # Lists of any size are mostly short, and most faults need several steps.
+    size = draw(st.sampled_from((1, 4, 8, 12, 20)))
+    drawn = draw(st.lists(st.sampled_from(names), min_size=size, max_size=size))
+    opening = ["hold"]
+    if supports.repeated and supports.reused_ids and draw(st.booleans()):
+        # A late copy of a notification, for an id that is held again. Chance finds it too rarely.
+        opening = ["hold", "read", "repeat", "deliver", "again", "deliver"]
+    return Script([(name, draw(steps[name])) for name in (*opening, *drawn)])
 
 
 @st.composite

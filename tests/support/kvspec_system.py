@@ -15,9 +15,8 @@ from typing import Any
 import attrs
 
 import kvspec
-from kvspec.completion.actions import Free, Tell
-from kvspec.completion.consumer import ConsumerLedger
-from kvspec.completion.load_plan import EVERYTHING, LoadPlan
+from kvspec.completion.consumer import EVERYTHING, ConsumerLedger, LoadPlan
+from kvspec.completion.ledger import Free, Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.nixl import NixlRank
 from kvspec.session import Session, new_remote_id

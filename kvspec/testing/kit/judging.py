@@ -166,7 +166,7 @@ def judge_axis(
     laws = [law for law in laws if not unanswered(system, law) and axes_of(law, [axis])]
     if not laws:
         return []
-    drawn = {"kinds": profile.each, "everything": profile.everything, RELEASE: 10 * profile.each}
+    drawn = {"kinds": profile.each, "everything": profile.everything, RELEASE: 100 * profile.each}
     examples = drawn.get(axis.name, profile.examples)
     judgements: list[Judgement] = []
     for narrow in axis.narrowed(system.supports, kinds_of(system.supports)):
