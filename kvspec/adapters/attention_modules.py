@@ -89,6 +89,7 @@ def agreed_key_content(
 
     >>> pairs = KeyContent(rotary="pairs", rotary_size=64)
     >>> agreed_key_content("key_content", pairs, KeyContent(rotary="none"))
+    ... # doctest: +ELLIPSIS
     Traceback (most recent call last):
     kvspec.errors.SpecError: key_content=KeyContent(...): expected KeyContent(rotary='none', ...
     """

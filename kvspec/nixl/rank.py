@@ -452,7 +452,9 @@ class NixlRank:
                             self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
                     self._agent.deregister()
             self._agent.drop()
-            self._lists, self._early, self._answered = {None: []}, [], set()
+            self._lists = {None: []}
+            self._early = []
+            self._answered = set()
         leave(self)
 
     def _check_connected(self, peer: str) -> None:

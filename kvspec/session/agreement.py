@@ -89,7 +89,7 @@ class RankAgreement(Generic[RankT]):
             raise SpecError("rank", rank, f"one of the ranks {', '.join(map(str, self._reports))}")
         newest, before, blocks = self._reports[rank]
         if start > newest:
-            newest, before, blocks = start, "moving", {}
+            newest, before, blocks = start, "moving", dict[str, set[int]]()
         if start == newest:
             if state == "failed":
                 for group, ids in (undefined_blocks or {}).items():

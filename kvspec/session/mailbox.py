@@ -165,6 +165,11 @@ def introduced(sealed: object, secret: Secret) -> Introduced:
     return Introduced(handshake=found, address=address, lease=lease, heartbeat=heartbeat)
 
 
+def _lacking(_route: str) -> bool:
+    """Stand for a method that a channel lacks."""
+    return True
+
+
 class Messages:
     """The messages of one rank over *channel*.
 
@@ -185,8 +190,7 @@ class Messages:
         self._channel, self._secret, self.counters = channel, secret, Counters()
         # Methods that a channel may lack.
         self._trust, self._reject, self._resolve, self._reaches = (
-            getattr(channel, name, lambda _: True)
-            for name in ("trust", "reject", "resolve", "reaches")
+            getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
         )
         self._refused: Callable[[], list[str]] = getattr(channel, "refused", list)
         self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by incarnation

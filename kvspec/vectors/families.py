@@ -90,7 +90,7 @@ def transfers(family: str, *, large: bool = False) -> Iterator[FamilyTransfer]:
 
 def _full(heads: int, block: int = 4, **fields: Any) -> FullAttentionSpec:  # noqa: ANN401
     sizes: dict[str, Any] = {"total_num_kv_heads": heads, "block_size": block}
-    return FullAttentionSpec(**{**sizes, "head_size": 2, "dtype": "uint8", **fields})
+    return FullAttentionSpec(**sizes | {"head_size": 2, "dtype": "uint8"} | fields)
 
 
 def _latent(block: int = 4, **fields: Any) -> MLAAttentionSpec:  # noqa: ANN401
@@ -623,14 +623,15 @@ def _refusals(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         yield f"window{producer}-to-window{consumer}", case
     yield "other-layer", _case(_engine(plain), _engine(plain, ("layers.1",)))
     good = _case(_engine(plain, null=0), _engine(plain, null=0), 9)
-    for name, tables in (
+    changes: tuple[tuple[str, dict[str, Any]], ...] = (
         ("producer-lacks-last-block", {"producer_blocks": {"g": [1, 2]}}),
         ("consumer-lacks-last-block", {"consumer_blocks": {"g": [1, 2]}}),
         ("producer-dropped-first-block", {"producer_blocks": {"g": [0, 2, 3]}}),
         ("consumer-has-null-block", {"consumer_blocks": {"g": [0, 2, 3]}}),
         ("consumer-repeats-block", {"consumer_blocks": {"g": [2, 2, 3]}}),
         ("producer-lacks-group", {"producer_blocks": {}}),
-    ):
+    )
+    for name, tables in changes:
         request: Any = attrs.evolve(good.request, **tables)
         yield name, attrs.evolve(good, request=request)
 

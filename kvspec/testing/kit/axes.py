@@ -74,7 +74,7 @@ class Axis:
         kept = {name: getattr(supports, name) for name in (*self.fields, *self.along)}
         if self.name in ("kinds", "windows"):
             return [Supports.only(**{**base, **kept, "kinds": (kind,)}) for kind in kinds]
-        without = {name: base.get(name, NARROWEST[name]) for name in self.fields}
+        without: dict[str, Any] = {name: base.get(name, NARROWEST[name]) for name in self.fields}
         narrow = Supports.only(**base | kept)
         differs = narrow != attrs.evolve(narrow, **without)
         return [narrow] if differs or self.name == RELEASE else []

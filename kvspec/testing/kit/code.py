@@ -56,7 +56,7 @@ def as_code(case: Case, other: Case | None = None) -> str:
     >>> scope["case"] == case
     True
     """
-    cases = {"case": case} | ({} if other is None else {"other": other})
+    cases = {"case": case} | (dict[str, Case]() if other is None else {"other": other})
     lines = ["import kvspec", "from kvspec.testing import Case", ""]
     names: dict[Any, str] = {}
     for value in _repeated(cases.values()):

@@ -71,7 +71,7 @@ def title(law: Law) -> str:
 
 
 @attrs.frozen
-class Expected:
+class KnownFailure:
     """A line of the file of expected failures."""
 
     place: str
@@ -112,7 +112,7 @@ class LawTest(pytest.Function):
     judging: Judging
     law: Law
     axis: Axis | None
-    expected: Expected | None = None
+    expected: KnownFailure | None = None
 
     def setup(self) -> None:
         """Do nothing: there are no fixtures."""
@@ -218,7 +218,7 @@ class Judging:
             elif isinstance(test, LawTest):
                 self.silent += judging.not_judged(self.system, [test.law])
 
-    def _expected(self) -> dict[str, Expected]:
+    def _expected(self) -> dict[str, KnownFailure]:
         """Return the lines of the file of expected failures, by the name of the test."""
         file = self.config.getoption("--kvspec-xfail")
         if file is None:
@@ -228,13 +228,13 @@ class Judging:
         except (OSError, UnicodeDecodeError) as error:
             raise pytest.UsageError(f"--kvspec-xfail {file}: {error}") from error
         names = {str(law.number): title(law) for law in LAWS}
-        expected: dict[str, Expected] = {}
+        expected: dict[str, KnownFailure] = {}
         for number, line in enumerate(lines, 1):
             test, _, words = (part.strip() for part in line.partition("#"))
             law, slash, axis = test.partition("/")
             if slash:
                 name = f"{names.get(law, law)}[{axis}]"
-                expected[name] = Expected(f"{file}:{number}", words)
+                expected[name] = KnownFailure(f"{file}:{number}", words)
             elif test:
                 raise pytest.UsageError(f"{file}:{number}: expected LAW/AXIS, got {test!r}")
         return expected
