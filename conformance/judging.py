@@ -279,8 +279,8 @@ is a number of cases of a complete grid, and not of models. Each report names wh
 
 `conformance/run` installs the pinned versions, judges all of them and writes this page and the
 reports. `conformance/run vllm_nixl` does it for one. From an empty environment to the report of
-vLLM's NIXL connector, this took 108 s on two cores, with the packages in the cache of pip. A nightly
-workflow runs it.
+vLLM's NIXL connector, this took 108 s on two cores, with a filled cache of pip. A nightly workflow
+runs it.
 
 `mooncake.reshard.kv_cache` ([Mooncake#3564](https://github.com/kvcache-ai/Mooncake/pull/3564)) is
 not judged, since no wheel has it yet. The newest one, mooncake-transfer-engine 0.3.13.post1, has
