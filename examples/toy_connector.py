@@ -22,10 +22,11 @@ def reads(total, producers, consumers):
             yield head, source, head - heads(total, producers, source).start, rank, place
 
 
-def copies(pairs, tensors, tables, pools, size, tokens):
-    """Yield (source address, target address, bytes) of one layer. Adjacent copies become one.
+def copies(pairs, tensors, tables, pools, size, tokens, starts):
+    """Yield (source address, target address, bytes). Adjacent copies of one memory become one.
 
-    *pairs* are places of heads, *tensors* pairs of a source and a target.
+    *pairs* are places of heads, *tensors* pairs of a source and a target, and *starts* the
+    addresses where memories begin.
     """
     for ids, pool in zip(tables, pools, strict=True):
         used = ids[tokens.start // size :]
@@ -42,7 +43,8 @@ def copies(pairs, tensors, tables, pools, size, tokens):
         for source, target in tensors
         for token in tokens
     ):
-        if last[0] + last[2] == copy[0] and last[1] + last[2] == copy[1]:
+        adjacent = last[0] + last[2] == copy[0] and last[1] + last[2] == copy[1]
+        if adjacent and not starts & {*copy[:2]}:
             last = (*last[:2], last[2] + copy[2])
             continue
         yield from [last] if last[2] else []

@@ -29,7 +29,7 @@ def moves(case, _role):
 
 
 def descriptors(world, producer, consumer):
-    """Yield the copies between two ranks, layer by layer."""
+    """Return the copies between two ranks."""
     case, request, pair = world.case, world.case.request, (producer, consumer)
     group, tokens = case.consumer.groups[0], range(request.cached_tokens, request.num_tokens)
     both = request.producer_blocks, request.consumer_blocks
@@ -37,9 +37,10 @@ def descriptors(world, producer, consumer):
     pools = case.producer_pool["full"], case.consumer_pool["full"]
     places = [(there, here) for ranks, _, there, here in reads_of(case) if ranks == pair]
     caches = world.producers[producer][0], world.consumers[consumer][0]
-    for layer in group.layers:
-        tensors = [[cache.region(layer, part) for cache in caches] for part in ("k", "v")]
-        yield from copies(places, tensors, tables, pools, group.spec.block_size, tokens)
+    parts = [(layer, part) for layer in group.layers for part in ("k", "v")]
+    tensors = [[cache.region(*names) for cache in caches] for names in parts]
+    starts = {memory.address for cache in caches for memory in cache.memory}
+    return copies(places, tensors, tables, pools, group.spec.block_size, tokens, starts)
 
 
 SUPPORTS = Supports.only(
