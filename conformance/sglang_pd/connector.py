@@ -43,7 +43,7 @@ def asked(case: Case, rank: int) -> list[int]:
     except AssertionError as error:
         raise RefusedError(str(error)) from error
     ranks = info.target_tp_ranks
-    # Of a latent, the other ranks get a dummy request.
+    # If the layer has a latent, the other ranks get a dummy request.
     return [info.target_tp_rank] if is_mla else ranks
 
 
