@@ -181,8 +181,11 @@ def loaded(consumer: Engine, prompt: list[int], ticket: dict[str, Any]) -> dict[
 
 
 def pair(producer: Kind, consumer: Kind, teacher: Kind) -> tuple[str, ...]:
-    """Return the outcome of all sizes, and the differences to the consumer and to transformers."""
-    worst = [0.0, 0.0]
+    """Return the outcome of all sizes, and the differences to the consumer and to transformers.
+
+    If only some prompts are refused, the others must be the same, and their number is named.
+    """
+    worst, sent, refusals = [0.0, 0.0], 0, list[str]()
     for one in producer.producers:
         for other in consumer.consumers:
             sizes = f"blocks {one.block} -> {other.block}"
@@ -190,7 +193,12 @@ def pair(producer: Kind, consumer: Kind, teacher: Kind) -> tuple[str, ...]:
                 clear(one, producer.filling)
                 clear(other, consumer.filling)
                 for number, prompt in enumerate(prompts()):
-                    answer = moved(one, other, prompt)
+                    sent += 1
+                    try:
+                        answer = moved(one, other, prompt)
+                    except Failed as failed:
+                        refusals.append(f"{sizes}, prompt {number}: {failed}")
+                        continue
                     for place, kind in enumerate((consumer, teacher)):
                         found = distance(kind.alone[number], answer)
                         worst[place] = max(worst[place], found)
@@ -200,8 +208,13 @@ def pair(producer: Kind, consumer: Kind, teacher: Kind) -> tuple[str, ...]:
                 clear(one, producer.filling)
                 clear(other, consumer.filling)
             except Failed as failed:
-                return f"refused: {sizes}: {failed}", "", ""
-    return ("same", *map(shown, worst))
+                return f"different: {sizes}: {failed}", "", ""
+    if len(refusals) == sent:
+        return f"refused: {refusals[0]}", "", ""
+    outcome = "same"
+    if refusals:
+        outcome += f"; refused: {len(refusals)} of {sent} prompts, the first: {refusals[0]}"
+    return (outcome, *map(shown, worst))
 
 
 def shown(difference: float) -> str:
