@@ -225,11 +225,14 @@ def shown(difference: float) -> str:
 def kind(name: str, engines: Mapping[str, tuple[Engine, ...]], *, finite: bool = False) -> Kind:
     """Return a kind, after its engine of the role "null" has answered alone.
 
+    That engine is stopped if it has no other role.
     *finite* is whether its memory must be finite, although the engine alone allows NaN.
     """
     (single, *_) = engines["null"]
     answers = alone(single, 0.0)
     again = alone(single, math.nan)
+    if single not in engines["decode"]:
+        single.call("stop")
     same = max(map(distance, answers, again)) < CLOSE
     filling = math.nan if same and not finite else GARBAGE
     return Kind(name, engines["prefill"], engines["decode"], answers, filling)
