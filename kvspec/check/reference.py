@@ -85,7 +85,7 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
     instance("request", request, TransferRequest)
     _check_held("producers", producers, {edge.producer for edge in plan.edges})
     _check_held("consumers", consumers, {edge.consumer for edge in plan.edges})
-    _check_tables(plan, request)
+    request.check_groups([group.name for group in plan.consumer.groups])
     for cache, _ in consumers.values():
         check_shared(plan, request, sharing(cache))
     for cache, _ in producers.values():
@@ -107,13 +107,6 @@ def _check_held(field: str, held: Held, ranks: Iterable[RankId]) -> None:
                 continue
             case value:
                 raise SpecError(f"{field}[{rank}]", value, "(RankCache, storage) of that rank")
-
-
-def _check_tables(plan: TransferPlan, request: TransferRequest) -> None:
-    request.check_groups([group.name for group in plan.consumer.groups])
-    for pair in plan.pairs:
-        request.table("producer", pair.producer.name)
-        request.table("consumer", pair.consumer.name)
 
 
 def _moves(

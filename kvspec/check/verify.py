@@ -202,8 +202,8 @@ def _rows(field: str, rows: object) -> Ints:
         return np.empty((0, 3), np.int64)
     if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in "iu":  # noqa: PLR2004
         raise SpecError(field, f"{array.dtype} of shape {array.shape}", expected)
-    # A value that exceeds 63 bits becomes negative in the view.
-    signed = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.int64)
+    # A value that exceeds 63 bits becomes negative.
+    signed = array.astype(np.int64)
     wrong = (signed < 0).any(1)
     wrong |= signed[:, :2].max(1) > MOST - np.maximum(signed[:, 2], 0)
     if wrong.any():

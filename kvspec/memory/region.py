@@ -171,11 +171,7 @@ def common_pieces(*regions: Region) -> tuple[Piece, ...]:
     >>> common_pieces(keys, rows)
     ((0, 2, (0, 0)), (2, 2, (8, 2)), (4, 2, (16, 4)), (6, 2, (24, 6)))
     """
-    shapes = [region.shape for region in regions]
-    size = shapes[0][0]
-    if all(shape[1] == 1 and shape[3] == shapes[0][3] for shape in shapes):
-        return ((0, size, (0,) * len(shapes)),)
-    return _common_pieces(tuple(shapes))
+    return _common_pieces(tuple(region.shape for region in regions))
 
 
 # Most layers have the same shapes, and a content may have hundreds of pieces.
