@@ -440,6 +440,14 @@ def _cut(tables: Tables, token_split: TokenSplit, frame: _Frame) -> dict[RowKind
     RowKind(period=4, skip=0, tokens=3) [12]
     RowKind(period=4, skip=0, tokens=4) [8]
 
+    If rows may have two tiles, the body and the tail could be one row. But that row would move the
+    dead token 15, so the rows stay the same:
+
+    >>> rows(trim_from=1, partial_sizes=(1, 4), spans=2)
+    RowKind(period=4, skip=1, tokens=3) [5]
+    RowKind(period=4, skip=0, tokens=3) [12]
+    RowKind(period=4, skip=0, tokens=4) [8]
+
     If dead tokens may move, the body and the tail are one row of two tiles, with the token 15:
 
     >>> rows(trim_from=1, partial_sizes=(1, 4), spans=2, dead_tokens=True)

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import numpy as np
 import pytest
+from builders import request
+from refused import refusal
 
 from kvspec import (
     BlockTable,
     EngineSpec,
     KVCacheGroup,
+    MismatchError,
     MLAAttentionSpec,
     ParallelConfig,
+    RankCache,
     RankId,
+    allocate,
+    build_table,
     plan_memory,
+    plan_transfer,
+    verify,
 )
 from kvspec.check import counting
 from kvspec.check.ownership import Owners
 from kvspec.check.places import Places
 from kvspec.engines import stages
+from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.ownership.stripes import WHOLE, times_held
+
+
+def small_engine() -> EngineSpec:
+    """Return an engine of one rank and one layer, with blocks of 4 tokens of 8 bytes."""
+    spec = MLAAttentionSpec(block_size=4, head_size=8, dtype="uint8")
+    group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
+    return EngineSpec(groups=[group], parallel=ParallelConfig())
 
 
 @pytest.mark.parametrize("stripes", [2, 3, 4])
@@ -30,10 +48,7 @@ def test_times_held_is_two_if_blocks_are_held_more_often(stripes: int) -> None:
 
 def test_representation_of_a_cache_leaves_out_the_owner() -> None:
     """The owner may be a list of tensors, whose text is long."""
-    spec = MLAAttentionSpec(block_size=2, head_size=8, dtype="uint8")
-    group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
-    engine = EngineSpec(groups=[group], parallel=ParallelConfig())
-    cache = attrs.evolve(plan_memory(engine, RankId(), num_blocks=2), owner="tensors")
+    cache = attrs.evolve(plan_memory(small_engine(), RankId(), num_blocks=2), owner="tensors")
     assert "tensors" not in repr(cache)
 
 
@@ -45,9 +60,7 @@ def test_first_number_of_a_layer_has_two_equal_readers(name: str) -> None:
 
 def places(table: BlockTable) -> Places:
     """Return the places of a request on a rank with 8 blocks of 4 tokens."""
-    spec = MLAAttentionSpec(block_size=4, head_size=8, dtype="uint8")
-    group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
-    engine = EngineSpec(groups=[group], parallel=ParallelConfig())
+    engine = small_engine()
     return Places(Owners(engine), plan_memory(engine, RankId(), num_blocks=8), {"full": table})
 
 
@@ -68,3 +81,52 @@ def test_pool_contains_the_ids_below_its_number_of_blocks() -> None:
     group, region = side.owners.engine.groups[0], side.cache.regions[0]
     inside = side._in_pool(group, region, np.array([-1, 0, 7, 8]))
     assert inside.tolist() == [False, True, True, False]
+
+
+def test_cache_accepts_its_owner_only_by_name() -> None:
+    """A fifth argument without a name is more likely a mistake than an owner."""
+    cache = plan_memory(small_engine(), RankId(), num_blocks=2)
+    parts: Any = (cache.engine, cache.rank, cache.regions, cache.memory)
+    with pytest.raises(TypeError):
+        RankCache(*parts, "tensors")
+    assert RankCache(*parts, owner="tensors").owner == ("tensors",)
+
+
+def test_engine_may_have_as_many_ranks_as_the_limit() -> None:
+    """One rank more is refused."""
+    assert len(ParallelConfig(pp_size=MAX_RANKS).ranks) == MAX_RANKS
+    assert refusal(lambda: ParallelConfig(pp_size=MAX_RANKS + 1)).value == MAX_RANKS + 1
+
+
+def test_block_table_reads_ids_of_an_object_that_converts_itself_to_an_array() -> None:
+    """A tensor of torch is neither a sequence nor an array of numpy."""
+
+    class Tensor:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            return np.array([3, 5], dtype)
+
+    ids: Any = Tensor()
+    assert BlockTable(ids) == BlockTable([3, 5])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, np.uint64])
+def test_verify_reads_descriptors_of_any_integer_type(dtype: type) -> None:
+    """The rows are right in each of them."""
+    plan = plan_transfer(small_engine(), small_engine())
+    caches = [plan_memory(small_engine(), RankId(), num_blocks=8) for _ in range(2)]
+    load = request(7, {"full": [3, 5]}, {"full": [1, 6]})
+    rows = {(RankId(), RankId()): build_table(plan, *caches).descriptors(load).astype(dtype)}
+    assert verify(plan, *({RankId(): cache} for cache in caches), load, descriptors=rows) is None
+
+
+def test_reference_copy_names_the_tokens_that_a_short_table_lacks() -> None:
+    """The table ends at token 8, and the tokens 2 to 9 are wanted."""
+    pytest.importorskip("torch")
+    from kvspec.check import reference  # noqa: PLC0415 - needs torch
+
+    sides = [{RankId(): allocate(small_engine(), RankId(), num_blocks=8)} for _ in range(2)]
+    plan = plan_transfer(small_engine(), small_engine())
+    load = request(10, {"full": [3, 5]}, {"full": [1, 6, 2]}, cached_tokens=2)
+    error = refusal(lambda: reference.copy(plan, *sides, load), MismatchError)
+    [mismatch] = error.mismatches
+    assert (range(8), range(2, 10)) == (mismatch.producer, mismatch.consumer)

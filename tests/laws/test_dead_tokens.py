@@ -30,6 +30,12 @@ SHORT_WINDOW = builders.engine(
     layout="LBHNC",
 )
 
+# Two blocks of the producer are one row of two tiles, unless the second one has a dead token.
+HALVES = [
+    builders.engine(builders.gqa(2, block_size=size, head_size=2), tp=tp, layout="LBHNC")
+    for size, tp in ((4, 2), (8, 1))
+]
+
 
 def has_opaque_pages(engine: EngineSpec) -> bool:
     """Return whether a layer of *engine* has pages that can only move whole."""
@@ -40,6 +46,7 @@ def has_opaque_pages(engine: EngineSpec) -> bool:
 @given(strategies.cases() | special_cases.common_cases() | strategies.sharing_cases())
 @example(builders.case(SHORT_WINDOW, SHORT_WINDOW, builders.request(13, [3], [5])))
 @example(builders.case(SHORT_WINDOW, SHORT_WINDOW, builders.request(35, [0, 3, 1], [5, 2, 6])))
+@example(builders.case(*HALVES, builders.request(15, [3, 4, 5, 6], [7, 2])))
 def test_table_by_default_writes_no_byte_of_a_dead_token(case: Case) -> None:
     """The oracle marks all bytes that hold dead tokens. Copies must not touch any of them."""
     here = world(case)
