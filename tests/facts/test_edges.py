@@ -221,12 +221,16 @@ class MemoryOfRank:
 
 
 def test_overlapping_ranks_are_those_that_share_a_byte() -> None:
-    """Rank 1 ends where rank 2 begins. Rank 0 contains both and ends where rank 3 begins."""
+    """Rank 1 ends where rank 2 begins. Rank 0 contains both and ends where rank 3 begins.
+
+    Rank 0 also has a memory inside its own, which is no pair of ranks.
+    """
     spans = {0: (0, 1000), 1: (100, 50), 2: (150, 50), 3: (1000, 10)}
     caches: dict[RankId, Any] = {
         RankId(tp=tp): MemoryOfRank((Memory(1 + start, length),))
         for tp, (start, length) in spans.items()
     }
+    caches[RankId()] = MemoryOfRank((Memory(1, 1000), Memory(11, 20)))
     pairs = {(first.tp, second.tp) for first, second in overlapping_ranks(caches)}
     assert {(0, 1), (0, 2)} == pairs
 

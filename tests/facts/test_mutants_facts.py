@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from builders import request
+from builders import engine, gqa, request
 from refused import refusal
 
 from kvspec import (
@@ -130,3 +130,28 @@ def test_reference_copy_names_the_tokens_that_a_short_table_lacks() -> None:
     error = refusal(lambda: reference.copy(plan, *sides, load), MismatchError)
     [mismatch] = error.mismatches
     assert (range(8), range(2, 10)) == (mismatch.producer, mismatch.consumer)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "plain"),
+    [
+        (("LBNHC", "LBNHC"), {True}),  # blocks lie end to end on both sides
+        (("LBHNC", "LBHNC"), {False}),  # another head lies between the tiles of two blocks
+        (("LBNHC", "LBHNC"), {True}),  # a block of the consumer is one tile
+    ],
+)
+def test_rows_are_plain_if_each_run_is_one_row_on_both_sides(
+    layouts: tuple[str, str], plain: set[bool]
+) -> None:
+    """Half a block moves to each block, so a block has two tiles on the producer."""
+    sides = [
+        engine(gqa(2, block_size=size, head_size=2), layout=layout)
+        for size, layout in zip((8, 4), layouts, strict=True)
+    ]
+    caches = [plan_memory(side, RankId(), num_blocks=8) for side in sides]
+    rows = [entry.rows for entry in build_table(plan_transfer(*sides), *caches).entries]
+    whole = [each for each in rows if each.kind.tokens == each.token_split.tile]
+    assert plain == {each.plain for each in whole}
+    for each in rows:
+        counts = {each.producer.rows_per_run, each.consumer.rows_per_run}
+        assert each.plain == (counts == {1})
