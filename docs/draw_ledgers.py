@@ -16,9 +16,9 @@ A ledger is the state machine of one rank for the requests of one side. A produc
 when the blocks of a request are free. A consumer's ledger decides when a load is done. The two
 exchange messages, which may be lost, repeated or reordered.
 
-The ledgers keep law 12. Each producer rank frees each request exactly once: after its last reader
-is done, or when the lease ends. A reader that comes later receives `gone`. A load that has failed
-never becomes ready.
+The ledgers keep [law 12](../CONTRIBUTING.md#the-laws). Each producer rank frees each request exactly
+once: after its last reader is done, or when the lease ends. A reader that comes later receives
+`gone`. A load that has failed never becomes done.
 
 `python docs/draw_ledgers.py` writes this page from the tables in `kvspec/completion/states.py`. The
 ledgers execute these tables. [The wire format](wire.md) describes the bytes of each message.
@@ -30,19 +30,26 @@ also contains how many readers will come, and a number. The answer repeats the n
 ignores answers to an earlier load of the same attempt."""
 HELD = """\
 The event `again` is a repeated `done` of a reader that is done. `complete` means that all expected
-readers are done. `time` means that the lease is over, or that a freed request was remembered as
-long. `pinned` is `time` for a request that must be remembered because of a push.
+readers are done. `time` means that the lease is over. For a freed request, it means that one more
+lease has passed. An unknown request has one lease from its first message: heartbeats do not extend
+it. `pinned` is `time` for a request that must be remembered because of a push.
+
+If the engine passed the number of readers to `hold`, the ledger refuses each message that contains
+another number. The reader gets no answer, and the lease is not extended.
 
 Each heartbeat has a new number. The ledger refuses a heartbeat whose number is not greater than the
 number of the reader's last message, because it is a copy: a copy must not extend the lease of a
 reader that has died. A repeated `done` is answered again."""
 PUSHED = """\
 A producer can also write its data to the readers. Then each reader of each attempt has a state of
-its own in the same record. `begin` means that the write is posted, `written` that the last byte is
-written, and `failed` that the write failed and nothing is in flight. `anew` is a heartbeat of a
-reader that was done with the attempt. A reader that was sent `stopped` may reuse its blocks, so
-this rank never writes to it in that attempt again, even if it gave up before the request was held.
-A `done` changes nothing here."""
+its own in the same record. `begin` means that the write is about to be posted, `written` that the
+last byte is written, and `failed` that the write failed and nothing is in flight. `anew` is a
+heartbeat of a reader that was done with the attempt. A reader that was sent `stopped` may reuse its
+blocks, so this rank never writes to it in that attempt again, even if it gave up before the request
+was held. A `done` changes nothing here. A lease may end during a push. Then the request is freed
+although the write is in flight, and the load of its reader fails with `gone`.
+
+The session sends `stop` and the messages about checksums. No row does."""
 Table = dict[tuple[str, str], Row]
 
 

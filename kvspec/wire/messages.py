@@ -279,7 +279,7 @@ class Valid(Message, tag="valid", frozen=True):
 
 
 class Gone(Message, tag="gone", frozen=True):
-    """Answer to both: the blocks are freed or will be, so the data is void."""
+    """Answer to `heartbeat` or `done`: the blocks are freed or will be, so the data is void."""
 
 
 class StopWriting(Message, tag="stop", frozen=True):

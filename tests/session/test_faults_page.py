@@ -485,7 +485,7 @@ ROWS: dict[str, Callable[..., None]] = {
     "The rank of a reader closes": ENDS,
     "The process of a producer is killed": RESTARTS,
     "An engine starts again": RESTARTS,
-    "The rank of a producer closes": test_load_fails_when_a_rank_of_its_producer_is_closed,
+    "A producer's `NixlRank` is closed": test_load_fails_when_a_rank_of_its_producer_is_closed,
     "A process is stopped": test_load_fails_when_a_process_is_stopped_longer_than_the_lease,
     "A load comes": test_late_load_of_reused_blocks_fails,
     "A process forks": test_forked_child_has_no_session_and_its_parent_serves_on,
