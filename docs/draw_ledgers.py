@@ -16,9 +16,9 @@ A ledger is the state machine of one rank for the requests of one side. A produc
 when the blocks of a request are free. A consumer's ledger decides when a load is done. The two
 exchange messages, which may be lost, repeated or reordered.
 
-The ledgers keep [law 12](../CONTRIBUTING.md#the-laws). Each producer rank frees each request exactly
-once: after its last reader is done, or when the lease ends. A reader that comes later receives
-`gone`. A load that has failed never becomes done.
+The ledgers keep [law 12](../CONTRIBUTING.md#the-laws). Each producer rank frees each request
+exactly once: after its last reader is done, or when the lease ends. A reader that comes later
+receives `gone`. A load that has failed never becomes done.
 
 `python docs/draw_ledgers.py` writes this page from the tables in `kvspec/completion/states.py`. The
 ledgers execute these tables. [The wire format](wire.md) describes the bytes of each message.

@@ -1,12 +1,12 @@
-"""Read the cache of a real model of transformers into the memory of an engine of another maker.
+"""Load the cache of a transformers model into the memory of an engine with another key order.
 
 ```sh
 pip install transformers
 python examples/cross_engine.py
 ```
 
-The other maker keeps two ranks, blocks of 32 tokens, heads outermost, and rotated keys in pairs as
-llama.cpp does. transformers keeps one rank and rotated keys in halves. kvspec puts each element in
+The other engine has two ranks, blocks of 32 tokens, heads outermost, and rotated keys in pairs as
+llama.cpp has. transformers has one rank and rotated keys in halves. kvspec puts each element in
 its place. docs/cross-engine.md lists pairs of real engines.
 """
 
@@ -75,6 +75,8 @@ def main() -> int:
         given: Any = {"engine_id": "other", "epoch": 1, "owner": memory, **settings}
         with NixlRank() as nixl, Session(nixl, cache, **given) as session:
             blocks = {group.name: [3, 6] for group in engine.groups}
+            # All tokens are loaded, to compare keys. An engine would load all but the last one,
+            # which it computes itself to sample the next token.
             request = ticket.request("prompt", TOKENS, blocks)
             session.load(request, ticket=ticket, timeout=20).wait()
         # Block 6 begins with token 32. Rank tp holds head tp, whose keys are now in pairs.

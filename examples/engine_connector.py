@@ -1,8 +1,8 @@
 """The connector of two whole engines: several processes, a router, an abort and windows.
 
-`python examples/engine_connector.py` prints what became of three prompts.
-gpt-oss-20b moves from two ranks to three. Each rank is a process with a session. This process is
-the scheduler of both engines and the router, where only JSON travels. Checksums are compared.
+`python examples/engine_connector.py` prints the outcome of three prompts. The cache of gpt-oss-20b
+moves from two ranks to three. Each rank is a process with a session. This process is the scheduler
+of both engines and the router, where only JSON travels. Checksums are compared.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ def main() -> None:
             for tp in agreement.to_cancel:
                 loads[tp].cancel()
             time.sleep(0.01)
+        # After a failure, an engine computes the blocks in `undefined_blocks` of each load again.
         unsettled = set(range(len(prefill)))
         while unsettled:  # The blocks are free when they are free on all ranks.
             unsettled -= {tp for tp in unsettled if remote_id in prefill[tp].settled().freed}
         print(f"prompt {number}: {agreement.state}, and its blocks are free")
     for rank in (*decode, *prefill):
-        rank.close()
+        rank.close()  # A process that continues closes `rank.nixl` next.
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ def main() -> None:
     plan = kvspec.plan_transfer(producer, consumer)
     print(kvspec.explain(plan))
 
-    # 3. A producer rank frees the blocks of a request after these ranks have notified it.
+    # 3. Ranks that no consumer reads still hold the request, and wait for a notification.
     unread = [str(rank) for rank in producer.parallel.ranks if not plan.targets(rank)]
     print("\nheld, but read by nobody:", *unread or ["none"])
 
-    # 4. What one prompt costs, on each link.
+    # 4. The bytes and descriptors of one prompt, on each link.
     print(f"\n{kvspec.traffic(plan, options.tokens)}")
 
     # 5. The time of the slowest link, if three such consumers read at once.
@@ -51,8 +51,8 @@ def main() -> None:
         (producer, consumer),
         num_tokens=options.tokens,
         consumers=3,
-        out_speed=50e9,
-        in_speed=50e9,
+        out_speed=50e9,  # bytes per second of each producer rank
+        in_speed=50e9,  # bytes per second of each consumer rank
     )
     print()
     for load in simulation.policies:

@@ -36,7 +36,8 @@ def main() -> None:
     """Allocate as two engines do, describe the tensors, and move 40 tokens."""
     producer, consumer = engine(2, 16, "LKBHNC"), engine(4, 32, "BLKHNC")
 
-    # The producer, on each rank: [2, blocks, tokens, heads, size], permuted from heads first.
+    # The producer, on each rank: [2, blocks, tokens, heads, size]. It is a view of memory that has
+    # heads before tokens.
     held = {
         rank: {
             layer: np.random.default_rng(rank.tp)

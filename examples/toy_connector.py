@@ -15,18 +15,19 @@ def heads(total, size, rank):
 
 
 def reads(total, producers, consumers):
-    """Yield (head, producer rank, place there, consumer rank, place there) for each read."""
-    for rank in range(consumers):
-        for place, head in enumerate(heads(total, consumers, rank)):
+    """Yield (head, producer rank, place on it, consumer rank, place on it) for each read."""
+    for target in range(consumers):
+        for target_place, head in enumerate(heads(total, consumers, target)):
             source = next(r for r in range(producers) if head in heads(total, producers, r))
-            yield head, source, head - heads(total, producers, source).start, rank, place
+            source_place = head - heads(total, producers, source).start
+            yield head, source, source_place, target, target_place
 
 
 def copies(pairs, tensors, tables, pools, size, tokens, starts):
     """Yield (source address, target address, bytes). Adjacent copies of one memory become one.
 
-    *pairs* are places of heads, *tensors* pairs of a source and a target, and *starts* the
-    addresses where memories begin.
+    *pairs* are the places of a head on both ranks, *tensors* pairs of a source and a target, and
+    *starts* the addresses where memories begin.
     """
     for ids, pool in zip(tables, pools, strict=True):
         used = ids[tokens.start // size :]
@@ -35,11 +36,11 @@ def copies(pairs, tensors, tables, pools, size, tokens, starts):
     last = (0, 0, 0)
     for copy in sorted(
         (
-            source.address(tables[0][token // size], there, token % size),
-            target.address(tables[1][token // size], here, token % size),
+            source.address(tables[0][token // size], source_place, token % size),
+            target.address(tables[1][token // size], target_place, token % size),
             source.content_bytes,
         )
-        for there, here in pairs
+        for source_place, target_place in pairs
         for source, target in tensors
         for token in tokens
     ):

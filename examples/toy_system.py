@@ -14,8 +14,8 @@ def reads_of(case):
     if differing := [name for name in first if first[name] != second[name]]:
         raise CannotServeError(f"the engines differ in {differing}")
     sizes = case.producer.parallel.tp_size, case.consumer.parallel.tp_size
-    for head, source, there, target, here in reads(first["total_num_kv_heads"], *sizes):
-        yield (RankId(tp=source), RankId(tp=target)), head, there, here
+    for head, source, source_place, target, place in reads(first["total_num_kv_heads"], *sizes):
+        yield (RankId(tp=source), RankId(tp=target)), head, source_place, place
 
 
 def moves(case, _role):
@@ -35,7 +35,7 @@ def descriptors(world, producer, consumer):
     both = request.producer_blocks, request.consumer_blocks
     tables = [table["full"].block_ids.tolist() for table in both]
     pools = case.producer_pool["full"], case.consumer_pool["full"]
-    places = [(there, here) for ranks, _, there, here in reads_of(case) if ranks == pair]
+    places = [tuple(both) for ranks, _, *both in reads_of(case) if ranks == pair]
     caches = world.producers[producer][0], world.consumers[consumer][0]
     parts = [(layer, part) for layer in group.layers for part in ("k", "v")]
     tensors = [[cache.region(*names) for cache in caches] for names in parts]

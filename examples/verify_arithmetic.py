@@ -46,15 +46,15 @@ def own_copies(
         if target.rank.tp // ratio != source.rank.tp:
             return
         first_source, first_target = target.rank.tp % ratio * (HEADS // consumer_tp), 0
-    for near in source.regions:
-        far = target.region(near.layer, near.part)
+    for producer_region in source.regions:
+        consumer_region = target.region(producer_region.layer, producer_region.part)
         for token in range(TOKENS):
             from_block, to_block = (BLOCKS[side][token // BLOCK] for side in BLOCKS)
             for head in range(max(1, min(HEADS // producer_tp, HEADS // consumer_tp))):
                 yield (
-                    near.address(from_block, first_source + head, token % BLOCK),
-                    far.address(to_block, first_target + head, token % BLOCK),
-                    near.content_bytes,
+                    producer_region.address(from_block, first_source + head, token % BLOCK),
+                    consumer_region.address(to_block, first_target + head, token % BLOCK),
+                    producer_region.content_bytes,
                 )
 
 
