@@ -266,21 +266,35 @@ def matrix(made: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def issues(made: Mapping[str, Any]) -> list[str]:
+    """Return the upstream issue of each wrong axis."""
+    known = {one["axis"]: one["issue"] for one in made["findings"] if "http" in one["issue"]}
+    others = [f"*{one['axis']}*" for one in made["findings"] if one["axis"] not in known]
+    lines = [f"- issue of *{axis}*: {issue}" for axis, issue in known.items()]
+    lines += [f"- no issue is known for {'; '.join(others)}"] if others else []
+    return [*lines, ""] if lines else []
+
+
 HEAD = """\
 # Connectors of other projects, judged by kvspec
 
 Each connector runs its own installed code. No code of others is in this repository. The adapters
 here call the functions that choose ranks, slices, blocks and descriptors, in one process and
-without a GPU. The laws compare what they do with the oracle, byte by byte.
+without a GPU. [Test laws](../CONTRIBUTING.md#the-laws) compare the result with the correct bytes.
 
-*Refused* is allowed: the connector raises an error before a byte moves. *Wrong* is not: the request
-ends without an error, and its bytes are false or missing, or it does not end as promised. A count
-is a number of cases of a complete grid, and not of models. Each report names what a user can meet.
+*Exact* means that the result is right. *Refused* is allowed: the connector raises an error before a
+byte moves. *Wrong* is a defect: the request succeeds with false or missing bytes, the connector
+crashes after its first copy, or a rank gets a wrong number of notifications. Counts are cases of a
+complete grid. They do not say how often users meet them. Each report describes which users are
+affected.
 
 `conformance/run` installs the pinned versions, judges all of them and writes this page and the
 reports. `conformance/run vllm_nixl` does it for one. From an empty environment to the report of
-vLLM's NIXL connector, this took 108 s on two cores, with a filled cache of pip. A nightly workflow
-runs it.
+vLLM's NIXL connector, this took 108 s on two cores, with a warm pip cache. A nightly workflow runs
+it.
+
+To add a connector, make a folder like the others: `environment` names the file with its pinned
+packages, and `connector.py` has the names that `judging.py` describes at its top.
 
 `mooncake.reshard.kv_cache` ([Mooncake#3564](https://github.com/kvcache-ai/Mooncake/pull/3564)) is
 not judged, since no wheel has it yet. The newest one, mooncake-transfer-engine 0.3.13.post1, has
@@ -301,6 +315,7 @@ def write_overview() -> None:
             "",
             *matrix(made),
             "",
+            *issues(made),
         ]
     (HERE / "README.md").write_text("\n".join(lines), "utf-8")
 

@@ -19,9 +19,10 @@ NAME = "SGLang disaggregation"
 VERSION = version("sglang")
 JUDGED = (
     "`CommonKVManager._resolve_rank_mapping` and `compute_head_slice_params` of the wheel, which"
-    " the Mooncake, NIXL and MORI backends share: which decode rank asks which prefill ranks, and"
-    " which heads each of them sends. No bytes. If several prefill ranks hold one head, all of them"
-    " send it to the same place. That costs traffic and does no harm, so equal bytes count once."
+    " the Mooncake, NIXL and MORI backends share: from which prefill ranks a decode rank requests"
+    " data, and which heads each of them sends. This judges only the mapping; no bytes are copied."
+    " If several prefill ranks hold one head, all of them send it to the same place. That costs"
+    " traffic and does no harm, so equal copies count once."
 )
 
 

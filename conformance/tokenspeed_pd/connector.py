@@ -26,7 +26,8 @@ NAME = "TokenSpeed transfer planner"
 VERSION = version("tokenspeed")
 JUDGED = (
     "`CacheTransferPlanner` of the wheel: the fragments that each decode rank reads from each"
-    " prefill rank. A page has one token, and a head is 1 byte. No bytes are moved."
+    " prefill rank. In these cases a page has one token, and a head has 1 byte. This judges only"
+    " the mapping; no bytes are copied."
 )
 FIELDS = {"k": "layer.0.k", "v": "layer.0.v", "latent": "layer.0.latent"}
 

@@ -20,7 +20,8 @@ NAME = "vLLM Mooncake connector"
 VERSION = vllm.__version__
 JUDGED = (
     "`_compute_sender_transfer_plan` and `TransferTopology.handshake_target_ranks` of the wheel:"
-    " which producer rank sends which bytes of a block to which consumer rank. A head is 1 byte."
+    " which producer rank sends which bytes of a block to which consumer rank. In these cases a"
+    " head has 1 byte."
 )
 
 

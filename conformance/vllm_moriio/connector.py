@@ -21,7 +21,8 @@ NAME = "vLLM MoRIIO connector (write)"
 VERSION = vllm.__version__
 JUDGED = (
     "`compute_write_tp_mapping` of the wheel: which producer rank writes which heads to which"
-    " consumer rank, and how many writers each consumer rank waits for. No bytes."
+    " consumer rank, and how many writers each consumer rank waits for. This judges only the"
+    " mapping; no bytes are copied."
 )
 
 

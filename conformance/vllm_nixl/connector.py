@@ -19,7 +19,9 @@ NAME = "vLLM NIXL connector (pull)"
 JUDGED = (
     "`NixlPullConnectorWorker` of the wheel: registration, handshake checks, TP mapping, descriptor"
     " rows and ids, pairing of blocks, and post-processing of received blocks. NIXL is replaced by"
-    " copies in host memory, and the attention backend by one that accepts any block size."
+    " copies in host memory, and the attention backend is replaced by one that accepts any block"
+    " size. *Keys and values as two head slots* are pages with one plane of keys and one of values,"
+    " which vLLM describes as two heads."
 )
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 BYTES = System(name=NAME, version=VERSION, connector=run)

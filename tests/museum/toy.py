@@ -325,10 +325,9 @@ def block_pairs(
 
 def describe(case: Case) -> str:
     """Return one line that names what matters of a *case* of `transfer`."""
-    words = [_model(case.producer)]
-    if _model(case.consumer) != words[0]:
-        words[0] += f" to {_model(case.consumer)}"
-    words += _layers(case) + ["one memory"] * case.shared
+    first, second = _model(case.producer), _model(case.consumer)
+    head = f"{first}, " if first == second else f"producer: {first}; consumer: {second}; "
+    words = _layers(case) + ["one memory"] * case.shared
     for name, size in (
         ("TP", lambda side: side.parallel.tp_size),
         ("PP", lambda side: side.parallel.pp_size),
@@ -355,7 +354,7 @@ def describe(case: Case) -> str:
         side = getattr(case, role)
         if (spare := _spare(side, blocks, request.num_tokens)) > 0:
             words.append(f"{spare} block{'s' * (spare != 1)} more on the {role}")
-    return ", ".join(words)
+    return head + ", ".join(words)
 
 
 def _spare(side: kvspec.EngineSpec, blocks: Mapping[str, Any], tokens: int) -> int:
