@@ -114,7 +114,7 @@ def quotients_are_unique(_: Library, path: Path) -> None:
 
 @theorem("proof.symbolic.Int", bound="-9 to 9", symbolic=False, module="inputs")
 def symbolic_integers_are_those_of_python(_: Library) -> int:
-    """All operators give what Python gives, and so do the replaced functions."""
+    """The operators and replacements return what Python returns."""
     path = Path.current = Path([])
     numbers = range(-9, 10)
     for a, b in itertools.product(numbers, repeat=2):
@@ -184,13 +184,19 @@ COVER_FAULTS = (
 
 @theorem("ownership.intervals.cover_fault", *COVER_FAULTS, bound="any 0 to 2 intervals")
 def cover_of_two_is_exact(lib: Library, path: Path) -> None:
-    """No fault means that each integer is covered exactly once; a fault names a real place."""
+    """`cover_fault` returns None if and only if each integer is covered exactly once.
+
+    Otherwise the range that it returns is missing, is covered several times, or leaves the target.
+    """
     _cover(lib, path, 2 if path.int("both", 0, 1) == 1 else 1 if path.int("one", 0, 1) == 1 else 0)
 
 
 @theorem("ownership.intervals.cover_fault", *COVER_FAULTS[:2], bound="any 3 intervals", quick=False)
 def cover_of_three_is_exact(lib: Library, path: Path) -> None:
-    """No fault means that each integer is covered exactly once; a fault names a real place."""
+    """`cover_fault` returns None if and only if each integer is covered exactly once.
+
+    Otherwise the range that it returns is missing, is covered several times, or leaves the target.
+    """
     _cover(lib, path, 3)
 
 
@@ -273,7 +279,10 @@ def even_ranges_are_equal_or_disjoint(lib: Library, path: Path) -> None:
 
 @theorem(EVEN, ("start = rank * packs // tp_size", "start = (rank * packs + 1) // tp_size"))
 def even_ranges_cover_the_units(lib: Library, path: Path) -> None:
-    """Each unit belongs to a rank: rank ((p + 1) T - 1) // U owns pack p of U packs on T ranks."""
+    """Each unit belongs to a rank.
+
+    Of U packs on T ranks, rank ((p + 1) T - 1) // U owns pack p.
+    """
     units, tp, pack, packs = _sizes(path, replicas=False)
     number = path.int("pack", 0, packs - 1)
     rank = ((number + 1) * tp - 1) // packs
@@ -414,7 +423,7 @@ def _tiling(path: Path, name: str, units: Int, *watched: Int) -> tuple[Any, Int]
     module="ownership.sharding",
 )
 def classes_are_the_intersecting_ranges(lib: Library, path: Path) -> None:
-    """A range is among the classes of some units if and only if it contains one of these units."""
+    """`classes` returns a range if and only if the range contains one of the given units."""
     units, index = path.int("units", 1), path.int("index", 0)
     sharding, number = _tiling(path, "producer", units, index)
     path.assume(index < number)
@@ -749,7 +758,10 @@ def stripe_refuses_a_first_block_beyond_its_step(lib: Library, path: Path) -> No
     symbolic=False,
 )
 def times_held_counts_each_block(lib: Library) -> int:
-    """1 if each block is in exactly one stripe, 0 if some block is in none, 2 otherwise."""
+    """It returns 1 if each block is in exactly one stripe.
+
+    It returns 0 if some block is in none, and otherwise 2.
+    """
     cases = 0
     for step in range(1, 6):
         kinds = [lib.stripes.Stripe(first, step) for first in range(step)] + [lib.stripes.WHOLE]
@@ -1200,7 +1212,7 @@ def chunk_is_that_of_the_query(lib: Library, path: Path) -> None:
     module="ownership.parallel",
 )
 def context_ranks_are_all_used(lib: Library, path: Path) -> None:
-    """Without explicit context ranks, each rank has one that exists, and each one has a rank."""
+    """By default every rank has a valid context rank, and every context rank is used."""
     dcp, pcp, share = path.int("dcp", 1), path.int("pcp", 1), path.int("share", 1)
     size = path.int("size", 2)
     path.assume(size == dcp * pcp)
@@ -1263,7 +1275,7 @@ def _moved(rows: Any) -> list[int]:
 def parts_of_a_tile_move_it_exactly(lib: Library) -> int:
     """The rows of a part of a tile move each of its tokens exactly once.
 
-    Each row is of a kind that the table lists, and begins where that kind may begin.
+    Each row has a kind from the table and a valid start.
     """
     cases = 0
     for tile in (*range(1, 33), 40, 48, 49, 64):
