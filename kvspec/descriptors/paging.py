@@ -132,6 +132,23 @@ def partial_sizes_of(grain: int, tile: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def tile_counts_of(most: int) -> tuple[int, ...]:
+    """Return the numbers of tiles that a row may move: *most*, a quarter of it, and so on, and 1.
+
+    A table has rows of each number, beginning at almost every tile. With all numbers up to *most*,
+    it would have *most* times as many descriptors. With these, a request needs at most three rows
+    of each number but the largest.
+
+    >>> tile_counts_of(64), tile_counts_of(6), tile_counts_of(1)
+    ((64, 16, 4, 1), (6, 1), (1,))
+    """
+    counts = []
+    while most > 1:
+        counts.append(most)
+        most //= 4
+    return (*counts, 1)
+
+
 @attrs.frozen(eq=False)
 class TokenSplit:
     """The numbers that decide which rows of one edge a request selects.
@@ -142,7 +159,8 @@ class TokenSplit:
         grain: Tokens that one state of the part stands for (`Part.tokens_per_state`).
         producer: Paging of the producer.
         consumer: Paging of the consumer.
-        spans: The largest number of tiles that one row moves. 1 if rows of one tile are enough.
+        tile_counts: The numbers of tiles that one row may move, from the largest to 1. Only 1 if
+            rows of one tile are enough.
         partial_sizes: Sizes whose multiples are rows of a part of a tile. If empty, a part of a
             tile moves state by state.
         trim_from: The last tile is shortened if it has at least this many dead tokens. 0 if it
@@ -158,7 +176,7 @@ class TokenSplit:
     grain: int
     producer: Paging
     consumer: Paging
-    spans: int = 1
+    tile_counts: tuple[int, ...] = (1,)
     partial_sizes: tuple[int, ...] = ()
     trim_from: int = 0
     prefix_multiple: int = 1
@@ -184,7 +202,7 @@ class TokenSplit:
         if not self.tile:
             yield RowKind(0, 0, 0)
             return
-        for tiles in range(1, self.spans + 1):
+        for tiles in self.tile_counts:
             yield RowKind(self.tile, 0, tiles * self.tile)
         begins_inside = self.may_begin_inside
         if self.tile > self.grain and not self.partial_sizes and (begins_inside or self.trim_from):

@@ -11,7 +11,8 @@ How it works:
        group are cut alike by every request (`split_key`), so that they share one `TokenSplit`.
     2. It divides each group into boxes: parts with equal strides on both sides (`Boxes`). A box
        has three axes: units, states and content. A *content* is the bytes of one unit in one state.
-    3. It decides which kinds of rows the group needs (`_spans`, `_partial_sizes`, `_trim_from`).
+    3. It decides which kinds of rows the group needs (`_tile_counts`, `_partial_sizes`,
+       `_trim_from`).
     4. For each kind, a box becomes runs. An axis whose stride equals the length of the content
        becomes part of the content. Then runs that touch on both sides are joined (`coalesce`).
 
@@ -41,6 +42,7 @@ from kvspec.descriptors.paging import (
     RowKind,
     TokenSplit,
     partial_sizes_of,
+    tile_counts_of,
     tile_tokens,
 )
 from kvspec.descriptors.request import MAX_TOKENS
@@ -62,6 +64,9 @@ Boundaries = tuple[tuple[int, ...], tuple[int, ...]]
 # The number of bytes that move in the time of one more descriptor. NIXL over shared memory needs
 # 2.4 us for a descriptor and moves 9 GB/s: 21,600 bytes. The host's own work adds half of that.
 DESCRIPTOR_BYTES = 32_400
+
+# Rows of two tiles are kept if they need at most this part of the runs of two rows of one tile.
+MUCH_FEWER = 0.75
 
 
 @attrs.frozen(eq=False)
@@ -497,8 +502,8 @@ def _split_group_rows(
     if token_split.tile:
         token_split = _with_contiguity(token_split, boxes)
         rows = partial(_rows, token_split, boxes, boundaries)
-        spans, sizes = _spans(token_split, rows), _partial_sizes(token_split, rows)
-        token_split = attrs.evolve(token_split, spans=spans, partial_sizes=sizes)
+        counts, sizes = _tile_counts(token_split, rows), _partial_sizes(token_split, rows)
+        token_split = attrs.evolve(token_split, tile_counts=counts, partial_sizes=sizes)
         trim_from = _trim_from(token_split, boxes, rows, DESCRIPTOR_BYTES)
         token_split = attrs.evolve(token_split, trim_from=trim_from)
     return [
@@ -522,8 +527,10 @@ def _with_contiguity(token_split: TokenSplit, boxes: tuple[Boxes, ...]) -> Token
     return attrs.evolve(token_split, **sides)
 
 
-def _spans(token_split: TokenSplit, rows: Callable[[RowKind], list[RowSet]]) -> int:
-    """Return the largest number of tiles that one row moves.
+def _tile_counts(
+    token_split: TokenSplit, rows: Callable[[RowKind], list[RowSet]]
+) -> tuple[int, ...]:
+    """Return the numbers of tiles that one row may move, from the largest to 1.
 
     Rows of several tiles are useful if a row of two tiles needs fewer runs than two rows of one
     tile. A block has 8 tokens, a tile has 4, and one head (a) of two heads (a, b) moves:
@@ -535,12 +542,12 @@ def _spans(token_split: TokenSplit, rows: Callable[[RowKind], list[RowSet]]) -> 
     rows of both sides do, NIXL joins tiles that touch, and rows of one tile are enough.
     """
     tile, sides = token_split.tile, (token_split.producer, token_split.consumer)
-    spans = min(
+    most = min(
         (side.memory_block_size // tile for side in sides if not side.contiguous_across_blocks),
         default=1,
     )
     one_tile, two_tiles = (RowKind(period=tile, skip=0, tokens=tiles * tile) for tiles in (1, 2))
-    return spans if spans > 1 and _makes_longer(rows, one_tile, two_tiles) else 1
+    return tile_counts_of(most if most > 1 and _makes_longer(rows, one_tile, two_tiles) else 1)
 
 
 def _partial_sizes(
@@ -564,12 +571,17 @@ def _partial_sizes(
 def _makes_longer(
     rows: Callable[[RowKind], list[RowSet]], single: RowKind, double: RowKind
 ) -> bool:
-    """Return whether a row of *double* needs fewer descriptors than two rows of *single*."""
+    """Return whether a row of *double* needs much fewer descriptors than two rows of *single*.
+
+    Rows of all lengths make the table many times larger. That is worth nothing if only a few runs
+    become longer. If one side has transposed keys of 32 elements, each element is a run, and only
+    the values of adjacent tokens can become one run: 65 instead of 66.
+    """
     single_rows = rows(single)
     # NIXL joins dense rows by itself, so longer rows would only make the table larger.
     if all(row_set.dense for row_set in single_rows):
         return False
-    return _run_count(rows(double)) < 2 * _run_count(single_rows)
+    return _run_count(rows(double)) <= 2 * MUCH_FEWER * _run_count(single_rows)
 
 
 def _run_count(sets: list[RowSet]) -> int:

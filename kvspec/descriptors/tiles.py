@@ -19,8 +19,8 @@ How it works:
 
     Head: the first tile begins with a cached or dead token. Only the tokens after it move.
 
-    Body: tiles move whole. If `TokenSplit.spans` is above 1, tiles that are adjacent in the memory
-    of both sides become one row. If it is 1, each tile is a row, and NIXL joins those that touch.
+    Body: tiles move whole. Tiles that are adjacent in the memory of both sides become rows of as
+    many tiles as `TokenSplit.tile_counts` allows. If that is 1, NIXL joins the tiles that touch.
 
     Tail: the last tile ends with a dead token. Only the tokens before it move.
 
@@ -443,14 +443,14 @@ def _cut(tables: Tables, token_split: TokenSplit, frame: _Frame) -> dict[RowKind
     If rows may have two tiles, the body and the tail could be one row. But that row would move the
     dead token 15, so the rows stay the same:
 
-    >>> rows(trim_from=1, partial_sizes=(1, 4), spans=2)
+    >>> rows(trim_from=1, partial_sizes=(1, 4), tile_counts=(2, 1))
     RowKind(period=4, skip=1, tokens=3) [5]
     RowKind(period=4, skip=0, tokens=3) [12]
     RowKind(period=4, skip=0, tokens=4) [8]
 
     If dead tokens may move, the body and the tail are one row of two tiles, with the token 15:
 
-    >>> rows(trim_from=1, partial_sizes=(1, 4), spans=2, dead_tokens=True)
+    >>> rows(trim_from=1, partial_sizes=(1, 4), tile_counts=(2, 1), dead_tokens=True)
     RowKind(period=4, skip=1, tokens=3) [5]
     RowKind(period=4, skip=0, tokens=8) [8]
     """
@@ -472,11 +472,12 @@ def _cut(tables: Tables, token_split: TokenSplit, frame: _Frame) -> dict[RowKind
     # A row of several tiles must not contain the last tile if that is shortened.
     shortened = live_stop < last + size and not token_split.dead_tokens
     separate = last if shortened else None
-    starts, counts = _joined(tables, token_split, frame, tile_starts, separate)
-    if len(starts) and starts[-1] == last and (tail := _tail(token_split, last, live_stop)):
+    counts = _adjacent(tables, token_split, frame, tile_starts, separate)
+    alone = len(tile_starts) and tile_starts[-1] == last and (counts is None or counts[-1] == 1)
+    if alone and (tail := _tail(token_split, last, live_stop)):
         rows += tail
-        starts, counts = starts[:-1], None if counts is None else counts[:-1]
-    return _by_kind(rows + _body(token_split, starts, counts))
+        tile_starts, counts = tile_starts[:-1], None if counts is None else counts[:-1]
+    return _by_kind(rows + _body(token_split, tile_starts, counts))
 
 
 def _moving(tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts: Ints) -> Ints:
@@ -559,31 +560,27 @@ def _part(token_split: TokenSplit, start: int, stop: int) -> list[KindStarts]:
     return rows
 
 
-def _joined(
+def _adjacent(
     tables: Tables,
     token_split: TokenSplit,
     frame: _Frame,
     tile_starts: Ints,
     separate: int | None,
-) -> tuple[Ints, Ints | None]:
-    """Join tiles that are adjacent in both memories into rows of several tiles.
+) -> Ints | None:
+    """Return the lengths of the stretches of tiles that are adjacent in both memories.
 
     Tiles of one block are adjacent. Tiles of two blocks are adjacent if rows continue across
     blocks and the block ids are consecutive. In this example a tile is a block of the producer,
     whose rows continue across blocks, and half a block of the consumer:
 
-        producer    | 5     | 6     |   one row       | 5     | 9     |   two rows
+        producer    | 5     | 6     |   one stretch   | 5     | 9     |   two stretches
         consumer    | 3             |                 | 3             |
 
-    The tile that begins at token *separate* stays alone, if it is given.
-
-    Returns:
-        The first tokens of the rows, and the number of tiles of each. None stands for one each.
+    The tile that begins at token *separate* stays alone, if it is given. None stands for stretches
+    of one tile each.
     """
-    if token_split.spans == 1 or len(tile_starts) < 2:  # noqa: PLR2004 - A pair has two tiles.
-        return tile_starts, None
-    # No row gets more than `spans` tiles: `spans` is 1 if the rows of both sides continue across
-    # blocks, and otherwise all tiles of a row lie in one block of a side.
+    if token_split.tile_counts == (1,) or len(tile_starts) < 2:  # noqa: PLR2004 - A pair has two.
+        return None
     adjacent = np.ones(len(tile_starts) - 1, np.bool_)
     owners = frame.consumer, frame.producer
     for (_, _, table, paging), owner in zip(tables.sides(token_split), owners, strict=True):
@@ -596,19 +593,26 @@ def _joined(
         adjacent &= touching
     if tile_starts[-1] == separate:
         adjacent[-1] = False
-    starts = np.concatenate([[0], np.flatnonzero(~adjacent) + 1])
-    return tile_starts[starts], np.diff(starts, append=len(tile_starts))
+    ends = np.flatnonzero(~adjacent) + 1
+    return np.diff(ends, prepend=0, append=len(tile_starts))
 
 
-def _body(token_split: TokenSplit, starts: Ints, counts: Ints | None) -> list[KindStarts]:
-    """Return the rows of whole tiles, by the number of tiles in each."""
+def _body(token_split: TokenSplit, tile_starts: Ints, counts: Ints | None) -> list[KindStarts]:
+    """Return the rows of whole tiles. Long rows come first in a stretch of adjacent tiles."""
     size = token_split.tile
     if counts is None:
-        return [(RowKind(size, 0, size), starts)] if len(starts) else []
-    return [
-        (RowKind(size, 0, count * size), starts[counts == count])
-        for count in np.unique(counts).tolist()
-    ]
+        return [(RowKind(size, 0, size), tile_starts)] if len(tile_starts) else []
+    rows: list[KindStarts] = []
+    first = np.cumsum(counts) - counts
+    for tiles in token_split.tile_counts:
+        number, rest = np.divmod(counts, tiles)
+        if number.any():
+            # The place of each row among the rows of its stretch.
+            place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
+            starts = tile_starts[np.repeat(first, number) + place * tiles]
+            rows.append((RowKind(size, 0, tiles * size), starts))
+        first, counts = first + number * tiles, rest
+    return rows
 
 
 def _by_kind(rows: list[KindStarts]) -> dict[RowKind, Ints]:

@@ -82,14 +82,14 @@ def test_parts_of_tiles_keep_all_laws(
 
 @pytest.mark.parametrize("cached", [1, 2, 3, 5])
 def test_end_of_a_tile_before_a_row_of_several_tiles_keeps_all_laws(cached: int) -> None:
-    """Adjacent blocks of 4 are one row of a block of 16. The first block may be partly cached."""
+    """Adjacent blocks of 4 are rows of a block of 32. The first block may be partly cached."""
     sides = [
         builders.engine(
             builders.gqa(4, block_size=size, head_size=1, dtype="uint8"), layout=layout, tp=tp
         )
-        for size, layout, tp in ((4, "LKBNHC", 4), (16, "LBKHNC", 2))
+        for size, layout, tp in ((4, "LKBNHC", 4), (32, "LBKHNC", 2))
     ]
-    tile_request = builders.request(16, [1, 2, 3, 4], [1], cached_tokens=cached)
+    tile_request = builders.request(32, [*range(1, 9)], [1], cached_tokens=cached)
     tile_case = builders.case(*sides, tile_request)
     ends = [row for row in row_kinds(tile_case) if row[1]]
     spans = [row for row in row_kinds(tile_case) if row[2] > 4]
