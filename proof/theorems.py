@@ -1319,6 +1319,7 @@ def parts_of_a_tile_move_it_exactly(lib: Library) -> int:
         "tile_starts = np.arange(wanted.start // size * size, wanted.stop, size",
         "tile_starts = np.arange(wanted.start, wanted.stop, size",
     ),
+    ("first, counts = first + number * tiles, rest", "first, counts = first + number, rest"),
     bound="prompts <= 26, any cached prefix, blocks (4, 4) (4, 8) (6, 4) (12, 8)",
     symbolic=False,
 )
@@ -1332,10 +1333,10 @@ def requests_move_each_wanted_state_once(lib: Library) -> int:
     cases = 0
     for (a, b), grain in itertools.product(((4, 4), (4, 8), (6, 4), (12, 8)), (1, 2)):
         tile = math.gcd(a, b)
-        for sizes, spans in itertools.product(((), paging.partial_sizes_of(grain, tile)), (1, 2)):
+        for sizes, most in itertools.product(((), paging.partial_sizes_of(grain, tile)), (1, 2, 5)):
             cyclic = lib.tokens.BlockCyclic()
             sides = [
-                paging.Paging(size, size, cyclic, contiguous_across_blocks=spans > 1)
+                paging.Paging(size, size, cyclic, contiguous_across_blocks=most > 1)
                 for size in (a, b)
             ]
             split = paging.TokenSplit(
@@ -1343,7 +1344,7 @@ def requests_move_each_wanted_state_once(lib: Library) -> int:
                 tile,
                 grain,
                 *sides,
-                spans=spans,
+                tile_counts=paging.tile_counts_of(most),
                 partial_sizes=sizes,
                 trim_from=1,
                 windowed=True,
