@@ -165,6 +165,11 @@ def _case(
     )
 
 
+def _with_tables(case: Case, **tables: Any) -> Case:  # noqa: ANN401
+    """Return *case* with other block tables, such as `consumer_blocks={"g": [3, 1]}`."""
+    return attrs.evolve(case, request=attrs.evolve(case.request, **tables))
+
+
 def _tables(
     engine: EngineSpec, counts: tuple[int, int | None], seed: int, *, late: bool, shared: bool
 ) -> tuple[dict[str, BlockTable], dict[str, int]]:
@@ -234,6 +239,40 @@ def _replicas(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         ):  # fmt: skip
             case = _case(producer, consumer, 11, policy=policy)
             yield f"{name}-tp{p}-tp{c}-{policy.name}{policy.salt}", case
+    for p, c in ((4, 3), (2, 8)):
+        case = _case(
+            _engine(_latent(), tp_size=p),
+            _engine(_latent(), tp_size=c),
+            policy=ReplicaPolicy("first", 1),
+        )
+        yield f"latent-tp{p}-tp{c}-first1", case
+    yield from _stripes()
+
+
+def _stripes() -> Iterator[tuple[str, Case]]:
+    """Yield stripes between engines whose blocks, first tokens or contexts differ."""
+    window = SlidingWindowMLASpec(block_size=2, head_size=6, dtype="uint8", sliding_window=12)
+    larger = attrs.evolve(window, block_size=6)
+    kernels = {"kernel_block_size": 2}
+    small, large = _engine(_latent(2), tp_size=4), _engine(_latent(6), tp_size=3)
+    pairs = {
+        "block2-block6": (small, large),
+        "block6-block2": (large, small),
+        "kernel-blocks": (small, _engine(_latent(8), tp_size=3, group=kernels)),
+        # The first virtual block of the consumer's table is 3, and a stripe has 4 of them.
+        "late-tables": (_engine(window, tp_size=4), _engine(larger, tp_size=3)),
+        "dcp2-dcp2": (
+            _engine(_latent(2), tp_size=8, dcp_size=2), _engine(_latent(2), tp_size=2, dcp_size=2)
+        ),
+        "dcp1-dcp2": (
+            small, _engine(_latent(2), tp_size=2, dcp_size=2, interleave_size=2)
+        ),
+        "dcp2-dcp1": (_engine(_latent(4), tp_size=4, dcp_size=2), _engine(_latent(2))),
+    }  # fmt: skip
+    for name, (producer, consumer) in pairs.items():
+        late = name == "late-tables"
+        policy = ReplicaPolicy("stripe", 1)
+        yield f"stripe-{name}", _case(producer, consumer, 29, policy=policy, late=(late, late))
 
 
 def _shardings(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
@@ -288,6 +327,18 @@ def _pp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         "numbers-with-gaps",
         _case(_engine(_full(1), gaps, pp_size=2), _engine(_full(1), gaps, pp_size=3)),
     )
+    named = {
+        "first-number-of-two": [f"blocks.{number}.part.{9 - number}" for number in range(5)],
+        "several-layers-of-one-number": [f"layers.{name}" for name in ("0.a", "0.b", "0.c", 1, 2)],
+        "more-stages-than-numbers": ["layers.4", "layers.5"],
+    }
+    for name, layers in named.items():
+        first, second = (_engine(_full(1), layers, pp_size=size) for size in (2, 3))
+        yield name, _case(first, second)
+    groups = [
+        KVCacheGroup(name=f"from{at}", layers=names[at : at + 3], spec=_full(1)) for at in (0, 3)
+    ]
+    yield "numbers-of-all-groups", _case(_engine(groups, pp_size=2), _engine(groups, pp_size=3))
 
 
 def _cp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
@@ -326,6 +377,28 @@ def _cp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     yield (
         "draft-has-all-tokens",
         _case(_engine(groups, tp_size=2, dcp_size=2), _engine(groups, tp_size=4, dcp_size=4), 21),
+    )
+    whole = _engine(_latent(8), tp_size=2, dcp_size=2, group={"context_sharded": False})
+    sharded = _engine(_latent(4), tp_size=2, dcp_size=2)
+    yield "one-side-has-all-tokens", _case(whole, sharded, 21)
+    yield "other-side-has-all-tokens", _case(sharded, whole, 21)
+    rows = _latent(8, tokens_per_state=2)
+    yield (
+        "rows-of-two-tokens",
+        _case(
+            _engine(rows, tp_size=2, dcp_size=2, interleave_size=4),
+            _engine(rows, pcp_size=3, interleave_size=2, group={"kernel_block_size": 4}),
+            37,
+            cached=6,
+        ),
+    )
+    yield (
+        "kernel-blocks-below-interleave",
+        _case(
+            _engine(_latent(8), pcp_size=2, interleave_size=4, group={"kernel_block_size": 2}),
+            _engine(_latent(6), pcp_size=2, interleave_size=6, group={"kernel_block_size": 3}),
+            37,
+        ),
     )
 
 
@@ -393,6 +466,26 @@ def _prefixes(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         for number, name in enumerate("ab")
     ]
     yield "cached-by-group", _case(_engine(groups), _engine(groups), 9, cached={"b": 5})
+    rows = _latent(8, tokens_per_state=4)
+    yield "all-cached-inside-row", _case(_engine(rows), _engine(rows, tp_size=2), 14, cached=14)
+    window = SlidingWindowMLASpec(
+        block_size=8, head_size=6, dtype="uint8", sliding_window=6, tokens_per_state=4
+    )
+    case = _case(_engine(window), _engine(window, tp_size=2), 22, cached=6)
+    yield "cached-inside-row-before-window", case
+    first, second = _engine(_full(2)), _engine(_full(2, 8), tp_size=2)
+    case = _case(first, second, 23, cached=9)
+    dropped = {"g": BlockTable([4, 1, 0, 3], first_token=8)}
+    short = {"g": BlockTable([3, 1], first_token=8)}
+    yield "producer-table-begins-late", _with_tables(case, producer_blocks=dropped)
+    yield "consumer-table-begins-late", _with_tables(case, consumer_blocks=short)
+    yield (
+        "both-tables-begin-late",
+        _with_tables(case, producer_blocks=dropped, consumer_blocks=short),
+    )
+    # The producer's first two blocks hold cached tokens only, so they do not move.
+    tables = {"g": [5, 5, 1, 0, 3, 2]}
+    yield "producer-repeats-cached-block", _with_tables(case, producer_blocks=tables)
 
 
 def _windows(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
@@ -423,6 +516,23 @@ def _windows(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
             37,
         ),
     )
+    for late in ((True, False), (False, True), (True, True)):
+        case = _case(
+            _engine(latent, tp_size=2, dcp_size=2, interleave_size=2),
+            _engine(attrs.evolve(latent, block_size=4), pcp_size=3, interleave_size=4),
+            37,
+            late=late,
+        )
+        yield f"latent-window-dcp-late{late[0]:d}{late[1]:d}", case
+    # The window begins inside a row, which moves whole.
+    rows = attrs.evolve(latent, sliding_window=6, tokens_per_state=4)
+    yield "window-of-rows-of-four-tokens", _case(_engine(rows), _engine(rows, tp_size=2), 22)
+    chunk = _window_kinds(7)["chunk"]
+    yield "full-to-chunk", _case(_engine(_full(2)), _engine(chunk, tp_size=2), 13)
+    yield "chunk-to-full", _case(_engine(chunk), _engine(_full(2), tp_size=2), 6)
+    yield "latent-to-window", _case(_engine(_latent(8)), _engine(latent, tp_size=2), 37)
+    fewer = attrs.evolve(retained, extra_retained_tokens=0)
+    yield "retained-tokens-differ", _case(_engine(fewer), _engine(retained, tp_size=2), 13)
 
 
 def _window_kinds(size: int) -> dict[str, LayerSpec]:
@@ -463,6 +573,7 @@ def _states(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     tables = {"g": [2, 0, 1]}
     request = attrs.evolve(long.request, producer_blocks=tables, consumer_blocks={"g": [1, 3, 2]})
     yield "block-of-last-token", attrs.evolve(long, request=request)
+    yield from _state_blocks(mamba)
     extra = MambaSpec.short_conv(conv_dim=6, num_speculative_tokens=2, **sizes)
     rows = _engine(extra), _engine(kinds["short-conv"])
     yield "producer-has-more-rows", _case(*rows, common_states=True)
@@ -481,6 +592,45 @@ def _states(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
             _engine(kinds["mamba2"], tp_size=2, dcp_size=2), _engine(kinds["mamba2"], pcp_size=2)
         ),
     )
+
+
+def _state_blocks(mamba: MambaSpec) -> Iterator[tuple[str, Case]]:
+    """Yield tables of several blocks. *mamba* has blocks of 4 tokens."""
+    plain, null = _engine(mamba), _engine(mamba, null=0)
+    tables: dict[str, tuple[EngineSpec, int, Any, Any]] = {
+        "spare-blocks": (plain, 7, [2, 0, 1, 3], [1, 3, 2]),
+        "table-begins-late": (plain, 10, [2, 0, 1], BlockTable([3, 1], first_token=4)),
+        "table-of-one-late-block": (plain, 10, BlockTable([3], first_token=8), [1, 3, 2]),
+        "table-of-null-blocks": (null, 10, [0, 0, 3], [0, 0, 1]),
+        "slot-and-blocks": (plain, 10, [2], [1, 3, 2]),
+    }
+    for name, (engine, tokens, producer_ids, consumer_ids) in tables.items():
+        case = _case(engine, attrs.evolve(engine, parallel=ParallelConfig(tp_size=2)), tokens)
+        pool = {"g": 4}
+        yield (
+            name,
+            _with_tables(
+                attrs.evolve(case, producer_pool=pool, consumer_pool=pool),
+                producer_blocks={"g": producer_ids},
+                consumer_blocks={"g": consumer_ids},
+            ),
+        )
+    sizes = ParallelConfig(tp_size=2, dcp_size=2)
+    case = _case(attrs.evolve(plain, parallel=sizes), attrs.evolve(plain, parallel=sizes), 7)
+    two = {"producer_blocks": {"g": [2, 0]}, "consumer_blocks": {"g": [1, 3]}}
+    yield "block-of-last-token-contexts", _with_tables(case, **two)
+    replicated = MambaSpec.replicated_state(state_bytes=5)
+    for name, own, other, dcp in (
+        ("blocks", 4, 4, 1), ("unequal-blocks", 2, 4, 1), ("contexts", 4, 4, 2),
+    ):  # fmt: skip
+        specs = [attrs.evolve(replicated, block_size=size) for size in (own, other)]
+        case = _case(
+            _engine(specs[0], tp_size=4),
+            _engine(specs[1], tp_size=2, dcp_size=dcp),
+            7,
+            policy=ReplicaPolicy("stripe", 1),
+        )
+        yield f"stripe-{name}", case
 
 
 def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
@@ -514,8 +664,24 @@ def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         "latent-rotary-first": (
             _latent(key_content=rotary("pairs", 0)), _latent(key_content=rotary("halves", 2))
         ),
+        "keys-transposed-pairs": (
+            _full(4, head_size=4, key_content=rotary("halves")),
+            _full(4, head_size=4, page_format="keys-transposed", key_content=rotary("pairs")),
+        ),
+        "x-packed-pairs": (
+            _full(4, **wide, key_content=rotary("halves", 2, 12)),
+            _full(4, **wide, page_format="x-packed", key_content=rotary("pairs", 2, 12)),
+        ),
+        "sizes-given": (
+            _full(4, head_size=4, scale_dtype="float32"),
+            _full(4, head_size=4, scale_dtype="float32", head_size_v=4, elements_per_scale=4),
+        ),
         "opaque-page": (
             _full(4, page_format="opaque:fp4"), _full(4, page_format="opaque:fp4")
+        ),
+        "opaque-page-of-four-tokens": (
+            _full(4, 8, page_format="opaque:fp4", page_block_size=4),
+            _full(4, 12, page_format="opaque:fp4", page_block_size=4),
         ),
         "spans-heads": (
             _full(4, state_content_bytes=7, spans_heads=True),
@@ -523,7 +689,7 @@ def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         ),
     }  # fmt: skip
     for name, (producer, consumer) in specs.items():
-        whole = name in {"opaque-page", "spans-heads"}
+        whole = name in {"opaque-page", "opaque-page-of-four-tokens", "spans-heads"}
         for p, c in ((2, 2),) if whole else ((1, 1), (2, 3), (4, 2)):
             # A format that cuts the content needs planes of K and V, with rows just before content.
             layout = "LBKHNC" if getattr(consumer, "page_format", "") in CUT else "LBNHC"
@@ -534,6 +700,9 @@ def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
             for tokens, cached in ((13, 0), (16, 8)):
                 case = _case(first, second, tokens, cached=cached)
                 yield f"{name}-tp{p}-tp{c}-n{tokens}-cached{cached}", case
+    # Both sides have the same ranges of units, with other numbers of ranks.
+    spans = _full(2, state_content_bytes=7, spans_heads=True)
+    yield "spans-heads-tp2-tp4", _case(_engine(spans, tp_size=2), _engine(spans, tp_size=4), 13)
 
 
 def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
@@ -580,6 +749,47 @@ def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     ]
     shared = _case(_engine(hybrid), _engine(hybrid, tp_size=2), 11, shared=True)
     yield "groups-share-memory", shared
+    yield from _notified()
+    stages = [f"layers.{number}" for number in range(4)]
+    out = {"excluded": [stages[3]]}
+    case = _case(
+        _engine(_full(2), stages, group=out, pp_size=2), _engine(_full(2), stages[::-1], pp_size=3)
+    )
+    yield "excluded-layer-counts-for-stages", case
+    draft = {"excluded": ["draft.7"]}
+    case = _case(
+        _engine(_full(2), [*layers, "draft.7"], group=draft, pp_size=2), _engine(_full(2), layers)
+    )
+    yield "consumer-lacks-excluded-layer", case
+    yield "producer-lacks-excluded-layer", _case(case.consumer, case.producer)
+    other = UniformTypeKVCacheSpecs(specs={layers[0]: _full(2), layers[1]: _full(3)})
+    case = _case(
+        _engine(other, layers[:2], group={"excluded": [layers[1]]}), _engine(_full(2), layers[:2])
+    )
+    yield "excluded-layer-differs", case
+    case = _case(
+        _engine(of("full", "cross")), _engine(of("full", "cross")), 6, encoder=9,
+        cached={"cross": 5},
+    )  # fmt: skip
+    yield "cached-encoder-tokens", case
+
+
+def _notified() -> Iterator[tuple[str, Case]]:
+    """Yield transfers in which the order or the layers of classes decide who reads or notifies."""
+    layers = ["layers.0", "layers.1", "layers.2"]
+
+    def apart(order: Sequence[int]) -> list[KVCacheGroup]:
+        return [KVCacheGroup(name=f"g{at}", layers=[layers[at]], spec=_latent()) for at in order]
+
+    in_order = _engine(apart(range(3)), tp_size=8)
+    # The consumer rank of the last stage notifies all producer ranks that no rank reads.
+    yield "consumer-groups-in-other-order", _case(in_order, _engine(apart([2, 0, 1]), pp_size=3))
+    yield "layers-in-other-order", _case(in_order, _engine(_latent(), layers[::-1], pp_size=3))
+    # Layers with parts of equal sizes are two kinds if their elements differ.
+    specs = {layers[0]: _latent(), layers[1]: _latent(dtype="int8")}
+    two = UniformTypeKVCacheSpecs(specs=specs)
+    producer = _engine(two, layers[:2], tp_size=4)
+    yield "layers-of-two-dtypes", _case(producer, _engine(two, layers[:2], tp_size=2, pp_size=2))
 
 
 def _steps(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
@@ -603,6 +813,14 @@ def _steps(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         KVCacheGroup(name="state", layers=layers[2:], spec=state),
     ]
     yield "full-and-state", _case(_engine(groups), _engine(groups, tp_size=2), 9)
+    cross = CrossAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=2, dtype="uint8")
+    groups = [
+        KVCacheGroup(name="full", layers=layers[:2], spec=_full(2)),
+        KVCacheGroup(name="cross", layers=layers[2:], spec=cross),
+    ]
+    yield "full-and-cross", _case(_engine(groups), _engine(groups, tp_size=2), 6, encoder=9)
+    rows = _latent(8, tokens_per_state=4)
+    yield "rows-of-four-tokens", _case(_engine(rows, layers), _engine(rows, layers, tp_size=2), 14)
 
 
 def _refusals(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
@@ -611,6 +829,7 @@ def _refusals(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         ("total_num_kv_heads", 8), ("head_size", 2), ("head_size_v", 2), ("dtype", "int8"),
         ("state_content_bytes", 8), ("scale_dtype", "float32"), ("scales_digest", "0" * 64),
         ("key_content", KeyContent(rotary="none")), ("tokens_per_state", 2),
+        ("spans_heads", True), ("page_format", "opaque:fp4"),
     ):  # fmt: skip
         changed: dict[str, Any] = {field: value}
         other = attrs.evolve(plain, **changed)
@@ -622,7 +841,72 @@ def _refusals(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         case = _case(_engine(windows[0]), _engine(windows[1]))
         yield f"window{producer}-to-window{consumer}", case
     yield "other-layer", _case(_engine(plain), _engine(plain, ("layers.1",)))
+    yield from _refused_specs(plain)
+    yield from _refused_tables(plain)
+    yield from _refused_states()
+
+
+def _refused_specs(plain: FullAttentionSpec) -> Iterator[tuple[str, Case]]:
+    """Yield engines whose layers do not fit together."""
+
+    def keys(order: str, start: int = 0, size: int = 4, **fields: Any) -> LayerSpec:  # noqa: ANN401
+        content = KeyContent(rotary=order, rotary_start=start, rotary_size=size)
+        return attrs.evolve(plain, key_content=content, **fields)
+
+    def latent(start: int) -> LayerSpec:
+        return _latent(key_content=KeyContent(rotary="pairs", rotary_start=start, rotary_size=2))
+
+    normal = KeyContent(rotary="halves", rotary_size=4, normalized=True)
+    scaled = {"scale_dtype": "float32", "elements_per_scale": 2}
+    opaque: Any = {"page_format": "opaque:fp4"}
+    chunk = _window_kinds(4)["chunk"]
+    state: Any = {"conv_kernel": 4, "dtype": "uint8"}
+    sizes: Any = {"block_size": 4, "total_num_kv_heads": 4, "head_size": 4, "dtype": "uint8"}
+    pairs: dict[str, tuple[LayerSpec, LayerSpec]] = {
+        "rotary-size-differs": (keys("halves"), keys("halves", size=2)),
+        "rotary-start-differs": (keys("halves", 0, 2), keys("halves", 2, 2)),
+        "normalized-differs": (keys("halves"), attrs.evolve(plain, key_content=normal)),
+        # Pairs cannot become halves if a row is not one key, or if its elements cannot move.
+        "pairs-of-two-tokens": (
+            keys("pairs", tokens_per_state=2), keys("halves", tokens_per_state=2)
+        ),
+        "pairs-with-several-scales": (keys("pairs", **scaled), keys("halves", **scaled)),
+        "pairs-in-packed-rows": (
+            keys("pairs", state_content_bytes=7), keys("halves", state_content_bytes=7)
+        ),
+        "pairs-of-spanned-heads": (
+            keys("pairs", spans_heads=True), keys("halves", spans_heads=True)
+        ),
+        "latent-rotary-in-the-middle": (latent(2), latent(4)),
+        "opaque-formats-differ": (
+            attrs.evolve(plain, **opaque), attrs.evolve(plain, page_format="opaque:fp6")
+        ),
+        "opaque-pages-of-other-sizes": (
+            attrs.evolve(plain, **opaque), attrs.evolve(plain, **opaque, block_size=8)
+        ),
+        "window-to-chunk": (_window_kinds(4)["window"], chunk),
+        "chunk4-to-chunk6": (chunk, _window_kinds(6)["chunk"]),
+        "full-to-latent": (_full(1, head_size=6), _latent()),
+        "full-to-cross": (plain, CrossAttentionSpec(**sizes)),
+        "state-units-differ": (
+            MambaSpec.short_conv(conv_dim=4, **state), MambaSpec.short_conv(conv_dim=6, **state)
+        ),
+    }  # fmt: skip
+    for name, (first, second) in pairs.items():
+        yield name, _case(_engine(first), _engine(second), encoder=6)
+    layers = ("layers.0", "layers.1", "layers.2")
+    other = attrs.evolve(plain, head_size=8)
+    yield "three-layers-differ", _case(_engine(plain, layers), _engine(other, layers))
+    yield "consumer-lacks-layer", _case(_engine(plain, layers), _engine(plain, layers[:2]))
+    page = attrs.evolve(plain, **opaque)
+    yield "opaque-page-cut", _case(_engine(page), _engine(page, tp_size=2))
+
+
+def _refused_tables(plain: FullAttentionSpec) -> Iterator[tuple[str, Case]]:
+    """Yield block tables and prefixes that cannot be served."""
     good = _case(_engine(plain, null=0), _engine(plain, null=0), 9)
+    late = BlockTable([2, 3], first_token=4)
+    between = BlockTable([1, 2, 3], first_token=2)
     changes: tuple[tuple[str, dict[str, Any]], ...] = (
         ("producer-lacks-last-block", {"producer_blocks": {"g": [1, 2]}}),
         ("consumer-lacks-last-block", {"consumer_blocks": {"g": [1, 2]}}),
@@ -630,10 +914,56 @@ def _refusals(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         ("consumer-has-null-block", {"consumer_blocks": {"g": [0, 2, 3]}}),
         ("consumer-repeats-block", {"consumer_blocks": {"g": [2, 2, 3]}}),
         ("producer-lacks-group", {"producer_blocks": {}}),
-    )
+        ("consumer-lacks-group", {"consumer_blocks": {}}),
+        ("producer-table-begins-late", {"producer_blocks": {"g": late}}),
+        ("consumer-table-begins-late", {"consumer_blocks": {"g": late}}),
+        ("producer-repeats-block", {"producer_blocks": {"g": [2, 2, 3]}}),
+        ("producer-has-negative-id", {"producer_blocks": {"g": [-1, 2, 3]}}),
+        ("consumer-has-negative-id", {"consumer_blocks": {"g": [-1, 2, 3]}}),
+        # The first block of the table is cached, and its id is also that of a block that moves.
+        ("consumer-repeats-cached-block",
+         {"consumer_blocks": {"g": [2, 2, 3]}, "cached_tokens": 4}),
+        ("producer-table-begins-inside-block",
+         {"producer_blocks": {"g": between}, "cached_tokens": 4}),
+        ("consumer-table-begins-inside-block",
+         {"consumer_blocks": {"g": between}, "cached_tokens": 4}),
+    )  # fmt: skip
     for name, tables in changes:
-        request: Any = attrs.evolve(good.request, **tables)
-        yield name, attrs.evolve(good, request=request)
+        yield name, _with_tables(good, **tables)
+    contexts = _engine(_latent(), tp_size=2, dcp_size=2)
+    inside = {"g": BlockTable([1, 2, 3], first_token=4)}
+    case = _with_tables(_case(contexts, contexts, 20, cached=8), consumer_blocks=inside)
+    yield "consumer-table-begins-inside-virtual-block", case
+    rows = _latent(8, tokens_per_state=4)
+    yield "cached-inside-row", _case(_engine(rows), _engine(rows), 14, cached=6)
+    split = _engine(rows, tp_size=2, dcp_size=2, interleave_size=4)
+    yield "cached-inside-row-of-contexts", _case(split, split, 14, cached=6)
+    window = SlidingWindowMLASpec(
+        block_size=8, head_size=6, dtype="uint8", sliding_window=6, tokens_per_state=4
+    )
+    yield "cached-inside-row-of-window", _case(_engine(window), _engine(window), 22, cached=18)
+    scales = _full(2, 8, scale_dtype="float32", tokens_per_scale=4)
+    yield "cached-inside-row-of-scales", _case(_engine(scales), _engine(scales), 14, cached=6)
+    cross = CrossAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=2, dtype="uint8")
+    known = _case(_engine(cross), _engine(cross), encoder=6)
+    yield "encoder-tokens-missing", _with_tables(known, encoder_tokens=None)
+
+
+def _refused_states() -> Iterator[tuple[str, Case]]:
+    """Yield block tables in which the state has no block of its own."""
+    spec = MambaSpec.short_conv(conv_dim=4, conv_kernel=3, dtype="uint8", block_size=4)
+    tables = {"producer_blocks": {"g": [1, 2, 3]}, "consumer_blocks": {"g": [2, 1, 3]}}
+    good = _with_tables(_case(_engine(spec, null=0), _engine(spec, null=0), 10), **tables)
+    bad: dict[str, Any] = {
+        "lacks-block": [1, 2],
+        "block-is-null": [1, 2, 0],
+        "table-begins-late": BlockTable([1, 2], first_token=12),
+        "table-begins-inside-block": BlockTable([1, 2, 3], first_token=2),
+    }
+    for name, table in bad.items():
+        for side in ("producer", "consumer"):
+            yield f"{side}-state-{name}", _with_tables(good, **{f"{side}_blocks": {"g": table}})
+    yield "consumer-state-block-is-repeated", _with_tables(good, consumer_blocks={"g": [3, 2, 3]})
 
 
 FAMILIES: dict[str, Family] = {

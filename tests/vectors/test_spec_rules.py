@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import product
 from math import gcd, lcm
 from pathlib import Path
 from typing import Any
@@ -153,17 +154,24 @@ class Planner:
         self.slices = set(self._slices())
 
     def _sets(self) -> Iterator[list[str]]:
-        """Rule 5, step 1: layers with equal parts, one pair of groups and one producer stage."""
+        """Rule 5: the moving layers of a pair of groups, one kind and one producer stage.
+
+        The consumer's groups come first, then the producer's groups by their first layer in the
+        consumer's group, then kinds and stages.
+        """
         source, target = self.producer, self.consumer
-        moving = [n for n in target.groups if n not in source.excluded | target.excluded]
-        keys: dict[Any, list[str]] = {}
-        for layer in moving:
-            home = target.groups[layer]["name"], source.groups[layer]["name"]
-            parts = json.dumps(target.kinds[layer]["parts"])
-            keys.setdefault((home, parts, source.stage[layer]), []).append(layer)
-        # Sort the stages, and keep the order of groups and kinds.
-        order = {key[:2]: at for at, key in reversed(list(enumerate(keys)))}
-        yield from (keys[key] for key in sorted(keys, key=lambda key: (order[key[:2]], key[2])))
+        for group in target.json["groups"]:
+            moving = [n for n in layers_of(group) if n not in source.excluded | target.excluded]
+            homes = list(dict.fromkeys(source.groups[layer]["name"] for layer in moving))
+            for home, kind, stage in product(homes, group["kinds"], range(source.json["pp_size"])):
+                found = [
+                    layer
+                    for layer in moving
+                    if layer in kind["layers"]
+                    and (source.groups[layer]["name"], source.stage[layer]) == (home, stage)
+                ]
+                if found:
+                    yield found
 
     def _slices(self) -> Iterator[Slice]:
         """Rules 5 and 6."""
@@ -254,7 +262,7 @@ class Planner:
             held = self.producer.part(layer, part["name"])["states"]
             return range(min(part["states"], held) if start < n else 0)
         grain = part["tokens_per_state"]
-        return range(start // grain * grain, n, grain)
+        return range(start // grain * grain, n if start < n else 0, grain)
 
     def copies(
         self, slices: set[Slice], written: dict[str, int] | None = None

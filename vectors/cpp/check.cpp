@@ -85,7 +85,7 @@ struct Engine {
     if (live["rule"] == "window") start = std::max(start, n - Int(live["size"]) + 1);
     if (live["rule"] == "chunk") start = std::max(start, n / Int(live["size"]) * Int(live["size"]));
     vector<Int> found;
-    for (Int row = part["tokens_per_state"], p = start / row * row; p < n; p += row) found.push_back(p);
+    for (Int row = part["tokens_per_state"], p = start / row * row; start < n && p < n; p += row) found.push_back(p);
     return found;
   }
 };

@@ -86,7 +86,7 @@ impl Held<'_> {
         let size = live.get("size").map_or(1, int);
         let first = match text(&live["rule"]) { "window" => n - size + 1, "chunk" => n / size * size, _ => 0 };
         let start = first.max(int(&request["cached"][text(&self.group["name"])]));
-        (start / row * row..n).step_by(row as usize).filter(|p| self.context.owns(*p))
+        (start / row * row..if start < n { n } else { 0 }).step_by(row as usize).filter(|p| self.context.owns(*p))
     }
 }
 
