@@ -599,7 +599,7 @@ def _state_blocks(mamba: MambaSpec) -> Iterator[tuple[str, Case]]:
     plain, null = _engine(mamba), _engine(mamba, null=0)
     tables: dict[str, tuple[EngineSpec, int, Any, Any]] = {
         "spare-blocks": (plain, 7, [2, 0, 1, 3], [1, 3, 2]),
-        "table-begins-late": (plain, 10, [2, 0, 1], BlockTable([3, 1], first_token=4)),
+        "table-begins-late": (plain, 10, [2, 0, 1], BlockTable([3, 1, 2], first_token=4)),
         "table-of-one-late-block": (plain, 10, BlockTable([3], first_token=8), [1, 3, 2]),
         "table-of-null-blocks": (null, 10, [0, 0, 3], [0, 0, 1]),
         "slot-and-blocks": (plain, 10, [2], [1, 3, 2]),
@@ -627,7 +627,7 @@ def _state_blocks(mamba: MambaSpec) -> Iterator[tuple[str, Case]]:
         case = _case(
             _engine(specs[0], tp_size=4),
             _engine(specs[1], tp_size=2, dcp_size=dcp),
-            7,
+            6,
             policy=ReplicaPolicy("stripe", 1),
         )
         yield f"stripe-{name}", case
@@ -958,6 +958,7 @@ def _refused_states() -> Iterator[tuple[str, Case]]:
         "lacks-block": [1, 2],
         "block-is-null": [1, 2, 0],
         "table-begins-late": BlockTable([1, 2], first_token=12),
+        "late-table-has-one-block": BlockTable([1], first_token=4),
         "table-begins-inside-block": BlockTable([1, 2, 3], first_token=2),
     }
     for name, table in bad.items():

@@ -251,18 +251,12 @@ class Planner:
 
     def rows(self, layer: str, part: Json) -> range:
         """Rule 4: the first positions of the rows that must move, or the rows of a state."""
-        live = self.consumer.kinds[layer]["live"]
-        counts = "encoder_tokens" if live.get("counts") == "encoder" else "num_tokens"
-        n, size = self.request[counts], live.get("size", 1)
-        start = {
-            "all": 0, "window": n - size + 1, "chunk": n // size * size, "state": n - 1
-        }[live["rule"]]  # fmt: skip
-        start = max(start, 0, self.request["cached"].get(self.consumer.groups[layer]["name"], 0))
+        wanted = positions(self.consumer, self.request, layer)
         if not part["tokens_per_state"]:
             held = self.producer.part(layer, part["name"])["states"]
-            return range(min(part["states"], held) if start < n else 0)
+            return range(min(part["states"], held) if wanted else 0)
         grain = part["tokens_per_state"]
-        return range(start // grain * grain, n if start < n else 0, grain)
+        return range(wanted.start // grain * grain, wanted.stop if wanted else 0, grain)
 
     def copies(
         self, slices: set[Slice], written: dict[str, int] | None = None
@@ -313,6 +307,121 @@ class Planner:
         return places
 
 
+def positions(consumer: Engine, request: Json, layer: str) -> range:
+    """Rule 4: the wanted positions."""
+    live = consumer.kinds[layer]["live"]
+    n = request["encoder_tokens" if live.get("counts") == "encoder" else "num_tokens"]
+    size = live.get("size", 1)
+    start = {
+        "all": 0, "window": n - size + 1, "chunk": n // size * size, "state": n - 1
+    }[live["rule"]]  # fmt: skip
+    return range(max(start, 0, request["cached"][consumer.groups[layer]["name"]]), n)
+
+
+# Rule 8: the kinds that fit to another kind.
+GENERAL = {
+    "SlidingWindowSpec": "FullAttentionSpec",
+    "ChunkedLocalAttentionSpec": "FullAttentionSpec",
+    "SlidingWindowMLASpec": "MLAAttentionSpec",
+}
+
+
+def refuses(vector: Json) -> bool:
+    """Rule 8: whether a planner must refuse the vector."""
+    producer, consumer = Engine(vector["producer"]), Engine(vector["consumer"])
+    moving = {*producer.groups, *consumer.groups} - producer.excluded - consumer.excluded
+    if not all(layer in producer.groups and layer in consumer.groups for layer in moving):
+        return True
+    if not all(fits(producer, consumer, layer) for layer in moving):
+        return True
+    pairs = {(producer.groups[n]["name"], consumer.groups[n]["name"]): n for n in moving}
+    return not all(served(producer, consumer, vector["request"], n) for n in pairs.values())
+
+
+def fits(producer: Engine, consumer: Engine, layer: str) -> bool:
+    """Rule 8, layers."""
+    fields = "name", "units", "content_bytes", "tokens_per_state", "granularity"
+    kinds = producer.kinds[layer], consumer.kinds[layer]
+    parts = [[[part[field] for field in fields] for part in kind["parts"]] for kind in kinds]
+    meanings = [meaning(kind) for kind in kinds]
+    names = [kind["meaning"]["kind"] for kind in kinds]
+    if names[0] != names[1] and {GENERAL.get(name, name) for name in names} & {*names}:
+        for fields_of_kind, name in zip(meanings, names, strict=True):
+            fields_of_kind["kind"] = GENERAL.get(name, name)
+            for field in ("sliding_window", "attention_chunk_size"):
+                fields_of_kind.pop(field, None)
+    if parts[0] != parts[1] or meanings[0] != meanings[1]:
+        return False
+    whole = [part["name"] for part in kinds[0]["parts"] if part.get("whole")]
+    return all(ranges(producer, layer, name) == ranges(consumer, layer, name) for name in whole)
+
+
+def ranges(engine: Engine, layer: str, name: str) -> set[tuple[int, int]]:
+    """Return the ranges of a part that are not empty."""
+    found = {engine.units(engine.part(layer, name), rank) for rank in range(len(engine.ranks))}
+    return {units for units in found if units[0] < units[1]}
+
+
+def meaning(kind: Json) -> dict[str, Any]:
+    """Rule 8: the fields that must be equal, with equal values for all that may differ."""
+    fields = dict(kind["meaning"])
+    for field in ("page_size_padded", "extra_retained_tokens"):
+        fields.pop(field, None)
+    if not fields.get("page_format", "").startswith("opaque:"):
+        fields.pop("page_format", None)
+    for field, other in (
+        ("head_size_v", "head_size"), ("elements_per_scale", "head_size"), ("ssm_dtype", "dtype")
+    ):  # fmt: skip
+        fields.setdefault(field, fields.get(other))
+    keys = next((part for part in kind["parts"] if part["name"] in ("k", "latent")), None)
+    reorders = keys and keys["tokens_per_state"] == 1 and not fields.get("spans_heads")
+    content = fields.get("key_content")
+    if content and reorders and fields["elements_per_scale"] == fields["head_size"]:
+        content = dict(content)
+        if content["rotary"] == "pairs":
+            content["rotary"] = "halves"
+        if keys["name"] == "latent" and content["rotary"] != "none" and not content["rotary_start"]:
+            content["rotary_start"] = fields["head_size"] - content["rotary_size"]
+        fields["key_content"] = content
+    return fields
+
+
+def served(producer: Engine, consumer: Engine, request: Json, layer: str) -> bool:
+    """Rule 8, requests: for the groups of *layer*."""
+    kind = consumer.kinds[layer]
+    names = producer.groups[layer]["name"], consumer.groups[layer]["name"]
+    tables = request["producer_blocks"].get(names[0]), request["consumer_blocks"].get(names[1])
+    if None in tables:
+        return False
+    if kind["live"].get("counts") == "encoder" and "encoder_tokens" not in request:
+        return False
+    wanted = positions(consumer, request, layer)
+    if not wanted:
+        return True
+    grains = [part["tokens_per_state"] or 1 for part in kind["parts"]]
+    if any(wanted.start // grain * grain < request["cached"][names[1]] for grain in grains):
+        return False
+    state = not kind["parts"][0]["tokens_per_state"]
+    blocks = [
+        held(engine, layer, table, wanted, state=state)
+        for engine, table in zip((producer, consumer), tables, strict=True)
+    ]
+    return all(blocks) and all(tables[1]["ids"].count(block) == 1 for block in blocks[1])
+
+
+def held(engine: Engine, layer: str, table: Json, wanted: range, *, state: bool) -> list[int]:
+    """Rule 8: the blocks of all *wanted* positions. Empty if the table does not hold them."""
+    size, first = engine.groups[layer]["block_size"], table["first_token"]
+    size *= 1 if state else engine.context(layer, 0)[1]
+    slot = state and len(table["ids"]) == 1 and not first
+    places = [0] if slot else sorted({(p - first) // size for p in wanted})
+    if first % size or not 0 <= places[0] <= places[-1] < len(table["ids"]):
+        return []
+    ids = [table["ids"][place] for place in places]
+    null = engine.json.get("null_block")
+    return ids if min(ids) >= 0 and null not in ids and len({*ids}) == len(ids) else []
+
+
 def meet(a: Context, b: Context) -> bool:
     """Whether two ranks own a common position of an endless prompt."""
     return any(owns(a, p) and owns(b, p) for p in range(lcm(a[1] * a[2], b[1] * b[2])))
@@ -357,6 +466,13 @@ def test_rules_of_the_page_give_the_expected_result(path: Path) -> None:
         assert planner.copies(planner.slices) == moved, name
         assert {target for _, target in moved} == planner.wanted(), name
         assert set(moved.values()) <= {1}, name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.partition(".")[0])
+def test_refusals_of_the_page_are_those_of_the_vectors(path: Path) -> None:
+    """Rule 8. All vectors, because a planner must not refuse what others serve."""
+    for vector in json.loads(gzip.decompress(path.read_bytes()))["vectors"]:
+        assert refuses(vector) == ("refused" in vector["expected"]), vector["id"]
 
 
 def test_steps_move_each_byte_once_and_not_before_it_is_written() -> None:
