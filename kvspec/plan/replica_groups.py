@@ -79,9 +79,14 @@ def group_pairs(producer: EngineSpec, consumer: EngineSpec) -> Iterator[GroupPai
     """Yield the pairs of groups that share at least one layer that neither side excludes."""
     excluded = {*producer.excluded, *consumer.excluded}
     for group in consumer.groups:
-        by_home: dict[str, list[str]] = {}
+        # The pairs are in the order of layers with equal parts. A test vector lists the layers of a
+        # group only by parts, so a planner in another language knows no other order.
+        in_order = (layer for _, layers in group.layers_by_spec for layer in layers)
+        by_home: dict[str, list[str]] = {
+            producer.homes[layer].name: [] for layer in in_order if layer not in excluded
+        }
         for layer in (layer for layer in group.layers if layer not in excluded):
-            by_home.setdefault(producer.homes[layer].name, []).append(layer)
+            by_home[producer.homes[layer].name].append(layer)
         for name, layers in by_home.items():
             yield GroupPair(producer.group(name), group, tuple(layers))
 

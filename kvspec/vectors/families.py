@@ -790,6 +790,17 @@ def _notified() -> Iterator[tuple[str, Case]]:
     two = UniformTypeKVCacheSpecs(specs=specs)
     producer = _engine(two, layers[:2], tp_size=4)
     yield "layers-of-two-dtypes", _case(producer, _engine(two, layers[:2], tp_size=2, pp_size=2))
+    # The layers 0 and 2 are one kind, so the producer's group of layer 2 comes before that of 1.
+    kinds = {**specs, layers[2]: _latent()}
+    groups = [
+        KVCacheGroup(name=f"g{at}", layers=[layer], spec=spec)
+        for at, (layer, spec) in enumerate(kinds.items())
+    ]
+    case = _case(
+        _engine(groups, tp_size=4, pp_size=2),
+        _engine(UniformTypeKVCacheSpecs(specs=kinds), layers, pp_size=3),
+    )
+    yield "kinds-in-turns", case
 
 
 def _steps(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
