@@ -39,7 +39,7 @@ class VectorPart(_Struct, frozen=True):
         states: Rows of one block of the block table.
         granularity: Units that stay together on one rank.
         ranges: The units of each TP rank, if the engine does not shard evenly.
-        whole: Whether the units of a rank only move together.
+        whole: Whether the units of a rank only move together. Rule 8.
         chunks: Chunks of the content in memory.
     """
 
@@ -75,7 +75,8 @@ class Kind(_Struct, frozen=True):
         layers: Names of the layers.
         parts: Their parts.
         live: Their live positions.
-        meaning: Fields that explain the layers. Both engines must agree on the meaning of bytes.
+        meaning: Fields that explain the layers, without fields that have their default. Rule 8
+            states which of them may differ between engines.
     """
 
     layers: tuple[str, ...]
@@ -93,7 +94,7 @@ class VectorGroup(_Struct, frozen=True):
         memory_block_size: Tokens of one block in memory. It divides *block_size*.
         kinds: The layers.
         context_sharded: Whether context ranks divide the tokens.
-        excluded: Layers that do not move.
+        excluded: Layers that do not move. They count for pipeline stages. Rules 1 and 8.
     """
 
     name: str
@@ -293,8 +294,8 @@ class Expected(_Struct, frozen=True):
         notifies: Pairs of a producer rank and a consumer rank that notifies it.
         copies: Copies of each pair of ranks that moves bytes.
         steps: Copies of each step, if the request moves in steps.
-        refused: Fields in which the engines or the request do not fit. If it is not empty, all
-            else is empty.
+        refused: Names of fields in which the engines or the request do not fit, for people.
+            Rule 8. If it is not empty, all else is empty, and the ranks have no regions.
     """
 
     slices: tuple[Slice, ...]
