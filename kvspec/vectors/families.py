@@ -382,12 +382,12 @@ def _cp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     sharded = _engine(_latent(4), tp_size=2, dcp_size=2)
     yield "one-side-has-all-tokens", _case(whole, sharded, 21)
     yield "other-side-has-all-tokens", _case(sharded, whole, 21)
-    rows = _latent(8, tokens_per_state=2)
+    pairs = _latent(8, tokens_per_state=2)
     yield (
         "rows-of-two-tokens",
         _case(
-            _engine(rows, tp_size=2, dcp_size=2, interleave_size=4),
-            _engine(rows, pcp_size=3, interleave_size=2, group={"kernel_block_size": 4}),
+            _engine(pairs, tp_size=2, dcp_size=2, interleave_size=4),
+            _engine(pairs, pcp_size=3, interleave_size=2, group={"kernel_block_size": 4}),
             37,
             cached=6,
         ),
@@ -516,14 +516,14 @@ def _windows(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
             37,
         ),
     )
-    for late in ((True, False), (False, True), (True, True)):
+    for late_sides in ((True, False), (False, True), (True, True)):
         case = _case(
             _engine(latent, tp_size=2, dcp_size=2, interleave_size=2),
             _engine(attrs.evolve(latent, block_size=4), pcp_size=3, interleave_size=4),
             37,
-            late=late,
+            late=late_sides,
         )
-        yield f"latent-window-dcp-late{late[0]:d}{late[1]:d}", case
+        yield f"latent-window-dcp-late{late_sides[0]:d}{late_sides[1]:d}", case
     # The window begins inside a row, which moves whole.
     rows = attrs.evolve(latent, sliding_window=6, tokens_per_state=4)
     yield "window-of-rows-of-four-tokens", _case(_engine(rows), _engine(rows, tp_size=2), 22)
@@ -756,9 +756,9 @@ def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         _engine(_full(2), stages, group=out, pp_size=2), _engine(_full(2), stages[::-1], pp_size=3)
     )
     yield "excluded-layer-counts-for-stages", case
-    draft = {"excluded": ["draft.7"]}
+    own = {"excluded": ["draft.7"]}
     case = _case(
-        _engine(_full(2), [*layers, "draft.7"], group=draft, pp_size=2), _engine(_full(2), layers)
+        _engine(_full(2), [*layers, "draft.7"], group=own, pp_size=2), _engine(_full(2), layers)
     )
     yield "consumer-lacks-excluded-layer", case
     yield "producer-lacks-excluded-layer", _case(case.consumer, case.producer)
@@ -868,7 +868,7 @@ def _refused_specs(plain: FullAttentionSpec) -> Iterator[tuple[str, Case]]:
         return _latent(key_content=KeyContent(rotary="pairs", rotary_start=start, rotary_size=2))
 
     normal = KeyContent(rotary="halves", rotary_size=4, normalized=True)
-    scaled = {"scale_dtype": "float32", "elements_per_scale": 2}
+    scaled: Any = {"scale_dtype": "float32", "elements_per_scale": 2}
     opaque: Any = {"page_format": "opaque:fp4"}
     chunk = _window_kinds(4)["chunk"]
     state: Any = {"conv_kernel": 4, "dtype": "uint8"}

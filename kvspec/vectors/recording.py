@@ -309,18 +309,23 @@ def _group(engine: EngineSpec, group: KVCacheGroup) -> to.VectorGroup:
         name=group.name,
         block_size=group.spec.block_size,
         memory_block_size=group.memory_block_size,
-        kinds=tuple(
-            to.Kind(
-                layers,
-                tuple(_part(engine, group, part) for part in spec.parts),
-                _live(spec),
-                _meaning(spec),
-            )
-            for spec, layers in group.layers_by_spec
-        ),
+        kinds=tuple(_kind(engine, group, layers) for _, layers in group.layers_by_spec),
         context_sharded=group.context_sharded,
         excluded=group.excluded,
     )
+
+
+def _kind(engine: EngineSpec, group: KVCacheGroup, layers: tuple[str, ...]) -> to.Kind:
+    """Return layers with equal parts. They must have one meaning: a vector can state no more."""
+    spec, *others = (group.spec.of_layer(layer) for layer in layers)
+    meaning = _meaning(spec)
+    for other in others:
+        # The layers of a group may be padded differently, which changes only their strides.
+        padded = attrs.evolve(other, page_size_padded=spec.page_size_padded)
+        if _meaning(padded) != meaning:
+            raise KVSpecError(f"group {group.name!r}: layers with equal parts must mean the same")
+    parts = tuple(_part(engine, group, part) for part in spec.parts)
+    return to.Kind(layers, parts, _live(spec), meaning)
 
 
 def _part(engine: EngineSpec, group: KVCacheGroup, part: Part) -> to.VectorPart:

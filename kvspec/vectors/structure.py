@@ -69,7 +69,7 @@ class Live(_Struct, frozen=True):
 
 
 class Kind(_Struct, frozen=True):
-    """Layers of one group with equal parts.
+    """All layers of one group with equal parts. Their elements have equal types and one meaning.
 
     Attributes:
         layers: Names of the layers.

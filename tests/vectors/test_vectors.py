@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 from kvspec.errors import KVSpecError, SpecError
+from kvspec.specs import UniformTypeKVCacheSpecs
 from kvspec.testing.case import Case
 from kvspec.vectors import files, recording
 from kvspec.vectors.families import FAMILIES, FamilyTransfer, transfers
 from kvspec.vectors.recording import canonical, record
-from kvspec.vectors.structure import VERSION
+from kvspec.vectors.structure import VERSION, Vector
 
 FOLDER = Path(__file__).parents[2] / "vectors"
 
@@ -217,6 +218,25 @@ def test_record_raises_if_a_transfer_is_refused() -> None:
     """Only the family of refusals may contain refused transfers."""
     with pytest.raises(KVSpecError):
         record(attrs.evolve(next(transfers("refusals")), refused=False))
+
+
+def test_record_raises_if_layers_with_equal_parts_have_two_meanings() -> None:
+    """A vector has one meaning for all layers with equal parts, so it cannot describe them."""
+    case = first_case("tp")
+    group = case.producer.groups[0]
+
+    def recorded(**fields: Any) -> Vector:
+        specs = {"l.0": group.spec, "l.1": attrs.evolve(group.spec, **fields)}
+        uniform = UniformTypeKVCacheSpecs(specs=specs)
+        two = attrs.evolve(
+            case.producer, groups=[attrs.evolve(group, layers=list(specs), spec=uniform)]
+        )
+        return record(FamilyTransfer("tp/two", attrs.evolve(case, producer=two, consumer=two)))
+
+    # Padding is not a meaning: it only changes strides.
+    assert recorded(page_size_padded=64).expected.copies
+    with pytest.raises(KVSpecError, match="mean"):
+        recorded(scales_digest="0")
 
 
 def test_transfers_refuses_an_unknown_family() -> None:
