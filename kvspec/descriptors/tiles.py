@@ -276,6 +276,7 @@ def row_starts(request: TransferRequest, tables: Tables, token_split: TokenSplit
     """
     if not token_split.tile:
         return _state(request, tables, token_split)
+    _check_cached(tables, token_split.grain)
     producer, consumer = token_split.producer.context, token_split.consumer.context
     same_sharding = producer.same_sharding(consumer)
     frame = (_own_counts if same_sharding else _positions)(tables, token_split)
@@ -462,8 +463,7 @@ def _cut(tables: Tables, token_split: TokenSplit, frame: _Frame) -> dict[RowKind
     live_stop = -(-wanted.stop // grain) * grain  # Only dead tokens follow the last live state.
     tile_starts = _moving(tables, token_split, frame, tile_starts)
     rows: list[KindStarts] = []
-    # Check this even if the tile moves over another edge: every edge must refuse the request.
-    start = _first_state(tables, token_split, frame)
+    start = wanted.start // grain * grain
     if token_split.dead_tokens and first >= frame.cached:
         start = first
     if first < start and len(tile_starts) and tile_starts[0] == first:
@@ -494,13 +494,14 @@ def _moving(tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts:
     return tile_starts
 
 
-def _first_state(tables: Tables, token_split: TokenSplit, frame: _Frame) -> int:
-    """Return the first token of the first state that moves."""
-    start = frame.wanted.start // token_split.grain * token_split.grain
-    if start < frame.cached:
-        expected = f"a multiple of tokens_per_state={token_split.grain}"
-        raise SpecError("cached_tokens", tables.cached, expected)
-    return start
+def _check_cached(tables: Tables, grain: int) -> None:
+    """Raise `SpecError` if a state of *grain* tokens has cached tokens and tokens that move.
+
+    Positions are compared, not a rank's own tokens: every edge must refuse the request, whichever
+    ranks have the state. No interleave divides a state, so a state has consecutive positions.
+    """
+    if tables.wanted.start // grain * grain < tables.cached:
+        raise SpecError("cached_tokens", tables.cached, f"a multiple of tokens_per_state={grain}")
 
 
 def _head(token_split: TokenSplit, start: int, live_stop: int) -> list[KindStarts]:

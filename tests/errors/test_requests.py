@@ -557,3 +557,19 @@ def test_reference_writes_no_group_if_another_group_is_wrong() -> None:
     call = partial(kvspec.check.reference.copy, plan, *held, request)
     check_rejected(call, "consumer_blocks['h']", 9, 5)
     assert not any(flat.any() for flat in consumer_ids[1].values())
+
+
+def test_every_pair_of_ranks_refuses_a_prefix_that_ends_inside_a_row() -> None:
+    """Only one of two context ranks has the row, but the other must not move its own rows."""
+    spec = kvspec.MLAAttentionSpec(block_size=8, head_size=2, dtype="bfloat16", tokens_per_state=4)
+    parallel = kvspec.ParallelConfig(tp_size=2, dcp_size=2, interleave_size=4)
+    side = attrs.evolve(engine(spec), parallel=parallel)
+    plan = kvspec.plan_transfer(side, side)
+    request = make_request(cached_tokens=5, num_tokens=20)
+    for edge in plan.edges:
+        caches = (
+            kvspec.plan_memory(side, rank, NUM_BLOCKS) for rank in (edge.producer, edge.consumer)
+        )
+        check_rejected(
+            partial(kvspec.build_table(plan, *caches).select, request), "cached_tokens", 5
+        )
