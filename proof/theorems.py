@@ -1313,7 +1313,7 @@ def parts_of_a_tile_move_it_exactly(lib: Library) -> int:
 
 @theorem(
     "descriptors.tiles._cut",
-    ("if start < frame.cached:", "if False:"),
+    ("if tables.wanted.start // grain * grain < tables.cached:", "if False:"),
     ("live_stop = -(-wanted.stop // grain) * grain", "live_stop = wanted.stop // grain * grain"),
     (
         "tile_starts = np.arange(wanted.start // size * size, wanted.stop, size",
@@ -1358,6 +1358,7 @@ def requests_move_each_wanted_state_once(lib: Library) -> int:
                     frame = tiles._positions(bound, split)
                     first = start // grain * grain
                     try:
+                        tiles._check_cached(bound, grain)
                         rows = tiles._cut(bound, split, frame)
                     except lib.request.SpecError:
                         check("refused", cached > first)

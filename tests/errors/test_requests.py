@@ -432,7 +432,7 @@ def test_select_checks_every_block_of_a_long_range(sizes: tuple[int, int]) -> No
     plan = kvspec.plan_transfer(*engines)
     caches = [kvspec.allocate(each, RankId(), 6)[0] for each in engines]
     table = kvspec.build_table(plan, *caches)
-    assert any(entry.rows.token_split.spans > 1 for entry in table.entries)
+    assert any(entry.rows.token_split.tile_counts[0] > 1 for entry in table.entries)
     tables = [{"g": (3, 4, 5, 6)} if size == 4 else {"g": (0,)} for size in sizes]
     request = builders.request(16, tables[0], tables[1])
     side = "producer" if sizes[0] == 4 else "consumer"
