@@ -20,6 +20,7 @@ import msgspec
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import MOST, instance
 from kvspec.wire.handshake import MAX_NAME, is_name
+from kvspec.wire.packing import decoder_of, pack, unpack
 from kvspec.wire.seal import Secret
 
 MIN_SECRET = 16  # bytes
@@ -44,7 +45,10 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     def seal(self, secret: bytes) -> bytes:
         """Return the sealed bytes. A peer with the same *secret* detects any change."""
-        return Secret(secret).seal_value(_MAGIC, self)
+        return Secret(secret).seal(_MAGIC, pack(self))
+
+
+_ENVELOPES = decoder_of(Envelope)
 
 
 def name_of(name: object, prefix: str) -> str:
@@ -87,7 +91,8 @@ def secret_of(secret: object) -> bytes:
 def opened(sealed: object, secret: bytes) -> Envelope:
     """Return what was sealed, or raise `WireError`."""
     wanted = "the complete bytes that NixlRank.metadata() returned"
-    peer = Secret(secret).unseal_value("metadata", _MAGIC, sealed, Envelope, wanted)
+    body = Secret(secret).unseal("metadata", _MAGIC, sealed, wanted)
+    peer = unpack("metadata", _ENVELOPES, body)
     name = peer.name.encode()
     if not 0 < len(name) <= MAX_NAME:
         raise WireError("metadata.name", f"{len(name)} bytes", f"1 to {MAX_NAME} bytes")

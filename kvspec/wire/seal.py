@@ -7,17 +7,12 @@ All other bytes raise `WireError`. A seal authenticates. It does not encrypt.
 from __future__ import annotations
 
 import hmac
-from typing import TypeVar
 
 import attrs
-import msgspec
 
 from kvspec.errors import WireError
-from kvspec.wire.packing import decoder_of, pack, unpack
 
 MAC = 32  # bytes of SHA-256
-
-V = TypeVar("V", bound=msgspec.Struct)
 
 
 @attrs.frozen
@@ -63,21 +58,3 @@ class Secret:
         if not hmac.compare_digest(sealed[len(purpose) : start], self.mac(purpose, body)):
             raise WireError(path, f"{len(sealed)} bytes, damaged or of another secret", expected)
         return body
-
-    def seal_value(self, purpose: bytes, value: msgspec.Struct) -> bytes:
-        """Return *value* as a message for *purpose*."""
-        return self.seal(purpose, pack(value))
-
-    def unseal_value(
-        self, path: str, purpose: bytes, sealed: object, kind: type[V], expected: str
-    ) -> V:
-        """Return the value of class *kind* that was sealed, or raise `WireError` at *path*.
-
-        >>> class Greeting(msgspec.Struct, array_like=True):
-        ...     name: str
-        >>> secret = Secret(b"")
-        >>> sealed = secret.seal_value(b"greeting", Greeting("you"))
-        >>> secret.unseal_value("message", b"greeting", sealed, Greeting, "a greeting")
-        Greeting(name='you')
-        """
-        return unpack(path, decoder_of(kind), self.unseal(path, purpose, sealed, expected))
