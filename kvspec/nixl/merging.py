@@ -57,7 +57,6 @@ from kvspec.descriptors.selection import Picked, Selection
 from kvspec.errors import SpecError
 from kvspec.nixl.agent import Prepared, check_unreleased
 from kvspec.nixl.rows import SEVERAL, Ids, Ints, StridedRows
-from kvspec.ownership.replicas import Role
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -346,22 +345,19 @@ def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
     other: object = remote_ids
     if other is not None and other is not selection:
         raise SpecError("remote_ids", other, "None, or the same selection as local_ids")
-    near: Role = "consumer"
-    near_rows, far_rows = selection.consumer_rows, selection.producer_rows
-    if local.given_rows is not near_rows:
-        near, near_rows, far_rows = "producer", far_rows, near_rows
-    if local.given_rows is not near_rows or remote.given_rows is not far_rows:
+    rows = selection.producer_rows, selection.consumer_rows
+    own = int(local.given_rows is rows[1])
+    if local.given_rows is not rows[own] or remote.given_rows is not rows[1 - own]:
         rule = "a selection of the table whose rows both lists contain"
         raise SpecError("local_ids", "a selection", rule)
-    found = pair_selection(selection, local.rows, remote.rows, near, inward=operation == "READ")
+    found = pair_selection(selection, local.rows, remote.rows, own, target)
     if found is None:
-        ids = selection[::-1] if near == "consumer" else selection
-        found = pair(local.rows, ids[0], remote.rows, ids[1], target)
+        found = pair(local.rows, selection[own], remote.rows, selection[1 - own], target)
     return found
 
 
 def pair_selection(
-    selection: Selection, local: StridedRows, remote: StridedRows, near: Role, *, inward: bool
+    selection: Selection, local: StridedRows, remote: StridedRows, own: int, destination: str
 ) -> Pairing | None:
     """Return the pairs of *selection*, or None if it pays to merge descriptors across rows.
 
@@ -369,18 +365,14 @@ def pair_selection(
         selection: The selection.
         local: Rows of this rank.
         remote: Rows of the peer.
-        near: The side of this rank.
-        inward: Whether this rank is written, as by a read.
+        own: Place of this rank's side among producer and consumer: 0 or 1.
+        destination: The side that is written: "local" or "remote".
     """
     parts = selection.parts
-    if len(parts) != 1 or not parts[0][0].rows.plain:
-        target = "local" if inward else "remote"
-        if not parts or _merging_pays(parts, local, remote, near, target):
-            return None
-    local_ids, remote_ids = selection
-    if near == "consumer":
-        local_ids, remote_ids = remote_ids, local_ids
-    count, nbytes = len(local_ids), 0
+    alone = len(parts) == 1 and parts[0][0].rows.plain  # Nothing merges across rows.
+    if not parts or (not alone and _merging_pays(parts, local, remote, own, destination)):
+        return None
+    count, nbytes = len(selection[own]), 0
     for entry, tiles in parts:
         size = entry.rows.size
         of_tile = int(entry.rows.length.sum()) if size is None else size * len(entry.rows)
@@ -390,9 +382,8 @@ def pair_selection(
     batches: tuple[slice, ...] = (slice(0, count),)
     if not fits(count, nbytes) and not (fits(1, nbytes) and fits(posted(), nbytes)):
         batches = tuple(_cut(parts))
-    return Pairing(
-        local_ids, remote_ids, nbytes, batches, posted, partial(_spans_of_parts, parts, near)
-    )
+    spans = partial(_spans_of_parts, parts, own)
+    return Pairing(selection[own], selection[1 - own], nbytes, batches, posted, spans)
 
 
 def _posted(parts: Sequence[Picked]) -> int:
@@ -409,7 +400,7 @@ def _firsts(picked: Picked) -> Ints:
 
 
 def _merging_pays(
-    parts: Sequence[Picked], local: StridedRows, remote: StridedRows, near: Role, destination: str
+    parts: Sequence[Picked], local: StridedRows, remote: StridedRows, own: int, destination: str
 ) -> bool:
     """Whether a merge across rows would spare enough descriptors. An estimate, if there are many.
 
@@ -432,21 +423,18 @@ def _merging_pays(
         ids = entry.starts[:, :runs] + tiles.ids[:, None, :count].astype(np.int32)
         sample.append(ids.reshape(2, -1))
     ids = np.concatenate(sample, axis=1)
-    near_ids, far_ids = ids if near == "producer" else ids[::-1]
-    merged = pair(local, near_ids, remote, far_ids, destination)
+    merged = pair(local, ids[own], remote, ids[1 - own], destination)
     if whole:
         return merged.joined is not None
     # `pair` looks at each id, so the time of the spared descriptors must be worth that.
     spared = posted - merged.runs
-    return posted > LIMIT * merged.runs and spared * IDS_FOR_A_POST > len(near_ids)
+    return posted > LIMIT * merged.runs and spared * IDS_FOR_A_POST > ids.shape[1]
 
 
-def _spans_of_parts(parts: Sequence[Picked], near: Role) -> Spans:
+def _spans_of_parts(parts: Sequence[Picked], own: int) -> Spans:
     """Return all descriptors of the selection."""
     found = np.concatenate([entry.addresses(tiles).T for entry, tiles in parts], axis=1)
-    producer, consumer, nbytes = found
-    sides = (producer, consumer) if near == "producer" else (consumer, producer)
-    return Spans(*sides, nbytes)
+    return Spans(found[own], found[1 - own], found[2])
 
 
 def _cut(parts: Sequence[Picked]) -> Iterator[slice]:

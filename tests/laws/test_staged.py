@@ -62,10 +62,10 @@ def through_ranges(far: Role, longest: int, gap: int) -> System:
 
     def copies(table: DescriptorTable, moved: TransferRequest, tokens: Any = None) -> list[Copy]:
         selection = table.select(moved, tokens=tokens)
-        near: Role = "consumer" if far == "producer" else "producer"
+        own = int(far == "producer")
         rows = checked_rows(selection.producer_rows), checked_rows(selection.consumer_rows)
-        remote, local = rows if far == "producer" else rows[::-1]
-        pairs = pair_selection(selection, local, remote, near, inward=True)
+        remote = rows[1 - own]
+        pairs = pair_selection(selection, rows[own], remote, own, "local")
         batches = None
         if pairs is not None:
             begins = remote.area_begins

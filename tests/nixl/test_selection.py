@@ -50,8 +50,7 @@ def both(
     local: Role = "consumer"
     name = "local" if target == local else "remote"
     one_by_one = pair(rows["consumer"], ids[1], rows["producer"], ids[0], name)
-    inward = target == local
-    pairing = pair_selection(selection, rows["consumer"], rows["producer"], local, inward=inward)
+    pairing = pair_selection(selection, rows["consumer"], rows["producer"], 1, name)
     return pairing, one_by_one
 
 
