@@ -121,7 +121,8 @@ class NixlRank:
         # The lists that were prepared for each peer. None: lists of this rank.
         self._lists: dict[str | None, list[Prepared]] = {None: []}
         self._early: list[tuple[str, bytes]] = []  # Notifications of unknown senders.
-        self._answered: set[str] = set()  # Peers from which a test read has succeeded.
+        # Peers that received a hello. A polled rank has also read from them.
+        self._answered: set[str] = set()
         buffers = Buffers(staging, self._agent) if staging else None
         self._in_flight = InFlightTransfers(self._agent, buffers)
         # Whether handles were released in flight. Then only the destruction of the agent is safe.
@@ -231,25 +232,21 @@ class NixlRank:
             raise TransferError(message, rank=peer.name, state=TransferState.STALE_PEER)
         with self._agent.lock:
             self._agent.check_open()
-            new = peer.name not in self._lists
             # `opened` has checked whose metadata it is: NIXL keeps half of wrong metadata.
             self._agent.call("connect", "loadRemoteMD", peer.metadata, peer=peer.name)
             self._lists.setdefault(peer.name, [])
-            try:
-                self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
-            except TransferError:
-                if new:
-                    with contextlib.suppress(TransferError):
-                        self.disconnect(peer.name)
-                raise
-        if self.polled and peer.name not in self._answered:
-            try:
+        try:
+            self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
+            if self.polled and peer.name not in self._answered:
                 self._knock(peer, timeout)
-            except TransferError:
-                # If the read is still in flight, `disconnect` raises "busy" and the peer stays.
+            self._answered.add(peer.name)
+        except TransferError:
+            # A peer that was connected before stays. So does a new one whose read is still in
+            # flight: then `disconnect` raises "busy".
+            if peer.name not in self._answered:
                 with contextlib.suppress(TransferError):
                     self.disconnect(peer.name)
-                raise
+            raise
         return peer.name
 
     def disconnect(self, peer: str) -> None:
@@ -473,7 +470,6 @@ class NixlRank:
         remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
         try:
             self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
-            self._answered.add(peer.name)
         finally:
             local.release()
             remote.release()
