@@ -19,7 +19,7 @@ import numpy as np
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.memory.rank_cache import MEMORY_TYPES, Memory
-from kvspec.nixl.rows import ID_END, StridedRows
+from kvspec.nixl.rows import ID_END, StridedRows, row_text
 
 
 def check_memory_type(value: object) -> None:
@@ -92,7 +92,7 @@ def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memor
         gaps = {each: max(each.address - end, start - each.end, 0) for each in of_type}
         near = min(gaps, key=lambda each: (gaps[each], abs(each.address - start)), default=None)
         raise TransferError(
-            f"rows[{row}] ({rows.text(row)}, end {int(rows.end[row]):#x}) must be inside registered"
+            f"rows[{row}] ({row_text(rows.table[row])}, end {end:#x}) must be inside registered"
             f" {memory_type} memory; nearest memory: {_text(near) if near else 'none'}",
             state=TransferState.NOT_REGISTERED,
         )

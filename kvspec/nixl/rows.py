@@ -92,12 +92,9 @@ class StridedRows:
         """Return the address of each id, which lies in *row*."""
         return np.asarray(self._columns[0][row] + (ids - self.start[row]) * self._columns[3][row])
 
-    def text(self, row: int) -> str:
-        """Return *row* for a message."""
-        return _text(self.table[row])
 
-
-def _text(row: NDArray[np.uint64]) -> str:
+def row_text(row: NDArray[np.uint64]) -> str:
+    """Return a row of five numbers for a message."""
     address, length, device, stride, count = row.tolist()
     return f"{count} x {length} B from {address:#x} every {stride} B on device {device}"
 
@@ -144,4 +141,4 @@ def _refuse(table: NDArray[np.uint64], wrong: NDArray[np.bool_], expected: str) 
     """Raise `SpecError` for the first row that is *wrong*."""
     if wrong.any():
         row = int(wrong.argmax())
-        raise SpecError(f"rows[{row}]", _text(table[row]), expected)
+        raise SpecError(f"rows[{row}]", row_text(table[row]), expected)
