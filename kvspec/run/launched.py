@@ -28,7 +28,6 @@ from kvspec.run.transfer_rank import Arguments, StageError, TransferRank, lead
 
 REST = 0.02  # seconds between two looks at the store
 LEAVE = 5.0  # seconds for which the first rank, which may keep the store, waits for the others
-MARGIN = 0.1  # share of the job's time, at most 1 s, in which a rank reports what is missing
 ANSWERS: dict[str, type] = {"start": bytes, "compare": RankReport}
 """The types of the answers that other processes read, by stage."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -190,8 +189,7 @@ class LaunchedRank:
         place, (side, rank) = self.place, self.ranks[self.place.number]
         try:
             if self.server is None:
-                deadline = self.deadline - min(1.0, self.job.timeout * MARGIN)
-                of_rank = self.job, side, rank, self.device, deadline, place.secret
+                of_rank = self.job, side, rank, self.device, self.deadline, place.secret
                 self.server = TransferRank(*of_rank, own_host(place.address))
             return getattr(self.server, stage)(*arguments[side])
         except Exception as error:

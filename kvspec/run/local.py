@@ -21,7 +21,6 @@ from kvspec.run.transfer_rank import Arguments, Progress, StageError, TransferRa
 
 GRACE = 0.3  # seconds after a failure in which failures of other ranks are collected
 LEAVE = 5.0  # seconds that a rank may take to close its session
-MARGIN = 1.0  # seconds before the deadline at which ranks stop to wait and report what is missing
 
 
 def check_job(job: Job) -> list[str]:
@@ -69,9 +68,9 @@ class LocalRanks(Ranks):
         super().__init__()
         self.job, self.progress = job, progress
         self.deadline = time.monotonic() + job.timeout
-        secret, deadline = secrets.token_bytes(16), self.deadline - min(MARGIN, job.timeout / 10)
+        secret = secrets.token_bytes(16)
         for number, (side, rank) in enumerate(job.ranks()):
-            arguments = job, side, rank, devices[number % len(devices)], deadline, secret
+            arguments = job, side, rank, devices[number % len(devices)], self.deadline, secret
             self.add(f"{side} {rank}", TransferRank, arguments)
 
     def through(self, stage: str, arguments: Arguments) -> list[Any]:

@@ -50,6 +50,9 @@ Returns what each rank returned, in the order of `Job.ranks`. Raises `StageError
 
 EPOCH = 1  # number of the only start of each engine
 LEASE = 30.0  # seconds for which a request is held at least
+# A rank stops to wait before the end of the run, and reports what is missing: so many seconds, or
+# this share of the job's time if that is shorter.
+MARGIN, MARGIN_SHARE = 1.0, 0.1
 REST = 1e-3  # seconds between two looks at the session
 
 
@@ -106,7 +109,7 @@ class TimedRank(NixlRank):
 
 
 class TransferRank(RankServer):
-    """One rank of *job*. Every wait ends at *deadline*, a time of the monotonic clock."""
+    """One rank of *job*. Every wait ends before *deadline*, a time of the monotonic clock."""
 
     agent_type = TimedRank
     nixl: TimedRank  # pyrefly: ignore[bad-override-mutable-attribute] - of `agent_type`
@@ -138,15 +141,13 @@ class TransferRank(RankServer):
         super().__init__(job.engine(side), rank, launch)
         self.nixl.began = dict[Transfer, float]()
         self.nixl.ended = dict[Transfer, float]()
-        self.job, self.side, self.other, self.deadline = job, side, other_side(side), deadline
-        self.active = active
+        self.job, self.side, self.other, self.active = job, side, other_side(side), active
+        self.deadline = deadline - min(MARGIN, job.timeout * MARGIN_SHARE)
         self.contents = Contents(job, side, rank)
         self.finished: list[str] = []
         self.expired: list[str] = []
 
-    def start(self) -> bytes:
-        """Return the introduction of this rank."""
-        return self.introduce()
+    start = RankServer.introduce
 
     def fill(self) -> None:
         """Write what the cache contains before the run. A producer holds the requests."""
