@@ -123,6 +123,15 @@ CASES = {
     "layers with heads of their own, 2 to 3": pair([UNIFORM], (2, 3), layouts=NHD_HND),
 }
 
+# A rank is a process of a second or more. Each feature of these cases is in another case, too.
+NIGHTLY = {
+    "6 heads, 2 to 3",
+    "MLA, 4 to 3",
+    "HND to NHD, 3 to 2",
+    "attention and states, 2 to 3, pushed",
+}
+assert set(CASES) > NIGHTLY
+
 
 def children() -> dict[str, int]:
     """Return the names and process ids of the ranks that this process has started."""
@@ -141,7 +150,13 @@ def without_processes(report: Report) -> Report:
     return report
 
 
-@pytest.mark.parametrize("job", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=name, marks=pytest.mark.slow if name in NIGHTLY else ())
+        for name, job in CASES.items()
+    ],
+)
 def test_transfer_writes_every_byte_and_finishes_every_request(job: Job) -> None:
     """Two requests are done on each consumer rank, and freed on each producer rank."""
     report = without_processes(run_transfer(job))
