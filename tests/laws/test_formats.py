@@ -53,8 +53,12 @@ def test_transfer_between_any_two_formats_delivers_each_byte_once(case: strategi
     check_every_way(case)
 
 
+@pytest.mark.slow
 def test_engine_pairs_contain_every_pair_of_formats() -> None:
-    """The laws check conversions only between formats that are drawn."""
+    """The laws check conversions only between formats that are drawn.
+
+    A thousand draws take 10 s, and what is drawn changes only if a strategy does.
+    """
     seen: Counter[tuple[str, str]] = Counter()
 
     @given(strategies.engine_pairs(KINDS[1:2], 2))
