@@ -87,6 +87,7 @@ class LoadPlan:
         sample: As in `Message`.
         partial: Whether to read only written data. Else all data is written already.
         again: Whether another attempt follows if this one fails. Then a failure is not sent.
+        verify: Whether the data must be compared before the load is done.
         name: Name of the load in messages.
     """
 
@@ -100,6 +101,7 @@ class LoadPlan:
     sample: int = 0
     partial: bool = False
     again: bool = False
+    verify: bool = False
     name: Name = attrs.field(init=False)
 
     @name.default
@@ -153,10 +155,17 @@ class Source(msgspec.Struct, eq=False):
 
 
 class Step(NamedTuple):
-    """A part of a load that may write its blocks, until it is finished or has failed."""
+    """A part of a load that may write its blocks, until it is finished or has failed.
+
+    Attributes:
+        request_id: The load.
+        number: Number of the step.
+        rank: The producer rank whose data moves.
+    """
 
     request_id: str
     number: int
+    rank: RankId
 
 
 class OpenLoad(Record, eq=False):
@@ -169,6 +178,7 @@ class OpenLoad(Record, eq=False):
         plan: The plan, once the producer is connected.
         sources: The producer ranks that are read.
         steps: By number, the source of each step that may still write.
+        unverified: Whether data moves that was not compared yet, but must be.
         waiting: The producer ranks that have not sent their last answer, with the number of readers
             that each must expect.
         asked: Numbers of the questions that are open. Other loads may have some of them, but the
@@ -182,6 +192,7 @@ class OpenLoad(Record, eq=False):
     plan: LoadPlan | None = None
     sources: dict[RankId, Source] = msgspec.field(default_factory=dict)
     steps: dict[int, RankId] = msgspec.field(default_factory=dict)
+    unverified: bool = False
     waiting: dict[RankId, int] = msgspec.field(default_factory=dict)
     asked: range = range(0)
     next_message: float = math.inf
@@ -194,9 +205,10 @@ class OpenLoad(Record, eq=False):
         return min(self.deadline, self.next_message)
 
     @property
-    def started(self) -> bool:
-        """Whether steps were started for everything that moves."""
-        return all(source.started == source.ends for source in self.sources.values())
+    def arrived(self) -> bool:
+        """Whether everything that moves has arrived, unless a step has failed."""
+        started = all(source.started == source.ends for source in self.sources.values())
+        return started and not self.steps
 
 
 def about(
@@ -301,10 +313,23 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         ready = {rank: source.readable() for rank, source in load.sources.items()}
         return {rank: places for rank, places in ready.items() if places}
 
-    def started(self, request_id: str) -> bool:
-        """Return whether steps were started for everything that a load moves."""
+    def unverified(self, request_id: str) -> bool:
+        """Return whether all data of a load has arrived, and must be compared now."""
         load = self.records.get(request_id)
-        return load is None or load.started
+        return load is not None and load.state == "moving" and load.unverified and load.arrived
+
+    @atomic
+    def verified(self, request_id: str, now: float) -> list[Action]:
+        """Record that the data of a load was compared and is equal. Return actions.
+
+        If it differs, call `cancel`.
+        """
+        actions = self._tick(now)
+        load = self._change(request_id)
+        if load is None or load.state != "moving":
+            return actions  # It failed meanwhile.
+        load.unverified = False
+        return actions + self._advance(load)
 
     @atomic
     def start(
@@ -335,7 +360,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         moved.start(moved.ends if upto is None else upto)
         number = self._count("numbers", 1)
         self._put(load.steps, number, source)
-        return Step(request_id, number)
+        return Step(request_id, number, source)
 
     @atomic
     def finish(self, step: Step, now: float) -> list[Action]:
@@ -443,7 +468,8 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     def open_steps(self, request_id: str) -> frozenset[Step]:
         """Return the steps of a load that may still write."""
         load = self.records.get(request_id)
-        return frozenset(Step(request_id, number) for number in (load.steps if load else ()))
+        steps = load.steps if load is not None else {}
+        return frozenset(Step(request_id, number, rank) for number, rank in steps.items())
 
     def _open(self, request_id: str, now: float, timeout: float) -> list[Action]:
         if request_id in self.records:
@@ -467,6 +493,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             for rank, ends in plan.sources.items()
             if ends
         }
+        load.unverified = plan.verify and bool(load.sources)
         return load
 
     def _source(self, load: OpenLoad, rank: RankId) -> Source:
@@ -569,7 +596,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
 _CONDITIONS: dict[str, tuple[str, Callable[[OpenLoad], bool]]] = {
     # A step that failed has led out of this state, so the others have ended well.
-    "moving": ("whole", lambda load: load.started and not load.steps),
+    "moving": ("whole", lambda load: load.arrived and not load.unverified),
     "verifying": ("valid", lambda load: all(source.valid for source in load.sources.values())),
     "draining": ("quiet", lambda load: not load.steps),
     "done": ("answered", lambda load: not load.waiting),

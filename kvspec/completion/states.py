@@ -110,9 +110,10 @@ CONSUMER: dict[tuple[str, str], Row] = {
 """The consumer's transitions, by state and event.
 
 *connected* means that the producer is connected and the reads are posted. *whole* means that
-nothing is missing. *valid* means that every source answered `valid` after its last byte had
-arrived. *quiet* means that no step is open. *answered* means that no message is left to send.
-*time* means that the patience is over. A *fault* is an error, a deadline or a cancellation.
+nothing is missing, and that the data was compared if it must be. *valid* means that every source
+answered `valid` after its last byte had arrived. *quiet* means that no step is open. *answered*
+means that no message is left to send. *time* means that the patience is over. A *fault* is an
+error, a deadline or a cancellation.
 """
 
 PUBLIC = {

@@ -60,7 +60,7 @@ from kvspec.session.checksums import Audit
 from kvspec.session.remotes import Connection, RemoteEngine
 from kvspec.session.ticket import PrefillTicket
 from kvspec.session.written import Blocks, blocks_of
-from kvspec.wire.messages import MAX_READERS, Key, PushDone, Pushed, PushStopped
+from kvspec.wire.messages import MAX_READERS, Key, Pushed
 
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
@@ -93,22 +93,6 @@ class LoadOptions:
             raise SpecError("follow", True, rule="follow cannot be combined with pushed=True")  # noqa: FBT003
 
 
-@attrs.define(eq=False)
-class InFlight:
-    """A step of a load from one *rank*: the transfer, or the push that is expected."""
-
-    rank: RankId
-    transfer: Transfer | None
-    pushed: Pushed | None = None
-
-    def wrong(self, message: PushDone | PushStopped) -> str:
-        """Return what is wrong with the push that *message* describes, or ""."""
-        if isinstance(message, PushStopped) or self.pushed is None:
-            return f"{message.by} stopped writing"
-        differs = message.pushed.differs(self.pushed)
-        return f"{message.by} pushed another request: {differs}" if differs else ""
-
-
 def stop(transfers: Iterable[Transfer], why: str) -> None:
     """Let *transfers* post nothing more."""
     for transfer in transfers:
@@ -117,7 +101,7 @@ def stop(transfers: Iterable[Transfer], why: str) -> None:
 
 
 def unstored(
-    nixl: NixlRank, operation: str, request_id: str, stored: Container[Transfer | None]
+    nixl: NixlRank, operation: str, request_id: str, stored: Container[object]
 ) -> Iterator[Transfer]:
     """Yield the transfers of a request that an interrupted call posted, but did not store."""
     for transfer in nixl.transfers:
@@ -290,8 +274,8 @@ class Load(Progress):
         super().__init__(request, key, producer.engine_id, step)
         self.options, self.ticket = options, ticket
         self.connection = producer if isinstance(producer, Connection) else None
-        self.in_flight: dict[Step, InFlight] = {}
-        self.arrived: dict[Step, None] = {}  # Steps that end after their data was compared.
+        # By step: the transfer, or a description of the push that is expected.
+        self.in_flight: dict[Step, Transfer | Pushed] = {}
         self.began = self.deadline = 0.0
         self.written = False  # Whether any byte may have been written.
         self.bytes_moved = 0  # By reads that have ended.
@@ -310,18 +294,16 @@ class Load(Progress):
         """
         if not self.connected:
             return 0, 0
-        total, flights = sum(self._sizes.values()), tuple(self.in_flight.values())
+        total, flights = sum(self._sizes.values()), tuple(self.in_flight.items())
         if self.state == "done":
             return total, total
         if self.options.pushed:
-            return total - sum(self._sizes[flight.rank] for flight in flights), total
+            return total - sum(self._sizes[step.rank] for step, _ in flights), total
         moved = self.bytes_moved + sum(
             # Batches have about the same size.
-            flight.transfer.nbytes
-            * (flight.transfer.handles - flight.transfer.live_handles)
-            // len(flight.transfer.batches)
-            for flight in flights
-            if flight.transfer is not None and flight.transfer.handles
+            read.nbytes * (read.handles - read.live_handles) // len(read.batches)
+            for _, read in flights
+            if isinstance(read, Transfer) and read.handles
         )
         return min(moved, total), total
 
@@ -342,7 +324,7 @@ class Load(Progress):
         It is empty if the load is done, or failed before any byte moved.
         """
         in_flight = tuple(self.in_flight.values())  # At once: another thread may end some of them.
-        moves = any(f.transfer is None or f.transfer.handles for f in in_flight)
+        moves = any(not isinstance(flight, Transfer) or flight.handles for flight in in_flight)
         if self.error is None or not (self.written or moves):
             return {}
         return {group: tuple(sorted({*ids.tolist()})) for group, ids in self.blocks.items()}

@@ -24,9 +24,11 @@ How it works:
         act       -> done, failed carry the actions out: send messages, free blocks, set states
 
     A *step* in the ledger is one transfer, or one push of one producer rank. `Load.in_flight` has
-    them. A load whose producer is named by a ticket waits in `waiting` until it is connected. So
-    does a ticket that was declined, and a load that failed while its producer was being connected:
-    then the producer is informed.
+    them. If the data must be compared, the ledger waits for that after the last step.
+
+    A load whose producer is named by a ticket waits in `waiting` until it is connected. So does a
+    ticket that was declined, and a load that failed while its producer was being connected: then
+    the producer is informed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import attrs
@@ -56,7 +58,7 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
-from kvspec.session.load import LOST, InFlight, Load, LoadOptions, stop, unstored
+from kvspec.session.load import LOST, Load, LoadOptions, stop, unstored
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
 from kvspec.session.written import BlockLocks, pushed_of
@@ -68,6 +70,7 @@ from kvspec.wire.messages import (
     LayerProgress,
     Message,
     PushDone,
+    Pushed,
     PushStopped,
     RankAddress,
     StopWriting,
@@ -123,7 +126,7 @@ class Loads:
     @property
     def moving(self) -> bool:
         """Whether anything is in flight, or is compared."""
-        return any(load.in_flight or load.arrived for load in self.loads.values())
+        return any(load.in_flight or self.book.unverified(n) for n, load in self.loads.items())
 
     def open(self, load: Load, timeout: float) -> None:
         """Add *load* in the state *connecting*. It fails after *timeout* seconds.
@@ -162,9 +165,8 @@ class Loads:
         steps = {rank: self.book.start(name, rank) for rank in whole}
         timeout = max(load.deadline - self.now(), 1e-3)
         transfers = self.nixl.move("READ", sides.values(), request=name, timeout=timeout)
-        moved = dict(zip(sides, transfers, strict=True))
-        for rank, step in steps.items():
-            load.in_flight[step] = InFlight(rank, moved.get(rank), pushes.get(rank))
+        moved = pushes | dict(zip(sides, transfers, strict=True))
+        load.in_flight |= {step: moved[rank] for rank, step in steps.items()}
         self.book.connected(name, self.now())
 
     def _plan(
@@ -185,6 +187,7 @@ class Loads:
             sample=options.sample,
             partial=options.follow,
             again=options.again,
+            verify=options.verify,
         )
 
     def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions) -> None:
@@ -219,16 +222,15 @@ class Loads:
         """Fail each step of *load* that an interrupt left without a flight.
 
         Its transfer may have been posted. It is unknown which step a posted transfer belongs to. So
-        any step stays open until that transfer ends, and the rank stored with it may be wrong.
+        any step stays open until that transfer ends, and its rank may be wrong.
         """
         name = load.request.request_id
-        stored = {flight.transfer for flight in load.in_flight.values()}
-        strays = [*unstored(self.nixl, "READ", name, stored)]
-        for step in sorted(self.book.open_steps(name).difference(load.in_flight, load.arrived)):
+        strays = [*unstored(self.nixl, "READ", name, load.in_flight.values())]
+        for step in sorted(self.book.open_steps(name).difference(load.in_flight)):
             quiet = not strays
             if strays:
                 # Any step and any rank: the step only has to stay open until the transfer ends.
-                load.in_flight[step] = InFlight(next(iter(load.remote.tables)), strays.pop())
+                load.in_flight[step] = strays.pop()
             now = self.now()
             self.book.fail(step, why, now, quiet=quiet, state=state)
 
@@ -298,9 +300,9 @@ class Loads:
             self.book.fail(step, why, self.now(), state=state)
             return
         if moved:
-            load.in_flight[step] = InFlight(rank, moved[0])
+            load.in_flight[step] = moved[0]
         else:
-            self._arrive(load, step)
+            self._end(load, step)
 
     def receive(self, message: Message) -> None:
         """Process a message of a producer."""
@@ -332,11 +334,11 @@ class Loads:
             del self.advanced[name]  # Last: an interrupted turn is repeated.
         end = time.monotonic() + TURN
         small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
-        for load in list(self.loads.values()):
-            if load.arrived:
-                self._compare(load, end)
+        for name, load in list(self.loads.items()):
+            if load.audit is not None and self.book.unverified(name):
+                self._compare(load, load.audit, end)
             for step, flight in load.in_flight.items():
-                long = flight.transfer is not None and len(flight.transfer.batches) > 1
+                long = isinstance(flight, Transfer) and len(flight.batches) > 1
                 (large if long else small).append((load, step))
         self._small = self._poll(small, self._small, end)
         # A load without a long transfer waits for answers of its producer.
@@ -351,8 +353,8 @@ class Loads:
         for place in range(first, first + len(steps)):
             load, step = steps[place % len(steps)]
             flight = load.in_flight.get(step)
-            if flight is not None and flight.transfer is not None:
-                self._settle(load, step, flight, flight.transfer, end)
+            if isinstance(flight, Transfer):
+                self._settle(load, step, flight, end)
             elif load.error is not None and self.now() >= load.stop_again:
                 self._stop_pushes(load)
             if time.monotonic() >= end:
@@ -363,13 +365,16 @@ class Loads:
         """Record that a producer has stopped writing: it has written everything, or gave up."""
         if (load := self._find(message)) is not None:
             for step, flight in list(load.in_flight.items()):
-                if flight.rank == message.by.rank and flight.transfer is None:
-                    done = isinstance(message, PushDone)
-                    state = TransferState.DIFFERS if done else TransferState.STOPPED
-                    if why := flight.wrong(message):
-                        load.fail(flight.rank, why, state)
-                    self._end(load, step, why, state)
-                    return
+                if step.rank != message.by.rank or not isinstance(flight, Pushed):
+                    continue
+                why, state = f"{message.by} stopped writing", TransferState.STOPPED
+                if isinstance(message, PushDone):
+                    differs, state = message.pushed.differs(flight), TransferState.DIFFERS
+                    why = differs and f"{message.by} pushed another request: {differs}"
+                if why:
+                    load.fail(step.rank, why, state)
+                self._end(load, step, why, state)
+                return
         self.messages.note(f"{message.kind} of {message.by}: this rank waits for no such push")
 
     def connect(self, engine_id: str, epoch: int) -> None:
@@ -398,21 +403,19 @@ class Loads:
         for load in list(self.loads.values()):
             if load.connected and load.engine_id == engine_id and load.remote.start[1] != epoch:
                 for step, flight in list(load.in_flight.items()):
-                    if flight.transfer is None:
-                        self._end(load, step, f"{engine_id} is gone", TransferState.GONE)
+                    if isinstance(flight, Transfer):
+                        self._settle(load, step, flight, 0.0)
                     else:
-                        self._settle(load, step, flight, flight.transfer, 0.0)
+                        self._end(load, step, f"{engine_id} is gone")
         self.act()
 
     def _stop_pushes(self, load: Load) -> None:
         """Ask the producers that push to stop. Repeat it until they answer."""
         load.stop_again = self.now() + self.book.heartbeat
-        for flight in load.in_flight.values():
-            self.messages.send(StopWriting(*about(load.plan.name, self.book.me, flight.rank)))
+        for step in load.in_flight:
+            self.messages.send(StopWriting(*about(load.plan.name, self.book.me, step.rank)))
 
-    def _settle(
-        self, load: Load, step: Step, flight: InFlight, transfer: Transfer, end: float
-    ) -> None:
+    def _settle(self, load: Load, step: Step, transfer: Transfer, end: float) -> None:
         """Poll a transfer. Report its end to the ledger when nothing of it can move."""
         why, state = "", TransferState.GONE
         try:
@@ -422,7 +425,7 @@ class Loads:
             self.messages.counters.bytes_read += transfer.nbytes
         except TransferError as error:
             why, state = error.message, error.state
-            load.fail(flight.rank, why, state)
+            load.fail(step.rank, why, state)
             load.remote.lost |= state in LOST
             if not transfer.over:
                 now = self.now()
@@ -431,52 +434,31 @@ class Loads:
         load.written |= transfer.handles > 0
         self._end(load, step, why, state)
 
-    def _end(self, load: Load, step: Step, why: str, state: TransferState) -> None:
-        """Report the end of a flight to the ledger: everything has arrived, or *why* not."""
-        flight = load.in_flight[step]
-        load.written |= flight.transfer is None
-        if why:
-            self._close(load, (step,), why, state)
-        else:
-            self._arrive(load, step)
-        # Last: if this is interrupted, the next poll ends the flight again.
+    def _end(
+        self, load: Load, step: Step, why: str = "", state: TransferState = TransferState.GONE
+    ) -> None:
+        """Report the end of a step to the ledger: everything has arrived, or *why* not."""
+        load.written |= isinstance(load.in_flight.get(step), Pushed)
+        if step in self.book.open_steps(step.request_id):
+            now = self.now()
+            if why:
+                self.book.fail(step, why, now, state=state)
+            else:
+                self.book.finish(step, now)
+        # Last: if this is interrupted, the next poll ends the step again.
         load.in_flight.pop(step, None)
 
-    def _arrive(self, load: Load, step: Step) -> None:
-        """Report that all data of a step has arrived, or keep the step until it was compared."""
-        if load.audit is not None and load.error is None:
-            load.arrived[step] = None
-        else:
-            self._close(load, (step,))
-
-    def _close(
-        self,
-        load: Load,
-        steps: Iterable[Step],
-        why: str = "",
-        state: TransferState = TransferState.GONE,
-    ) -> None:
-        """Report that *steps* have ended, well or because of *why*. Skip those that are closed."""
-        for step in steps:
-            if step in self.book.open_steps(load.request.request_id):
-                now = self.now()
-                if why:
-                    self.book.fail(step, why, now, state=state)
-                else:
-                    self.book.finish(step, now)
-
-    def _compare(self, load: Load, end: float) -> None:
+    def _compare(self, load: Load, audit: Audit, end: float) -> None:
         """Compare checksums with the producers, after everything has arrived."""
-        if load.audit is None or load.in_flight or not self.book.started(load.request.request_id):
-            return
-        why = load.audit.move(load.plan.name, self.now(), self.book.heartbeat, end)
+        why = audit.move(load.plan.name, self.now(), self.book.heartbeat, end)
         if why is None:
             return
         if why:
-            load.fail(load.audit.source, why, load.audit.verdict)
-        self._close(load, tuple(load.arrived), why, load.audit.verdict)
-        load.arrived.clear()
-        load.audit.cancel()
+            load.fail(audit.source, why, audit.verdict)
+            self.cancel(load, why, audit.verdict)
+        else:
+            self.book.verified(load.request.request_id, self.now())
+        audit.cancel()
 
     def tick(self) -> None:
         """Process the time: send heartbeats, and fail late loads."""
@@ -501,12 +483,10 @@ class Loads:
             log.info("load %s from %s failed: %s", name, load.engine_id, load.error)
             if load.connection is not None and action.state is not TransferState.STOPPED:
                 load.connection.lost = True
-            self._close(load, tuple(load.arrived))
-            load.arrived.clear()
             if load.audit is not None:
                 load.audit.cancel()
-            reads = (flight.transfer for flight in load.in_flight.values())
-            stop((read for read in reads if read is not None), "its load has failed")
+            reads = (flight for flight in load.in_flight.values() if isinstance(flight, Transfer))
+            stop(reads, "its load has failed")
         elif isinstance(action, Ended) and load.state == "moving":
             self._locks.release(name)
             if action.state == "done":

@@ -119,6 +119,44 @@ def test_repeated_message_keeps_its_number_and_no_other_load_has_it() -> None:
     assert "Refused" in kinds(ledger.receive(first.answer(Valid), 9.0))
 
 
+def test_load_to_verify_asks_only_after_its_data_was_compared() -> None:
+    """Its data must be compared when all of it has arrived, and not before."""
+    ledger = moving(verify=True, partial=True)
+    source = P[0].rank
+    progress = message_of("progress", group=PLACE[0], layer=PLACE[1], upto=5)
+    assert [] == ledger.receive(progress, 1.0)
+    first = ledger.start("mine", source, {PLACE: 5})
+    assert [] == ledger.finish(first, 2.0)
+    assert not ledger.unverified("mine")
+    ledger.receive(replace(progress, upto=8), 3.0)
+    last = ledger.start("mine", source)
+    assert not ledger.unverified("mine")
+    assert [] == ledger.finish(last, 4.0)
+    assert ledger.unverified("mine")
+    assert ["heartbeat", "heartbeat"] == kinds(ledger.tick(5.0))
+    asked = ledger.verified("mine", 6.0)
+    assert ["done", "done"] == kinds(asked)
+    assert not ledger.unverified("mine")
+    assert [] == ledger.verified("mine", 6.0)
+    assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 7.0))
+
+
+def test_load_whose_data_differs_fails_at_once() -> None:
+    """No step is open when its data is compared. It is not compared again after that."""
+    ledger = moving(verify=True)
+    ledger.finish(ledger.start("mine", P[0].rank), 1.0)
+    failed = ledger.cancel("mine", 2.0, "a token differs", TransferState.DIFFERS)
+    assert ["Failed", "Ended", "done", "done"] == kinds(failed)
+    assert [] == ledger.verified("mine", 2.0)
+    assert not ledger.unverified("mine")
+
+
+def test_load_to_verify_that_moves_nothing_is_done_at_once() -> None:
+    """There is no data to compare."""
+    ledger = ConsumerLedger(D[0])
+    assert "Ended" in kinds(ledger.expect(reads(sources={}, verify=True), 0.0, 20.0))
+
+
 def test_load_fails_when_its_source_answers_gone() -> None:
     """The source freed the request before it was read. The reason names its rank."""
     ledger = moving()
@@ -249,8 +287,16 @@ def test_consumer_ledger_rejects_invalid_plans_and_steps() -> None:
             "layers",
             ("full", "layers.9"),
         ),
-        (lambda: ledger.finish(Step("mine", 99), 0.0), "step", ("mine", 99)),
-        (lambda: ledger.fail(Step("other", 99), "why", 0.0, quiet=False), "step", ("other", 99)),
+        (
+            lambda: ledger.finish(Step("mine", 99, source), 0.0),
+            "step",
+            ("mine", 99, source),
+        ),
+        (
+            lambda: ledger.fail(Step("other", 99, source), "why", 0.0, quiet=False),
+            "step",
+            ("other", 99, source),
+        ),
     ]
     for call, field, value in calls:
         error = refusal(call)

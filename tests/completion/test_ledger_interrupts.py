@@ -52,6 +52,13 @@ DONE: Calls = [
     lambda ledger, results: ledger.receive(answers(results[4], "valid")[0], 8.0),
     lambda ledger, results: ledger.receive(answers(results[4], "valid")[1], 8.0),
 ]
+VERIFIED: Calls = [
+    lambda ledger, _: ledger.expect(reads(verify=True), 0.0, 20.0),
+    *DONE[1:5],
+    lambda ledger, _: ledger.verified("mine", 7.0),
+    lambda ledger, results: ledger.receive(answers(results[5], "valid")[0], 8.0),
+    lambda ledger, results: ledger.receive(answers(results[5], "valid")[1], 8.0),
+]
 LATE: Calls = [
     *DONE[:2],
     lambda ledger, results: ledger.fail(results[1], "it hangs", 3.0, quiet=False),
@@ -153,7 +160,7 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
     Return what the calls returned, and whether call *at* has so many lines.
     """
-    consumes = calls in (DONE, LATE, CONNECTED, RESTARTED, FOLLOWED)
+    consumes = calls in (DONE, VERIFIED, LATE, CONNECTED, RESTARTED, FOLLOWED)
     ledger: Any = (
         ConsumerLedger(RankAddress("decode", 1, RANK), heartbeat=5.0, patience=12.0)
         if consumes
@@ -181,7 +188,7 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "calls", [DONE, LATE, CONNECTED, RESTARTED, FOLLOWED, READ, ABORTED, PUSHED]
+    "calls", [DONE, VERIFIED, LATE, CONNECTED, RESTARTED, FOLLOWED, READ, ABORTED, PUSHED]
 )
 def test_ledger_call_that_is_interrupted_can_be_made_again(calls: Calls) -> None:
     """The actions are the same wherever the interrupt comes."""

@@ -51,9 +51,13 @@ class Machine(RuleBasedStateMachine):
         self.world.admit_rank(at)
 
     @rule(at=AT, again=st.booleans(), rejected=st.sampled_from((False, False, False, True)),
-          connecting=st.booleans())  # fmt: skip
-    def expect_rank(self, at: int, again: bool, rejected: bool, connecting: bool) -> None:
-        self.world.expect_rank(at, again=again, rejected=rejected, connecting=connecting)
+          connecting=st.booleans(), verify=st.booleans())  # fmt: skip
+    def expect_rank(
+        self, at: int, again: bool, rejected: bool, connecting: bool, verify: bool
+    ) -> None:
+        self.world.expect_rank(
+            at, again=again, rejected=rejected, connecting=connecting, verify=verify
+        )
 
     @rule(at=AT)
     def connect_rank(self, at: int) -> None:
@@ -66,6 +70,10 @@ class Machine(RuleBasedStateMachine):
     @rule(at=AT, how=st.sampled_from(ENDS))
     def finish(self, at: int, how: str) -> None:
         self.world.finish(at, how)
+
+    @rule(at=AT, equal=st.sampled_from((True, True, False)))
+    def compare(self, at: int, equal: bool) -> None:
+        self.world.compare(at, equal=equal)
 
     @rule(at=AT, upto=st.integers(1, 6))
     def record_progress(self, at: int, upto: int) -> None:
@@ -154,8 +162,11 @@ PLANS = tuple(
 )  # fmt: skip
 
 
-def chaos(seed: int, steps: int = 160, **ledgers: Any) -> World:
-    """Perform steps that *seed* draws, then end everything."""
+def chaos(seed: int, steps: int = 160, *, verify: bool = False, **ledgers: Any) -> World:
+    """Perform steps that *seed* draws, then end everything.
+
+    Some loads compare their data if *verify*.
+    """
     drawn = random.Random(seed)
     world = World(drawn.choice(PLANS), **ledgers)
     small = lambda: drawn.randrange(51)  # noqa: E731
@@ -166,7 +177,7 @@ def chaos(seed: int, steps: int = 160, **ledgers: Any) -> World:
         (8, lambda: world.admit_rank(small())),
         (9, lambda: world.expect_rank(
             small(), again=drawn.random() < 0.4, rejected=drawn.random() < 0.1,
-            connecting=drawn.random() < 0.2)),
+            connecting=drawn.random() < 0.2, verify=verify and drawn.random() < 0.5)),
         (4, lambda: world.connect_rank(small())),
         (25, lambda: world.start(small(), drawn.choice((6, 6, 3)))),
         (25, lambda: world.finish(small(), drawn.choice(ENDS * 2 + ("done",) * 8))),
@@ -184,6 +195,7 @@ def chaos(seed: int, steps: int = 160, **ledgers: Any) -> World:
         (4, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
         (0.2, lambda: world.restart(drawn.choice("PD"))),
         (0.5, lambda: world.stop_clock(drawn.choice((2.0, 11.0)))),
+        *[(9, lambda: world.compare(small(), equal=drawn.random() < 0.7))] * verify,
     ))  # fmt: skip
     world.end()
     return world
@@ -221,7 +233,9 @@ def test_ledgers_end_every_load_as_done_without_faults() -> None:
 
 def test_ledgers_keep_their_promises_in_any_order_of_steps() -> None:
     """Loads end, fail and die, and requests are freed as sent, expired and aborted."""
-    worlds = [chaos(seed) for seed in range(150)]
+    worlds = [chaos(seed, verify=seed % 3 == 0) for seed in range(150)]
+    compared = {load.outcome for world in worlds for load in world.loads if load.compared}
+    assert {"ready", "failed"} <= compared
     outcomes = {load.outcome for world in worlds for load in world.loads}
     why = {why for world in worlds for r in world.requests for why in r.freed.values()}
     assert {"ready", "failed", "died"} == outcomes
@@ -283,6 +297,7 @@ BROKEN = {
         faults.InformsSourcesAlone: Promise.ANSWERED,
         faults.IgnoresFailedReads: Promise.ORDER,
         faults.RestartsNumbers: Promise.VALID,
+        faults.ComparesNothing: Promise.VALID,
     },
 }
 
@@ -300,6 +315,6 @@ def test_chaos_finds_the_promise_that_a_ledger_breaks(
         for seed in range(1000):
             if seed < CALM:
                 yield calm(seed, **{side: ledger})
-            yield chaos(seed, **{side: ledger})
+            yield chaos(seed, verify=ledger is faults.ComparesNothing, **{side: ledger})
 
     check_breaks(promise, worlds())

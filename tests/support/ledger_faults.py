@@ -274,3 +274,15 @@ class IgnoresFailedReads(ConsumerLedger):
     def fail(self, step: Any, why: str, now: float, *, quiet: bool = True) -> Any:
         """Finish a failed read."""
         return self.finish(step, now) if quiet and why else self.tick(now)
+
+
+class ComparesNothing(ConsumerLedger):
+    """End a load that must be compared without a comparison."""
+
+    def assign(self, plan: Any) -> Any:
+        """Leave out the comparison."""
+        super().assign(attrs.evolve(plan, verify=False))
+
+    def expect(self, order: Any, now: float, timeout: float) -> Any:
+        """Leave out the comparison."""
+        return super().expect(attrs.evolve(order, verify=False), now, timeout)

@@ -28,6 +28,7 @@ from kvspec.completion.consumer import ConsumerLedger, LoadPlan
 from kvspec.completion.consumer import Step as LedgerStep
 from kvspec.completion.ledger import Closed, Ended, Failed, Free, Tell
 from kvspec.completion.producer import ProducerLedger, Target
+from kvspec.errors import TransferState
 from kvspec.wire import messages as wire
 from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import Key, Message, RankAddress
@@ -58,7 +59,8 @@ class Request:
 class Load:
     """One rank's attempt to read a request.
 
-    *reread* is true if the rank has read the request in this attempt before.
+    *reread* is true if the rank has read the request in this attempt before, and *compared* if its
+    data was compared.
     """
 
     request: Request
@@ -70,6 +72,7 @@ class Load:
     released: bool = False
     closed: bool = False
     reread: bool = False
+    compared: bool = False
 
 
 @attrs.define(eq=False)
@@ -188,7 +191,13 @@ class World(TwoEngines[bytes]):
             self.acted(actions, "P", rank)
 
     def expect_rank(
-        self, at: int, *, again: bool, rejected: bool, connecting: bool = False
+        self,
+        at: int,
+        *,
+        again: bool,
+        rejected: bool,
+        connecting: bool = False,
+        verify: bool = False,
     ) -> None:
         """Start the load of a request on one consumer rank, perhaps before it is connected."""
         if not self.to_expect:
@@ -206,6 +215,7 @@ class World(TwoEngines[bytes]):
             sample=sample,
             partial=request.partial,
             again=again,
+            verify=verify,
         )
         if request.epoch != self.epochs["P"]:
             return
@@ -291,6 +301,24 @@ class World(TwoEngines[bytes]):
         self.acted(actions, "D", name[0])
         stopped = how == "done" or self.state(step.load) != "moving"
         check(Promise.ORDER, stopped, "a load moves on after a failed read")
+
+    def compare(self, at: int, *, equal: bool) -> None:
+        """Compare the data of a load, if the ledger waits for it."""
+        loads = [load for load in self.loads if not load.closed]
+        if not loads:
+            return
+        load = loads[at % len(loads)]
+        ledger, name = self.consumers[load.rank], load.load_plan.request_id
+        if not ledger.unverified(name):
+            return
+        check(Promise.WHOLE, not any(load.left.values()), "compared before its data arrived")
+        load.compared = True
+        if equal:
+            actions = ledger.verified(name, self.reader_now)
+        else:
+            load.void = True
+            actions = ledger.cancel(name, self.reader_now, "it differs", TransferState.DIFFERS)
+        self.acted(actions, "D", load.rank)
 
     def record_progress(self, at: int, upto: int) -> None:
         """Let a producer rank record how far it wrote each layer of a partial request."""
@@ -556,6 +584,8 @@ class World(TwoEngines[bytes]):
             check(Promise.ORDER, load.outcome == "", load.outcome)
             check(Promise.WHOLE, not any(load.left.values()), load.left)
             check(Promise.VALID, not load.void, "a read was void")
+            moved = load.load_plan.verify and load.load_plan.sources
+            check(Promise.VALID, load.compared or not moved, "it was not compared")
             load.outcome = "ready"
         elif isinstance(action, Failed):
             check(Promise.ORDER, load.outcome == "", load.outcome)

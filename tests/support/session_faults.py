@@ -240,8 +240,8 @@ def source_is_whole_after_its_first_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def load_ends_before_it_is_compared(patch: pytest.MonkeyPatch) -> None:
-    """End the steps of a load before their checksums are compared."""
-    patch.setattr(Loads, "_arrive", lambda self, load, step: self._close(load, (step,)))
+    """Take a load for whole before its checksums are compared."""
+    patch.setitem(_CONDITIONS, "moving", ("whole", lambda load: load.arrived))
 
 
 def connection_waits(
