@@ -46,15 +46,12 @@ _NAMES = {
     "computed_tokens": "remote_num_tokens",
     "tables": "remote_block_ids",
     "content": "remote_content",
-}
-"""The name of each field in the parameters that a router carries."""
-_OPTIONAL = {
     "first_token": "remote_first_token",
     "first_logprobs": "remote_first_logprobs",
     "tokens_digest": "remote_tokens_digest",
     "consumer": "remote_consumer",
 }
-"""The same for the fields that may be None. The parameters do not contain those that are."""
+"""The name of each field in the parameters that a router carries, which contain no None."""
 _ADDRESSES = "the addresses of the producer's ranks, each a str"
 _TABLE = "a list of the first token and the block ids"
 _LOGPROBS = "pairs of a token, an int >= 0, and its log probability, a finite number <= 0"
@@ -204,9 +201,8 @@ class PrefillTicket:
         return {**self._params(), "remote_seal": self._mac(secret).hex()}
 
     def _params(self) -> dict[str, Any]:
-        params = {name: getattr(self, field) for field, name in _NAMES.items()}
-        given = {name: getattr(self, field) for field, name in _OPTIONAL.items()}
-        params |= {name: value for name, value in given.items() if value is not None}
+        given = {name: getattr(self, field) for field, name in _NAMES.items()}
+        params = {name: value for name, value in given.items() if value is not None}
         if self.first_logprobs is not None:
             params["remote_first_logprobs"] = [list(pair) for pair in self.first_logprobs]
         tables = {name: [t.first_token, t.block_ids.tolist()] for name, t in self.tables.items()}
@@ -234,8 +230,7 @@ class PrefillTicket:
             SpecError: If a field is missing or malformed, or the seal is wrong.
         """
         params = mapping("remote", given, "parameter names to values")
-        known = _NAMES | _OPTIONAL
-        fields: dict[str, Any] = {field: params.get(name) for field, name in known.items()}
+        fields: dict[str, Any] = {field: params.get(name) for field, name in _NAMES.items()}
         field, tables = _NAMES["tables"], dict[str, BlockTable]()
         for group, table in mapping(field, fields["tables"], "groups to tables").items():
             pair = sequence(f"{field}[{group!r}]", table, _TABLE)
@@ -245,7 +240,7 @@ class PrefillTicket:
         try:
             ticket = PrefillTicket(**fields | {"tables": tables})
         except SpecError as error:
-            name = known.get(error.field, error.field)
+            name = _NAMES.get(error.field, error.field)
             raise SpecError(name, error.value, error.expected, rule=error.rule) from error
         seal = params.get("remote_seal")
         if not hmac.compare_digest(ticket._mac(secret).hex().encode(), str(seal).encode()):
