@@ -28,7 +28,6 @@ How it works:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import secrets
@@ -193,10 +192,9 @@ class Messages:
             getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
         )
         self._refused: Callable[[], list[str]] = getattr(channel, "refused", list)
-        self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by incarnation
+        self._addresses: dict[RankAddress, str] = {}  # those of connected engines
         self._routes: OrderedDict[RankAddress, str] = OrderedDict()
         self.unsent: dict[object, Message] = {}
-        self._numbers = itertools.count()
         self._asked: dict[str, bytes | None] = {}
         self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
         self._warned: set[str] = set()
@@ -214,15 +212,20 @@ class Messages:
 
     def connect(self, start: tuple[str, int], ranks: Iterable[Introduced]) -> None:
         """Store the addresses of the *ranks* of one incarnation of an engine."""
-        self._addresses[start] = {RankAddress(*start, rank.rank): rank.address for rank in ranks}
-        LOG.info("connected to %s, epoch %d: %d ranks", *start, len(self._addresses[start]))
+        own = {RankAddress(*start, rank.rank): rank.address for rank in ranks}
+        self._addresses |= own
+        LOG.info("connected to %s, epoch %d: %d ranks", *start, len(own))
 
     def disconnect(self, starts: Iterable[tuple[str, int]]) -> None:
         """Forget the addresses of some incarnations of engines."""
         self.flush()  # Their ranks learn which loads have failed.
         for start in starts:
-            if (members := self._addresses.pop(start, None)) is not None:
-                self._warned.difference_update(members.values())
+            kept = {
+                to: at for to, at in self._addresses.items() if (to.engine_id, to.epoch) != start
+            }
+            if len(kept) < len(self._addresses):
+                self._addresses = kept
+                self._warned.intersection_update(kept.values())
                 LOG.info("disconnected from %s, epoch %d", *start)
 
     def note(self, why: str) -> None:
@@ -249,7 +252,7 @@ class Messages:
         A later heartbeat or `done` of a load makes an unsent one useless, and so does a later
         progress of a layer. So a session that is not polled keeps few messages.
         """
-        name: object = next(self._numbers)
+        name: object = object()
         if isinstance(message, ReaderStatus | LayerProgress):
             place = (message.group, message.layer) if isinstance(message, LayerProgress) else ()
             name = message.to, message.key, message.attempt, message.sample, place
@@ -261,8 +264,7 @@ class Messages:
         refused = {*self._refused()}
         if not refused:
             return []
-        members = (ranks.items() for ranks in self._addresses.values())
-        return [rank for some in members for rank, address in some if address in refused]
+        return [rank for rank, address in self._addresses.items() if address in refused]
 
     def flush(self) -> None:
         """Pass all messages since the last call to the channel, those to one peer together.
@@ -275,8 +277,7 @@ class Messages:
         batches: dict[str, list[bytes]] = {}
         for message in unsent.values():
             to = message.to
-            members = self._addresses.get((to.engine_id, to.epoch), {})
-            route = members.get(to) or self._routes.get(to)
+            route = self._addresses.get(to) or self._routes.get(to)
             LOG.debug("send %s of %r to %s at %s", message.kind, message.key.request_id, to, route)
             if route is not None:
                 sealed = self._secret.seal(MESSAGE, encode_message(message))
@@ -378,9 +379,7 @@ class Messages:
         self.note(str(error))
         LOG.debug("refused a message from %s: %s", route, error)
         # Strangers could fill the log, so only peers that this session chose are worth a warning.
-        chosen = route in self._asked or any(
-            route in members.values() for members in self._addresses.values()
-        )
+        chosen = route in self._asked or route in self._addresses.values()
         if chosen and route not in self._warned:
             self._warned.add(route)
             LOG.warning("%s sends messages that are refused: %s", route, error)
