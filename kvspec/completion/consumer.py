@@ -108,6 +108,13 @@ class LoadPlan:
     def _name(self) -> Name:
         return self.key, self.attempt, self.sample, self.engine_id, self.epoch
 
+    def about(
+        self, by: RankAddress, rank: RankId, number: int = 0
+    ) -> tuple[Key, RankAddress, RankAddress, int, int, int]:
+        """Return the fields of a message about this load from *by* to a producer *rank*."""
+        to = RankAddress(self.engine_id, self.epoch, rank)
+        return self.key, by, to, self.attempt, number, self.sample
+
 
 class Source(msgspec.Struct, eq=False):
     """The data of one producer rank, and how far it has moved.
@@ -209,14 +216,6 @@ class OpenLoad(Record, eq=False):
         """Whether everything that moves has arrived, unless a step has failed."""
         started = all(source.started == source.ends for source in self.sources.values())
         return started and not self.steps
-
-
-def about(
-    name: Name, by: RankAddress, rank: RankId, number: int = 0
-) -> tuple[Key, RankAddress, RankAddress, int, int, int]:
-    """Return the fields of a consumer's message about the load *name*, to a producer *rank*."""
-    key, attempt, sample, engine_id, epoch = name
-    return key, by, RankAddress(engine_id, epoch, rank), attempt, number, sample
 
 
 def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str:
@@ -589,7 +588,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             load.asked = range(load.asked.start if load.asked else number, number + 1)
         load.next_message = self._now + self.heartbeat
         return [
-            Tell(kind(*about(load.plan.name, self.me, rank, load.asked[-1]), expected=expected))
+            Tell(kind(*load.plan.about(self.me, rank, load.asked[-1]), expected=expected))
             for rank, expected in sorted(load.waiting.items())
         ]
 

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 
 from kvspec.check.digests import Wanted, partial_sums, readable, rows_of, wanted_of
-from kvspec.completion.consumer import Name, about
+from kvspec.completion.consumer import LoadPlan
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import SpecError, TransferState
@@ -197,11 +197,11 @@ class Audit:
         """Compare nothing any more. Later answers are not expected."""
         self._open = dict[int, Question]()
 
-    def move(self, name: Name, now: float, heartbeat: float, end: float) -> str | None:
+    def move(self, plan: LoadPlan, now: float, heartbeat: float, end: float) -> str | None:
         """Send questions and compare answers, until the time is *end*.
 
         Args:
-            name: Name of the request in messages.
+            plan: The load.
             now: Time of the session's clock.
             heartbeat: Seconds after which an unanswered question is sent again.
             end: Time of `time.monotonic` at which to stop.
@@ -223,7 +223,7 @@ class Audit:
             for number, question in self._open.items():
                 if question.answer is None and now >= question.again:
                     question.again = now + heartbeat
-                    asked = about(name, self.me, question.rank, number)
+                    asked = plan.about(self.me, question.rank, number)
                     self.messages.send(ChecksumRequest(*asked, extent=question.extent))
             for number, question in list(self._open.items()):
                 complete = question.work.go_on(end)

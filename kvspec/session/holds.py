@@ -51,24 +51,15 @@ import attrs
 
 from kvspec.completion.ledger import Free, HoldAction
 from kvspec.completion.producer import ProducerLedger, Target
-from kvspec.descriptors.request import Tables, tables_of
-from kvspec.engines.engine import EngineSpec
-from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.inputs import positive_int, sequence
+from kvspec.errors import TransferError, TransferState
+from kvspec.inputs import positive_int
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.load import LOST, Push, stop, unstored
 from kvspec.session.mailbox import Messages
 from kvspec.session.written import pushed_of
-from kvspec.wire.messages import (
-    MAX_READERS,
-    ChecksumRequest,
-    Message,
-    RankAddress,
-    RemoteId,
-    key_of,
-)
+from kvspec.wire.messages import MAX_READERS, RankAddress, RemoteId
 
 
 @attrs.frozen
@@ -110,7 +101,6 @@ class Holds:
 
     Attributes:
         ledger: The records.
-        engine: The engine of this rank.
         nixl: The NIXL rank, which writes pushes.
         now: The clock.
         messages: Sends messages to readers.
@@ -119,7 +109,6 @@ class Holds:
     """
 
     ledger: ProducerLedger
-    engine: EngineSpec
     nixl: NixlRank
     now: Callable[[], float]
     messages: Messages
@@ -128,39 +117,9 @@ class Holds:
     _pushes: list[Push] = attrs.field(factory=list)
 
     @property
-    def held(self) -> tuple[RemoteId, ...]:
-        """The requests whose blocks are not free."""
-        return tuple(key.remote_id for key in self.ledger.held)
-
-    @property
     def moving(self) -> bool:
         """Whether a write is in flight, or a reader waits for a checksum."""
         return bool(self._pushes) or self.answers.waiting > 0
-
-    def hold(
-        self, remote_id: str, *, lease: float | None, readers: int | None, blocks: Tables | None
-    ) -> None:
-        """Hold a request. See `Session.hold`."""
-        key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
-        if readers is not None:
-            positive_int("readers", readers, most=MAX_READERS)
-        if strange := sorted(tables.keys() - {group.name for group in self.engine.groups}):
-            raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
-        self.ledger.admit(key, self.now(), expected=readers, lease=lease, blocks=tables)
-
-    def record_progress(self, remote_id: str, upto: int, layers: Iterable[str] | None) -> None:
-        """Record that layers are written. See `Session.record_progress`."""
-        key, homes = key_of(remote_id), self.engine.homes
-        named = sequence("layers", tuple(homes) if layers is None else layers, "names of layers")
-        if strange := [layer for layer in named if layer not in homes]:
-            raise SpecError("layers", strange[:3], f"layers of the engine, such as {[*homes][:3]}")
-        positive_int("upto", upto, least=0)
-        places = [(homes[layer].name, layer) for layer in named]
-        self.ledger.record_progress(key, places, upto, self.now())
-
-    def abort(self, remote_id: str) -> None:
-        """Give up a request. See `Session.abort`."""
-        self.ledger.abort(key_of(remote_id), self.now())
 
     def push(self, push: Push, timeout: float, attempt: int, sample: int) -> None:
         """Start *push*. Everything is checked before anything is posted.
@@ -237,13 +196,6 @@ class Holds:
             push.state = "done" if push.error is None else "failed"
             self._pushes.remove(push)
 
-    def receive(self, message: Message) -> None:
-        """Process a message of a reader."""
-        if isinstance(message, ChecksumRequest):
-            self.answers.receive(message)
-        else:
-            self.ledger.receive(message, self.now())
-
     def tick(self) -> None:
         """Process the time. After the rank is closed, no request is confirmed as valid.
 
@@ -257,8 +209,7 @@ class Holds:
 
     def act(self) -> None:
         """Carry out the actions of the ledger."""
-        if self.ledger.actions:
-            self.messages.act(self.ledger.actions, self._free)
+        self.messages.act(self.ledger.actions, self._free)
 
     def _free(self, action: HoldAction) -> None:
         """Record that a request has ended."""

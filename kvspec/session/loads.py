@@ -50,7 +50,6 @@ from kvspec.completion.consumer import (
     LoadPlan,
     Place,
     Step,
-    about,
 )
 from kvspec.completion.ledger import Action, Closed, Ended, Failed, Refused, Tell
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
@@ -72,7 +71,6 @@ from kvspec.wire.messages import (
     PushDone,
     Pushed,
     PushStopped,
-    RankAddress,
     StopWriting,
 )
 
@@ -382,10 +380,6 @@ class Loads:
         self.book.connect(engine_id, epoch, self.now())
         self._leave(engine_id, epoch)
 
-    def lose(self, rank: RankAddress) -> None:
-        """Record that the process of a producer rank has ended. Loads that wait for it fail."""
-        self.book.lose(rank, self.now())
-
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that has ended. Loads from it fail."""
         for load in list(self.loads.values()):
@@ -413,7 +407,7 @@ class Loads:
         """Ask the producers that push to stop. Repeat it until they answer."""
         load.stop_again = self.now() + self.book.heartbeat
         for step in load.in_flight:
-            self.messages.send(StopWriting(*about(load.plan.name, self.book.me, step.rank)))
+            self.messages.send(StopWriting(*load.plan.about(self.book.me, step.rank)))
 
     def _settle(self, load: Load, step: Step, transfer: Transfer, end: float) -> None:
         """Poll a transfer. Report its end to the ledger when nothing of it can move."""
@@ -450,7 +444,7 @@ class Loads:
 
     def _compare(self, load: Load, audit: Audit, end: float) -> None:
         """Compare checksums with the producers, after everything has arrived."""
-        why = audit.move(load.plan.name, self.now(), self.book.heartbeat, end)
+        why = audit.move(load.plan, self.now(), self.book.heartbeat, end)
         if why is None:
             return
         if why:
@@ -460,14 +454,9 @@ class Loads:
             self.book.verified(load.request.request_id, self.now())
         audit.cancel()
 
-    def tick(self) -> None:
-        """Process the time: send heartbeats, and fail late loads."""
-        self.book.tick(self.now())
-
     def act(self) -> None:
         """Carry out the actions of the ledger."""
-        if self.book.actions:
-            self.messages.act(self.book.actions, self._change)
+        self.messages.act(self.book.actions, self._change)
 
     def _change(self, action: Action) -> None:
         """Carry out an action that concerns one load."""

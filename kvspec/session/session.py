@@ -16,9 +16,9 @@ import attrs
 
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.producer import ProducerLedger
-from kvspec.descriptors.request import Tables, TransferRequest
+from kvspec.descriptors.request import Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError, TransferState
-from kvspec.inputs import flag, instance, positive_int, seconds
+from kvspec.inputs import flag, instance, positive_int, seconds, sequence
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
@@ -35,6 +35,7 @@ from kvspec.session.stats import SessionStats
 from kvspec.session.ticket import PrefillTicket
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import (
+    MAX_READERS,
     ChecksumRequest,
     Key,
     Message,
@@ -135,7 +136,7 @@ class Session:
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         calls = self._connect_ranks, self.disconnect, self.poll
         self._remotes = Remotes(nixl, self._lock, *calls, most)
-        self._holds = Holds(held_ledger, cache.engine, nixl, clock, messages, answers)
+        self._holds = Holds(held_ledger, nixl, clock, messages, answers)
         self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._remotes)
         self._background: Background | None = None
         if in_background:
@@ -400,7 +401,7 @@ class Session:
     def held(self) -> tuple[RemoteId, ...]:
         """The held requests, whose blocks are not free."""
         with self._lock.held:
-            return self._holds.held
+            return tuple(key.remote_id for key in self._holds.ledger.held)
 
     def hold(
         self,
@@ -426,8 +427,15 @@ class Session:
         Raises:
             SpecError: If *remote_id* was held before, or *blocks* do not fit the engine.
         """
+        key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
+        if readers is not None:
+            positive_int("readers", readers, most=MAX_READERS)
+        groups = {group.name for group in self._own.handshake.engine.groups}
+        if strange := sorted(tables.keys() - groups):
+            raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
         with self._lock.held:
-            self._holds.hold(remote_id, lease=lease, readers=readers, blocks=blocks)
+            now = self._clock()
+            self._holds.ledger.admit(key, now, expected=readers, lease=lease, blocks=tables)
             self._wake()
 
     def record_progress(
@@ -446,8 +454,14 @@ class Session:
         Raises:
             SpecError: If *upto* is less than before for one of the layers. Then no layer changes.
         """
+        key, homes = key_of(remote_id), self._own.handshake.engine.homes
+        named = sequence("layers", tuple(homes) if layers is None else layers, "names of layers")
+        if strange := [layer for layer in named if layer not in homes]:
+            raise SpecError("layers", strange[:3], f"layers of the engine, such as {[*homes][:3]}")
+        positive_int("upto", upto, least=0)
+        places = [(homes[layer].name, layer) for layer in named]
         with self._lock.held:
-            self._holds.record_progress(remote_id, upto, layers)
+            self._holds.ledger.record_progress(key, places, upto, self._clock())
             self._wake()
 
     def abort(self, remote_id: str) -> None:
@@ -457,7 +471,7 @@ class Session:
         returns the request as aborted.
         """
         with self._lock.held:
-            self._holds.abort(remote_id)
+            self._holds.ledger.abort(key_of(remote_id), self._clock())
             self._wake()
 
     def settled(self) -> Settled:
@@ -488,10 +502,10 @@ class Session:
         for message in self._messages.receive():
             self._deliver(message)
         for rank in self._messages.lost():
-            self._loads.lose(rank)
+            self._loads.book.lose(rank, self._clock())
         self._loads.move()
         self._holds.move()
-        self._loads.tick()
+        self._loads.book.tick(self._clock())  # Heartbeats are due, or a load is late.
         self._act()
         self._remotes.leave()
         self._messages.flush()
@@ -548,8 +562,10 @@ class Session:
         """Give a message to the part of the session that it concerns."""
         if message.to != self.me:
             self._messages.note(f"{message.kind} of {message.by}: it is for {message.to}")
-        elif isinstance(message, ReaderStatus | StopWriting | ChecksumRequest):
-            self._holds.receive(message)
+        elif isinstance(message, ChecksumRequest):
+            self._holds.answers.receive(message)
+        elif isinstance(message, ReaderStatus | StopWriting):
+            self._holds.ledger.receive(message, self._clock())
         else:
             self._loads.receive(message)
 
