@@ -128,14 +128,12 @@ class Incarnation(msgspec.Struct, eq=False):
         expected: Number of readers in that attempt.
         come: Number of readers that have come in that attempt.
         reading: Number of readers that are not done, in any attempt.
-        readers: All readers.
     """
 
     attempt: int = -1
     expected: int = 0
     come: int = 0
     reading: int = 0
-    readers: dict[Reader, HeldReader] = msgspec.field(default_factory=dict)
 
 
 class HeldRequest(Record, eq=False):
@@ -151,6 +149,7 @@ class HeldRequest(Record, eq=False):
         expected: Number of readers of each incarnation, if the engine passed it.
         disputed: Whether readers disagreed.
         incarnations: Incarnations of reading engines, by name and epoch.
+        readers: The readers that have come.
         early: Last message of each reader that came before the request was admitted.
         progress: Written tokens by group and layer.
         pushes: The push to each reader of each attempt.
@@ -166,6 +165,7 @@ class HeldRequest(Record, eq=False):
     expected: int | None = None
     disputed: bool = False
     incarnations: dict[tuple[str, int], Incarnation] = msgspec.field(default_factory=dict)
+    readers: dict[Reader, HeldReader] = msgspec.field(default_factory=dict)
     early: dict[Reader, ReaderStatus] = msgspec.field(default_factory=dict)
     progress: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
     pushes: dict[Target, PushState] = msgspec.field(default_factory=dict)
@@ -201,8 +201,7 @@ class HeldRequest(Record, eq=False):
 
     def reader(self, by: RankAddress, sample: int) -> HeldReader | None:
         """Return a reader that has come, or None."""
-        incarnation = self.incarnations.get((by.engine_id, by.epoch))
-        return incarnation.readers.get((by, sample)) if incarnation else None
+        return self.readers.get((by, sample))
 
     def finished(self, target: Target) -> bool:
         """Return whether a reader is done with an attempt, or has begun a later one."""
@@ -213,8 +212,7 @@ class HeldRequest(Record, eq=False):
 
     def reading(self) -> list[ReaderStatus]:
         """Return the last message of each reader that is not done."""
-        readers = (each for one in self.incarnations.values() for each in one.readers.values())
-        return [reader.message for reader in readers if not reader.done]
+        return [reader.message for reader in self.readers.values() if not reader.done]
 
     def repeats(self, message: ReaderStatus) -> bool:
         """Return whether *message* is a `done` that was answered before.
@@ -239,7 +237,7 @@ class HeldRequest(Record, eq=False):
             return f"{MAX_INCARNATIONS} incarnations of engines read it already", True
         if incarnation is None or message.attempt > incarnation.attempt:
             return "", False
-        reader = incarnation.readers.get((message.by, message.sample))
+        reader = self.reader(message.by, message.sample)
         return _refusal_in_attempt(message, incarnation, reader.message if reader else None)
 
 
@@ -502,11 +500,11 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self._put(request.incarnations, name, one)
         if message.attempt > one.attempt:
             one.attempt, one.expected, one.come = message.attempt, message.expected, 0
-        before, after = one.readers.get(reader), HeldReader(message, answer)
+        before, after = request.readers.get(reader), HeldReader(message, answer)
         first = before is None or before.message.attempt < one.attempt
         one.come += first and message.attempt == one.attempt
         one.reading += (not after.done) - (before is not None and not before.done)
-        self._put(one.readers, reader, after)
+        self._put(request.readers, reader, after)
 
     def _keep(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         """Keep the last early message of each reader: it is done, or of a later attempt."""

@@ -209,7 +209,8 @@ class Holds:
 
     def act(self) -> None:
         """Carry out the actions of the ledger."""
-        self.messages.act(self.ledger.actions, self._free)
+        if self.ledger.actions:
+            self.messages.act(self.ledger.actions, self._free)
 
     def _free(self, action: HoldAction) -> None:
         """Record that a request has ended."""

@@ -279,6 +279,7 @@ class Load(Progress):
         self.began = self.deadline = 0.0
         self.written = False  # Whether any byte may have been written.
         self.bytes_moved = 0  # By reads that have ended.
+        self.advanced = False  # Whether the producer wrote more that is not read yet.
         self.stop_again = 0.0  # When the producers are asked again to stop writing.
         self._cancel = cancel
 

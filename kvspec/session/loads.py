@@ -103,7 +103,6 @@ class Loads:
         book: The ledger.
         remotes: The connected engines.
         waiting: Loads and refusals whose producer is being connected.
-        advanced: Loads that follow, and whose producer wrote more since the last poll.
     """
 
     book: ConsumerLedger
@@ -114,7 +113,6 @@ class Loads:
     remotes: Remotes
     loads: dict[str, Load] = attrs.field(factory=dict)
     waiting: list[Waiting] = attrs.field(factory=list)
-    advanced: dict[str, Load] = attrs.field(factory=dict)
     _small: int = 0  # The flights whose turn is next.
     _large: int = 0
     _quiet: float = 0.0  # When large loads may take a whole turn.
@@ -317,7 +315,7 @@ class Loads:
                 if home is not None:
                     message = msgspec.structs.replace(message, group=home.name)
                 if (load := self._find(message)) is not None and load.options.follow:
-                    self.advanced[load.request.request_id] = load
+                    load.advanced = True
             self.book.receive(message, self.now())
 
     def _find(self, message: Message) -> Load | None:
@@ -327,9 +325,9 @@ class Loads:
         """Make progress on all loads, in turns."""
         self.act()
         self.serve_waiting()
-        for name, load in list(self.advanced.items()):
+        for load in [load for load in self.loads.values() if load.advanced]:
             self._follow(load)
-            del self.advanced[name]  # Last: an interrupted turn is repeated.
+            load.advanced = False  # Last: an interrupted turn is repeated.
         end = time.monotonic() + TURN
         small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for name, load in list(self.loads.items()):
@@ -456,7 +454,8 @@ class Loads:
 
     def act(self) -> None:
         """Carry out the actions of the ledger."""
-        self.messages.act(self.book.actions, self._change)
+        if self.book.actions:
+            self.messages.act(self.book.actions, self._change)
 
     def _change(self, action: Action) -> None:
         """Carry out an action that concerns one load."""
@@ -487,7 +486,6 @@ class Loads:
                 load.state = "failed"
         elif isinstance(action, Closed):
             self.loads.pop(name, None)
-            self.advanced.pop(name, None)
 
 
 def _reason(error: Exception, otherwise: TransferState) -> tuple[str, TransferState]:

@@ -344,10 +344,14 @@ class Messages:
     def _open(self, route: str, came: object) -> Message | None:
         """Handle the bytes *came*. Return them if they are a message to this session.
 
+        A channel may return any kind of buffer.
+
         Raises:
             WireError: If the seal is wrong, or the body of a message has no meaning.
         """
-        data = _bytes(came)
+        if not isinstance(came, bytes | bytearray | memoryview):
+            raise WireError("message", type(came).__name__, "bytes from the channel's `receive`")
+        data = bytes(came)
         # Without a known purpose no seal is right, so any purpose gives the error.
         purpose = next((each for each in _PURPOSES if data.startswith(each)), QUESTION)
         kind = purpose.decode().split("-")[1]
@@ -404,13 +408,6 @@ def _keep(entries: OrderedDict[K, V], key: K, value: V, most: int) -> None:
     entries.move_to_end(key)
     if len(entries) > most:
         entries.popitem(last=False)
-
-
-def _bytes(came: object) -> bytes:
-    """Return the bytes that a channel has received in any kind of buffer."""
-    if not isinstance(came, bytes | bytearray | memoryview):
-        raise WireError("message", type(came).__name__, "bytes from the channel's `receive`")
-    return bytes(came)
 
 
 def _addresses(value: object) -> tuple[str, ...]:
