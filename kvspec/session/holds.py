@@ -207,13 +207,8 @@ class Holds:
                 self.ledger.abort(key, self.now())
         self.ledger.tick(self.now())
 
-    def act(self) -> None:
-        """Carry out the actions of the ledger."""
-        if self.ledger.actions:
-            self.messages.act(self.ledger.actions, self._free)
-
-    def _free(self, action: HoldAction) -> None:
-        """Record that a request has ended."""
+    def act(self, action: HoldAction) -> None:
+        """Carry out an action without a message: record that a request has ended."""
         if isinstance(action, Free):
             self.freed[action.key.remote_id] = action.why
 

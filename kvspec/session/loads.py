@@ -454,8 +454,7 @@ class Loads:
 
     def act(self) -> None:
         """Carry out the actions of the ledger."""
-        if self.book.actions:
-            self.messages.act(self.book.actions, self._change)
+        self.messages.act(self.book.actions, self._change)
 
     def _change(self, action: Action) -> None:
         """Carry out an action that concerns one load."""

@@ -495,7 +495,8 @@ class Session:
         """Make progress on everything: messages, transfers and deadlines. Never waits."""
         with self._lock.held:
             self._poll()
-            self._wake()
+            if self._background is not None:
+                self._background.wake()
 
     def _poll(self) -> None:
         self._holds.tick()
@@ -585,8 +586,10 @@ class Session:
 
     def _act(self) -> None:
         """Carry out what both ledgers have decided."""
-        self._holds.act()
-        self._loads.act()
+        if actions := self._holds.ledger.actions:
+            self._messages.act(actions, self._holds.act)
+        if self._loads.book.actions:
+            self._loads.act()
 
     def _wake(self) -> None:
         """Carry out what a call has begun, and let the background thread see it. Needs the lock."""
