@@ -184,7 +184,7 @@ class OpenLoad(Record, eq=False):
         state: The state in `CONSUMER`.
         plan: The plan, once the producer is connected.
         sources: The producer ranks that are read.
-        steps: By number, the source of each step that may still write.
+        steps: By number, the steps that may still write.
         unverified: Whether data moves that was not compared yet, but must be.
         waiting: The producer ranks that have not sent their last answer, with the number of readers
             that each must expect.
@@ -198,7 +198,7 @@ class OpenLoad(Record, eq=False):
     state: str = "connecting"
     plan: LoadPlan | None = None
     sources: dict[RankId, Source] = msgspec.field(default_factory=dict)
-    steps: dict[int, RankId] = msgspec.field(default_factory=dict)
+    steps: dict[int, Step] = msgspec.field(default_factory=dict)
     unverified: bool = False
     waiting: dict[RankId, int] = msgspec.field(default_factory=dict)
     asked: range = range(0)
@@ -357,9 +357,9 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             raise SpecError("request_id", request_id, f"a load that moves from {source}")
         moved = self._source(load, source)
         moved.start(moved.ends if upto is None else upto)
-        number = self._count("numbers", 1)
-        self._put(load.steps, number, source)
-        return Step(request_id, number, source)
+        step = Step(request_id, self._count("numbers", 1), source)
+        self._put(load.steps, step.number, step)
+        return step
 
     @atomic
     def finish(self, step: Step, now: float) -> list[Action]:
@@ -467,8 +467,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     def open_steps(self, request_id: str) -> frozenset[Step]:
         """Return the steps of a load that may still write."""
         load = self.records.get(request_id)
-        steps = load.steps if load is not None else {}
-        return frozenset(Step(request_id, number, rank) for number, rank in steps.items())
+        return frozenset(load.steps.values() if load is not None else ())
 
     def _open(self, request_id: str, now: float, timeout: float) -> list[Action]:
         if request_id in self.records:

@@ -97,35 +97,31 @@ class ChecksumAnswers:
         cache: Memory of the rank.
         owner: Owner of the memory, so that it lives as long as it may be read.
         messages: Sends the answers.
+        asked: The requests that wait for an answer.
     """
 
     ledger: ProducerLedger
     cache: RankCache
     owner: object
     messages: Messages
-    _asked: dict[ChecksumRequest, Work] = attrs.field(factory=dict)
+    asked: dict[ChecksumRequest, Work] = attrs.field(factory=dict)
     _closed: bool = False
-
-    @property
-    def waiting(self) -> int:
-        """Number of requests that wait for an answer."""
-        return len(self._asked)
 
     def receive(self, message: ChecksumRequest) -> None:
         """Process a request. It gets no answer unless its data is held: the reader asks again."""
         held = self.ledger.find(message.key)
-        if self._closed or held is None or message in self._asked:
+        if self._closed or held is None or message in self.asked:
             return
         if (total := held.checksums.get(message.extent)) is not None:
             self.messages.send(message.answer(Checksum, total=total))
-        elif len(self._asked) < MAX_ASKED:
-            self._asked[message] = Work(sums_of(self.cache, held.blocks, message.extent))
+        elif len(self.asked) < MAX_ASKED:
+            self.asked[message] = Work(sums_of(self.cache, held.blocks, message.extent))
 
     def move(self) -> None:
         """Compute for a bounded time, and answer."""
         end = time.monotonic() + TURN
-        while self._asked and time.monotonic() < end:
-            message, work = next(iter(self._asked.items()))
+        while self.asked and time.monotonic() < end:
+            message, work = next(iter(self.asked.items()))
             held = self.ledger.find(message.key)
             if held is not None:
                 try:
@@ -138,11 +134,11 @@ class ChecksumAnswers:
                 except SpecError as error:
                     self.messages.note(f"{message.kind} of {message.by}: {error}")
                     self.messages.send(message.answer(ChecksumUnavailable))
-            del self._asked[message]
+            del self.asked[message]
 
     def close(self) -> None:
         """Stop answering, and drop the reference to the memory."""
-        self._asked.clear()
+        self.asked.clear()
         self._closed, self.owner = True, None
 
 

@@ -119,7 +119,7 @@ class Holds:
     @property
     def moving(self) -> bool:
         """Whether a write is in flight, or a reader waits for a checksum."""
-        return bool(self._pushes) or self.answers.waiting > 0
+        return bool(self._pushes or self.answers.asked)
 
     def push(self, push: Push, timeout: float, attempt: int, sample: int) -> None:
         """Start *push*. Everything is checked before anything is posted.
@@ -169,7 +169,8 @@ class Holds:
         """Make progress on all writes and checksums, and send their outcomes."""
         for push in list(self._pushes):
             self._settle(push)
-        self.answers.move()
+        if self.answers.asked:
+            self.answers.move()
 
     def _settle(self, push: Push) -> None:
         """Send each reader the outcome of its write, once nothing of it can move."""

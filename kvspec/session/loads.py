@@ -211,7 +211,7 @@ class Loads:
         load.fail(None, why, state, error)
         self._adopt(load, why, state)
         self.cancel(load, why, state)
-        if name not in self.book.open:  # The ledger may not know the load yet.
+        if name not in self.book.records:  # The ledger may not know the load yet.
             self.loads.pop(name, None)
 
     def _adopt(self, load: Load, why: str, state: TransferState) -> None:

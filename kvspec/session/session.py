@@ -508,7 +508,8 @@ class Session:
         self._holds.move()
         self._loads.book.tick(self._clock())  # Heartbeats are due, or a load is late.
         self._act()
-        self._remotes.leave()
+        if self._remotes.leaving:
+            self._remotes.leave()
         self._messages.flush()
         self._polled = time.monotonic()
 
@@ -527,7 +528,7 @@ class Session:
             remembered=ledger.remembered,
             engines=len(self._remotes),
             leaving=len(self._remotes.leaving),
-            sums=self._holds.answers.waiting,
+            sums=len(self._holds.answers.asked),
             counters=attrs.evolve(self._messages.counters),
         )
 

@@ -346,11 +346,11 @@ def test_closed_rank_computes_no_checksums() -> None:
     """Its memory may be gone, so it keeps no reference and sends no answer."""
     asked = Asked()
     asked.answers.receive(asked.question)
-    assert (1, asked.owner) == (asked.answers.waiting, asked.answers.owner)
+    assert (1, asked.owner) == (len(asked.answers.asked), asked.answers.owner)
     asked.answers.close()
     asked.answers.receive(asked.question)
     asked.answers.move()
-    assert (0, None, []) == (asked.answers.waiting, asked.answers.owner, asked.sent)
+    assert (0, None, []) == (len(asked.answers.asked), asked.answers.owner, asked.sent)
 
 
 def test_request_that_is_freed_gets_no_checksum() -> None:
@@ -360,16 +360,16 @@ def test_request_that_is_freed_gets_no_checksum() -> None:
     asked.ledger.tick(10.0)
     asked.answers.move()
     asked.answers.receive(asked.question)
-    assert (0, []) == (asked.answers.waiting, asked.sent)
+    assert (0, []) == (len(asked.answers.asked), asked.sent)
 
 
 def test_known_checksum_is_sent_again_without_work() -> None:
     """A reader whose answer was lost asks again, and the bytes are not read again."""
     asked = Asked()
     asked.answers.receive(asked.question)
-    until(lambda: asked.answers.move() or not asked.answers.waiting)
+    until(lambda: asked.answers.move() or not asked.answers.asked)
     asked.answers.receive(replace(asked.question, number=2))
-    assert 0 == asked.answers.waiting
+    assert not asked.answers.asked
     first, second = asked.sent
     assert isinstance(first, Checksum)
     assert replace(first, number=2) == second

@@ -227,9 +227,8 @@ class TrustsItsOwnClock(ConsumerLedger):
     def finish(self, step: Any, now: float) -> Any:
         """Take data that arrives during the lease for valid."""
         name = step.request_id
-        rank = self.records[name].steps[step.number]
-        if now < getattr(self, "leases", {}).get((name, rank), -1.0):
-            self.records[name].sources[rank].valid = True
+        if now < getattr(self, "leases", {}).get((name, step.rank), -1.0):
+            self.records[name].sources[step.rank].valid = True
         return super().finish(step, now)
 
 
@@ -237,7 +236,7 @@ class NeedsOneSource(ConsumerLedger):
     """End a load as done when the data of one source is there."""
 
     def _advance(self, load: Any) -> Any:
-        moving, steps = {*load.steps.values()}, load.steps
+        moving, steps = {step.rank for step in load.steps.values()}, load.steps
         whole = {r: s for r, s in load.sources.items() if s.started == s.ends and r not in moving}
         if load.state != "moving" or not whole:
             return super()._advance(load)

@@ -229,7 +229,7 @@ def source_is_whole_after_its_first_step(patch: pytest.MonkeyPatch) -> None:
 
     def first_step(self: Any, step: Any, now: float) -> Any:
         load = self.records[step.request_id]
-        whole.add((load.plan.name, load.steps[step.number]))
+        whole.add((load.plan.name, step.rank))
         return finish(self, step, now)
 
     def arrived(load: Any) -> bool:
