@@ -116,6 +116,10 @@ class LoadPlan:
         return self.key, by, to, self.attempt, number, self.sample
 
 
+NO_PLAN = LoadPlan(request_id="", key=Key("", b""), engine_id="", epoch=0, expected={})
+"""The plan of a load until its producer is connected. No engine has an empty name."""
+
+
 class Source(msgspec.Struct, eq=False):
     """The data of one producer rank, and how far it has moved.
 
@@ -182,7 +186,7 @@ class OpenLoad(Record, eq=False):
         request_id: The consumer's own id.
         deadline: When the load fails, or when messages to silent producers are given up.
         state: The state in `CONSUMER`.
-        plan: The plan, once the producer is connected.
+        plan: The plan, or `NO_PLAN` before the producer is connected.
         sources: The producer ranks that are read.
         steps: By number, the steps that may still write.
         unverified: Whether data moves that was not compared yet, but must be.
@@ -196,7 +200,7 @@ class OpenLoad(Record, eq=False):
     request_id: str
     deadline: float
     state: str = "connecting"
-    plan: LoadPlan | None = None
+    plan: LoadPlan = NO_PLAN
     sources: dict[RankId, Source] = msgspec.field(default_factory=dict)
     steps: dict[int, Step] = msgspec.field(default_factory=dict)
     unverified: bool = False
@@ -220,7 +224,7 @@ class OpenLoad(Record, eq=False):
 
 def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str:
     """Return why rank *me* does not expect *answer* about *load*, or "" if it does."""
-    if load is None or load.plan is None or answer.to != me:
+    if load is None or answer.to != me:
         return "it belongs to no open load of this rank"
     rank, number = answer.by.rank, answer.number
     if not load.asked or rank not in load.plan.expected:
@@ -289,7 +293,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     def connected(self, request_id: str, now: float) -> list[Action]:
         """Record that all reads of a load are posted. Its heartbeats begin. Return actions."""
         load = self._change(request_id)
-        if load is None or load.state != "connecting" or load.plan is None:
+        if load is None or load.state != "connecting" or load.plan is NO_PLAN:
             raise SpecError("request_id", request_id, "a load that waits for its producer")
         self._now = max(self._now, now)
         # Before the deadline is checked: only a load that was connected informs its producers.
@@ -438,7 +442,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         """
         actions = self._tick(now)
         self._connect(engine_id, epoch)
-        for plan in [load.plan for load in self.records.values() if load.plan is not None]:
+        for plan in [load.plan for load in self.records.values()]:
             ended = plan.engine_id == engine_id and plan.epoch != epoch
             if ended and (load := self._change(plan.request_id)) is not None:
                 load.waiting = {}
@@ -455,10 +459,10 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         """
         actions = self._tick(now)
         for load in list(self.records.values()):
-            source = load.sources.get(rank.rank)
-            if load.plan is None or source is None or source.valid:
+            source, plan = load.sources.get(rank.rank), load.plan
+            if (plan.engine_id, plan.epoch) != (rank.engine_id, rank.epoch):
                 continue
-            if (load.plan.engine_id, load.plan.epoch) == (rank.engine_id, rank.epoch):
+            if source is not None and not source.valid:
                 changed = self._change(load.request_id)
                 why, state = f"the process of {rank} has ended", TransferState.PEER_LOST
                 actions += self._fault(changed or load, why, state, rank.rank)
@@ -478,7 +482,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
     def _assign(self, plan: LoadPlan) -> OpenLoad:
         load = self._change(plan.request_id)
-        if load is None or load.plan is not None:
+        if load is None or load.plan is not NO_PLAN:
             raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
         if self.epochs.get(plan.engine_id, plan.epoch) != plan.epoch:
             raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
@@ -519,7 +523,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if (load.state, "time") in CONSUMER:
             return self._step(load, "time")
         why = "not there in time"
-        if load.plan is None:
+        if load.plan is NO_PLAN:
             why += ": its producer is not connected yet"
         return self._fault(load, why, TransferState.TIMEOUT)
 
@@ -550,7 +554,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
     def _begin(self, load: OpenLoad) -> list[Action]:
         """Send the first heartbeats. A load that moves nothing is complete and sends none."""
-        load.waiting = dict(load.plan.expected) if load.plan is not None else {}
+        load.waiting = dict(load.plan.expected)
         return self._send(load, Heartbeat) if load.sources else []
 
     def _ask(self, load: OpenLoad) -> list[Action]:
@@ -565,14 +569,13 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
     def _release(self, load: OpenLoad) -> list[Action]:
         """Inform the producers of a failure, unless another attempt follows."""
-        if load.plan is not None and load.plan.again:
+        if load.plan.again:
             load.waiting = {}
         self._await(load)
         return self._ask(load)
 
     def _close(self, load: OpenLoad) -> list[Action]:
-        if load.plan is not None:
-            self._drop(self._names, load.plan.name)
+        self._drop(self._names, load.plan.name)
         self._drop(self.records, load.request_id)
         return [Closed(load.request_id)]
 
@@ -580,8 +583,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self, load: OpenLoad, kind: type[ReaderStatus], *, again: bool = False
     ) -> list[Action]:
         """Send to each producer rank that has to answer. *again*: with the same number."""
-        if load.plan is None:
-            return []
         if not again:
             number = self._count("numbers", 1)
             load.asked = range(load.asked.start if load.asked else number, number + 1)
