@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase
+
+from kvspec.testing.kit import Supports, System, judging
+from kvspec.testing.laws import LAWS
 
 ROOT = Path(__file__).parents[2]
 BAD = """
@@ -121,6 +125,19 @@ def test_plugin_refuses_a_line_without_test_and_a_missing_system(tmp_path: Path)
     done = run(tmp_path, "--kvspec", "no.such.module:SYSTEM")
     assert "no.such.module" in done.stderr
     assert pytest.ExitCode.USAGE_ERROR == done.returncode
+
+
+def test_tests_are_of_the_kind_that_hypofuzz_collects(tmp_path: Path) -> None:
+    """HypoFuzz selects by this mark, and skips a test that suppresses the check for nesting."""
+    mark = ("-m", "hypothesis", "--collect-only", "-q")
+    done = run(tmp_path, "--kvspec", "toy_system:SYSTEM", *mark)
+    assert "toy_system:SYSTEM::exact_cover[tp]" in done.stdout
+    system = System(name="idle", moves=lambda *_: [], supports=Supports.only(kinds=["full"]))
+    everything = judging.axis_of("everything")
+    test = judging.law_test(system, LAWS[0], everything, judging.profile_of("ci"))
+    chosen = getattr(test, "_hypothesis_internal_use_settings")  # noqa: B009 - private
+    assert HealthCheck.nested_given not in chosen.suppress_health_check
+    assert Phase.generate in chosen.phases
 
 
 def test_module_that_pytest_imports_always_is_light() -> None:
