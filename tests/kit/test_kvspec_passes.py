@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from kvspec_system import SYSTEM
 
@@ -22,6 +23,19 @@ def test_kvspec_keeps_all_laws_on_each_axis(axis: str) -> None:
     report = judge(SYSTEM, profile=SMALL, axes=[axis])
     assert not report.wrong
     assert not any(judgement.refused for judgement in report.judgements)
+
+
+def test_axis_of_steps_shows_each_way_to_cut_a_request_for_law_13_alone() -> None:
+    report = judge(SYSTEM, axes=["steps"])
+    assert {13} == {judgement.law.number for judgement in report.judgements if judgement.axis}
+    values = {judgement.value: judgement.exact for judgement in report.judgements}
+    assert values.keys() >= {"by layer", "by layer and by token", "by token"}
+    assert not report.wrong
+
+
+def test_axis_of_steps_needs_a_system_that_answers_steps() -> None:
+    report = judge(attrs.evolve(SYSTEM, steps=None), profile=SMALL, axes=["steps"])
+    assert not any(judgement.axis for judgement in report.judgements)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import attrs
 from kvspec.check.counting import cached_tokens_of, length_in
 from kvspec.testing.kinds import WINDOWED
 from kvspec.testing.laws.release import values
+from kvspec.testing.laws.steps import schedule_of
 from kvspec.testing.supports import Supports
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 SIMPLEST_LAYOUT = "LBHNC"
 # The axis of law 12. It has scripts instead of cases.
 RELEASE = "release"
+# The axis of law 13. Its cases are the simplest ones, and their steps differ.
+STEPS = "steps"
 NARROWEST = attrs.asdict(Supports.only(), recurse=False)
 
 
@@ -77,7 +80,7 @@ class Axis:
         without: dict[str, Any] = {name: base.get(name, NARROWEST[name]) for name in self.fields}
         narrow = Supports.only(**base | kept)
         differs = narrow != attrs.evolve(narrow, **without)
-        return [narrow] if differs or self.name == RELEASE else []
+        return [narrow] if differs or self.name in (RELEASE, STEPS) else []
 
 
 def _ratio(first: int, second: int) -> str:
@@ -193,6 +196,13 @@ def _states(case: Case) -> Iterator[str]:
     )
 
 
+def _steps(case: Case) -> Iterator[str]:
+    schedule = schedule_of(case)
+    layers = {names for names, _ in schedule}
+    words = ["by layer"] * (len(layers) > 1) + ["by token"] * (len(schedule) > len(layers))
+    yield " and ".join(words) or "at once"
+
+
 def _everything(_: Case) -> Iterator[str]:
     yield "all of it"
 
@@ -210,6 +220,7 @@ AXES = (
     Axis("windows", ("windows",), _windows, ("null_blocks", "retention", "prefixes")),
     Axis("content", ("key_content",), _states),
     Axis("groups", ("hybrid", "drafts", "regrouped"), _kinds, ("kinds",)),
+    Axis(STEPS, (), _steps),
     Axis("everything", (), _everything),
     Axis(RELEASE, ("lost", "repeated", "reused_ids"), values),
 )

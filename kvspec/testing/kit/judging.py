@@ -28,7 +28,7 @@ from hypothesis.errors import HypothesisException
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.testing import strategies
 from kvspec.testing.kinds import kinds_of
-from kvspec.testing.kit.axes import AXES, RELEASE, Axis
+from kvspec.testing.kit.axes import AXES, RELEASE, STEPS, Axis
 from kvspec.testing.kit.code import reproduction
 from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError
 from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
@@ -148,11 +148,10 @@ def not_judged(system: System, laws: Iterable[Law]) -> Iterator[Judgement]:
 def supported_axes(system: System, axes: Iterable[Axis] = AXES) -> list[Axis]:
     """Return the axes on which the system supports more than the simplest transfer."""
     kinds = kinds_of(system.supports)
+    silent = {RELEASE} if system.release is None else set()
+    silent |= {STEPS} if system.steps is None else set()
     return [
-        axis
-        for axis in axes
-        if axis.narrowed(system.supports, kinds)
-        and (axis.name != RELEASE or system.release is not None)
+        axis for axis in axes if axis.name not in silent and axis.narrowed(system.supports, kinds)
     ]
 
 
@@ -214,8 +213,10 @@ def _settings(examples: int, phases: Sequence[Phase]) -> settings:
 
 def axes_of(law: Law, axes: Iterable[Axis]) -> list[Axis]:
     """Return the axes on which *law* is judged."""
-    of_cases = bool(law.over or law.between)
-    return [axis for axis in axes if of_cases == (axis.name != RELEASE)]
+    if not law.over and not law.between:
+        return [axis for axis in axes if axis.name == RELEASE]
+    others = {RELEASE} if "steps" in law.asks else {RELEASE, STEPS}
+    return [axis for axis in axes if axis.name not in others]
 
 
 def law_test(system: System, law: Law, axis: Axis, profile: Profile) -> Callable[[], None]:
