@@ -30,9 +30,14 @@ How it works:
     ...     [target] = world.consumers[consumer][0].memory
     ...     return [(source.address, target.address + 8, 2)]
     >>> system = laws.System(name="one token", descriptors=one_token)
-    >>> print(laws.broken(system, case, of=laws.LAWS[:1])[0][1])
+    >>> broken = laws.broken(system, case)
+    >>> [law for law, _ in broken]
+    [law 1, exact cover, law 11, refusal, law 14, equality of meaning]
+    >>> print(broken[0][1])
     descriptors: consumer tp0, group g, layer l, part latent, unit 0, token 1,
     block 1, byte 0: this byte must become 0x65, but it is 0x7a
+    >>> broken.not_judged["law 7, counts"]
+    'the system does not answer tells'
 
     `kvspec.testing.strategies` draws cases. This package works without Hypothesis.
 """
@@ -65,7 +70,7 @@ class BrokenLawError(AssertionError):
     """A system breaks a law. The message names the system, the law and the first difference."""
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Law:
     """One law, with the functions that look for differences.
 
@@ -120,6 +125,9 @@ class Law:
 
     def __str__(self) -> str:
         return f"law {self.number}, {self.name}"
+
+    # Short, because `broken` returns laws in a list, and printing it is the first thing one does.
+    __repr__ = __str__
 
 
 # The questions of each level, see `System`.
