@@ -3,7 +3,7 @@
 How it works:
     1. `assemble` copies every page of the repository to build/site/pages. Links between pages keep
        their meaning, because `moved` rewrites them. A linked file that is no page, such as an
-       example, becomes a page with its source.
+       example, becomes a page with its source. `state_diagrams` draws the diagrams.
     2. `reference` writes one page for each public module, with every name of its `__all__`.
     3. Zensical builds the pages. Any warning is an error.
     4. `broken_links` reads the HTML and finds links, pictures and anchors that do not exist.
@@ -26,6 +26,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import kvspec
+
+sys.path.insert(0, str(Path(__file__).parent))  # A test loads this file from elsewhere.
+import state_diagrams
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "site"
@@ -144,8 +147,13 @@ def rewritten(file: Path, linked: set[Path]) -> str:
     text = WORDS.sub(r"\1", text)
     # Code contains brackets that look like links.
     rest = FENCED.split(text)
-    blocks = [*FENCED.findall(text), ""]
+    blocks = [*map(_picture, FENCED.findall(text)), ""]
     return "".join(LINK.sub(moved, part) + block for part, block in zip(rest, blocks, strict=True))
+
+
+def _picture(fence: str) -> str:
+    """Return a fence as it is, or as SVG if it is a diagram."""
+    return state_diagrams.drawn(fence) if fence.startswith("```mermaid") else fence
 
 
 def _linked_names(row: re.Match[str]) -> str:

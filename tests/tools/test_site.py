@@ -37,6 +37,18 @@ def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_diagrams_are_pictures_that_need_no_script(assembled: Path) -> None:
+    page = (assembled / "pages" / "ledgers.md").read_text("utf-8")
+    source = (ROOT / "docs" / "ledgers.md").read_text("utf-8")
+    assert "mermaid" not in page
+    assert source.count("```mermaid") == page.count('<svg class="states"') > 0
+
+
+def test_other_diagrams_are_refused_by_the_build() -> None:
+    with pytest.raises(ValueError, match="pie"):
+        SITE.state_diagrams.drawn("```mermaid\npie\n```")
+
+
 def test_reference_has_every_public_name() -> None:
     """Each name of docs/public-names.md is in the reference page of its module, and no other."""
     listed = (ROOT / "docs" / "public-names.md").read_text(encoding="utf-8")
