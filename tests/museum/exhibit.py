@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 REPOSITORIES = {
     "vllm": "vllm-project/vllm",
     "vllm-ascend": "vllm-project/vllm-ascend",
+    "vllm-rbln": "RBLN-SW/vllm-rbln",
     "sglang": "sgl-project/sglang",
     "dynamo": "ai-dynamo/dynamo",
     "TensorRT-LLM": "NVIDIA/TensorRT-LLM",

@@ -7,7 +7,7 @@ from typing import Any
 
 from exhibit import Exhibit
 from hypothesis import strategies as st
-from toy import SMALL_TP, Toy, gqa, latent, transfer
+from toy import SMALL_TP, Toy, gqa, latent, place, transfer
 
 import kvspec
 from kvspec import RankId
@@ -132,6 +132,37 @@ def _two_layouts(tp: tuple[int, int], tokens: int, layout: str) -> tuple[Case, C
     return first, second
 
 
+class OneFileForAllSizes(Toy):
+    """Store the cache of each rank after that of the last one, under a name without TP size."""
+
+    def copies(self, world: Any, producer: RankId, consumer: RankId) -> Iterator[Any]:
+        """Copy what two ranks have at the same place of the file."""
+        case, request = world.case, world.case.request
+        written = self.file(case, case.producer, world.producers, request.producer_blocks)
+        read = self.file(case, case.consumer, world.consumers, request.consumer_blocks)
+        for (rank, there, _), (other, here, length) in zip(written, read, strict=True):
+            if (rank, other) == (producer, consumer):
+                yield there, here, length
+
+    def file(self, case: Case, side: Any, held: Any, tables: Any) -> Iterator[Any]:
+        """Yield the rank, the address and the bytes of each row, in the order of the file."""
+        for rank, (cache, _) in held.items():
+            for region in cache.regions:
+                for token in self.tokens(case, region):
+                    spot: Any = place(side, rank, region, tables[region.group], token)
+                    for head in range(region.units):
+                        yield rank, self.address(region, *spot, head), region.content_bytes
+
+
+def _through_a_file(heads: int, sizes: tuple[int, int], tokens: int) -> tuple[Case, Case]:
+    """Return a transfer between equal engines, and one whose consumer has another TP size."""
+    same, other = (sizes[0], sizes[0]), sizes
+    return (
+        transfer(gqa(heads), tp=same, tokens=tokens),
+        transfer(gqa(heads), tp=other, tokens=tokens),
+    )
+
+
 EXHIBITS = [
     Exhibit(
         reference="vllm#52516, padded pages",
@@ -156,6 +187,18 @@ EXHIBITS = [
         ),
         minimal="2 heads, TP 1 to 2, blocks of 4, 4 tokens;"
         " 2 heads, TP 1 to 2, layout LBNHC to LBNHC, blocks of 4, 4 tokens",
+    ),
+    Exhibit(
+        reference="vllm#55191",
+        bug="A file has the layers of one rank after those of the other, and engines of any TP size"
+        " share its name.",
+        law=4,
+        system=OneFileForAllSizes().system(),
+        cases=st.builds(
+            _through_a_file, st.sampled_from((2, 4)),
+            st.sampled_from([(1, 1), (2, 2), (1, 2), (2, 1)]), TOKENS,
+        ),
+        minimal="2 heads, blocks of 4, 1 token; 2 heads, TP 1 to 2, blocks of 4, 1 token",
     ),
     Exhibit(
         reference="vllm#32204",

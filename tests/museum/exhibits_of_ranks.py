@@ -107,6 +107,12 @@ def one_reader_a_head(heads: int, p: int, d: int, rank: int) -> Iterator[HeadSli
         yield from right_slices(heads, p, d, rank)
 
 
+def by_index(heads: int, p: int, d: int, rank: int) -> Iterator[HeadSlice]:
+    """Pair the n-th head of a consumer rank with the n-th head of a producer rank."""
+    mine = max(1, heads // d)
+    yield rank * p // d, range(mine), range(mine)
+
+
 def right_slices(heads: int, p: int, d: int, rank: int) -> Iterator[HeadSlice]:
     """Read each head from the first producer rank that holds it."""
     mine, theirs = max(1, heads // d), max(1, heads // p)
@@ -163,6 +169,12 @@ def states_by_ratio(case: Case, *, right: bool) -> Iterator[Move]:
 def _part(case: Case, layer: str, name: str) -> tuple[Any, Any]:
     group = next(group for group in case.producer.groups if layer in group.layers)
     return next(p for p in group.spec.of_layer(layer).parts if p.name == name), group
+
+
+def always_rank_0(case: Case, role: str) -> Iterator[Move]:
+    """Read a latent, which all ranks hold, from rank 0."""
+    right: Any = KVSPEC.moves
+    return (attrs.evolve(move, producer=RankId()) for move in right(case, role))
 
 
 def sharded_region(case: Case, role: str) -> Iterator[Move]:
@@ -332,6 +344,22 @@ EXHIBITS = [
         system=System(name="dedup for pushes", moves=dedup_for_pushes),
         cases=HEADS,
         minimal="1 head, TP 1 to 2, blocks of 4, 1 token",
+    ),
+    Exhibit(
+        reference="sglang#40727",
+        bug="All ranks hold the latent, but all readers read rank 0.",
+        law=6,
+        system=System(name="always rank 0", moves=always_rank_0),
+        cases=st.builds(transfer, st.just(latent()), tp=TP),
+        minimal="latent of 2, TP 2 to 2, blocks of 4, 1 token",
+    ),
+    Exhibit(
+        reference="vllm-rbln#1011",
+        bug="Heads are paired by their places, so all lengths agree and the heads differ.",
+        law=5,
+        system=head_reads(by_index),
+        cases=HEADS,
+        minimal="2 heads, TP 1 to 2, blocks of 4, 1 token",
     ),
     Exhibit(
         reference="vllm#49499",

@@ -33,10 +33,11 @@ that makes the same mistake, in `tests/museum/`. No code of others is copied. Hy
 transfers, the law in the table refutes the system, and the transfer is shrunk to the smallest one
 that still fails. kvspec itself is judged on the same transfers by the same law, and passes.
 
-The laws are those of [CONTRIBUTING](../CONTRIBUTING.md). The seconds are the time from the first
-drawn transfer to the smallest one, on one core. A reference without a link has no issue that we
-know. vLLM 0.32 was run as a [pair of engines](vllm-pair.md), and the functions of vLLM 0.33 were
-executed ([conformance](../conformance/README.md)).
+The laws are those of [CONTRIBUTING](../CONTRIBUTING.md). Each one catches a bug here, except law 2,
+which is about the other laws. The seconds are the time from the first drawn transfer to the
+smallest one, on one core. A reference without a link has no issue that we know. vLLM 0.32 was run
+as a [pair of engines](vllm-pair.md), and the functions of vLLM 0.33 were executed
+([conformance](../conformance/README.md)).
 
 `python tests/museum/table.py` writes this page.
 

@@ -11,6 +11,7 @@ from table import EXHIBITS, PAGE, row
 from toy import Toy
 
 from kvspec.testing import strategies
+from kvspec.testing.laws import LAWS
 from kvspec.testing.laws.release import Script, play
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ def test_holder_without_a_mistake_keeps_law_12(script: Script) -> None:
 def test_museum_shows_at_least_25_different_bugs() -> None:
     assert len(EXHIBITS) >= 25
     assert len(EXHIBITS) == len(BY_REFERENCE)
+
+
+def test_each_law_catches_a_bug_except_law_2_which_is_about_the_others() -> None:
+    assert {law.number for law in LAWS} - {2} == {exhibit.law for exhibit in EXHIBITS}
 
 
 def test_museum_page_lists_every_exhibit() -> None:
