@@ -7,13 +7,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
-from hypothesis import HealthCheck, Phase
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.database import InMemoryExampleDatabase
 
-from kvspec.testing.kit import Supports, System, judging
-from kvspec.testing.laws import LAWS
+from kvspec.testing.kit import Supports, System, Verdict, judging
+from kvspec.testing.laws import KVSPEC, LAWS
 
 ROOT = Path(__file__).parents[2]
 BAD = """
@@ -138,6 +142,33 @@ def test_tests_are_of_the_kind_that_hypofuzz_collects(tmp_path: Path) -> None:
     chosen = getattr(test, "_hypothesis_internal_use_settings")  # noqa: B009 - private
     assert HealthCheck.nested_given not in chosen.suppress_health_check
     assert Phase.generate in chosen.phases
+
+
+@pytest.fixture
+def stored() -> Iterator[None]:
+    """Let Hypothesis store what it finds in memory, until the end of the test."""
+    before = settings.get_current_profile_name()
+    settings.register_profile("stored", database=InMemoryExampleDatabase())
+    settings.load_profile("stored")
+    yield
+    settings.load_profile(before)
+
+
+def test_case_that_hypofuzz_has_stored_is_judged_again_until_it_is_right(stored: None) -> None:
+    supports = Supports.only(kinds=["full"])
+    idle = System(name="idle", moves=lambda *_: [], supports=supports)
+    case = LAWS[0], judging.axis_of("everything"), judging.profile_of("ci")
+    assert judging.replayed(idle, *case, "idle:SYSTEM::exact_cover") is None
+    fuzzed: Any = judging.law_test(idle, *case)
+    fuzzed.hypothesis.inner_test._hypothesis_internal_add_digest = b"idle:SYSTEM::exact_cover"
+    with pytest.raises(judging.BrokenCaseError):
+        fuzzed()
+    again = judging.replayed(idle, *case, "idle:SYSTEM::exact_cover")
+    assert again is not None
+    assert Verdict.WRONG is again.verdict
+    assert again.counterexample is not None
+    right = attrs.evolve(KVSPEC, supports=supports)
+    assert judging.replayed(right, *case, "idle:SYSTEM::exact_cover") is None
 
 
 def test_module_that_pytest_imports_always_is_light() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import SkipTest
 
 import attrs
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
@@ -219,8 +220,23 @@ def axes_of(law: Law, axes: Iterable[Axis]) -> list[Axis]:
     return [axis for axis in axes if axis.name not in others]
 
 
-def law_test(system: System, law: Law, axis: Axis, profile: Profile) -> Callable[[], None]:
-    """Return a test of Hypothesis that raises if *law* is broken on *axis*. HypoFuzz needs it."""
+class BrokenCaseError(AssertionError):
+    """The system breaks a law in a case of a test of `law_test`."""
+
+    def __init__(self, pair: Any, fault: str) -> None:  # noqa: ANN401
+        super().__init__(fault)
+        self.pair = pair
+        self.fault = fault
+
+
+def law_test(
+    system: System, law: Law, axis: Axis, profile: Profile, phases: Sequence[Phase] = tuple(Phase)
+) -> Callable[[], None]:
+    """Return a test of Hypothesis that raises if *law* is broken on *axis*. HypoFuzz needs it.
+
+    Raises:
+        BrokenCaseError: When the test is called, if the law is broken.
+    """
     guard = Guard(system, profile.seconds)
     kinds = kinds_of(system.supports)
     draws = [_pairs(system, [law], narrow) for narrow in axis.narrowed(system.supports, kinds)]
@@ -228,13 +244,37 @@ def law_test(system: System, law: Law, axis: Axis, profile: Profile) -> Callable
     # HypoFuzz skips a test that suppresses the check for nested tests.
     suppressed = [check for check in HealthCheck if check is not HealthCheck.nested_given]
 
-    @settings(deadline=None, suppress_health_check=suppressed)
+    @settings(deadline=None, suppress_health_check=suppressed, phases=phases)
     @given(st.one_of(draws))
     def keeps_law(pair: Any) -> None:  # noqa: ANN401
         verdict, fault = look(guard, [law], *pair)[law.number]
-        assert verdict is not Verdict.WRONG, fault
+        if verdict is Verdict.WRONG:
+            raise BrokenCaseError(pair, fault)
 
     return keeps_law
+
+
+def replayed(system: System, law: Law, axis: Axis, profile: Profile, test: str) -> Judgement | None:
+    """Return the judgement of a case in which HypoFuzz has seen *system* break *law*.
+
+    HypoFuzz stores such a case in the database of Hypothesis, under the name of the *test*.
+
+    Returns:
+        None if there is no such case, or if the system keeps the law in it now.
+    """
+    again: Any = law_test(system, law, axis, profile, [Phase.reuse])
+    # The plug-in of Hypothesis does the same for a test that pytest runs.
+    again.hypothesis.inner_test._hypothesis_internal_add_digest = test.encode()  # noqa: SLF001
+    try:
+        again()
+    except BrokenCaseError as error:
+        found = _counterexample(system, law, error.pair, error.fault)
+        value = next(iter(axis.values(error.pair[0])))
+        return Judgement(law=law, axis=axis.name, value=value, wrong=1, counterexample=found)
+    # Nothing is stored, or a case of another version that cannot be drawn any more.
+    except (SkipTest, HypothesisException):
+        return None
+    return None
 
 
 def _drawn(draws: SearchStrategy[Any], examples: int, number: int) -> list[Any]:

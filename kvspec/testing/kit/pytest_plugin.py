@@ -10,7 +10,8 @@ How it works:
         refused in all cases     is skipped, with the words of the system
         exact in some case       passes
 
-    Each test also has a function of Hypothesis, so that HypoFuzz can fuzz it.
+    Each test also has a function of Hypothesis, so that HypoFuzz can fuzz it. A wrong case that
+    HypoFuzz has stored is judged again each time, until the system is right.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class LawTest(pytest.Function):
         """Judge the law, or look up its judgement."""
         if self.axis is None:
             pytest.skip(f"not judged: {unanswered(self.judging.system, self.law)}")
-        found = self.judging.judgements(self.law, self.axis)
+        found = self.judging.judgements(self.law, self.axis, self.nodeid)
         wrong = [judgement for judgement in found if judgement.verdict is Verdict.WRONG]
         if wrong and self.expected is not None:
             pytest.xfail(self.expected.words or wrong[0].verdict)
@@ -167,13 +168,24 @@ class Judging:
         self.done: dict[str, list[Judgement]] = {}
         self.silent: list[Judgement] = []
 
-    def judgements(self, law: Law, axis: Axis) -> list[Judgement]:
-        """Return the judgements of *law* on *axis*. The first call of an axis judges all laws."""
+    def judgements(self, law: Law, axis: Axis, test: str) -> list[Judgement]:
+        """Return the judgements of *law* on *axis*. The first call of an axis judges all laws.
+
+        Args:
+            law: The law.
+            axis: The axis.
+            test: The name of the test, under which HypoFuzz has stored a wrong case.
+        """
         if axis.name not in self.done:
             self.done[axis.name] = judging.judge_axis(
                 self.guard, axis, self.profile, seed=self.seed, laws=self.laws[axis.name]
             )
-        return [judgement for judgement in self.done[axis.name] if judgement.law is law]
+        found = [judgement for judgement in self.done[axis.name] if judgement.law is law]
+        if not any(judgement.wrong for judgement in found):
+            again = judging.replayed(self.system, law, axis, self.profile, test)
+            self.done[axis.name] += [again] if again else []
+            found += [again] if again else []
+        return found
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
