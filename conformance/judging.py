@@ -299,6 +299,10 @@ packages, and `connector.py` has the names that `judging.py` describes at its to
 `mooncake.reshard.kv_cache` ([Mooncake#3564](https://github.com/kvcache-ai/Mooncake/pull/3564)) is
 not judged, since no wheel has it yet. The newest one, mooncake-transfer-engine 0.3.13.post1, has
 only `mooncake.reshard.weight`.
+
+The push mode of vLLM's NIXL connector (`NixlPushConnectorWorker`) is not judged. There, the
+producer chooses descriptors and writes after a registration of the consumer, in a thread of its
+own. The adapter here answers for the consumer of a pull only.
 """
 
 
