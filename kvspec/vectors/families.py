@@ -633,12 +633,14 @@ def _state_blocks(mamba: MambaSpec) -> Iterator[tuple[str, Case]]:
         yield f"stripe-{name}", case
 
 
-def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+def _format_pairs() -> dict[str, tuple[LayerSpec, LayerSpec]]:
+    """Return a spec of the producer and one of the consumer for each name."""
+
     def rotary(order: str, start: int = 0, size: int = 4) -> KeyContent:
         return KeyContent(rotary=order, rotary_start=start, rotary_size=size)
 
     wide: dict[str, Any] = {"head_size": 16, "dtype": "bfloat16"}
-    specs: dict[str, tuple[LayerSpec, LayerSpec]] = {
+    return {
         "scales": (
             _full(4, dtype="float8_e4m3fn", scale_dtype="float32", head_size=4),
             _full(4, 8, dtype="float8_e4m3fn", scale_dtype="float32", head_size=4),
@@ -688,7 +690,10 @@ def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
             _full(4, 8, state_content_bytes=7, spans_heads=True),
         ),
     }  # fmt: skip
-    for name, (producer, consumer) in specs.items():
+
+
+def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    for name, (producer, consumer) in _format_pairs().items():
         whole = name in {"opaque-page", "opaque-page-of-four-tokens", "spans-heads"}
         for p, c in ((2, 2),) if whole else ((1, 1), (2, 3), (4, 2)):
             # A format that cuts the content needs planes of K and V, with rows just before content.
@@ -750,6 +755,16 @@ def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     shared = _case(_engine(hybrid), _engine(hybrid, tp_size=2), 11, shared=True)
     yield "groups-share-memory", shared
     yield from _notified()
+    yield from _excluded(layers)
+    case = _case(
+        _engine(of("full", "cross")), _engine(of("full", "cross")), 6, encoder=9,
+        cached={"cross": 5},
+    )  # fmt: skip
+    yield "cached-encoder-tokens", case
+
+
+def _excluded(layers: list[str]) -> Iterator[tuple[str, Case]]:
+    """Yield engines with layers that do not move."""
     stages = [f"layers.{number}" for number in range(4)]
     out = {"excluded": [stages[3]]}
     case = _case(
@@ -767,11 +782,6 @@ def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         _engine(other, layers[:2], group={"excluded": [layers[1]]}), _engine(_full(2), layers[:2])
     )
     yield "excluded-layer-differs", case
-    case = _case(
-        _engine(of("full", "cross")), _engine(of("full", "cross")), 6, encoder=9,
-        cached={"cross": 5},
-    )  # fmt: skip
-    yield "cached-encoder-tokens", case
 
 
 def _notified() -> Iterator[tuple[str, Case]]:

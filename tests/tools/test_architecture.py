@@ -68,6 +68,8 @@ UNTYPED = {
     "kvspec.run.rank_client.ask": "the arguments of a command that another process runs",
     "kvspec.run.rank_client.send": "the arguments of a command that another process runs",
     "kvspec.testing.supports.only": "the fields of the class, which checks them",
+    "kvspec.vectors.families.keys": "the fields of a spec, which checks them",
+    "kvspec.vectors.families._with_tables": "the fields of a request, which checks them",
     "kvspec.testing.kinds.build": "Hypothesis passes the fields that it drew",
     "kvspec.vectors.families._engine": "the fields of a ParallelConfig",
     "kvspec.vectors.families._full": "the fields of a spec",
