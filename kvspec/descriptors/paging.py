@@ -133,20 +133,19 @@ def partial_sizes_of(grain: int, tile: int) -> tuple[int, ...]:
 
 
 def tile_counts_of(most: int) -> tuple[int, ...]:
-    """Return the numbers of tiles that a row may move: *most*, a quarter of it, and so on, and 1.
+    """Return the numbers of tiles that a row may move: 1 to 4, 16, 64 and so on, and *most*.
 
     A table has rows of each number, beginning at almost every tile. With all numbers up to *most*,
     it would have *most* times as many descriptors. With these, a request needs at most three rows
     of each number but the largest.
 
     >>> tile_counts_of(64), tile_counts_of(6), tile_counts_of(1)
-    ((64, 16, 4, 1), (6, 1), (1,))
+    ((64, 16, 4, 3, 2, 1), (6, 4, 3, 2, 1), (1,))
     """
-    counts = []
-    while most > 1:
-        counts.append(most)
-        most //= 4
-    return (*counts, 1)
+    counts = [*range(1, min(most, 4) + 1)]
+    while counts[-1] < most:
+        counts.append(min(4 * counts[-1], most))
+    return tuple(reversed(counts))
 
 
 @attrs.frozen(eq=False)
