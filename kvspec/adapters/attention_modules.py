@@ -11,15 +11,14 @@ import attrs
 
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.forward_code import calls
+from kvspec.adapters.rotary_modules import LONGROPE, rotation
 from kvspec.errors import SpecError
 from kvspec.inputs import mapping
 from kvspec.specs import KeyContent
+from kvspec.specs.key_content import rotation_difference, without_rotation
 
 # The names that models give to a module that normalises keys, or the latent of MLA.
 KEY_NORMS = ("k_norm", "qk_norm", "k_layernorm", "key_layernorm", "kv_a_layernorm")
-
-# Rotary embeddings that have no `is_neox_style`, because they know only halves.
-_ALWAYS_HALVES = ("Phi3LongRoPEScaledRotaryEmbedding",)
 
 
 def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent | None:
@@ -30,7 +29,9 @@ def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent
         row: Elements of a stored key, or of a latent of MLA.
         latent: Whether the layer stores a latent of MLA.
     """
-    normalized = any(module.get(name).value is not None for name in KEY_NORMS)
+    # vLLM's Qwen2 has the bool False in place of a module.
+    norms = [module.get(name).value for name in KEY_NORMS]
+    normalized = any(norm is not None and not isinstance(norm, bool) for norm in norms)
     rotary = module.get("rotary_emb")
     # Cohere 2 has a rotary embedding in all layers, but applies it only in some. Falcon has none if
     # it uses ALiBi. To permute a key that was not rotated would be a silent error.
@@ -41,7 +42,7 @@ def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent
     if not applied or rotary.value is None:
         return None
     neox, size = rotary.get("is_neox_style").value, rotary.get("rotary_dim").size_or_none()
-    if type(rotary.value).__name__ in _ALWAYS_HALVES:
+    if type(rotary.value).__name__ == LONGROPE:
         neox = True
     # The rotary embedding of a whole key has the size of the key. In a latent of MLA, the rotated
     # part comes last. In other layers, a smaller embedding may belong to any part of the key.
@@ -53,6 +54,7 @@ def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent
         rotary_start=row - size if latent else 0,
         rotary_size=size,
         normalized=normalized,
+        **rotation(rotary, size // 2),
     )
 
 
@@ -96,6 +98,8 @@ def agreed_key_content(
     if configured is None or found is None:
         return configured or found
     # A norm may have a name that is not known, so the user knows better whether there is one.
-    if configured != attrs.evolve(found, normalized=configured.normalized):
+    agreed = attrs.evolve(found, normalized=configured.normalized)
+    difference = without_rotation(configured) != without_rotation(agreed)
+    if difference or rotation_difference(configured, agreed) is not None:
         raise SpecError(field, configured, f"{found}, as the model's module has")
-    return configured
+    return agreed if configured.frequencies is None else configured

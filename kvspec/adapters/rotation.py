@@ -17,9 +17,14 @@ How it works:
         1           0.54 -0.10 | 0.84 1.0         0.54 0.84 | -0.10 1.0
 
     Only one order fits eight different keys.
+
+    `turns_by` compares the angles with those that a rotary module contains. The computed keys alone
+    are too coarse to find the angles of slow pairs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -63,11 +68,42 @@ def rotation_of(field: str, rows: list[Rows], resolution: float) -> KeyContent:
     raise SpecError(field, f"elements {changed.tolist()} change with the position", wanted)
 
 
+def turns_by(
+    content: KeyContent,
+    frequencies: Sequence[float],
+    base: Rows,
+    row: Rows,
+    position: int,
+    resolution: float,
+) -> bool:
+    """Return whether each pair of *row* is turned from *base* by its frequency times *position*.
+
+    >>> near, far = np.array([[1.0, 0.0]]), np.array([[np.cos(3 * 0.2), np.sin(3 * 0.2)]])
+    >>> content = KeyContent(rotary="halves", rotary_size=2)
+    >>> [turns_by(content, [angle], near, far, 3, 1e-7) for angle in (0.2, 0.3)]
+    [True, False]
+    """
+    turned = slice(content.rotary_start, content.rotary_stop)
+    old, new = (_complex(content.rotary, rows[:, turned]) for rows in (base, row))
+    angles = np.array(frequencies) * position
+    error = abs(new - old * np.exp(1j * angles)).max(axis=0)
+    # The model computes the angle in float32, so it is coarse at a late position.
+    most = _ROUNDINGS * resolution + angles * float(np.finfo(np.float32).eps)
+    return bool((error <= most * abs(old).max(axis=0)).all())
+
+
+def _complex(order: str, rows: Rows) -> npt.NDArray[np.complex128]:
+    """Return each pair of elements as one complex number."""
+    half = rows.shape[1] // 2
+    one, other = (np.s_[:half], np.s_[half:]) if order == "halves" else (np.s_[::2], np.s_[1::2])
+    numbers: npt.NDArray[np.complex128] = rows[:, one] + 1j * rows[:, other]
+    return numbers
+
+
 def _turns(order: str, near: Rows, far: Rows, resolution: float) -> bool:
     """Return whether each couple of elements turns by one angle in all rows."""
-    half, most = near.shape[1] // 2, _ROUNDINGS * resolution
-    one, other = (np.s_[:half], np.s_[half:]) if order == "halves" else (np.s_[::2], np.s_[1::2])
-    old, new = (rows[:, one] + 1j * rows[:, other] for rows in (near, far))
+    most = _ROUNDINGS * resolution
+    old, new = (_complex(order, rows) for rows in (near, far))
     # The factor that turns all rows best. A couple that is zero in all rows gives no number.
     with np.errstate(invalid="ignore", divide="ignore"):
         factor = (old.conj() * new).sum(axis=0) / (abs(old) ** 2).sum(axis=0)

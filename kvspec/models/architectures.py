@@ -73,6 +73,10 @@ class Architecture:
         attention: Name of an attention layer, with ``{}`` for its index.
         state: The recurrent layers, or None.
         indexer: Name of the layer that keeps the indexer keys of an MLA layer, or empty.
+        required: Sizes that a config must have. If it omits them, the classes of transformers 5.19
+            supply a constant, which may be another one for each class and version. For other rows,
+            the class supplies ``num_attention_heads`` for the KV heads, and ``hidden_size`` divided
+            by it for the head size.
         defaults: Values that the model class supplies if the config omits them.
     """
 
@@ -81,9 +85,12 @@ class Architecture:
     attention: str = attrs.field(default="model.layers.{}.self_attn.attn", kw_only=True)
     state: State | None = attrs.field(default=None, kw_only=True)
     indexer: str = attrs.field(default="", kw_only=True)
+    required: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     defaults: Mapping[str, object] = attrs.field(factory=dict, kw_only=True)
 
 
+_KV_HEADS = ("num_key_value_heads",)
+_BOTH = (*_KV_HEADS, "head_dim")
 _MIXER = "model.layers.{}.mixer"
 _MAMBA1 = {"intermediate_size": "intermediate_size", "state_size": "state_size"}
 _MAMBA2 = {
@@ -111,25 +118,25 @@ ROWS: tuple[Architecture, ...] = (
     Architecture("ArceeForCausalLM arcee"),
     Architecture("ApertusForCausalLM apertus"),
     Architecture("CohereForCausalLM cohere"),
-    Architecture("Ernie4_5ForCausalLM Ernie4_5_ForCausalLM ernie4_5"),
-    Architecture("Ernie4_5_MoeForCausalLM ernie4_5_moe"),
-    Architecture("GemmaForCausalLM gemma", defaults={"head_dim": 256}),
-    Architecture("GlmForCausalLM glm", defaults={"head_dim": 128}),
-    Architecture("Glm4ForCausalLM glm4", defaults={"head_dim": 128}),
-    Architecture("Glm4MoeForCausalLM glm4_moe"),
+    Architecture("Ernie4_5ForCausalLM Ernie4_5_ForCausalLM ernie4_5", required=_BOTH),
+    Architecture("Ernie4_5_MoeForCausalLM ernie4_5_moe", required=_KV_HEADS),
+    Architecture("GemmaForCausalLM gemma", required=_KV_HEADS, defaults={"head_dim": 256}),
+    Architecture("GlmForCausalLM glm", required=_KV_HEADS, defaults={"head_dim": 128}),
+    Architecture("Glm4ForCausalLM glm4", required=_KV_HEADS, defaults={"head_dim": 128}),
+    Architecture("Glm4MoeForCausalLM glm4_moe", required=_KV_HEADS),
     Architecture("GraniteForCausalLM granite"),
     Architecture("GraniteMoeForCausalLM granitemoe"),
     Architecture("GraniteMoeSharedForCausalLM granitemoeshared"),
     Architecture("HunYuanDenseV1ForCausalLM hunyuan_v1_dense"),
-    Architecture("MiniMaxM2ForCausalLM minimax_m2"),
+    Architecture("MiniMaxM2ForCausalLM minimax_m2", required=_BOTH),
     Architecture("NemotronForCausalLM nemotron"),
     Architecture("OlmoForCausalLM olmo"),
     Architecture("Olmo2ForCausalLM olmo2"),
     Architecture("OlmoeForCausalLM olmoe"),
     Architecture("PhiForCausalLM phi"),
-    Architecture("SeedOssForCausalLM seed_oss"),
-    Architecture("SmolLM3ForCausalLM smollm3"),
-    Architecture("StableLmForCausalLM stablelm"),
+    Architecture("SeedOssForCausalLM seed_oss", required=_BOTH),
+    Architecture("SmolLM3ForCausalLM smollm3", required=_KV_HEADS),
+    Architecture("StableLmForCausalLM stablelm", required=_KV_HEADS),
     Architecture("FalconForCausalLM falcon", attention=_BLOOM, defaults={"multi_query": True}),
     Architecture("BloomForCausalLM bloom", attention=_BLOOM),
     Architecture("GPT2LMHeadModel gpt2", attention=_GPT),
@@ -139,26 +146,30 @@ ROWS: tuple[Architecture, ...] = (
     Architecture("GPTNeoXForCausalLM gpt_neox", attention="gpt_neox.layers.{}.attention.attn"),
     Architecture("OPTForCausalLM opt", attention="model.decoder.layers.{}.self_attn.attn"),
     # Every layer has a sliding window if the config has one.
-    Architecture("MistralForCausalLM mistral", window),
-    Architecture("Ministral3ForCausalLM ministral3", window),
-    Architecture("MixtralForCausalLM mixtral", window),
+    Architecture("MistralForCausalLM mistral", window, required=_KV_HEADS),
+    Architecture("Ministral3ForCausalLM ministral3", window, required=_BOTH),
+    Architecture("MixtralForCausalLM mixtral", window, required=_KV_HEADS),
     Architecture("Phi3ForCausalLM phi3", window),
-    Architecture("Starcoder2ForCausalLM starcoder2", window),
+    Architecture("Starcoder2ForCausalLM starcoder2", window, required=_KV_HEADS),
     # Most published configs have a window, but turn it off with ``use_sliding_window``.
-    Architecture("Qwen2ForCausalLM qwen2", late_window),
-    Architecture("Qwen2MoeForCausalLM qwen2_moe", late_window),
-    Architecture("Qwen3ForCausalLM qwen3 qwen3_vl_text", late_window),
-    Architecture("Qwen3MoeForCausalLM qwen3_moe qwen3_vl_moe_text", late_window),
+    Architecture("Qwen2ForCausalLM qwen2", late_window, required=_KV_HEADS),
+    Architecture("Qwen2MoeForCausalLM qwen2_moe", late_window, required=_KV_HEADS),
+    Architecture("Qwen3ForCausalLM qwen3 qwen3_vl_text", late_window, required=_BOTH),
+    Architecture(
+        "Qwen3MoeForCausalLM qwen3_moe qwen3_vl_moe_text", late_window, required=_KV_HEADS
+    ),
     Architecture(
         "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration"
         " qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
         late_window,
+        required=_KV_HEADS,
         attention="language_model.model.layers.{}.self_attn.attn",
     ),
     # Sliding windows or chunks alternate with full attention.
     Architecture(
         "Gemma2ForCausalLM gemma2",
         every("sliding_window_pattern", "sliding_window"),
+        required=_KV_HEADS,
         defaults={"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
     ),
     Architecture(
@@ -182,16 +193,22 @@ ROWS: tuple[Architecture, ...] = (
         every("sliding_window_pattern", "sliding_window"),
         defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
     ),
-    Architecture("Exaone4ForCausalLM exaone4", every("sliding_window_pattern", "sliding_window")),
+    Architecture(
+        "Exaone4ForCausalLM exaone4",
+        every("sliding_window_pattern", "sliding_window"),
+        required=_KV_HEADS,
+    ),
     Architecture(
         "GptOssForCausalLM gpt_oss",
         every("sliding_window_pattern", "sliding_window"),
+        required=_BOTH,
         # The published configs name no dtype. Their unquantised tensors are bfloat16.
         defaults={"sliding_window_pattern": 2, "dtype": "bfloat16"},
     ),
     Architecture(
         "Llama4ForCausalLM Llama4ForConditionalGeneration llama4_text llama4",
         chunks,
+        required=_KV_HEADS,
         defaults={"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
     ),
     # Multi-head latent attention.
@@ -210,6 +227,7 @@ ROWS: tuple[Architecture, ...] = (
         " Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text"
         " Qwen3_5MoeForConditionalGeneration qwen3_5_moe qwen3_5_moe_text",
         every("full_attention_interval", "state"),
+        required=_BOTH,
         state=State(
             "gated_delta_net", "model.layers.{}.linear_attn", "gated_delta_net", _GATED_DELTA_NET
         ),
@@ -223,6 +241,7 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "NemotronHForCausalLM nemotron_h",
         letters,
+        required=_BOTH,
         attention="model.layers.{}.mixer.attn",
         state=State(
             "mamba",
@@ -245,12 +264,14 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "BambaForCausalLM bamba",
         listed("attn_layer_indices"),
+        required=_KV_HEADS,
         attention="model.layers.{}.attn",
         state=State("mamba", _MIXER, "mamba2", _MAMBA2),
     ),
     Architecture(
         "JambaForCausalLM jamba",
         offset,
+        required=_KV_HEADS,
         attention="model.layers.{}.attn",
         state=State(
             "mamba",
@@ -266,6 +287,7 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "Lfm2ForCausalLM lfm2",
         listed("full_attn_idxs"),
+        required=_KV_HEADS,
         state=State(
             "short_conv",
             "model.layers.{}.short_conv",

@@ -163,6 +163,10 @@ class _Model:
         return tuple(self.prefix + pattern.format(index) for index in indices)
 
     def _attention(self, kind: type[FullAttentionSpec], *extra: str) -> LayerSpec:
+        for name in self.row.required:
+            if self.read.omits(name):
+                rule = f"{self.row.names[0]} has a default of its own, so the config must have it"
+                raise SpecError(name, None, rule=rule)
         return kind(
             block_size=self.block_size,
             total_num_kv_heads=self._kv_heads(),

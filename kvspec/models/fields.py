@@ -52,6 +52,11 @@ class ModelConfig:
         """Return the field, or else the default of the class, or else None."""
         return self._find(name)[1]
 
+    def omits(self, name: str) -> bool:
+        """Return whether neither the config nor the class has the field, not even as null."""
+        names = (name, *_ALIASES.get(name, ()))
+        return name not in self.defaults and not any(key in self.values for key in names)
+
     def number(self, name: str) -> int:
         """Return the field, an int of at least 1. A `SpecError` names the key in the config."""
         return positive_int(*self._find(name))

@@ -17,6 +17,7 @@ from kvspec.errors import Mismatch
 from kvspec.inputs import instance
 from kvspec.ownership.part import Part
 from kvspec.specs import LayerSpec
+from kvspec.specs.key_content import rotation_difference
 from kvspec.specs.layer import LIVENESS_FIELDS, MEMORY_FIELDS, WHY, meaning
 
 
@@ -99,6 +100,12 @@ def _layer_mismatches(producer: LayerSpec, consumer: LayerSpec) -> list[Mismatch
         elif name not in MEMORY_FIELDS and _differ(producer, consumer, name):
             why = WHY.get(name, "it changes what the bytes mean")
             found.append(Mismatch(name, getattr(producer, name), getattr(consumer, name), why))
+    contents = [getattr(spec, "key_content", None) for spec in (producer, consumer)]
+    if all(contents) and not any(mismatch.field == "key_content" for mismatch in found):
+        difference = rotation_difference(contents[0], contents[1])
+        if difference is not None:
+            name, *both = difference
+            found.append(Mismatch(f"key_content.{name}", *both, WHY["rotation"]))
     # Parts that are derived from the fields differ only if the fields differ. Reporting the parts
     # too would repeat the same difference in words that the user did not write.
     if found and not has_own_parts:

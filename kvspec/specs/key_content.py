@@ -1,8 +1,8 @@
 """The meaning of stored keys, and of the scales of quantised caches.
 
 Invariant: two rows of equal shape may mean different numbers. A `KeyContent` states what the shape
-does not: whether keys are rotated, in which order their elements lie, and whether they are
-normalised.
+does not: whether keys are rotated, by which angles, in which order their elements lie, and whether
+they are normalised.
 
 How it works:
     Rotary embedding turns the elements of a key in pairs. Engines store the same pairs in two
@@ -32,6 +32,7 @@ How it works:
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,7 @@ import attrs
 import numpy as np
 
 from kvspec.errors import SpecError
-from kvspec.inputs import flag, instance, mapping, positive_int
+from kvspec.inputs import flag, instance, mapping, positive_int, sequence
 
 # The bytes `start + i * stride` to `start + i * stride + size`, for i from 0 to `count - 1`: start,
 # size, count, stride.
@@ -51,11 +52,42 @@ ROTARY = (NONE, HALVES, PAIRS)
 
 DIGEST_BYTES = 16
 
+# Two makers compute the same angles in float32, by different steps. Their results differ by a few
+# units of 1e-7. A rotary base of 10001 in place of 10000 changes the slowest angles by 1e-4.
+_SAME_ANGLE = 1e-5
+
+# The text of compatible specs must not depend on these fields, see `rotation_difference`.
+_BY_TOLERANCE = {"hashed": False}
+
 
 def _rotary(value: object) -> str:
     if not isinstance(value, str) or value not in ROTARY:
         raise SpecError("rotary", value, f"one of {', '.join(ROTARY)}")
     return value
+
+
+def _positive(field: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise SpecError(field, value, "a number > 0")
+    if not 0 < value < math.inf:
+        raise SpecError(field, value, "a finite number > 0")
+    return float(value)
+
+
+def _frequencies(value: object) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    angles = sequence("frequencies", value, "angles in radians, or None")
+    return tuple(_positive(f"frequencies[{at}]", angle) for at, angle in enumerate(angles))
+
+
+def _magnitude(value: object) -> float | None:
+    return None if value is None else _positive("magnitude", value)
+
+
+def _brief(angles: tuple[float, ...] | None) -> str:
+    """Return the text of *angles* in a `repr`. All 64 angles would hide the other fields."""
+    return f"({angles[0]:.6g}, ..., {angles[-1]:.6g})" if angles else str(angles)
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +106,12 @@ class KeyContent:
         rotary_size: Number n of rotated elements, an even number. It is 0 exactly if *rotary* is
             `none`.
         normalized: Whether the model normalises keys (`k_norm`) before they are stored.
+        frequencies: The angle in radians by which each rotated pair turns from one token to the
+            next, n / 2 numbers in the order of *halves*. They contain the rotary base and all
+            scaling (linear, YaRN, LongRoPE). None if the engine cannot state them. None fits any
+            angles, so the caller then answers for equal rotation.
+        magnitude: Factor by which the rotation multiplies the rotated elements, such as the
+            `mscale` of YaRN. None if the engine cannot state it. None fits any factor.
 
     >>> import kvspec
     >>> pairs = kvspec.KeyContent(rotary="pairs", rotary_size=64)
@@ -87,6 +125,12 @@ class KeyContent:
     rotary_start: int = 0
     rotary_size: int = 0
     normalized: bool = False
+    frequencies: tuple[float, ...] | None = attrs.field(
+        default=None, converter=_frequencies, repr=_brief, metadata=_BY_TOLERANCE
+    )
+    magnitude: float | None = attrs.field(
+        default=None, converter=_magnitude, metadata=_BY_TOLERANCE
+    )
 
     def __attrs_post_init__(self) -> None:
         positive_int("rotary_start", self.rotary_start, least=0)
@@ -96,8 +140,13 @@ class KeyContent:
             for field in ("rotary_size", "rotary_start"):
                 if getattr(self, field):
                     raise SpecError(field, getattr(self, field), "0 if rotary is 'none'")
+            for field in ("frequencies", "magnitude"):
+                if getattr(self, field) is not None:
+                    raise SpecError(field, getattr(self, field), "None if rotary is 'none'")
         elif size == 0 or size % 2:
             raise SpecError("rotary_size", size, f"an even number >= 2 if rotary is {self.rotary}")
+        elif self.frequencies is not None and 2 * len(self.frequencies) != size:
+            raise SpecError("frequencies", self.frequencies, f"{size // 2} angles, one for a pair")
 
     @property
     def rotary_stop(self) -> int:
@@ -125,6 +174,37 @@ def common_content(content: KeyContent, elements: int, *, latent: bool) -> KeyCo
     if latent and start == 0:
         start = elements - content.rotary_size
     return attrs.evolve(content, rotary=HALVES, rotary_start=start)
+
+
+def without_rotation(content: KeyContent) -> KeyContent:
+    """Return *content* without the numbers that are compared by `rotation_difference`."""
+    return attrs.evolve(content, frequencies=None, magnitude=None)
+
+
+def rotation_difference(
+    producer: KeyContent, consumer: KeyContent
+) -> tuple[str, float, float] | None:
+    """Return the first number of the rotation in which two contents differ, or None.
+
+    The contents have the same number of rotated elements. A number that one of them does not state
+    fits any number.
+
+    Returns:
+        The name of the number, and both values.
+
+    >>> base = KeyContent(rotary="halves", rotary_size=4, frequencies=(1, 1e-2))
+    >>> rotation_difference(base, attrs.evolve(base, frequencies=(1, 1e-3)))
+    ('frequencies[1]', 0.01, 0.001)
+    """
+    pairs: list[tuple[str, float, float]] = []
+    if producer.frequencies is not None and consumer.frequencies is not None:
+        angles = zip(producer.frequencies, consumer.frequencies, strict=True)
+        pairs += [(f"frequencies[{at}]", *both) for at, both in enumerate(angles)]
+    if producer.magnitude is not None and consumer.magnitude is not None:
+        pairs.append(("magnitude", producer.magnitude, consumer.magnitude))
+    return next(
+        (pair for pair in pairs if not math.isclose(pair[1], pair[2], rel_tol=_SAME_ANGLE)), None
+    )
 
 
 def segments_of(

@@ -31,7 +31,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Role, tp
 from kvspec.ownership.sharding import even_sharding
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.specs.formats import PLAIN, is_opaque
-from kvspec.specs.key_content import Segment
+from kvspec.specs.key_content import KeyContent, Segment, without_rotation
 
 # Fields that determine where bytes lie and how long they are kept, but not their meaning. The two
 # engines may differ in them.
@@ -59,6 +59,7 @@ WHY = {
     "sliding_window": "the sides keep different tokens",
     "attention_chunk_size": "the sides keep different tokens",
     "key_content": "the same elements of a key mean other numbers",
+    "rotation": "the same keys are rotated by other angles",
     "scales_digest": "the same quantised elements stand for other numbers",
     "page_format": "an opaque page can only be read in its own format",
 }
@@ -92,7 +93,9 @@ def meaning(spec: LayerSpec, field: str) -> object:
     if field == "page_format":
         return value if is_opaque(value) else PLAIN
     if field == "key_content":
-        return getattr(spec, "common_key_content", value)
+        # The angles of the rotation may be unknown, so `mismatches` compares them on its own.
+        content = getattr(spec, "common_key_content", value)
+        return without_rotation(content) if isinstance(content, KeyContent) else content
     return getattr(spec, UNLESS_GIVEN[field]) if value is None and field in UNLESS_GIVEN else value
 
 

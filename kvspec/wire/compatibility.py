@@ -31,6 +31,10 @@ SIZE = 16  # bytes
 def compatibility_hash(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
     """Return 32 hexadecimal digits that identify the meaning of the engine's bytes.
 
+    The angles of rotated keys do not count (`KeyContent.frequencies` and `magnitude`): an engine
+    may not state them, and two makers compute them with other roundings. `mismatches` compares
+    them.
+
     Args:
         engine: The engine. Layers that it excludes do not count.
         excluded: More layers that do not count. For two engines that exclude different draft
@@ -113,7 +117,11 @@ def _text(value: Any) -> str:  # noqa: ANN401
     if isinstance(value, tuple):
         return "(" + "".join(f"{_text(inner)}," for inner in value) + ")"
     if attrs.has(type(value)):
-        inner = {f.name: getattr(value, f.name) for f in attrs.fields(type(value)) if f.eq}
+        inner = {
+            field.name: getattr(value, field.name)
+            for field in attrs.fields(type(value))
+            if field.eq and field.metadata.get("hashed", True)
+        }
         return type(value).__name__ + _text(inner)
     if value is None or isinstance(value, str | bool | int | float | range):
         return repr(value)

@@ -187,3 +187,42 @@ def test_scales_digest_depends_on_values_and_layers_only() -> None:
 def test_scales_digest_rejects_impossible_scales(scales: Any, field: str) -> None:
     """The error names the layer."""
     assert field == refusal(lambda: kvspec.scales_digest(scales)).field
+
+
+TURNED = attrs.evolve(HALVES, frequencies=(1.0, 0.1, 0.01, 0.001), magnitude=1.5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"frequencies": (1.0, 0.1, 0.01, 0.0011)}, "frequencies[3]"),
+        ({"magnitude": 1.6}, "magnitude"),
+        # Roundings, and numbers that an engine does not state.
+        ({"frequencies": (1.0, 0.1, 0.01, 0.001 * (1 + 1e-6))}, None),
+        ({"frequencies": None, "magnitude": None}, None),
+    ],
+)
+def test_rotations_fit_unless_both_are_known_and_differ(changed: Any, field: str | None) -> None:
+    engines = [with_key(TURNED), with_key(attrs.evolve(TURNED, **changed))]
+    found = kvspec.mismatches(*engines)
+    assert ([] if field is None else [f"key_content.{field}"]) == [
+        each.field[each.field.index("key_content") :] for each in found
+    ]
+    hashes = {compatibility_hash(engine) for engine in engines}
+    assert 1 == len(hashes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"frequencies": (1.0,)}, "frequencies"),
+        ({"frequencies": (1.0, 0.1, 0.01, 0)}, "frequencies[3]"),
+        ({"frequencies": (1.0, 0.1, 0.01, "a")}, "frequencies[3]"),
+        ({"frequencies": (1.0, 0.1, 0.01, float("nan"))}, "frequencies[3]"),
+        ({"magnitude": -1.0}, "magnitude"),
+        ({"rotary": "none", "rotary_size": 0, "magnitude": 1.0}, "magnitude"),
+    ],
+)
+def test_key_content_rejects_impossible_rotations(fields: dict[str, Any], field: str) -> None:
+    error = refusal(lambda: attrs.evolve(HALVES, **fields))
+    assert error.field == field

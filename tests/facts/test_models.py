@@ -289,3 +289,15 @@ def test_speculative_tokens_lengthen_only_conv_states() -> None:
     )
     expected = {name: rows + (0 if name == "ssm" else 2) for name, rows in plain.items()}
     assert expected == longer
+
+
+@pytest.mark.parametrize("field", ["num_key_value_heads", "head_dim"])
+def test_size_with_a_default_of_the_class_is_required(field: str) -> None:
+    """GPT-OSS has 8 KV heads of 64 elements by default, whatever the other sizes are."""
+    sizes: dict[str, object] = {
+        "model_type": "gpt_oss", "num_hidden_layers": 2, "hidden_size": 64, "sliding_window": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    assert {2} == {group.spec.total_num_kv_heads for group in models.from_config(sizes)}
+    error = refusal(lambda: models.from_config({key: sizes[key] for key in sizes if key != field}))
+    assert (field, None) == (error.field, error.value)

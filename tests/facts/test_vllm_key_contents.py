@@ -116,6 +116,108 @@ def test_key_content_is_that_of_the_module_around_the_layer(
     del parent
 
 
+def table_of(frequencies: Any, magnitude: float = 1.0, rows: int = 8) -> Any:
+    """Return the cosines and the sines of the first positions."""
+    angles = torch.arange(rows)[:, None] * torch.tensor(frequencies)[None]
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude
+
+
+class Tabled(Rotary):
+    """A rotary embedding that keeps a coarse table, as vLLM's do."""
+
+    def __init__(self, *frequencies: float, magnitude: float = 1.0, **more: Any) -> None:
+        size = 2 * len(frequencies)
+        super().__init__(size, size, is_neox_style=True, **more)
+        self.angles, self.magnitude = frequencies, magnitude
+        self.cos_sin_cache = self._compute_cos_sin_cache().to(torch.bfloat16)
+
+    def _compute_cos_sin_cache(self) -> Any:
+        return table_of(self.angles, self.magnitude)
+
+
+class Phi3LongRoPEScaledRotaryEmbedding(Rotary):
+    """LongRoPE with the attributes of vLLM's class. SGLang's has no `use_long_rope`."""
+
+    def __init__(self, **more: Any) -> None:
+        limits = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+        factors = {"short_factor": [1.0, 1.0], "long_factor": [4.0, 4.0]}
+        sizes = {"short_mscale": 1.5, "long_mscale": 1.5}
+        super().__init__(4, 4, **(limits | factors | sizes | more))
+
+    def _compute_inv_freq(self, factors: list[float]) -> Any:
+        return 1 / (torch.tensor(factors) * torch.tensor([1.0, 0.1]))
+
+
+def content_with(rotary: Any, **modules: Any) -> KeyContent:
+    """Return what is stated of a layer whose module has *rotary*."""
+    layer = Layer()
+    parent = Parent(layer, rotary_emb=rotary, **modules)
+    (found,) = key_contents_of(*read(layer, full(rotary.head_size))).values()
+    del parent
+    return found
+
+
+def test_frequencies_are_those_of_the_table_that_the_module_computes() -> None:
+    """The kept table is too coarse."""
+    found = content_with(Tabled(1.0, 0.03, magnitude=1.25))
+    assert found.frequencies == pytest.approx((1.0, 0.03), rel=1e-6)
+    assert found.magnitude == pytest.approx(1.25, rel=1e-6)
+
+
+def test_table_that_the_module_does_not_compute_is_refused() -> None:
+    rotary = Tabled(1.0, 0.03)
+    rotary.cos_sin_cache = table_of((1.0, 0.3))
+    with pytest.raises(kvspec.SpecError) as caught:
+        content_with(rotary)
+    assert caught.value.field.endswith("rotary_emb.cos_sin_cache")
+
+
+def test_longrope_has_the_frequencies_of_the_factors_that_vllm_has_chosen() -> None:
+    contents = [
+        content_with(Phi3LongRoPEScaledRotaryEmbedding(use_long_rope=long))
+        for long in (False, True)
+    ]
+    producer, consumer = (
+        kvspec.EngineSpec(
+            groups=[
+                kvspec.KVCacheGroup(
+                    name="full",
+                    layers=["layers.0"],
+                    spec=kvspec.FullAttentionSpec(
+                        block_size=16, total_num_kv_heads=2, head_size=4, dtype="float32",
+                        key_content=content,
+                    ),
+                )
+            ]
+        )
+        for content in contents
+    )  # fmt: skip
+    assert not kvspec.mismatches(producer, producer)
+    with pytest.raises(kvspec.MismatchError) as caught:
+        kvspec.plan_transfer(producer, consumer)
+    (mismatch,) = caught.value.mismatches
+    assert mismatch.field == "layers.0.key_content.frequencies[0]"
+    assert mismatch.producer == pytest.approx(4 * mismatch.consumer)
+
+
+@pytest.mark.parametrize("limit", [16, 64])
+def test_longrope_that_chooses_factors_by_the_prompt_is_refused(limit: int) -> None:
+    """If no prompt can be long, it has only the short factors."""
+    rotary = Phi3LongRoPEScaledRotaryEmbedding(max_position_embeddings=limit)
+    if limit == 16:
+        assert content_with(rotary).frequencies == pytest.approx((1.0, 10.0))
+        return
+    with pytest.raises(kvspec.SpecError) as caught:
+        content_with(rotary)
+    assert caught.value.value == "Phi3LongRoPEScaledRotaryEmbedding"
+
+
+def test_false_in_place_of_a_norm_is_no_norm() -> None:
+    """The class Qwen2Attention of vLLM has a flag with the name of a norm."""
+    rotary = Rotary(64, 64, is_neox_style=True)
+    assert content_with(rotary, qk_norm=False) == HALVES
+
+
 @pytest.mark.parametrize(
     ("window", "everywhere", "content"),
     [

@@ -16,6 +16,7 @@ from kvspec.adapters.transformers import Prompts
 from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import NixlRank
 from kvspec.session import PrefillTicket, Session, content_of
+from kvspec.specs.key_content import without_rotation
 from kvspec.testing import FakeNixl
 
 torch = pytest.importorskip("torch")
@@ -200,8 +201,54 @@ def test_probe_finds_the_meaning_of_keys(name: str, dtype: str) -> None:
     """The elements that turn together are found in each element type."""
     engine = Prompts(network_of(name, dtype), num_blocks=1).engine
     specs = {layer: group.spec for group in engine.groups for layer in group.layers}
-    assert MEANINGS[name] == [specs[f"layers.{n}"].key_content for n in range(len(specs))]
+    contents = [specs[f"layers.{n}"].key_content for n in range(len(specs))]
+    assert MEANINGS[name] == [without_rotation(each) for each in contents]
+    rotated = [each for each in contents if each.rotary != "none"]
+    # GPT-J computes its angles in a function that keeps no buffer.
+    assert all((each.frequencies is None) == (name == "gptj") for each in rotated)
     assert {dtype} == {spec.dtype for spec in specs.values()}
+
+
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        (LONG, "cache.layers[0].keys"),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "rope_type"),
+    ],
+)
+def test_rotation_that_depends_on_the_length_of_a_prompt_is_refused(
+    rope: dict[str, Any], field: str
+) -> None:
+    """The model uses the long factors only in prompts of more than 32 tokens."""
+    with pytest.raises(SpecError) as caught:
+        Prompts(network_of("llama", rope_parameters=rope), num_blocks=1)
+    assert caught.value.field.endswith(field)
+
+
+def test_longrope_is_stated_if_no_prompt_is_long() -> None:
+    """The last position of the model still has the short factors."""
+    network = network_of("llama", rope_parameters=LONG, max_position_embeddings=32)
+    content = Prompts(network, num_blocks=1).engine.groups[0].spec.key_content
+    assert content.frequencies == pytest.approx((1, 0.1, 0.01, 0.001))
+
+
+def test_models_with_another_rotary_base_do_not_fit() -> None:
+    """One of them was started with another `rope_theta`."""
+    other = {"rope_type": "default", "rope_theta": 5e5}
+    engines = [
+        Prompts(network_of("llama", **changed), num_blocks=1).engine
+        for changed in ({}, {"rope_parameters": other})
+    ]
+    (mismatch,) = kvspec.mismatches(*engines)
+    assert mismatch.field.endswith("key_content.frequencies[1]")
+    assert (mismatch.producer, mismatch.consumer) == pytest.approx((0.1, 5e5**-0.25))
+    assert not kvspec.mismatches(engines[0], engines[0])
 
 
 def test_engine_has_the_windows_and_sizes_of_the_model() -> None:

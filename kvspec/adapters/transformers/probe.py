@@ -9,20 +9,27 @@ How it works:
     A single token attends only to itself, so the values of all layers, and their keys before rotary
     embedding, do not depend on the position. Each element of a key that differs between two
     positions is therefore rotated. `rotation_of` finds out which elements are rotated together.
+
+    Modules of the model have buffers of inverse frequencies. The frequencies of a layer are those
+    by which its computed keys turn, at each of the positions. With LongRoPE the model uses other
+    frequencies if a prompt is long: the keys turn by the buffer at position 1, but not at the last
+    position. Such a model is refused, because two prompts would mean different rotations. If no
+    buffer fits at position 1, the frequencies are not stated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 
 from kvspec.adapters.attention_modules import KEY_NORMS
-from kvspec.adapters.rotation import Rows, rotation_of
+from kvspec.adapters.rotation import Rows, rotation_of, turns_by
 from kvspec.errors import SpecError
 from kvspec.ownership.dtypes import dtype_name
-from kvspec.specs import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from kvspec.specs import FullAttentionSpec, KeyContent, MLAAttentionSpec, SlidingWindowSpec
 
 # transformers is not imported. These are a `PreTrainedModel`, and a `Cache` or a part of one.
 Network: TypeAlias = Any
@@ -62,8 +69,9 @@ def layer_specs(network: Network, block_size: int) -> list[AttentionLayer]:
             attention.setdefault(getattr(module, "layer_idx", -1), []).append(module)
     # Position 0 is the last one: some rotary modules change with the length of a prompt, and a
     # short prompt resets them.
-    last = getattr(config, "max_position_embeddings", _LIMIT) - 1
-    caches = [_cache_at(network, position) for position in (last, 1, 0)]
+    positions = (getattr(config, "max_position_embeddings", _LIMIT) - 1, 1, 0)
+    caches = [_cache_at(network, position) for position in positions]
+    tables = list(_frequencies(network))
     specs: list[AttentionLayer] = []
     for number, found in enumerate(zip(*caches, strict=True)):
         field, modules = f"cache.layers[{number}]", attention.get(number, [])
@@ -75,8 +83,64 @@ def layer_specs(network: Network, block_size: int) -> list[AttentionLayer]:
         sliding = type(found[0]).__name__ in SLIDING
         if sliding and getattr(config, "attention_chunk_size", None) is not None:
             raise SpecError(field, "chunked attention", "full or sliding attention")
-        specs.append(_spec(field, modules[0], found, block_size, sliding=sliding))
+        spec = _spec(field, modules[0], found, block_size, sliding=sliding)
+        specs.append(_with_rotation(f"{field}.keys", spec, found, positions, tables))
     return specs
+
+
+def _frequencies(network: Network) -> Iterator[dict[str, Any]]:
+    """Yield the frequencies and the magnitude of each rotary module, as fields of `KeyContent`."""
+    for name, module in network.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+        # It computes new frequencies for each length beyond the last position.
+        if any("dynamic" in str(kind) for kind in kinds):
+            wanted = "frequencies that do not depend on the length of a prompt"
+            raise SpecError(f"network.{name}.rope_type", kinds, wanted)
+        for buffer, values in module.named_buffers(recurse=False):
+            prefix = buffer.removesuffix("inv_freq")
+            if prefix != buffer and not prefix.endswith("original_"):
+                size = float(getattr(module, f"{prefix}attention_scaling", 1.0))
+                yield {"frequencies": tuple(values.float().tolist()), "magnitude": size}
+
+
+def _with_rotation(
+    field: str,
+    spec: AttentionLayer,
+    found: tuple[Any, ...],
+    positions: tuple[int, ...],
+    tables: list[dict[str, Any]],
+) -> AttentionLayer:
+    """Return *spec* with the frequencies of its keys, if a table has them."""
+    import torch  # noqa: PLC0415 - as below
+
+    content = spec.key_content
+    if content is None or content.rotary == "none":
+        return spec
+    latent = isinstance(spec, MLAAttentionSpec)
+    rows = [_rows(layer.keys, layer.values) if latent else _rows(layer.keys) for layer in found]
+    resolution, base = float(torch.finfo(found[0].keys.dtype).eps), rows[-1]
+    failed, fitting = set[int](), list[KeyContent]()
+    for table in tables:
+        if 2 * len(table["frequencies"]) != content.rotary_size:
+            continue
+        wrong = {
+            position
+            for position, row in zip(positions[:-1], rows[:-1], strict=True)
+            if not turns_by(content, table["frequencies"], base, row, position, resolution)
+        }
+        stated = attrs.evolve(content, **table)
+        if not wrong and stated not in fitting:
+            fitting.append(stated)
+        if 1 not in wrong:
+            failed |= wrong
+    # Two tables may be too near to each other for coarse keys. Then neither is stated.
+    if fitting:
+        return attrs.evolve(spec, key_content=fitting[0] if len(fitting) == 1 else content)
+    if failed:
+        wanted = "frequencies that do not depend on the length of a prompt"
+        raise SpecError(field, f"other frequencies at position {max(failed)}", wanted)
+    return spec
 
 
 def _cache_at(network: Network, position: int) -> list[Any]:

@@ -106,7 +106,8 @@ def whole_engine(
     stages: Sequence[WorkerInfo] = all_workers[rank.tp :: column]
     contents = {name: value for stage in stages for name, value in stage.key_contents.items()}
     for name, content in contents.items():
-        agreed_key_content(f"key_content[{name!r}]", key_content, content)
+        agreed = agreed_key_content(f"key_content[{name!r}]", key_content, content)
+        contents[name] = content if agreed is None else agreed
     return from_vllm(
         vllm_config,
         [stage.config for stage in stages],
