@@ -57,12 +57,9 @@ def rotation(rotary: FieldReader, pairs: int) -> dict[str, Any]:
     if not callable(rotary.get("_compute_cos_sin_cache").value):
         return {}
     row = _row(rotary)
-    angles = [
-        math.atan2(sine, cosine) for cosine, sine in zip(row[:pairs], row[pairs:], strict=False)
-    ]
-    sizes = [
-        math.hypot(cosine, sine) for cosine, sine in zip(row[:pairs], row[pairs:], strict=False)
-    ]
+    turned = [*zip(row[:pairs], row[pairs:], strict=False)]
+    angles = [math.atan2(sine, cosine) for cosine, sine in turned]
+    sizes = [math.hypot(cosine, sine) for cosine, sine in turned]
     known = len(row) == 2 * pairs and all(angle > 0 for angle in angles)
     if not known or max(sizes) - min(sizes) > 1e-5 * min(sizes):
         return {}

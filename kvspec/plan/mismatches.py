@@ -100,12 +100,8 @@ def _layer_mismatches(producer: LayerSpec, consumer: LayerSpec) -> list[Mismatch
         elif name not in MEMORY_FIELDS and _differ(producer, consumer, name):
             why = WHY.get(name, "it changes what the bytes mean")
             found.append(Mismatch(name, getattr(producer, name), getattr(consumer, name), why))
-    contents = [getattr(spec, "key_content", None) for spec in (producer, consumer)]
-    if all(contents) and not any(mismatch.field == "key_content" for mismatch in found):
-        difference = rotation_difference(contents[0], contents[1])
-        if difference is not None:
-            name, *both = difference
-            found.append(Mismatch(f"key_content.{name}", *both, WHY["rotation"]))
+    if not any(mismatch.field == "key_content" for mismatch in found):
+        found += _rotation_mismatches(producer, consumer)
     # Parts that are derived from the fields differ only if the fields differ. Reporting the parts
     # too would repeat the same difference in words that the user did not write.
     if found and not has_own_parts:
@@ -147,6 +143,15 @@ def _differ(producer: LayerSpec, consumer: LayerSpec, field: str) -> bool:
     if getattr(producer, field) == getattr(consumer, field):
         return False
     return meaning(producer, field) != meaning(consumer, field)
+
+
+def _rotation_mismatches(producer: LayerSpec, consumer: LayerSpec) -> Iterator[Mismatch]:
+    """Yield the number of the rotation of keys that both specs state, and that differs."""
+    left, right = (getattr(spec, "key_content", None) for spec in (producer, consumer))
+    difference = left and right and rotation_difference(left, right)
+    if difference:
+        name, first, second = difference
+        yield Mismatch(f"key_content.{name}", first, second, WHY["rotation"])
 
 
 def _part_mismatches(producer: tuple[Part, ...], consumer: tuple[Part, ...]) -> list[Mismatch]:

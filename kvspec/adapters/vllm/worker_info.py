@@ -108,13 +108,17 @@ def whole_engine(
     for name, content in contents.items():
         agreed = agreed_key_content(f"key_content[{name!r}]", key_content, content)
         contents[name] = content if agreed is None else agreed
+    backends = {name: value for stage in stages for name, value in stage.backends.items()}
+    if key_content is not None:
+        # The modules of some layers have determined more, such as the angles of the rotation.
+        contents = dict.fromkeys(backends, key_content) | contents
     return from_vllm(
         vllm_config,
         [stage.config for stage in stages],
         tensors,
-        backends={name: value for stage in stages for name, value in stage.backends.items()},
+        backends=backends,
         variants={name: value for stage in stages for name, value in stage.variants.items()},
         fp8_dtype={name: value for stage in stages for name, value in stage.fp8_dtypes.items()},
-        key_content=contents if key_content is None else key_content,
+        key_content=contents,
         scales={name: value for stage in stages for name, value in stage.scales.items()},
     )
