@@ -40,7 +40,7 @@ from kvspec.wire.messages import AnyMessage, Message
 from kvspec.wire.packing import Count, decoder_of, pack, refuse, unpack
 from kvspec.wire.values import MAX_TEXT, Decoder, Plain, encode
 
-VERSION = 8
+VERSION = 9
 """The version of the format; any change to it, or to what is meant by it, takes the next."""
 MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
 """Bytes of one handshake after decompression."""

@@ -23,7 +23,7 @@ from kvspec.wire.codec import decode_handshake, encode_handshake
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
 from kvspec.wire.values import register
 
-GOLDEN = Path(__file__).with_name("handshake_8.hex")
+GOLDEN = Path(__file__).with_name("handshake_9.hex")
 
 
 def engine(layers: int = 3, tp: int = 2, **more: Any) -> kvspec.EngineSpec:
