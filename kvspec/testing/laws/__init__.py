@@ -221,7 +221,7 @@ LAWS = (
         "A system refuses an impossible transfer before any byte moves. Its error names the wrong"
         " field or group.",
         (*_MOVES, *_COPIES, *_WHOLE),
-        (refusal.of_models, refusal.of_requests),
+        (refusal.refusal,),
     ),
     Law(
         12,
@@ -298,7 +298,7 @@ def broken(
         the laws that are not judged, and why: no answer does not mean that a law holds.
 
     Raises:
-        MismatchError: If the system refuses the case.
+        MismatchError: If the system refuses the case. It may raise one of its own *refuses* too.
     """
     # The laws share the trials, so memory is allocated and each question is asked only once.
     trials = _trials(system, case, other)

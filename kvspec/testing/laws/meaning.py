@@ -26,7 +26,7 @@ import attrs
 from kvspec.errors import KVSpecError
 from kvspec.specs import KeyContent, LayerSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.laws.owners import targets
-from kvspec.testing.laws.refusal import accepted
+from kvspec.testing.laws.refusal import accepted, answer
 from kvspec.testing.laws.system import Trial, deliver
 from kvspec.testing.rotary import may_rotate, reorders
 
@@ -40,8 +40,8 @@ Fields = Callable[[Any], dict[str, Any]]
 
 def meaning(trial: Trial) -> Iterator[str]:
     """Yield each wrong byte of keys in another order, and each other meaning that is accepted."""
-    answers = trial.system.answers(("descriptors", "prepared", "connector"))
-    if not answers or not (specs := _rotating(trial.case)):
+    answer(trial)
+    if not (specs := _rotating(trial.case)):
         return
     yield from _as_they_are(Trial(trial.system, _changed(trial.case, _pairs, _halves)))
     others = list(_other_meanings(trial.case, specs))
@@ -55,7 +55,7 @@ def _as_they_are(trial: Trial) -> Iterator[str]:
     try:
         answers = list(trial.copies())
         whole = trial.after_connector
-    except (KVSpecError, ValueError) as error:
+    except (KVSpecError, ValueError, *trial.system.refuses) as error:
         if "key_content" not in str(error):
             yield f"halves and pairs: expected an error that contains 'key_content', got {error}"
         return

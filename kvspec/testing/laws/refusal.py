@@ -1,6 +1,7 @@
 """The law of refusals, law 11: a system refuses an impossible transfer before any byte moves.
 
-A system refuses by raising `KVSpecError` or `ValueError`. Any other exception is a crash.
+A system refuses by raising `KVSpecError`, `ValueError` or one of its own `refuses`. Any other
+exception is a crash. A system that refuses the legal case, too, is not judged: the case is refused.
 
 How it works:
     Each wrong case is a legal case with one change, after which the two engines disagree about the
@@ -43,17 +44,21 @@ if TYPE_CHECKING:
 _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2"}
 
 
-def of_models(trial: Trial) -> Iterator[str]:
+def refusal(trial: Trial) -> Iterator[str]:
+    """Yield all changes after which the system does not refuse as it should, one a line."""
+    answer(trial)
+    yield from as_lines(*_of_models(trial), *_of_requests(trial))
+
+
+def _of_models(trial: Trial) -> Iterator[str]:
     """Yield each wrong producer that is accepted, or whose error does not name the field."""
-    # A system that answers neither question has no chance to refuse, so it is not judged.
-    if not trial.system.answers(("moves", "descriptors", "prepared", "connector")):
-        return
     for name, what, wrong in _other_models(trial.case):
         yield from accepted(name, what, Trial(trial.system, wrong))
 
 
-def of_requests(trial: Trial) -> Iterator[str]:
+def _of_requests(trial: Trial) -> Iterator[str]:
     """Yield each impossible request that is accepted, or whose error does not name the group."""
+    # A system that has only moves never sees the blocks of a request.
     if not trial.system.answers(("descriptors", "prepared", "connector")):
         return
     for name, what, change in (*_wrong_requests(trial.case), *_shared_blocks(trial.case)):
@@ -61,14 +66,25 @@ def of_requests(trial: Trial) -> Iterator[str]:
         yield from accepted(name, what, trial.asking(wrong))
 
 
+def answer(trial: Trial) -> None:
+    """Ask the system all questions to which a refusal is an answer."""
+    trial.moves("consumer")
+    for _, _ in trial.copies():
+        pass
+    _ = trial.after_connector
+
+
+def as_lines(*faults: str) -> Iterator[str]:
+    """Yield all *faults* as one fault of several lines, so that an author sees all at once."""
+    if faults:
+        yield "\n".join(faults)
+
+
 def accepted(name: str, what: str, wrong: Trial) -> Iterator[str]:
     """Yield a difference unless the system refuses *wrong* with an error that contains *name*."""
     try:
-        wrong.moves("consumer")
-        for _, _ in wrong.copies():
-            pass
-        _ = wrong.after_connector
-    except (KVSpecError, ValueError) as error:
+        answer(wrong)
+    except (KVSpecError, ValueError, *wrong.system.refuses) as error:
         if name not in str(error):
             yield f"{what}: expected an error that contains {name!r}, got {error}"
         if wrong.system.connector is not None and changed(wrong.guarded):
