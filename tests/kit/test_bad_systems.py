@@ -121,6 +121,55 @@ def test_judge_catches_a_copy_outside_of_the_memory_before_it_is_done() -> None:
     assert "0x10" in fault(describing(descriptors=copies), 1)
 
 
+def of_copies(change: Callable[[int, int, int], object]) -> Callable[..., Any]:
+    """Return `descriptors` of kvspec, with *change* of each copy."""
+
+    def answer(*arguments: Any) -> list[object]:
+        right: Any = KVSPEC.descriptors
+        return [change(*copy) for copy in right(*arguments)]
+
+    return answer
+
+
+def of_moves(**fields: object) -> Callable[..., Any]:
+    """Return `moves` of kvspec, with *fields* of each move."""
+
+    def answer(*arguments: Any) -> list[object]:
+        right: Any = KVSPEC.moves
+        return [attrs.evolve(move, **fields) for move in right(*arguments)]
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "got"),
+    [
+        ("descriptors", lambda *_: None, "None"),
+        ("descriptors", lambda *_: 5, "5"),
+        ("descriptors", of_copies(lambda a, b, n: (a, b, n, "x")), "'x'"),
+        ("descriptors", of_copies(lambda a, b, n: (a, b, n / 1)), ".0)"),
+        ("prepared", lambda *_: [(0, 0, 1)], "[(0, 0, 1)]"),
+        ("moves", lambda *_: None, "None"),
+        ("moves", lambda *_: [1], "1"),
+        ("moves", of_moves(producer=0), "producer=0"),
+        ("moves", of_moves(part="key"), "'key'"),
+        ("moves", of_moves(layer="other"), "'other'"),
+    ],
+)
+def test_judge_reports_an_answer_of_wrong_form(
+    question: str, answer: Callable[..., Any], got: str
+) -> None:
+    words = fault(describing(**{question: answer}), 1)
+    assert words.startswith(question)
+    assert got in words
+    assert "expected" in words or "The engines have" in words
+
+
+@pytest.mark.parametrize("wrong", [None, [1], [(0, 0)]])
+def test_judge_reports_pairs_of_wrong_form(wrong: object) -> None:
+    assert repr(wrong)[1:-1] in fault(describing(tells=lambda *_: wrong), 7)
+
+
 def copying(change: Callable[[int, int, int], tuple[int, int, int]]) -> Callable[[Any], None]:
     """Return a connector that copies as kvspec describes it, but for *change*."""
 

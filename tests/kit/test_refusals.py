@@ -61,9 +61,7 @@ def ignores_blocks(*arguments: Any) -> Any:
         return []
 
 
-@pytest.mark.parametrize(
-    ("number", "descriptors"), [(11, ignores_blocks), (14, ignores_meaning)]
-)
+@pytest.mark.parametrize(("number", "descriptors"), [(11, ignores_blocks), (14, ignores_meaning)])
 def test_printed_code_reproduces_the_fault_of_a_system_with_own_refusals(
     number: int, descriptors: Callable[..., Any]
 ) -> None:

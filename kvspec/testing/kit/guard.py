@@ -26,7 +26,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -127,7 +127,7 @@ class Guard:
 
 
 def _lazy(answer: object) -> bool:
-    return answer is not None and not isinstance(answer, PreparedLists)
+    return isinstance(answer, Iterable) and not isinstance(answer, PreparedLists)
 
 
 def _equal(first: object, second: object) -> bool:

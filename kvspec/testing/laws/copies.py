@@ -78,7 +78,7 @@ def two_hops(trial: Trial, other: Trial) -> Iterator[str]:
     first, second = _hops(trial.case, other.case)
     for name, way in trial.system.ways():
         for hop, hop_world in (("first", first), ("second", second)):
-            deliver(hop_world, copied(hop_world, way))
+            deliver(hop_world, copied(hop_world, name, way))
             yield from (f"{name}, {hop} hop: {fault}" for fault in hop_world.differences())
 
 
@@ -163,7 +163,7 @@ def bounds(trial: Trial) -> Iterator[str]:
     whole = trial.world
     here = World(trial.case, _finest(whole.producers), _finest(whole.consumers), whole.before)
     for name, way in system.ways():
-        for (p, c), copies in copied(here, way).items():
+        for (p, c), copies in copied(here, name, way).items():
             sides = here.producers[p][0], here.consumers[c][0]
             for copy in copies:
                 for role, side, start in zip(("producer", "consumer"), sides, copy, strict=False):

@@ -37,6 +37,7 @@ from kvspec.testing.laws.owners import (
     owns,
     targets,
 )
+from kvspec.testing.laws.system import moves_of, pairs_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -150,7 +151,7 @@ def symmetry(trial: Trial) -> Iterator[str]:
             producer_units=move.consumer_units,
             consumer_units=move.producer_units,
         )
-        for move in ask(back, "consumer")
+        for move in moves_of(ask(back, "consumer"), back)
     }
     for move in pulled ^ swapped:
         yield f"{_named(move)}: expected this move in both directions, got it in only one"
@@ -237,7 +238,7 @@ def counts(trial: Trial) -> Iterator[str]:
     ask, case = trial.system.tells, trial.case
     if ask is None:
         return
-    sent, awaited = (set(ask(case, role)) for role in ("consumer", "producer"))
+    sent, awaited = (pairs_of(ask(case, role)) for role in ("consumer", "producer"))
     for p, c in sent - awaited:
         yield f"consumer {c} notifies producer {p}, but the producer does not wait for it"
     for p, c in awaited - sent:

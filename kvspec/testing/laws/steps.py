@@ -22,7 +22,7 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from kvspec.testing.carve import logical_views
-from kvspec.testing.laws.system import ints
+from kvspec.testing.laws.system import copies_of
 from kvspec.testing.positions import rows_of
 from kvspec.testing.world import snapshot
 
@@ -70,7 +70,7 @@ def scheduled(trial: Trial, schedule: Schedule) -> Iterator[str]:
         for rank in here.producers:
             _hide(here, rank, true[rank], frontier)
         for pair in product(here.producers, here.consumers):
-            copies = [ints(copy) for copy in ask(here, *pair, layers, tokens)]
+            copies = copies_of("steps", ask(here, *pair, layers, tokens), *pair)
             here.copy(pair, copies)
             written[pair[1]] += [(place, place + length) for _, place, length in copies]
     for rank, (_, storage) in here.producers.items():

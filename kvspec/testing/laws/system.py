@@ -23,10 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import product
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvspec.ownership.parallel import RankId
 from kvspec.testing.supports import EVERYTHING, Supports
 from kvspec.testing.world import (
     Copy,
@@ -41,7 +43,6 @@ from kvspec.testing.world import (
 
 if TYPE_CHECKING:
     from kvspec.descriptors.request import TransferRequest
-    from kvspec.ownership.parallel import RankId
     from kvspec.ownership.replicas import Role
     from kvspec.testing.case import Case
 
@@ -142,7 +143,11 @@ class System:
 
     def _by_ids(self, here: World, producer: RankId, consumer: RankId) -> Iterable[Copy]:
         lists = None if self.prepared is None else self.prepared(here, producer, consumer)
-        return [] if lists is None else lists.copies()
+        if lists is None:
+            return []
+        if not isinstance(lists, PreparedLists):
+            raise AssertionError(f"prepared: expected PreparedLists or None, got {lists!r}")
+        return lists.copies()
 
 
 Copies = dict[Pair, list[Copy]]
@@ -183,7 +188,7 @@ class Trial:
         """Return the moves as the side *role* computes them. Empty if there is no answer."""
         if role not in self._moves:
             ask = self.system.moves
-            self._moves[role] = [] if ask is None else list(ask(self.case, role))
+            self._moves[role] = [] if ask is None else moves_of(ask(self.case, role), self.case)
         return self._moves[role]
 
     @cached_property
@@ -204,7 +209,7 @@ class Trial:
         """Yield each way in which the system describes its copies, and these copies."""
         for name, way in self.system.ways():
             if name not in self._answers:
-                self._answers[name] = copied(self.world, way)
+                self._answers[name] = copied(self.world, name, way)
             yield name, self._answers[name]
 
 
@@ -215,16 +220,82 @@ def deliver(here: World, copies: Copies) -> None:
         here.copy(pair, pair_copies)
 
 
-def copied(here: World, way: Ask) -> Copies:
-    """Return the copies of *way* between each pair of ranks."""
+def copied(here: World, name: str, way: Ask) -> Copies:
+    """Return the copies of *way*, whose name is *name*, between each pair of ranks."""
     pairs = product(here.producers, here.consumers)
-    return {pair: [ints(copy) for copy in way(here, *pair)] for pair in pairs}
+    return {pair: copies_of(name, way(here, *pair), *pair) for pair in pairs}
 
 
-def ints(copy: Iterable[int]) -> Copy:
-    """Return *copy* with Python integers: sums of numpy integers could overflow."""
-    source, target, length = map(int, copy)
-    return source, target, length
+def copies_of(name: str, answer: Any, producer: RankId, consumer: RankId) -> list[Copy]:  # noqa: ANN401
+    """Return the copies that a system has answered, with Python integers.
+
+    Sums of numpy integers could overflow.
+
+    Raises:
+        AssertionError: If the answer has another form. A law reports it as a fault.
+
+    >>> from kvspec import RankId
+    >>> copies_of("steps", [(16, 32, 8.0)], RankId(), RankId(tp=1))
+    Traceback (most recent call last):
+    AssertionError: steps, producer tp0, consumer tp1: expected three ints for each copy (producer address, consumer address, bytes), got (16, 32, 8.0)
+    """
+    wrong = answer
+    try:
+        copies: list[Copy] = []
+        for wrong in answer:
+            source, target, length = map(index, wrong)
+            copies.append((source, target, length))
+    except (TypeError, ValueError) as error:
+        raise AssertionError(
+            f"{name}, producer {producer}, consumer {consumer}: expected three ints for each copy"
+            f" (producer address, consumer address, bytes), got {wrong!r}"
+        ) from error
+    return copies
+
+
+def moves_of(answer: Any, case: Case) -> list[Move]:  # noqa: ANN401
+    """Return the moves that a system has answered.
+
+    Raises:
+        AssertionError: If the answer has another form, or names ranks, layers or parts that the
+            engines do not have.
+    """
+    if not isinstance(answer, Iterable):
+        raise AssertionError(f"moves: expected a Move for each read, got {answer!r}")
+    parts = {
+        layer: [part.name for part in group.spec.of_layer(layer).parts]
+        for group in case.consumer.groups
+        for layer in group.layers
+    }
+    sides = {"producer": set(case.producer.parallel.ranks),
+             "consumer": set(case.consumer.parallel.ranks)}  # fmt: skip
+    moves = list(answer)
+    for move in moves:
+        if not isinstance(move, Move):
+            raise AssertionError(f"moves: expected a Move for each read, got {move!r}")
+        for side, ranks in sides.items():
+            if (rank := getattr(move, side)) not in ranks:
+                raise AssertionError(
+                    f"moves: a move has {side}={rank!r}: expected one of"
+                    f" {', '.join(map(repr, sorted(ranks)))}"
+                )
+        if move.part not in parts.get(move.layer, ()):
+            raise AssertionError(
+                f"moves: a move names part {move.part!r} of layer {move.layer!r}. The engines have"
+                f" {parts}"
+            )
+    return moves
+
+
+def pairs_of(answer: Any) -> set[Pair]:  # noqa: ANN401
+    """Return the pairs of ranks that a system has answered. Raise `AssertionError` otherwise."""
+    pairs = list(answer) if isinstance(answer, Iterable) else [answer]
+    for pair in pairs:
+        if not isinstance(pair, tuple) or [type(rank) for rank in pair] != [RankId, RankId]:
+            raise AssertionError(
+                f"tells: expected pairs (producer RankId, consumer RankId), got {pair!r}"
+            )
+    return set(pairs)
 
 
 def _moves(case: Case, role: Role) -> Iterator[Move]:
