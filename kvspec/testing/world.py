@@ -322,13 +322,16 @@ def plan_of(case: Case) -> TransferPlan:
     )
 
 
-def world(case: Case, producers: Held | None = None, guard: int = 0) -> World:
+def world(
+    case: Case, producers: Held | None = None, guard: int = 0, *, blank: bool = False
+) -> World:
     """Allocate both sides of *case*, fill the producers and spoil the consumers.
 
     Args:
         case: The case.
         producers: Producer ranks that are filled already, for example by an earlier transfer.
         guard: Bytes before and after the memory of each rank. See `held`.
+        blank: Whether to leave out the contents, which take most of the time.
 
     Returns:
         The world.
@@ -336,11 +339,11 @@ def world(case: Case, producers: Held | None = None, guard: int = 0) -> World:
     request = case.request
     if producers is None:
         producers = held(case.producer, case.producer_pool, shared=case.shared, guard=guard)
-        for rank, (_, storage) in producers.items():
+        for rank, (_, storage) in () if blank else producers.items():
             pool, tables = case.producer_pool, request.producer_blocks
             oracle.fill(case.producer, rank, storage, pool, tables, request, seed=SEED)
     consumers = held(case.consumer, case.consumer_pool, shared=case.shared, guard=guard)
-    for rank, (_, storage) in consumers.items():
+    for rank, (_, storage) in () if blank else consumers.items():
         pool, tables = case.consumer_pool, request.consumer_blocks
         oracle.spoil(case.consumer, rank, storage, pool, tables, request, seed=SEED)
     return World(case, producers, consumers, snapshot(consumers))

@@ -217,6 +217,28 @@ def test_law_11_finds_a_connector_that_moves_bytes_before_it_refuses() -> None:
     assert "bytes have moved" in fault(describing(connector=connector), 11)
 
 
+def test_judge_does_not_call_a_law_exact_that_had_nothing_to_try() -> None:
+    """The first case that is drawn has keys of one element, which have no order."""
+    one = attrs.evolve(TP, values=lambda case: [str(case.producer.groups[0].spec.head_size)])
+    guard = Guard(describing(descriptors=KVSPEC.descriptors), TINY.seconds)
+    cells = {j.value: j for j in judge_axis(guard, one, TINY, laws=laws.LAWS[13:])}
+    assert (Verdict.NOT_JUDGED, 0) == (cells["1"].verdict, cells["1"].exact)
+    assert "rotated" in cells["1"].words
+
+
+def test_law_11_lists_all_wrong_requests_of_a_case_at_once() -> None:
+    def careless(*arguments: Any) -> Any:
+        right: Any = KVSPEC.descriptors
+        try:
+            return right(*arguments)
+        except kvspec.SpecError:
+            return []
+
+    lines = fault(describing(descriptors=careless), 11).splitlines()
+    assert len(lines) >= 3
+    assert all(line.startswith("consumer_blocks['full']=") for line in lines)
+
+
 def test_judge_goes_on_after_each_fault_and_reports_all_laws() -> None:
     system = describing(moves=lambda *_: [], descriptors=crash)
     report = judge(system, profile=TINY, axes=[TP])

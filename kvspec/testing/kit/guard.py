@@ -103,7 +103,7 @@ class Guard:
     def ask(self, name: str, function: Callable[..., Any], *arguments: object) -> object:
         """Return the answer of *function* to *arguments*. A generator is exhausted into a list."""
         if name in self.stuck or self.overdue[name] >= MOST_OVERDUE:
-            raise NotAskedError(name)
+            raise NotAskedError(f"{name} did not answer in time before")
 
         def answer() -> object:
             answered = function(*arguments)

@@ -35,7 +35,7 @@ from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, Re
 from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
 from kvspec.testing.laws import LAWS, Law, unanswered
 from kvspec.testing.laws.release import Script, play
-from kvspec.testing.laws.system import System, Trial
+from kvspec.testing.laws.system import NothingToJudgeError, System, Trial
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -313,8 +313,8 @@ def look(
         guard.raised = None
         try:
             fault = first_fault()
-        except NotAskedError as error:
-            verdicts[number] = Verdict.NOT_JUDGED, f"{error} did not answer before"
+        except (NotAskedError, NothingToJudgeError) as error:
+            verdicts[number] = Verdict.NOT_JUDGED, str(error)
         except RefusedError as error:
             verdicts[number] = Verdict.REFUSED, str(error)
         except FaultyAnswerError as error:
@@ -372,7 +372,7 @@ class _Tally:
     """Counts the verdicts of one axis."""
 
     counts: dict[tuple[int, str], Counter[Verdict]] = attrs.field(factory=dict)
-    words: dict[tuple[int, str], str] = attrs.field(factory=dict)
+    words: dict[tuple[int, str, Verdict], str] = attrs.field(factory=dict)
     wrong: dict[int, tuple[Any, str]] = attrs.field(factory=dict)
     stuck: set[int] = attrs.field(factory=set)
 
@@ -392,20 +392,21 @@ class _Tally:
         for value in dict.fromkeys(axis.values(pair[0])):
             for number, (verdict, words) in verdicts.items():
                 self.counts.setdefault((number, value), Counter())[verdict] += 1
-                if verdict is Verdict.REFUSED:
-                    self.words.setdefault((number, value), words)
+                self.words.setdefault((number, value, verdict), words)
 
     def judgements(self, law: Law, axis: Axis, found: Counterexample | None) -> Iterator[Judgement]:
         """Yield the judgement of *law* for each value."""
         for (number, value), count in sorted(self.counts.items()):
             if number == law.number:
-                yield Judgement(
+                judgement = Judgement(
                     law=law,
                     axis=axis.name,
                     value=value,
                     exact=count[Verdict.EXACT],
                     refused=count[Verdict.REFUSED],
                     wrong=count[Verdict.WRONG],
-                    words=self.words.get((number, value), ""),
                     counterexample=found if count[Verdict.WRONG] else None,
                 )
+                told = Verdict.REFUSED if judgement.refused else judgement.verdict
+                words = self.words.get((number, value, told), "")
+                yield attrs.evolve(judgement, words="" if told is Verdict.WRONG else words)

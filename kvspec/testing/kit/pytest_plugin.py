@@ -131,8 +131,9 @@ class LawTest(pytest.Function):
         if self.expected is not None:
             pytest.fail(f"{self.expected.place}: this no longer fails, so delete the line", False)  # noqa: FBT003
         if not any(judgement.exact for judgement in found):
+            refused = any(judgement.refused for judgement in found)
             words = next((j.words for j in found if j.words), "no case")
-            pytest.skip(f"refused: {words}")
+            pytest.skip(f"{Verdict.REFUSED if refused else Verdict.NOT_JUDGED}: {words}")
 
     def repr_failure(  # type: ignore[override]
         self, excinfo: pytest.ExceptionInfo[BaseException]

@@ -45,12 +45,14 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import attrs
 
 from kvspec.testing.laws import copies, long_runs, meaning, moves, refusal, steps, whole
-from kvspec.testing.laws.system import KVSPEC, Move, System, Trial
+from kvspec.testing.laws.system import KVSPEC, Move, NothingToJudgeError, System, Trial
 from kvspec.testing.world import PreparedLists
 
 if TYPE_CHECKING:
@@ -104,10 +106,15 @@ class Law:
             case: The transfer.
             other: The same request with other engines. Without it, comparisons are skipped.
         """
-        return self.look(*_trials(system, case, other))
+        with suppress(NothingToJudgeError):
+            yield from self.look(*_trials(system, case, other))
 
     def look(self, trial: Trial, other: Trial | None = None) -> Iterator[str]:
-        """Yield the sentences of `faults` for a *trial*. Several laws can share one trial."""
+        """Yield the sentences of `faults` for a *trial*. Several laws can share one trial.
+
+        Raises:
+            NothingToJudgeError: If the case has nothing that the law could judge.
+        """
         try:
             for judge in self.over:
                 yield from judge(trial)
@@ -308,8 +315,11 @@ def broken(
         nothing = "" if law.over or law.between else "a case has no messages and no time"
         if reason := unanswered(system, law, pair=other is not None) or nothing:
             silent[str(law)] = reason
-        elif (fault := next(law.look(*trials), None)) is not None:
-            found.append((law, fault))
+            continue
+        try:
+            found += [(law, fault) for fault in islice(law.look(*trials), 1)]
+        except NothingToJudgeError as error:
+            silent[str(law)] = str(error)
     return Broken(found, silent)
 
 

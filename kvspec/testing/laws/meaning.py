@@ -26,8 +26,8 @@ import attrs
 from kvspec.errors import KVSpecError
 from kvspec.specs import KeyContent, LayerSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.laws.owners import targets
-from kvspec.testing.laws.refusal import accepted, answer
-from kvspec.testing.laws.system import Trial, deliver
+from kvspec.testing.laws.refusal import all_accepted, answer
+from kvspec.testing.laws.system import NothingToJudgeError, Trial, deliver
 from kvspec.testing.rotary import may_rotate, reorders
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ def meaning(trial: Trial) -> Iterator[str]:
     """Yield each wrong byte of keys in another order, and each other meaning that is accepted."""
     answer(trial)
     if not (specs := _rotating(trial.case)):
-        return
+        raise NothingToJudgeError("no layer that moves has keys that can be rotated")
     yield from _as_they_are(Trial(trial.system, _changed(trial.case, _pairs, _halves)))
-    others = list(_other_meanings(trial.case, specs))
-    # Each change needs its own memory, so one case tries only one of them.
-    field, what, wrong = others[trial.case.request.num_tokens % len(others)]
-    yield from accepted(field, what, Trial(trial.system, wrong))
+    others = _other_meanings(trial.case, specs)
+    yield from all_accepted(
+        (field, what, Trial(trial.system, wrong, blank=True)) for field, what, wrong in others
+    )
 
 
 def _as_they_are(trial: Trial) -> Iterator[str]:

@@ -18,7 +18,7 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from kvspec.descriptors.request import BlockTable
 from kvspec.errors import KVSpecError
 from kvspec.testing.carve import count_kernel_blocks
 from kvspec.testing.laws.owners import home, targets
-from kvspec.testing.laws.system import Trial
+from kvspec.testing.laws.system import NothingToJudgeError, Trial
 from kvspec.testing.positions import rows_of
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from kvspec.testing.case import Case
     from kvspec.testing.world import World
 
+# What the error must contain, what was changed, and the changed case.
+Change = tuple[str, str, Trial]
+
 # Another dtype of the same size: all addresses stay legal, so only a comparison can refuse it.
 _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2"}
 
@@ -47,23 +50,26 @@ _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2
 def refusal(trial: Trial) -> Iterator[str]:
     """Yield all changes after which the system does not refuse as it should, one a line."""
     answer(trial)
-    yield from as_lines(*_of_models(trial), *_of_requests(trial))
+    changes = [*_of_models(trial), *_of_requests(trial)]
+    if not changes:
+        raise NothingToJudgeError("no change of this case makes it impossible")
+    yield from all_accepted(changes)
 
 
-def _of_models(trial: Trial) -> Iterator[str]:
-    """Yield each wrong producer that is accepted, or whose error does not name the field."""
+def _of_models(trial: Trial) -> Iterator[Change]:
+    """Yield the cases with a wrong producer."""
     for name, what, wrong in _other_models(trial.case):
-        yield from accepted(name, what, Trial(trial.system, wrong))
+        yield name, what, Trial(trial.system, wrong, blank=True)
 
 
-def _of_requests(trial: Trial) -> Iterator[str]:
-    """Yield each impossible request that is accepted, or whose error does not name the group."""
+def _of_requests(trial: Trial) -> Iterator[Change]:
+    """Yield the impossible requests."""
     # A system that has only moves never sees the blocks of a request.
     if not trial.system.answers(("descriptors", "prepared", "connector")):
         return
     for name, what, change in (*_wrong_requests(trial.case), *_shared_blocks(trial.case)):
         wrong = attrs.evolve(trial.case.request, **change)
-        yield from accepted(name, what, trial.asking(wrong))
+        yield name, what, trial.asking(wrong)
 
 
 def answer(trial: Trial) -> None:
@@ -74,8 +80,9 @@ def answer(trial: Trial) -> None:
     _ = trial.after_connector
 
 
-def as_lines(*faults: str) -> Iterator[str]:
-    """Yield all *faults* as one fault of several lines, so that an author sees all at once."""
+def all_accepted(changes: Iterable[Change]) -> Iterator[str]:
+    """Yield the faults of all *changes* as one of several lines, so an author sees all at once."""
+    faults = [fault for change in changes for fault in accepted(*change)]
     if faults:
         yield "\n".join(faults)
 

@@ -81,6 +81,14 @@ class Move:
     stripe: tuple[int, int] = (0, 1)
 
 
+class WrongFormError(AssertionError):
+    """An answer of a system has a wrong form. The law that asked reports it as a fault."""
+
+
+class NothingToJudgeError(Exception):
+    """A case has nothing that a law could judge. The message has the reason."""
+
+
 Ask = Callable[[World, "RankId", "RankId"], Iterable[Copy]]
 AskStep = Callable[[World, "RankId", "RankId", frozenset[str], range], Iterable[Copy]]
 
@@ -146,7 +154,7 @@ class System:
         if lists is None:
             return []
         if not isinstance(lists, PreparedLists):
-            raise AssertionError(f"prepared: expected PreparedLists or None, got {lists!r}")
+            raise WrongFormError(f"prepared: expected PreparedLists or None, got {lists!r}")
         return lists.copies()
 
 
@@ -165,19 +173,21 @@ class Trial:
     Attributes:
         system: The system to judge.
         case: The transfer.
+        blank: Whether the memory has no contents, because a law only looks for a refusal.
     """
 
     system: System
     case: Case
     _world: World | None = None
     _legal: Case | None = None
+    blank: bool = False
     _moves: dict[Role, list[Move]] = attrs.field(factory=dict, init=False, repr=False, eq=False)
     _answers: dict[str, Copies] = attrs.field(factory=dict, init=False, repr=False, eq=False)
 
     @cached_property
     def world(self) -> World:
         """The case with its memory, allocated on first use."""
-        return self._world or world(self.case)
+        return self._world or world(self.case, blank=self.blank)
 
     def asking(self, request: TransferRequest) -> Trial:
         """Return a trial of another *request* that uses the memory of this trial."""
@@ -232,12 +242,7 @@ def copies_of(name: str, answer: Any, producer: RankId, consumer: RankId) -> lis
     Sums of numpy integers could overflow.
 
     Raises:
-        AssertionError: If the answer has another form. A law reports it as a fault.
-
-    >>> from kvspec import RankId
-    >>> copies_of("steps", [(16, 32, 8.0)], RankId(), RankId(tp=1))
-    Traceback (most recent call last):
-    AssertionError: steps, producer tp0, consumer tp1: expected three ints for each copy (producer address, consumer address, bytes), got (16, 32, 8.0)
+        WrongFormError: If the answer has another form.
     """
     wrong = answer
     try:
@@ -246,7 +251,7 @@ def copies_of(name: str, answer: Any, producer: RankId, consumer: RankId) -> lis
             source, target, length = map(index, wrong)
             copies.append((source, target, length))
     except (TypeError, ValueError) as error:
-        raise AssertionError(
+        raise WrongFormError(
             f"{name}, producer {producer}, consumer {consumer}: expected three ints for each copy"
             f" (producer address, consumer address, bytes), got {wrong!r}"
         ) from error
@@ -257,11 +262,11 @@ def moves_of(answer: Any, case: Case) -> list[Move]:  # noqa: ANN401
     """Return the moves that a system has answered.
 
     Raises:
-        AssertionError: If the answer has another form, or names ranks, layers or parts that the
+        WrongFormError: If the answer has another form, or names ranks, layers or parts that the
             engines do not have.
     """
     if not isinstance(answer, Iterable):
-        raise AssertionError(f"moves: expected a Move for each read, got {answer!r}")
+        raise WrongFormError(f"moves: expected a Move for each read, got {answer!r}")
     parts = {
         layer: [part.name for part in group.spec.of_layer(layer).parts]
         for group in case.consumer.groups
@@ -272,15 +277,15 @@ def moves_of(answer: Any, case: Case) -> list[Move]:  # noqa: ANN401
     moves = list(answer)
     for move in moves:
         if not isinstance(move, Move):
-            raise AssertionError(f"moves: expected a Move for each read, got {move!r}")
+            raise WrongFormError(f"moves: expected a Move for each read, got {move!r}")
         for side, ranks in sides.items():
             if (rank := getattr(move, side)) not in ranks:
-                raise AssertionError(
+                raise WrongFormError(
                     f"moves: a move has {side}={rank!r}: expected one of"
                     f" {', '.join(map(repr, sorted(ranks)))}"
                 )
         if move.part not in parts.get(move.layer, ()):
-            raise AssertionError(
+            raise WrongFormError(
                 f"moves: a move names part {move.part!r} of layer {move.layer!r}. The engines have"
                 f" {parts}"
             )
@@ -288,11 +293,11 @@ def moves_of(answer: Any, case: Case) -> list[Move]:  # noqa: ANN401
 
 
 def pairs_of(answer: Any) -> set[Pair]:  # noqa: ANN401
-    """Return the pairs of ranks that a system has answered. Raise `AssertionError` otherwise."""
+    """Return the pairs of ranks that a system has answered. Raise `WrongFormError` otherwise."""
     pairs = list(answer) if isinstance(answer, Iterable) else [answer]
     for pair in pairs:
         if not isinstance(pair, tuple) or [type(rank) for rank in pair] != [RankId, RankId]:
-            raise AssertionError(
+            raise WrongFormError(
                 f"tells: expected pairs (producer RankId, consumer RankId), got {pair!r}"
             )
     return set(pairs)
