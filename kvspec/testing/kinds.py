@@ -24,7 +24,7 @@ from kvspec.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvspec.testing.supports import Supports
+from kvspec.testing.supports import Supports, quoted
 
 _HEADS = st.sampled_from((1, 2, 3, 4, 5, 6, 8, 12, 16))
 _SIZES = st.integers(1, 4)
@@ -167,6 +167,6 @@ def kinds_of(supports: Supports) -> tuple[str, ...]:
     """
     for name in supports.kinds or ():
         if name not in KINDS:
-            raise SpecError("kinds", name, f"one of {', '.join(KINDS)}")
+            raise SpecError("kinds", name, f"one of {quoted(KINDS)}")
     names = [name for name in KINDS if supports.kinds is None or name in supports.kinds]
     return tuple(name for name in names if supports.windows or name not in WINDOWED)

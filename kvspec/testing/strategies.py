@@ -136,7 +136,7 @@ def _replica_policies(
     """Draw a replica policy, which sometimes knows the nodes of the ranks."""
     if supports.policies is not None:
         names = [name for name in POLICIES if name in supports.policies]
-        return {"replica_policy": draw(st.sampled_from(names or POLICIES[:1]))}
+        return {"replica_policy": draw(st.sampled_from(names))}
     salt, with_nodes = draw(st.integers(0, 5)), draw(st.sampled_from((False, False, False, True)))
     if not with_nodes:
         return {"replica_policy": ReplicaPolicy(draw(st.sampled_from(POLICIES)), salt)}

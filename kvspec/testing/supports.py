@@ -2,9 +2,9 @@
 
 How it works:
     Each field of `Supports` allows or limits one way in which two engines or a request can differ.
-    The default allows all that kvspec can draw. `Supports.only` begins at the other end: it allows
-    nothing but the fields that the caller names, and two engines that are equal. So an author can
-    begin with one kind of layer, and add one field after the other.
+    The default allows all that kvspec can draw. `Supports.only` begins at the other end: two equal
+    engines with TP 1, one kind of layer ("full"), one layout (LBHNC) and one policy (spread). So an
+    author can begin with one kind of layer, and add one field after the other.
 
     >>> Supports().equal_tp, Supports.only(kinds=["full"]).equal_tp
     (False, True)
@@ -12,13 +12,18 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, Self, get_args
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import attrs
 
+from kvspec.engines.letters import layout_letters
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int, texts
+from kvspec.ownership.replicas import known_policies
+
+if TYPE_CHECKING:
+    from kvspec.engines.engine import EngineSpec
 
 Prefixes = Literal["none", "blocks", "any"]
 
@@ -58,12 +63,37 @@ def _required() -> bool:
     return required
 
 
-def _some() -> tuple[str, ...] | None:
-    """Return a field of names that is None by default, which means all names."""
+def _some(only: str, *validators: Callable[[Any, Any, Any], None]) -> tuple[str, ...] | None:
+    """Return a field of names that is None by default: all names. `Supports.only` has *only*."""
     some: tuple[str, ...] | None = attrs.field(
-        default=None, converter=_names, validator=_is_names, metadata={"only": None}
+        default=None,
+        converter=_names,
+        validator=[_is_names, *validators],
+        metadata={"only": (only,)},
     )
     return some
+
+
+def _are_layouts(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:  # noqa: ANN401
+    for name in value or ():
+        layout_letters(name, attribute.name)
+
+
+def _are_policies(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:  # noqa: ANN401
+    # "nearest" needs the nodes of the ranks, which only cases of all policies have.
+    policies = known_policies(None)
+    for name in value or ():
+        if name not in policies:
+            raise SpecError(attribute.name, name, f"one of {quoted(policies)}")
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Return *names* for a message. Some kinds have a comma in their name.
+
+    >>> print(quoted(["full", "full, opaque"]))
+    'full', 'full, opaque'
+    """
+    return ", ".join(map(repr, names))
 
 
 def _most(default: int) -> int:
@@ -79,7 +109,8 @@ class Supports:
     Attributes:
         kinds: Kinds of layers, as keys of `strategies.KINDS`. None allows all kinds.
         hybrid: Whether a model may have groups of several kinds.
-        windows: Whether kinds with a sliding window or a chunk are allowed.
+        windows: Whether kinds with a sliding window or a chunk are allowed. `Supports.only` allows
+            those that *kinds* names.
         compressed: Whether one row of a block may stand for several tokens.
         key_content: Whether engines state what their keys mean, perhaps in two orders.
         max_tp: The largest TP size.
@@ -93,7 +124,7 @@ class Supports:
         pcp: Whether there may be prefill context ranks.
         equal_blocks: Whether both engines must have the same block sizes.
         kernel_blocks: Whether blocks in memory may be smaller than blocks of the tables.
-        layouts: Layouts of the engines. None allows all that are legal for a kind.
+        layouts: Layouts of the engines, such as "LBHNC". None allows all that are legal for a kind.
         equal_layouts: Whether both engines must have the same layouts.
         padding: Whether there may be unused bytes after a page.
         transposed: Whether pages may store the keys of a head transposed or packed.
@@ -103,7 +134,7 @@ class Supports:
         retention: Whether one engine may keep other tokens of a layer than the other one.
         drafts: Whether an engine may exclude layers, such as those of a draft model.
         regrouped: Whether the engines may divide the layers into groups differently.
-        policies: Names of the replica policies. None allows all.
+        policies: Replica policies: "spread", "first" or "stripe". None allows all, also "nearest".
         lost: Whether notifications may be lost. Then only time frees a request.
         repeated: Whether notifications may arrive twice, or late.
         reused_ids: Whether a request id may be used again.
@@ -112,7 +143,7 @@ class Supports:
     8
     """
 
-    kinds: tuple[str, ...] | None = _some()
+    kinds: tuple[str, ...] | None = _some("full")
     hybrid: bool = _allowed()
     windows: bool = _allowed(only=True)
     compressed: bool = _allowed()
@@ -128,7 +159,7 @@ class Supports:
     pcp: bool = _allowed()
     equal_blocks: bool = _required()
     kernel_blocks: bool = _allowed()
-    layouts: tuple[str, ...] | None = _some()
+    layouts: tuple[str, ...] | None = _some("LBHNC", _are_layouts)
     equal_layouts: bool = _required()
     padding: bool = _allowed()
     transposed: bool = _allowed()
@@ -140,7 +171,7 @@ class Supports:
     retention: bool = _allowed()
     drafts: bool = _allowed()
     regrouped: bool = _allowed()
-    policies: tuple[str, ...] | None = _some()
+    policies: tuple[str, ...] | None = _some("spread", _are_policies)
     lost: bool = _allowed()
     repeated: bool = _allowed()
     reused_ids: bool = _allowed()
@@ -149,12 +180,32 @@ class Supports:
     def only(cls, **fields: Any) -> Self:  # noqa: ANN401 - any field
         """Return the narrowest description, with *fields* set.
 
+        Without *fields*, it is one "full" layer kind with layout "LBHNC" and policy "spread".
+
         >>> narrow = Supports.only(kinds=["full"], max_tp=8, equal_tp=False)
         >>> narrow.max_tp, narrow.equal_tp, narrow.equal_blocks, narrow.prefixes
         (8, False, True, 'none')
         """
         narrowest = {field.name: field.metadata["only"] for field in attrs.fields(cls)}
         return cls(**narrowest | fields)
+
+    def fit(self, producer: EngineSpec, consumer: EngineSpec) -> bool:
+        """Return whether two engines agree in all in which the system needs equal engines."""
+        first, second = producer.parallel, consumer.parallel
+        sizes = sorted((first.tp_size, second.tp_size))
+        layouts = [
+            {layer: engine.layout_of(group) for group in engine.groups for layer in group.layers}
+            for engine in (producer, consumer)
+        ]
+        both = layouts[0].keys() & layouts[1].keys()
+        return not (
+            (self.equal_tp and sizes[0] != sizes[1])
+            or (self.tp_multiples and sizes[1] % sizes[0])
+            or (self.equal_pp and first.pp_size != second.pp_size)
+            or (
+                self.equal_layouts and any(layouts[0][layer] != layouts[1][layer] for layer in both)
+            )
+        )
 
 
 EVERYTHING = Supports()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import builders
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -14,10 +15,11 @@ from hypothesis.internal.conjecture.data import ConjectureData
 
 import kvspec
 from kvspec.check.counting import cached_tokens_of
-from kvspec.testing import Case, strategies
+from kvspec.testing import Case, laws, strategies
 from kvspec.testing.kinds import KINDS, WINDOWED, kinds_of
 from kvspec.testing.kit import Supports
 from kvspec.testing.kit.axes import AXES
+from kvspec.testing.laws import KVSPEC
 
 SOURCES = sorted(Path(strategies.__file__).parent.glob("*.py"))
 QUICK = settings(
@@ -161,17 +163,17 @@ def test_each_axis_narrows_to_what_is_supported() -> None:
 
 
 def test_axis_is_left_out_if_only_the_simplest_is_supported() -> None:
-    # All layouts are supported, as long as both engines have the same.
     simple = Supports.only(kinds=["full"])
     left = [axis.name for axis in AXES if axis.narrowed(simple, ("full",))]
-    assert left == ["kinds", "layouts", "everything", "release"]
+    assert left == ["kinds", "steps", "everything", "release"]
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("kinds", []), ("kinds", "full"), ("kinds", [1]), ("max_tp", 0), ("max_pp", True),
-        ("equal_tp", 1), ("prefixes", "some"), ("layouts", ""),
+        ("equal_tp", 1), ("prefixes", "some"), ("layouts", ""), ("layouts", ["LKBNHX"]),
+        ("policies", ["frist"]), ("policies", ["nearest"]),
     ],
 )  # fmt: skip
 def test_supports_refuses_wrong_value(field: str, value: object) -> None:
@@ -180,17 +182,48 @@ def test_supports_refuses_wrong_value(field: str, value: object) -> None:
     assert field == caught.value.field
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"), [({"kinds": ["none"]}, "kinds"), ({"layouts": ["XYZ"]}, "layouts")]
-)
-def test_strategies_refuse_unknown_name(fields: dict[str, Any], field: str) -> None:
-    @given(strategies.cases(supports=Supports(**fields)))
-    @settings(QUICK, max_examples=1)
-    def draw(_: Case) -> None: ...
-
+def test_strategies_refuse_unknown_kind_and_quote_the_known_ones() -> None:
+    """Some names of kinds have a comma."""
     with pytest.raises(kvspec.SpecError) as caught:
-        draw()
-    assert field == caught.value.field
+        kinds_of(Supports(kinds=["ful"]))
+    assert ("kinds", "ful") == (caught.value.field, caught.value.value)
+    assert "'full, opaque'" in str(caught.value)
+
+
+def test_only_draws_the_simplest_kind_layout_and_policy() -> None:
+    @settings(QUICK)
+    @given(strategies.cases(supports=Supports.only()))
+    def check(case: Case) -> None:
+        assert case.replica_policy.name == "spread"
+        for engine in sides(case):
+            (group,) = engine.groups
+            assert ("full", "LBHNC") == (group.name, engine.layout_of(group))
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        ({"equal_tp": True}, {"tp": (2, 4)}),
+        ({"tp_multiples": True}, {"tp": (2, 3)}),
+        ({"equal_pp": True}, {"pp_size": (1, 2)}),
+        ({"equal_layouts": True}, {"layout": ("LBHNC", "LBNHC")}),
+    ],
+)
+def test_law_4_is_not_judged_through_an_engine_that_is_not_supported(
+    fields: dict[str, Any], change: dict[str, tuple[Any, Any]]
+) -> None:
+    ((name, values),) = change.items()
+    engines = [
+        builders.engine(builders.gqa(), layers=("l.0", "l.1"), **{name: value}) for value in values
+    ]
+    both = [builders.case(one, one, builders.request(2, [0], [1])) for one in engines]
+    for supports, judged in ((Supports(), True), (Supports(**fields), False)):
+        system = attrs.evolve(KVSPEC, supports=supports)
+        broken = laws.broken(system, *both, of=[laws.LAWS[3]])
+        assert [] == broken
+        assert judged is not bool(broken.not_judged)
 
 
 def test_only_keeps_every_field_narrow_but_the_named() -> None:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvspec.engines.group import KVCacheGroup
     from kvspec.testing.case import Case
 
-SIMPLEST_LAYOUT = "LBHNC"
 # The axis of law 12. It has scripts instead of cases.
 RELEASE = "release"
 # The axis of law 13. Its cases are the simplest ones, and their steps differ.
@@ -71,8 +70,8 @@ class Axis:
             return []
         base = {
             "kinds": kinds[:1],
-            "layouts": (supports.layouts or (SIMPLEST_LAYOUT,))[:1],
-            "policies": (supports.policies or ("spread",))[:1],
+            "layouts": (supports.layouts or NARROWEST["layouts"])[:1],
+            "policies": (supports.policies or NARROWEST["policies"])[:1],
         }
         kept = {name: getattr(supports, name) for name in (*self.fields, *self.along)}
         if self.name in ("kinds", "windows"):
