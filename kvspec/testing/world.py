@@ -260,8 +260,14 @@ class World:
         """Execute *copies* from the producer rank to the consumer rank of *pair*."""
         sources, targets = self.producers[pair[0]][1], self.consumers[pair[1]][1]
         for source, target, length in copies:
-            group, start = inside(sources, source, length)
-            target_group, offset = inside(targets, target, length)
+            try:
+                side = "producer", pair[0]
+                group, start = inside(sources, source, length)
+                side = "consumer", pair[1]
+                target_group, offset = inside(targets, target, length)
+            except AssertionError as error:
+                copy = f"({source:#x}, {target:#x}, {length})"
+                raise AssertionError(f"{side[0]} {side[1]}, copy {copy}, {error}") from None
             new = sources[group][start : start + length]
             targets[target_group][offset : offset + length] = new
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import signal
 import threading
 import time
@@ -57,6 +58,7 @@ def test_judge_reports_a_crash_with_its_exception() -> None:
     system = describing(descriptors=crash)
     words = fault(system, 1)
     assert words.startswith("descriptors: raised IndexError")
+    assert re.search(r"test_bad_systems\.py:\d+", words), "the message has no file and line"
 
 
 def test_judge_reports_value_error_that_is_no_refusal() -> None:
@@ -118,7 +120,19 @@ def test_judge_catches_a_copy_outside_of_the_memory_before_it_is_done() -> None:
         yield from ((a, 16, n) for a, _, n in right(here, producer, consumer))
 
     # Address 16 is not mapped, so executing the copy would end this process.
-    assert "0x10" in fault(describing(descriptors=copies), 1)
+    words = fault(describing(descriptors=copies), 1)
+    assert words.startswith("consumer tp0, copy (")
+    assert "0x10" in words
+
+
+def test_fault_of_two_writes_names_the_place_and_both_copies() -> None:
+    def twice(*arguments: Any) -> list[Any]:
+        right: Any = KVSPEC.descriptors
+        return [copy for copy in right(*arguments) for _ in range(2)]
+
+    words = fault(describing(descriptors=twice), 1)
+    assert re.search(r"layer full\.0, part [kv], block \d+, unit 0, row 0, byte 0", words)
+    assert words.count("from producer tp0, address 0x") == 2
 
 
 def of_copies(change: Callable[[int, int, int], object]) -> Callable[..., Any]:

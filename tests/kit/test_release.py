@@ -124,6 +124,9 @@ def test_law_12_finds_wrong_protocol(protocol: Callable[[], Any], word: str) -> 
     assert found is not None
     assert word in found.fault
     assert isinstance(found.case, Script)
+    steps = found.case.steps
+    fewer = [Script(steps[:at] + steps[at + 1 :]) for at in range(len(steps))]
+    assert not any(play(protocol, script) for script in fewer), "a step is not needed"
 
 
 def test_law_12_judges_without_what_a_system_does_not_support() -> None:

@@ -25,13 +25,16 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import numpy as np
 
+import kvspec
 from kvspec.errors import KVSpecError, MismatchError
 from kvspec.testing.world import PreparedLists
 
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_OVERDUE = 2
+_PACKAGE = str(Path(kvspec.__file__).parent)
 
 # The questions whose answers can be compared. The others return nothing, or an object with a state.
 _COMPARED = ("moves", "tells", "descriptors", "prepared", "steps")
@@ -123,7 +127,16 @@ class Guard:
                 self.raised = error
                 raise
             words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise FaultyAnswerError(f"{name}: raised {words}, which is not a refusal") from error
+            words = f"raised {words}{place_of(error)}, which is not a refusal"
+            raise FaultyAnswerError(f"{name}: {words}") from error
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last line of the system that an exception has passed, for a message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # An exception that kvspec raises for the system has frames of kvspec at the end.
+    own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    return f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def _lazy(answer: object) -> bool:

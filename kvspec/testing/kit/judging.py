@@ -31,7 +31,7 @@ from kvspec.testing import strategies
 from kvspec.testing.kinds import kinds_of
 from kvspec.testing.kit.axes import AXES, RELEASE, STEPS, Axis
 from kvspec.testing.kit.code import reproduction
-from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError
+from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError, place_of
 from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
 from kvspec.testing.laws import LAWS, Law, unanswered
 from kvspec.testing.laws.release import Script, play
@@ -179,6 +179,7 @@ def judge_axis(
             # A case without an answer does not shrink, since each try would take as long.
             if found is not None and law.number not in tally.stuck:
                 found = smallest(guard, law, draws, examples, seed, profile.shrinking) or found
+                found = _shortest(guard, law, *found)
             example = None if found is None else _counterexample(system, law, *found)
             judgements += tally.judgements(law, axis, example)
     return judgements
@@ -323,7 +324,9 @@ def look(
             # An error that the system did not raise is a fault of the kit.
             if error is not guard.raised:
                 raise
-            words = f"raised {type(error).__name__}, which is not a refusal: {error}"
+            words = (
+                f"raised {type(error).__name__}{place_of(error)}, which is not a refusal: {error}"
+            )
             verdicts[number] = Verdict.WRONG, words
         else:
             right = fault is None
@@ -365,6 +368,22 @@ def smallest(
     with suppress(AssertionError, HypothesisException):
         check()
     return found[-1] if found else None
+
+
+def _shortest(guard: Guard, law: Law, pair: Any, fault: str) -> tuple[Any, str]:  # noqa: ANN401
+    """Return a broken script without the steps that it does not need. Cases are unchanged.
+
+    Hypothesis keeps the number of steps, which `strategies.scripts` draws.
+    """
+    if not isinstance(pair[0], Script):
+        return pair, fault
+    steps = pair[0].steps
+    for at in reversed(range(len(steps))):
+        fewer = (*steps[:at], *steps[at + 1 :])
+        verdict, words = look(guard, [law], Script(fewer))[law.number]
+        if verdict is Verdict.WRONG:
+            steps, fault = fewer, words
+    return (Script(steps), None), fault
 
 
 @attrs.define

@@ -83,6 +83,7 @@ class Law:
         asks: The questions of a system, of which it must answer one. Else the law is not judged.
         over: Functions that judge one case.
         between: Functions that compare two cases of one request with different engines.
+        alters: Whether the law changes the case so that only a refusal is right.
 
     Laws 2 and 12 have no functions. Law 2 is about the other laws. Law 12 is about messages and
     time, which a case does not have: `release.play` judges it.
@@ -97,6 +98,7 @@ class Law:
     asks: tuple[str, ...] = ()
     over: tuple[Callable[[Trial], Iterator[str]], ...] = ()
     between: tuple[Callable[[Trial, Trial], Iterator[str]], ...] = ()
+    alters: bool = False
 
     def faults(self, system: System, case: Case, other: Case | None = None) -> Iterator[str]:
         """Yield a sentence for each way in which *system* breaks this law.
@@ -229,6 +231,7 @@ LAWS = (
         " field or group.",
         (*_MOVES, *_COPIES, *_WHOLE),
         (refusal.refusal,),
+        alters=True,
     ),
     Law(
         12,
@@ -252,6 +255,7 @@ LAWS = (
         " delivers each element where its meaning is. It never moves such bytes as they are.",
         (*_COPIES, *_WHOLE),
         (meaning.meaning,),
+        alters=True,
     ),
 )
 """All laws, in the order of their numbers."""

@@ -23,7 +23,7 @@ import attrs
 import numpy as np
 
 from kvspec.testing.carve import logical_views
-from kvspec.testing.laws.system import Trial, copied, deliver
+from kvspec.testing.laws.system import NothingToJudgeError, Trial, copied, deliver
 from kvspec.testing.positions import excluded_layers, rows_of
 from kvspec.testing.world import Copy, Pair, World, finest, world
 
@@ -43,7 +43,7 @@ def cover(trial: Trial) -> Iterator[str]:
     moved: list[dict[Pair, list[tuple[int, int]]]] = []
     for name, copies in trial.copies():
         deliver(trial.world, copies)
-        for fault in (*_twice(copies), *trial.world.differences()):
+        for fault in (*_twice(trial.world, copies), *trial.world.differences()):
             yield f"{name}: {fault}"
         moved.append({pair: _bytes(pair_copies) for pair, pair_copies in copies.items()})
     if moved[1:] and moved[0] != moved[1]:
@@ -54,16 +54,30 @@ def cover(trial: Trial) -> Iterator[str]:
         )
 
 
-def _twice(copies: Copies) -> Iterator[str]:
+def _twice(here: World, copies: Copies) -> Iterator[str]:
     """Yield the first byte of each consumer rank that two copies write."""
-    written: dict[RankId, list[tuple[int, int]]] = {}
-    for (_, consumer), pair_copies in copies.items():
-        written.setdefault(consumer, []).extend((b, b + length) for _, b, length in pair_copies)
+    written: dict[RankId, list[tuple[int, int, str]]] = {}
+    for (producer, consumer), pair_copies in copies.items():
+        written.setdefault(consumer, []).extend(
+            (b, b + length, f"{length} bytes from producer {producer}, address {a:#x}")
+            for a, b, length in pair_copies
+        )
     for consumer, spans in written.items():
-        for (_, end), (start, _) in pairwise(sorted(spans)):
+        for (_, end, first), (start, _, second) in pairwise(sorted(spans)):
             if start < end:
-                yield f"consumer {consumer}, address {start:#x}: expected 1 write, got 2"
+                where = f"consumer {consumer}, {_place(here.consumers[consumer][0], start)}"
+                yield f"{where}: expected 1 write, got 2: {first}, and {second}"
                 break
+
+
+def _place(cache: RankCache, address: int) -> str:
+    """Return which content of a rank lies at *address*, for a message."""
+    for region in cache.regions:
+        if (place := region.locate(address)) is not None:
+            names = zip(("block", "unit", "row", "byte"), place, strict=True)
+            where = ", ".join(f"{name} {number}" for name, number in names)
+            return f"layer {region.layer}, part {region.part}, {where} (counted on this rank)"
+    return f"address {address:#x}"
 
 
 def _bytes(copies: list[Copy]) -> list[tuple[int, int]]:
@@ -75,6 +89,9 @@ def two_hops(trial: Trial, other: Trial) -> Iterator[str]:
     """Yield each wrong byte of a transfer through the consumer of *other*."""
     if not any(trial.system.ways()):
         return
+    third, fits = other.case.consumer, trial.system.supports.fit
+    if not fits(trial.case.producer, third) or not fits(third, trial.case.consumer):
+        raise NothingToJudgeError("the system does not support a transfer through the third engine")
     first, second = _hops(trial.case, other.case)
     for name, way in trial.system.ways():
         for hop, hop_world in (("first", first), ("second", second)):

@@ -57,7 +57,10 @@ def _as_they_are(trial: Trial) -> Iterator[str]:
         whole = trial.after_connector
     except (KVSpecError, ValueError, *trial.system.refuses) as error:
         if "key_content" not in str(error):
-            yield f"halves and pairs: expected an error that contains 'key_content', got {error}"
+            yield (
+                "producer rotary='pairs', consumer rotary='halves': expected an error that contains"
+                f" 'key_content', got {error}"
+            )
         return
     for name, copies in answers:
         deliver(trial.world, copies)
@@ -84,14 +87,27 @@ def _other_meanings(case: Case, specs: list[LayerSpec]) -> Iterator[tuple[str, s
     def normalized(spec: Any) -> dict[str, Any]:  # noqa: ANN401
         return {"key_content": attrs.evolve(_content(spec, "halves"), normalized=True)}
 
-    yield "key_content", "normalised keys", _changed(case, normalized, _halves)
-    yield "key_content", "keys of unstated meaning", _changed(case, _halves, _nothing)
-    yield "key_content", "keys of stated meaning", _changed(case, _nothing, _halves)
+    yield (
+        "key_content",
+        "normalised keys (producer normalized=True, consumer normalized=False)",
+        _changed(case, normalized, _halves),
+    )
+    yield (
+        "key_content",
+        "keys of unstated meaning (producer rotary='halves', consumer key_content=None)",
+        _changed(case, _halves, _nothing),
+    )
+    yield (
+        "key_content",
+        "keys of stated meaning (producer key_content=None, consumer rotary='halves')",
+        _changed(case, _nothing, _halves),
+    )
     scaled = _changed(case, lambda _: {"key_content": None, "scales_digest": "00"}, _nothing)
-    yield "scales_digest", "scales on one side", scaled
+    yield "scales_digest", "scales on one side (producer scales_digest='00', consumer None)", scaled
     if any(may_rotate(spec) and not reorders(spec) for spec in specs):
         pairs = _changed(case, lambda spec: {"key_content": _content(spec, "pairs")}, _halves)
-        yield "key_content", "pairs of rows that cannot be reordered", pairs
+        what = "pairs of rows that cannot be reordered (producer 'pairs', consumer 'halves')"
+        yield "key_content", what, pairs
 
 
 def _content(spec: Any, rotary: str) -> KeyContent:  # noqa: ANN401

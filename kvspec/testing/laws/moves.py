@@ -84,10 +84,11 @@ def cover(trial: Trial) -> Iterator[str]:
         times = _times(case, target, moves, far, virtual)
         for place, position in np.argwhere(times != owned).tolist()[:1]:
             unit = rank_units(case.consumer, target.rank, target.part, target.group)[place]
+            reads = "1 read" if owned[position] else "no reads"
             yield (
                 f"consumer {target.rank}, layer {target.layer}, part {target.part.name}, unit "
-                f"{unit}, token {position}: expected {int(owned[position])} reads from a producer "
-                f"rank that holds it, got {times[place, position]}"
+                f"{unit}, token {position}: expected {reads} from a producer rank that holds it, "
+                f"got {times[place, position]}"
             )
     for (rank, layer, part), moves in arriving.items():
         yield f"consumer {rank}, layer {layer}, part {part}: expected no reads, got {len(moves)}"
