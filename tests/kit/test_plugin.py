@@ -57,11 +57,12 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("bad")
     (folder / "bad_system.py").write_text(BAD, encoding="utf-8")
     lines = "# what is known\nlayout_invariance/tp  # two engines\n10/tp\nsymmetry/tp # holds\n"
+    lines += "refusal # all axes\n5/tp/equal\n"
     (folder / "known.txt").write_text(lines, encoding="utf-8")
     done = run(
         folder, "--kvspec", "bad_system:SYSTEM", "--kvspec-xfail", "known.txt",
         "--kvspec-report", "report.json", "--kvspec-report", "report.html", "-ra",
-        "-k", "tp and (exact_cover or bounds or symmetry or layout_invariance) or release",
+        "-k", "release or tp and (exact_cover or bounds or symmetry or invariance or identity)",
     )  # fmt: skip
     return folder, done.stdout + done.stderr
 
@@ -69,7 +70,8 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_failure_shows_the_fault_a_table_a_picture_and_code(bad: tuple[Path, str]) -> None:
     folder, printed = bad
     failure = printed[printed.index("bad_system:SYSTEM::exact_cover[tp]") :]
-    assert "forgetful breaks law 1, exact cover" in failure
+    assert "forgetful breaks law 1, exact cover (tp: " in failure
+    assert re.search(r"^yours:\n  consumer tp0 reads producer tp0, full.0: ", failure, re.MULTILINE)
     assert re.search(r"^ranks +TP \d+ +!= +TP \d+$", failure, re.MULTILINE)
     assert re.search(r"^table full +\[", failure, re.MULTILINE)
     assert (folder / ".pytest_cache/d/kvspec/exact_cover-tp.svg").read_text("utf-8")[:4] == "<svg"
@@ -94,9 +96,10 @@ def test_printed_code_fails_with_the_same_fault(
 def test_known_failures_are_expected_and_stale_lines_are_errors(bad: tuple[Path, str]) -> None:
     _, printed = bad
     assert re.search(r"^XFAIL .*layout_invariance\[tp\].*two engines", printed, re.MULTILINE)
-    for line, name in (("known.txt:3", "bounds"), ("known.txt:4", "symmetry")):
+    names = ("known.txt:3", "bounds"), ("known.txt:4", "symmetry"), ("known.txt:6", "identity")
+    for line, name in names:
         assert re.search(rf"^FAILED .*{name}\[tp\] - .*{re.escape(line)}", printed, re.MULTILINE)
-    assert "3 failed, 1 skipped" in printed
+    assert "4 failed, 1 skipped" in printed
 
 
 def test_laws_without_answer_are_skipped_with_the_reason(bad: tuple[Path, str]) -> None:
@@ -116,19 +119,59 @@ def test_report_has_each_law_axis_and_value(bad: tuple[Path, str]) -> None:
     (wrong, *_) = (j for j in report["judgements"] if j["verdict"] == "wrong" and j["law"] == 1)
     assert wrong["code"].startswith("import kvspec")
     assert "not judged" == cells[12, "", ""]["verdict"]
-    page = (folder / "report.html").read_text("utf-8")
-    assert 'class="wrong"' in page
-    assert "forgetful" in page
+    (known, *_) = (j for j in report["judgements"] if j["verdict"] == "wrong" and j["law"] == 9)
+    assert known["known"] == "two engines"
+    assert report["supports"]["policies"] == ["first"]
+    assert report["left_out"] > 0
+
+
+def test_page_links_each_fault_and_states_what_is_known_and_not_supported(
+    bad: tuple[Path, str],
+) -> None:
+    page = (bad[0] / "report.html").read_text("utf-8")
+    links = set(re.findall(r'href="#([\w-]+)"', page))
+    assert {"law-1-tp", "law-9-tp"} == links
+    assert links == set(re.findall(r'id="(law[\w-]+)"', page))
+    for text in ('class="wrong"', 'class="known"', "(known: two engines)", "Partial:", "<svg",
+                 "policies=(&#x27;first&#x27;,)", "max_tp=8"):  # fmt: skip
+        assert text in page
+
+
+def test_summary_counts_cells_and_known_failures(bad: tuple[Path, str]) -> None:
+    _, printed = bad
+    assert re.search(r"^\d+ exact, 0 refused, \d+ wrong \(\d+ known\)", printed, re.MULTILINE)
+    assert re.search(r"^partial: \d+ tests", printed, re.MULTILINE)
+    assert re.search(r"^collected [1-9]\d+ items", printed, re.MULTILINE)
+
+
+def test_case_of_several_axes_is_shown_once(tmp_path: Path) -> None:
+    idle = "from kvspec.testing.kit import *\n"
+    idle += "SYSTEM = System(name='idle', moves=lambda *_: [], supports=Supports.only(max_pp=2))\n"
+    (tmp_path / "idle.py").write_text(idle, encoding="utf-8")
+    (tmp_path / ".pytest_cache/d/kvspec").mkdir(parents=True)
+    (tmp_path / ".pytest_cache/d/kvspec/old.svg").touch()
+    done = run(tmp_path, "--kvspec", "idle:SYSTEM", "-k", "exact_cover")
+    assert done.stdout.count("import kvspec\n") == 1
+    assert "exact_cover[kinds] has shown this case above" in done.stdout
+    assert not (tmp_path / ".pytest_cache/d/kvspec/old.svg").exists()
 
 
 def test_plugin_refuses_a_line_without_test_and_a_missing_system(tmp_path: Path) -> None:
-    (tmp_path / "known.txt").write_text("exact_cover/nowhere\n", encoding="utf-8")
-    done = run(tmp_path, "--kvspec", "toy_system:SYSTEM", "--kvspec-xfail", "known.txt")
-    assert "known.txt:1" in done.stdout + done.stderr
-    assert pytest.ExitCode.USAGE_ERROR == done.returncode
-    done = run(tmp_path, "--kvspec", "no.such.module:SYSTEM")
-    assert "no.such.module" in done.stderr
-    assert pytest.ExitCode.USAGE_ERROR == done.returncode
+    (tmp_path / "known.txt").write_text("maximal/*\n", encoding="utf-8")
+    (tmp_path / "broken.py").write_text("x = 1 / 0\n", encoding="utf-8")
+    for options, words in (
+        (("toy_system:SYSTEM", "--kvspec-xfail", "known.txt"),
+         ("known.txt:1", "'maximal/*'", "exact_cover", "layouts")),
+        (("no.such.module:SYSTEM",), ("cannot import no.such.module", "No module named")),
+        (("broken:SYSTEM",), ("cannot import broken", "x = 1 / 0", "ZeroDivisionError")),
+        (("toy_system:NONE",), ("NONE",)),
+        (("toy_system",), ("MODULE:NAME",)),
+    ):  # fmt: skip
+        done = run(tmp_path, "--kvspec", *options)
+        printed = done.stdout + done.stderr
+        assert pytest.ExitCode.USAGE_ERROR == done.returncode
+        assert [word for word in words if word not in printed] == []
+        assert "0 exact" not in printed
 
 
 def test_tests_are_of_the_kind_that_hypofuzz_collects(tmp_path: Path) -> None:

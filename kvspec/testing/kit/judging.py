@@ -136,6 +136,7 @@ def judge(
         seed=seed,
         seconds=time.monotonic() - began,
         judgements=tuple(judgements),
+        supports=system.supports,
     )
 
 

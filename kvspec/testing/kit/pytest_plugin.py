@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -28,16 +29,13 @@ import attrs
 import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
 
-from kvspec.draw import plan_svg
 from kvspec.errors import KVSpecError
 from kvspec.testing.kit import judging
 from kvspec.testing.kit.axes import Axis
 from kvspec.testing.kit.guard import Guard
-from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
-from kvspec.testing.kit.words import described
+from kvspec.testing.kit.system_report import Judgement, SystemReport, Verdict, picture_of
+from kvspec.testing.kit.words import answered, described
 from kvspec.testing.laws import LAWS, Law, System, unanswered
-from kvspec.testing.laws.release import Script
-from kvspec.testing.world import plan_of
 
 if TYPE_CHECKING:
     from _pytest._io import TerminalWriter
@@ -53,10 +51,16 @@ def load(where: str) -> System:
     # The current folder is where an author runs pytest, but pytest does not add it to the path.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    if not (module and name):
+        raise pytest.UsageError(f"--kvspec {where}: expected MODULE:NAME")
     try:
-        system = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise pytest.UsageError(f"--kvspec {where}: expected MODULE:NAME ({error})") from error
+        imported = import_module(module)
+    except Exception as error:  # the module is code of its author
+        text = "".join(traceback.format_exception(error, limit=-2))
+        raise pytest.UsageError(f"--kvspec {where}: cannot import {module}:\n{text}") from error
+    system = getattr(imported, name, None)
+    if system is None:
+        raise pytest.UsageError(f"--kvspec {where}: module {module} has no {name}")
     if not isinstance(system, System):
         raise pytest.UsageError(f"--kvspec {where}: expected a kvspec.testing.kit.System")
     return attrs.evolve(system, where=where)
@@ -113,7 +117,6 @@ class LawTest(pytest.Function):
     judging: Judging
     law: Law
     axis: Axis | None
-    expected: KnownFailure | None = None
 
     def setup(self) -> None:
         """Do nothing: there are no fixtures."""
@@ -124,12 +127,13 @@ class LawTest(pytest.Function):
             pytest.skip(f"not judged: {unanswered(self.judging.system, self.law)}")
         found = self.judging.judgements(self.law, self.axis, self.nodeid)
         wrong = [judgement for judgement in found if judgement.verdict is Verdict.WRONG]
-        if wrong and self.expected is not None:
-            pytest.xfail(self.expected.words or wrong[0].verdict)
+        for judgement in wrong:
+            if judgement.known is None:
+                raise BrokenLaw(judgement)
+        for line in self.judging.stale(self.law, self.axis):
+            pytest.fail(f"{line.place}: this no longer fails, so delete the line", pytrace=False)
         if wrong:
-            raise BrokenLaw(wrong[0])
-        if self.expected is not None:
-            pytest.fail(f"{self.expected.place}: this no longer fails, so delete the line", False)  # noqa: FBT003
+            pytest.xfail(wrong[0].known)
         if not any(judgement.exact for judgement in found):
             refused = any(judgement.refused for judgement in found)
             words = next((j.words for j in found if j.words), "no case")
@@ -168,6 +172,10 @@ class Judging:
         self.laws: dict[str, list[Law]] = {}
         self.done: dict[str, list[Judgement]] = {}
         self.silent: list[Judgement] = []
+        self.known: dict[str, KnownFailure] = {}
+        # The test that has shown a case, by the law and the code of the case.
+        self.shown: dict[tuple[int, str], str] = {}
+        self.left_out = 0
 
     def judgements(self, law: Law, axis: Axis, test: str) -> list[Judgement]:
         """Return the judgements of *law* on *axis*. The first call of an axis judges all laws.
@@ -178,15 +186,42 @@ class Judging:
             test: The name of the test, under which HypoFuzz has stored a wrong case.
         """
         if axis.name not in self.done:
-            self.done[axis.name] = judging.judge_axis(
+            found = judging.judge_axis(
                 self.guard, axis, self.profile, seed=self.seed, laws=self.laws[axis.name]
             )
+            self.done[axis.name] = [attrs.evolve(each, known=self._comment(each)) for each in found]
         found = [judgement for judgement in self.done[axis.name] if judgement.law is law]
+        again = None
         if not any(judgement.wrong for judgement in found):
             again = judging.replayed(self.system, law, axis, self.profile, test)
-            self.done[axis.name] += [again] if again else []
-            found += [again] if again else []
+        if again is not None:
+            again = attrs.evolve(again, known=self._comment(again))
+            self.done[axis.name].append(again)
+            found.append(again)
         return found
+
+    def _comment(self, judgement: Judgement) -> str | None:
+        """Return the words of the line that expects a wrong *judgement*, or None."""
+        keys = [title(judgement.law)]
+        keys += [f"{keys[0]}/{judgement.axis}", f"{keys[0]}/{judgement.axis}/{judgement.value}"]
+        lines = [self.known[key] for key in keys if key in self.known]
+        wrong = judgement.verdict is Verdict.WRONG
+        return lines[-1].words or lines[-1].place if lines and wrong else None
+
+    def stale(self, law: Law, axis: Axis) -> Iterator[KnownFailure]:
+        """Yield the lines about *law* on *axis* that expect a failure that was not found.
+
+        The last axis of a law yields the line of all axes, if all of them were judged.
+        """
+        axes = judging.axes_of(law, self.axes)
+        whole = axis is axes[-1] and all(law in self.laws.get(each.name, ()) for each in axes)
+        for key, line in self.known.items():
+            name, *rest = key.split("/", 2)
+            where = [axis.name] if rest else [each.name for each in axes]
+            if name == title(law) and (rest[:1] == [axis.name] or (not rest and whole)):
+                found = (j for name in where for j in self.done.get(name, ()) if j.law is law)
+                if not any(j.wrong and j.value in (rest[1:] or [j.value]) for j in found):
+                    yield line
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
@@ -200,17 +235,20 @@ class Judging:
     ) -> None:
         """Add the tests of the system."""
         parent = SystemNode.from_parent(session, name=self.system.where, nodeid=self.system.where)
-        expected = self._expected()
+        self.known = self._known()
+        made: list[pytest.Item | pytest.Collector] = []
         for law in LAWS:
-            if unanswered(self.system, law):
-                items.append(self._test(parent, law, None))
-            for axis in judging.axes_of(law, self.axes) if not unanswered(self.system, law) else ():
-                test = self._test(parent, law, axis)
-                test.expected = expected.pop(test.name, None)
-                items.append(test)
-        if expected:
-            places = ", ".join(f"{line.place} ({name})" for name, line in expected.items())
-            raise pytest.UsageError(f"--kvspec-xfail: no such law and axis: {places}")
+            silent = unanswered(self.system, law)
+            axes = [None] if silent else judging.axes_of(law, self.axes)
+            made += [self._test(parent, law, axis) for axis in axes]
+        # The terminal counts the tests of reports.
+        report = pytest.CollectReport(parent.nodeid, "passed", None, made)
+        session.ihook.pytest_collectreport(report=report)
+        items += [test for test in made if isinstance(test, LawTest)]
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Count the tests that do not run."""
+        self.left_out += sum(isinstance(item, LawTest) for item in items)
 
     def _test(self, parent: SystemNode, law: Law, axis: Axis | None) -> LawTest:
         def not_judged() -> None: ...
@@ -231,8 +269,12 @@ class Judging:
             elif isinstance(test, LawTest):
                 self.silent += judging.not_judged(self.system, [test.law])
 
-    def _expected(self) -> dict[str, KnownFailure]:
-        """Return the lines of the file of expected failures, by the name of the test."""
+        # Pictures of an earlier run would show faults that are mended.
+        for old in self.pictures.glob("*.svg") if self.pictures else ():
+            old.unlink()
+
+    def _known(self) -> dict[str, KnownFailure]:
+        """Return the lines of the file of expected failures."""
         file = self.config.getoption("--kvspec-xfail")
         if file is None:
             return {}
@@ -240,41 +282,56 @@ class Judging:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise pytest.UsageError(f"--kvspec-xfail {file}: {error}") from error
-        names = {str(law.number): title(law) for law in LAWS}
-        expected: dict[str, KnownFailure] = {}
+        laws = {title(law): law for law in LAWS if not unanswered(self.system, law)}
+        numbers = {str(law.number): name for name, law in laws.items()}
+        known: dict[str, KnownFailure] = {}
         for number, line in enumerate(lines, 1):
             test, _, words = (part.strip() for part in line.partition("#"))
-            law, slash, axis = test.partition("/")
-            if slash:
-                name = f"{names.get(law, law)}[{axis}]"
-                expected[name] = KnownFailure(f"{file}:{number}", words)
-            elif test:
-                raise pytest.UsageError(f"{file}:{number}: expected LAW/AXIS, got {test!r}")
-        return expected
+            if not test:
+                continue
+            name, *rest = test.split("/", 2)
+            name = numbers.get(name, name)
+            axes = [axis.name for axis in self.axes]
+            if name in laws:
+                axes = [axis.name for axis in judging.axes_of(laws[name], self.axes)]
+            if name not in laws or (rest and rest[0] not in axes):
+                raise pytest.UsageError(
+                    f"--kvspec-xfail {file}:{number}: expected LAW, LAW/AXIS or LAW/AXIS/VALUE, got"
+                    f" {test!r}. Laws: {', '.join(laws)}. Axes: {', '.join(axes)}"
+                )
+            known["/".join([name, *rest])] = KnownFailure(f"{file}:{number}", words)
+        return known
 
     def explained(self, judgement: Judgement, name: str) -> str:
-        """Return the counter-example of *judgement* in words, with a picture if it has a plan."""
+        """Return the counter-example of *judgement* in words, with a picture if it has a plan.
+
+        A case that another test has shown is only named, and a law's sentence is printed once.
+        """
         law, found = judgement.law, judgement.counterexample
-        lines = [f"{self.system.name} breaks {law}: {law.sentence}", ""]
+        first = not any(law.number == number for number, _ in self.shown)
+        broken = f"{self.system.name} breaks {law} ({judgement.axis}: {judgement.value})"
+        lines = [f"{broken}: {law.sentence}" if first else broken, ""]
         if found is None:
             return "\n".join([*lines, f"In {judgement.wrong} cases, but not when drawn again."])
-        lines += [found.fault, "", *described(found)]
-        if (picture := self._picture(found, name)) is not None:
-            lines += ["", f"what should be read by whom: {picture}"]
+        lines += [found.fault, ""]
+        before = self.shown.setdefault((law.number, found.code), name)
+        if before != name:
+            return "\n".join([*lines, f"{before} has shown this case above."])
+        lines += described(found, law)
+        if "moves" in law.asks and not law.alters:
+            lines += answered(self.guard.guarded(), found.case)
+        picture = picture_of(found, law)
+        if picture and self.pictures:
+            path = self.pictures / f"{name.translate({91: '-', 93: None})}.svg"
+            path.write_text(picture, encoding="utf-8")
+            lines += ["", f"what should be read by whom: {path}"]
         return "\n".join([*lines, "", "To see it again, run:", "", found.code])
 
-    def _picture(self, found: Counterexample, name: str) -> Path | None:
-        """Draw the right plan into a file of pytest's cache."""
+    @property
+    def pictures(self) -> Path | None:
+        """The folder of the pictures in pytest's cache. None without a cache."""
         cache = getattr(self.config, "cache", None)
-        if isinstance(found.case, Script) or cache is None:
-            return None
-        try:
-            picture = plan_svg(plan_of(found.case))
-        except KVSpecError:
-            return None
-        path: Path = cache.mkdir("kvspec") / f"{name.translate({91: '-', 93: None})}.svg"
-        path.write_text(picture, encoding="utf-8")
-        return path
+        return None if cache is None else Path(cache.mkdir("kvspec"))
 
     def report(self) -> SystemReport:
         """Return the report of all tests that have run."""
@@ -286,31 +343,34 @@ class Judging:
             seed=self.seed,
             seconds=time.monotonic() - self.began,
             judgements=tuple(judgements),
+            supports=self.system.supports,
+            left_out=self.left_out,
         )
 
     def pytest_sessionfinish(self) -> None:
         """Write the reports."""
-        report = self.report()
-        for file in self.config.getoption("--kvspec-report"):
-            report.save(file)
+        for file in self.config.getoption("--kvspec-report") if self.ran else ():
+            self.report().save(file)
+
+    @property
+    def ran(self) -> bool:
+        """Whether tests were selected. There are none after an error of usage."""
+        return bool(self.laws or self.silent)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what was judged, and what was not."""
+        if not self.ran:
+            return
         terminalreporter.section(f"kvspec: {self.system.name} {self.system.version}".rstrip())
         for line in self._summary():
             terminalreporter.write_line(line)
 
     def _summary(self) -> Iterator[str]:
         report = self.report()
-        for verdict in (Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG):
-            cells = [j for j in report.judgements if j.verdict is verdict]
-            axes = dict.fromkeys(judgement.axis for judgement in cells)
-            yield f"{verdict}: {len(cells)} of law, axis and value ({_few(list(axes))})"
+        yield f"{report.counts()} (one law for one value of one axis each)"
+        if self.left_out:
+            yield f"partial: {self.left_out} tests were not selected"
         for judgement in self.silent:
             yield f"{judgement.law}: not judged, {judgement.words}"
         for file in self.config.getoption("--kvspec-report"):
             yield f"report: {file}"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"

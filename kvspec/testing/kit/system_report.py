@@ -8,18 +8,24 @@ from __future__ import annotations
 import enum
 import html
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvspec.draw import plan_svg
+from kvspec.errors import KVSpecError
+from kvspec.testing.kit.words import described
+from kvspec.testing.laws.release import Script
+from kvspec.testing.supports import EVERYTHING, Supports
+from kvspec.testing.world import plan_of
 from kvspec.version import __version__
 
 if TYPE_CHECKING:
     from kvspec.testing.case import Case
     from kvspec.testing.laws import Law
-    from kvspec.testing.laws.release import Script
 
 
 class Verdict(enum.StrEnum):
@@ -61,6 +67,7 @@ class Judgement:
         wrong: Number of cases in which the system breaks the law.
         words: Words of the first refusal, or the reason why the law is not judged.
         counterexample: The smallest wrong case of the axis.
+        known: The comment of the line that expects this failure. None if no line expects it.
     """
 
     law: Law
@@ -71,6 +78,7 @@ class Judgement:
     wrong: int = 0
     words: str = ""
     counterexample: Counterexample | None = None
+    known: str | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -93,6 +101,8 @@ class SystemReport:
         seed: The seed of the drawn cases.
         seconds: Duration of the run.
         judgements: A judgement for each law, axis and value that was drawn, in order.
+        supports: What the system supports. No other cases were drawn.
+        left_out: Number of tests that were not run, because an option selected others.
     """
 
     system: str
@@ -101,6 +111,8 @@ class SystemReport:
     seed: int
     seconds: float
     judgements: tuple[Judgement, ...]
+    supports: Supports = EVERYTHING
+    left_out: int = 0
 
     @property
     def cells(self) -> dict[tuple[str, str, int], Judgement]:
@@ -112,10 +124,20 @@ class SystemReport:
         """The judgements of laws that the system breaks."""
         return [j for j in self.judgements if j.verdict is Verdict.WRONG]
 
+    def counts(self) -> str:
+        """Return how many cells have which verdict. A cell is one law for one value of an axis."""
+        verdicts = Counter(judgement.verdict for judgement in self.judgements if judgement.axis)
+        known = sum(judgement.known is not None for judgement in self.wrong)
+        words = [f"{verdicts[v]} {v}" for v in (Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG)]
+        words[-1] += f" ({known} known)" if known else ""
+        silent = verdicts[Verdict.NOT_JUDGED]
+        return ", ".join(words) + (f", {silent} {Verdict.NOT_JUDGED}" if silent else "")
+
     def to_json(self) -> str:
         """Return the report as JSON. `docs/test-your-connector.md` describes the fields."""
         facts = {name: getattr(self, name) for name in ("system", "version", "profile", "seed")}
         facts |= {"kvspec": __version__, "seconds": round(self.seconds, 1)}
+        facts |= {"left_out": self.left_out, "supports": attrs.asdict(self.supports)}
         judgements = [_plain(judgement) for judgement in self.judgements]
         return json.dumps(facts | {"judgements": judgements}, indent=1, ensure_ascii=False) + "\n"
 
@@ -143,72 +165,148 @@ def _plain(judgement: Judgement) -> dict[str, Any]:
     }
     if judgement.words:
         plain["words"] = judgement.words
+    if judgement.known is not None:
+        plain["known"] = judgement.known
     if judgement.counterexample is not None:
         plain |= {"fault": judgement.counterexample.fault, "code": judgement.counterexample.code}
     return plain
 
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem }
-table { border-collapse: collapse; display: block; overflow-x: auto }
-th, td { border: 1px solid #8884; padding: .25rem .5rem; text-align: center }
-th { font-weight: 600 } tbody th { text-align: left; font-weight: 400 }
-.exact { background: #2a93} .refused { background: #da03 } .wrong { background: #d336 }
-pre { overflow-x: auto; background: #8881; padding: .75rem } :root { color-scheme: light dark }
+:root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem }
+p, ul, h2, pre { max-width: 60rem } .wide { overflow-x: auto }
+table { border-collapse: collapse; margin-bottom: 1.5rem }
+th, td { border: 1px solid #8884; padding: .2rem .5rem; text-align: center; white-space: nowrap }
+th { font-weight: 600 } tbody th { text-align: left; font-weight: 400; vertical-align: top }
+thead th:nth-child(n+3) { writing-mode: vertical-rl; transform: rotate(180deg); text-align: left }
+.exact { background: #2a93 } .refused { background: #da03 } .wrong { background: #d336 }
+.known { background: #8883 } td small { opacity: .7 } td a { color: inherit }
+pre { overflow-x: auto; background: #8881; padding: .75rem }
+svg { max-width: 100%; height: auto; background: #fff }
 """.strip()
-_SIGNS = {
-    Verdict.EXACT: "✓", Verdict.REFUSED: "refused", Verdict.WRONG: "✗", Verdict.NOT_JUDGED: ""
-}  # fmt: skip
+_SIGNS = {Verdict.EXACT: "✓", Verdict.REFUSED: "r", Verdict.WRONG: "✗", Verdict.NOT_JUDGED: "-"}
+_LEGEND = (
+    "✓ exact, r refused, ✗ wrong, each with its number of cases. Grey ✗: a known failure. "
+    "- nothing to judge, or no answer. Empty: no such case was drawn for this law."
+)
 
 
 def _page(report: SystemReport) -> Iterator[str]:
-    """Yield the lines of the page: the matrix, then faults, refusals and laws without answers."""
+    """Yield the lines of the page: the matrix, then faults, refusals and what is not judged."""
     title = html.escape(f"{report.system} {report.version}".strip())
     yield f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}: kvspec</title>'
     yield f'<meta name="viewport" content="width=device-width">\n<style>{_STYLE}</style>'
-    yield f"<h1>{title}</h1>\n<p>kvspec {__version__}, profile {report.profile}, seed {report.seed}"
-    yield f", {report.seconds:.0f} s. Refusing is allowed. Being wrong is not.</p>"
-    cells, laws = report.cells, {j.law.number: j.law for j in report.judgements}
-    judged = [n for n in sorted(laws) if any(
-        j.law.number == n and j.verdict is not Verdict.NOT_JUDGED for j in report.judgements
-    )]  # fmt: skip
+    yield f"<h1>{title}</h1>\n<p>kvspec {__version__}, profile {report.profile}, seed"
+    yield f"{report.seed}, {report.seconds:.0f} s: {report.counts()}. Refusing is allowed. Being"
+    yield "wrong is not.</p>"
+    if report.left_out:
+        yield f"<p><strong>Partial: {report.left_out} tests were not selected.</strong></p>"
+    judged: dict[str, set[int]] = {}
+    for judgement in report.judgements:
+        if judgement.axis:
+            judged.setdefault(judgement.axis, set()).add(judgement.law.number)
+    # An axis of one law would be a row of empty cells in the table of the others.
+    several = [axis for axis, numbers in judged.items() if len(numbers) > 1]
+    for axes in ([several] if several else []) + [[a] for a in judged if a not in several]:
+        yield from _matrix(report, axes)
+    yield f"<p>{_LEGEND}</p>"
+    yield from _faults(report)
+    yield from _silence(report)
+
+
+def _matrix(report: SystemReport, axes: list[str]) -> Iterator[str]:
+    """Yield a table with a row for each value of *axes*, and a column for each law."""
+    judgements = [judgement for judgement in report.judgements if judgement.axis in axes]
+    laws = {j.law.number: j.law for j in sorted(judgements, key=lambda j: j.law.number)}
     heads = "".join(
-        f'<th title="{html.escape(laws[n].sentence)}">{laws[n].name}</th>' for n in judged
+        f'<th title="{html.escape(law.sentence)}">{number} {law.name}</th>'
+        for number, law in laws.items()
     )
-    yield f"<table><thead><tr><th>axis</th><th>value</th>{heads}</tr></thead><tbody>"
-    for axis, value in dict.fromkeys((j.axis, j.value) for j in report.judgements if j.value):
-        row = (_cell(cells.get((axis, value, number))) for number in judged)
-        yield f"<tr><th>{html.escape(axis)}</th><th>{html.escape(value)}</th>{''.join(row)}</tr>"
-    yield "</tbody></table>"
-    yield from _details(report)
+    yield '<div class="wide"><table><thead><tr><th>axis</th><th>value</th>'
+    yield f"{heads}</tr></thead><tbody>"
+    for axis in axes:
+        values = list(dict.fromkeys(j.value for j in judgements if j.axis == axis))
+        for value in values:
+            first = f'<th rowspan="{len(values)}">{axis}</th>' if value == values[0] else ""
+            row = (_cell(report.cells.get((axis, value, number))) for number in laws)
+            yield f"<tr>{first}<th>{html.escape(value)}</th>{''.join(row)}</tr>"
+    yield "</tbody></table></div>"
 
 
 def _cell(judgement: Judgement | None) -> str:
     if judgement is None:
         return "<td></td>"
     counts = f"{judgement.exact} exact, {judgement.refused} refused, {judgement.wrong} wrong"
-    sign = _SIGNS[judgement.verdict]
-    return f'<td class="{judgement.verdict}" title="{counts}">{sign}</td>'
+    verdict = judgement.verdict
+    number = {
+        Verdict.EXACT: judgement.exact, Verdict.REFUSED: judgement.refused,
+        Verdict.WRONG: judgement.wrong, Verdict.NOT_JUDGED: "",
+    }[verdict]  # fmt: skip
+    text = f"{_SIGNS[verdict]} <small>{number}</small>"
+    if judgement.counterexample is not None:
+        text = f'<a href="#{_anchor(judgement)}">{text}</a>'
+    kind = verdict if judgement.known is None else "known"
+    return f'<td class="{kind}" title="{counts}">{text}</td>'
 
 
-def _details(report: SystemReport) -> Iterator[str]:
-    """Yield the words of refusals, the smallest wrong cases, and the laws that are not judged."""
-    faults = {(j.law.number, j.axis): j for j in report.wrong if j.counterexample is not None}
-    for judgement in faults.values():
-        found = judgement.counterexample
-        assert found is not None
-        yield f"<h2>{judgement.law}: {html.escape(judgement.axis)}</h2>"
-        yield f"<p>{html.escape(found.fault)}</p>\n<pre>{html.escape(found.code)}</pre>"
-    refused = {j.words: j for j in report.judgements if j.verdict is Verdict.REFUSED}
-    if refused:
-        yield "<h2>Refusals</h2>\n<ul>"
-        yield from (
-            f"<li>{html.escape(j.axis)}, {html.escape(j.value)}: {html.escape(words)}</li>"
-            for words, j in refused.items()
-        )
-        yield "</ul>"
+def _anchor(judgement: Judgement) -> str:
+    return f"law-{judgement.law.number}-{judgement.axis}"
+
+
+def _faults(report: SystemReport) -> Iterator[str]:
+    """Yield a section for each smallest wrong case. Axes with the same case share a section."""
+    sections: dict[tuple[int, str, str], list[Judgement]] = {}
+    for judgement in report.wrong:
+        if (found := judgement.counterexample) is not None:
+            key = judgement.law.number, found.fault, found.code
+            sections.setdefault(key, []).append(judgement)
+    for (_, fault, code), judgements in sections.items():
+        law, found = judgements[0].law, judgements[0].counterexample
+        anchors = dict.fromkeys(map(_anchor, judgements))
+        spans = "".join(f'<span id="{anchor}"></span>' for anchor in anchors)
+        yield f"<h2>{spans}{law}</h2>\n<p>{html.escape(law.sentence)}</p>\n<ul>"
+        for judgement in judgements:
+            known = "" if judgement.known is None else f" (known: {judgement.known})"
+            yield f"<li>{html.escape(f'{judgement.axis}: {judgement.value}{known}')}</li>"
+        table = "" if found is None else "\n".join(described(found, law))
+        yield f"</ul>\n<pre>{html.escape(fault)}</pre>\n<pre>{html.escape(table)}</pre>"
+        if found is not None:
+            yield picture_of(found, law)
+        yield f"<pre>{html.escape(code)}</pre>"
+
+
+def picture_of(found: Counterexample, law: Law) -> str:
+    """Return the right plan as SVG. Empty if there is none: then a refusal is right."""
+    if isinstance(found.case, Script) or law.alters:
+        return ""
+    try:
+        return plan_svg(plan_of(found.case))
+    except KVSpecError:
+        return ""
+
+
+def _silence(report: SystemReport) -> Iterator[str]:
+    """Yield the words of refusals, the laws that are not judged, and what is not supported."""
+    refused = [j for j in report.judgements if j.verdict is Verdict.REFUSED]
     silent = [j for j in report.judgements if j.verdict is Verdict.NOT_JUDGED]
-    if silent:
-        yield "<h2>Not judged</h2>\n<ul>"
-        yield from (f"<li>{j.law} {j.axis}: {html.escape(j.words)}</li>" for j in silent)
-        yield "</ul>"
+    yield from _listed("Refusals", (f"{_where(j)}: {j.words}" for j in _first_of_words(refused)))
+    yield from _listed("Not judged", (f"{_where(j)}: {j.words}" for j in _first_of_words(silent)))
+    fields = [(f.name, getattr(report.supports, f.name), f.default) for f in attrs.fields(Supports)]
+    narrow = [f"{name}={value!r}" for name, value, default in fields if value != default]
+    yield from _listed("Not supported: all but these values, so no other cases were drawn", narrow)
+
+
+def _where(judgement: Judgement) -> str:
+    return ", ".join(filter(None, (str(judgement.law), judgement.axis, judgement.value)))
+
+
+def _first_of_words(judgements: Iterable[Judgement]) -> Iterable[Judgement]:
+    """Return the first judgement of each law and words. Each axis would repeat them."""
+    return {(j.law.number, j.words): j for j in reversed(list(judgements))}.values()
+
+
+def _listed(title: str, lines: Iterable[str]) -> Iterator[str]:
+    lines = list(lines)
+    if lines:
+        items = "".join(f"\n<li>{html.escape(line)}</li>" for line in lines)
+        yield f"<h2>{title}</h2>\n<ul>{items}\n</ul>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -10,22 +10,25 @@ from kvspec.analysis.explanation import explain, sizes
 from kvspec.errors import KVSpecError
 from kvspec.testing.kit.code import WIDTH, expression
 from kvspec.testing.laws.release import Script
+from kvspec.testing.laws.system import moves_of
 from kvspec.testing.world import plan_of
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.testing.case import Case
     from kvspec.testing.kit.system_report import Counterexample
+    from kvspec.testing.laws import Law, System
 
-# Lines of the right plan. A smallest case rarely has more.
+# Lines of the right plan, and of the moves of the system. A smallest case rarely has more.
 _MOST = 12
 
 
-def described(found: Counterexample) -> Iterator[str]:
+def described(found: Counterexample, law: Law) -> Iterator[str]:
     """Yield the lines that describe the smallest case. Rows that differ between the sides have !=.
 
     Args:
         found: The counter-example.
+        law: The law that it breaks.
     """
     case = found.case
     if isinstance(case, Script):
@@ -42,7 +45,46 @@ def described(found: Counterexample) -> Iterator[str]:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         yield "  ".join([*cells, row[3]]).rstrip()
     yield ""
-    yield from _plan(case)
+    if law.alters:
+        yield "This case is legal. The law changes it as stated above, and then expects a refusal."
+    else:
+        yield from _plan(case)
+
+
+def answered(system: System, case: Case | Script) -> Iterator[str]:
+    """Yield the moves that *system* answers, below the right ones. Nothing if it has no moves."""
+    if system.moves is None or isinstance(case, Script):
+        return
+    try:
+        moves = moves_of(system.moves(case, "consumer"), case)
+    except (AssertionError, KVSpecError, ValueError) as error:
+        yield f"yours: {error}"
+        return
+    units: dict[str, dict[str, list[int]]] = {}
+    for move in moves:
+        who = f"consumer {move.consumer} reads producer {move.producer}, {move.layer}"
+        units.setdefault(who, {}).setdefault(move.part, []).extend(move.units)
+    yield "yours:"
+    yield from _shortened(
+        f"  {who}: {', '.join(f'{part} units {numbers}' for part, numbers in parts.items())}"
+        for who, parts in units.items()
+    )
+
+
+def _shortened(lines: Iterable[str]) -> Iterator[str]:
+    lines = list(lines)
+    yield from lines[:_MOST]
+    if len(lines) > _MOST:
+        yield f"  and {len(lines) - _MOST} more lines"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return *number* with its *noun*, as a plural if it is one.
+
+    >>> counted(1, "token"), counted(2, "token")
+    ('1 token', '2 tokens')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _side(engine: EngineSpec) -> Iterator[tuple[str, str]]:
@@ -54,8 +96,8 @@ def _side(engine: EngineSpec) -> Iterator[tuple[str, str]]:
         parts = [f"{part.name}: {part.units} x {part.content_bytes} B" for part in group.own_parts]
         yield "  units", ", ".join(dict.fromkeys(parts))
         kernel = group.kernel_blocks_per_block
-        blocks = f"{group.spec.block_size} tokens" + (f", {kernel} in memory" if kernel > 1 else "")
-        yield "  blocks", blocks
+        blocks = counted(group.spec.block_size, "token")
+        yield "  blocks", blocks + (f", {kernel} in memory" if kernel > 1 else "")
         yield "  layout", engine.layout_of(group)
 
 
@@ -63,7 +105,7 @@ def _request(case: Case) -> Iterator[tuple[str, str, str, str]]:
     """Yield the rows of the request."""
     request = case.request
     cached = expression(request.cached_tokens)
-    yield "prompt", f"{request.num_tokens} tokens", "", f"cached: {cached}"
+    yield "prompt", counted(request.num_tokens, "token"), "", f"cached: {cached}"
     tables = request.producer_blocks, request.consumer_blocks
     for name in dict.fromkeys([*tables[0], *tables[1]]):
         left, right = (_table(blocks.get(name)) for blocks in tables)
@@ -82,6 +124,4 @@ def _plan(case: Case) -> Iterator[str]:
     except KVSpecError as error:
         lines = [f"kvspec refuses this case: {error}"]
     yield "right: " + lines[0]
-    yield from (f"  {line}" for line in lines[1:_MOST])
-    if len(lines) > _MOST:
-        yield f"  and {len(lines) - _MOST} more lines"
+    yield from _shortened(f"  {line}" for line in lines[1:])
