@@ -131,7 +131,7 @@ def test_fault_of_two_writes_names_the_place_and_both_copies() -> None:
         return [copy for copy in right(*arguments) for _ in range(2)]
 
     words = fault(describing(descriptors=twice), 1)
-    assert re.search(r"layer full\.0, part [kv], block \d+, unit 0, row 0, byte 0", words)
+    assert re.search(r"layer full\.0, part [kv], unit 0, block \d+, row 0, byte 0", words)
     assert words.count("from producer tp0, address 0x") == 2
 
 

@@ -144,7 +144,7 @@ def test_summary_counts_cells_and_known_failures(bad: tuple[Path, str]) -> None:
     assert re.search(r"^collected [1-9]\d+ items", printed, re.MULTILINE)
 
 
-def test_case_of_several_axes_is_shown_once(tmp_path: Path) -> None:
+def test_fault_of_several_axes_is_shown_once(tmp_path: Path) -> None:
     idle = "from kvspec.testing.kit import *\n"
     idle += "SYSTEM = System(name='idle', moves=lambda *_: [], supports=Supports.only(max_pp=2))\n"
     (tmp_path / "idle.py").write_text(idle, encoding="utf-8")
@@ -152,7 +152,7 @@ def test_case_of_several_axes_is_shown_once(tmp_path: Path) -> None:
     (tmp_path / ".pytest_cache/d/kvspec/old.svg").touch()
     done = run(tmp_path, "--kvspec", "idle:SYSTEM", "-k", "exact_cover")
     assert done.stdout.count("import kvspec\n") == 1
-    assert "exact_cover[kinds] has shown this case above" in done.stdout
+    assert "exact_cover[kinds] has shown this fault above" in done.stdout
     assert not (tmp_path / ".pytest_cache/d/kvspec/old.svg").exists()
 
 

@@ -99,8 +99,8 @@ def judge(
     *,
     profile: str | Profile = "ci",
     seed: int = 0,
-    laws: Sequence[Law] = LAWS,
-    axes: Sequence[Axis | str] = AXES,
+    laws: Sequence[Law] | None = None,
+    axes: Sequence[Axis | str] | None = None,
 ) -> SystemReport:
     """Judge *system* by all laws on all axes that it supports.
 
@@ -108,8 +108,8 @@ def judge(
         system: The system.
         profile: Name of a profile: "ci" (less than two minutes), "dev" or "nightly".
         seed: The seed of the drawn cases. The same seed draws the same cases.
-        laws: The laws to judge by.
-        axes: The axes to draw on, or their names.
+        laws: The laws to judge by. All by default.
+        axes: The axes to draw on, or their names. All by default.
 
     Returns:
         The report. The exceptions of the system are judgements, and none is raised.
@@ -125,9 +125,10 @@ def judge(
     """
     began = time.monotonic()
     profile = profile_of(profile)
+    laws = LAWS if laws is None else laws
     judgements = list(not_judged(system, laws))
     guard = Guard(system, profile.seconds)
-    for axis in map(axis_of, axes):
+    for axis in map(axis_of, AXES if axes is None else axes):
         judgements += judge_axis(guard, axis, profile, seed=seed, laws=laws)
     return SystemReport(
         system=system.name,

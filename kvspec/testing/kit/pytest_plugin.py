@@ -173,7 +173,7 @@ class Judging:
         self.done: dict[str, list[Judgement]] = {}
         self.silent: list[Judgement] = []
         self.known: dict[str, KnownFailure] = {}
-        # The test that has shown a case, by the law and the code of the case.
+        # The test that has shown a fault, by the number of the law and the fault.
         self.shown: dict[tuple[int, str], str] = {}
         self.left_out = 0
 
@@ -305,7 +305,7 @@ class Judging:
     def explained(self, judgement: Judgement, name: str) -> str:
         """Return the counter-example of *judgement* in words, with a picture if it has a plan.
 
-        A case that another test has shown is only named, and a law's sentence is printed once.
+        A fault that another test has shown is only named, and a law's sentence is printed once.
         """
         law, found = judgement.law, judgement.counterexample
         first = not any(law.number == number for number, _ in self.shown)
@@ -314,9 +314,9 @@ class Judging:
         if found is None:
             return "\n".join([*lines, f"In {judgement.wrong} cases, but not when drawn again."])
         lines += [found.fault, ""]
-        before = self.shown.setdefault((law.number, found.code), name)
+        before = self.shown.setdefault((law.number, found.fault), name)
         if before != name:
-            return "\n".join([*lines, f"{before} has shown this case above."])
+            return "\n".join([*lines, f"{before} has shown this fault above."])
         lines += described(found, law)
         if "moves" in law.asks and not law.alters:
             lines += answered(self.guard.guarded(), found.case)
@@ -367,10 +367,10 @@ class Judging:
 
     def _summary(self) -> Iterator[str]:
         report = self.report()
-        yield f"{report.counts()} (one law for one value of one axis each)"
+        yield f"{report.counts()}. Each is one law for one value of one axis."
         if self.left_out:
             yield f"partial: {self.left_out} tests were not selected"
-        for judgement in self.silent:
-            yield f"{judgement.law}: not judged, {judgement.words}"
+        for verdict in (Verdict.REFUSED, Verdict.NOT_JUDGED):
+            yield from (f"{verdict}: {reason}" for reason in report.reasons(verdict))
         for file in self.config.getoption("--kvspec-report"):
             yield f"report: {file}"

@@ -133,6 +133,15 @@ class SystemReport:
         silent = verdicts[Verdict.NOT_JUDGED]
         return ", ".join(words) + (f", {silent} {Verdict.NOT_JUDGED}" if silent else "")
 
+    def reasons(self, verdict: Verdict) -> list[str]:
+        """Return why cells have *verdict*: each law and reason once, with its first cell."""
+        first: dict[tuple[int, str], str] = {}
+        for j in self.judgements:
+            if j.verdict is verdict:
+                where = ", ".join(filter(None, (str(j.law), j.axis, j.value)))
+                first.setdefault((j.law.number, j.words), f"{where}: {j.words}")
+        return list(first.values())
+
     def to_json(self) -> str:
         """Return the report as JSON. `docs/test-your-connector.md` describes the fields."""
         facts = {name: getattr(self, name) for name in ("system", "version", "profile", "seed")}
@@ -181,7 +190,8 @@ th { font-weight: 600 } tbody th { text-align: left; font-weight: 400; vertical-
 thead th:nth-child(n+3) { writing-mode: vertical-rl; transform: rotate(180deg); text-align: left }
 .exact { background: #2a93 } .refused { background: #da03 } .wrong { background: #d336 }
 .known { background: #8883 } td small { opacity: .7 } td a { color: inherit }
-pre { overflow-x: auto; background: #8881; padding: .75rem }
+.fault { white-space: pre-wrap } pre { overflow-x: auto; background: #8881; padding: .75rem }
+@media (max-width: 40rem) { tbody th { white-space: normal; max-width: 7rem } }
 svg { max-width: 100%; height: auto; background: #fff }
 """.strip()
 _SIGNS = {Verdict.EXACT: "✓", Verdict.REFUSED: "r", Verdict.WRONG: "✗", Verdict.NOT_JUDGED: "-"}
@@ -254,25 +264,27 @@ def _anchor(judgement: Judgement) -> str:
 
 
 def _faults(report: SystemReport) -> Iterator[str]:
-    """Yield a section for each smallest wrong case. Axes with the same case share a section."""
-    sections: dict[tuple[int, str, str], list[Judgement]] = {}
+    """Yield a section for each smallest wrong case. The first case of equal faults is shown."""
+    sections: dict[tuple[int, str], list[Judgement]] = {}
     for judgement in report.wrong:
         if (found := judgement.counterexample) is not None:
-            key = judgement.law.number, found.fault, found.code
+            key = judgement.law.number, found.fault
             sections.setdefault(key, []).append(judgement)
-    for (_, fault, code), judgements in sections.items():
+    # New faults come before those that are known.
+    for judgements in sorted(sections.values(), key=lambda found: found[0].known is not None):
         law, found = judgements[0].law, judgements[0].counterexample
+        assert found is not None
         anchors = dict.fromkeys(map(_anchor, judgements))
         spans = "".join(f'<span id="{anchor}"></span>' for anchor in anchors)
         yield f"<h2>{spans}{law}</h2>\n<p>{html.escape(law.sentence)}</p>\n<ul>"
         for judgement in judgements:
             known = "" if judgement.known is None else f" (known: {judgement.known})"
             yield f"<li>{html.escape(f'{judgement.axis}: {judgement.value}{known}')}</li>"
-        table = "" if found is None else "\n".join(described(found, law))
-        yield f"</ul>\n<pre>{html.escape(fault)}</pre>\n<pre>{html.escape(table)}</pre>"
-        if found is not None:
-            yield picture_of(found, law)
-        yield f"<pre>{html.escape(code)}</pre>"
+        yield "</ul>"
+        table = "\n".join(described(found, law))
+        yield f'<pre class="fault">{html.escape(found.fault)}</pre>'
+        yield f"<pre>{html.escape(table)}</pre>"
+        yield f"{picture_of(found, law)}\n<pre>{html.escape(found.code)}</pre>"
 
 
 def picture_of(found: Counterexample, law: Law) -> str:
@@ -287,22 +299,11 @@ def picture_of(found: Counterexample, law: Law) -> str:
 
 def _silence(report: SystemReport) -> Iterator[str]:
     """Yield the words of refusals, the laws that are not judged, and what is not supported."""
-    refused = [j for j in report.judgements if j.verdict is Verdict.REFUSED]
-    silent = [j for j in report.judgements if j.verdict is Verdict.NOT_JUDGED]
-    yield from _listed("Refusals", (f"{_where(j)}: {j.words}" for j in _first_of_words(refused)))
-    yield from _listed("Not judged", (f"{_where(j)}: {j.words}" for j in _first_of_words(silent)))
+    yield from _listed("Refusals", report.reasons(Verdict.REFUSED))
+    yield from _listed("Not judged", report.reasons(Verdict.NOT_JUDGED))
     fields = [(f.name, getattr(report.supports, f.name), f.default) for f in attrs.fields(Supports)]
     narrow = [f"{name}={value!r}" for name, value, default in fields if value != default]
     yield from _listed("Not supported: all but these values, so no other cases were drawn", narrow)
-
-
-def _where(judgement: Judgement) -> str:
-    return ", ".join(filter(None, (str(judgement.law), judgement.axis, judgement.value)))
-
-
-def _first_of_words(judgements: Iterable[Judgement]) -> Iterable[Judgement]:
-    """Return the first judgement of each law and words. Each axis would repeat them."""
-    return {(j.law.number, j.words): j for j in reversed(list(judgements))}.values()
 
 
 def _listed(title: str, lines: Iterable[str]) -> Iterator[str]:

@@ -74,9 +74,10 @@ def _place(cache: RankCache, address: int) -> str:
     """Return which content of a rank lies at *address*, for a message."""
     for region in cache.regions:
         if (place := region.locate(address)) is not None:
-            names = zip(("block", "unit", "row", "byte"), place, strict=True)
-            where = ", ".join(f"{name} {number}" for name, number in names)
-            return f"layer {region.layer}, part {region.part}, {where} (counted on this rank)"
+            block, unit, row, byte = place
+            number = cache.part_of(region)[1][unit]
+            where = f"unit {number}, block {block}, row {row}, byte {byte}"
+            return f"layer {region.layer}, part {region.part}, {where}"
     return f"address {address:#x}"
 
 
