@@ -133,7 +133,7 @@ class LawTest(pytest.Function):
         for line in self.judging.stale(self.law, self.axis):
             pytest.fail(f"{line.place}: this no longer fails, so delete the line", pytrace=False)
         if wrong:
-            pytest.xfail(wrong[0].known)
+            pytest.xfail(str(wrong[0].known))
         if not any(judgement.exact for judgement in found):
             refused = any(judgement.refused for judgement in found)
             words = next((j.words for j in found if j.words), "no case")

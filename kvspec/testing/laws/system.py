@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvspec.errors import KVSpecError
 from kvspec.ownership.parallel import RankId
 from kvspec.testing.supports import EVERYTHING, Supports
 from kvspec.testing.world import (
@@ -137,6 +138,11 @@ class System:
     steps: AskStep | None = None
     release: Callable[[], Any] | None = None
     connector: Callable[[World], object] | None = None
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """All classes with which the system may refuse a case that is impossible."""
+        return KVSpecError, ValueError, *self.refuses
 
     def answers(self, questions: Iterable[str]) -> bool:
         """Return whether the system answers one of *questions*, which are names of its fields."""
