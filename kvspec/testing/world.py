@@ -260,8 +260,8 @@ class World:
         """Execute *copies* from the producer rank to the consumer rank of *pair*."""
         sources, targets = self.producers[pair[0]][1], self.consumers[pair[1]][1]
         for source, target, length in copies:
+            side = "producer", pair[0]
             try:
-                side = "producer", pair[0]
                 group, start = inside(sources, source, length)
                 side = "consumer", pair[1]
                 target_group, offset = inside(targets, target, length)
