@@ -245,12 +245,15 @@ def test_law_11_lists_all_wrong_requests_of_a_case_at_once() -> None:
         right: Any = KVSPEC.descriptors
         try:
             return right(*arguments)
-        except kvspec.SpecError:
+        except kvspec.SpecError as error:
+            if error.value == -1:
+                raise IndexError("a crash does not hide the others") from error
             return []
 
     lines = fault(describing(descriptors=careless), 11).splitlines()
     assert len(lines) >= 3
     assert all(line.startswith("consumer_blocks['full']=") for line in lines)
+    assert sum("IndexError" in line for line in lines) == 1
 
 
 def test_judge_goes_on_after_each_fault_and_reports_all_laws() -> None:

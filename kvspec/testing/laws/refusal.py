@@ -95,6 +95,10 @@ def accepted(name: str, what: str, wrong: Trial) -> Iterator[str]:
             yield f"{what}: expected an error that contains {name!r}, got {error}"
         if wrong.system.connector is not None and changed(wrong.guarded):
             yield f"{what}: expected a refusal before any byte moves, but bytes have moved"
+    # A crash must not hide what other changes have shown.
+    except Exception as error:  # noqa: BLE001
+        crash = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        yield f"{what}: expected a refusal, got {crash}{error}"
     else:
         yield f"{what}: expected a refusal, but it was not refused"
 
