@@ -211,7 +211,8 @@ def scripts(draw: st.DrawFn, supports: Supports = EVERYTHING) -> Script:
     (('hold', 1), ('hold', 1))
     """
     at = st.integers(0, 5)
-    readers = st.integers(1, 3)
+    # A system may count to a number of readers, so some requests have many.
+    readers = st.sampled_from((1, 2, 3, 1, 2, 3, 4, 5, 9))
     steps = {"hold": readers, "read": at, "deliver": at, "abort": at}
     if supports.repeated:
         steps |= {"repeat": at}
@@ -219,7 +220,7 @@ def scripts(draw: st.DrawFn, supports: Supports = EVERYTHING) -> Script:
         steps |= {"lose": at}
     if supports.reused_ids:
         steps |= {"again": readers}
-    steps |= {"time": st.sampled_from((1, 5, 20))}
+    steps |= {"wait": st.sampled_from((0.125, 0.5, 2.0)), "before": at, "after": at}
     # Reads and deliveries are the most frequent steps, or few requests would be read.
     names = [*steps, "read", "read", "deliver", "deliver"]
     # Lists of any size are mostly short, and most faults need several steps.

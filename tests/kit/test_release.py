@@ -92,12 +92,57 @@ class ExpiresEarly(Right):
         return super().hold(request, readers, now - 6)
 
 
+class LongLeaseEndsAtHalf(Right):
+    lease = 480.0
+
+    def hold(self, request: str, readers: Sequence[str], now: float) -> Events:
+        return super().hold(request, readers, now - 240)
+
+
+class ExpiresASecondEarly(Right):
+    lease = 30.0
+
+    def hold(self, request: str, readers: Sequence[str], now: float) -> Events:
+        return super().hold(request, readers, now - 1)
+
+
+class ExpiresAMomentEarly(Right):
+    lease = 30.0
+
+    def hold(self, request: str, readers: Sequence[str], now: float) -> Events:
+        return super().hold(request, readers, now - 0.01)
+
+
+class CountsToThree(Right):
+    def hold(self, request: str, readers: Sequence[str], now: float) -> Events:
+        super().hold(request, readers, now)
+        self.of = {**getattr(self, "of", {}), request: len(readers)}
+        return []
+
+    def notification(self, notice: Any, now: float) -> Events:
+        request, number, _ = notice
+        events = super().notification(notice, now)
+        if request in self.held and self.held[request][0] == number:
+            missing = self.held[request][1]
+            if self.of[request] - len(missing) >= 3:
+                missing.clear()
+        return [*events, *self.time(now)]
+
+
 class TellsNobody(Right):
     def read_by(self, _request: str, _reader: str, _now: float) -> Events:
         return []
 
 
-@pytest.mark.parametrize("protocol", [Right, Ledgers])
+class LongLease(Right):
+    lease = 480.0
+
+
+class NoLease(Right):
+    lease = math.inf
+
+
+@pytest.mark.parametrize("protocol", [Right, LongLease, NoLease, Ledgers])
 @settings(max_examples=40, deadline=None)
 @given(script=scripts())
 def test_correct_protocol_keeps_law_12(protocol: Callable[[], Any], script: Script) -> None:
@@ -113,6 +158,10 @@ def test_correct_protocol_keeps_law_12(protocol: Callable[[], Any], script: Scri
         (NeverExpires, "not freed"),
         (FreesTwice, "twice"),
         (ExpiresEarly, "before"),
+        (LongLeaseEndsAtHalf, "before"),
+        (ExpiresASecondEarly, "before"),
+        (ExpiresAMomentEarly, "before"),
+        (CountsToThree, "before"),
         (TellsNobody, "not freed"),
     ],
 )
@@ -127,6 +176,13 @@ def test_law_12_finds_wrong_protocol(protocol: Callable[[], Any], word: str) -> 
     steps = found.case.steps
     fewer = [Script(steps[:at] + steps[at + 1 :]) for at in range(len(steps))]
     assert not any(play(protocol, script) for script in fewer), "a step is not needed"
+
+
+def test_report_names_many_readers_and_the_ends_of_leases() -> None:
+    report = judge(System(name="right", release=Right), profile=TINY, axes=[AXES[-1]])
+    assert not report.wrong
+    values = {j.value for j in report.judgements if j.axis}
+    assert {"many readers", "leases that are almost over", "leases that are over"} <= values
 
 
 def test_law_12_judges_without_what_a_system_does_not_support() -> None:

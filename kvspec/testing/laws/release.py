@@ -14,7 +14,18 @@ How it works:
         deliver 0         freed r0                  c1 has not read: the law is broken
 
     A system may free a request that was not read only after its lease. An abort is no exception: a
-    reader may be reading at that time.
+    reader may be reading at that time. The lease begins when the request is held. A system may
+    extend it, for example while its readers send heartbeats, so a late release is no fault here.
+    Steps of time depend on the lease, since a fixed number of seconds never comes close to the end
+    of a long lease:
+
+        step              time passes until
+        wait 0.5          half a lease is over
+        before 0          just before the lease of the first held request ends
+        after 0           just after it
+
+    At the end, readers read one after the other, and all notices arrive after each read. So a
+    system that frees a request after some of many readers frees it before the others have read.
 
     >>> class Counting:
     ...     '''Counts notifications instead of readers.'''
@@ -42,6 +53,11 @@ import attrs
 
 # Rounds after a script, each of a quarter of the lease, or of a second if there is no lease.
 _ROUNDS = 24
+# "Just before" the end of a lease, in leases: 7 ms of 30 s. It is more than the milliseconds to
+# which a system may round, and less than a tick. A power of two keeps sums exact.
+_NEAR = 2.0**-12
+# More readers than these are many, for the report.
+_FEW = 3
 # Within so many rounds, a request that all readers have read must be freed without its lease.
 _PROMPT = 2
 
@@ -88,8 +104,9 @@ class Script:
 
     Attributes:
         steps: "hold" with a number of readers, "again" likewise but with the last id that was
-            freed, "read", "deliver", "repeat", "lose" and "abort" with a place among what is
-            possible, and "time" with seconds.
+            freed, "read", "deliver", "repeat", "lose", "abort", "before" and "after" with a place
+            among what is possible, "wait" with a number of leases, and "time" with seconds. Without
+            a lease, "wait" counts seconds, and "before" and "after" do nothing.
 
     >>> Script([("hold", 2), ("read", 0)]).steps
     (('hold', 2), ('read', 0))
@@ -197,6 +214,24 @@ class _Play:
         self.now += seconds
         self._events(self.machine.time(self.now), None)
 
+    @property
+    def lease(self) -> float:
+        """Seconds of a lease, or one second if there is none."""
+        return 1.0 if math.isinf(self.machine.lease) else self.machine.lease
+
+    def _wait(self, leases: float) -> None:
+        self._time(leases * self.lease)
+
+    def _before(self, at: float, sign: int = -1) -> None:
+        ends = [hold.until for hold in self.holds if not hold.freed and math.isfinite(hold.until)]
+        if ends:
+            end = ends[int(at) % len(ends)] + sign * _NEAR * self.lease
+            # Time never goes back, and this end may be over.
+            self._time(max(end - self.now, 0.0))
+
+    def _after(self, at: float) -> None:
+        self._before(at, sign=1)
+
     def _abort(self, at: float) -> None:
         held = [hold for hold in self.holds if not hold.freed]
         if held:
@@ -230,18 +265,22 @@ class _Play:
         hold.freed = True
 
     def _end(self) -> None:
-        """Let all readers read, deliver all notices, and let all leases end."""
+        """Let each reader read, deliver all notices after each read, and let all leases end."""
         while any(hold.missing for hold in {h.request: h for h in self.holds}.values()):
             self._read(0)
+            self._deliver_all()
         quarter = 1.0 if math.isinf(self.machine.lease) else self.machine.lease / 4
         for number in range(_ROUNDS):
-            # A system that answers each notice with a notice would never end.
-            for _ in range(10 * len(self.network)):
-                self._deliver(0)
+            self._deliver_all()
             if number == _PROMPT:
                 self._all_freed(hold for hold in self.holds if not hold.leased and not hold.missing)
             self._time(quarter / 4 if number < _PROMPT else quarter)
         self._all_freed(self.holds if math.isfinite(self.machine.lease) else ())
+
+    def _deliver_all(self) -> None:
+        # A system that answers each notice with a notice would never end.
+        for _ in range(10 * len(self.network)):
+            self._deliver(0)
 
     def _all_freed(self, holds: Iterable[_Hold]) -> None:
         for hold in holds:
@@ -259,7 +298,11 @@ def values(script: Script) -> Iterator[str]:
         "lose": "lost notifications",
         "abort": "aborts",
         "again": "ids used again",
-        "time": "late notifications",
+        "wait": "late notifications",
+        "before": "leases that are almost over",
+        "after": "leases that are over",
     }
     hard = [word for name, word in words.items() if name in names]
+    if any(number > _FEW for name, number in script.steps if name in ("hold", "again")):
+        hard.append("many readers")
     yield from hard or ["in order"]
