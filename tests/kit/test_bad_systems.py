@@ -256,6 +256,36 @@ def test_law_11_lists_all_wrong_requests_of_a_case_at_once() -> None:
     assert sum("IndexError" in line for line in lines) == 1
 
 
+@pytest.mark.parametrize(
+    "field", ["head_size", "total_num_kv_heads", "head_size_v", "tokens_per_state", "layer"]
+)
+def test_law_11_finds_a_system_that_does_not_compare_a_field(field: str) -> None:
+    def careless(*arguments: Any) -> Any:
+        right: Any = KVSPEC.descriptors
+        try:
+            return right(*arguments)
+        except kvspec.MismatchError as error:
+            if any(mismatch.field.endswith(f".{field}") for mismatch in error.mismatches):
+                return []
+            raise
+
+    lines = fault(describing(descriptors=careless), 11).splitlines()
+    change = "without layer full.0" if field == "layer" else f"{field}="
+    assert any(change in line and line.startswith("producer, ") for line in lines)
+
+
+def test_report_of_a_system_that_refuses_everything_states_that_nothing_was_moved() -> None:
+    def refuse(here: Any, *_: object) -> Any:
+        raise KeyError(f"cannot serve {here.case!r}")
+
+    system = attrs.evolve(describing(descriptors=refuse), refuses=(KeyError,))
+    report = judge(system, profile=TINY, axes=[TP])
+    assert Verdict.EXACT not in {judgement.verdict for judgement in report.judgements}
+    assert "moved nothing" in report.counts()
+    right = judge(describing(descriptors=KVSPEC.descriptors), profile=TINY, axes=[TP])
+    assert "moved nothing" not in right.counts()
+
+
 def test_judge_goes_on_after_each_fault_and_reports_all_laws() -> None:
     system = describing(moves=lambda *_: [], descriptors=crash)
     report = judge(system, profile=TINY, axes=[TP])

@@ -125,13 +125,23 @@ class SystemReport:
         return [j for j in self.judgements if j.verdict is Verdict.WRONG]
 
     def counts(self) -> str:
-        """Return how many cells have which verdict. A cell is one law for one value of an axis."""
+        """Return how many cells have which verdict. A cell is one law for one value of an axis.
+
+        Refusing is allowed, so a system that refuses everything breaks no law. The words then state
+        that it moved nothing.
+        """
         verdicts = Counter(judgement.verdict for judgement in self.judgements if judgement.axis)
         known = sum(judgement.known is not None for judgement in self.wrong)
         words = [f"{verdicts[v]} {v}" for v in (Verdict.EXACT, Verdict.REFUSED, Verdict.WRONG)]
         words[-1] += f" ({known} known)" if known else ""
         silent = verdicts[Verdict.NOT_JUDGED]
-        return ", ".join(words) + (f", {silent} {Verdict.NOT_JUDGED}" if silent else "")
+        words += [f"{silent} {Verdict.NOT_JUDGED}"] if silent else []
+        words += ["moved nothing: every case was refused"] if self._moved_nothing() else []
+        return ", ".join(words)
+
+    def _moved_nothing(self) -> bool:
+        covers = [j for j in self.judgements if j.law.number == 1 and j.axis]
+        return any(j.refused for j in covers) and not any(j.exact or j.wrong for j in covers)
 
     def reasons(self, verdict: Verdict) -> list[str]:
         """Return why cells have *verdict*: each law and reason once, with its first cell."""
