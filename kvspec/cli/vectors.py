@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import typer
@@ -14,7 +15,8 @@ from kvspec.vectors.families import FAMILIES
 def vectors(
     folder: str = typer.Argument(metavar="FOLDER", help="Folder of the files."),
     family: list[str] = typer.Option(
-        [], help=f"Families to write. Default: all of {', '.join(FAMILIES)}."
+        [],
+        help=f"Families to write, or to check. Default: all of {', '.join(FAMILIES)}.",
     ),
     large: bool = typer.Option(False, "--large", help="Write every combination."),
     check: bool = typer.Option(
@@ -25,22 +27,27 @@ def vectors(
 
     Each vector is a transfer with its right slices and copies.
     The byte oracle has confirmed each of them.
-    Exit status 0: done. 1: a vector is wrong. 2: a file is damaged or has another version.
+    Exit status 0: done. 1: a vector is wrong, or a family has no file.
+    2: a file is damaged or has another version.
     """
     with printing.reported_errors():
         if check:
-            _check(Path(folder))
+            _check(Path(folder), family or tuple(FAMILIES))
             return
         for path, count in files.write(Path(folder), family or tuple(FAMILIES), large=large):
             typer.echo(f"{path.name}: {count:,} vectors, {path.stat().st_size:,} bytes")
 
 
-def _check(folder: Path) -> None:
-    """Print the result of each file. Exit with status 1 if a vector is wrong."""
+def _check(folder: Path, families: Collection[str]) -> None:
+    """Print the result of each file. Exit with status 1 if a vector is wrong, or a file missing."""
     found = 0
+    missing = dict.fromkeys(families)
     for checked in files.check(folder):
+        missing.pop(checked.family, None)
         found += len(checked.wrong)
         state = f"WRONG: {', '.join(checked.wrong)}" if checked.wrong else "right"
         typer.echo(f"{checked.family}: {checked.vectors:,} vectors, {state}")
-    if found:
+    for family in missing:
+        typer.echo(f"{family}: MISSING, no file has these vectors")
+    if found or missing:
         raise typer.Exit(printing.WRONG)

@@ -14,15 +14,26 @@ from typer.testing import CliRunner
 
 from kvspec.cli.app import app
 from kvspec.vectors import files
+from kvspec.vectors.families import FAMILIES
 
 RUNNER = CliRunner()
+ORDER = list(FAMILIES).index
 
 
 def test_vectors_writes_the_named_family_and_checks_it(tmp_path: Path) -> None:
     written = RUNNER.invoke(app, ["vectors", str(tmp_path), "--family", "refusals"])
     assert (0, "refusals.json.gz") == (written.exit_code, written.stdout.split(":")[0])
-    checked = RUNNER.invoke(app, ["vectors", str(tmp_path), "--check"])
+    checked = RUNNER.invoke(app, ["vectors", str(tmp_path), "--check", "--family", "refusals"])
     assert (0, True) == (checked.exit_code, checked.stdout.endswith(" vectors, right\n"))
+
+
+def test_vectors_check_names_each_family_without_a_file(tmp_path: Path) -> None:
+    RUNNER.invoke(app, ["vectors", str(tmp_path), "--family", "refusals"])
+    checked = RUNNER.invoke(app, ["vectors", str(tmp_path), "--check"])
+    missing = [line.split(":")[0] for line in checked.stdout.splitlines() if "MISSING" in line]
+    assert (1, list(FAMILIES)) == (checked.exit_code, sorted([*missing, "refusals"], key=ORDER))
+    named = RUNNER.invoke(app, ["vectors", str(tmp_path), "--check", "--family", "tp"])
+    assert (1, True) == (named.exit_code, "tp: MISSING" in named.stdout)
 
 
 def test_vectors_check_names_a_wrong_vector(tmp_path: Path) -> None:
