@@ -32,7 +32,7 @@ HELD = """\
 The event `again` is a repeated `done` of a reader that is done. `complete` means that all expected
 readers are done. `time` means that the lease is over. For a freed request, it means that one more
 lease has passed. An unknown request has one lease from its first message: heartbeats do not extend
-it. `pinned` is `time` for a request that must be remembered because of a push.
+it. `pinned` replaces `time` while a push requires that the request is remembered.
 
 If the engine passed the number of readers to `hold`, the ledger refuses each message that contains
 another number. The reader gets no answer, and the lease is not extended.

@@ -1,14 +1,14 @@
 """The consumer's ledger: what a consumer rank waits for, and when the data is valid.
 
 Invariant: a load is done only after all data of each source has arrived, and each source then
-answered `valid`. Each fault fails the load by name. Its blocks stay reserved until nothing in
-flight can write them.
+answered `valid`. Each fault fails the load with an error that names the fault. The blocks of the
+load stay reserved until nothing in flight can write them.
 
-Invariant: the frontier of a source only grows. Data moves after it was written, and only once. The
-last frontier is the end of the request.
+Invariant: the frontier of a source only grows. A load moves each position once, and only after the
+producer has written it. The last frontier is the end of the request.
 
-A lease never makes a load done. Two clocks measure the lease, and the consumer's clock may stop
-while the producer's clock runs, for example in a paused virtual machine.
+A lease never makes a load done. Each side measures the lease by its own clock. The consumer's clock
+may stop while the producer's clock runs, for example in a paused virtual machine.
 
 How it works:
     `CONSUMER` in `kvspec.completion.states` contains each state, each event and the next state. The
@@ -65,7 +65,7 @@ FREE_ID = "a new id, or one whose load has exchanged its last messages"
 Place = tuple[str, str]
 """A group and a layer of it."""
 EVERYTHING: Mapping[Place, int] = {("", ""): 1}
-"""The ends of a source that is read as a whole. Only a load that follows counts each layer."""
+"""The one end of a source whose layers are not counted. Only a load that follows counts them."""
 Name = tuple[Key, int, int, str, int]
 """Name of a load in messages: key, attempt, sample, the producer's name and epoch."""
 
@@ -85,7 +85,7 @@ class LoadPlan:
             `EVERYTHING`. Empty if nothing moves.
         attempt: As in `Message`.
         sample: As in `Message`.
-        partial: Whether to read only written data. Else all data is written already.
+        partial: Whether the load follows. If not, all data is written already.
         again: Whether another attempt follows if this one fails. Then a failure is not sent.
         verify: Whether the data must be compared before the load is done.
         name: Name of the load in messages.
@@ -192,8 +192,8 @@ class OpenLoad(Record, eq=False):
         unverified: Whether data moves that was not compared yet, but must be.
         waiting: The producer ranks that have not sent their last answer, with the number of readers
             that each must expect.
-        asked: Numbers of the questions that are open. Other loads may have some of them, but the
-            name of a load and a number belong to one question only.
+        asked: Numbers of this load's open questions. All loads share one counter, so the range may
+            contain numbers of other loads. An answer also contains the name of its load.
         next_message: When the next message is due.
     """
 
@@ -210,7 +210,7 @@ class OpenLoad(Record, eq=False):
 
     @property
     def due(self) -> float:
-        """When the time changes something. Never while the blocks of a failure may be written."""
+        """When the time changes something. Infinite in *draining* and *forgotten*."""
         if self.state in ("draining", "forgotten"):
             return math.inf
         return min(self.deadline, self.next_message)
@@ -229,12 +229,12 @@ def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str:
     rank, number = answer.by.rank, answer.number
     if not load.asked or rank not in load.plan.expected:
         return "its sender received no question"
-    # A lease changes nothing, and that of a healthy producer may be late.
+    # Accept a late `lease`: it changes nothing, and a slow producer is not an error.
     late = isinstance(answer, Lease) and number < load.asked.stop
     if late or isinstance(answer, LayerProgress):
         return ""
     if not isinstance(answer, Lease | Valid | Gone):
-        return "only producers receive this kind"
+        return "this kind is sent to producers only"
     return "" if number in load.asked and rank in load.waiting else "it is a repetition, or late"
 
 
@@ -245,7 +245,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         me: Address of this rank.
         heartbeat: Seconds between heartbeats, and between repeats of unanswered messages. It must
             be less than half of the producer's lease.
-        patience: Seconds for which messages to a silent producer are repeated.
+        patience: Seconds for which a load that has ended repeats its last messages.
     """
 
     def __init__(self, me: RankAddress, *, heartbeat: float = 5.0, patience: float = 60.0) -> None:
@@ -296,7 +296,8 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if load is None or load.state != "connecting" or load.plan is NO_PLAN:
             raise SpecError("request_id", request_id, "a load that waits for its producer")
         self._now = max(self._now, now)
-        # Before the deadline is checked: only a load that was connected informs its producers.
+        # Take this step before the deadline check. A load that fails in *connecting* does not
+        # inform its producers.
         return self._step(load, "connected") + self._tick(now)
 
     @atomic
@@ -418,7 +419,8 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         rank = message.by.rank
         source = load.sources.get(rank)
         if isinstance(message, LayerProgress):
-            # A frontier only grows, and it grows in one line, so this need not be undone.
+            # `record` assigns one value, and a frontier only grows. So a repeat does no harm, and
+            # no undo is needed.
             if source is not None:
                 source.record((message.group, message.layer), message.upto)
             return actions
@@ -426,7 +428,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             return actions
         self._drop(load.waiting, rank)
         if source is not None and isinstance(message, Valid):
-            # Only a question that was asked after everything arrived has an answer in this state.
+            # In *verifying*, only `done` is open. It was sent after the last byte had arrived.
             self._source(load, rank).valid |= load.state == "verifying"
         elif source is not None and not source.valid:
             why = f"{message.by} aborted it, or its lease ended before it was read"
@@ -454,8 +456,8 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     def lose(self, rank: RankAddress, now: float) -> list[Action]:
         """Record that a producer rank has ended: it answers nothing any more. Return actions.
 
-        Loads that read from it fail, unless it has confirmed their data. Its pushes stay open:
-        some of their bytes may still be on their way.
+        Loads that read from it fail, unless it has confirmed their data. Steps of its pushes stay
+        open: some of their bytes may still be on their way.
         """
         actions = self._tick(now)
         for load in list(self.records.values()):
@@ -505,7 +507,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         return source
 
     def _end(self, step: Step, *, closed: bool = True) -> OpenLoad:
-        """Return the load of an open step, after the step was *closed*, or while it is open."""
+        """Return the load of an open step. If *closed*, remove the step."""
         load = self._change(step.request_id)
         if load is None or step.number not in load.steps:
             raise SpecError("step", step, "a step that is open")
@@ -553,7 +555,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         return actions + self._advance(load)
 
     def _begin(self, load: OpenLoad) -> list[Action]:
-        """Send the first heartbeats. A load that moves nothing is complete and sends none."""
+        """Send the first heartbeats, unless the load moves nothing."""
         load.waiting = dict(load.plan.expected)
         return self._send(load, Heartbeat) if load.sources else []
 
@@ -563,11 +565,11 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         return self._send(load, Done)
 
     def _await(self, load: OpenLoad) -> list[Action]:
-        """Give the other producers time to answer."""
+        """Give the remaining producer ranks `patience` seconds to answer."""
         load.deadline = self._now + self.patience
         return []
 
-    def _release(self, load: OpenLoad) -> list[Action]:
+    def _report(self, load: OpenLoad) -> list[Action]:
         """Inform the producers of a failure, unless another attempt follows."""
         if load.plan.again:
             load.waiting = {}
@@ -594,7 +596,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
 
 _CONDITIONS: dict[str, tuple[str, Callable[[OpenLoad], bool]]] = {
-    # A step that failed has led out of this state, so the others have ended well.
+    # A failed step leads out of *moving*. So here all ended steps have succeeded.
     "moving": ("whole", lambda load: load.arrived and not load.unverified),
     "verifying": ("valid", lambda load: all(source.valid for source in load.sources.values())),
     "draining": ("quiet", lambda load: not load.steps),

@@ -1,10 +1,10 @@
-"""The common part of both ledgers: their actions, changes of all or nothing, and times to wake up.
+"""The common part of both ledgers: actions, atomic changes, and timers.
 
 Invariant: a ledger does nothing itself. It returns actions, and the session carries them out.
 
 Invariant: a public method that changes a ledger either makes all its changes and keeps its actions,
 or raises and changes nothing. So a call that was interrupted, for example by `KeyboardInterrupt`,
-can be repeated, and no action is lost. Only the time stays advanced.
+can be repeated, and no action is lost. The ledger's time is not set back.
 
 How it works:
     A ledger is made of dicts, and a record is an entry of the dict `records`. Only `_put` and
@@ -12,8 +12,8 @@ How it works:
     a call, `atomic` puts the old entries back, the last one first.
 
     `_change` puts a copy of a record into `records`. The call may then assign the fields of that
-    copy, because `atomic` puts the old record back. The copy shares its dicts with the old record,
-    so their entries are changed in the same way, or the whole dict is replaced:
+    copy, because `atomic` puts the old record back. The copy shares its dicts with the old record.
+    So the call changes an entry with `_put`, or it assigns a new dict:
 
         request = self._change(key)                      # journal: records, key, old request
         request.expires = now + 30                       # a field of the copy
@@ -48,7 +48,7 @@ from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import Key, Message, RankAddress
 
 NEVER = math.inf, 0
-# Entries of the heap that may be out of date, beside one for each record.
+# The heap is rebuilt when it has more than two entries for each record plus this many.
 SPARE = 64
 
 
@@ -118,7 +118,7 @@ class Record(msgspec.Struct, eq=False, kw_only=True):
     """A record of a ledger.
 
     Attributes:
-        wake: When the ledger looks at it next, and the order in that moment.
+        wake: Next time to look at the record, and a counter that breaks ties.
     """
 
     wake: tuple[float, int] = NEVER
@@ -139,9 +139,10 @@ T = TypeVar("T")
 
 
 def atomic(act: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """Undo all changes of a method if an exception leaves it. The method must not call another.
+    """Undo all changes of a method if an exception leaves it.
 
-    The actions that it returns are also kept in `Ledger.actions`.
+    The actions that the method returns are also kept in `Ledger.actions`. An atomic method must not
+    call another atomic method: each starts its own journal.
     """
 
     @functools.wraps(act)
@@ -186,7 +187,7 @@ class Ledger(Generic[K, R, A]):
 
     @property
     def due(self) -> float | None:
-        """Time of the next call of `tick`, or None. It may be too early."""
+        """Time of the next call of `tick`, or None. The call may then find nothing to do."""
         return self._wakes[0][0] if self.records and self._wakes else None
 
     @atomic
@@ -250,7 +251,7 @@ class Ledger(Generic[K, R, A]):
         if record.due < record.wake[0]:
             record.wake = record.due, next(self._order)
             heapq.heappush(self._wakes, (*record.wake, key))
-            # Otherwise the deadline of each load that ended early would stay until it has passed.
+            # A load that ends early leaves its deadline in the heap. Remove such entries.
             if len(self._wakes) > 2 * len(self.records) + SPARE:
                 self._rebuild()
 

@@ -1,18 +1,18 @@
 """The producer's ledger: the requests that a producer rank holds, and when their blocks are free.
 
 Invariant: each request is freed exactly once, when all its readers are done or its lease is over.
-An abort frees nothing earlier. Later readers learn that their data is void. A reader that was sent
-`stopped` is never written to in that attempt. If readers disagree about how many will come, the
-request never completes: only its lease frees it. The ledger has no clock and no socket: time is an
-argument. Its memory is bounded.
+An abort frees no blocks. It only changes the answers: later readers receive `gone`. A reader that
+was sent `stopped` is never written to in that attempt. If readers disagree about how many will
+come, the request never completes: only its lease frees it. The ledger has no clock and no socket:
+time is an argument. Its memory is bounded.
 
 How it works:
     Each request is one record, a `HeldRequest`. Two tables of `kvspec.completion.states` drive it:
-    `PRODUCER` decides when its blocks are free, and `PUSH` what a reader of a push receives. The
-    column `action` of a row names the method that carries the row out.
+    `PRODUCER` decides when its blocks are free. `PUSH` decides what a reader of a push receives.
+    The column `action` of a row names the method that carries the row out.
 
-    A heartbeat extends a lease without a change of the heap of `Ledger`: the record is scheduled
-    again when its old time has come.
+    A heartbeat extends a lease, but does not change the heap of `Ledger`. When the old time comes,
+    the record is scheduled again.
 
     A *reader* is a rank with one sample. Readers of one incarnation of an engine share an
     `Incarnation`. A reader may make several attempts, and each of its messages contains how many
@@ -21,31 +21,33 @@ How it works:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
-        `expected` differs from what this engine knows   refuse
-        first of its incarnation, 16 are known           refuse, and dispute the request
-        first of its incarnation                         accept
+        `expected` is not the `readers` of `hold`        refuse
+        first message of its incarnation, 16 are known   refuse, and dispute the request
+        first message of its incarnation                 accept
         a later attempt than the incarnation's last      accept
         older than this reader's last message            refuse: it was delayed
-        first of its reader, of an earlier attempt       refuse: it was delayed
-        a heartbeat with the number of that message      refuse: it was repeated
+        an earlier attempt, a new reader                 refuse: it was delayed
+        a heartbeat with the number of the last message  refuse: it was repeated
         same attempt, another `expected`                 refuse, and dispute the request
         same attempt, a new reader, all have come        refuse, and dispute the request
         anything else                                    accept
 
-    An attempt is later, earlier or the same compared with the incarnation's last attempt.
+    An attempt is later, earlier or the same compared with the incarnation's last attempt. The limit
+    of 16 is `MAX_INCARNATIONS`. A new reader has sent no message before.
 
     For example, ranks A, B and C of one engine read, and each sends `expected=2`:
 
         A  heartbeat  attempt 0, number 1    accept: a new incarnation, attempt 0, 2 readers
         A  heartbeat  attempt 0, number 1    refuse: a copy must not extend the lease
         B  done       attempt 0, number 1    accept
-        C  heartbeat  attempt 0, number 1    refuse and dispute: a third reader of two
+        C  heartbeat  attempt 0, number 1    refuse and dispute: 2 have come already
         A  done       attempt 0, number 2    accept: but disputed, so never complete
 
     Without C's message, the request is complete after A's `done`.
 
     Each heartbeat has a new number, so a repeated one is a copy that the network or an attacker
-    made. A repeated `done` has the number of the first, because its answer may be lost.
+    made. A repeated `done` keeps its number. It is answered again, because the first answer may be
+    lost.
 """
 
 from __future__ import annotations
@@ -88,8 +90,9 @@ Reader = tuple[RankAddress, int]
 Target = tuple[int, int, RankAddress]
 # Incarnations of engines that may read one request. The limit bounds the memory.
 MAX_INCARNATIONS = 16
-# A reader beyond the limit receives no answer, so it keeps its blocks and sends again. It must not
-# receive `stopped`: it would reuse its blocks, and a later push could write into them.
+# Push records of all requests. Beyond the limit, `stop` gets no answer, so the reader keeps its
+# blocks and repeats `stop`. An answer `stopped` that is not recorded would be unsafe: a later push
+# could write into reused blocks.
 MAX_PUSHES = 1 << 16
 
 
@@ -141,7 +144,7 @@ class HeldRequest(Record, eq=False):
 
     Attributes:
         key: Its name.
-        expires: When its lease ends. When it is forgotten, if it is not held.
+        expires: End of the lease. If the request is not held: when it is forgotten.
         latest: The latest possible end of its lease.
         state: State of `kvspec.completion.states.PRODUCER`.
         fenced_until: Until when it must be remembered although it is unknown, because a reader
@@ -184,12 +187,12 @@ class HeldRequest(Record, eq=False):
 
     @property
     def complete(self) -> bool:
-        """Whether no reader reads, and none will come."""
+        """Whether all expected readers have come, and all readers are done."""
         if self.disputed or not self.incarnations:
             return False
         # Each incarnation: all readers of its last attempt have come, and all readers are done.
-        each = self.incarnations.values()
-        return all(one.come == one.expected and one.reading == 0 for one in each)
+        engines = self.incarnations.values()
+        return all(each.come == each.expected and each.reading == 0 for each in engines)
 
     def pinned(self, now: float) -> bool:
         """Return whether a push requires that the request is remembered."""
@@ -217,8 +220,8 @@ class HeldRequest(Record, eq=False):
     def repeats(self, message: ReaderStatus) -> bool:
         """Return whether *message* is a `done` that was answered before.
 
-        After that, the reader's messages are about another load: the data that was valid for the
-        first load may be gone.
+        A greater number means another load of the attempt. The first load's answer does not hold
+        for it: the data that was valid may be gone.
         """
         reader = self.reader(message.by, message.sample)
         if reader is None or not reader.done or not isinstance(message, Done):
@@ -290,7 +293,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     @property
     def pushes(self) -> int:
-        """Number of readers whose outcome of a push is remembered."""
+        """Number of pushes to readers that are remembered."""
         return self.counts["pushes"]
 
     @property
@@ -321,7 +324,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """Hold a request, and return actions.
 
         Args:
-            key: Name of the request. No other request had its nonce.
+            key: Name of the request. Its nonce must be new.
             now: Time in seconds.
             expected: Number of readers that will come, if the engine knows it.
             lease: Seconds to wait for the first reader. By default, the lease of the ledger.
@@ -402,7 +405,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """Record that writes to readers are about to be posted.
 
         Returns:
-            The readers to write to. The others gave the push up, or are done with the attempt.
+            The readers to write to. Readers that gave the push up, or are done with the attempt,
+            are left out.
 
         Raises:
             SpecError: If the request is not held, or this attempt was pushed before.
@@ -440,8 +444,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
 
-        Requests that an earlier incarnation reads are held until their lease is over, because it
-        may still read.
+        Requests that an earlier incarnation reads are held until their lease is over, because that
+        incarnation may still read.
 
         Raises:
             SpecError: If *epoch* is less than before.
@@ -496,18 +500,18 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     def _note(self, request: HeldRequest, message: ReaderStatus, answer: type[Message]) -> None:
         """Record an accepted message of a reader, and the kind of its answer."""
         name, reader = (message.by.engine_id, message.by.epoch), (message.by, message.sample)
-        one = copy.copy(request.incarnations.get(name)) or Incarnation()
-        self._put(request.incarnations, name, one)
-        if message.attempt > one.attempt:
-            one.attempt, one.expected, one.come = message.attempt, message.expected, 0
+        engine = copy.copy(request.incarnations.get(name)) or Incarnation()
+        self._put(request.incarnations, name, engine)
+        if message.attempt > engine.attempt:
+            engine.attempt, engine.expected, engine.come = message.attempt, message.expected, 0
         before, after = request.readers.get(reader), HeldReader(message, answer)
-        first = before is None or before.message.attempt < one.attempt
-        one.come += first and message.attempt == one.attempt
-        one.reading += (not after.done) - (before is not None and not before.done)
+        first = before is None or before.message.attempt < engine.attempt
+        engine.come += first and message.attempt == engine.attempt
+        engine.reading += (not after.done) - (before is not None and not before.done)
         self._put(request.readers, reader, after)
 
     def _keep(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
-        """Keep the last early message of each reader: it is done, or of a later attempt."""
+        """Keep the latest early message of each reader."""
         reader = (message.by, message.sample)
         old = request.early.get(reader)
         if old is None and self.counts["early"] == self.most_early:
@@ -516,7 +520,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self._count("early", old is None)
         if old is None or (message.attempt, message.number) > (old.attempt, old.number):
             self._put(request.early, reader, message)
-        # A request that is remembered for a push waits longer. The reader must not.
+        # A record that is kept for a push may live long. Still answer the reader within one lease.
         request.expires = min(request.expires, self._now + self.lease)
         return []
 
@@ -568,8 +572,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     def _push_message(self, request: HeldRequest, message: Message) -> list[HoldAction]:
         """Answer a heartbeat or `stop` if it is about a push.
 
-        Call this before the ledger counts the message: `finished` must describe the reader as it
-        was before.
+        Call this before the ledger counts the message: `finished` needs the reader's state before
+        it.
         """
         target = message.attempt, message.sample, message.by
         state, event = request.push(target).state, "heartbeat"

@@ -4,8 +4,11 @@ Invariant: a transition that is not in a table cannot happen. Blocks are freed o
 *freed*, and no row leads back from there, so a request is freed once. A load becomes *done* by one
 row, after its sources answered `valid`. It becomes *failed* by one row, when no byte can move.
 
-Time ends each state of a request or a load except *draining*, which lasts until no transfer can
-write. A push in flight lasts until its transfers have ended. Its request is remembered until then.
+Time ends each state of a request or a load except *draining*. *draining* has no time limit: it ends
+when no transfer can write. A push in flight lasts until its transfers have ended. The producer
+remembers the request until its pushes have ended.
+
+The session sends `stop` and the messages about checksums. No row does.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ PRODUCER: dict[tuple[str, str], Row] = {
 
 *again* is a repeated `done` of a reader that is done. *complete* means that all expected readers
 are done. *time* means that the lease is over. A freed or unknown request is remembered for one more
-lease. *pinned* is *time* for a request that must be remembered because of a push.
+lease. *pinned* replaces *time* while a push requires that the request is remembered.
 """
 
 PUSH: dict[tuple[str, str], Row] = {
@@ -83,8 +86,8 @@ PUSH: dict[tuple[str, str], Row] = {
 }
 """The transitions of a push to one reader in one attempt, by state and event.
 
-*anew* is a heartbeat of a reader that was done with the attempt. *stopped* is a fence: this rank
-never writes to the reader in this attempt again.
+*anew*: a reader sends a heartbeat although it was done with the attempt. It has started another
+load. *stopped* is a fence: this rank never writes to the reader in this attempt again.
 """
 
 CONSUMER: dict[tuple[str, str], Row] = {
@@ -99,7 +102,7 @@ CONSUMER: dict[tuple[str, str], Row] = {
     ("verifying", "valid"): Row("done", "await", "each source answered after it was read"),
     ("verifying", "fault"): Row("draining", "fail", "a source is gone, or does not answer in time"),
     ("draining", "fault"): Row("draining", "", "it has already failed by its first fault"),
-    ("draining", "quiet"): Row("failed", "release", "nothing in flight can write its blocks"),
+    ("draining", "quiet"): Row("failed", "report", "nothing in flight can write its blocks"),
     ("done", "fault"): Row("done", "", "it ended already"),
     ("done", "answered"): Row("forgotten", "close", "every producer rank has answered"),
     ("done", "time"): Row("forgotten", "close", "the other producer ranks are given up"),
@@ -112,7 +115,7 @@ CONSUMER: dict[tuple[str, str], Row] = {
 *connected* means that the producer is connected and the reads are posted. *whole* means that
 nothing is missing, and that the data was compared if it must be. *valid* means that every source
 answered `valid` after its last byte had arrived. *quiet* means that no step is open. *answered*
-means that no message is left to send. *time* means that the patience is over. A *fault* is an
+means that every producer rank has answered. *time* means that the patience is over. A *fault* is an
 error, a deadline or a cancellation.
 """
 
