@@ -13,12 +13,12 @@ How it works:
     a message             `wait` of the channel returns
     a timer of a ledger   the session returns the seconds until then, at most `IDLE`
     bytes move            NIXL has no event for it, so the rest lasts only `BUSY` seconds
-    another thread calls  `wake`, if the thread should rest less than it intended. A channel without
-                          `wake` polls each `UNWOKEN` seconds instead
+    another thread calls  the caller wakes the thread if it must poll sooner. If the channel has no
+                          `wake`, the thread polls every `UNWOKEN` seconds
     ====================  =====================================================================
 
     Other threads may poll too, and then they take messages and wake-ups that the thread waits for.
-    So each of them calls `wake` after its poll, in case that something moves now.
+    So each of them calls `wake` after its poll, because bytes may move now.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ are valid.
 
 
 class SessionLock:
-    """A lock of the process that created it. A thread may take it again."""
+    """A lock of the process that created it. It is reentrant."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -78,7 +78,7 @@ class Background:
     """A thread that polls a session until it is stopped.
 
     Args:
-        step: The poll. It is called with the lock.
+        step: The poll. It is called while the lock is held.
         rest: Returns how many seconds the next poll may be away.
         channel: Its `wait` is where the thread rests.
         lock: The lock of the session.
@@ -100,7 +100,7 @@ class Background:
         self._thread.start()
 
     def wake(self) -> None:
-        """End the rest if it is longer than it has to be by now. Call this with the lock."""
+        """End the rest if the thread must poll earlier. Call this with the lock."""
         if self._wake is not None and time.monotonic() + self._rest() < self._until:
             self._wake()
 

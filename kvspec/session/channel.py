@@ -30,7 +30,8 @@ How it works:
         2      b: 1                        a3, c2, c3, b2   nothing
 
     Connecting is slowed down too: after `ACCEPTS` connections the listener rests for `REST`
-    seconds. A stranger has at least 128 / 16 x 0.025 = 0.2 s to show that it knows the secret.
+    seconds. At 16 connections in 0.025 s, 128 strangers need 0.2 s. So a stranger has at least
+    0.2 s to show that it knows the secret.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ MAX_UNREAD = 1 << 20
 MAX_STRANGERS = 128
 """Accepted connections that have shown no right seal. At most 1/8 of the process's descriptors."""
 MAX_ACCEPTED = 1024
-"""Accepted connections that have. At most half of the process's descriptors."""
+"""Trusted connections: they have shown a right seal. At most half of the process's descriptors."""
 ACCEPTS = 16
 """Connections that one poll accepts."""
 FRAMES = 256
@@ -73,7 +74,7 @@ REST = 0.025
 """Seconds for which the listener rests after `ACCEPTS` connections, or without descriptors."""
 STALL = 10.0
 """Seconds in which a connection is established, and a message that has begun makes progress."""
-EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - hosts to listen on, and none to be reached by
+EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - hosts to listen on that are no address for peers
 _CHUNK = 256 << 10
 _SIZE = 4  # bytes of a message's length
 
@@ -136,8 +137,8 @@ class _Link:
     Attributes:
         most: Bytes of the longest message that the peer may send.
         moved: When bytes last came or went.
-        taken: When the peer last took bytes, or when the first byte began to wait for it.
-        came: Bytes that arrived and were not returned yet.
+        taken: When the peer last accepted bytes, or when the first unsent byte began to wait.
+        received: Bytes that arrived and were not returned yet.
         unsent: Bytes that the peer has not taken yet.
     """
 
@@ -147,7 +148,7 @@ class _Link:
     moved: float
     taken: float
     connecting: bool = False
-    came: bytearray = attrs.field(factory=bytearray)
+    received: bytearray = attrs.field(factory=bytearray)
     unsent: bytearray = attrs.field(factory=bytearray)
 
     @property
@@ -158,12 +159,12 @@ class _Link:
     @property
     def size(self) -> int:
         """Bytes of the next message without its length. -1 until the length has arrived."""
-        return int.from_bytes(self.came[:_SIZE], "big") if len(self.came) >= _SIZE else -1
+        return int.from_bytes(self.received[:_SIZE], "big") if len(self.received) >= _SIZE else -1
 
     @property
     def whole(self) -> bool:
         """Whether the next message has arrived."""
-        return 0 <= self.size <= min(self.most, len(self.came) - _SIZE)
+        return 0 <= self.size <= min(self.most, len(self.received) - _SIZE)
 
 
 class TcpChannel:
@@ -205,7 +206,8 @@ class TcpChannel:
             raise TransferError(message, rank=host, state=TransferState.UNAVAILABLE) from error
         self.address = f"{public or host}:{self._listener.getsockname()[1]}"
         self._waker, self._woken = socket.socketpair()
-        self._reserve = socket.socket()  # a descriptor for the moment without others: `_refuse`
+        # A spare descriptor. `_refuse` closes it when the process has no other.
+        self._reserve = socket.socket()
         self._selector = selectors.DefaultSelector()
         for each in (self._listener, self._woken, self._waker):
             each.settimeout(0)
@@ -313,10 +315,10 @@ class TcpChannel:
             # `_flush` may have closed the connection, and a new one may have its route.
             if events & selectors.EVENT_READ and self._links.get(link.route) is link:
                 self._turns.setdefault(link.route, link)
-        came = self._take_turns()
+        messages = self._take_turns()
         # Last: after a long time without a call, the bytes that arrived meanwhile are progress.
         self._drop_stalled(time.monotonic())
-        return came
+        return messages
 
     def wait(self, timeout: float) -> None:
         """Wait until data arrives or can be sent, or `wake`, for at most *timeout* seconds."""
@@ -398,8 +400,8 @@ class TcpChannel:
 
     def _drop(self, link: _Link) -> None:
         if self._links.pop(link.route, None) is not None:
-            for some in (self._strangers, self._trusted, self._turns):
-                some.pop(link.route, None)
+            for links in (self._strangers, self._trusted, self._turns):
+                links.pop(link.route, None)
             self.lost += bool(link.unsent)
             self._selector.unregister(link.socket)
             link.socket.close()
@@ -411,7 +413,7 @@ class TcpChannel:
         for link in tuple(self._links.values()):
             # A peer that waits for its turn does not stall. A peer that writes but does not read
             # stalls, because its own bytes are not progress here.
-            begun = link.connecting or (link.came and link.route not in self._turns)
+            begun = link.connecting or (link.received and link.route not in self._turns)
             if (begun and now - link.moved > STALL) or (link.unsent and now - link.taken > STALL):
                 self._drop(link)
 
@@ -438,7 +440,7 @@ class TcpChannel:
 
     def _take_turns(self) -> list[tuple[str, bytes]]:
         """Return messages of the peers whose turn it is. The others keep their places."""
-        came: list[tuple[str, bytes]] = []
+        messages: list[tuple[str, bytes]] = []
         allowed = {False: FRAMES, True: FRAMES // 4}  # by whether it is a stranger
         for route, link in tuple(self._turns.items()):
             strange = route in self._strangers
@@ -449,20 +451,20 @@ class TcpChannel:
             taken = 0
             while link.whole and taken < min(allowed[strange], TURN // 8 if strange else TURN):
                 stop, taken = _SIZE + link.size, taken + 1
-                came.append((route, bytes(link.came[_SIZE:stop])))
-                del link.came[:stop]
+                messages.append((route, bytes(link.received[_SIZE:stop])))
+                del link.received[:stop]
             allowed[strange] -= taken
             if link.size > link.most:
                 self._drop(link)
             elif link.whole:
                 self._turns[route] = link
-        return came
+        return messages
 
     def _read(self, link: _Link) -> None:
         """Read some bytes, unless a whole message waits already.
 
-        A connection is not read while one of its messages waits, so a peer that sends faster than
-        this side reads fills its own buffers, and no memory here.
+        A connection is not read while one of its messages waits. So a peer that sends faster than
+        this side reads uses its own buffers, not the memory of this process.
         """
         if link.whole:
             return
@@ -476,12 +478,12 @@ class TcpChannel:
             self._drop(link)
         if link.route in self._trusted:
             self._trusted[link.route] = self._trusted.pop(link.route)  # now the last one
-        link.came += chunk
+        link.received += chunk
         link.moved = time.monotonic()
 
 
 def _share(most: int, part: int) -> int:
-    """Return *most*, or one *part* of the descriptors that the process may have, if that is less.
+    """Return the smaller of *most* and the process's limit of descriptors divided by *part*.
 
     It is read each time, because a process can change its limit.
     """

@@ -203,7 +203,7 @@ class Audit:
             end: Time of `time.monotonic` at which to stop.
 
         Returns:
-            "" once everything is equal, the difference once it is known, and None before.
+            "" if everything is equal, the difference or fault if it is known, or None.
         """
         if self.nixl.closed:
             self.verdict = TransferState.CLOSED
@@ -227,7 +227,9 @@ class Audit:
                     if question.work.total != question.answer:
                         return self._narrow(question.rank, question.extent)
                     del self._open[number]
-                elif not complete or self.differs:  # The first of two halves has to be first.
+                elif not complete or self.differs:
+                    # Compare the first half completely before the second, so that the first
+                    # difference is found.
                     break
         except SpecError as error:
             return str(error)
@@ -248,7 +250,7 @@ class Audit:
         return True
 
     def _ask(self, contents: Iterable[tuple[RankId, Extent]]) -> dict[int, Question]:
-        """Return new questions: all of them at once, so that an interrupt leaves all or none."""
+        """Return new questions. One expression builds them: an interrupt leaves all or none."""
         tables = self.request.consumer_blocks
         return {
             next(_NUMBERS): Question(rank, extent, Work(sums_of(self.cache, tables, extent)))
@@ -266,7 +268,10 @@ class Audit:
 def extents_of(
     plan: TransferPlan, request: TransferRequest, producer: RankId, consumer: RankId
 ) -> Iterator[Extent]:
-    """Yield the extents that *request* moves from *producer* to *consumer*, each fits a message."""
+    """Yield the extents that *request* moves from *producer* to *consumer*.
+
+    Each extent fits into one message.
+    """
     for edge in plan.between(producer, consumer):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
         block = plan.consumer.virtual_block(groups[1])
@@ -307,7 +312,7 @@ def _same_extents(
 def sums_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) -> Iterator[int]:
     """Yield sums that add up, modulo 2**64, to this rank's checksum of *extent*.
 
-    Each sum is a little work, so that a caller may pause between two of them.
+    Each sum takes a short time, so a caller may pause between two of them.
 
     Args:
         cache: Memory of the rank.

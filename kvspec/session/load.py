@@ -8,7 +8,7 @@ How it works:
 
         state       in this state                                    leaves it when
         ----------  -----------------------------------------------  ---------------------------
-        connecting  the producer is connected, if a ticket names it  its reads are posted
+        connecting  a producer named by a ticket is being connected  its reads are posted
         moving      data arrives; then checksums are compared;       all data has arrived, and
                     heartbeats keep the request held                 was compared if asked for
         verifying   the producers are asked whether the data was     each producer rank that was
@@ -25,7 +25,12 @@ How it works:
 
     In *done* and *failed* the load repeats its last messages. They are over when every producer
     rank has answered, or after `patience` seconds. Until then the request id stays taken. A load
-    sends none if it fails with `again`, or before its producer is connected.
+    sends no last messages if it fails with `again`.
+
+    A load that fails before its producer is connected sends none either. If a ticket names the
+    producer, the session declines the request once that producer is connected, but not with
+    `again`.
+
     `Load.state` is "moving" in the first three states and in *draining*.
 
     Data arrives in one of three ways. A load reads all of it at once, or it follows: then it reads
@@ -67,7 +72,7 @@ LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected again."""
 VOID = "the contents of its `undefined_blocks` are void: compute them, or load the request again"
 LAST_SLEEP = 1e-2
-"""Seconds for which a task that awaits a load sleeps at most. Many tasks may wait at once."""
+"""Longest sleep of an awaiting task between polls. It exceeds that of `wait`: tasks may be many."""
 
 
 @attrs.frozen
@@ -103,7 +108,7 @@ def stop(transfers: Iterable[Transfer], why: str) -> None:
 def unstored(
     nixl: NixlRank, operation: str, request_id: str, stored: Container[object]
 ) -> Iterator[Transfer]:
-    """Yield the transfers of a request that an interrupted call posted, but did not store."""
+    """Yield transfers of a request that an interrupted call posted and that are not in *stored*."""
     for transfer in nixl.transfers:
         wanted = (transfer.request, transfer.operation) == (request_id, operation)
         if wanted and transfer not in stored:

@@ -41,13 +41,13 @@ class Counters:
 class SessionStats:
     """Numbers of the things that a session holds.
 
-    All but the counters are zero after everything has ended and the session is closed. The counters
-    do not take part in comparisons.
+    Once everything has ended and the session is closed, all numbers except the counters are zero.
+    The counters do not take part in comparisons.
 
     Attributes:
         loads: Loads that still send or expect messages.
         steps: Steps that may still write.
-        pushes: Readers whose outcome of a push is remembered, because they may send again.
+        pushes: Pushes to readers that the ledger remembers, because the readers may send again.
         held: Requests that are held for readers.
         remembered: Requests that the ledger still remembers.
         engines: Connected engines.

@@ -1,13 +1,14 @@
 """The ticket that a producer's scheduler sends to a consumer for a held prompt, through a router.
 
 Invariant: a changed ticket is refused, and the error names the field. The producer seals it with
-the secret of both engines. Without a secret, any writer of the router can forge a ticket. A
-consumer cannot request more than the ticket holds.
+the secret of both engines. Without a secret, anyone who can change what the router sends can forge
+a ticket. A consumer cannot request more than the ticket holds.
 
 How it works:
-    A prompt of N tokens has two numbers. The producer computes all of it, so `computed_tokens` of
-    the ticket is N. A consumer computes the last token of the prompt itself, because it needs the
-    logits. So it usually moves N - 1 tokens, the `num_tokens` of its `TransferRequest`:
+    A prompt of N tokens has two numbers. The producer usually computes all of it, so
+    `computed_tokens` of the ticket is N. A consumer computes the last token of the prompt itself,
+    because it needs the logits. So it usually moves N - 1 tokens, the `num_tokens` of its
+    `TransferRequest`:
 
         prompt             t0  t1  t2  t3  t4
         computed_tokens    x   x   x   x   x      5, in the ticket
@@ -15,7 +16,7 @@ How it works:
 
     Some engines do not compute the last token again: their producer samples the first new token,
     and the consumer begins with it. `first_token` carries it. A consumer that needs it calls
-    `sampled`, which refuses a ticket of a producer that samples nothing.
+    `sampled`, which refuses a ticket without `first_token`.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class PrefillTicket:
         engine_id: Name of the producer.
         addresses: Addresses of the channels of its ranks.
         remote_id: Name of the request, from `new_remote_id`.
-        computed_tokens: Number of tokens that the producer has computed, all of the prompt. The
-            request of a consumer usually has one less.
+        computed_tokens: Number of tokens that the producer has computed, usually the whole prompt.
+            The request of a consumer usually has one less.
         tables: Block tables of the producer, by group.
         content: Checksum of these tokens from `content_of`, or "".
         first_token: The first new token, if the producer has sampled it.
@@ -133,7 +134,9 @@ class PrefillTicket:
             raise SpecError("first_logprobs", self.first_logprobs, rule=rule)
 
     def check(self, token_ids: Sequence[int], consumer: str | None = None) -> None:
-        """Compare *token_ids* with the content of the ticket, as far as both are known.
+        """Compare *token_ids* with the content of the ticket.
+
+        Fields that the ticket lacks are not compared.
 
         Args:
             token_ids: All tokens of the prompt that the consumer was asked for.
@@ -274,6 +277,8 @@ class PrefillTicket:
             request_id=request_id,
             num_tokens=num_tokens,
             cached_tokens=cached,
+            # The producer's recurrent states have seen all computed tokens. They cannot be rewound,
+            # so a request with fewer tokens is refused if it moves such a state.
             state_tokens=self.computed_tokens,
             producer_blocks=self.tables,
             consumer_blocks=blocks,

@@ -1,7 +1,7 @@
 """Compute which blocks of the consumer a request writes, and how much of each.
 
-Invariant: a block belongs to one load until that load is over. Both sides compute the same checksum
-of the written blocks.
+Invariant: at most one open load writes a block. Both sides compute the same checksum of the written
+blocks.
 """
 
 from __future__ import annotations
@@ -70,21 +70,25 @@ def _moving(plan: TransferPlan, group: KVCacheGroup) -> Iterator[LayerSpec]:
 def blocks_of(plan: TransferPlan, request: TransferRequest) -> Blocks:
     """Return the blocks that *request* writes on the consumer, by group.
 
-    A group without a table, or of which every layer is excluded, has none. Its table is not read,
-    so that it may be short: a draft's table usually is.
+    Groups without a table are left out, and so are groups whose layers are all excluded. The table
+    of an excluded group may be short, for example that of a draft model.
     """
     found: dict[str, Ids] = {}
     null = plan.consumer.null_block
     for group in plan.consumer.groups:
         if group.name in request.consumer_blocks:
-            some = [ids for _, ids in placed(plan, group, request)]
-            ids = some[0] if len(some) == 1 else np.concatenate([np.empty(0, np.int64), *some])
+            parts = [ids for _, ids in placed(plan, group, request)]
+            ids = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
             found[group.name] = ids if null is None else ids[ids != null]
     return {group: ids for group, ids in found.items() if len(ids)}
 
 
 def pushed_of(table: DescriptorTable, request: TransferRequest) -> Pushed:
-    """Return what *request* writes by *table*; `SpecError` where it has no blocks for it."""
+    """Return the description of the push of *request* over the rows of *table*.
+
+    Raises:
+        SpecError: If the request has no blocks for the tokens that it writes.
+    """
     plan, ranks = table.plan, (table.producer.rank, table.consumer.rank)
     engine = plan.consumer
     groups = dict.fromkeys(edge.group for edge in plan.between(*ranks))
@@ -122,7 +126,7 @@ class BlockLocks:
         self._busy: BusyRanges[str] = BusyRanges()
 
     def acquire(self, request_id: str, blocks: Blocks) -> None:
-        """Claim *blocks* until `release`. If it raises or is interrupted, call `release` as well.
+        """Claim *blocks* until `release`. Call `release` even if this raises.
 
         Raises:
             SpecError: If the cache does not have a block.
@@ -133,8 +137,8 @@ class BlockLocks:
         for group, ids in own.items():
             check_ids("consumer", group, ids, self._counts[group])
             pools.setdefault(self._pools[group], []).append(ids)
-        for pool, some in pools.items():
-            ids = np.concatenate(some)
+        for pool, parts in pools.items():
+            ids = np.concatenate(parts)
             conflict = self._busy.claim(request_id, pool, ids, ids + 1)
             if conflict is not None:
                 block, owner = conflict.start, conflict.owner
