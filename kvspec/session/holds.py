@@ -8,7 +8,8 @@ How it works:
     remote id is its only name. The ledger decides, and this module carries out what the ledger
     returns. The life of a held request (docs/ledgers.md contains the whole table):
 
-        unknown   A reader asked before `hold`. Its messages wait for a lease, then it gets `gone`.
+        unknown   A reader asked before `hold`. Its messages wait. One lease after the first
+                  message it receives `gone`.
         held      `hold` was called. Heartbeats extend the lease, at most until `longest` seconds
                   after `hold`. A reader that sends `done` receives `valid`. `record_progress`
                   informs the readers that follow. `push` writes to readers. Checksum requests are
@@ -19,8 +20,8 @@ How it works:
         freed     As many readers as expected have come and are done, or the lease is over, even
                   during a push. `settled` reports the request, and the blocks can be reused. Its
                   answers are remembered for one more lease, and while a push is in flight.
-        forgotten The record is gone. The message of a later reader makes the request unknown again,
-                  and after a lease that reader receives `gone`.
+        forgotten The record is gone. A later message creates a new record in *unknown*, and after a
+                  lease its reader receives `gone`.
 
     A *reader* is one consumer rank that reads one sample of a request. The push to a reader in one
     attempt has its own life inside the record:
@@ -39,8 +40,8 @@ How it works:
     and then fails, because some reader did not receive the request.
 
     An interrupt between any two lines loses no action, because the ledger keeps each action until
-    it was carried out. A push is known to `move` before anything is posted, so an interrupted push
-    ends like one that has failed.
+    it was carried out. `_pushes` contains a push before anything is posted, so `move` finishes an
+    interrupted push like one that has failed.
 """
 
 from __future__ import annotations
@@ -124,13 +125,15 @@ class Holds:
     def push(self, push: Push, timeout: float, attempt: int, sample: int) -> None:
         """Start *push*. Everything is checked before anything is posted.
 
-        If it is refused, its readers receive `stopped`, and this attempt can never be pushed.
+        If the request does not fit or the writes cannot be posted, its readers receive `stopped`,
+        and this attempt can never be pushed. If the ledger or an earlier check refuses the push, no
+        reader is informed.
         """
         positive_int("attempt", attempt, least=0)
         positive_int("sample", sample, least=0, most=MAX_READERS - 1)
         remote, request = push.remote, push.request
         ranks: dict[Target, RankId] = {
-            (attempt, sample, RankAddress(*remote.start, rank)): rank for rank in remote.lanes
+            (attempt, sample, RankAddress(*remote.incarnation, rank)): rank for rank in remote.lanes
         }
         if not ranks:
             # This rank writes nothing. Its readers may be done by now, and the request be free.
@@ -138,7 +141,8 @@ class Holds:
             return
         self._pushes.append(push)
         try:
-            # One line: an interrupt must not come between. The writes fail unless they are posted.
+            # One statement, so that an interrupt cannot separate the ledger from `left`. None marks
+            # a write that fails unless it is posted.
             push.left = dict.fromkeys(self.ledger.begin_push(push.key, ranks), ((), None))
             targets = {ranks[target]: target for target in push.left}
             sides = remote.sides(request, targets)
@@ -198,9 +202,10 @@ class Holds:
             self._pushes.remove(push)
 
     def tick(self) -> None:
-        """Process the time. After the rank is closed, no request is confirmed as valid.
+        """Process the time. If the `NixlRank` is closed, abort all held requests.
 
         Peers on the same machine can still read the memory, and it may contain other data by then.
+        So no request may be confirmed as valid.
         """
         if self.ledger.holding and self.nixl.closed:
             self.answers.close()

@@ -26,9 +26,9 @@ How it works:
     A *step* in the ledger is one transfer, or one push of one producer rank. `Load.in_flight` has
     them. If the data must be compared, the ledger waits for that after the last step.
 
-    A load whose producer is named by a ticket waits in `waiting` until it is connected. So does a
-    ticket that was declined, and a load that failed while its producer was being connected: then
-    the producer is informed.
+    A load whose producer is named by a ticket waits in `waiting` until the producer is connected. A
+    declined ticket waits too. A load that fails while it waits stays there, so that the producer
+    can be informed afterwards.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ from kvspec.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
-TURN = 0.02  # Seconds in which transfers are moved, before anything else has its turn.
+TURN = 0.02  # Seconds that one poll spends on small transfers, and again on large ones.
 # A transfer is large if it has several batches. While a load without a large transfer is open, each
-# poll posts only one batch of one large transfer. A small load needs three polls, so it waits for
-# three such batches. Another small load often comes soon: the rule lasts so many seconds longer.
+# poll posts only one batch of one large transfer. A small load needs about three polls, so it waits
+# for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
+# than the load.
 QUIET = 0.1
 
 
@@ -100,12 +101,12 @@ class Loads:
     """The loads of one rank, by request id.
 
     Attributes:
-        book: The ledger.
+        ledger: The ledger.
         remotes: The connected engines.
         waiting: Loads and refusals whose producer is being connected.
     """
 
-    book: ConsumerLedger
+    ledger: ConsumerLedger
     nixl: NixlRank
     cache: RankCache
     now: Callable[[], float]
@@ -113,8 +114,8 @@ class Loads:
     remotes: Remotes
     loads: dict[str, Load] = attrs.field(factory=dict)
     waiting: list[Waiting] = attrs.field(factory=list)
-    _small: int = 0  # The flights whose turn is next.
-    _large: int = 0
+    _small: int = 0  # Index of the next small flight to poll.
+    _large: int = 0  # The same for large flights.
     _quiet: float = 0.0  # When large loads may take a whole turn.
     _declines: itertools.count[int] = attrs.field(factory=itertools.count)
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
@@ -122,21 +123,23 @@ class Loads:
     @property
     def moving(self) -> bool:
         """Whether anything is in flight, or is compared."""
-        return any(load.in_flight or self.book.unverified(n) for n, load in self.loads.items())
+        return any(load.in_flight or self.ledger.unverified(n) for n, load in self.loads.items())
 
     def open(self, load: Load, timeout: float) -> None:
         """Add *load* in the state *connecting*. It fails after *timeout* seconds.
 
         Call `give_up` if this or `begin` raises.
         """
-        self.act()  # The end of an earlier load of this name may only be recorded.
+        # An earlier load with this id may have ended in the ledger, but its actions are not carried
+        # out yet.
+        self.act()
         name = load.request.request_id
         if name in self.loads:
             raise SpecError("request_id", name, FREE_ID)
         load.began = self.now()
         load.deadline = load.began + timeout
         self.loads[name] = load
-        self.book.begin(name, load.began, timeout)
+        self.ledger.begin(name, load.began, timeout)
         self.messages.counters.loads_started += 1
 
     def begin(self, load: Load, remote: RemoteEngine) -> None:
@@ -149,7 +152,9 @@ class Loads:
         if load.ticket is not None:
             load.ticket.check_held(request)
         if options.verify:
-            load.audit = Audit(remote, request, self.book.me, self.nixl, self.cache, self.messages)
+            load.audit = Audit(
+                remote, request, self.ledger.me, self.nixl, self.cache, self.messages
+            )
         lanes = remote.lanes
         pushes = {r: pushed_of(lane.table, request) for r, lane in lanes.items() if options.pushed}
         sides = remote.sides(request, () if options.pushed or options.follow else lanes)
@@ -157,18 +162,18 @@ class Loads:
         sources = ends_of(load) if options.follow else whole
         load.plan = self._plan(remote, load.key, name, options, sources)
         self._locks.acquire(name, load.blocks)
-        self.book.assign(load.plan)
-        steps = {rank: self.book.start(name, rank) for rank in whole}
+        self.ledger.assign(load.plan)
+        steps = {rank: self.ledger.start(name, rank) for rank in whole}
         timeout = max(load.deadline - self.now(), 1e-3)
         transfers = self.nixl.move("READ", sides.values(), request=name, timeout=timeout)
-        moved = pushes | dict(zip(sides, transfers, strict=True))
-        load.in_flight |= {step: moved[rank] for rank, step in steps.items()}
-        self.book.connected(name, self.now())
+        flights = pushes | dict(zip(sides, transfers, strict=True))
+        load.in_flight |= {step: flights[rank] for rank, step in steps.items()}
+        self.ledger.connected(name, self.now())
 
     def _plan(
         self, remote: RemoteEngine, key: Key, name: str, options: LoadOptions, sources: Sources
     ) -> LoadPlan:
-        engine_id, epoch = remote.start
+        engine_id, epoch = remote.incarnation
         expected = {rank: readers * options.samples for rank, readers in remote.readers.items()}
         if (most := max(expected.values(), default=0)) > MAX_READERS:
             raise SpecError("samples", most, f"at most {MAX_READERS} readers of all samples")
@@ -189,7 +194,7 @@ class Loads:
     def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions) -> None:
         """Inform the producer that this rank will not load a request."""
         plan = self._plan(remote, key, f"decline {next(self._declines)}", options, {})
-        self.book.expect(plan, self.now(), 0.0)
+        self.ledger.expect(plan, self.now(), 0.0)
 
     def cancel(
         self, load: Load, why: str = "cancelled", state: TransferState = TransferState.STOPPED
@@ -197,7 +202,7 @@ class Loads:
         """Give up a load, unless it has ended."""
         name = load.request.request_id
         if self.loads.get(name) is load:
-            self.book.cancel(name, self.now(), why, state)
+            self.ledger.cancel(name, self.now(), why, state)
             self.act()
 
     def give_up(self, load: Load, error: BaseException) -> None:
@@ -211,24 +216,23 @@ class Loads:
         load.fail(None, why, state, error)
         self._adopt(load, why, state)
         self.cancel(load, why, state)
-        if name not in self.book.records:  # The ledger may not know the load yet.
+        if name not in self.ledger.records:  # The ledger may not know the load yet.
             self.loads.pop(name, None)
 
     def _adopt(self, load: Load, why: str, state: TransferState) -> None:
         """Fail each step of *load* that an interrupt left without a flight.
 
-        Its transfer may have been posted. It is unknown which step a posted transfer belongs to. So
-        any step stays open until that transfer ends, and its rank may be wrong.
+        Its transfer may have been posted. We cannot know which step a posted transfer belongs to.
+        So any step stays open until that transfer ends, and the rank of the step may be wrong.
         """
         name = load.request.request_id
         strays = [*unstored(self.nixl, "READ", name, load.in_flight.values())]
-        for step in sorted(self.book.open_steps(name).difference(load.in_flight)):
+        for step in sorted(self.ledger.open_steps(name).difference(load.in_flight)):
             quiet = not strays
             if strays:
-                # Any step and any rank: the step only has to stay open until the transfer ends.
                 load.in_flight[step] = strays.pop()
             now = self.now()
-            self.book.fail(step, why, now, quiet=quiet, state=state)
+            self.ledger.fail(step, why, now, quiet=quiet, state=state)
 
     def wait_for(self, waiting: Waiting) -> None:
         """Begin or decline a request when its producer is connected."""
@@ -240,14 +244,14 @@ class Loads:
         for waiting in list(self.waiting):
             load = waiting.load
             draining = load is not None and load.state == "moving" and load.error is not None
-            if waiting.connection.attempt.done() and not draining:
+            if waiting.connection.future.done() and not draining:
                 self._serve(waiting, load)
                 self.waiting.remove(waiting)
 
     def _serve(self, waiting: Waiting, load: Load | None) -> None:
         remote = None
         try:
-            waiting.connection.attempt.result()
+            waiting.connection.future.result()
             remote = self.remotes.find("producer", waiting.connection.engine_id)
             if load is not None and load.state == "moving":
                 self.begin(load, remote)
@@ -265,9 +269,9 @@ class Loads:
         """Start to read what was written since the last time."""
         name = load.request.request_id
         try:
-            for advance in advances(self.book.readable(name), load.plan.sources):
+            for advance in advances(self.ledger.readable(name), load.plan.sources):
                 upto = {(advance.group, layer): advance.tokens.stop for layer in advance.layers}
-                self._advance(load, advance, self.book.start(name, advance.rank, upto))
+                self._advance(load, advance, self.ledger.start(name, advance.rank, upto))
                 if load.error is not None:
                     break
         except BaseException:
@@ -288,15 +292,15 @@ class Loads:
                 raise TransferError(message, state=TransferState.STALE_PEER)
             own = lane if advance.whole else lane.of_layer(self.nixl, advance.layers[0])
             sides = own.sides(load.request, tokens)
-            some = [sides] if len(sides[1][0]) else []
-            moved = self.nixl.move("READ", some, request=name, timeout=timeout)
+            needed = [sides] if len(sides[1][0]) else []
+            reads = self.nixl.move("READ", needed, request=name, timeout=timeout)
         except KVSpecError as error:
             why, state = _reason(error, TransferState.BUG)
             load.fail(rank, why, state)
-            self.book.fail(step, why, self.now(), state=state)
+            self.ledger.fail(step, why, self.now(), state=state)
             return
-        if moved:
-            load.in_flight[step] = moved[0]
+        if reads:
+            load.in_flight[step] = reads[0]
         else:
             self._end(load, step)
 
@@ -316,10 +320,10 @@ class Loads:
                     message = msgspec.structs.replace(message, group=home.name)
                 if (load := self._find(message)) is not None and load.options.follow:
                     load.advanced = True
-            self.book.receive(message, self.now())
+            self.ledger.receive(message, self.now())
 
     def _find(self, message: Message) -> Load | None:
-        return self.loads.get(self.book.find(message) or "")
+        return self.loads.get(self.ledger.find(message) or "")
 
     def move(self) -> None:
         """Make progress on all loads, in turns."""
@@ -331,13 +335,13 @@ class Loads:
         end = time.monotonic() + TURN
         small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for name, load in list(self.loads.items()):
-            if load.audit is not None and self.book.unverified(name):
+            if load.audit is not None and self.ledger.unverified(name):
                 self._compare(load, load.audit, end)
             for step, flight in load.in_flight.items():
                 long = isinstance(flight, Transfer) and len(flight.batches) > 1
                 (large if long else small).append((load, step))
         self._small = self._poll(small, self._small, end)
-        # A load without a long transfer waits for answers of its producer.
+        # If any load has no large transfer, it waits for something short. Give it time.
         now = time.monotonic()
         if self.loads.keys() - {load.request.request_id for load, _ in large}:
             self._quiet = now + QUIET
@@ -345,7 +349,7 @@ class Loads:
         self._large = self._poll(large, self._large, now + share)
 
     def _poll(self, steps: list[tuple[Load, Step]], first: int, end: float) -> int:
-        """Poll some flights until the time is *end*, at least one. Return the next one's number."""
+        """Poll at least one flight, until *end*. Return the index of the next one."""
         for place in range(first, first + len(steps)):
             load, step = steps[place % len(steps)]
             flight = load.in_flight.get(step)
@@ -375,7 +379,7 @@ class Loads:
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Loads from another one fail."""
-        self.book.connect(engine_id, epoch, self.now())
+        self.ledger.connect(engine_id, epoch, self.now())
         self._leave(engine_id, epoch)
 
     def disconnect(self, engine_id: str) -> None:
@@ -384,16 +388,16 @@ class Loads:
             if load.connected and load.engine_id == engine_id:
                 self.cancel(load, f"{engine_id} was disconnected", TransferState.GONE)
         self._leave(engine_id)
-        self.book.disconnect(engine_id)
+        self.ledger.disconnect(engine_id)
 
     def _leave(self, engine_id: str, epoch: int | None = None) -> None:
-        """Record that all incarnations of an engine except *epoch* have stopped writing.
+        """Treat the pushes of all incarnations of an engine except *epoch* as ended.
 
-        Pushes count as ended. Of this rank's reads, those that are over are reported now. The
-        others wait for `move`.
+        Reads of this rank that are over are reported now. The others wait for `move`.
         """
         for load in list(self.loads.values()):
-            if load.connected and load.engine_id == engine_id and load.remote.start[1] != epoch:
+            concerned = load.connected and load.engine_id == engine_id
+            if concerned and load.remote.incarnation[1] != epoch:
                 for step, flight in list(load.in_flight.items()):
                     if isinstance(flight, Transfer):
                         self._settle(load, step, flight, 0.0)
@@ -403,9 +407,9 @@ class Loads:
 
     def _stop_pushes(self, load: Load) -> None:
         """Ask the producers that push to stop. Repeat it until they answer."""
-        load.stop_again = self.now() + self.book.heartbeat
+        load.stop_again = self.now() + self.ledger.heartbeat
         for step in load.in_flight:
-            self.messages.send(StopWriting(*load.plan.about(self.book.me, step.rank)))
+            self.messages.send(StopWriting(*load.plan.about(self.ledger.me, step.rank)))
 
     def _settle(self, load: Load, step: Step, transfer: Transfer, end: float) -> None:
         """Poll a transfer. Report its end to the ledger when nothing of it can move."""
@@ -421,7 +425,7 @@ class Loads:
             load.remote.lost |= state in LOST
             if not transfer.over:
                 now = self.now()
-                self.book.fail(step, why, now, quiet=False, state=state)
+                self.ledger.fail(step, why, now, quiet=False, state=state)
                 return
         load.written |= transfer.handles > 0
         self._end(load, step, why, state)
@@ -429,32 +433,32 @@ class Loads:
     def _end(
         self, load: Load, step: Step, why: str = "", state: TransferState = TransferState.GONE
     ) -> None:
-        """Report the end of a step to the ledger: everything has arrived, or *why* not."""
+        """Report the end of a step to the ledger. *why* is the reason of a failure, or ""."""
         load.written |= isinstance(load.in_flight.get(step), Pushed)
-        if step in self.book.open_steps(step.request_id):
+        if step in self.ledger.open_steps(step.request_id):
             now = self.now()
             if why:
-                self.book.fail(step, why, now, state=state)
+                self.ledger.fail(step, why, now, state=state)
             else:
-                self.book.finish(step, now)
+                self.ledger.finish(step, now)
         # Last: if this is interrupted, the next poll ends the step again.
         load.in_flight.pop(step, None)
 
     def _compare(self, load: Load, audit: Audit, end: float) -> None:
         """Compare checksums with the producers, after everything has arrived."""
-        why = audit.move(load.plan, self.now(), self.book.heartbeat, end)
+        why = audit.move(load.plan, self.now(), self.ledger.heartbeat, end)
         if why is None:
             return
         if why:
             load.fail(audit.source, why, audit.verdict)
             self.cancel(load, why, audit.verdict)
         else:
-            self.book.verified(load.request.request_id, self.now())
+            self.ledger.verified(load.request.request_id, self.now())
         audit.cancel()
 
     def act(self) -> None:
         """Carry out the actions of the ledger."""
-        self.messages.act(self.book.actions, self._change)
+        self.messages.act(self.ledger.actions, self._change)
 
     def _change(self, action: Action) -> None:
         """Carry out an action that concerns one load."""
@@ -542,5 +546,5 @@ def advances(readable: Mapping[RankId, Mapping[Place, range]], ends: Sources) ->
                     by_tokens.setdefault(ranges[group, layer], []).append(layer)
             for tokens, layers in by_tokens.items():
                 whole = layers == all_layers
-                for some in [layers] if whole else [[layer] for layer in layers]:
-                    yield Advance(rank, group, tuple(some), tokens, whole)
+                for moved in [layers] if whole else [[layer] for layer in layers]:
+                    yield Advance(rank, group, tuple(moved), tokens, whole)

@@ -69,16 +69,17 @@ INTRODUCTION = b"kvspec-introduction-2\n"
 ASK_AGAIN = 0.5
 """Seconds between two questions to one rank."""
 LINGER = 2 * ASK_AGAIN
-"""Seconds for which a process counts as reached after its connection has ended.
+"""For so many seconds after a connection has ended, the peer counts as reached.
 
 A process with another secret or version closes the connection at each question.
 """
 REST = 1e-2
 """Seconds between two looks for an introduction."""
 CHALLENGE_AGAIN = 0.25
-"""Seconds before a route is challenged again; less than `ASK_AGAIN`, since either may be lost.
+"""Seconds before a route is challenged again.
 
-A replayed stream of questions is answered this often, so that it fills no queue.
+It is less than `ASK_AGAIN`. So if a challenge is lost, the next question is answered. A replayed
+stream of questions is answered this often, so that it fills no queue.
 """
 NONCE = 16
 """Bytes of a challenge."""
@@ -87,7 +88,7 @@ MAX_CHALLENGES = 1 << 12
 MAX_ROUTES = 1 << 16
 """Ranks whose route is remembered. The one that was silent longest is forgotten."""
 MAX_REFUSED = 256
-"""Messages that changed nothing whose reasons are kept."""
+"""Number of refusal reasons to keep."""
 LOG = logging.getLogger("kvspec.session")
 
 _PURPOSES = MESSAGE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION
@@ -165,7 +166,7 @@ def introduced(sealed: object, secret: Secret) -> Introduced:
 
 
 def _lacking(_route: str) -> bool:
-    """Stand for a method that a channel lacks."""
+    """Take the place of an optional method that a channel lacks."""
     return True
 
 
@@ -210,23 +211,23 @@ class Messages:
         for address in addresses:
             self._resolve(address)
 
-    def connect(self, start: tuple[str, int], ranks: Iterable[Introduced]) -> None:
+    def connect(self, incarnation: tuple[str, int], ranks: Iterable[Introduced]) -> None:
         """Store the addresses of the *ranks* of one incarnation of an engine."""
-        own = {RankAddress(*start, rank.rank): rank.address for rank in ranks}
+        own = {RankAddress(*incarnation, rank.rank): rank.address for rank in ranks}
         self._addresses |= own
-        LOG.info("connected to %s, epoch %d: %d ranks", *start, len(own))
+        LOG.info("connected to %s, epoch %d: %d ranks", *incarnation, len(own))
 
-    def disconnect(self, starts: Iterable[tuple[str, int]]) -> None:
+    def disconnect(self, incarnations: Iterable[tuple[str, int]]) -> None:
         """Forget the addresses of some incarnations of engines."""
         self.flush()  # Their ranks learn which loads have failed.
-        for start in starts:
+        for gone in incarnations:
             kept = {
-                to: at for to, at in self._addresses.items() if (to.engine_id, to.epoch) != start
+                to: at for to, at in self._addresses.items() if (to.engine_id, to.epoch) != gone
             }
             if len(kept) < len(self._addresses):
                 self._addresses = kept
                 self._warned.intersection_update(kept.values())
-                LOG.info("disconnected from %s, epoch %d", *start)
+                LOG.info("disconnected from %s, epoch %d", *gone)
 
     def note(self, why: str) -> None:
         """Record why a message changed nothing."""
@@ -249,8 +250,8 @@ class Messages:
     def send(self, message: Message) -> None:
         """Send *message* to its receiver at the next `flush`.
 
-        A later heartbeat or `done` of a load makes an unsent one useless, and so does a later
-        progress of a layer. So a session that is not polled keeps few messages.
+        A later heartbeat or `done` of a load replaces an unsent one, and so does a later progress
+        of a layer. So a session that is not polled keeps few messages.
         """
         name: object = object()
         if isinstance(message, ReaderStatus | LayerProgress):
@@ -287,9 +288,9 @@ class Messages:
 
     def receive(self) -> Iterator[Message]:
         """Yield the messages that arrived. Handle questions and their answers."""
-        for route, came in self._channel.receive():
+        for route, received in self._channel.receive():
             try:
-                message = self._open(route, came)
+                message = self._open(route, received)
             except WireError as error:
                 self._refuse(route, error)
                 continue
@@ -317,42 +318,44 @@ class Messages:
         self._asked = dict.fromkeys(asked)
         since, last = dict.fromkeys(asked, begun), dict.fromkeys(asked, -math.inf)
         try:
-            while missing := [one for one, answer in self._asked.items() if answer is None]:
+            while missing := [at for at, answer in self._asked.items() if answer is None]:
                 with lock.held:
                     if self._closed:
                         raise TransferError("the session was closed", state=TransferState.CLOSED)
                     now = time.monotonic()
-                    for one in missing:
-                        if self._reaches(one):
-                            since[one] = since[one] if now - last[one] <= LINGER else now
-                            last[one] = now
-                        reached = now - last[one] <= LINGER
-                        start = since[one] if reached else max(begun, last[one])
+                    for address in missing:
+                        if self._reaches(address):
+                            if now - last[address] > LINGER:
+                                since[address] = now
+                            last[address] = now
+                        reached = now - last[address] <= LINGER
+                        start = since[address] if reached else max(begun, last[address])
                         most = timeout if reached else absent
                         if now - start >= most or now - begun >= timeout + absent:
-                            raise _silent(one, most, reached=reached)
+                            raise _silent(address, most, reached=reached)
                     if now >= again:
                         again = now + ASK_AGAIN
-                        for one in missing:
-                            self._channel.send(one, self._secret.seal(QUESTION, b""))
+                        for address in missing:
+                            self._channel.send(address, self._secret.seal(QUESTION, b""))
                 self._channel.wait(REST)
                 step()
-            return [answer for one in asked if (answer := self._asked[one]) is not None]
+            return [answer for at in asked if (answer := self._asked[at]) is not None]
         finally:
             self._asked = {}
 
-    def _open(self, route: str, came: object) -> Message | None:
-        """Handle the bytes *came*. Return them if they are a message to this session.
+    def _open(self, route: str, received: object) -> Message | None:
+        """Handle the bytes *received*. Return them if they are a message to this session.
 
         A channel may return any kind of buffer.
 
         Raises:
             WireError: If the seal is wrong, or the body of a message has no meaning.
         """
-        if not isinstance(came, bytes | bytearray | memoryview):
-            raise WireError("message", type(came).__name__, "bytes from the channel's `receive`")
-        data = bytes(came)
-        # Without a known purpose no seal is right, so any purpose gives the error.
+        if not isinstance(received, bytes | bytearray | memoryview):
+            kind = type(received).__name__
+            raise WireError("message", kind, "bytes from the channel's `receive`")
+        data = bytes(received)
+        # If the purpose is unknown, unseal with any purpose. It fails with the right error.
         purpose = next((each for each in _PURPOSES if data.startswith(each)), QUESTION)
         kind = purpose.decode().split("-")[1]
         body = self._secret.unseal(kind, purpose, data, _WANTED)
@@ -395,15 +398,15 @@ class Messages:
         nonce, sent = self._challenges.get(route, (b"", 0.0))
         if nonce and now - sent < CHALLENGE_AGAIN:
             return
-        # A challenge that is repeated keeps its bytes. If it changed, an answer that takes longer
-        # than the asker waits before it asks again would always be too late.
+        # A repeated challenge keeps its bytes. If each one were new, a slow answer would always be
+        # too late: the asker asks again before the answer arrives.
         nonce = nonce or secrets.token_bytes(NONCE)
         _keep(self._challenges, route, (nonce, now), MAX_CHALLENGES)
         self._channel.send(route, self._secret.seal(CHALLENGE, nonce))
 
 
 def _keep(entries: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    """Store an entry as the latest one. Of more than *most*, the oldest is removed."""
+    """Store an entry as the latest one. Remove the oldest if there are more than *most*."""
     entries[key] = value
     entries.move_to_end(key)
     if len(entries) > most:

@@ -69,7 +69,7 @@ from kvspec.wire.handshake import disagreements, one_engine
 
 @attrs.frozen(eq=False, slots=False)
 class Lane:
-    """The rows between this rank and one remote rank, as the lists of both sides that NIXL holds.
+    """The rows between this rank and one remote rank, as two prepared NIXL lists.
 
     Attributes:
         table: The table of the rows.
@@ -85,9 +85,10 @@ class Lane:
 
     @staticmethod
     def open(nixl: NixlRank, table: DescriptorTable, agent: str, role: Role) -> Lane:
-        """Let NIXL check the rows of *table*: those of *agent*, whose role is *role*, and its own.
+        """Prepare the rows of both ranks in NIXL, which checks them.
 
-        If the second list is refused, the first one is released.
+        *agent* is the remote rank, and *role* is its role. If the second list is refused, the first
+        one is released.
         """
         producer, consumer = (agent, None) if role == "producer" else (None, agent)
         first = nixl.prepare(table.producer_rows, table.producer_memory_type, producer)
@@ -138,20 +139,20 @@ class RemoteEngine:
 
     Attributes:
         role: Role of the engine for this rank.
-        start: The name of the engine, and its epoch.
+        incarnation: The name of the engine, and its epoch.
         plan: The plan between the two engines.
         ranks: The introductions of its ranks.
         tables: The tables of those ranks that exchange data with this rank.
-        readers: Of a producer, the ranks that receive this rank's messages, each with the number
-            of readers that it must expect.
+        readers: If the engine is a producer: for each rank that receives this rank's messages, how
+            many readers it must expect.
         lanes: The lanes to these ranks.
         agents: Names of the connected NIXL agents.
-        lost: Whether a transfer has failed in a way that only new connections mend.
+        lost: Whether a transfer has failed in a way that requires a new connection.
         closed: Whether the session was closed, so that no message of the engine is received.
     """
 
     role: Role
-    start: tuple[str, int]
+    incarnation: tuple[str, int]
     plan: TransferPlan
     ranks: dict[RankId, Introduced]
     tables: dict[RankId, DescriptorTable]
@@ -164,10 +165,10 @@ class RemoteEngine:
     @property
     def engine_id(self) -> str:
         """The name of the engine."""
-        return self.start[0]
+        return self.incarnation[0]
 
     def same(self, other: RemoteEngine) -> bool:
-        """Whether *other* was introduced as this one, and is not lost."""
+        """Whether *other* has the same introductions and prefix multiples, and is not lost."""
         contents = [
             (x.ranks, {table.prefix_multiple for table in x.tables.values()}) for x in (self, other)
         ]
@@ -222,7 +223,7 @@ def judged(
     ranks = one_engine(member.handshake for member in members)
     remote = next(iter(ranks.values()))
     sides = (remote, own.handshake) if role == "producer" else (own.handshake, remote)
-    pairs = [(one, own) if role == "producer" else (own, one) for one in members]
+    pairs = [(each, own) if role == "producer" else (own, each) for each in members]
     late = {mismatch for pair in pairs if (mismatch := _late(*pair)) is not None}
     if found := (*disagreements(*sides), *late):
         raise MismatchError(found)
@@ -262,20 +263,20 @@ class Connection:
     Attributes:
         engine_id: Name of the producer.
         addresses: Addresses of its ranks.
-        attempt: The result of connecting.
+        future: The result of connecting.
         lost: Whether a load failed since. The producer may have restarted at the same addresses.
     """
 
     engine_id: str
     addresses: tuple[str, ...]
-    attempt: Future[object]
+    future: Future[object]
     lost: bool = False
 
     @property
     def useless(self) -> bool:
         """Whether the producer must be connected again for the next load."""
-        done = self.attempt.done()
-        return self.lost or (done and (self.attempt.cancelled() or bool(self.attempt.exception())))
+        done = self.future.done()
+        return self.lost or (done and (self.future.cancelled() or bool(self.future.exception())))
 
 
 class Remotes:
@@ -288,7 +289,7 @@ class Remotes:
         lock: The lock of the session.
         connect: Connects the ranks at some addresses, and returns when that is done.
         disconnect: Disconnects an engine.
-        poll: Is called when a connection succeeded or failed: loads may wait for it.
+        poll: Callback after an attempt to connect: loads may wait for it.
         most: Number of producers of tickets that stay connected.
 
     Attributes:
@@ -320,7 +321,7 @@ class Remotes:
     def known(self, remote: RemoteEngine) -> RemoteEngine | None:
         """Return the connected engine if *remote* has the same introductions, else None."""
         self._check_open()
-        old = self._connected.get((remote.role, remote.start[0]))
+        old = self._connected.get((remote.role, remote.incarnation[0]))
         return old if old is not None and remote.same(old) else None
 
     def find(self, role: Role, engine_id: str | None, epoch: object = None) -> RemoteEngine:
@@ -335,8 +336,8 @@ class Remotes:
             wanted = f"one of the connected {role}s: {', '.join(names) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
         remote = self._connected[role, name]
-        if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.start[1]:
-            raise SpecError("epoch", epoch, f"{remote.start[1]}, the connected incarnation")
+        if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.incarnation[1]:
+            raise SpecError("epoch", epoch, f"{remote.incarnation[1]}, the connected incarnation")
         return remote
 
     def connection(self, ticket: PrefillTicket) -> Connection:
@@ -346,17 +347,17 @@ class Remotes:
         known = self._connections.get(name)
         if known is None or known.addresses != addresses or known.useless:
             known = Connection(name, addresses, self._thread.submit(self._fetch, addresses))
-            known.attempt.add_done_callback(lambda _: self._poll())
+            known.future.add_done_callback(lambda _: self._poll())
         self._connections[name] = known
         self._connections.move_to_end(name)
         if len(self._connections) > self._most:
             oldest, _ = self._connections.popitem(last=False)
-            # An error stays in the future: the session may be closed.
+            # Ignore errors, which stay in the future: the session may be closed meanwhile.
             self._thread.submit(self._disconnect, oldest)
         return known
 
     def connect(self, remote: RemoteEngine, timeout: float) -> None:
-        """Open a lane to each rank that has a table, which takes long. Or open none, and raise."""
+        """Open a lane to each rank that has a table, or open none and raise. This is slow."""
         try:
             for rank, table in remote.tables.items():
                 agent = self._nixl.connect(remote.ranks[rank].handshake.transport, timeout)
@@ -372,10 +373,10 @@ class Remotes:
         if self._coming is not remote:
             self._give_up(remote)
             self._check_open()
-            message = f"{remote.start[0]} was disconnected while it was being connected"
-            raise TransferError(message, rank=remote.start[0], state=TransferState.STOPPED)
+            message = f"{remote.incarnation[0]} was disconnected while it was being connected"
+            raise TransferError(message, rank=remote.incarnation[0], state=TransferState.STOPPED)
         self._coming = None
-        self._connected[remote.role, remote.start[0]] = remote
+        self._connected[remote.role, remote.incarnation[0]] = remote
 
     def _give_up(self, remote: RemoteEngine) -> None:
         self._coming = None
@@ -383,28 +384,31 @@ class Remotes:
         self.leave()
 
     def forget(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
-        """Forget the engine *engine_id*, except the parts that a *new* incarnation leaves valid.
+        """Forget the engine *engine_id*.
 
-        Returns the incarnations that are gone in all roles. Raises `TransferError` "busy" if the
+        If *new* is given, forget only older incarnations, and the role of *new* in any incarnation.
+        Return the incarnations that are gone in all roles. Raises `TransferError` "busy" if the
         same incarnation is to be connected again while its bytes still move.
         """
         gone = [
             key
             for key, old in self._connected.items()
-            if key[1] == engine_id and (new is None or key[0] == new.role or old.start != new.start)
+            if key[1] == engine_id
+            and (new is None or key[0] == new.role or old.incarnation != new.incarnation)
         ]
-        if self._coming is not None and self._coming.start[0] == engine_id:
+        if self._coming is not None and self._coming.incarnation[0] == engine_id:
             self._coming = None
         if new is None:
             self._connections.pop(engine_id, None)
         dropped = [self._connected.pop(key) for key in gone]
         self.leaving += dropped
         self.leave()
-        if new is not None and any(old.start == new.start for old in self.leaving):
+        if new is not None and any(old.incarnation == new.incarnation for old in self.leaving):
             message = f"bytes of an earlier load from {engine_id} are still moving: try again"
             raise TransferError(message, rank=engine_id, state=TransferState.BUSY)
         self._coming = self._coming if new is None else new
-        return {old.start for old in dropped} - {old.start for old in self._connected.values()}
+        remaining = {old.incarnation for old in self._connected.values()}
+        return {old.incarnation for old in dropped} - remaining
 
     def _check_open(self) -> None:
         if self._closed:

@@ -46,9 +46,12 @@ from kvspec.wire.messages import (
     key_of,
 )
 
-LEAVING = 0.02  # seconds between two looks whether an old engine's bytes have stopped
+LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
 ANSWER, ABSENT = 30.0, 2.0
-"""Seconds for which the producer of a ticket has to answer, and to accept a connection."""
+"""Time limits in seconds for the producer of a ticket.
+
+`ANSWER` is the time to answer, and `ABSENT` the time to accept a connection.
+"""
 
 
 class Session:
@@ -217,7 +220,7 @@ class Session:
                 prefix_multiple,
                 dead_tokens=self._dead_tokens,
             )
-            name, epoch = remote.start
+            name, epoch = remote.incarnation
             self._messages.resolve(each.address for each in remote.ranks.values())
             with self._lock.held:
                 if (known := self._remotes.known(remote)) is not None:
@@ -228,7 +231,7 @@ class Session:
             self._remotes.connect(remote, most)
             with self._lock.held:
                 self._remotes.replace(remote)
-                self._messages.connect(remote.start, remote.ranks.values())
+                self._messages.connect(remote.incarnation, remote.ranks.values())
             return remote.plan
 
     def disconnect(self, engine_id: str) -> None:
@@ -263,14 +266,15 @@ class Session:
 
         Or pass the *ticket* of the producer. If this engine is not connected, or was lost, a thread
         connects it first. Each error of the producer and of the request is then in the `error` of
-        the load. The producer learns that the request is not read, or its lease expires.
+        the load. If such a load fails, the session informs the producer if it can. If not, the
+        lease of the request expires.
 
         Args:
             request: Tokens and blocks to move. `request_id` is the consumer's own. It must differ
                 from that of each load that is moving or still exchanges its last messages.
             remote_id: Name of the request, which the producer made by `new_remote_id`.
             ticket: The ticket of the producer. *request* is one that `PrefillTicket.request`
-                returned, or asks for less.
+                returned, or one with fewer tokens.
             timeout: Seconds from now until the load fails.
             engine_id: The producer, if several are connected. Not with a ticket.
             pushed: Post no reads: the producer calls `push`.
@@ -279,7 +283,7 @@ class Session:
                 call `hold` with `blocks`.
             attempt: Number of this attempt. Increase it to load the same request again.
             again: Another attempt will follow if this one fails, so the producer keeps the request.
-            sample: Which of several equal requests of one prompt this is.
+            sample: Number of this sample, if one prompt has several (`n` in vLLM).
             samples: Number of equal requests of the prompt.
 
         Returns:
@@ -304,7 +308,8 @@ class Session:
                 else:
                     self._loads.begin(load, producer)
                 self._wake()
-                return load  # noqa: TRY300 - an interrupt outside would leave it to nobody
+                # Return inside `try`: if the return is interrupted, `give_up` must end the load.
+                return load  # noqa: TRY300 - see above
             except BaseException as error:
                 self._loads.give_up(load, error)
                 raise
@@ -323,9 +328,13 @@ class Session:
         """Start writing this rank's part of *request* into the blocks of all consumer ranks.
 
         The request must be held. All ranks of the consumer must `load` the same request
-        with `pushed`, even if they have cached all of it, or `decline` it. If the call raises, the
-        loads of this attempt fail. If this rank has no data for any of them, it writes nothing: the
-        push is done at once, and the request need not be held any more.
+        with `pushed`, even if they have cached all of it, or `decline` it. If this rank has no data
+        for any of them, it writes nothing: the push is done at once, and the request need not be
+        held any more.
+
+        If *request* does not fit or its writes cannot be posted, the loads of this attempt fail
+        with `stopped`, and this attempt cannot be pushed any more. For other errors, no reader is
+        informed. The section "Push" of docs/session.md has a table.
 
         Args:
             request: Tokens and blocks to move.
@@ -334,7 +343,7 @@ class Session:
             epoch: Incarnation of the consumer that owns the blocks.
             engine_id: The consumer, if several are connected.
             attempt: Number of this attempt. Each attempt can be pushed once.
-            sample: Which of several equal requests of one prompt this is.
+            sample: Number of this sample, if one prompt has several (`n` in vLLM).
 
         Returns:
             The push.
@@ -413,8 +422,9 @@ class Session:
     ) -> None:
         """Hold a request until all its readers are done.
 
-        Call it when the data is computed: the lease runs from this call. Only loads that follow may
-        begin before the data is computed. Any other load reads at once.
+        Call it when the data is computed: the lease runs from this call. If all loads of the
+        request follow, it may be called earlier. Start other loads only after the data is computed:
+        they read at once.
 
         Args:
             remote_id: Name from `new_remote_id`, the same on all ranks. A client that retries a
@@ -503,10 +513,10 @@ class Session:
         for message in self._messages.receive():
             self._deliver(message)
         for rank in self._messages.lost():
-            self._loads.book.lose(rank, self._clock())
+            self._loads.ledger.lose(rank, self._clock())
         self._loads.move()
         self._holds.move()
-        self._loads.book.tick(self._clock())  # Heartbeats are due, or a load is late.
+        self._loads.ledger.tick(self._clock())  # Heartbeats are due, or a load is late.
         self._act()
         if self._remotes.leaving:
             self._remotes.leave()
@@ -519,13 +529,13 @@ class Session:
         It takes no lock, so that an exporter of metrics never waits for a poll.
         """
         _ = self._lock.held  # Raises in a forked child.
-        ledger, book = self._holds.ledger, self._loads.book
+        held, loads = self._holds.ledger, self._loads.ledger
         return SessionStats(
-            loads=len({*book.open, *self._loads.loads}),
-            steps=book.steps,
-            pushes=ledger.pushes,
-            held=ledger.holding,
-            remembered=ledger.remembered,
+            loads=len({*loads.open, *self._loads.loads}),
+            steps=loads.steps,
+            pushes=held.pushes,
+            held=held.holding,
+            remembered=held.remembered,
             engines=len(self._remotes),
             leaving=len(self._remotes.leaving),
             sums=len(self._holds.answers.asked),
@@ -535,8 +545,8 @@ class Session:
     def close(self, drain: float = 1.0) -> None:
         """Cancel all loads, wait until nothing moves, and disconnect all engines.
 
-        Waits at most *drain* seconds. Bytes that still move then stop when the caller closes the
-        NIXL rank. Held requests are forgotten. Consumers that still read one fail, because this
+        Waits at most *drain* seconds. After that, bytes in flight stop only when the caller closes
+        the NIXL rank. Held requests are forgotten. Consumers that still read one fail, because this
         rank no longer answers. In a forked child nothing happens.
         """
         end = time.monotonic() + seconds("drain", drain)
@@ -582,14 +592,14 @@ class Session:
                 return BUSY
             if self._remotes.leaving:
                 return LEAVING
-            due = [at for at in (self._holds.ledger.due, self._loads.book.due) if at is not None]
+            due = [at for at in (self._holds.ledger.due, self._loads.ledger.due) if at is not None]
             return max(BUSY, min(due, default=math.inf) - self._clock())
 
     def _act(self) -> None:
         """Carry out what both ledgers have decided."""
         if actions := self._holds.ledger.actions:
             self._messages.act(actions, self._holds.act)
-        if self._loads.book.actions:
+        if self._loads.ledger.actions:
             self._loads.act()
 
     def _wake(self) -> None:

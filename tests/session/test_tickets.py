@@ -463,7 +463,7 @@ def test_closed_session_stops_connecting_to_a_silent_producer() -> None:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             load = session.load(request(), ticket=held((address,)), timeout=60.0)
             until(lambda: session.channel.reaches(address))  # type: ignore[attr-defined]
-            attempt = connection(load).attempt
+            attempt = connection(load).future
             session.close()
             assert "closed" == error_of(load).state
             until(attempt.done, seconds=5.0)
