@@ -362,7 +362,13 @@ def _meaning(spec: LayerSpec) -> dict[str, Any]:
         for field in attrs.fields(type(spec))
         if field.name not in _ELSEWHERE and getattr(spec, field.name) != field.default
     }
-    plain = {name: attrs.asdict(v) if attrs.has(type(v)) else v for name, v in given.items()}
+    plain = {
+        # The angles of a key content are None: engines of a vector do not state them.
+        name: attrs.asdict(value, filter=lambda _, v: v is not None)
+        if attrs.has(type(value))
+        else value
+        for name, value in given.items()
+    }
     return {"kind": type(spec).__name__, **plain}
 
 
