@@ -74,8 +74,8 @@ def _row(rotary: FieldReader) -> list[float]:
     row, kept = _ROWS[rotary.value], rotary.get("cos_sin_cache")
     stored = kept.item(1).value.tolist()
     near = len(row) == len(stored) and all(
-        abs(mine - other) <= _ROUNDING * max(1, abs(mine))
-        for mine, other in zip(row, stored, strict=True)
+        abs(computed - kept_value) <= _ROUNDING * max(1, abs(computed))
+        for computed, kept_value in zip(row, stored, strict=True)
     )
     if not near:
         raise SpecError(kept.path, stored, f"{row}, which the module computes")

@@ -317,7 +317,7 @@ class Judging:
         before = self.shown.setdefault((law.number, found.fault), name)
         if before != name:
             return "\n".join([*lines, f"{before} has shown this fault above."])
-        lines += described(found, law)
+        lines += described(found.case, law)
         if "moves" in law.asks and not law.alters:
             lines += answered(self.guard.guarded(), found.case)
         picture = picture_of(found, law)

@@ -291,7 +291,7 @@ def _faults(report: SystemReport) -> Iterator[str]:
             known = "" if judgement.known is None else f" (known: {judgement.known})"
             yield f"<li>{html.escape(f'{judgement.axis}: {judgement.value}{known}')}</li>"
         yield "</ul>"
-        table = "\n".join(described(found, law))
+        table = "\n".join(described(found.case, law))
         yield f'<pre class="fault">{html.escape(found.fault)}</pre>'
         yield f"<pre>{html.escape(table)}</pre>"
         yield f"{picture_of(found, law)}\n<pre>{html.escape(found.code)}</pre>"

@@ -16,21 +16,19 @@ from kvspec.testing.world import plan_of
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.testing.case import Case
-    from kvspec.testing.kit.system_report import Counterexample
     from kvspec.testing.laws import Law, System
 
 # Lines of the right plan, and of the moves of the system. A smallest case rarely has more.
 _MOST = 12
 
 
-def described(found: Counterexample, law: Law) -> Iterator[str]:
+def described(case: Case | Script, law: Law) -> Iterator[str]:
     """Yield the lines that describe the smallest case. Rows that differ between the sides have !=.
 
     Args:
-        found: The counter-example.
+        case: The case of a counter-example.
         law: The law that it breaks.
     """
-    case = found.case
     if isinstance(case, Script):
         yield from (f"{name:<8}{number:g}" for name, number in case.steps)
         return
