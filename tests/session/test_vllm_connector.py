@@ -85,7 +85,12 @@ def test_prompt_moves_without_its_last_token(
     tp: tuple[int, int], pp: tuple[int, int], cached: int
 ) -> None:
     """Each byte is right for any numbers of ranks. Every rank reports the end once."""
-    with Engine("p", tp[0], pp=pp[0]) as producer, Engine("d", tp[1], pp=pp[1]) as consumer:
+    # Ten ranks in one process need long to connect on a busy machine.
+    patient = {"timeout": 60.0}
+    with (
+        Engine("p", tp[0], pp=pp[0], **patient) as producer,
+        Engine("d", tp[1], pp=pp[1], **patient) as consumer,
+    ):
         moved = asked(cached=cached)
         producer.fill(moved)
         consumer.spoil(moved)
@@ -93,7 +98,7 @@ def test_prompt_moves_without_its_last_token(
         request = Request("d-1", 14, params)
         assert (13 - cached, True) == consumer.decode(request, *OTHERS, cached=cached)
         ended = {"p-1": tp[0] * pp[0]}, {"d-1": tp[1] * pp[1]}
-        until(lambda: ended == (producer.sent, consumer.received), producer, consumer)
+        until(lambda: ended == (producer.sent, consumer.received), producer, consumer, seconds=90.0)
         assert {} == consumer.failed
         assert [] == consumer.wrong(moved)
 

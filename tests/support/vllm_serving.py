@@ -54,7 +54,7 @@ class World:
         """Return the object of rank *src*."""
         if self.rank_in_group == src:
             self._objects[src] = pickle.dumps(own)
-        self._barrier.wait(20)
+        self._barrier.wait(60)
         return pickle.loads(self._objects[src])  # noqa: S301
 
     def run(self, calls: list[Callable[[], Any]]) -> None:
