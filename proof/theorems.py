@@ -751,7 +751,7 @@ def stripe_refuses_a_first_block_beyond_its_step(lib: Library, path: Path) -> No
 
 @theorem(
     "ownership.stripes.times_held",
-    ("min(min(counts), 1)", "min(max(counts), 1)"),
+    ("min(*counts, 1)", "min(max(counts), 1)"),
     ("min(max(counts), 2)", "max(counts)"),
     ("max((stripe.step", "min((stripe.step"),
     bound="4 stripes, step <= 5",

@@ -612,6 +612,8 @@ def _body(token_split: TokenSplit, tile_starts: Ints, counts: Ints | None) -> li
             place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
             starts = tile_starts[np.repeat(first, number) + place * tiles]
             rows.append((RowKind(size, 0, tiles * size), starts))
+        if not rest.any():
+            break
         first, counts = first + number * tiles, rest
     return rows
 
