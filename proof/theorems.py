@@ -1319,7 +1319,7 @@ def parts_of_a_tile_move_it_exactly(lib: Library) -> int:
         "tile_starts = np.arange(wanted.start // size * size, wanted.stop, size",
         "tile_starts = np.arange(wanted.start, wanted.stop, size",
     ),
-    ("first, counts = first + number * tiles, rest", "first, counts = first + number, rest"),
+    ("first, counts = first + number * tiles, counts", "first, counts = first + number, counts"),
     bound="prompts <= 26, any cached prefix, blocks (4, 4) (4, 8) (6, 4) (12, 8)",
     symbolic=False,
 )

@@ -606,15 +606,18 @@ def _body(token_split: TokenSplit, tile_starts: Ints, counts: Ints | None) -> li
     rows: list[KindStarts] = []
     first = np.cumsum(counts) - counts
     for tiles in token_split.tile_counts:
-        number, rest = np.divmod(counts, tiles)
-        if number.any():
+        longest = int(counts.max())
+        if longest < tiles:
+            continue
+        number = counts // tiles
+        if longest < 2 * tiles:  # The usual case: one row of each stretch that is long enough.
+            starts = tile_starts[first[number > 0]]
+        else:
             # The place of each row among the rows of its stretch.
             place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
             starts = tile_starts[np.repeat(first, number) + place * tiles]
-            rows.append((RowKind(size, 0, tiles * size), starts))
-        if not rest.any():
-            break
-        first, counts = first + number * tiles, rest
+        rows.append((RowKind(size, 0, tiles * size), starts))
+        first, counts = first + number * tiles, counts - number * tiles
     return rows
 
 
