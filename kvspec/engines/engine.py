@@ -258,18 +258,24 @@ class EngineSpec:
         for group in self.groups:
             for _, layers in group.layers_by_spec:
                 here = [layer for layer in layers if self.stage_of[layer] == rank.pp]
-                spec = group.in_memory(layers[0])
-                for part in spec.parts:
+                # Layers with equal parts may store their keys in different orders.
+                specs = {layer: group.spec.of_layer(layer) for layer in here}
+                orders = {id(spec): spec for spec in specs.values()}
+                for part in group.in_memory(layers[0]).parts:
                     units = len(self.units(group, part, rank))
-                    own = HeldPart(
-                        group=group.name,
-                        content_bytes=part.content_bytes,
-                        units=units,
-                        states=part.states,
-                        chunks=part.chunks,
-                        segments=spec.segments(part.name),
-                    )
-                    held.update(((layer, part.name), own) for layer in here if units)
+                    own = {
+                        number: HeldPart(
+                            group=group.name,
+                            content_bytes=part.content_bytes,
+                            units=units,
+                            states=part.states,
+                            chunks=part.chunks,
+                            segments=spec.segments(part.name),
+                        )
+                        for number, spec in orders.items()
+                    }
+                    if units:
+                        held |= {(layer, part.name): own[id(specs[layer])] for layer in here}
         return held
 
     def group(self, name: str) -> KVCacheGroup:

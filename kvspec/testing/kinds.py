@@ -79,17 +79,20 @@ def _uniform(
 ) -> LayerSpec:
     """Draw a uniform-type group of two or three layers.
 
-    The fields *own*, the dtype, and often the tokens of a row are drawn for each layer. The fields
-    *window* are drawn once for all layers.
+    The fields *own*, the dtype, and often the tokens of a row are drawn for each layer. Half of the
+    later layers repeat those of the layer before, so that the two may differ in nothing but the
+    meaning of their keys. The fields *window* are drawn once for all layers.
     """
     block, later_tokens = draw(_BLOCKS), draw(st.sampled_from((None, None, 1)))
+    fields: dict[str, Any] = {}
     shared = {"block_size": block["block_size"]} | {name: draw(w) for name, w in window.items()}
     layers = {}
     for i in range(draw(st.integers(2, 3))):
         # The first layer always has the rows of the block.
         tokens = (i and later_tokens) or block.get("tokens_per_state", 1)
-        fields = {name: draw(field) for name, field in own.items()}
-        fields |= {**shared, "tokens_per_state": tokens, "dtype": draw(_DTYPES)}
+        if not fields or draw(st.booleans()):
+            fields = {name: draw(field) for name, field in own.items()} | {"dtype": draw(_DTYPES)}
+        fields |= {**shared, "tokens_per_state": tokens}
         layers[f"uniform.{make.__name__}.{i}"] = make(**_without_illegal_scales(fields))
     return UniformTypeKVCacheSpecs(specs=layers)
 

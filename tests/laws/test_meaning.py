@@ -87,6 +87,21 @@ def test_latent_rows_are_exchanged_in_any_order(rotary: str, other: str) -> None
         check_every_way(transfer(*sides))
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_layers_of_one_group_keep_their_own_orders(swapped: bool) -> None:
+    """The layers of a uniform-type group may have equal parts and different orders."""
+    contents = {"a": (HALVES, HALVES), "b": (PAIRS, HALVES), "c": (PAIRS, PAIRS), "d": (None, None)}
+    sides = []
+    for number in (swapped, not swapped):
+        specs = {
+            name: gqa(2, block_size=4, head_size=8, key_content=pair[number])
+            for name, pair in contents.items()
+        }
+        spec = kvspec.UniformTypeKVCacheSpecs(specs=specs)
+        sides.append(engine(spec, layers=tuple(specs)))
+    check_every_way(transfer(*sides))
+
+
 def test_elements_arrive_where_the_kernel_of_the_consumer_reads_them() -> None:
     """Element j of pair i is at 2i + j in the producer, and at i + 2j in the consumer."""
     halves = attrs.evolve(PARTIAL, rotary="halves")
