@@ -281,7 +281,7 @@ def even_ranges_are_equal_or_disjoint(lib: Library, path: Path) -> None:
 def even_ranges_cover_the_units(lib: Library, path: Path) -> None:
     """Each unit belongs to a rank.
 
-    Of U packs on T ranks, rank ((p + 1) T - 1) // U owns pack p.
+    Rank ((p + 1) T - 1) // U owns pack p, if there are U packs on T ranks.
     """
     units, tp, pack, packs = _sizes(path, replicas=False)
     number = path.int("pack", 0, packs - 1)

@@ -102,4 +102,10 @@ def agreed_key_content(
     difference = without_rotation(configured) != without_rotation(agreed)
     if difference or rotation_difference(configured, agreed) is not None:
         raise SpecError(field, configured, f"{found}, as the model's module has")
-    return agreed if configured.frequencies is None else configured
+    # Where both state a number of the rotation, the two are equal but for rounding.
+    missing = {
+        name: getattr(configured, name)
+        for name in ("frequencies", "magnitude")
+        if getattr(agreed, name) is None
+    }
+    return attrs.evolve(agreed, **missing)

@@ -61,6 +61,7 @@ def rotation(rotary: FieldReader, pairs: int) -> dict[str, Any]:
     angles = [math.atan2(sine, cosine) for cosine, sine in turned]
     sizes = [math.hypot(cosine, sine) for cosine, sine in turned]
     known = len(row) == 2 * pairs and all(angle > 0 for angle in angles)
+    # All pairs have one magnitude, but for the rounding of float32. If not, it is another table.
     if not known or max(sizes) - min(sizes) > 1e-5 * min(sizes):
         return {}
     return {"frequencies": tuple(angles), "magnitude": sizes[0]}

@@ -65,8 +65,10 @@ Boundaries = tuple[tuple[int, ...], tuple[int, ...]]
 # 2.4 us for a descriptor and moves 9 GB/s: 21,600 bytes. The host's own work adds half of that.
 DESCRIPTOR_BYTES = 32_400
 
-# Rows of two tiles are kept if they need at most this part of the runs of two rows of one tile.
-MUCH_FEWER = 0.75
+# Rows of several tiles are worth their place in the table if a row of two tiles has at most this
+# share of the runs of two rows of one tile. The share is 0.5 if all runs become longer, and about 1
+# if few do. In between, half of the runs become longer at 0.75.
+MOST_RUNS_LEFT = 0.75
 
 
 @attrs.frozen(eq=False)
@@ -581,7 +583,7 @@ def _makes_longer(
     # NIXL joins dense rows by itself, so longer rows would only make the table larger.
     if all(row_set.dense for row_set in single_rows):
         return False
-    return _run_count(rows(double)) <= 2 * MUCH_FEWER * _run_count(single_rows)
+    return _run_count(rows(double)) <= 2 * MOST_RUNS_LEFT * _run_count(single_rows)
 
 
 def _run_count(sets: list[RowSet]) -> int:

@@ -20,7 +20,7 @@ How it works:
     Head: the first tile begins with a cached or dead token. Only the tokens after it move.
 
     Body: tiles move whole. Tiles that are adjacent in the memory of both sides become rows of as
-    many tiles as `TokenSplit.tile_counts` allows. If that is 1, NIXL joins the tiles that touch.
+    many tiles as `TokenSplit.tile_counts` allows. NIXL joins rows of one tile that touch.
 
     Tail: the last tile ends with a dead token. Only the tokens before it move.
 

@@ -147,7 +147,7 @@ class TransferRank(RankServer):
         self.finished: list[str] = []
         self.expired: list[str] = []
 
-    start = RankServer.introduce
+    start = RankServer.introduce  # The first stage of a job calls it by this name.
 
     def fill(self) -> None:
         """Write what the cache contains before the run. A producer holds the requests."""

@@ -190,7 +190,11 @@ class Supports:
         return cls(**narrowest | fields)
 
     def fit(self, producer: EngineSpec, consumer: EngineSpec) -> bool:
-        """Return whether two engines agree in all in which the system needs equal engines."""
+        """Return whether two engines have the TP sizes, PP sizes and layouts of one legal case.
+
+        Only the fields that compare both engines count: `equal_tp`, `tp_multiples`, `equal_pp` and
+        `equal_layouts`.
+        """
         first, second = producer.parallel, consumer.parallel
         sizes = sorted((first.tp_size, second.tp_size))
         layouts = [

@@ -107,7 +107,7 @@ def whole_engine(
     contents = {name: value for stage in stages for name, value in stage.key_contents.items()}
     for name, content in contents.items():
         agreed = agreed_key_content(f"key_content[{name!r}]", key_content, content)
-        contents[name] = content if agreed is None else agreed
+        contents[name] = agreed or content
     backends = {name: value for stage in stages for name, value in stage.backends.items()}
     if key_content is not None:
         # The modules of some layers have determined more, such as the angles of the rotation.

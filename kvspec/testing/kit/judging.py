@@ -263,7 +263,7 @@ def replayed(system: System, law: Law, axis: Axis, profile: Profile, test: str) 
     HypoFuzz stores such a case in the database of Hypothesis, under the name of the *test*.
 
     Returns:
-        None if there is no such case, or if the system keeps the law in it now.
+        The judgement, or None if HypoFuzz has stored no case, or the system keeps the law now.
     """
     again: Any = law_test(system, law, axis, profile, [Phase.reuse])
     # The plug-in of Hypothesis does the same for a test that pytest runs.

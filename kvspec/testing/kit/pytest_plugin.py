@@ -322,7 +322,7 @@ class Judging:
             lines += answered(self.guard.guarded(), found.case)
         picture = picture_of(found, law)
         if picture and self.pictures:
-            path = self.pictures / f"{name.translate({91: '-', 93: None})}.svg"
+            path = self.pictures / f"{name.replace('[', '-').replace(']', '')}.svg"
             path.write_text(picture, encoding="utf-8")
             lines += ["", f"what should be read by whom: {path}"]
         return "\n".join([*lines, "", "To see it again, run:", "", found.code])
@@ -354,7 +354,7 @@ class Judging:
 
     @property
     def ran(self) -> bool:
-        """Whether tests were selected. There are none after an error of usage."""
+        """Whether tests were selected. After an error of usage, no test was."""
         return bool(self.laws or self.silent)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

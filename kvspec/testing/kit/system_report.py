@@ -298,7 +298,7 @@ def _faults(report: SystemReport) -> Iterator[str]:
 
 
 def picture_of(found: Counterexample, law: Law) -> str:
-    """Return the right plan as SVG. Empty if there is none: then a refusal is right."""
+    """Return the right plan as SVG, or "" if a refusal is right."""
     if isinstance(found.case, Script) or law.alters:
         return ""
     try:

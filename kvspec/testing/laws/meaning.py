@@ -25,7 +25,7 @@ import attrs
 
 from kvspec.specs import KeyContent, LayerSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.laws.owners import targets
-from kvspec.testing.laws.refusal import all_accepted, answer
+from kvspec.testing.laws.refusal import ask_all, faults_of_all
 from kvspec.testing.laws.system import NothingToJudgeError, Trial, deliver
 from kvspec.testing.rotary import may_rotate, reorders
 
@@ -39,12 +39,12 @@ Fields = Callable[[Any], dict[str, Any]]
 
 def meaning(trial: Trial) -> Iterator[str]:
     """Yield each wrong byte of keys in another order, and each other meaning that is accepted."""
-    answer(trial)
+    ask_all(trial)
     if not (specs := _rotating(trial.case)):
         raise NothingToJudgeError("no layer that moves has keys that can be rotated")
     yield from _as_they_are(Trial(trial.system, _changed(trial.case, _pairs, _halves)))
     others = _other_meanings(trial.case, specs)
-    yield from all_accepted(
+    yield from faults_of_all(
         (field, what, Trial(trial.system, wrong, blank=True)) for field, what, wrong in others
     )
 

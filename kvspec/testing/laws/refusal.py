@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvspec.testing.case import Case
     from kvspec.testing.world import World
 
-# What the error must contain, what was changed, and the changed case.
+# A word that the error must contain, a description of the change, and the changed case.
 Change = tuple[str, str, Trial]
 
 # Sizes that each system has to compare. An engine with another one has other memory, but a system
@@ -55,11 +55,11 @@ _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2
 
 def refusal(trial: Trial) -> Iterator[str]:
     """Yield all changes after which the system does not refuse as it should, one a line."""
-    answer(trial)
+    ask_all(trial)
     changes = [*_of_models(trial), *_of_requests(trial)]
     if not changes:
         raise NothingToJudgeError("no change of this case makes it impossible")
-    yield from all_accepted(changes)
+    yield from faults_of_all(changes)
 
 
 def _of_models(trial: Trial) -> Iterator[Change]:
@@ -78,7 +78,7 @@ def _of_requests(trial: Trial) -> Iterator[Change]:
         yield name, what, trial.asking(wrong)
 
 
-def answer(trial: Trial) -> None:
+def ask_all(trial: Trial) -> None:
     """Ask the system all questions to which a refusal is an answer."""
     trial.moves("consumer")
     for _, _ in trial.copies():
@@ -86,32 +86,26 @@ def answer(trial: Trial) -> None:
     _ = trial.after_connector
 
 
-def all_accepted(changes: Iterable[Change]) -> Iterator[str]:
+def faults_of_all(changes: Iterable[Change]) -> Iterator[str]:
     """Yield the faults of all *changes* as one of several lines, so an author sees all at once."""
-    faults: list[str] = []
-    for change in changes:
-        try:
-            faults += accepted(*change)
-        except Exception:
-            # A system that accepts one impossible transfer often crashes in the next one.
-            if not faults:
-                raise
-            break
-    if faults:
+    if faults := [fault for change in changes for fault in _faults_of(*change)]:
         yield "\n".join(faults)
 
 
-def accepted(name: str, what: str, wrong: Trial) -> Iterator[str]:
-    """Yield a difference unless the system refuses *wrong* with an error that contains *name*."""
+def _faults_of(name: str, what: str, wrong: Trial) -> Iterator[str]:
+    """Yield a difference unless the system refuses *wrong* with an error that contains *name*.
+
+    A crash is a difference, too. A system that accepts one impossible transfer often crashes in the
+    next one, and that must not hide the first.
+    """
     try:
-        answer(wrong)
+        ask_all(wrong)
     except wrong.system.refusals as error:
         if name not in str(error):
             yield f"{what}: expected an error that contains {name!r}, got {error}"
         if wrong.system.connector is not None and changed(wrong.guarded):
             yield f"{what}: expected a refusal before any byte moves, but bytes have moved"
-    # A crash must not hide what other changes have shown.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - see above
         crash = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         yield f"{what}: expected a refusal, got {crash}{error}"
     else:

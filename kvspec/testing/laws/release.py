@@ -53,8 +53,8 @@ import attrs
 
 # Rounds after a script, each of a quarter of the lease, or of a second if there is no lease.
 _ROUNDS = 24
-# "Just before" the end of a lease, in leases: 7 ms of 30 s. It is more than the milliseconds to
-# which a system may round, and less than a tick. A power of two keeps sums exact.
+# "Just before" the end of a lease, as a share of the lease: 7 ms of 30 s. A system may round times
+# to milliseconds, so it is more than that. It is less than a tick. A power of two keeps sums exact.
 _NEAR = 2.0**-12
 # More readers than these are many, for the report.
 _FEW = 3
@@ -216,7 +216,7 @@ class _Play:
 
     @property
     def lease(self) -> float:
-        """Seconds of a lease, or one second if there is none."""
+        """Seconds of a lease, or one second if leases never end."""
         return 1.0 if math.isinf(self.machine.lease) else self.machine.lease
 
     def _wait(self, leases: float) -> None:
