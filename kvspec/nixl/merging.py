@@ -406,12 +406,15 @@ def _merging_pays(
 
     The first tiles of the first bunch of each part are paired by id, all of them if they are few.
     """
-    whole = sum(len(entry.rows) * len(tiles) for entry, tiles in parts) <= SAMPLE
+    count_of_ids = sum(len(entry.rows) * len(tiles) for entry, tiles in parts)
+    whole = count_of_ids <= SAMPLE
     if not whole and all(entry.rows.plain for entry, _ in parts):
         # NIXL joins all that touches within a part. So each merge across rows takes a descriptor of
         # another part than the largest, and each of these is merged twice at most.
         each = [entry.rows.posted(tiles) for entry, tiles in parts]
-        if sum(each) <= LIMIT * (sum(each) - 2 * (sum(each) - max(each))):
+        spared = 2 * (sum(each) - max(each))
+        worth = spared * IDS_FOR_A_POST > count_of_ids
+        if not worth or sum(each) <= LIMIT * (sum(each) - spared):
             return False
     posted, sample = 0, list[Ids]()
     for entry, tiles in parts:
