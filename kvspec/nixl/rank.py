@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
 import attrs
@@ -26,7 +26,7 @@ import numpy as np
 
 from kvspec.descriptors.selection import Selection
 from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.inputs import flag, seconds, sequence
+from kvspec.inputs import flag, mapping, seconds
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.memory import check_inside, check_memory_type, enter, leave, new_memories
@@ -34,7 +34,7 @@ from kvspec.nixl.merging import Operation, Sides
 from kvspec.nixl.peers import Envelope, name_of, opened, secret_of
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging import Buffers, Staging
-from kvspec.nixl.transfer import InFlightTransfers, Transfer
+from kvspec.nixl.transfer import InFlightTransfers, K, Transfer
 from kvspec.wire.seal import Secret
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class NixlRank:
                 peers are not checked.
         """
         sides = local, local_ids, remote, remote_ids
-        return self._in_flight.start("READ", (sides,), request, timeout)[0]
+        return self._in_flight.start("READ", {None: sides}, request, timeout)[None]
 
     def write(
         self,
@@ -351,22 +351,24 @@ class NixlRank:
     ) -> Transfer:
         """Start copying local id *i* to remote id *i*. All else is as in `read`."""
         sides = local, local_ids, remote, remote_ids
-        return self._in_flight.start("WRITE", (sides,), request, timeout)[0]
+        return self._in_flight.start("WRITE", {None: sides}, request, timeout)[None]
 
     def move(
-        self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
-    ) -> tuple[Transfer, ...]:
+        self, operation: Operation, pairs: Mapping[K, Sides], *, request: str, timeout: float
+    ) -> dict[K, Transfer]:
         """Start several reads or writes. If one of them is wrong, none starts.
 
         Args:
             operation: "READ" or "WRITE".
-            pairs: Tuples (local list, local ids, remote list, remote ids). No pair may write bytes
-                that another pair reads or writes.
+            pairs: Tuples (local list, local ids, remote list, remote ids), by any key. No pair may
+                write bytes that another pair reads or writes. The key becomes the `key` of the
+                transfer. If the call is interrupted, its caller finds by the keys which of the
+                `transfers` were started.
             request: Name of the request, for errors.
             timeout: Seconds from now until the transfers fail.
 
         Returns:
-            The transfers, in the order of *pairs*.
+            The transfers, by the keys of *pairs*.
 
         Raises:
             SpecError: As in `read`.
@@ -374,8 +376,8 @@ class NixlRank:
         """
         if not isinstance(operation, str) or operation not in OPERATIONS:
             raise SpecError("operation", operation, " or ".join(OPERATIONS))
-        checked = sequence("pairs", pairs, SIDES)
-        for sides in checked:
+        checked = mapping("pairs", pairs, f"keys to {SIDES}")
+        for sides in checked.values():
             if not isinstance(sides, tuple) or len(sides) != 4:  # noqa: PLR2004 - as in SIDES
                 raise SpecError("pairs", sides, SIDES)
         return self._in_flight.start(operation, checked, request, timeout)

@@ -14,8 +14,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance, seconds
@@ -30,6 +30,8 @@ TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches
 # Seconds between two polls. Spinning is slower, because it takes the core from NIXL's threads.
 FIRST_WAIT, LAST_WAIT = 20e-6, 2e-3
 
+K = TypeVar("K", bound=Hashable)
+
 
 class Transfer:
     """A read or write in progress. Call `poll` or `wait` until it is "DONE".
@@ -40,6 +42,7 @@ class Transfer:
         remote: List of the peer.
         peer: Name of the peer.
         request: Name of the request, as passed by the caller.
+        key: The caller's key of the transfer, or None for a single `read` or `write`.
         pairs: The pairs of ids.
         stage: How the transfer uses the staging buffer, or None.
         descriptors: Number of pairs of ids.
@@ -66,10 +69,11 @@ class Transfer:
         sides: Sides,
         request: str,
         timeout: float,
+        key: object = None,
     ) -> None:
         """Check the transfer of *sides*, staged if that is faster. Nothing is posted yet."""
         self._all, self._agent = transfers, transfers.agent
-        self.operation, self.request, self.timeout = operation, request, timeout
+        self.operation, self.request, self.timeout, self.key = operation, request, timeout, key
         self.pairs = pairs = checked_pairs(self._agent, operation, sides)
         self.local, _, self.remote, _ = sides
         self.peer = self.remote.peer or ""
@@ -310,13 +314,17 @@ class InFlightTransfers:
         return (transfer for transfer in self._known if not transfer.over)
 
     def start(
-        self, operation: Operation, pairs: Sequence[Sides], request: str, timeout: float
-    ) -> tuple[Transfer, ...]:
+        self, operation: Operation, pairs: Mapping[K, Sides], request: str, timeout: float
+    ) -> dict[K, Transfer]:
         """Start transfers, or none of them if bytes of one are busy. `poll` raises other errors."""
         if not isinstance(request, str):
             instance("request", request, str)
         timeout = seconds("timeout", timeout)
-        started = [Transfer(self, operation, sides, request, timeout) for sides in pairs]
+        made = {
+            key: Transfer(self, operation, sides, request, timeout, key)
+            for key, sides in pairs.items()
+        }
+        started = [*made.values()]
         with self.agent.lock:
             self.agent.check_open()
             moving = self.reap() if self._known else ()
@@ -336,7 +344,7 @@ class InFlightTransfers:
                 transfer.step()
             if len(every) == 1 and every[0].over:  # A small one often ends at once.
                 self._known = ()
-        return tuple(started)
+        return made
 
     def _claim(self, transfer: Transfer, started: Sequence[Transfer]) -> None:
         """Claim the bytes of *transfer*. Raise `TransferError` "busy" if another one uses them.
@@ -358,9 +366,10 @@ class InFlightTransfers:
             state = TransferState.BUSY
             message = f"{conflict.owner!r} moves some of the same bytes: {state.advice}"
             if conflict.owner in started and transfer in started:
-                one, other = sorted(map(started.index, (conflict.owner, transfer)))
+                one, other = sorted((conflict.owner, transfer), key=started.index)
                 message = (
-                    f"pairs[{one}] and pairs[{other}] of this call move some of the same bytes"
+                    f"pairs[{one.key!r}] and pairs[{other.key!r}] of this call move some of the"
+                    " same bytes"
                 )
             raise TransferError(message, rank=transfer.peer, request=transfer.request, state=state)
 

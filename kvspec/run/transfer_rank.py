@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ import numpy as np
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.merging import Operation, Sides
+from kvspec.nixl.transfer import K
 from kvspec.ownership.parallel import RankId
 from kvspec.run.contents import Bytes, Contents
 from kvspec.run.job import SIDES, Job, Side, other_side
@@ -92,12 +93,12 @@ class TimedRank(NixlRank):
     ended: dict[Transfer, float]
 
     def move(
-        self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
-    ) -> tuple[Transfer, ...]:
+        self, operation: Operation, pairs: Mapping[K, Sides], *, request: str, timeout: float
+    ) -> dict[K, Transfer]:
         """Start transfers, as `NixlRank` does, and record the time."""
         now = time.perf_counter()
         transfers = super().move(operation, pairs, request=request, timeout=timeout)
-        self.began |= dict.fromkeys(transfers, now)
+        self.began |= dict.fromkeys(transfers.values(), now)
         # A transport that copies while it posts may have ended them already.
         self.look()
         return transfers

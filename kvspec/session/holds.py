@@ -57,7 +57,7 @@ from kvspec.inputs import positive_int
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import ChecksumAnswers
-from kvspec.session.load import LOST, Push, stop, unstored
+from kvspec.session.load import LOST, Push, stop
 from kvspec.session.mailbox import Messages
 from kvspec.session.written import pushed_of
 from kvspec.wire.messages import MAX_READERS, RankAddress, RemoteId
@@ -141,16 +141,16 @@ class Holds:
             return
         self._pushes.append(push)
         try:
-            # One statement, so that an interrupt cannot separate the ledger from `left`. None marks
-            # a write that fails unless it is posted.
-            push.left = dict.fromkeys(self.ledger.begin_push(push.key, ranks), ((), None))
+            # One statement, so that an interrupt cannot separate the ledger from `left`. Without
+            # data, a write fails unless it is posted.
+            push.left = dict.fromkeys(self.ledger.begin_push(push.key, ranks), (None, None))
             targets = {ranks[target]: target for target in push.left}
             sides = remote.sides(request, targets)
             pushed = {rank: pushed_of(remote.lanes[rank].table, request) for rank in targets}
+            pairs = {(push, targets[rank]): each for rank, each in sides.items()}
             name = request.request_id
-            transfers = self.nixl.move("WRITE", sides.values(), request=name, timeout=timeout)
-            posted = dict(zip(sides, ((transfer,) for transfer in transfers), strict=True))
-            push.left = {to: (posted.get(r, ()), pushed[r]) for r, to in targets.items()}
+            posted = self.nixl.move("WRITE", pairs, request=name, timeout=timeout)
+            push.left = {to: (posted.get((push, to)), pushed[r]) for r, to in targets.items()}
         except BaseException:
             self._fail(push)
             raise
@@ -161,12 +161,10 @@ class Holds:
 
     def _fail(self, push: Push) -> None:
         """Let a push fail that was refused or interrupted. Stop what it has posted."""
-        stored = {t for other in self._pushes for each, _ in other.left.values() for t in each}
-        strays = tuple(unstored(self.nixl, "WRITE", push.request.request_id, stored))
-        # It is not known which reader a transfer writes to, so each reader waits for all of them.
-        push.left = {to: (each or strays, None) for to, (each, _) in push.left.items()}
-        for transfers, _ in push.left.values():
-            stop(transfers, "its push was interrupted")
+        posted = {transfer.key: transfer for transfer in self.nixl.transfers}
+        push.left = {to: (posted.get((push, to)), None) for to in push.left}
+        for transfer, _ in push.left.values():
+            stop(transfer, "its push was interrupted")
         self._settle(push)
 
     def move(self) -> None:
@@ -178,22 +176,21 @@ class Holds:
 
     def _settle(self, push: Push) -> None:
         """Send each reader the outcome of its write, once nothing of it can move."""
-        for target, (transfers, pushed) in list(push.left.items()):
+        for target, (transfer, pushed) in list(push.left.items()):
             if self.ledger.stopping(push.key, target):
-                stop(transfers, f"{target[-1]} gave it up")
+                stop(transfer, f"{target[-1]} gave it up")
             outcome = pushed
-            try:
-                if any(transfer.poll() == "PROC" for transfer in transfers):
-                    continue
-                self.messages.counters.bytes_written += sum(
-                    transfer.nbytes for transfer in transfers
-                )
-            except TransferError as error:
-                push.fail(target[-1].rank, error.message, error.state)
-                push.remote.lost |= error.state in LOST
-                if not all(transfer.over for transfer in transfers):
-                    continue
-                outcome = None
+            if transfer is not None:
+                try:
+                    if transfer.poll() == "PROC":
+                        continue
+                    self.messages.counters.bytes_written += transfer.nbytes
+                except TransferError as error:
+                    push.fail(target[-1].rank, error.message, error.state)
+                    push.remote.lost |= error.state in LOST
+                    if not transfer.over:
+                        continue
+                    outcome = None
             now = self.now()
             self.ledger.end_push(push.key, target, outcome, now)
             del push.left[target]

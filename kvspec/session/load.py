@@ -43,7 +43,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -58,7 +58,7 @@ from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, positive_int
-from kvspec.nixl import NixlRank, Transfer
+from kvspec.nixl import Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
@@ -98,21 +98,11 @@ class LoadOptions:
             raise SpecError("follow", True, rule="follow cannot be combined with pushed=True")  # noqa: FBT003
 
 
-def stop(transfers: Iterable[Transfer], why: str) -> None:
-    """Let *transfers* post nothing more."""
-    for transfer in transfers:
+def stop(flight: object, why: str) -> None:
+    """Let *flight* post nothing more if it is a transfer."""
+    if isinstance(flight, Transfer):
         with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-            transfer.stop(why, TransferState.STOPPED)
-
-
-def unstored(
-    nixl: NixlRank, operation: str, request_id: str, stored: Container[object]
-) -> Iterator[Transfer]:
-    """Yield transfers of a request that an interrupted call posted and that are not in *stored*."""
-    for transfer in nixl.transfers:
-        wanted = (transfer.request, transfer.operation) == (request_id, operation)
-        if wanted and transfer not in stored:
-            yield transfer
+            flight.stop(why, TransferState.STOPPED)
 
 
 class Progress:
@@ -239,8 +229,9 @@ class Progress:
 class Push(Progress):
     """The part of a request that one producer rank writes. `Session.push` returns it.
 
-    `left` contains the writes that have not ended: for each reader, its transfers and the data
-    that they write. The data is None if the write is known to fail.
+    `left` contains the writes that have not ended: for each reader, its transfer and the data that
+    it writes. The transfer is None if the reader needs nothing, or if nothing was posted. The data
+    is None if the write is known to fail.
     """
 
     def __init__(
@@ -252,7 +243,7 @@ class Push(Progress):
     ) -> None:
         super().__init__(request, key, remote.engine_id, step)
         self.remote = remote
-        self.left: dict[Target, tuple[tuple[Transfer, ...], Pushed | None]] = {}
+        self.left: dict[Target, tuple[Transfer | None, Pushed | None]] = {}
 
 
 class Load(Progress):

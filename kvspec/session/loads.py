@@ -55,9 +55,10 @@ from kvspec.completion.ledger import Action, Closed, Ended, Failed, Refused, Tel
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
+from kvspec.nixl.merging import Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
-from kvspec.session.load import LOST, Load, LoadOptions, stop, unstored
+from kvspec.session.load import LOST, Load, LoadOptions, stop
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
 from kvspec.session.written import BlockLocks, pushed_of
@@ -164,11 +165,14 @@ class Loads:
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
         steps = {rank: self.ledger.start(name, rank) for rank in whole}
-        timeout = max(load.deadline - self.now(), 1e-3)
-        transfers = self.nixl.move("READ", sides.values(), request=name, timeout=timeout)
-        flights = pushes | dict(zip(sides, transfers, strict=True))
-        load.in_flight |= {step: flights[rank] for rank, step in steps.items()}
+        load.in_flight |= {steps[rank]: pushed for rank, pushed in pushes.items()}
+        load.in_flight |= self._read(load, {steps[rank]: each for rank, each in sides.items()})
         self.ledger.connected(name, self.now())
+
+    def _read(self, load: Load, pairs: Mapping[Step, Sides]) -> dict[Step, Transfer]:
+        """Post the reads of some steps of *load*."""
+        name, timeout = load.request.request_id, max(load.deadline - self.now(), 1e-3)
+        return self.nixl.move("READ", pairs, request=name, timeout=timeout)
 
     def _plan(
         self, remote: RemoteEngine, key: Key, name: str, options: LoadOptions, sources: Sources
@@ -222,17 +226,14 @@ class Loads:
     def _adopt(self, load: Load, why: str, state: TransferState) -> None:
         """Fail each step of *load* that an interrupt left without a flight.
 
-        Its transfer may have been posted. We cannot know which step a posted transfer belongs to.
-        So any step stays open until that transfer ends, and the rank of the step may be wrong.
+        Its transfer may have been posted. Then the step stays open until the transfer ends.
         """
-        name = load.request.request_id
-        strays = [*unstored(self.nixl, "READ", name, load.in_flight.values())]
-        for step in sorted(self.ledger.open_steps(name).difference(load.in_flight)):
-            quiet = not strays
-            if strays:
-                load.in_flight[step] = strays.pop()
-            now = self.now()
-            self.ledger.fail(step, why, now, quiet=quiet, state=state)
+        posted = {transfer.key: transfer for transfer in self.nixl.transfers}
+        open_steps = self.ledger.open_steps(load.request.request_id)
+        for step in sorted(open_steps.difference(load.in_flight)):
+            if (transfer := posted.get(step)) is not None:
+                load.in_flight[step] = transfer
+            self.ledger.fail(step, why, self.now(), quiet=transfer is None, state=state)
 
     def wait_for(self, waiting: Waiting) -> None:
         """Begin or decline a request when its producer is connected."""
@@ -284,7 +285,6 @@ class Loads:
         Each error fails the load, not the session.
         """
         rank, tokens = advance.rank, {advance.group: advance.tokens}
-        name, timeout = load.request.request_id, max(load.deadline - self.now(), 1e-3)
         try:
             lane = load.remote.lanes.get(rank)
             if lane is None:
@@ -292,16 +292,14 @@ class Loads:
                 raise TransferError(message, state=TransferState.STALE_PEER)
             own = lane if advance.whole else lane.of_layer(self.nixl, advance.layers[0])
             sides = own.sides(load.request, tokens)
-            needed = [sides] if len(sides[1][0]) else []
-            reads = self.nixl.move("READ", needed, request=name, timeout=timeout)
+            reads = self._read(load, {step: sides} if len(sides[1][0]) else {})
         except KVSpecError as error:
             why, state = _reason(error, TransferState.BUG)
             load.fail(rank, why, state)
             self.ledger.fail(step, why, self.now(), state=state)
             return
-        if reads:
-            load.in_flight[step] = reads[0]
-        else:
+        load.in_flight |= reads
+        if not reads:
             self._end(load, step)
 
     def receive(self, message: Message) -> None:
@@ -476,8 +474,8 @@ class Loads:
                 load.connection.lost = True
             if load.audit is not None:
                 load.audit.cancel()
-            reads = (flight for flight in load.in_flight.values() if isinstance(flight, Transfer))
-            stop(reads, "its load has failed")
+            for flight in load.in_flight.values():
+                stop(flight, "its load has failed")
         elif isinstance(action, Ended) and load.state == "moving":
             self._locks.release(name)
             if action.state == "done":

@@ -253,14 +253,14 @@ def test_move_rejects_unknown_operations(ranks: Pair, operation: Any) -> None:
     sides = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     local, remote = ranks.local.copy(), ranks.remote.copy()
     pair = sides[0], np.arange(4), sides[1], np.arange(4)
-    for pairs in ([pair], []):
+    for pairs in ({0: pair}, {}):
         with pytest.raises(SpecError) as caught:
             ranks.near.move(operation, pairs, request="r", timeout=5)
         assert ("operation", operation) == (caught.value.field, caught.value.value)
     assert (local.tobytes(), remote.tobytes()) == (ranks.local.tobytes(), ranks.remote.tobytes())
 
 
-@pytest.mark.parametrize("pairs", [None, 3, [3], [()], ["four"], [(1, 2, 3)]])
+@pytest.mark.parametrize("pairs", [None, 3, [()], {0: 3}, {0: ()}, {0: "four"}, {0: (1, 2, 3)}])
 def test_move_rejects_wrong_pairs(ranks: Pair, pairs: Any) -> None:
     """Each pair needs two lists and their ids."""
     with pytest.raises(SpecError) as caught:

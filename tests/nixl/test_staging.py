@@ -47,8 +47,7 @@ class Pair:
         """Start to move the runs *ids*. The near side has them in reverse order."""
         order = np.array(ids, np.int32)
         sides = self.lists[0], order[::-1], self.lists[1], order
-        [transfer] = self.near.move(operation, [sides], request=name, timeout=timeout)
-        return transfer
+        return self.near.move(operation, {0: sides}, request=name, timeout=timeout)[0]
 
     def right(self, *moved: range) -> bool:
         """Return whether the near side contains the runs that were read, and no other byte."""

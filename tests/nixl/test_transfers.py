@@ -110,17 +110,20 @@ def test_move_starts_all_transfers_or_none(slow: Pair) -> None:
     first = slow.read(10, 10)
     free, busy, wrong = np.arange(5), np.arange(19, 21), np.array([40])
     for bad, error in ((busy, TransferError), (wrong, SpecError), (np.arange(4, 6), TransferError)):
-        pairs = [(local, free, remote, free), (local, bad, remote, bad)]
+        pairs = {"a": (local, free, remote, free), "b": (local, bad, remote, bad)}
         with pytest.raises(error):
             slow.near.move("READ", pairs, request="both", timeout=9)
         assert 1 == slow.near.stats().transfers
-    pairs = [(local, ids, remote, ids) for ids in (free, np.arange(30, 40), np.arange(4, 6))]
-    with pytest.raises(TransferError, match=r"pairs\[0\] and pairs\[2\]") as caught:
+    several = zip("abc", (free, np.arange(30, 40), np.arange(4, 6)), strict=True)
+    pairs = {key: (local, ids, remote, ids) for key, ids in several}
+    with pytest.raises(TransferError, match=r"pairs\['a'\] and pairs\['c'\]") as caught:
         slow.near.move("READ", pairs, request="both", timeout=9)
     assert "busy" == caught.value.state
-    pairs = [(local, ids, remote, ids) for ids in (free, np.arange(30, 40))]
+    del pairs["c"]
     both = slow.near.move("READ", pairs, request="both", timeout=9)
-    until(lambda: all(transfer.poll() == "DONE" for transfer in (first, *both)), slow.far)
+    assert {"a": "a", "b": "b"} == {key: transfer.key for key, transfer in both.items()}
+    every = first, *both.values()
+    until(lambda: all(transfer.poll() == "DONE" for transfer in every), slow.far)
     assert slow.right(0, 5)
     assert slow.right(30, 10)
 
