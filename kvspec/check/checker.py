@@ -72,7 +72,8 @@ class CounterExample:
         unit: Number of the unit in the model. If *block* is set, it counts the rank's own units.
         token: Position of the token, or None for the state of a recurrent layer.
         row: Number of the row in its block or state.
-        byte: Number of the byte in the content, or its address if *layer* is empty.
+        byte: Number of the byte in the content as the consumer stores it. If the byte is foreign,
+            as the producer does. If *layer* is empty, it is the address of the byte.
         block: Block of an unwanted or foreign byte, otherwise None.
         wanted_from: The producer ranks that hold the right byte.
         producer: The producer rank that a foreign byte was read from, otherwise None.
@@ -295,7 +296,7 @@ class Checker:
         for content, byte in zip(*self.suspects(grid), strict=True):
             kind = self.judge(grid, int(content), int(byte))
             if kind is not None:
-                return self._counter_example(grid, kind, int(content), grid.byte + int(byte))
+                return self._counter_example(grid, kind, int(content), int(byte))
         return None
 
     def judge(self, grid: Grid, content: int, byte: int) -> Kind | None:
@@ -399,8 +400,17 @@ class Checker:
         )
 
     def _counter_example(self, grid: Grid, kind: Kind, content: int, byte: int) -> CounterExample:
-        """Return the counter-example of one byte of one content of *grid*."""
+        """Return the counter-example of one byte of one content of *grid*.
+
+        *byte* counts from the first byte of the grid's piece.
+        """
         moving, (row, unit) = grid.moving, divmod(content, len(grid.units))
+        stored, address = grid.byte + byte, int(grid.address[content])
+        # A consumer without memory for the content has no order of its own.
+        if address >= 0:
+            region = self.consumer.regions[moving.layer, moving.part.name]
+            place = region.locate(address + byte)
+            stored = stored if place is None else place[-1]
         unit, number = grid.units[unit], int(grid.rows[row])
         token = number if moving.part.per_token else None
         senders = (
@@ -418,6 +428,6 @@ class Checker:
             unit=unit,
             token=token,
             row=number if token is None else token // moving.part.tokens_per_state,
-            byte=byte,
+            byte=stored,
             wanted_from=tuple(senders),
         )

@@ -180,6 +180,24 @@ def test_verify_names_byte_that_moved_as_it_is() -> None:
     assert ("wrong source", "k", 4) == (fault.kind, fault.part, fault.byte)
 
 
+@pytest.mark.parametrize("first", [0, 8])
+@pytest.mark.parametrize("second", [0, 8])
+def test_verify_counts_bytes_as_the_consumer_stores_them(first: int, second: int) -> None:
+    """The order of the producer, and whether both orders are equal, does not matter."""
+    sides = [
+        latent_side(KeyContent(rotary="halves", rotary_start=at, rotary_size=4))
+        for at in (first, second)
+    ]
+    caches = [{RankId(): kvspec.plan_memory(one, RankId(), 4)} for one in sides]
+    plan, whole = kvspec.plan_transfer(*sides), request(4, [1], [2])
+    rows = kvspec.build_table(plan, *(each[RankId()] for each in caches)).descriptors(whole)
+    rows = rows[rows[:, 1].argsort()]
+    rows[-1, 2] -= 1  # The last byte of the last token in the consumer's memory is missing.
+    fault = kvspec.verify(plan, *caches, whole, {(RankId(), RankId()): rows})
+    assert fault is not None
+    assert ("missing", 3, 23) == (fault.kind, fault.token, fault.byte)
+
+
 def test_plans_of_different_orders_are_explained_counted_and_drawn() -> None:
     """No page of the library assumes that a content is one run of bytes."""
     sides = side(PAIRS), side(HALVES)

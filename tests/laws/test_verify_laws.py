@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import kvspec
 from kvspec.check.checker import Checker
 from kvspec.testing import oracle, strategies
-from kvspec.testing.carve import count_kernel_blocks, logical_views
+from kvspec.testing.carve import count_kernel_blocks, logical_views, stored_views
 from kvspec.testing.positions import rows_of
 from kvspec.testing.world import World, described, world
 
@@ -157,7 +157,7 @@ def address_of(here: World, example: kvspec.CounterExample) -> int:
         rank, storage = example.producer, here.producers[example.producer][1]
         engine, pool = case.producer, case.producer_pool
     marked = oracle.each_array(storage, np.zeros_like)
-    views = logical_views(engine, rank, marked, pool)
+    views = stored_views(engine, rank, marked, pool)
     (key,) = (each for each in views if each[1:] == (example.layer, example.part))
 
     def address(block: int, unit: int, row: int) -> int:
