@@ -330,7 +330,7 @@ def _without_own_ownership(group: KVCacheGroup) -> KVCacheGroup:
 @st.composite
 def _own_ownership(draw: st.DrawFn, group: KVCacheGroup, parallel: ParallelConfig) -> KVCacheGroup:
     """Draw whether a group shards its units or tokens differently from its engine."""
-    if draw(st.sampled_from((True, True, True, True, False))):
+    if draw(st.sampled_from((True, True, True, False))):
         return group
     if parallel.context_size > 1:
         # An attention group that does not follow its engine holds all tokens on each context rank.

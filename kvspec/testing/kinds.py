@@ -93,7 +93,7 @@ def _uniform(
         if not fields or draw(st.booleans()):
             fields = {name: draw(field) for name, field in own.items()} | {"dtype": draw(_DTYPES)}
         fields |= {**shared, "tokens_per_state": tokens}
-        layers[f"uniform.{make.__name__}.{i}"] = make(**_without_illegal_scales(fields))
+        layers[f"uniform.{make.__name__}.{i}"] = make(**_without_illegal_scales({**fields}))
     return UniformTypeKVCacheSpecs(specs=layers)
 
 
@@ -120,7 +120,7 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "sliding window MLA": _attention(SlidingWindowMLASpec, **_ROWS, sliding_window=_WINDOWS),
     "uniform": _uniform(
         FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=_SIZES,
-        scale_dtype=st.sampled_from((None, None, None, "float32")),
+        scale_dtype=st.sampled_from((None, None, "float32")),
         tokens_per_scale=st.sampled_from((1, 1, 2)),
     ),
     "uniform MLA": _uniform(MLAAttentionSpec, head_size=_SIZES),

@@ -615,6 +615,9 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "other formats of a uniform group": lambda c: any_pair(
         c, lambda a, b: bool(b.spec.layers) and len(formats(a, b)) > 1
     ),
+    "equal layers of a group in several orders": lambda c: any_pair(
+        c, lambda _, b: len(orders(b)) > len({parts for parts, _ in orders(b)})
+    ),
     "tokens that a uniform group holds whole": lambda c: any_pair(
         c, lambda _, b: bool(b.spec.layers) and not b.context_sharded
     ),
@@ -719,6 +722,12 @@ def layer_values(group: Group, field: str) -> set[Any]:
 def formats(*groups: Group) -> set[str]:
     """Return the page formats of *groups*."""
     return {each for group in groups for each in layer_values(group, "page_format")}
+
+
+def orders(group: kvspec.KVCacheGroup) -> set[tuple[Any, Any]]:
+    """Return the parts of the layers of *group*, each with an order in which keys are stored."""
+    specs = [group.spec.of_layer(layer) for layer in group.layers]
+    return {(spec.parts, tuple(spec.segments(p.name) for p in spec.parts)) for spec in specs}
 
 
 def windows(group: kvspec.KVCacheGroup) -> tuple[int, ...]:
