@@ -166,7 +166,8 @@ class Pair:
             self.answered(actions)
         assert len(self.producer.held) <= len(KEYS)
         assert (
-            self.producer.remembered <= len(KEYS) + self.producer.most_early + self.producer.pushes
+            len(self.producer.records)
+            <= len(KEYS) + self.producer.most_early + self.producer.counts["pushes"]
         )
         assert len(self.consumer.open) <= self.started
 
@@ -179,7 +180,7 @@ class Pair:
             self.consumer.tick(self.now)
         self.now += 40.0
         self.consumer.tick(self.now)
-        assert (self.producer.held, self.producer.remembered) == ((), 0)
+        assert (self.producer.held, len(self.producer.records)) == ((), 0)
         assert (self.consumer.open, self.consumer.steps) == ({}, 0)
 
 

@@ -65,8 +65,7 @@ class Refused(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        message = self.message
-        return f"{message.kind} of {message.by} about {message.key.request_id!r:.80}: {self.why}"
+        return f"{self.message}: {self.why}"
 
 
 class Free(NamedTuple):

@@ -271,6 +271,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         longest: Seconds after which heartbeats no longer extend the lease.
 
     Attributes:
+        counts: "held": requests whose blocks are not free. "pushes": pushes to readers that are
+            remembered. "early": messages for requests that are not admitted yet.
         most_early: Number of messages to keep for requests that are not admitted yet.
     """
 
@@ -285,21 +287,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     def held(self) -> tuple[Key, ...]:
         """The requests whose blocks are not free."""
         return tuple(key for key, request in list(self.records.items()) if request.held)
-
-    @property
-    def holding(self) -> int:
-        """Number of requests whose blocks are not free."""
-        return self.counts["held"]
-
-    @property
-    def pushes(self) -> int:
-        """Number of pushes to readers that are remembered."""
-        return self.counts["pushes"]
-
-    @property
-    def remembered(self) -> int:
-        """Number of requests that are held, were freed lately, or are not admitted yet."""
-        return len(self.records)
 
     def find(self, key: Key) -> HeldRequest | None:
         """Return the record of a request whose blocks are not free, or None."""
@@ -579,7 +566,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         state, event = request.push(target).state, "heartbeat"
         if isinstance(message, StopWriting):
             event = "stop"
-            if state == "new" and self.pushes >= MAX_PUSHES:
+            if state == "new" and self.counts["pushes"] >= MAX_PUSHES:
                 return []
         elif state == "new" or isinstance(message, Done):
             return []

@@ -368,11 +368,10 @@ def pair_selection(
         own: Place of this rank's side among producer and consumer: 0 or 1.
         destination: The side that is written: "local" or "remote".
     """
-    parts = selection.parts
+    parts, count, nbytes = selection.parts, len(selection[own]), 0
     alone = len(parts) == 1 and parts[0][0].rows.plain  # Nothing merges across rows.
-    if not parts or (not alone and _merging_pays(parts, local, remote, own, destination)):
+    if not parts or (not alone and _merging_pays(selection, local, remote, own, destination)):
         return None
-    count, nbytes = len(selection[own]), 0
     for entry, tiles in parts:
         size = entry.rows.size
         of_tile = int(entry.rows.length.sum()) if size is None else size * len(entry.rows)
@@ -400,20 +399,20 @@ def _firsts(picked: Picked) -> Ints:
 
 
 def _merging_pays(
-    parts: Sequence[Picked], local: StridedRows, remote: StridedRows, own: int, destination: str
+    selection: Selection, local: StridedRows, remote: StridedRows, own: int, destination: str
 ) -> bool:
     """Whether a merge across rows would spare enough descriptors. An estimate, if there are many.
 
     The first tiles of the first bunch of each part are paired by id, all of them if they are few.
     """
-    count_of_ids = sum(len(entry.rows) * len(tiles) for entry, tiles in parts)
-    whole = count_of_ids <= SAMPLE
+    parts, total = selection.parts, len(selection[own])
+    whole = total <= SAMPLE
     if not whole and all(entry.rows.plain for entry, _ in parts):
         # NIXL joins all that touches within a part. So each merge across rows takes a descriptor of
         # another part than the largest, and each of these is merged twice at most.
         each = [entry.rows.posted(tiles) for entry, tiles in parts]
         spared = 2 * (sum(each) - max(each))
-        worth = spared * IDS_FOR_A_POST > count_of_ids
+        worth = spared * IDS_FOR_A_POST > total
         if not worth or sum(each) <= LIMIT * (sum(each) - spared):
             return False
     posted, sample = 0, list[Ids]()

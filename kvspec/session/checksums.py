@@ -132,7 +132,7 @@ class ChecksumAnswers:
                         held.checksums[message.extent] = total
                     self.messages.send(message.answer(Checksum, total=total))
                 except SpecError as error:
-                    self.messages.note(f"{message.kind} of {message.by}: {error}")
+                    self.messages.note(f"{message}: {error}")
                     self.messages.send(message.answer(ChecksumUnavailable))
             del self.asked[message]
 

@@ -204,7 +204,7 @@ class Holds:
         Peers on the same machine can still read the memory, and it may contain other data by then.
         So no request may be confirmed as valid.
         """
-        if self.ledger.holding and self.nixl.closed:
+        if self.ledger.counts["held"] and self.nixl.closed:
             self.answers.close()
             for key in self.ledger.held:
                 self.ledger.abort(key, self.now())

@@ -309,7 +309,7 @@ class Loads:
         elif isinstance(message, Checksum | ChecksumUnavailable):
             load = self._find(message)
             if load is None or load.audit is None or not load.audit.deliver(message):
-                self.messages.note(f"{message.kind} of {message.by}: no question is open for it")
+                self.messages.note(f"{message}: no question is open for it")
         else:
             if isinstance(message, LayerProgress):
                 # The groups of the producer may have other names.
@@ -373,7 +373,7 @@ class Loads:
                     load.fail(step.rank, why, state)
                 self._end(load, step, why, state)
                 return
-        self.messages.note(f"{message.kind} of {message.by}: this rank waits for no such push")
+        self.messages.note(f"{message}: this rank waits for no such push")
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Loads from another one fail."""
@@ -456,7 +456,8 @@ class Loads:
 
     def act(self) -> None:
         """Carry out the actions of the ledger."""
-        self.messages.act(self.ledger.actions, self._change)
+        if self.ledger.actions:
+            self.messages.act(self.ledger.actions, self._change)
 
     def _change(self, action: Action) -> None:
         """Carry out an action that concerns one load."""

@@ -279,7 +279,7 @@ class Messages:
         for message in unsent.values():
             to = message.to
             route = self._addresses.get(to) or self._routes.get(to)
-            LOG.debug("send %s of %r to %s at %s", message.kind, message.key.request_id, to, route)
+            LOG.debug("send %s to %s at %s", message, to, route)
             if route is not None:
                 sealed = self._secret.seal(MESSAGE, encode_message(message))
                 batches.setdefault(route, []).append(sealed)
@@ -295,7 +295,7 @@ class Messages:
                 self._refuse(route, error)
                 continue
             if message is not None:
-                LOG.debug("received %s of %r", message.kind, message.key.request_id)
+                LOG.debug("received %s", message)
                 self.counters.messages_received += 1
                 yield message
 

@@ -533,9 +533,9 @@ class Session:
         return SessionStats(
             loads=len({*loads.open, *self._loads.loads}),
             steps=loads.steps,
-            pushes=held.pushes,
-            held=held.holding,
-            remembered=held.remembered,
+            pushes=held.counts["pushes"],
+            held=held.counts["held"],
+            remembered=len(held.records),
             engines=len(self._remotes),
             leaving=len(self._remotes.leaving),
             sums=len(self._holds.answers.asked),
@@ -573,7 +573,7 @@ class Session:
     def _deliver(self, message: Message) -> None:
         """Give a message to the part of the session that it concerns."""
         if message.to != self.me:
-            self._messages.note(f"{message.kind} of {message.by}: it is for {message.to}")
+            self._messages.note(f"{message}: it is for {message.to}")
         elif isinstance(message, ChecksumRequest):
             self._holds.answers.receive(message)
         elif isinstance(message, ReaderStatus | StopWriting):
@@ -599,8 +599,7 @@ class Session:
         """Carry out what both ledgers have decided."""
         if actions := self._holds.ledger.actions:
             self._messages.act(actions, self._holds.act)
-        if self._loads.ledger.actions:
-            self._loads.act()
+        self._loads.act()
 
     def _wake(self) -> None:
         """Carry out what a call has begun, and let the background thread see it. Needs the lock."""

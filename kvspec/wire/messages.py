@@ -235,6 +235,9 @@ class Message(WireStruct, frozen=True):
     number: Count = 0
     sample: Annotated[int, Meta(ge=0, lt=MAX_READERS)] = 0
 
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.by} about {self.key.request_id!r:.80}"
+
     @property
     def kind(self) -> str:
         """The tag of the class, a key of `MESSAGES`."""

@@ -181,7 +181,13 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
     if consumes:
         assert {} == ledger.open
     else:
-        empty = ledger.held, ledger.holding, ledger.pushes, ledger.remembered, ledger.due
+        empty = (
+            ledger.held,
+            ledger.counts["held"],
+            ledger.counts["pushes"],
+            len(ledger.records),
+            ledger.due,
+        )
         assert ((), 0, 0, 0, None) == empty
     return results, reached
 

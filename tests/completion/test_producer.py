@@ -74,7 +74,7 @@ def test_request_is_freed_after_its_last_reader() -> None:
     assert ["valid"] == kinds(ledger.receive(done(1), 4.0))
     assert ["gone"] == kinds(ledger.receive(done(2), 4.0))
     assert [] == ledger.tick(13.0)
-    assert (0, None) == (ledger.remembered, ledger.due)
+    assert (0, None) == (len(ledger.records), ledger.due)
 
 
 def test_repeated_heartbeat_extends_no_lease() -> None:
@@ -171,7 +171,7 @@ def test_early_reader_receives_gone_when_the_request_is_not_held_in_time() -> No
     ledger = ProducerLedger(P[0], lease=10.0)
     assert [] == ledger.receive(heartbeat(1), 0.0)
     assert ["gone"] == kinds(ledger.tick(10.0))
-    assert 0 == ledger.remembered
+    assert 0 == len(ledger.records)
 
 
 def test_heartbeats_extend_the_lease_up_to_the_longest() -> None:
@@ -257,11 +257,11 @@ def test_messages_for_unknown_requests_are_bounded() -> None:
     for at in range(5000):
         key = Key(f"request {at}", b"8 bytes!")
         ledger.receive(done(key=key), at / 1000)
-    assert 100 == ledger.remembered
+    assert 100 == len(ledger.records)
     known = Key("request 0", b"8 bytes!")
     assert ["Refused"] == kinds(ledger.receive(done(1, key=known), 5.0))
     ledger.tick(20.0)
-    assert (0, None) == (ledger.remembered, ledger.due)
+    assert (0, None) == (len(ledger.records), ledger.due)
 
 
 def test_request_is_admitted_once() -> None:
@@ -326,7 +326,7 @@ def test_reader_that_gave_up_is_never_written_to() -> None:
     assert ["stopped"] == kinds(ledger.receive(stop(), 0.0))
     assert ["stopped"] == kinds(ledger.receive(heartbeat(1), 1.0))
     assert ["gone"] == kinds(ledger.tick(11.0))
-    assert 1 == ledger.remembered
+    assert 1 == len(ledger.records)
     ledger.admit(KEY, 20.0)
     targets = [(0, 0, by) for by in D[:2]]
     assert tuple(targets[1:]) == ledger.begin_push(KEY, targets)
@@ -343,9 +343,9 @@ def test_early_reader_is_answered_in_time_when_another_gave_a_push_up() -> None:
     ledger.receive(heartbeat(1), 50.0)
     assert [] == ledger.tick(59.0)
     assert ["gone"] == kinds(ledger.tick(60.0))
-    assert 1 == ledger.remembered
+    assert 1 == len(ledger.records)
     ledger.tick(100.0)
-    assert (0, 0) == (ledger.remembered, ledger.pushes)
+    assert (0, 0) == (len(ledger.records), ledger.counts["pushes"])
 
 
 def test_outcome_of_a_push_is_sent_when_nothing_moves() -> None:
@@ -373,10 +373,10 @@ def test_request_is_remembered_while_it_is_written() -> None:
     ledger.begin_push(KEY, [target])
     assert ["Free"] == kinds(ledger.tick(10.0))
     ledger.tick(99.0)
-    assert 1 == ledger.remembered
+    assert 1 == len(ledger.records)
     assert ["pushed"] == kinds(ledger.end_push(KEY, target, WRITTEN, 99.0))
     ledger.tick(150.0)
-    assert (0, 0, None) == (ledger.remembered, ledger.pushes, ledger.due)
+    assert (0, 0, None) == (len(ledger.records), ledger.counts["pushes"], ledger.due)
 
 
 def test_readers_that_give_up_unknown_pushes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +386,7 @@ def test_readers_that_give_up_unknown_pushes_are_bounded(monkeypatch: pytest.Mon
     keys = [Key(f"request {at}", b"8 bytes!") for at in range(3)]
     answers = [kinds(ledger.receive(stop(key=key), 0.0)) for key in keys]
     assert [["stopped"], ["stopped"], []] == answers
-    assert (2, 2) == (ledger.pushes, ledger.remembered)
+    assert (2, 2) == (ledger.counts["pushes"], len(ledger.records))
     ledger.tick(40.0)
     assert ["stopped"] == kinds(ledger.receive(stop(key=keys[2]), 40.0))
 
@@ -399,7 +399,7 @@ def test_cleared_ledger_holds_nothing() -> None:
     ledger.receive(heartbeat(1, key=Key("unknown", b"8 bytes!")), 1.0)
     ledger.clear()
     assert (0, 0, 0, (), None) == (
-        ledger.holding, ledger.pushes, ledger.remembered, ledger.held, ledger.due
+        ledger.counts["held"], ledger.counts["pushes"], len(ledger.records), ledger.held, ledger.due
     )  # fmt: skip
     assert [] == ledger.end_push(KEY, target, WRITTEN, 2.0)
     assert not ledger.stopping(KEY, target)

@@ -625,7 +625,13 @@ class World(TwoEngines[bytes]):
     def nothing_left(self) -> None:
         """Check that all ledgers are empty, and that each request was freed."""
         for ledger in self.producers.values():
-            left = ledger.held, ledger.remembered, ledger.due, ledger.holding, ledger.pushes
+            left = (
+                ledger.held,
+                len(ledger.records),
+                ledger.due,
+                ledger.counts["held"],
+                ledger.counts["pushes"],
+            )
             check(Promise.CLEAN, ((), 0, None, 0, 0) == left, left)
         for reader in self.consumers.values():
             rest = reader.open, reader.steps, reader.due
