@@ -350,7 +350,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
         actions += self._push_message(request, message)
         if isinstance(message, ReaderStatus):
-            actions += self._deliver(request, message)
+            actions += self._deliver(request, message) + self._complete(request)
         if known or request.early or request.pushes:
             self._save(request.key, request)
         return actions
@@ -468,8 +468,11 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request.disputed |= disputes
         if why:
             return [Refused(message, why)]
-        actions = self._step(request, event, message)
-        return actions + (self._step(request, "complete") if request.complete else [])
+        return self._step(request, event, message)
+
+    def _complete(self, request: HeldRequest) -> list[HoldAction]:
+        """Free the request if it is held and all its readers are done."""
+        return self._step(request, "complete") if request.held and request.complete else []
 
     def _step(
         self, request: HeldRequest, event: str, message: ReaderStatus | None = None
@@ -518,9 +521,13 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return early
 
     def _replay(self, request: HeldRequest, _: None, __: str) -> list[HoldAction]:
-        """Process the early messages of a request that is admitted now."""
+        """Process the early messages of a request that is admitted now.
+
+        Only all of them together show which readers have come.
+        """
         messages = self._early(request)
-        return [action for message in messages for action in self._deliver(request, message)]
+        actions = [action for message in messages for action in self._deliver(request, message)]
+        return actions + self._complete(request)
 
     def _lease(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         """Extend the lease, and inform the reader of it and of the progress."""

@@ -166,6 +166,16 @@ def test_early_message_counts() -> None:
     assert ["valid", "valid", "Free"] == kinds(ledger.admit(KEY, 2.0))
 
 
+def test_early_engine_that_declined_does_not_end_the_request_of_another() -> None:
+    """All early messages count before the ledger asks whether every reader is done."""
+    other = RankAddress("other", 1, kvspec.RankId())
+    ledger = ProducerLedger(P[0], lease=10.0)
+    assert [] == ledger.receive(done(expected=1), 0.0)
+    assert [] == ledger.receive(replace(heartbeat(1, expected=1), by=other), 1.0)
+    assert ["valid", "lease"] == kinds(ledger.admit(KEY, 2.0))
+    assert ["valid", "Free"] == kinds(ledger.receive(replace(done(expected=1), by=other), 3.0))
+
+
 def test_early_reader_receives_gone_when_the_request_is_not_held_in_time() -> None:
     """The answer comes one lease after the message."""
     ledger = ProducerLedger(P[0], lease=10.0)
