@@ -169,19 +169,29 @@ class PrefillTicket:
             raise SpecError("remote_first_token", None, wanted)
         return self.first_token
 
-    def check_held(self, request: TransferRequest) -> None:
-        """Check that *request* asks only for tokens and blocks of this ticket.
+    def check_held(self, request: TransferRequest) -> TransferRequest:
+        """Check that *request* asks only for tokens, states and blocks of this ticket.
+
+        Returns:
+            The request. If it has no `state_tokens`, it has those of the ticket now: the producer's
+            recurrent states have seen all computed tokens.
 
         Raises:
             SpecError: If it asks for others.
         """
         self._check_count(request.num_tokens)
+        if request.state_tokens not in (None, self.computed_tokens):
+            wanted = f"{self.computed_tokens}, the `computed_tokens` of the ticket"
+            raise SpecError("state_tokens", request.state_tokens, wanted)
         asked = request.producer_blocks
         if asked != self.tables:
             names = {**self.tables, **asked}
             name = next(name for name in names if asked.get(name) != self.tables.get(name))
             wanted = "the block table of the ticket"
             raise SpecError(f"producer_blocks[{name!r}]", asked.get(name), wanted)
+        if request.state_tokens is None:
+            request = attrs.evolve(request, state_tokens=self.computed_tokens)
+        return request
 
     def _check_count(self, num_tokens: int) -> None:
         positive_int("num_tokens", num_tokens, least=0)

@@ -553,6 +553,38 @@ def test_request_that_does_not_fit_its_ticket_fails(
     assert ["p-1", "p-1"] == freed(2, producer)
 
 
+def test_load_of_a_ticket_is_not_pushed(sides: tuple[Side, Side]) -> None:
+    """The producer could write before the load has reserved its blocks."""
+    producer, consumer = sides
+    with pytest.raises(SpecError) as caught:
+        begin(consumer, ticket_of(producer, "r"), pushed=True)
+    assert "pushed" == caught.value.field
+    assert 0 == consumer.first.stats().loads
+
+
+def test_ticket_states_how_many_tokens_a_recurrent_state_has_seen() -> None:
+    """A state cannot be rewound, so a request with fewer tokens is refused."""
+    blocks = {"full": [1, 2, 3, 4], "window": [1, 2, 3, 4], "state": [1]}
+    own = attrs.evolve(ASKED, num_tokens=13, producer_blocks=blocks, consumer_blocks=blocks)
+    with (
+        FakeNixl(),
+        Side("P", engine(1, state=True), polled=False) as producer,
+        Side("D", engine(1, state=True), polled=False) as consumer,
+    ):
+        remote_id = new_remote_id("r")
+        producer.hold(remote_id)
+        ticket = attrs.evolve(
+            held((*producer.addresses,), remote_id=remote_id, tables=blocks), engine_id="P"
+        )
+        (load,) = begin(consumer, ticket, own)
+        until(lambda: load.poll() != "moving", producer)
+        assert "state_tokens" in error_of(load).message
+        rewound = attrs.evolve(own, request_id="other", state_tokens=13)
+        (load,) = begin(consumer, ticket, rewound)
+        until(lambda: load.poll() != "moving", producer)
+        assert "state_tokens" in error_of(load).message
+
+
 def test_load_rejects_wrong_tickets(sides: tuple[Side, Side]) -> None:
     """It raises at once, because no producer could be informed."""
     one, wrong = sides[1].first, new_remote_id("r")
