@@ -145,6 +145,32 @@ def test_recorded_heartbeat_of_a_dead_reader_extends_no_lease(
     assert session.stats().counters.messages_refused >= len(settled.foreign)
 
 
+def test_reader_that_asks_after_the_nixl_rank_was_closed_receives_gone(
+    pair: tuple[Side, Side], net: FakeNixl
+) -> None:
+    """The memory may contain other data by then. The session learns both in one poll."""
+    producer, consumer = pair
+    remote_id = new_remote_id("r")
+    producer.fill(request())
+    producer.hold(remote_id)
+    (load,) = consumer.load(request(), remote_id)
+    receive = producer.first.channel.receive
+
+    def close_first() -> list[tuple[str, bytes]]:
+        """Close the rank when the session looks for messages, and let the reader ask then."""
+        producer.first.nixl.close()
+        for _ in range(9):
+            consumer.poll()
+        return receive()
+
+    producer.first.channel.receive = close_first  # type: ignore[method-assign]
+    producer.first.poll()
+    producer.first.channel.receive = receive  # type: ignore[method-assign]
+    until(lambda: load.poll() != "moving", producer, consumer)
+    assert load.error is not None
+    assert "gone" == load.error.state
+
+
 def test_stats_are_zero_after_close(pair: tuple[Side, Side]) -> None:
     """Also of requests that are held, or were freed lately, or wait for their engine."""
     session, other = only(pair[0]), only(pair[1])
