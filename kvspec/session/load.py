@@ -272,6 +272,7 @@ class Load(Progress):
         self.connection = producer if isinstance(producer, Connection) else None
         # By step: the transfer, or a description of the push that is expected.
         self.in_flight: dict[Step, Transfer | Pushed] = {}
+        self.pushes: dict[RankId, Pushed] = {}  # What each producer rank is expected to push.
         self.began = self.deadline = 0.0
         self.written = False  # Whether any byte may have been written.
         self.bytes_moved = 0  # By reads that have ended.

@@ -48,6 +48,7 @@ from kvspec.completion.consumer import (
     FREE_ID,
     ConsumerLedger,
     LoadPlan,
+    Name,
     Place,
     Step,
 )
@@ -82,6 +83,7 @@ TURN = 0.02  # Seconds that one poll spends on small transfers, and again on lar
 # for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
 # than the load.
 QUIET = 0.1
+MAX_PUSHED = 1 << 14  # Names of pushed loads that are remembered. The oldest is forgotten.
 
 
 Sources = Mapping[RankId, Mapping[Place, int]]
@@ -118,6 +120,9 @@ class Loads:
     _small: int = 0  # Index of the next small flight to poll.
     _large: int = 0  # The same for large flights.
     _quiet: float = 0.0  # When large loads may take a whole turn.
+    # The names of pushed loads. The outcome of a push is repeated, and has no number. So a second
+    # load of the attempt could take it for its own, although its blocks were reused in between.
+    _pushed: dict[Name, None] = attrs.field(factory=dict)
     _declines: itertools.count[int] = attrs.field(factory=itertools.count)
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
 
@@ -149,23 +154,31 @@ class Loads:
         Everything is checked before anything is posted. No message is sent before all is posted.
         """
         load.remote = remote
-        request, options, name = load.request, load.options, load.request.request_id
         if load.ticket is not None:
-            load.ticket.check_held(request)
+            load.request = load.ticket.check_held(load.request)
+        request, options, name = load.request, load.options, load.request.request_id
         if options.verify:
             load.audit = Audit(
                 remote, request, self.ledger.me, self.nixl, self.cache, self.messages
             )
         lanes = remote.lanes
-        pushes = {r: pushed_of(lane.table, request) for r, lane in lanes.items() if options.pushed}
+        if options.pushed:
+            load.pushes = {rank: pushed_of(lane.table, request) for rank, lane in lanes.items()}
         sides = remote.sides(request, () if options.pushed or options.follow else lanes)
-        whole = dict.fromkeys((*sides, *pushes), EVERYTHING)
+        whole = dict.fromkeys((*sides, *load.pushes), EVERYTHING)
         sources = ends_of(load) if options.follow else whole
         load.plan = self._plan(remote, load.key, name, options, sources)
+        if options.pushed and load.plan.name in self._pushed:
+            wanted = "an attempt of this request that was not loaded with pushed=True before"
+            raise SpecError("attempt", options.attempt, wanted)
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
+        if options.pushed:
+            self._pushed[load.plan.name] = None
+            if len(self._pushed) > MAX_PUSHED:
+                del self._pushed[next(iter(self._pushed))]
         steps = {rank: self.ledger.start(name, rank) for rank in whole}
-        load.in_flight |= {steps[rank]: pushed for rank, pushed in pushes.items()}
+        load.in_flight |= {steps[rank]: pushed for rank, pushed in load.pushes.items()}
         load.in_flight |= self._read(load, {steps[rank]: each for rank, each in sides.items()})
         self.ledger.connected(name, self.now())
 
@@ -226,14 +239,15 @@ class Loads:
     def _adopt(self, load: Load, why: str, state: TransferState) -> None:
         """Fail each step of *load* that an interrupt left without a flight.
 
-        Its transfer may have been posted. Then the step stays open until the transfer ends.
+        Its transfer may have been posted, or the producer may push. Then the step stays open until
+        that has ended.
         """
         posted = {transfer.key: transfer for transfer in self.nixl.transfers}
         open_steps = self.ledger.open_steps(load.request.request_id)
         for step in sorted(open_steps.difference(load.in_flight)):
-            if (transfer := posted.get(step)) is not None:
-                load.in_flight[step] = transfer
-            self.ledger.fail(step, why, self.now(), quiet=transfer is None, state=state)
+            if (flight := posted.get(step) or load.pushes.get(step.rank)) is not None:
+                load.in_flight[step] = flight
+            self.ledger.fail(step, why, self.now(), quiet=flight is None, state=state)
 
     def wait_for(self, waiting: Waiting) -> None:
         """Begin or decline a request when its producer is connected."""

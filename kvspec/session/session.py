@@ -262,7 +262,8 @@ class Session:
         """Start reading *request* from all ranks that hold it, or wait for pushed data.
 
         Pass the *remote_id* of a request that a connected producer holds. Nothing is posted if the
-        call raises. Later errors are in the `error` of the load.
+        call raises. Later errors are in the `error` of the load. If a call with *pushed* raises,
+        the producer is not informed: its push may still write the blocks.
 
         Or pass the *ticket* of the producer. If this engine is not connected, or was lost, a thread
         connects it first. Each error of the producer and of the request is then in the `error` of
@@ -277,7 +278,8 @@ class Session:
                 returned, or one with fewer tokens.
             timeout: Seconds from now until the load fails.
             engine_id: The producer, if several are connected. Not with a ticket.
-            pushed: Post no reads: the producer calls `push`.
+            pushed: Post no reads: the producer calls `push`. Not with a ticket. Each attempt can be
+                loaded so once.
             follow: Read each layer as far as the producer has written it. Not for pushed data.
             verify: Compare checksums with the producer before the load is done. The producer must
                 call `hold` with `blocks`.
@@ -297,6 +299,9 @@ class Session:
                 "closed" if the session is closed.
         """
         options = LoadOptions(pushed, follow, verify, attempt, again, sample, samples)
+        if pushed and ticket is not None:
+            rule = "the producer of a pushed load must be connected, so it cannot have a ticket"
+            raise SpecError("pushed", pushed, rule=rule)
         most = seconds("timeout", timeout)
         with self._lock.held:
             key, producer = self._producer(remote_id, ticket, engine_id)
@@ -366,18 +371,21 @@ class Session:
         *,
         ticket: PrefillTicket | None = None,
         engine_id: str | None = None,
+        attempt: int = 0,
         sample: int = 0,
         samples: int = 1,
     ) -> None:
-        """Inform the producer that this rank will not load a request.
+        """Inform the producer that this rank will not load a request in one attempt.
 
-        Call it before the producer pushes.
+        Call it before the producer pushes. If other ranks of the engine try again, decline that
+        attempt too: the producer expects all ranks in each attempt.
 
         Args:
             remote_id: Name of a request that a connected producer holds.
             ticket: Or the ticket of the producer, which a thread connects first if necessary. If
                 that fails, the lease of the request expires.
             engine_id: As in `load`.
+            attempt: As in `load`.
             sample: As in `load`.
             samples: As in `load`.
 
@@ -385,7 +393,7 @@ class Session:
             SpecError: If an argument is wrong.
             TransferError: With state "closed" if the session is closed.
         """
-        options = LoadOptions(sample=sample, samples=samples)
+        options = LoadOptions(attempt=attempt, sample=sample, samples=samples)
         with self._lock.held:
             key, producer = self._producer(remote_id, ticket, engine_id)
             if isinstance(producer, Connection):
@@ -509,8 +517,11 @@ class Session:
                 self._background.wake()
 
     def _poll(self) -> None:
+        # The messages come first: only a reader that asked before the NIXL rank was closed has
+        # valid data.
+        messages = [*self._messages.receive()]
         self._holds.tick()
-        for message in self._messages.receive():
+        for message in messages:
             self._deliver(message)
         for rank in self._messages.lost():
             self._loads.ledger.lose(rank, self._clock())

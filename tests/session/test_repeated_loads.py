@@ -12,6 +12,8 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import Side, engine, request, until
 
+import kvspec
+from kvspec.errors import SpecError
 from kvspec.session import Load, new_remote_id
 from kvspec.testing import FakeNixl
 
@@ -76,20 +78,62 @@ def test_second_load_is_done_while_another_rank_still_reads(sides: tuple[Side, S
     until(lambda: freed.extend(producer.settled()[0]) or freed, *sides)
 
 
-def test_second_load_fails_when_only_the_first_was_pushed(sides: tuple[Side, Side]) -> None:
-    """The push wrote for the first load. By now the blocks may contain other data."""
+@pytest.mark.parametrize("again", [False, True])
+def test_attempt_is_loaded_with_pushed_once(sides: tuple[Side, Side], again: bool) -> None:
+    """The outcome of the push is repeated. By now the blocks may contain other data."""
     producer, consumer = sides
     remote_id = new_remote_id("r")
     producer.fill(ASKED)
     consumer.spoil(ASKED)
     producer.hold(remote_id)
-    first = next(iter(consumer.sessions.values()))
-    load = first.load(ASKED, remote_id=remote_id, timeout=9.0, pushed=True)
+    first, last = consumer.sessions.values()
+    load = first.load(ASKED, remote_id=remote_id, timeout=9.0, pushed=True, again=again)
+    consumer.poll()
+    producer.push(ASKED, remote_id)
+    if again:  # Then the producer learns nothing of the end of the load.
+        load.cancel()
+    assert ["failed" if again else "done"] == ended([load], *sides)
+    with pytest.raises(SpecError) as caught:
+        first.load(AGAIN, remote_id=remote_id, timeout=9.0, pushed=True)
+    assert ("attempt", 0) == (caught.value.field, caught.value.value)
+    assert 0 == first.stats().loads
+    # Another attempt and another rank have pushes of their own.
+    loads = [
+        first.load(AGAIN, remote_id=remote_id, timeout=9.0, pushed=True, attempt=1),
+        last.load(AGAIN, remote_id=remote_id, timeout=9.0, pushed=True, attempt=1),
+    ]
+    consumer.spoil(AGAIN)
     for session in producer.sessions.values():
-        session.push(ASKED, remote_id=remote_id, timeout=9.0, epoch=1)
-    assert ["done"] == ended([load], *sides)
+        session.push(AGAIN, remote_id=remote_id, timeout=9.0, epoch=1, attempt=1)
+    assert ["done"] * 2 == ended(loads, *sides)
+    assert [] == consumer.wrong(AGAIN)
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_rank_declines_each_attempt(sides: tuple[Side, Side], pushed: bool) -> None:
+    """The other rank tries twice. The request is freed, and no declined block is written."""
+    producer, consumer = sides
+    remote_id = new_remote_id("r")
+    producer.fill(ASKED)
     consumer.spoil(ASKED)
-    load = first.load(AGAIN, remote_id=remote_id, timeout=9.0, pushed=True)
+    producer.hold(remote_id)
+    reads, declines = consumer.sessions.values()
+    declines.decline(remote_id)
+    load = reads.load(ASKED, remote_id=remote_id, timeout=9.0, pushed=pushed, again=True)
+    load.cancel()
     assert ["failed"] == ended([load], *sides)
-    assert load.error is not None
-    assert "stopped" in load.error.message
+    declines.decline(remote_id, attempt=1)
+    load = reads.load(AGAIN, remote_id=remote_id, timeout=9.0, pushed=pushed, attempt=1)
+    for _ in range(9):
+        consumer.poll()
+        producer.poll()
+    if pushed:
+        for session in producer.sessions.values():
+            session.push(AGAIN, remote_id=remote_id, timeout=9.0, epoch=1, attempt=1)
+    assert ["done"] == ended([load], *sides)
+    assert {"tp1"} == {line.split()[0].rstrip(":,") for line in consumer.wrong(AGAIN)}
+    own = kvspec.RankId(tp=1)
+    for name, flat in consumer.storage[own].items():
+        assert (flat == consumer.before[own][name]).all(), "written after it declined"
+    freed: list[str] = []
+    until(lambda: freed.extend(producer.settled()[0]) or freed, *sides)

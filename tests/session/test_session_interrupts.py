@@ -11,7 +11,7 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from lines import interrupted_at
+from lines import between_lines, interrupted_at
 from session_faults import connection_waits
 from two_engines import Direct, Side, engine, request, until
 
@@ -208,6 +208,35 @@ def test_pushed_load_ends_when_polls_are_interrupted(pair: Pair) -> None:
         return reached
 
     everywhere(3, once)
+
+
+def test_interrupted_start_of_a_pushed_load_waits_for_the_push(pair: Pair) -> None:
+    """Once the load expects the push, its blocks stay reserved until no byte of it can move."""
+    stats, expected = pair.session.stats, list[int]()
+
+    def interrupt(line: int) -> None:
+        if line == place:
+            expected.append(stats().steps)
+            raise KeyboardInterrupt
+
+    for place in range(200):
+        pair.net.fate = lambda _: None
+        load = pair.begin(pushed=True)
+        pair.other.push(pair.asked, remote_id=pair.remote_id, timeout=9.0, epoch=1)
+        with contextlib.suppress(KeyboardInterrupt), between_lines(interrupt, loads):
+            load()
+        if any(expected[place:]):
+            for _ in range(4):
+                pair.session.poll()
+                pair.producer.poll()
+            assert (1, 1) == (stats().steps, len(pair.net.moving))
+        pair.net.fate = FakeFlight.land
+        for flight in pair.net.moving:
+            flight.land()
+        pair.settle()
+        if len(expected) == place:
+            break
+    assert sum(expected) > 3
 
 
 def test_failed_load_gives_its_blocks_back_when_polls_are_interrupted(pair: Pair) -> None:
