@@ -22,8 +22,8 @@ How it works:
     recorded answer returns nothing. The asker answers only the ranks that it is asking at present.
     Otherwise anyone could forward a challenge and use the answer.
 
-    A connection becomes trusted by the right answer, or by a message. Questions do not count, since
-    anyone can replay them.
+    A connection becomes trusted by the right answer, or by a message that is not a copy (`_learn`).
+    Questions do not count, since anyone can replay them.
 """
 
 from __future__ import annotations
@@ -193,8 +193,11 @@ class Messages:
             getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
         )
         self._refused: Callable[[], list[str]] = getattr(channel, "refused", list)
+        # Whether a connection is established. Without the method, every message names its route.
+        self._keeps: Callable[[str], object] = getattr(channel, "reaches", lambda _: False)
         self._addresses: dict[RankAddress, str] = {}  # those of connected engines
-        self._routes: OrderedDict[RankAddress, str] = OrderedDict()
+        # By rank: the route of its newest question, and the number of that.
+        self._routes: OrderedDict[RankAddress, tuple[str, int]] = OrderedDict()
         self.unsent: dict[object, Message] = {}
         self._asked: dict[str, bytes | None] = {}
         self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
@@ -278,7 +281,7 @@ class Messages:
         batches: dict[str, list[bytes]] = {}
         for message in unsent.values():
             to = message.to
-            route = self._addresses.get(to) or self._routes.get(to)
+            route = self._addresses.get(to) or self._routes.get(to, (None, 0))[0]
             LOG.debug("send %s to %s at %s", message, to, route)
             if route is not None:
                 sealed = self._secret.seal(MESSAGE, encode_message(message))
@@ -361,8 +364,7 @@ class Messages:
         body = self._secret.unseal(kind, purpose, data, _WANTED)
         if purpose == MESSAGE:
             message = decode_message(body)
-            self._trust(route)
-            _keep(self._routes, message.by, route, MAX_ROUTES)
+            self._learn(message, route)
             return message
         waits = route in self._asked and self._asked[route] is None
         if purpose == QUESTION:
@@ -380,6 +382,19 @@ class Messages:
             # introduction may be on its way.
             self.note(f"{kind} from {route}: none is expected")
         return None
+
+    def _learn(self, message: Message, route: str) -> None:
+        """Trust the route of a message, and answer its sender there, unless it may be a copy.
+
+        A rank sends its questions in the order of their numbers. A message with a lower number on
+        another route may be a copy that somebody has recorded. If the connection of the rank has
+        ended, it may as well come from the rank itself, on a new one.
+        """
+        number = message.number if isinstance(message, ReaderStatus) else 0
+        known, newest = self._routes.get(message.by, (route, -1))
+        if number > newest or known == route or not self._keeps(known):
+            self._trust(route)
+            _keep(self._routes, message.by, (route, max(number, newest)), MAX_ROUTES)
 
     def _refuse(self, route: str, error: WireError) -> None:
         """Record why a message is refused, and disconnect its sender."""

@@ -121,6 +121,51 @@ def test_peer_without_secret_gets_no_answer() -> None:
         assert producer.introductions == [data for _, data in stranger.receive()]
 
 
+class Watched(Direct):
+    """A channel that records whom it trusts. Its connections stay until they are in `closed`."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.trusted, self.closed = list[str](), set[str]()
+
+    def trust(self, route: str) -> None:
+        """Record that *route* has shown a right seal."""
+        self.trusted.append(route)
+
+    def reaches(self, route: str) -> bool:
+        """Whether the connection of *route* is open."""
+        return route not in self.closed
+
+
+def test_copy_of_a_message_takes_no_answers_from_its_sender() -> None:
+    """Nor does it make its connection trusted, until the connection of the sender has ended."""
+    watched = Watched("P")
+    with FakeNixl(), Side("P", engine(1), polled=False, channel=watched) as producer:
+        secret = producer.sessions[RANK].nixl.secret
+        producer.hold(REMOTE_ID)
+        routes = {name: Direct(name) for name in ("reader", "copy", "again")}
+
+        def answers(name: str, number: int) -> list[str]:
+            """Return who receives the answer to a heartbeat that *name* sends."""
+            reader, to = RankAddress("D", 1, RANK), RankAddress("P", 1, RANK)
+            asked = Heartbeat(key_of(REMOTE_ID), reader, to, 0, number, expected=1)
+            routes[name].send("P", secret.seal(MESSAGE, encode_message(asked)))
+            producer.poll()
+            return [name for name, route in routes.items() if route.receive()]
+
+        assert ["reader"] == answers("reader", 1)
+        assert ["reader"] == answers("reader", 2)
+        assert [] == answers("copy", 1)
+        assert [] == answers("copy", 2)
+        assert ["reader"] == answers("reader", 3)
+        assert {"reader"} == set(watched.trusted)
+        # A newer message comes from the reader. So may an old one, if its connection has ended.
+        assert ["again"] == answers("again", 4)
+        watched.closed.add("again")
+        assert [] == answers("copy", 4)
+        assert {"reader", "again", "copy"} == set(watched.trusted)
+
+
 def challenge(producer: Side, asker: Direct, secret: Secret) -> bytes:
     """Return the random bytes that the producer sends to *asker*, whose question it has."""
     producer.poll()
