@@ -75,8 +75,8 @@ def main() -> int:
         given: Any = {"engine_id": "other", "epoch": 1, "owner": memory, **settings}
         with NixlRank() as nixl, Session(nixl, cache, **given) as session:
             blocks = {group.name: [3, 6] for group in engine.groups}
-            # All tokens are loaded, to compare keys. An engine would load all but the last one,
-            # which it computes itself to sample the next token.
+            # All tokens are loaded, to compare keys. An engine would leave out the last one: it
+            # computes that token itself, to sample the next.
             request = ticket.request("prompt", TOKENS, blocks)
             session.load(request, ticket=ticket, timeout=20).wait()
         # Block 6 begins with token 32. Rank tp holds head tp, whose keys are now in pairs.
