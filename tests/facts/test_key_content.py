@@ -10,6 +10,7 @@ import pytest
 from refused import refusal
 
 import kvspec
+from kvspec.adapters.attention_modules import agreed_key_content
 from kvspec.wire.compatibility import compatibility_hash
 from kvspec.wire.values import Decoder, encode
 
@@ -226,3 +227,18 @@ def test_rotations_fit_unless_both_are_known_and_differ(changed: Any, field: str
 def test_key_content_rejects_impossible_rotations(fields: dict[str, Any], field: str) -> None:
     error = refusal(lambda: attrs.evolve(HALVES, **fields))
     assert error.field == field
+
+
+def test_meaning_of_module_keeps_what_only_one_side_states() -> None:
+    """A user configures the order for all layers. The angles of each layer come from its module."""
+    angles = (1.0, 0.25)
+    plain = kvspec.KeyContent(rotary="halves", rotary_size=4)
+    own = attrs.evolve(plain, frequencies=angles, magnitude=1.5)
+    assert own == agreed_key_content("key_content", plain, own)
+    assert own == agreed_key_content("key_content", own, plain)
+    normalized = attrs.evolve(plain, normalized=True)
+    agreed = agreed_key_content("key_content", normalized, own)
+    assert attrs.evolve(own, normalized=True) == agreed
+    with pytest.raises(kvspec.SpecError) as caught:
+        agreed_key_content("key_content", attrs.evolve(plain, frequencies=(1.0, 0.5)), own)
+    assert "key_content" == caught.value.field
