@@ -32,6 +32,10 @@ How it works:
     Connecting is slowed down too: after `ACCEPTS` connections the listener rests for `REST`
     seconds. At 16 connections in 0.025 s, 128 strangers need 0.2 s. So a stranger has at least
     0.2 s to show that it knows the secret.
+
+    A signal may interrupt any line, and then its handler raises. `_links` contains each connection
+    from before it is registered until after it is closed. So no socket is lost, and an interrupted
+    `_keep` or `_drop` leaves a connection that is not registered. `_drop_stalled` drops it.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ import resource
 import selectors
 import socket
 import time
+from collections import OrderedDict
 from typing import Protocol
 
 import attrs
@@ -208,19 +213,24 @@ class TcpChannel:
         self._waker, self._woken = socket.socketpair()
         # A spare descriptor. `_refuse` closes it when the process has no other.
         self._reserve = socket.socket()
-        self._selector = selectors.DefaultSelector()
+        # `_selector` watches all but the listener, and `_all` watches `_selector` and the listener.
+        # While the listener rests, `wait` uses `_selector`. So the listener is always registered,
+        # and no interrupt can leave it unregistered.
+        self._selector, self._all = selectors.DefaultSelector(), selectors.DefaultSelector()
         for each in (self._listener, self._woken, self._waker):
             each.settimeout(0)
-        for each in (self._listener, self._woken):
-            self._selector.register(each, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._all.register(self._listener, selectors.EVENT_READ)
+        self._all.register(self._selector, selectors.EVENT_READ)
         self._links: dict[str, _Link] = {}  # all, by route
         self._strangers: dict[str, _Link] = {}  # the oldest first
-        self._trusted: dict[str, _Link] = {}  # the one that was silent longest first
-        self._turns: dict[str, _Link] = {}  # those that may have a message, in the order of turns
+        self._trusted = OrderedDict[str, _Link]()  # the one that was silent longest first
+        # Those that may have a message, in the order of turns.
+        self._turns = OrderedDict[str, _Link]()
         self._resolved: dict[str, tuple[int, tuple[object, ...]]] = {}
         self._numbers = itertools.count()
         self._refused = set[str]()
-        self._rests_until = 0.0  # 0: the listener does not rest
+        self._rests_until = 0.0  # when the listener's rest ends
         self._next_check = 0.0
         self._closed = False
         self.lost = 0
@@ -285,8 +295,9 @@ class TcpChannel:
 
     def trust(self, route: str) -> None:
         """Keep the connection of *route* when strangers connect: it has shown a right seal."""
-        if (link := self._strangers.pop(route, None)) is not None:
+        if (link := self._strangers.get(route)) is not None:
             self._trusted[route] = link
+            del self._strangers[route]
             if len(self._trusted) > _share(MAX_ACCEPTED, 2):
                 self._drop(next(iter(self._trusted.values())))
 
@@ -302,19 +313,19 @@ class TcpChannel:
         """
         if self._closed:
             return []
-        if self._rests_until and time.monotonic() >= self._rests_until:
-            self._rests_until = 0.0
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        for key, events in self._selector.select(0):
+        ready = [key.fileobj for key, _ in self._all.select(0)]
+        for key, events in self._selector.select(0) if self._selector in ready else ():
             link: _Link | None = key.data
             if link is None:
-                self._accept() if key.fileobj is self._listener else self._woken.recv(_CHUNK)
+                self._woken.recv(_CHUNK)
                 continue
             if events & selectors.EVENT_WRITE:
                 self._flush(link)
             # `_flush` may have closed the connection, and a new one may have its route.
             if events & selectors.EVENT_READ and self._links.get(link.route) is link:
                 self._turns.setdefault(link.route, link)
+        if self._listener in ready and time.monotonic() >= self._rests_until:
+            self._accept()
         messages = self._take_turns()
         # Last: after a long time without a call, the bytes that arrived meanwhile are progress.
         self._drop_stalled(time.monotonic())
@@ -325,8 +336,9 @@ class TcpChannel:
         try:
             if not self._closed and not self._turns:
                 # The end of a rest, and peers that stall, cause no event.
-                most = REST if self._rests_until else STALL / 8
-                self._selector.select(min(timeout, most))
+                rests = time.monotonic() < self._rests_until
+                selector = self._selector if rests else self._all
+                selector.select(min(timeout, REST if rests else STALL / 8))
         except (OSError, ValueError):  # `close` does not wait for threads that wait here
             if not self._closed:
                 raise
@@ -337,14 +349,13 @@ class TcpChannel:
             self._waker.send(b"\0")
 
     def close(self) -> None:
-        """Close all connections."""
-        if not self._closed:
-            self._closed = True
-            for link in tuple(self._links.values()):
-                self._drop(link)
-            sockets = self._listener, self._waker, self._woken, self._reserve
-            for each in (self._selector, *sockets):
-                each.close()
+        """Close all connections. If this is interrupted, the next call closes the rest."""
+        self._closed = True
+        for link in tuple(self._links.values()):
+            self._drop(link)
+        sockets = self._listener, self._waker, self._woken, self._reserve
+        for each in (self._all, self._selector, *sockets):
+            each.close()
 
     def _dial(self, route: str) -> _Link | None:
         """Begin to connect to an address. Return None if it is not one, or not reachable."""
@@ -368,10 +379,9 @@ class TcpChannel:
                 break
             made.settimeout(0)
             route = f"#{next(self._numbers)}"
-            self._strangers[route] = self._keep(made, route, MAX_QUESTION)
+            self._keep(made, route, MAX_QUESTION)
             if len(self._strangers) > _share(MAX_STRANGERS, 8):
                 self._drop(next(iter(self._strangers.values())))
-        self._selector.unregister(self._listener)
         self._rests_until = time.monotonic() + REST
 
     def _refuse(self) -> None:
@@ -391,30 +401,41 @@ class TcpChannel:
     def _keep(
         self, made: socket.socket, route: str, most: int, *, connecting: bool = False
     ) -> _Link:
+        """Keep a connection. A connection that this side did not dial is a stranger."""
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         now = time.monotonic()
         link = _Link(made, route, most, now, now, connecting)
         self._links[route] = link
+        if not connecting:
+            self._strangers[route] = link
+        # Last: an interrupt before leaves a connection that `_drop_stalled` can recognize.
         self._selector.register(made, link.events, link)
         return link
 
     def _drop(self, link: _Link) -> None:
-        if self._links.pop(link.route, None) is not None:
+        """Close a connection. An interrupted call can be repeated."""
+        if self._links.get(link.route) is link:
+            # Unregister before closing: a new socket may get the number of a closed one.
+            with contextlib.suppress(KeyError, ValueError):  # an interrupted call did it already
+                self._selector.unregister(link.socket)
+            link.socket.close()
             for links in (self._strangers, self._trusted, self._turns):
                 links.pop(link.route, None)
             self.lost += bool(link.unsent)
-            self._selector.unregister(link.socket)
-            link.socket.close()
+            del self._links[link.route]
 
     def _drop_stalled(self, now: float) -> None:
         if now < self._next_check:
             return
         self._next_check = now + STALL / 8
+        registered = {key.fileobj for key in self._selector.get_map().values()}
         for link in tuple(self._links.values()):
             # A peer that waits for its turn does not stall. A peer that writes but does not read
             # stalls, because its own bytes are not progress here.
             begun = link.connecting or (link.received and link.route not in self._turns)
-            if (begun and now - link.moved > STALL) or (link.unsent and now - link.taken > STALL):
+            stalls = begun and now - link.moved > STALL
+            stalls = stalls or (link.unsent and now - link.taken > STALL)
+            if stalls or link.socket not in registered:
                 self._drop(link)
 
     def _flush(self, link: _Link) -> None:
@@ -428,15 +449,18 @@ class TcpChannel:
                 return
         link.connecting = False
         try:
-            if link.unsent:
-                del link.unsent[: link.socket.send(link.unsent)]
-                link.moved = link.taken = time.monotonic()
-        except BlockingIOError:
-            pass
-        except OSError:
+            with contextlib.suppress(BlockingIOError):
+                if link.unsent:
+                    del link.unsent[: link.socket.send(link.unsent)]
+                    link.moved = link.taken = time.monotonic()
+            self._selector.modify(link.socket, link.events, link)
+        except (OSError, KeyError):  # KeyError: an interrupt has left it unregistered
             self._drop(link)
-            return
-        self._selector.modify(link.socket, link.events, link)
+        except BaseException:
+            # The socket may have taken bytes that are still in `unsent`. The peer would receive
+            # them twice, and take them for the length of a message.
+            self._drop(link)
+            raise
 
     def _take_turns(self) -> list[tuple[str, bytes]]:
         """Return messages of the peers whose turn it is. The others keep their places."""
@@ -446,7 +470,6 @@ class TcpChannel:
             strange = route in self._strangers
             if not allowed[strange]:
                 continue
-            del self._turns[route]
             self._read(link)
             taken = 0
             while link.whole and taken < min(allowed[strange], TURN // 8 if strange else TURN):
@@ -457,7 +480,9 @@ class TcpChannel:
             if link.size > link.most:
                 self._drop(link)
             elif link.whole:
-                self._turns[route] = link
+                self._turns.move_to_end(route)
+            else:
+                self._turns.pop(route, None)
         return messages
 
     def _read(self, link: _Link) -> None:
@@ -470,15 +495,19 @@ class TcpChannel:
             return
         try:
             chunk = link.socket.recv(_CHUNK if link.most == MAX_MESSAGE else _CHUNK // 16)
+            link.received += chunk
         except BlockingIOError:
             return
         except OSError:
             chunk = b""
+        except BaseException:
+            # Bytes may be lost, and then the next ones would be taken for the length of a message.
+            self._drop(link)
+            raise
         if not chunk:
             self._drop(link)
         if link.route in self._trusted:
-            self._trusted[link.route] = self._trusted.pop(link.route)  # now the last one
-        link.received += chunk
+            self._trusted.move_to_end(link.route)
         link.moved = time.monotonic()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lines import between_lines
+from lines import between_lines, interrupted_at
 
 from kvspec.errors import SpecError, TransferError
 from kvspec.session import TcpChannel, channel
@@ -526,3 +526,56 @@ def test_closed_channel_leaves_no_descriptor() -> None:
         assert [] == near.receive()
     assert before == len(list(Path("/proc/self/fd").iterdir()))
     assert "0 connections" in repr(near)
+
+
+# Python closes a socket that was interrupted before the channel stored it, with a warning.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_channel_goes_on_after_an_interrupt_before_any_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New and old peers are answered, `wait` rests, and no descriptor is left."""
+    monkeypatch.setattr(channel, "STALL", 0.04)
+    monkeypatch.setattr(channel, "REST", 0.002)
+    monkeypatch.setattr(channel, "ACCEPTS", 1)
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    place, reached = -1, True
+    while reached:
+        place += 1
+        near, far, new = TcpChannel(), TcpChannel(), TcpChannel()
+
+        def act(near: TcpChannel = near, far: TcpChannel = far) -> None:
+            near.send(far.address, b"question")
+            for _ in range(4):
+                time.sleep(1e-3)  # The listener rests in between.
+                near.receive()
+                for route, _ in far.receive():
+                    far.trust(route)
+                    far.send(route, b"answer")
+            near.reject(far.address)
+            far.receive()
+
+        reached, _ = interrupted_at(place, act, channel)
+        for peer in (near, new):
+            assert answers(peer, far), f"interrupted before line {place}"
+        until(lambda far=far: far.receive() or took(far) > 0.003)  # type: ignore[misc]
+        for each in (near, far, new):
+            each.close()
+    assert place > 150
+    gc.collect()
+    assert before == len(list(Path("/proc/self/fd").iterdir()))
+
+
+def answers(near: TcpChannel, far: TcpChannel) -> bool:
+    """Whether a question reaches *far* and its answer comes back. Lost messages are repeated."""
+    end = time.monotonic() + 5.0
+    while time.monotonic() < end:
+        near.send(far.address, b"question")
+        for _ in range(5):
+            time.sleep(5e-4)
+            for route, data in far.receive():
+                if data == b"question":
+                    far.send(route, b"reply")
+            if b"reply" in [data for _, data in near.receive()]:
+                return True
+    return False
