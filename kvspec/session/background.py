@@ -19,10 +19,15 @@ How it works:
 
     Other threads may poll too, and then they take messages and wake-ups that the thread waits for.
     So each of them calls `wake` after its poll, because bytes may move now.
+
+    A poll that raises an unexpected error does not end the thread: loads and leases depend on it.
+    The thread logs the error, and polls again after `IDLE` seconds, so that an error that stays
+    neither takes the CPU nor fills the log.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -40,6 +45,7 @@ IDLE = 1.0
 UNWOKEN = 0.02
 """The same for a channel without `wake`."""
 
+_LOG = logging.getLogger("kvspec.session")
 _BOOT = getattr(time, "CLOCK_BOOTTIME", None)
 since_boot: Callable[[], float] = (
     time.monotonic if _BOOT is None else partial(time.clock_gettime, _BOOT)
@@ -113,8 +119,12 @@ class Background:
 
     def _serve(self) -> None:
         while not self._ended.is_set():
-            with self._lock.held:  # so that no other poll comes between the lines
-                self._step()
-                rest = min(self._rest(), self._longest)
-                self._until = time.monotonic() + rest
-            self._wait(rest)
+            try:
+                with self._lock.held:  # so that no other poll comes between the lines
+                    self._step()
+                    rest = min(self._rest(), self._longest)
+                    self._until = time.monotonic() + rest
+                self._wait(rest)
+            except Exception:  # noqa: BLE001 - the thread must not end, and the log has the error
+                _LOG.exception("a poll in the background failed; the thread polls again")
+                self._ended.wait(IDLE)  # not in the channel, which may be what fails

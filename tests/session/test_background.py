@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -149,3 +150,51 @@ def test_thread_goes_on_with_what_another_poll_has_begun(
             load = begun(producer, consumer, f"r{number}")
             consumer.poll()
             assert happens(lambda load=load: load.state == "done")
+
+
+@pytest.mark.parametrize("method", ["receive", "wait"])
+def test_thread_logs_an_unexpected_error_and_polls_again(
+    net: FakeNixl,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+) -> None:
+    """An error that stays is logged once in each rest. When it is gone, loads are done."""
+    monkeypatch.setattr(background, "IDLE", 0.2)
+    with (
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        consumer.connect(producer)
+
+        def fail(*_: object) -> None:
+            raise KeyError(method)
+
+        thread = producer.first._background  # `wait` is looked up only once.
+        target, name = (thread, "_wait") if method == "wait" else (producer.first.channel, method)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target, name, fail)
+            assert happens(lambda: caplog.records)
+            time.sleep(0.3)
+        assert 1 <= len(caplog.records) <= 4
+        record = caplog.records[0]
+        assert ("kvspec.session", logging.ERROR) == (record.name, record.levelno)
+        assert record.exc_info is not None
+        assert record.exc_info[0] is KeyError
+        load = begun(producer, consumer)
+        assert happens(lambda: load.poll() == "done")
+
+
+def test_closed_session_does_not_wait_for_the_rest_after_an_error(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rest ends when the session is closed."""
+    monkeypatch.setattr(background, "IDLE", 60.0)
+    with Side("P", engine(1), polled=False, background=True) as producer:
+        session = producer.first
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session.channel, "receive", None)
+            session.hold(new_remote_id("r"), lease=0.1)  # The thread polls.
+            assert happens(lambda: caplog.records)
+        start = time.monotonic()
+    assert time.monotonic() - start < 5.0
