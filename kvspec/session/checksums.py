@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import attrs
 
@@ -72,19 +73,29 @@ class Work:
     """A checksum that is being computed.
 
     Attributes:
-        left: The sums that are still to be added.
+        begin: Returns the sums to add, from the first one.
         total: The sum so far.
     """
 
-    left: Iterator[int]
+    begin: Callable[[], Iterator[int]]
     total: int = 0
+    _left: Iterator[int] | None = None
 
     def go_on(self, end: float) -> bool:
-        """Compute until the time is *end*. Return whether the checksum is complete."""
-        for partial_sum in self.left:
+        """Compute until the time is *end*. Return whether the checksum is complete.
+
+        If a call raises, the next one begins again. An interrupt ends a generator, so the sums that
+        are left would be missing.
+        """
+        left, self._left = self._left, None
+        if left is None:
+            left, self.total = self.begin(), 0
+        for partial_sum in left:
             self.total = (self.total + partial_sum) % 2 ** (8 * SUM)
             if time.monotonic() >= end:
+                self._left = left
                 return False
+        self._left = left
         return True
 
 
@@ -115,7 +126,8 @@ class ChecksumAnswers:
         if (total := held.checksums.get(message.extent)) is not None:
             self.messages.send(message.answer(Checksum, total=total))
         elif len(self.asked) < MAX_ASKED:
-            self.asked[message] = Work(sums_of(self.cache, held.blocks, message.extent))
+            sums = partial(sums_of, self.cache, held.blocks, message.extent)
+            self.asked[message] = Work(sums)
 
     def move(self) -> None:
         """Compute for a bounded time, and answer."""
@@ -253,7 +265,9 @@ class Audit:
         """Return new questions. One expression builds them: an interrupt leaves all or none."""
         tables = self.request.consumer_blocks
         return {
-            next(_NUMBERS): Question(rank, extent, Work(sums_of(self.cache, tables, extent)))
+            next(_NUMBERS): Question(
+                rank, extent, Work(partial(sums_of, self.cache, tables, extent))
+            )
             for rank, extent in contents
         }
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import attrs
 import pytest
+from lines import interrupted_at
 from msgspec.structs import replace
 from refused import has_in_order
 from session_faults import cache_is_on_a_device
@@ -21,9 +24,10 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import BLOCKS, Direct, Side, engine, request, until
 
+from kvspec.check import digests
 from kvspec.completion.producer import ProducerLedger
-from kvspec.session import Load, new_remote_id
-from kvspec.session.checksums import ChecksumAnswers, sums_of
+from kvspec.session import Load, checksums, new_remote_id
+from kvspec.session.checksums import ChecksumAnswers, Work, sums_of
 from kvspec.session.mailbox import MESSAGE
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
@@ -373,6 +377,40 @@ def test_known_checksum_is_sent_again_without_work() -> None:
     first, second = asked.sent
     assert isinstance(first, Checksum)
     assert replace(first, number=2) == second
+
+
+@pytest.mark.parametrize("end", [0.0, math.inf])
+def test_checksum_is_right_after_an_interrupt_before_any_line(end: float) -> None:
+    """Its computation begins again, also if other calls have computed a part of it before."""
+    spec = engine(1)
+    cache, _memory = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
+    extent = Extent(layers=("l.0", "l.1"), parts=("k", "v"), units=range(1), tokens=range(8))
+    begin = partial(sums_of, cache, {"full": kvspec.BlockTable([1, 2])}, extent)
+    right = sum(begin()) % 2**64
+    place, reached = 0, True
+    while reached:
+        work = Work(begin)
+
+        def compute(work: Work = work) -> None:
+            until(lambda: work.go_on(end))
+
+        reached, _ = interrupted_at(place, compute, checksums, digests)
+        compute()
+        assert right == work.total, f"interrupted before line {place}"
+        place += 1
+    assert place > 50
+
+
+def test_checksum_that_cannot_be_computed_is_never_complete() -> None:
+    """Each call raises again."""
+    spec = engine(1)
+    cache, _memory = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
+    extent = Extent(layers=("l.0",), parts=("k",), units=range(9, 10), tokens=range(8))
+    work = Work(partial(sums_of, cache, {"full": kvspec.BlockTable([1, 2])}, extent))
+    for _ in range(2):
+        with pytest.raises(SpecError) as caught:
+            work.go_on(math.inf)
+        assert "units" == caught.value.field
 
 
 def test_load_is_done_when_a_checksum_was_lost() -> None:

@@ -19,6 +19,7 @@ from kvspec.completion import consumer, ledger, producer
 from kvspec.nixl import rank, transfer
 from kvspec.session import (
     PrefillTicket,
+    checksums,
     holds,
     load,
     loads,
@@ -33,7 +34,7 @@ from kvspec.testing.fake_nixl import FakeFlight
 
 LINES = (
     ledger, consumer, producer, session, loads, load, remotes, holds,
-    written, mailbox, rank, transfer,
+    written, mailbox, checksums, rank, transfer,
 )  # fmt: skip
 ENOUGH = 20_000
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -93,6 +94,7 @@ class Pair:
         self.settle()
         assert load.state in ("done", "failed")
         assert ("failed" == load.state) == (load.error is not None)
+        assert load.error is None or "differs" != load.error.state
         assert "failed" == load.state or [] == self.consumer.wrong(self.asked)
         return reached
 
