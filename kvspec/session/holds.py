@@ -141,10 +141,15 @@ class Holds:
             return
         self._pushes.append(push)
         try:
-            # One statement, so that an interrupt cannot separate the ledger from `left`. Without
-            # data, a write fails unless it is posted.
-            push.left = dict.fromkeys(self.ledger.begin_push(push.key, ranks), (None, None))
-            targets = {ranks[target]: target for target in push.left}
+            # Fill `left` before the ledger begins the writes. If an interrupt separates the two,
+            # `end_push` ignores the targets, because they are not in flight. Leave out targets that
+            # are not new: an earlier push may write to them, and only that push may end them.
+            # Without data, a write fails unless it is posted.
+            held = self.ledger.find(push.key)
+            new = (to for to in ranks if held is not None and held.push(to).state == "new")
+            push.left = dict.fromkeys(new, (None, None))
+            opened = self.ledger.begin_push(push.key, ranks)
+            targets = {ranks[target]: target for target in opened}
             sides = remote.sides(request, targets)
             pushed = {rank: pushed_of(remote.lanes[rank].table, request) for rank in targets}
             pairs = {(push, targets[rank]): each for rank, each in sides.items()}

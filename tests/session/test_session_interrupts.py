@@ -11,7 +11,7 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from lines import between_lines, interrupted_at
+from lines import between_lines, interrupted_at, interrupted_in
 from session_faults import connection_waits
 from two_engines import Direct, Side, engine, request, until
 
@@ -310,17 +310,26 @@ def test_settled_returns_each_request_once_when_it_is_interrupted(pair: Pair) ->
 
 
 def test_push_that_is_interrupted_ends(pair: Pair) -> None:
-    """Its reader receives an outcome, and nothing is left, wherever the call was interrupted."""
+    where = session, holds, producer, written, rank, transfer
+    pushes_end(pair, 5, lambda place, push: interrupted_at(place, push, *where)[0])
+
+
+def test_push_that_is_interrupted_inside_a_statement_ends(pair: Pair) -> None:
+    """An interrupt can separate a change of the ledger from the assignment of its result."""
+    pushes_end(pair, 1, lambda place, push: interrupted_in(place, holds.Holds.push, push))
+
+
+def pushes_end(
+    pair: Pair, stride: int, interrupted: Callable[[int, Callable[[], object]], bool]
+) -> None:
+    """Interrupt a push everywhere. Its reader receives an outcome, and nothing is left."""
     states: set[str] = set()
 
     def once(place: int) -> bool:
         moved = pair.begin(pushed=True)()
         given: dict[str, Any] = {"remote_id": pair.remote_id, "timeout": 9.0, "epoch": 1}
         before = pair.other.stats().pushes
-        reached, _ = interrupted_at(
-            place, lambda: pair.other.push(pair.asked, **given), session, holds, producer,
-            written, rank, transfer,
-        )  # fmt: skip
+        reached = interrupted(place, lambda: pair.other.push(pair.asked, **given))
         began = pair.other.stats().pushes > before
         for _ in range(9):
             pair.producer.poll()
@@ -333,5 +342,5 @@ def test_push_that_is_interrupted_ends(pair: Pair) -> None:
         assert 0 == pair.other.nixl.stats().transfers
         return reached
 
-    everywhere(5, once)
+    everywhere(stride, once)
     assert {"done", "failed"} == states

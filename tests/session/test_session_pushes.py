@@ -433,6 +433,29 @@ def test_load_fails_when_one_push_fails(net: FakeNixl, sides: tuple[Side, Side])
     quiet(producer, consumer)
 
 
+def test_second_push_of_an_attempt_does_not_end_the_first(net: FakeNixl) -> None:
+    """The second is refused. The reader is sent no outcome while the first can write."""
+    with pushing(producers=1) as (producer, consumer):
+        remote_id, asked = new_remote_id("r"), request()
+        producer.fill(asked)
+        consumer.spoil(asked)
+        producer.hold(remote_id)
+        let_nothing_land(net)
+        (load,) = consumer.load(asked, remote_id, pushed=True)
+        producer.push(asked, remote_id)
+        with pytest.raises(SpecError) as caught:
+            producer.push(asked, remote_id)
+        assert ("remote_id", remote_id) == (caught.value.field, caught.value.value)
+        for _ in range(9):
+            producer.poll()
+            consumer.poll()
+        assert ("moving", None) == (load.state, load.error)
+        land(net)
+        assert ["done"] == ended([load], producer, consumer)
+        assert [] == consumer.wrong(asked)
+        quiet(producer, consumer)
+
+
 @pytest.mark.parametrize("first", ["load", "push"])
 def test_load_fails_when_a_push_is_rejected(sides: tuple[Side, Side], first: str) -> None:
     """It fails at once, or at its first heartbeat. The next attempt is done."""

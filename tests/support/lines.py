@@ -88,3 +88,34 @@ def interrupted_at(
     except KeyboardInterrupt:
         return True, True
     return reached, False
+
+
+def interrupted_in(place: int, function: Callable[..., object], act: Callable[[], object]) -> bool:
+    """Call *act* with a KeyboardInterrupt before bytecode instruction *place* of *function*.
+
+    A signal can come between the call and the assignment of one statement. Lines do not show it.
+
+    Returns:
+        Whether *act* has that many instructions of *function*.
+    """
+    count = 0
+
+    def step(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code is not function.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == place + 1:
+                raise KeyboardInterrupt
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            act()
+    finally:
+        sys.settrace(before)
+    return count > place
