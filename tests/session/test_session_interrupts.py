@@ -19,6 +19,7 @@ from kvspec.completion import consumer, ledger, producer
 from kvspec.nixl import rank, transfer
 from kvspec.session import (
     PrefillTicket,
+    channel,
     checksums,
     holds,
     load,
@@ -344,3 +345,39 @@ def pushes_end(
 
     everywhere(stride, once)
     assert {"done", "failed"} == states
+
+
+def test_load_over_tcp_is_done_when_the_channel_is_interrupted(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt loses messages and connections at most, and the sessions repeat messages."""
+    monkeypatch.setattr(channel, "STALL", 0.1)
+    with (
+        Side("P", engine(1), polled=False, lease=9.0) as producer,
+        Side("D", engine(1), polled=False, heartbeat=0.02) as consumer,
+    ):
+        consumer.connect(producer)
+        asked = request()
+        producer.fill(asked)
+
+        def once(place: int) -> bool:
+            remote_id = new_remote_id(f"r{place}")
+            producer.hold(remote_id)
+            consumer.spoil(asked)
+            consumer.first.channel.reject(producer.addresses[0])  # The first message dials again.
+            (load,) = consumer.load(asked, remote_id, timeout=9.0)
+
+            def polls() -> None:
+                for _ in range(4):
+                    consumer.poll()
+                    producer.poll()
+
+            reached, _ = interrupted_at(place, polls, channel)
+            freed: list[str] = []
+            until(lambda: freed.extend(producer.first.settled().done) or freed, producer, consumer)
+            until(lambda: not consumer.first.stats().loads, producer, consumer)
+            assert ("done", []) == (load.state, consumer.wrong(asked)), f"before line {place}"
+            assert [remote_id] == freed
+            return reached
+
+        everywhere(2, once)
