@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lines import between_lines, interrupted_at
+from lines import between_lines, interrupted_at, interrupted_in
 
 from kvspec.errors import SpecError, TransferError
 from kvspec.session import TcpChannel, channel
@@ -566,8 +566,38 @@ def test_channel_goes_on_after_an_interrupt_before_any_line(
     assert before == len(list(Path("/proc/self/fd").iterdir()))
 
 
+# If bytes are lost, the reader takes four others for a length. Then it waits for nearly 8 MiB.
+LONG = b"\x00\x7f\xff\x00" * (1 << 20)
+
+
+@pytest.mark.parametrize("function", [TcpChannel._flush, TcpChannel._read])
+def test_no_byte_is_lost_or_doubled_by_an_interrupt_inside_a_statement(
+    function: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next byte would not begin a message. So the connection is closed."""
+    monkeypatch.setattr(channel, "MAX_UNREAD", 2 * len(LONG))
+    place, reached = 0, True
+    while reached and place < 150:
+        near, far = TcpChannel(), TcpChannel()
+        near.send(far.address, b"question")
+        ((route, _),) = received(far, near, count=1)
+
+        def act(near: TcpChannel = near, far: TcpChannel = far, route: str = route) -> None:
+            far.send(route, LONG)  # It does not fit into the buffers of the sockets.
+            for _ in range(3):
+                near.receive()
+                far.receive()
+
+        reached = interrupted_in(place, function, act)
+        assert answers(near, far), f"interrupted before instruction {place}"
+        place += 1
+        near.close()
+        far.close()
+    assert place > 50
+
+
 def answers(near: TcpChannel, far: TcpChannel) -> bool:
-    """Whether a question reaches *far* and its answer comes back. Lost messages are repeated."""
+    """Whether a question reaches *far* and its reply comes back. Lost messages are repeated."""
     end = time.monotonic() + 5.0
     while time.monotonic() < end:
         near.send(far.address, b"question")
@@ -576,6 +606,8 @@ def answers(near: TcpChannel, far: TcpChannel) -> bool:
             for route, data in far.receive():
                 if data == b"question":
                     far.send(route, b"reply")
-            if b"reply" in [data for _, data in near.receive()]:
+            came = {data for _, data in near.receive()}
+            assert came <= {b"answer", b"reply", LONG}, "a message is not whole"
+            if b"reply" in came:
                 return True
     return False
