@@ -387,28 +387,41 @@ class Remotes:
         """Forget the engine *engine_id*.
 
         If *new* is given, forget only older incarnations, and the role of *new* in any incarnation.
-        Return the incarnations that are gone in all roles. Raises `TransferError` "busy" if the
-        same incarnation is to be connected again while its bytes still move.
+        Return the incarnations that are gone in all roles. Raises `TransferError` "busy", and
+        forgets nothing, if *new* is an incarnation whose bytes still move.
         """
-        gone = [
-            key
-            for key, old in self._connected.items()
-            if key[1] == engine_id
-            and (new is None or key[0] == new.role or old.incarnation != new.incarnation)
+        dropped = [
+            old
+            for (role, name), old in self._connected.items()
+            if name == engine_id
+            and (new is None or role == new.role or old.incarnation != new.incarnation)
         ]
+        if new is not None:
+            self._check_idle(new, dropped)
         if self._coming is not None and self._coming.incarnation[0] == engine_id:
             self._coming = None
         if new is None:
             self._connections.pop(engine_id, None)
-        dropped = [self._connected.pop(key) for key in gone]
+        for old in dropped:
+            del self._connected[old.role, engine_id]
         self.leaving += dropped
         self.leave()
-        if new is not None and any(old.incarnation == new.incarnation for old in self.leaving):
-            message = f"bytes of an earlier load from {engine_id} are still moving: try again"
-            raise TransferError(message, rank=engine_id, state=TransferState.BUSY)
         self._coming = self._coming if new is None else new
         remaining = {old.incarnation for old in self._connected.values()}
         return {old.incarnation for old in dropped} - remaining
+
+    def _check_idle(self, new: RemoteEngine, dropped: Iterable[RemoteEngine]) -> None:
+        """Raise `TransferError` "busy" if bytes move over a connection that *new* replaces.
+
+        Transfers of the other role count too. They use the same agent, so it cannot be connected
+        again while they move.
+        """
+        self.leave()
+        peers = {transfer.peer for transfer in self._nixl.transfers}
+        moving = (*self.leaving, *(old for old in dropped if old.agents & peers))
+        if any(old.incarnation == new.incarnation for old in moving):
+            message = f"bytes still move between this rank and {new.engine_id}: try again"
+            raise TransferError(message, rank=new.engine_id, state=TransferState.BUSY)
 
     def _check_open(self) -> None:
         if self._closed:

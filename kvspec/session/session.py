@@ -208,7 +208,8 @@ class Session:
             SpecError: If a rank is missing or occurs twice, or the incarnation is older than the
                 connected one.
             MismatchError: If engines, models, replica policies or epochs do not fit.
-            TransferError: If a connection fails, or the session is closed.
+            TransferError: If a connection fails, or the session is closed. With state "busy" if
+                this incarnation is connected in another way, and bytes move. Then it stays so.
         """
         with self._connecting.held:
             most = seconds("timeout", timeout)

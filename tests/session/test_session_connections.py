@@ -8,11 +8,12 @@ from typing import Any
 import attrs
 import msgspec
 import pytest
-from two_engines import Side, ended, engine, four_to_two, let_nothing_land, quiet, request
+from two_engines import Side, ended, engine, four_to_two, land, let_nothing_land, quiet, request
 
 import kvspec
 from kvspec.errors import MismatchError, SpecError, TransferError, WireError
-from kvspec.nixl import NixlRank
+from kvspec.nixl import NixlRank, merging, transfer
+from kvspec.ownership.replicas import Role
 from kvspec.session import Session, new_remote_id
 from kvspec.session.mailbox import INTRODUCTION, introduced
 from kvspec.testing import FakeNixl
@@ -203,3 +204,34 @@ def test_failed_connect_leaves_no_connection(net: FakeNixl) -> None:
         with pytest.raises(TransferError):
             session.connect(producer.introductions)
         assert () == session.nixl.peers
+
+
+@pytest.mark.parametrize("roles", [("producer",), ("producer", "consumer")], ids=len)
+def test_connect_that_is_refused_as_busy_leaves_the_engine_connected(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch, roles: tuple[Role, ...]
+) -> None:
+    """Otherwise the lists would be released under a load that has not posted all of its batches."""
+    monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 2)
+    monkeypatch.setattr(transfer, "IN_FLIGHT", 1)
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=False, heartbeat=0.05) as consumer,
+    ):
+        session, remote_id = consumer.first, new_remote_id("r")
+        for role in roles:
+            session.connect(producer.introductions, role=role)
+        producer.fill(request())
+        consumer.spoil(request())
+        producer.hold(remote_id)
+        let_nothing_land(net)
+        load = session.load(request(), remote_id=remote_id, timeout=9.0)
+        with pytest.raises(TransferError) as caught:
+            session.connect(producer.introductions, prefix_multiple=4)
+        assert "busy" == caught.value.state
+        assert (len(roles), 0) == (session.stats().engines, session.stats().leaving)
+        net.fate = FakeFlight.land
+        land(net)
+        assert ["done"] == ended([load], producer, consumer)
+        assert [] == consumer.wrong(request())
+        session.connect(producer.introductions, prefix_multiple=4)
+        assert (len(roles), 0) == (session.stats().engines, session.stats().leaving)
