@@ -280,6 +280,15 @@ class Loads:
             with contextlib.suppress(KVSpecError):
                 self.decline(remote, waiting.key, waiting.options)
 
+    @property
+    def _used(self) -> set[str]:
+        """Names of the producers of open loads, and of loads and refusals that wait.
+
+        A refusal that was sent needs no producer: if the message is lost, the lease expires.
+        """
+        names = {load.engine_id for load in self.loads.values()}
+        return names | {waiting.connection.engine_id for waiting in self.waiting}
+
     def _follow(self, load: Load) -> None:
         """Start to read what was written since the last time."""
         name = load.request.request_id
@@ -341,6 +350,8 @@ class Loads:
         """Make progress on all loads, in turns."""
         self.act()
         self.serve_waiting()
+        if self.remotes.crowded:
+            self.remotes.evict(self._used)
         for load in [load for load in self.loads.values() if load.advanced]:
             self._follow(load)
             load.advanced = False  # Last: an interrupted turn is repeated.

@@ -7,9 +7,11 @@ tables are checked first, and errors name the fault. The connection is opened la
 stays connected while an engine here uses it. An engine that is disconnected while it is being
 connected does not become connected.
 
-Invariant: no caller waits for the producer of a ticket. At most `max_producers` of them stay
-connected. The least recently used are disconnected, so that producers that are gone for good use no
-memory.
+Invariant: no caller waits for the producer of a ticket. Beyond `max_producers` of them, the least
+recently used are evicted, so that producers that are gone for good use no memory. An eviction
+changes no load: a producer with an open or a waiting load is never evicted, because it may be alive
+and write the blocks of that load. If all have loads, more than `max_producers` stay connected until
+one is free.
 
 How it works:
     `judged` checks introductions and computes the plan. The result is a `RemoteEngine`, one
@@ -22,6 +24,15 @@ How it works:
 
     Opening lanes takes long, so `connect` runs without the lock. If `forget` is called meanwhile,
     it clears `_coming`. Then `replace` finds another value there and gives the engine up.
+
+    An eviction concerns only what tickets have connected:
+
+        the producer                          `evict`
+        has an open or a waiting load         keeps it
+        has a refusal that waits              keeps it
+        was connected by `Session.connect`    keeps it, and does not count it
+        is connected as a consumer too        forgets its role of producer
+        is not connected, or only by tickets  forgets it as `Session.disconnect` does
 
     `leave` closes the lanes of old engines, but only if no bytes move over them. Otherwise the
     engine stays in `leaving`, and each poll tries again.
@@ -45,7 +56,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
@@ -148,6 +159,7 @@ class RemoteEngine:
         lanes: The lanes to these ranks.
         agents: Names of the connected NIXL agents.
         lost: Whether a transfer has failed in a way that requires a new connection.
+        by_ticket: Whether only tickets have connected the engine in this role.
         closed: Whether the session was closed, so that no message of the engine is received.
     """
 
@@ -160,6 +172,7 @@ class RemoteEngine:
     lanes: dict[RankId, Lane] = attrs.field(factory=dict)
     agents: set[str] = attrs.field(factory=set)
     lost: bool = False
+    by_ticket: bool = False
     closed: bool = False
 
     @property
@@ -290,7 +303,7 @@ class Remotes:
         connect: Connects the ranks at some addresses, and returns when that is done.
         disconnect: Disconnects an engine.
         poll: Callback after an attempt to connect: loads may wait for it.
-        most: Number of producers of tickets that stay connected.
+        most: Number of producers of tickets that stay connected if no load needs more of them.
 
     Attributes:
         leaving: Old engines whose lanes still exist, because bytes move over them.
@@ -350,11 +363,33 @@ class Remotes:
             known.future.add_done_callback(lambda _: self._poll())
         self._connections[name] = known
         self._connections.move_to_end(name)
-        if len(self._connections) > self._most:
-            oldest, _ = self._connections.popitem(last=False)
-            # Ignore errors, which stay in the future: the session may be closed meanwhile.
-            self._thread.submit(self._disconnect, oldest)
         return known
+
+    @property
+    def crowded(self) -> bool:
+        """Whether `evict` may find anything to do."""
+        return len(self._connections) > self._most
+
+    def evict(self, used: Container[str]) -> None:
+        """Disconnect producers of tickets that are too many, unless their names are in *used*.
+
+        See the table in the module docstring. The least recently used are disconnected first.
+        """
+        tickets = [
+            name
+            for name in self._connections
+            if (remote := self._connected.get(("producer", name))) is None or remote.by_ticket
+        ]
+        coming = None if self._coming is None else self._coming.engine_id
+        free = [name for name in tickets if name not in used and name != coming]
+        for name in free[: max(0, len(tickets) - self._most)]:
+            if ("consumer", name) not in self._connected:
+                self._disconnect(name)
+                continue
+            del self._connections[name]
+            if (remote := self._connected.pop(("producer", name), None)) is not None:
+                self.leaving.append(remote)
+                self.leave()
 
     def connect(self, remote: RemoteEngine, timeout: float) -> None:
         """Open a lane to each rank that has a table, or open none and raise. This is slow."""
@@ -398,6 +433,8 @@ class Remotes:
         ]
         if new is not None:
             self._check_idle(new, dropped)
+            # The caller of `Session.connect` still wants the engine if a ticket connects it again.
+            new.by_ticket &= all(old.by_ticket for old in dropped if old.role == new.role)
         if self._coming is not None and self._coming.incarnation[0] == engine_id:
             self._coming = None
         if new is None:

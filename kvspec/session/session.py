@@ -79,7 +79,8 @@ class Session:
         patience: As in `ConsumerLedger`, in seconds.
         background: Start a thread that polls the session.
         max_producers: Number of producers of tickets that stay connected. The least recently used
-            are disconnected.
+            are disconnected. A producer stays while it has an open load, or if `connect` was called
+            for it. So more of them may be connected for a time.
         dead_tokens: As in `build_table`, for all engines that this session connects.
 
     Raises:
@@ -211,8 +212,19 @@ class Session:
             TransferError: If a connection fails, or the session is closed. With state "busy" if
                 this incarnation is connected in another way, and bytes move. Then it stays so.
         """
+        most = seconds("timeout", timeout)
+        return self._connect(introductions, role, prefix_multiple, most, by_ticket=False)
+
+    def _connect(
+        self,
+        introductions: Iterable[bytes],
+        role: Role,
+        prefix_multiple: int,
+        timeout: float,
+        *,
+        by_ticket: bool,
+    ) -> TransferPlan:
         with self._connecting.held:
-            most = seconds("timeout", timeout)
             remote = judged(
                 self._own,
                 self.nixl,
@@ -221,22 +233,29 @@ class Session:
                 prefix_multiple,
                 dead_tokens=self._dead_tokens,
             )
+            remote.by_ticket = by_ticket
             name, epoch = remote.incarnation
             self._messages.resolve(each.address for each in remote.ranks.values())
             with self._lock.held:
                 if (known := self._remotes.known(remote)) is not None:
+                    known.by_ticket &= by_ticket
                     return known.plan
                 self._loads.connect(name, epoch)
                 self._holds.ledger.connect(name, epoch)
                 self._messages.disconnect(self._remotes.forget(name, remote))
-            self._remotes.connect(remote, most)
+            self._remotes.connect(remote, timeout)
             with self._lock.held:
                 self._remotes.replace(remote)
                 self._messages.connect(remote.incarnation, remote.ranks.values())
             return remote.plan
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget an engine that has ended. Loads from it fail."""
+        """Forget an engine that has ended. Loads from it fail.
+
+        Call it only when the engine writes nothing any more. Its pushes count as ended, so their
+        blocks are free at once. A live producer that still pushes would overwrite the next content
+        of these blocks: cancel such loads, and wait until none is moving.
+        """
         instance("engine_id", engine_id, str)
         with self._lock.held:
             self._loads.disconnect(engine_id)
@@ -632,4 +651,4 @@ class Session:
     def _connect_ranks(self, addresses: tuple[str, ...]) -> None:
         """Connect the producer at *addresses*. Runs in the thread of the connector."""
         found = self.fetch(addresses, ANSWER, absent=ABSENT)
-        self.connect(found, timeout=ANSWER)
+        self._connect(found, "producer", 1, ANSWER, by_ticket=True)

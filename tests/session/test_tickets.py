@@ -20,11 +20,12 @@ from kvspec.errors import KVSpecError, SpecError, TransferError
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from session_faults import connecting_stops
-from two_engines import Side, engine, freed, land, let_nothing_land, request, until
+from two_engines import Side, ended, engine, freed, land, let_nothing_land, quiet, request, until
 
 from kvspec.session import Load, PrefillTicket, content_of, new_remote_id, session
 from kvspec.session.remotes import Connection
 from kvspec.testing import FakeNixl
+from kvspec.testing.fake_nixl import FakeFlight
 
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
 
@@ -442,6 +443,90 @@ def test_least_recently_used_producer_is_disconnected() -> None:
         read(1, "once more")
         read(2, "and again")
         until(lambda: {"Q", "R"} == connected())
+
+
+@pytest.fixture
+def three(net: FakeNixl) -> Iterator[tuple[Side, Side, Side]]:
+    """Yield the producers P and Q, and a consumer that keeps one producer of tickets connected."""
+    with (
+        Side("P", engine(1), polled=False, lease=5.0) as one,
+        Side("Q", engine(1), polled=False, lease=5.0) as other,
+        Side("D", engine(1), polled=False, heartbeat=0.05, max_producers=1) as consumer,
+    ):
+        yield one, other, consumer
+
+
+def small_load(side: Side, consumer: Side) -> Load:
+    """Load a ticket of one block of *side*."""
+    name = f"of {side.name}"
+    asked = request(name, tokens=4, consumer_blocks={"full": [7], "window": [7]})
+    ticket = ticket_of(side, name, tables=asked.producer_blocks, computed_tokens=4)
+    return consumer.first.load(asked, ticket=ticket, timeout=9.0)
+
+
+def engines_of(side: Side) -> set[tuple[str, str]]:
+    """Return the roles and names of the engines that are connected."""
+    return set(side.first._remotes._connected)
+
+
+@pytest.mark.parametrize("pushed", [False, True], ids=["read", "push"])
+def test_producer_of_an_open_load_is_not_evicted(
+    net: FakeNixl, three: tuple[Side, Side, Side], *, pushed: bool
+) -> None:
+    """Its bytes would land after the blocks were free. A later one is evicted instead."""
+    one, other, consumer = three
+    one.fill(ASKED)
+    if pushed:
+        one.connect(consumer, "consumer")
+    ticket = ticket_of(one, "slow")
+    if pushed:  # An earlier ticket has connected the producer.
+        assert ["done"] == ended([small_load(one, consumer)], *three)
+        named: dict[str, Any] = {"remote_id": ticket.remote_id, "pushed": True}
+    else:
+        named = {"ticket": ticket}
+    net.fate = lambda flight: flight.land() if len(flight.copies) == 1 else None
+    slow = consumer.first.load(ASKED, timeout=20.0, **named)
+    until(lambda: slow.in_flight, *three)
+    if pushed:
+        one.push(ASKED, ticket.remote_id)
+    until(lambda: net.moving, *three)
+    net.fate = FakeFlight.land
+    assert ["done"] == ended([small_load(other, consumer)], *three)
+    until(lambda: {("producer", "P")} == engines_of(consumer), *three)
+    assert ("moving", None) == (slow.poll(), slow.error)
+    consumer.spoil(ASKED)
+    land(net)
+    assert ["done"] == ended([slow], *three)
+    assert [] == consumer.wrong(ASKED)
+    quiet(*three)
+    assert ["done"] == ended([small_load(other, consumer)], *three)
+    until(lambda: {("producer", "Q")} == engines_of(consumer), *three)
+
+
+def test_eviction_spares_what_the_caller_has_connected(three: tuple[Side, Side, Side]) -> None:
+    """A ticket that connects it again, because it was lost, changes nothing of that."""
+    one, other, consumer = three
+
+    def load(side: Side) -> None:
+        assert ["done"] == ended([small_load(side, consumer)], *three)
+        quiet(*three)
+        consumer.poll()
+
+    load(one)
+    consumer.first.connect(one.introductions, role="consumer")
+    load(other)
+    assert {("consumer", "P"), ("producer", "Q")} == engines_of(consumer)
+    consumer.connect(one)
+    consumer.first._remotes.find("producer", "P").lost = True
+    for side in (one, other, one, other):
+        load(side)
+    everything = {("consumer", "P"), ("producer", "P"), ("producer", "Q")}
+    assert everything == engines_of(consumer)
+    consumer.first.disconnect("P")
+    for side in (one, other):
+        load(side)
+    assert {("producer", "Q")} == engines_of(consumer)
+    assert 1 == len(consumer.first.nixl.peers)
 
 
 @pytest.mark.usefixtures("quick")
