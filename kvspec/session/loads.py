@@ -406,9 +406,9 @@ class Loads:
         self._leave(engine_id, epoch)
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget an engine that has ended. Loads from it fail."""
+        """Forget an engine that has ended. Loads from it fail, also those that wait for it."""
         for load in list(self.loads.values()):
-            if load.connected and load.engine_id == engine_id:
+            if load.engine_id == engine_id:
                 self.cancel(load, f"{engine_id} was disconnected", TransferState.GONE)
         self._leave(engine_id)
         self.ledger.disconnect(engine_id)

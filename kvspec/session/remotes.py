@@ -5,7 +5,8 @@ A thread connects the producers of tickets when they are first needed.
 Invariant: an engine is connected completely or not at all. Introductions, compatibility, plan and
 tables are checked first, and errors name the fault. The connection is opened last. A NIXL agent
 stays connected while an engine here uses it. An engine that is disconnected while it is being
-connected does not become connected.
+connected does not become connected. Neither does the producer of a ticket if it was disconnected
+while the thread fetched its introductions, or if another engine is at its addresses.
 
 Invariant: no caller waits for the producer of a ticket. Beyond `max_producers` of them, the least
 recently used are evicted, so that producers that are gone for good use no memory. An eviction
@@ -269,6 +270,11 @@ def _late(producer: Introduced, consumer: Introduced) -> Mismatch | None:
     return Mismatch("lease, heartbeat", producer.lease, consumer.heartbeat, why)
 
 
+def _disconnected(engine_id: str) -> TransferError:
+    message = f"{engine_id} was disconnected while it was being connected"
+    return TransferError(message, rank=engine_id, state=TransferState.STOPPED)
+
+
 @attrs.define(eq=False)
 class Connection:
     """The connection to the producer of a ticket.
@@ -300,7 +306,8 @@ class Remotes:
     Args:
         nixl: The NIXL rank.
         lock: The lock of the session.
-        connect: Connects the ranks at some addresses, and returns when that is done.
+        connect: Connects the engine of a name, whose ranks are at some addresses. Returns when that
+            is done. The thread calls it.
         disconnect: Disconnects an engine.
         poll: Callback after an attempt to connect: loads may wait for it.
         most: Number of producers of tickets that stay connected if no load needs more of them.
@@ -313,7 +320,7 @@ class Remotes:
         self,
         nixl: NixlRank,
         lock: SessionLock,
-        connect: Callable[[tuple[str, ...]], object],
+        connect: Callable[[str, tuple[str, ...]], object],
         disconnect: Callable[[str], object],
         poll: Callable[[], None],
         most: int,
@@ -359,11 +366,16 @@ class Remotes:
         name, addresses = ticket.engine_id, ticket.addresses
         known = self._connections.get(name)
         if known is None or known.addresses != addresses or known.useless:
-            known = Connection(name, addresses, self._thread.submit(self._fetch, addresses))
+            known = Connection(name, addresses, self._thread.submit(self._fetch, name, addresses))
             known.future.add_done_callback(lambda _: self._poll())
         self._connections[name] = known
         self._connections.move_to_end(name)
         return known
+
+    def check_wanted(self, name: str) -> None:
+        """Raise `TransferError` "stopped" if the producer *name* of a ticket was disconnected."""
+        if name not in self._connections:
+            raise _disconnected(name)
 
     @property
     def crowded(self) -> bool:
@@ -408,8 +420,7 @@ class Remotes:
         if self._coming is not remote:
             self._give_up(remote)
             self._check_open()
-            message = f"{remote.incarnation[0]} was disconnected while it was being connected"
-            raise TransferError(message, rank=remote.incarnation[0], state=TransferState.STOPPED)
+            raise _disconnected(remote.engine_id)
         self._coming = None
         self._connected[remote.role, remote.incarnation[0]] = remote
 

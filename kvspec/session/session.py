@@ -213,7 +213,7 @@ class Session:
                 this incarnation is connected in another way, and bytes move. Then it stays so.
         """
         most = seconds("timeout", timeout)
-        return self._connect(introductions, role, prefix_multiple, most, by_ticket=False)
+        return self._connect(introductions, role, prefix_multiple, most)
 
     def _connect(
         self,
@@ -221,9 +221,9 @@ class Session:
         role: Role,
         prefix_multiple: int,
         timeout: float,
-        *,
-        by_ticket: bool,
+        ticket_of: str | None = None,
     ) -> TransferPlan:
+        """Connect an engine as `connect` does. *ticket_of*: its name, if a ticket contains it."""
         with self._connecting.held:
             remote = judged(
                 self._own,
@@ -233,12 +233,16 @@ class Session:
                 prefix_multiple,
                 dead_tokens=self._dead_tokens,
             )
-            remote.by_ticket = by_ticket
             name, epoch = remote.incarnation
+            remote.by_ticket = ticket_of is not None
+            if ticket_of not in (None, name):
+                raise SpecError("engine_id", ticket_of, f"{name}, the engine at these addresses")
             self._messages.resolve(each.address for each in remote.ranks.values())
             with self._lock.held:
+                if remote.by_ticket:
+                    self._remotes.check_wanted(name)
                 if (known := self._remotes.known(remote)) is not None:
-                    known.by_ticket &= by_ticket
+                    known.by_ticket &= remote.by_ticket
                     return known.plan
                 self._loads.connect(name, epoch)
                 self._holds.ledger.connect(name, epoch)
@@ -250,7 +254,7 @@ class Session:
             return remote.plan
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget an engine that has ended. Loads from it fail.
+        """Forget an engine that has ended. Loads from it fail, also those that wait for it.
 
         Call it only when the engine writes nothing any more. Its pushes count as ended, so their
         blocks are free at once. A live producer that still pushes would overwrite the next content
@@ -648,7 +652,9 @@ class Session:
         if time.monotonic() - self._polled >= rest:
             self.poll()
 
-    def _connect_ranks(self, addresses: tuple[str, ...]) -> None:
-        """Connect the producer at *addresses*. Runs in the thread of the connector."""
+    def _connect_ranks(self, engine_id: str, addresses: tuple[str, ...]) -> None:
+        """Connect the producer of a ticket. Runs in the thread of `Remotes`."""
+        with self._lock.held:
+            self._remotes.check_wanted(engine_id)
         found = self.fetch(addresses, ANSWER, absent=ABSENT)
-        self._connect(found, "producer", 1, ANSWER, by_ticket=True)
+        self._connect(found, "producer", 1, ANSWER, ticket_of=engine_id)

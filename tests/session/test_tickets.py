@@ -503,6 +503,49 @@ def test_producer_of_an_open_load_is_not_evicted(
     until(lambda: {("producer", "Q")} == engines_of(consumer), *three)
 
 
+@pytest.mark.parametrize("fetched", [False, True])
+def test_disconnect_ends_loads_that_wait_for_the_producer(
+    three: tuple[Side, Side, Side], monkeypatch: pytest.MonkeyPatch, *, fetched: bool
+) -> None:
+    """The attempt to connect it ends too. A later ticket connects it again."""
+    one, _, consumer = three
+    session, go_on = consumer.first, threading.Event()
+    fetch, asked = session.fetch, threading.Event()
+
+    def slow(*given: Any, **options: Any) -> list[bytes]:
+        found = fetch(*given, **options)
+        asked.set()
+        go_on.wait(20.0)
+        return found
+
+    monkeypatch.setattr(session, "fetch", slow)
+    if not fetched:
+        connecting_stops(session, go_on)
+    load = session.load(ASKED, ticket=ticket_of(one, "p"), timeout=20.0)
+    until(lambda: asked.is_set() or not fetched, *three)
+    attempt = connection(load).future
+    session.disconnect("P")
+    assert ("failed", "gone") == (load.poll(), error_of(load).state)
+    go_on.set()
+    until(attempt.done, *three)
+    assert isinstance(attempt.exception(), TransferError)
+    assert fetched == asked.is_set()
+    assert ((), 0) == (session.nixl.peers, session.stats().engines)
+    assert ["done"] == ended([small_load(one, consumer)], *three)
+
+
+def test_ticket_connects_no_engine_of_another_name(three: tuple[Side, Side, Side]) -> None:
+    """Nobody would disconnect it, because no ticket has its name."""
+    one, _, consumer = three
+    ticket = attrs.evolve(ticket_of(one, "p"), engine_id="old")
+    load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0)
+    assert ["failed"] == ended([load], *three)
+    cause = error_of(load).__cause__
+    assert isinstance(cause, SpecError)
+    assert ("engine_id", "old", "refused") == (cause.field, cause.value, error_of(load).state)
+    assert set() == engines_of(consumer)
+
+
 def test_eviction_spares_what_the_caller_has_connected(three: tuple[Side, Side, Side]) -> None:
     """A ticket that connects it again, because it was lost, changes nothing of that."""
     one, other, consumer = three
