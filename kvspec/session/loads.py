@@ -496,8 +496,21 @@ class Loads:
                 where = f", at {', '.join(load.connection.addresses)}"
             load.fail(action.rank, action.why + where, action.state)
             log.info("load %s from %s failed: %s", name, load.engine_id, load.error)
-            if load.connection is not None and action.state is not TransferState.STOPPED:
-                load.connection.lost = True
+            # A load of a ticket that has failed decides whether the next one connects its producer
+            # again, which may wait behind other producers for half a minute:
+            #
+            #   state                         again  because
+            #   peer_lost, stale_peer         yes    the producer has ended, or was restarted
+            #   timeout                       yes    it may have restarted at the same addresses
+            #   gone                          no     it answered, or was disconnected on purpose
+            #   stopped, differs, unverified  no     it answered, or this rank gave the load up
+            #   refused, busy                 no     the request is wrong or early
+            #   closed, and all others        no     the fault is in this rank
+            #
+            # A load that fails before the producer is connected decides nothing. The attempt to
+            # connect goes on, and the next load waits for it too.
+            if load.connection is not None and load.connected:
+                load.connection.lost |= action.state in (*LOST, TransferState.TIMEOUT)
             if load.audit is not None:
                 load.audit.cancel()
             for flight in load.in_flight.values():

@@ -283,7 +283,8 @@ class Connection:
         engine_id: Name of the producer.
         addresses: Addresses of its ranks.
         future: The result of connecting.
-        lost: Whether a load failed since. The producer may have restarted at the same addresses.
+        lost: Whether a load failed since because the producer may have ended. It may have
+            restarted at the same addresses.
     """
 
     engine_id: str
@@ -292,10 +293,10 @@ class Connection:
     lost: bool = False
 
     @property
-    def useless(self) -> bool:
-        """Whether the producer must be connected again for the next load."""
-        done = self.future.done()
-        return self.lost or (done and (self.future.cancelled() or bool(self.future.exception())))
+    def failed(self) -> bool:
+        """Whether the attempt to connect has failed."""
+        future = self.future
+        return future.done() and (future.cancelled() or bool(future.exception()))
 
 
 class Remotes:
@@ -365,12 +366,22 @@ class Remotes:
         self._check_open()
         name, addresses = ticket.engine_id, ticket.addresses
         known = self._connections.get(name)
-        if known is None or known.addresses != addresses or known.useless:
+        if known is None or known.addresses != addresses or self._useless(known):
             known = Connection(name, addresses, self._thread.submit(self._fetch, name, addresses))
             known.future.add_done_callback(lambda _: self._poll())
         self._connections[name] = known
         self._connections.move_to_end(name)
         return known
+
+    def _useless(self, connection: Connection) -> bool:
+        """Whether the producer must be connected again for the next load.
+
+        It may be missing although it was connected: a later connect forgets the engine before it
+        opens the new lanes, which may fail.
+        """
+        remote = self._connected.get(("producer", connection.engine_id))
+        missing = connection.future.done() and (remote is None or remote.lost)
+        return missing or connection.lost or connection.failed
 
     def check_wanted(self, name: str) -> None:
         """Raise `TransferError` "stopped" if the producer *name* of a ticket was disconnected."""

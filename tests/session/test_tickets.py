@@ -354,7 +354,7 @@ def test_load_can_be_awaited(sides: tuple[Side, Side]) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_producer_that_is_absent_fails_only_its_own_loads(sides: tuple[Side, Side]) -> None:
-    """A producer that comes back, or was lost, is connected again."""
+    """A producer that aborts a request stays connected."""
     producer, consumer = sides
     nobody, gone = held(engine_id="nobody"), held((*producer.addresses,), tables=BLOCKS)
     one = consumer.first
@@ -373,10 +373,9 @@ def test_producer_that_is_absent_fails_only_its_own_loads(sides: tuple[Side, Sid
     before = connection(lost)
     until(lambda: lost.poll() == "failed", producer)
     assert ("gone", "timeout") == (error_of(lost).state, error_of(again).state)
-    assert before.useless
     back = ticket_of(producer, "back")
     last = one.load(of("last"), ticket=back, timeout=9.0)
-    assert connection(last) is not before
+    assert connection(last) is before
     until(lambda: last.poll() == "done", producer)
     one.decline(ticket=back)
     next_load = one.load(of("next"), ticket=ticket_of(producer, "next"), timeout=9.0)
@@ -501,6 +500,58 @@ def test_producer_of_an_open_load_is_not_evicted(
     quiet(*three)
     assert ["done"] == ended([small_load(other, consumer)], *three)
     until(lambda: {("producer", "Q")} == engines_of(consumer), *three)
+
+
+@pytest.mark.parametrize(
+    ("state", "again"),
+    [
+        ("gone", False), ("stopped", False), ("refused", False), ("timeout", True),
+        ("peer_lost", True),
+    ],
+)  # fmt: skip
+def test_load_that_fails_leaves_a_live_producer_connected(
+    net: FakeNixl, three: tuple[Side, Side, Side], state: str, *, again: bool
+) -> None:
+    """The next load would wait behind the connections of other producers."""
+    one, _, consumer = three
+    session, ticket = consumer.first, ticket_of(one, "p")
+    if state == "gone":
+        one.first.abort(ticket.remote_id)
+    asked = attrs.evolve(ASKED, num_tokens=15 if state == "refused" else 14)
+    if state in ("stopped", "timeout", "peer_lost"):
+        let_nothing_land(net)
+    most = 0.3 if state == "timeout" else 9.0
+    load = session.load(asked, ticket=ticket, timeout=most)
+    if state in ("stopped", "peer_lost"):
+        until(lambda: load.in_flight, *three)
+    if state == "stopped":
+        load.cancel()
+    elif state == "peer_lost":
+        net.moving[0].fail()
+    until(lambda: load.error, *three)
+    assert state == load.error.state
+    net.fate = FakeFlight.land
+    land(net)
+    quiet(*three)
+    after = small_load(one, consumer)
+    assert again == (connection(after) is not connection(load))
+    assert ["done"] == ended([after], *three)
+
+
+def test_ticket_connects_its_producer_again_after_a_failed_connect(
+    net: FakeNixl, three: tuple[Side, Side, Side]
+) -> None:
+    """The engine is forgotten before it is connected in another way, which may fail."""
+    one, _, consumer = three
+    assert ["done"] == ended([small_load(one, consumer)], *three)
+    quiet(*three)
+    agent = net.agents[one.first.nixl.name]
+    agent.alive = False
+    with pytest.raises(TransferError):
+        consumer.first.connect(one.introductions, prefix_multiple=4)
+    agent.alive = True
+    assert set() == engines_of(consumer)
+    assert ["done"] == ended([small_load(one, consumer)], *three)
 
 
 @pytest.mark.parametrize("fetched", [False, True])
