@@ -19,12 +19,28 @@ How it works:
     incarnation of an engine in one role. `Remotes` keeps it in one of three places:
 
         place           contents                                 next
-        `_coming`       the engine that is being connected       `_connected` by `replace`
+        `_coming`       the engine that is being connected       `_connected` by `connect`
         `_connected`    one engine for each role and name        `leaving`  by `forget`
         `leaving`       old engines whose lanes still exist      removed by `leave`
 
-    Opening lanes takes long, so `connect` runs without the lock. If `forget` is called meanwhile,
-    it clears `_coming`. Then `replace` finds another value there and gives the engine up.
+    Opening lanes takes long, so `connect` does it without the lock. If `forget` is called
+    meanwhile, it clears `_coming`. Then `connect` finds another value there and gives the engine
+    up.
+
+    An interrupt between two lines leaves no engine outside of these places, and no address without
+    an engine. So each step comes in an order that the next call can repeat:
+
+        step                                     after an interrupt
+        an agent's name is stored, then it is    `connect` gives the engine up, and `leave`
+        connected, and its lanes are opened      disconnects the agent
+        an engine is stored, then its addresses  the next `connect` stores the addresses
+        addresses are removed, then the engine   the next `connect` or `disconnect` repeats both
+        an engine is put into `leaving`, then    the next `leave` removes it from `_connected`
+        removed from `_connected`
+        all of that, then its `Connection`       the next ticket finds that the engine is missing
+
+    A real signal may also come inside of a line. Then a list of this rank that NIXL has just
+    prepared may stay until the rank is closed.
 
     An eviction concerns only what tickets have connected:
 
@@ -70,11 +86,12 @@ from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
 from kvspec.nixl.agent import Prepared
 from kvspec.nixl.merging import Sides
+from kvspec.nixl.peers import opened
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.session.background import SessionLock
-from kvspec.session.mailbox import Introduced, introduced
+from kvspec.session.mailbox import Introduced, Messages, introduced
 from kvspec.session.ticket import PrefillTicket
 from kvspec.wire.handshake import disagreements, one_engine
 
@@ -99,17 +116,21 @@ class Lane:
     def open(nixl: NixlRank, table: DescriptorTable, agent: str, role: Role) -> Lane:
         """Prepare the rows of both ranks in NIXL, which checks them.
 
-        *agent* is the remote rank, and *role* is its role. If the second list is refused, the first
-        one is released.
+        *agent* is the remote rank, and *role* is its role. After an error or an interrupt, the list
+        of this rank is released here. The other one ends with the connection to *agent*.
         """
-        producer, consumer = (agent, None) if role == "producer" else (None, agent)
-        first = nixl.prepare(table.producer_rows, table.producer_memory_type, producer)
+        producer = table.producer_rows, table.producer_memory_type
+        consumer = table.consumer_rows, table.consumer_memory_type
+        local: Prepared | None = None
         try:
-            second = nixl.prepare(table.consumer_rows, table.consumer_memory_type, consumer)
+            local = nixl.prepare(*(consumer if role == "producer" else producer))
+            if role == "producer":
+                return Lane(table, nixl.prepare(*producer, agent), local)
+            return Lane(table, local, nixl.prepare(*consumer, agent))
         except BaseException:
-            first.release()
+            if local is not None:
+                local.release()
             raise
-        return Lane(table, first, second)
 
     def of_layer(self, nixl: NixlRank, layer: str) -> Lane:
         """Return the lane of one layer alone."""
@@ -307,6 +328,7 @@ class Remotes:
     Args:
         nixl: The NIXL rank.
         lock: The lock of the session.
+        messages: Keeps the addresses of connected engines.
         connect: Connects the engine of a name, whose ranks are at some addresses. Returns when that
             is done. The thread calls it.
         disconnect: Disconnects an engine.
@@ -321,12 +343,13 @@ class Remotes:
         self,
         nixl: NixlRank,
         lock: SessionLock,
+        messages: Messages,
         connect: Callable[[str, tuple[str, ...]], object],
         disconnect: Callable[[str], object],
         poll: Callable[[], None],
         most: int,
     ) -> None:
-        self._nixl, self._lock, self._most = nixl, lock, most
+        self._nixl, self._lock, self._messages, self._most = nixl, lock, messages, most
         self._fetch, self._disconnect, self._poll = connect, disconnect, poll
         # One thread: a connection is then never opened while the same engine is disconnected.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-connect")
@@ -343,7 +366,12 @@ class Remotes:
         """Return the connected engine if *remote* has the same introductions, else None."""
         self._check_open()
         old = self._connected.get((remote.role, remote.incarnation[0]))
-        return old if old is not None and remote.same(old) else None
+        if old is None or not remote.same(old):
+            return None
+        # An interrupt may have separated the engine from its addresses.
+        self._messages.connect(old.incarnation, old.ranks.values())
+        old.by_ticket &= remote.by_ticket
+        return old
 
     def find(self, role: Role, engine_id: str | None, epoch: object = None) -> RemoteEngine:
         """Return the connected engine of a *role*. Without *engine_id*, it must be the only one.
@@ -409,43 +437,56 @@ class Remotes:
             if ("consumer", name) not in self._connected:
                 self._disconnect(name)
                 continue
+            if (remote := self._connected.get(("producer", name))) is not None:
+                self._drop(remote)
             del self._connections[name]
-            if (remote := self._connected.pop(("producer", name), None)) is not None:
-                self.leaving.append(remote)
-                self.leave()
 
     def connect(self, remote: RemoteEngine, timeout: float) -> None:
-        """Open a lane to each rank that has a table, or open none and raise. This is slow."""
+        """Open a lane to each rank that has a table, and store *remote* as connected. This is slow.
+
+        If *remote* was disconnected meanwhile, or anything else fails, no lane stays open.
+        """
         try:
             for rank, table in remote.tables.items():
-                agent = self._nixl.connect(remote.ranks[rank].handshake.transport, timeout)
+                metadata = remote.ranks[rank].handshake.transport
+                agent = opened(metadata, self._nixl.secret.key).name
+                # Before the call: after an interrupt in it, `leave` must know the agent.
                 remote.agents.add(agent)
+                try:
+                    self._nixl.connect(metadata, timeout)
+                except TransferError:
+                    # The call has disconnected the agent, or the next connect waits for it again.
+                    remote.agents.remove(agent)
+                    raise
                 remote.lanes[rank] = Lane.open(self._nixl, table, agent, remote.role)
+            with self._lock.held:
+                self._replace(remote)
         except BaseException:
             with self._lock.held:
                 self._give_up(remote)
             raise
 
-    def replace(self, remote: RemoteEngine) -> None:
-        """Store *remote* as connected. If it was disconnected meanwhile, give it up."""
+    def _replace(self, remote: RemoteEngine) -> None:
+        self._check_open()
         if self._coming is not remote:
-            self._give_up(remote)
-            self._check_open()
             raise _disconnected(remote.engine_id)
+        self._connected[remote.role, remote.engine_id] = remote
         self._coming = None
-        self._connected[remote.role, remote.incarnation[0]] = remote
+        self._messages.connect(remote.incarnation, remote.ranks.values())
 
     def _give_up(self, remote: RemoteEngine) -> None:
+        """Close the lanes of *remote*, unless it is connected: then an interrupt came too late."""
         self._coming = None
-        self.leaving.append(remote)
-        self.leave()
+        if remote not in self._connected.values():
+            self.leaving.append(remote)
+            self.leave()
 
-    def forget(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
-        """Forget the engine *engine_id*.
+    def forget(self, engine_id: str, new: RemoteEngine | None = None) -> None:
+        """Forget the engine *engine_id*, and the addresses of incarnations without any role left.
 
         If *new* is given, forget only older incarnations, and the role of *new* in any incarnation.
-        Return the incarnations that are gone in all roles. Raises `TransferError` "busy", and
-        forgets nothing, if *new* is an incarnation whose bytes still move.
+        Raises `TransferError` "busy", and forgets nothing, if *new* is an incarnation whose bytes
+        still move.
         """
         dropped = [
             old
@@ -457,17 +498,23 @@ class Remotes:
             self._check_idle(new, dropped)
             # The caller of `Session.connect` still wants the engine if a ticket connects it again.
             new.by_ticket &= all(old.by_ticket for old in dropped if old.role == new.role)
-        if self._coming is not None and self._coming.incarnation[0] == engine_id:
+        if self._coming is not None and self._coming.engine_id == engine_id:
             self._coming = None
+        remaining = {old.incarnation for old in self._connected.values() if old not in dropped}
+        # Before the engines: after an interrupt in between, the next `connect` or `disconnect`
+        # repeats this. Nobody would remove the addresses of an engine that is forgotten.
+        self._messages.disconnect({old.incarnation for old in dropped} - remaining)
+        self._drop(*dropped)
         if new is None:
             self._connections.pop(engine_id, None)
-        for old in dropped:
-            del self._connected[old.role, engine_id]
+        else:
+            self._coming = new
+
+    def _drop(self, *dropped: RemoteEngine) -> None:
+        """Let engines leave that are connected."""
+        # `leaving` first: an engine in neither place would never be closed.
         self.leaving += dropped
         self.leave()
-        self._coming = self._coming if new is None else new
-        remaining = {old.incarnation for old in self._connected.values()}
-        return {old.incarnation for old in dropped} - remaining
 
     def _check_idle(self, new: RemoteEngine, dropped: Iterable[RemoteEngine]) -> None:
         """Raise `TransferError` "busy" if bytes move over a connection that *new* replaces.
@@ -497,6 +544,9 @@ class Remotes:
 
     def leave(self) -> None:
         """Close the lanes of old engines if no bytes move over them. See the module docstring."""
+        for key, remote in tuple(self._connected.items()):
+            if remote in self.leaving:  # Here alone, so that an interrupted `forget` ends later.
+                del self._connected[key]
         for remote in tuple(self.leaving):
             coming = () if self._coming is None else (self._coming,)
             users = (*self._connected.values(), *coming)

@@ -139,7 +139,7 @@ class Session:
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         calls = self._connect_ranks, self.disconnect, self.poll
-        self._remotes = Remotes(nixl, self._lock, *calls, most)
+        self._remotes = Remotes(nixl, self._lock, messages, *calls, most)
         self._holds = Holds(held_ledger, nixl, clock, messages, answers)
         self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._remotes)
         self._background: Background | None = None
@@ -242,15 +242,11 @@ class Session:
                 if remote.by_ticket:
                     self._remotes.check_wanted(name)
                 if (known := self._remotes.known(remote)) is not None:
-                    known.by_ticket &= remote.by_ticket
                     return known.plan
                 self._loads.connect(name, epoch)
                 self._holds.ledger.connect(name, epoch)
-                self._messages.disconnect(self._remotes.forget(name, remote))
+                self._remotes.forget(name, remote)
             self._remotes.connect(remote, timeout)
-            with self._lock.held:
-                self._remotes.replace(remote)
-                self._messages.connect(remote.incarnation, remote.ranks.values())
             return remote.plan
 
     def disconnect(self, engine_id: str) -> None:
@@ -264,7 +260,7 @@ class Session:
         with self._lock.held:
             self._loads.disconnect(engine_id)
             self._holds.ledger.disconnect(engine_id)
-            self._messages.disconnect(self._remotes.forget(engine_id))
+            self._remotes.forget(engine_id)
             self._wake()
 
     def load(

@@ -62,7 +62,7 @@ def test_disconnect_while_connecting_leaves_all_or_nothing(pair: tuple[Side, Sid
     producer, consumer = pair
     (session,) = consumer.sessions.values()
     failed = 0
-    for place in range(0, 80, 4):
+    for place in range(0, 240, 7):
         other = Other(lambda: session.disconnect("P"))
         with contextlib.suppress(TransferError), between_lines(other.at(place), remotes):
             failed += 1
