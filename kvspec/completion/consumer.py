@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import attrs
@@ -357,6 +357,16 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             SpecError: If the load does not move, or the step would move data twice or before it
                 was written.
         """
+        return self._start(request_id, source, upto)
+
+    @atomic
+    def start_all(self, request_id: str, sources: Iterable[RankId]) -> dict[RankId, Step]:
+        """Start a step for everything that moves from each of *sources*. All of them or none."""
+        return {source: self._start(request_id, source) for source in sources}
+
+    def _start(
+        self, request_id: str, source: RankId, upto: Mapping[Place, int] | None = None
+    ) -> Step:
         load = self._change(request_id)
         if load is None or load.state not in ("connecting", "moving") or source not in load.sources:
             raise SpecError("request_id", request_id, f"a load that moves from {source}")

@@ -91,8 +91,9 @@ class Channel(Protocol):
     keeps one route, and no other connection may get it: a session sends its introduction only to
     the route that it has challenged. A channel may also have these methods:
 
-    - `reaches(route) -> bool`: whether a connection is established. If it returns False, the
-      session does not wait for that peer.
+    - `reaches(route) -> bool`: whether a connection is established, for addresses and for routes of
+      received messages. If it returns False, the session does not wait for that peer, and the next
+      message of a rank on another route takes the answers to it. Without it, each message does.
     - `refused() -> list[str]`: addresses where no process listens, as attempts to connect have
       shown since the last call. Loads that read from such a rank fail. Without it, they fail at
       their timeouts if all bytes have arrived before the process of the producer ends.

@@ -172,12 +172,12 @@ class Loads:
             wanted = "an attempt of this request that was not loaded with pushed=True before"
             raise SpecError("attempt", options.attempt, wanted)
         self._locks.acquire(name, load.blocks)
-        self.ledger.assign(load.plan)
         if options.pushed:
             self._pushed[load.plan.name] = None
             if len(self._pushed) > MAX_PUSHED:
                 del self._pushed[next(iter(self._pushed))]
-        steps = {rank: self.ledger.start(name, rank) for rank in whole}
+        self.ledger.assign(load.plan)
+        steps = self.ledger.start_all(name, whole)
         load.in_flight |= {steps[rank]: pushed for rank, pushed in load.pushes.items()}
         load.in_flight |= self._read(load, {steps[rank]: each for rank, each in sides.items()})
         self.ledger.connected(name, self.now())

@@ -187,6 +187,8 @@ class Messages:
             channel.close()
             raise
         self.refused: deque[str] = deque(maxlen=MAX_REFUSED)
+        shake = own.handshake
+        self._me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
         self._channel, self._secret, self.counters = channel, secret, Counters()
         # Methods that a channel may lack.
         self._trust, self._reject, self._resolve, self._reaches = (
@@ -198,6 +200,8 @@ class Messages:
         self._addresses: dict[RankAddress, str] = {}  # those of connected engines
         # By rank: the route of its newest question, and the number of that.
         self._routes: OrderedDict[RankAddress, tuple[str, int]] = OrderedDict()
+        # By rank: another route of a message of it, that of a copy or of a new connection.
+        self._doubtful: OrderedDict[RankAddress, str] = OrderedDict()
         self.unsent: dict[object, Message] = {}
         self._asked: dict[str, bytes | None] = {}
         self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
@@ -286,6 +290,8 @@ class Messages:
             if route is not None:
                 sealed = self._secret.seal(MESSAGE, encode_message(message))
                 batches.setdefault(route, []).append(sealed)
+                if to not in self._addresses and (other := self._doubtful.get(to)) is not None:
+                    batches.setdefault(other, []).append(sealed)
         for route, batch in batches.items():
             self._channel.send(route, *batch)
 
@@ -364,7 +370,8 @@ class Messages:
         body = self._secret.unseal(kind, purpose, data, _WANTED)
         if purpose == MESSAGE:
             message = decode_message(body)
-            self._learn(message, route)
+            if message.to == self._me:
+                self._learn(message, route)
             return message
         waits = route in self._asked and self._asked[route] is None
         if purpose == QUESTION:
@@ -386,15 +393,21 @@ class Messages:
     def _learn(self, message: Message, route: str) -> None:
         """Trust the route of a message, and answer its sender there, unless it may be a copy.
 
-        A rank sends its questions in the order of their numbers. A message with a lower number on
-        another route may be a copy that somebody has recorded. If the connection of the rank has
-        ended, it may as well come from the rank itself, on a new one.
+        A rank sends its questions in the order of their numbers. So a message without a newer
+        number on another route may be a copy that somebody has recorded. But the rank may also have
+        lost its connection, which this side does not notice at once. Then both routes get the
+        answers, until a newer question or the end of the first connection decides.
         """
         number = message.number if isinstance(message, ReaderStatus) else 0
         known, newest = self._routes.get(message.by, (route, -1))
-        if number > newest or known == route or not self._keeps(known):
+        newer = number > newest or known == route
+        # This side has dialled an address, so the rank itself may come on any other route.
+        if newer or not self._keeps(known) or known in self._addresses.values():
             self._trust(route)
             _keep(self._routes, message.by, (route, max(number, newest)), MAX_ROUTES)
+            self._doubtful.pop(message.by, None)
+        else:
+            _keep(self._doubtful, message.by, route, MAX_ROUTES)
 
     def _refuse(self, route: str, error: WireError) -> None:
         """Record why a message is refused, and disconnect its sender."""

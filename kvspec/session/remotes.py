@@ -364,7 +364,7 @@ class Remotes:
 
     def known(self, remote: RemoteEngine) -> RemoteEngine | None:
         """Return the connected engine if *remote* has the same introductions, else None."""
-        self._check_open()
+        self.check_open()
         old = self._connected.get((remote.role, remote.incarnation[0]))
         if old is None or not remote.same(old):
             return None
@@ -378,7 +378,7 @@ class Remotes:
 
         *epoch*: the incarnation of a consumer whose blocks the caller knows.
         """
-        self._check_open()
+        self.check_open()
         names = sorted(name for other, name in self._connected if other == role)
         name = names[0] if engine_id is None and len(names) == 1 else engine_id
         if not isinstance(name, str) or (role, name) not in self._connected:
@@ -391,7 +391,7 @@ class Remotes:
 
     def connection(self, ticket: PrefillTicket) -> Connection:
         """Return the connection to the producer of *ticket*. Begin a new one if necessary."""
-        self._check_open()
+        self.check_open()
         name, addresses = ticket.engine_id, ticket.addresses
         known = self._connections.get(name)
         if known is None or known.addresses != addresses or self._useless(known):
@@ -467,7 +467,7 @@ class Remotes:
             raise
 
     def _replace(self, remote: RemoteEngine) -> None:
-        self._check_open()
+        self.check_open()
         if self._coming is not remote:
             raise _disconnected(remote.engine_id)
         self._connected[remote.role, remote.engine_id] = remote
@@ -529,7 +529,8 @@ class Remotes:
             message = f"bytes still move between this rank and {new.engine_id}: try again"
             raise TransferError(message, rank=new.engine_id, state=TransferState.BUSY)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise `TransferError` "closed" if the session was closed."""
         if self._closed:
             raise TransferError("the session was closed", state=TransferState.CLOSED)
 

@@ -17,7 +17,7 @@ import attrs
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import Tables, TransferRequest, tables_of
-from kvspec.errors import SpecError, TransferState
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, positive_int, seconds, sequence
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
@@ -282,8 +282,9 @@ class Session:
         """Start reading *request* from all ranks that hold it, or wait for pushed data.
 
         Pass the *remote_id* of a request that a connected producer holds. Nothing is posted if the
-        call raises. Later errors are in the `error` of the load. If a call with *pushed* raises,
-        the producer is not informed: its push may still write the blocks.
+        call raises. Later errors are in the `error` of the load. If a call with *pushed* is
+        refused, the producer is not informed: its push may still write the blocks. If it is
+        interrupted, the session asks the producer to stop.
 
         Or pass the *ticket* of the producer. If this engine is not connected, or was lost, a thread
         connects it first. Each error of the producer and of the request is then in the `error` of
@@ -464,6 +465,7 @@ class Session:
 
         Raises:
             SpecError: If *remote_id* was held before, or *blocks* do not fit the engine.
+            TransferError: With state "closed" if the session or its `NixlRank` is closed.
         """
         key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
         if readers is not None:
@@ -472,6 +474,9 @@ class Session:
         if strange := sorted(tables.keys() - groups):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
         with self._lock.held:
+            self._remotes.check_open()
+            if self.nixl.closed:
+                raise TransferError("the NIXL rank was closed", state=TransferState.CLOSED)
             now = self._clock()
             self._holds.ledger.admit(key, now, expected=readers, lease=lease, blocks=tables)
             self._wake()

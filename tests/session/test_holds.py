@@ -11,7 +11,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import Direct, Side, engine, request, until
 
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, TransferError
 from kvspec.session import Session, new_remote_id
 from kvspec.session.holds import Settled
 from kvspec.session.stats import SessionStats
@@ -189,3 +189,15 @@ def test_stats_are_zero_after_close(pair: tuple[Side, Side]) -> None:
     other.close()
     session.poll()
     assert SessionStats() == session.stats()
+
+
+@pytest.mark.parametrize("closed", ["session", "nixl"])
+def test_closed_rank_holds_nothing(pair: tuple[Side, Side], closed: str) -> None:
+    """Nobody could read the request, and nobody would free it."""
+    producer, _ = pair
+    session = only(producer)
+    (session if closed == "session" else session.nixl).close()
+    with pytest.raises(TransferError) as caught:
+        session.hold(new_remote_id("r"))
+    assert "closed" == caught.value.state
+    assert () == session.held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,11 +19,15 @@ from kvspec.testing import FakeNixl
 from kvspec.wire.codec import encode_message
 from kvspec.wire.messages import (
     MESSAGES,
+    Done,
     Extent,
     Heartbeat,
     Key,
+    Message,
     Pushed,
     RankAddress,
+    ReaderStatus,
+    StopWriting,
     key_of,
 )
 from kvspec.wire.seal import Secret
@@ -137,33 +142,81 @@ class Watched(Direct):
         return route not in self.closed
 
 
-def test_copy_of_a_message_takes_no_answers_from_its_sender() -> None:
-    """Nor does it make its connection trusted, until the connection of the sender has ended."""
-    watched = Watched("P")
-    with FakeNixl(), Side("P", engine(1), polled=False, channel=watched) as producer:
-        secret = producer.sessions[RANK].nixl.secret
+class Readers:
+    """The routes on which a producer receives messages that claim to come from one reader."""
+
+    def __init__(self, producer: Side) -> None:
+        self.producer, self.secret = producer, producer.sessions[RANK].nixl.secret
+        self.routes = {name: Direct(name) for name in ("reader", "copy", "again")}
         producer.hold(REMOTE_ID)
-        routes = {name: Direct(name) for name in ("reader", "copy", "again")}
 
-        def answers(name: str, number: int) -> list[str]:
-            """Return who receives the answer to a heartbeat that *name* sends."""
-            reader, to = RankAddress("D", 1, RANK), RankAddress("P", 1, RANK)
-            asked = Heartbeat(key_of(REMOTE_ID), reader, to, 0, number, expected=1)
-            routes[name].send("P", secret.seal(MESSAGE, encode_message(asked)))
-            producer.poll()
-            return [name for name, route in routes.items() if route.receive()]
+    def answered(
+        self, name: str, kind: type[Message] = Heartbeat, number: int = 0, to: str = "P", **own: Any
+    ) -> list[str]:
+        """Return which routes receive the answer to a message on the route *name*."""
+        own |= {"expected": 1} if issubclass(kind, ReaderStatus) else {}
+        receiver = RankAddress(to, 1, RANK)
+        asked = kind(key_of(REMOTE_ID), RankAddress("D", 1, RANK), receiver, 0, number, **own)
+        self.routes[name].send("P", self.secret.seal(MESSAGE, encode_message(asked)))
+        self.producer.poll()
+        return [each for each, route in self.routes.items() if route.receive()]
 
-        assert ["reader"] == answers("reader", 1)
-        assert ["reader"] == answers("reader", 2)
-        assert [] == answers("copy", 1)
-        assert [] == answers("copy", 2)
-        assert ["reader"] == answers("reader", 3)
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """Yield the channel of a producer."""
+    with FakeNixl():
+        yield Watched("P")
+
+
+def test_copy_of_a_message_takes_no_answers_away(watched: Watched) -> None:
+    """Nor does it make its connection trusted, until the connection of the sender has ended."""
+    with Side("P", engine(1), polled=False, channel=watched) as producer:
+        readers = Readers(producer)
+        assert ["reader"] == readers.answered("reader", number=1)
+        assert ["reader"] == readers.answered("reader", number=2)
+        # The copies are refused, and those of other messages are not newer.
+        assert [] == readers.answered("copy", number=1)
+        assert [] == readers.answered("copy", number=2)
+        assert [] == readers.answered("copy", number=9, to="Q")
+        assert ["reader"] == readers.answered("reader", number=3)
+        assert [] == readers.answered("copy", number=3)
+        # A message without a number tells nothing of its age.
+        assert ["reader"] == readers.answered("reader", StopWriting)
+        assert ["reader", "copy"] == readers.answered("copy", StopWriting)
+        assert ["reader", "copy"] == readers.answered("copy", number=3)
         assert {"reader"} == set(watched.trusted)
         # A newer message comes from the reader. So may an old one, if its connection has ended.
-        assert ["again"] == answers("again", 4)
+        assert ["again"] == readers.answered("again", number=4)
         watched.closed.add("again")
-        assert [] == answers("copy", 4)
+        assert ["copy"] == readers.answered("copy", StopWriting)
         assert {"reader", "again", "copy"} == set(watched.trusted)
+
+
+@pytest.mark.parametrize(("kind", "number"), [(Done, 5), (StopWriting, 0)])
+def test_reader_on_a_new_connection_is_answered_while_the_old_one_seems_open(
+    watched: Watched, kind: type[Message], number: int
+) -> None:
+    """A firewall may end a connection that this side still sees. The reader repeats its message."""
+    with Side("P", engine(1), polled=False, channel=watched) as producer:
+        readers = Readers(producer)
+        assert ["reader"] == readers.answered("reader", number=1)
+        assert ["reader"] == readers.answered("reader", kind, number)
+        for _ in range(2):
+            assert ["reader", "again"] == readers.answered("again", kind, number)
+
+
+def test_connection_of_a_rank_that_was_dialled_is_trusted(watched: Watched) -> None:
+    """A producer that pushes connects to the address of its consumer, and asks nothing."""
+    with Side("P", engine(1), polled=False, channel=watched) as producer:
+        session, readers = producer.sessions[RANK], Readers(producer)
+        with Side("D", engine(1), polled=False, channel=Direct("D")) as consumer:
+            session.connect(consumer.introductions, role="consumer")
+            answers = Direct.channels["D"]
+            readers.routes["D"] = answers
+            readers.answered("D", number=1)
+            readers.answered("again", StopWriting)
+            assert "again" in watched.trusted
 
 
 def challenge(producer: Side, asker: Direct, secret: Secret) -> bytes:

@@ -14,7 +14,7 @@ from two_engines import Side, engine, request, until
 
 import kvspec
 from kvspec.errors import SpecError
-from kvspec.session import Load, new_remote_id
+from kvspec.session import Load, loads, new_remote_id
 from kvspec.testing import FakeNixl
 
 ASKED = request()
@@ -107,6 +107,30 @@ def test_attempt_is_loaded_with_pushed_once(sides: tuple[Side, Side], again: boo
         session.push(AGAIN, remote_id=remote_id, timeout=9.0, epoch=1, attempt=1)
     assert ["done"] * 2 == ended(loads, *sides)
     assert [] == consumer.wrong(AGAIN)
+
+
+def test_names_of_pushed_loads_are_bounded(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest name is forgotten."""
+    monkeypatch.setattr(loads, "MAX_PUSHED", 2)
+    producer, consumer = sides
+    first = next(iter(consumer.sessions.values()))
+    names = [new_remote_id(name) for name in "abc"]
+
+    def begin(remote_id: str) -> None:
+        asked = attrs.evolve(ASKED, request_id=new_remote_id("d"))
+        load = first.load(asked, remote_id=remote_id, timeout=9.0, pushed=True)
+        load.cancel()
+        assert ["failed"] == ended([load], *sides)
+
+    for remote_id in names:
+        producer.hold(remote_id)
+        begin(remote_id)
+    for remote_id in names[1:]:
+        with pytest.raises(SpecError):
+            begin(remote_id)
+    begin(names[0])
 
 
 @pytest.mark.parametrize("pushed", [False, True])
