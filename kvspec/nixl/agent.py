@@ -388,7 +388,10 @@ class Prepared:
         return self.rows.total
 
     def release(self) -> None:
-        """Release the list. Posted transfers continue. A second call does nothing."""
+        """Release the list. A second call does nothing.
+
+        Posted batches continue. A transfer that has more batches fails with the state "closed".
+        """
         with self.agent.lock:
             self.agent.check_open()
             # Set the flag first: after an interrupt in between, the handle is never freed twice.

@@ -29,7 +29,8 @@ How it works:
     find:
 
     1. Does it pay to merge descriptors across rows? Then the answer is None, and `pair` looks at
-       each id. One part of plain rows has nothing to merge: NIXL joins all of its tiles that touch.
+       each id. One part of plain rows has next to nothing to merge: NIXL joins its tiles of one run
+       that touch.
        Of other selections, a sample is merged. Small ones are their own sample, so the answer is
        exact. Of a large one, the sample is the first tiles of the first bunch of each part. A bunch
        is a set of runs that interleave in memory, for example the layers of one block. All bunches
@@ -110,7 +111,8 @@ def checked_ids(field: str, ids: object, total: int) -> Ids:
     if wrong:
         place = int(((ids < 0) | (ids >= total)).argmax())
         raise SpecError(f"{field}[{place}]", int(ids[place]), f"an id in [0, {total})")
-    return np.ascontiguousarray(ids, dtype=np.int32)
+    # A copy: later batches are made of it, and the caller may change its own array.
+    return np.array(ids, dtype=np.int32)
 
 
 class Spans(NamedTuple):
@@ -408,8 +410,8 @@ def _merging_pays(
     parts, total = selection.parts, len(selection[own])
     whole = total <= SAMPLE
     if not whole and all(entry.rows.plain for entry, _ in parts):
-        # NIXL joins all that touches within a part. So each merge across rows takes a descriptor of
-        # another part than the largest, and each of these is merged twice at most.
+        # NIXL joins nearly all that touches within a part. So each merge across rows takes a
+        # descriptor of another part than the largest, and each of these is merged twice at most.
         each = [entry.rows.posted(tiles) for entry, tiles in parts]
         spared = 2 * (sum(each) - max(each))
         worth = spared * IDS_FOR_A_POST > total

@@ -277,9 +277,11 @@ def _run_items(moves: Moves) -> Ints | None:
     # A run before the first or behind the last would be an item outside of the view.
     if int(moves.offset.min()) != first or int(moves.offset.max()) != last:
         return None
-    # Each run must be exactly one item. A run between two items would be torn.
+    # Each run must be exactly one item. A run between two items would be torn. Two runs with the
+    # same bytes would be one item, and it has only one place.
     run_items = (moves.offset - first) // length
-    return run_items if np.array_equal(run_items * length, moves.offset - first) else None
+    exact = np.array_equal(run_items * length, moves.offset - first)
+    return run_items if exact and (run_items[1:] > run_items[:-1]).all() else None
 
 
 def _items(address: int, count: int, length: int, stride: int) -> NDArray[np.void]:

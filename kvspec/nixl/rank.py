@@ -236,9 +236,10 @@ class NixlRank:
             self._agent.call("connect", "loadRemoteMD", peer.metadata, peer=peer.name)
             self._lists.setdefault(peer.name, [])
         try:
-            self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
-            if self.polled and peer.name not in self._answered:
-                self._knock(peer, timeout)
+            if peer.name not in self._answered:
+                self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
+                if self.polled:
+                    self._knock(peer, timeout)
             self._answered.add(peer.name)
         except TransferError:
             # A peer that was connected before stays. So does a new one whose read is still in
@@ -250,7 +251,7 @@ class NixlRank:
         return peer.name
 
     def disconnect(self, peer: str) -> None:
-        """Forget *peer*, its lists and its notifications.
+        """Forget *peer* and its lists. Its notifications come after the next `connect`.
 
         Each cycle of `disconnect` and `connect` to a live peer costs both sides one file
         descriptor, which NIXL keeps until the agent is destroyed.
@@ -437,24 +438,33 @@ class NixlRank:
             with contextlib.suppress(TransferError):
                 self._agent.check_open()
                 self._aborted |= not self._in_flight.stop(limit)
-                self._in_flight.abandon()
-                # NIXL's order: handles, lists, peers, memory, agent. If bytes are still in flight,
-                # only the destruction of the agent stops them. Then the handles are released and
-                # the agent is destroyed at once. Lists, peers and memory go with it.
-                if not self._aborted:
-                    for lists in self._lists.values():
-                        for prepared in lists:
-                            prepared.release()
-                    for peer in self.peers:
-                        # NIXL has forgotten a dead peer already.
-                        with contextlib.suppress(TransferError):
-                            self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
-                    self._agent.deregister()
+                try:
+                    self._in_flight.abandon()
+                    # NIXL's order: handles, lists, peers, memory, agent. If bytes are still in
+                    # flight, only the destruction of the agent stops them. Then the handles are
+                    # released and the agent is destroyed at once. Lists, peers and memory go with
+                    # it.
+                    if not self._aborted:
+                        self._release_all()
+                finally:
+                    # Also after an interrupt: the bytes of an abandoned transfer may still move.
+                    self._agent.drop()
             self._agent.drop()
             self._lists = {None: []}
             self._early = []
             self._answered = set()
         leave(self)
+
+    def _release_all(self) -> None:
+        """Release lists, peers and memory, in this order. Nothing is in flight."""
+        for lists in self._lists.values():
+            for prepared in lists:
+                prepared.release()
+        for peer in self.peers:
+            # NIXL has forgotten a dead peer already.
+            with contextlib.suppress(TransferError):
+                self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
+        self._agent.deregister()
 
     def _check_connected(self, peer: str) -> None:
         """Raise `TransferError` "stale_peer" if *peer* is not connected."""
@@ -470,8 +480,12 @@ class NixlRank:
         first = np.zeros(1, np.int32)
         local = self.prepare(row_of_one(self._probe.ctypes.data + next(self._probes)))
         remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
+        transfer = None
         try:
-            self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
+            transfer = self.read(local, first, remote, first, request="connect", timeout=timeout)
+            transfer.wait()
         finally:
+            if transfer is not None:  # After an interrupt, nobody else polls it.
+                transfer.stop("the connection was not established", TransferState.STOPPED)
             local.release()
             remote.release()

@@ -37,7 +37,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, TransferError
 from kvspec.inputs import flag, positive_int
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent, Prepared
@@ -204,7 +204,11 @@ class Buffers:
             if (memory_type, device) not in self._made:
                 buffer = StagingBuffer(self.staging, memory_type, device)
                 self._agent.owners.append(buffer.owner)
-                self._agent.register(buffer.memory)
+                try:
+                    self._agent.register(buffer.memory)
+                except TransferError:  # NIXL has not got it, and the next transfer tries again.
+                    self._agent.owners.pop()
+                    raise
                 self._made[memory_type, device] = buffer
             return self._made[memory_type, device]
 

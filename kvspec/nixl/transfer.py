@@ -329,17 +329,16 @@ class InFlightTransfers:
             self.agent.check_open()
             moving = self.reap() if self._known else ()
             every = (*moving, *started)
-            # The ranges of a transfer take time to compute, so one that is alone claims none.
-            if len(every) > 1:
-                try:
-                    for transfer in every:
-                        if not transfer.claimed:
-                            self._claim(transfer, started)
-                except BaseException:
-                    for transfer in started:
-                        self._busy.release(transfer)
-                    raise
-            self._known = every
+            try:
+                # The ranges of a transfer take time to compute, so one that is alone claims none.
+                for transfer in every if len(every) > 1 else ():
+                    if not transfer.claimed:
+                        self._claim(transfer, started)
+                self._known = every
+            except BaseException:
+                for transfer in started:
+                    self._busy.release(transfer)
+                raise
             for transfer in started:
                 transfer.step()
             if len(every) == 1 and every[0].over:  # A small one often ends at once.
@@ -386,7 +385,7 @@ class InFlightTransfers:
                     transfer.reap()
                 if not transfer.over:
                     moving.append(transfer)
-                elif transfer.claimed:
+                else:  # Also if an interrupted claim has not set `claimed`.
                     self._busy.release(transfer)
             self._known = tuple(moving)
             return self._known
