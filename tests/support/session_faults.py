@@ -18,7 +18,7 @@ from kvspec.completion.producer import HeldRequest, ProducerLedger
 from kvspec.completion.states import PUSH, Row
 from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
-from kvspec.session import Load, Session
+from kvspec.session import Load, Session, loads
 from kvspec.session.checksums import Audit, extents_of
 from kvspec.session.holds import Holds
 from kvspec.session.loads import Loads
@@ -43,7 +43,8 @@ def earlier_load_answers_for_the_next(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_push_answers_for_the_next(patch: pytest.MonkeyPatch) -> None:
-    """Send every load of an attempt the outcome that was true for the first."""
+    """Load an attempt again, and send it the outcome that was true for the first load."""
+    patch.setattr(loads, "MAX_PUSHED", 0)
     patch.setitem(PUSH, ("pushed", "anew"), Row("pushed", "send", "a fault"))
 
 

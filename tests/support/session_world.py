@@ -367,9 +367,10 @@ class World(TwoEngines[tuple[str, str, bytes]]):
         except TransferError as error:
             raise BrokenPromiseError(Promise.OWNED, entry.remote_id) from error
         except SpecError as error:
-            waits = error.field in ("request_id", "key") and rank in entry.read
+            waits = error.field in ("request_id", "key", "attempt") and rank in entry.read
             check(Promise.OWNED, waits, error)
-            if how != "decline":
+            # A rank waits for an attempt only once if the producer pushes.
+            if how != "decline" and error.field != "attempt":
                 self.to_read.append((entry, rank))
                 return
         if how == "decline" and load is not None:
