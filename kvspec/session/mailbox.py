@@ -221,8 +221,10 @@ class Messages:
     def connect(self, incarnation: tuple[str, int], ranks: Iterable[Introduced]) -> None:
         """Store the addresses of the *ranks* of one incarnation of an engine."""
         own = {RankAddress(*incarnation, rank.rank): rank.address for rank in ranks}
+        known = own.items() <= self._addresses.items()
         self._addresses |= own
-        LOG.info("connected to %s, epoch %d: %d ranks", *incarnation, len(own))
+        if not known:
+            LOG.info("connected to %s, epoch %d: %d ranks", *incarnation, len(own))
 
     def disconnect(self, incarnations: Iterable[tuple[str, int]]) -> None:
         """Forget the addresses of some incarnations of engines."""
