@@ -80,7 +80,7 @@ def _not_required(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, 
     for edge, tp_slice, layer, part in _parts(pair):
         region = pair.consumer.region(layer, part.name)
         rows = _token_rows if part.per_token else _state_rows
-        block, row = rows(pair, request, edge, tp_slice, part)
+        block, row = rows(pair, request, edge, tp_slice, region, part)
         local = tp_slice.local_range
         first_rows = region.addresses()[local.start : local.stop, 0]
         moved = block * region.block_stride + row * region.state_stride
@@ -100,9 +100,14 @@ def _parts(pair: Pair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]:
 
 
 def _token_rows(
-    pair: Pair, request: TransferRequest, edge: Edge, tp_slice: TPTransferSlice, part: Part
+    pair: Pair,
+    request: TransferRequest,
+    edge: Edge,
+    tp_slice: TPTransferSlice,
+    region: Region,
+    part: Part,
 ) -> tuple[Ints, Ints]:
-    """Return block and row of each state that neither must move nor is cached, in memory."""
+    """Return block and row of each state that neither must move nor is cached, in *region*."""
     positions = _positions_not_required(pair, request, edge, tp_slice, part.tokens_per_state)
     engine, grain = pair.consumer.engine, part.tokens_per_state
     group, table = engine.group(edge.group), request.table("consumer", edge.group)
@@ -111,7 +116,6 @@ def _token_rows(
     index, token = np.divmod(local, group.spec.block_size)
     kernel_block, token = np.divmod(token, group.memory_block_size)
     ids = table.block_ids[index]
-    region = pair.consumer.region(tp_slice.layers[0], part.name)
     own = _own_blocks(ids, table, engine.null_block, region, group.kernel_blocks_per_block)
     return ids[own] * group.kernel_blocks_per_block + kernel_block[own], token[own] // grain
 
@@ -157,12 +161,17 @@ def _own_blocks(
 
 
 def _state_rows(
-    pair: Pair, request: TransferRequest, edge: Edge, tp_slice: TPTransferSlice, part: Part
+    pair: Pair,
+    request: TransferRequest,
+    edge: Edge,
+    tp_slice: TPTransferSlice,
+    region: Region,
+    part: Part,
 ) -> tuple[Ints, Ints]:
     """Return block and row number of the rows of a recurrent state that only the consumer has."""
     group, table = pair.consumer.engine.group(edge.group), request.table("consumer", edge.group)
     wanted = request.wanted(group.name, group.spec)
-    rows = np.arange(part.states, pair.consumer.region(tp_slice.layers[0], part.name).states)
+    rows = np.arange(part.states, region.states)
     virtual_block = pair.consumer.engine.virtual_block(group)
     if not wanted or not tp_slice.stripe.holds(wanted.start // virtual_block):
         rows = rows[:0]

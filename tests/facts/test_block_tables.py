@@ -493,3 +493,33 @@ def test_unwritten_ranges_leave_blocks_of_repeated_ids_alone() -> None:
     stop = placeholder + keys.block_stride
     for address, length in table.unwritten_ranges(request).tolist():
         assert address + length <= placeholder or stop <= address
+
+
+@pytest.mark.parametrize("counts", [(4, 8), (8, 4)])
+def test_unwritten_ranges_lie_inside_the_memory_of_each_layer(counts: tuple[int, int]) -> None:
+    """Two layers of a group have different numbers of blocks. The prompt ends before block 3."""
+    spec = kvspec.MLAAttentionSpec(block_size=1, head_size=4, dtype="uint8")
+    both = builders.engine(spec, layers=("a", "b"))
+
+    def cache(blocks: tuple[int, int]) -> kvspec.RankCache:
+        places = list(zip("ab", (1000, 2000), blocks, strict=True))
+        regions = [
+            kvspec.Region(
+                group="g", layer=layer, part="latent", base=base, num_blocks=count,
+                block_stride=4, unit_stride=0, state_stride=0, content_bytes=4, units=1, states=1,
+            )
+            for layer, base, count in places
+        ]  # fmt: skip
+        return kvspec.RankCache(
+            both, RANK, regions, [kvspec.Memory(base, 4 * count) for _, base, count in places]
+        )
+
+    table = kvspec.build_table(kvspec.plan_transfer(both, both), cache((8, 8)), cache(counts))
+    request = ask(2, [0, 1], [0, 1, 3, 6])
+    expected = [
+        [base + 4 * block, 4]
+        for base, count in zip((1000, 2000), counts, strict=True)
+        for block in (3, 6)
+        if block < count
+    ]
+    assert expected == table.unwritten_ranges(request).tolist()
