@@ -479,8 +479,7 @@ def _token_split(pair: _PartPair, prefix_multiple: int) -> TokenSplit:
 
 def _windowed(spec: LayerSpec) -> bool:
     """Return whether the first live token of a long request is not its first token."""
-    # After a whole chunk of tokens, chunked attention has no live token. So try two numbers.
-    return any(spec.live_tokens(number).start > 0 for number in (MAX_TOKENS - 1, MAX_TOKENS))
+    return spec.live_tokens(MAX_TOKENS).start > 0
 
 
 def _boxes(grain: int, pairs: list[_PartPair], boundaries: Boundaries) -> Iterator[Boxes]:

@@ -2,7 +2,8 @@
 
 An interval is a `range` of step 1.
 
-Invariant: there is one empty interval, `range(0, 0)`.
+Invariant: there is one empty interval, `range(0, 0)`. The one exception is `LayerSpec.live_tokens`:
+its start has a meaning even if the range is empty.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.ownership.dtypes import dtype_name, itemsize
-from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.part import Part
 from kvspec.specs.formats import PLAIN, chunks_of, is_opaque, page_format
 from kvspec.specs.key_content import (
@@ -372,7 +371,7 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
     >>> spec = ChunkedLocalAttentionSpec(block_size=16, total_num_kv_heads=8, head_size=128,
     ...                                  dtype="bfloat16", attention_chunk_size=8)
     >>> spec.live_tokens(10), spec.live_tokens(16)
-    (range(8, 10), range(0, 0))
+    (range(8, 10), range(16, 16))
     """
 
     attention_chunk_size: int = attrs.field(validator=is_size)
@@ -383,7 +382,7 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
         The source is vLLM's `ChunkedLocalAttentionManager.get_num_skipped_tokens`.
         """
         n = positive_int("num_tokens", num_tokens, least=0)
-        return range(n // self.attention_chunk_size * self.attention_chunk_size, n) or EMPTY
+        return range(n // self.attention_chunk_size * self.attention_chunk_size, n)
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -441,4 +440,4 @@ def _window(num_tokens: int, window: int) -> range:
     The window includes the query, so at most `window - 1` earlier positions are in it.
     """
     n = positive_int("num_tokens", num_tokens, least=0)
-    return range(max(0, n - window + 1), n) or EMPTY
+    return range(max(0, n - window + 1), n)

@@ -201,6 +201,10 @@ class LayerSpec:
 
         Blocks that contain none of these positions do not move. By default, a query reads all
         earlier tokens.
+
+        The start of the range is the *first live position*. No query from *num_tokens* on reads an
+        earlier position, so the engine may have given earlier blocks to another request. If the
+        query reads no position at all, the range is empty and begins at *num_tokens*.
         """
         return range(positive_int("num_tokens", num_tokens, least=0))
 

@@ -119,7 +119,10 @@ class UniformTypeKVCacheSpecs(LayerSpec):
         return self._first.total(num_tokens, encoder_tokens)
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return the positions that the query after *num_tokens* tokens still reads."""
+        """Return the positions that the query after *num_tokens* tokens still reads.
+
+        All layers have the same window, so the first layer stands for all of them.
+        """
         return self._first.live_tokens(num_tokens)
 
     @property

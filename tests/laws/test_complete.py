@@ -124,7 +124,7 @@ class Judge:
         if is_state(group.spec):
             return 0
         live = live_positions(group.spec.of_layer(group.layers[0]), self.request)
-        first = int(np.argmax(live)) if live.any() else 0
+        first = int(np.argmax(live)) if live.any() else len(live)
         size = group.spec.block_size * self._context(group)
         return first // size - self.tables[name].first_token // size
 
@@ -147,6 +147,15 @@ CASES = strategies.cases() | strategies.sharing_cases() | common_cases()
 SPREAD = spanning_cases() | interleaved_cases()
 
 
+def chunked(num_tokens: int, cached: int) -> Case:
+    """Return chunks of eight tokens over six blocks of four tokens."""
+    spec = kvspec.ChunkedLocalAttentionSpec(
+        block_size=4, total_num_kv_heads=1, head_size=1, dtype="uint8", attention_chunk_size=8
+    )
+    side, ids = builders.engine(spec), [3, 1, 5, 2, 0, 4]
+    return builders.case(side, side, builders.request(num_tokens, ids, ids, cached_tokens=cached))
+
+
 def windowed(num_tokens: int, window: int, cached: int = 0, **fields: int) -> Case:
     """Return a window over four blocks of eight tokens."""
     spec = builders.window(window, 1, block_size=8, head_size=1, dtype="uint8", **fields)
@@ -159,6 +168,10 @@ def windowed(num_tokens: int, window: int, cached: int = 0, **fields: int) -> Ca
 @example(windowed(31, 20))
 @example(windowed(32, 22, tokens_per_state=4))
 @example(windowed(32, 30, cached=3))
+@example(windowed(32, 1, cached=32))
+@example(windowed(30, 1, cached=30))
+@example(chunked(16, 16))
+@example(chunked(16, 24))
 def test_complete_blocks_are_the_blocks_whose_bytes_are_all_true(case: Case) -> None:
     """Each named block is true after the load. Each other block may contain a wrong byte."""
     judge = Judge(case)

@@ -38,6 +38,8 @@ TORN_ROW = half_cached(4, sliding_window=2, tokens_per_state=4)
 """The window begins inside a row of four tokens, and no token of the row is cached."""
 TORN_PIECE = half_cached(1, sliding_window=4)
 """The window [5, 8) is the end of one chunk [4, 8) that may be written whole."""
+READS_NOTHING = half_cached(0, sliding_window=1)
+"""The query reads no earlier token, so the only block is before the first live position, 8."""
 
 
 @pytest.mark.parametrize("case", [TORN_ROW, TORN_PIECE])
@@ -98,8 +100,8 @@ def test_end_of_a_tile_before_a_row_of_several_tiles_keeps_all_laws(cached: int)
 
 
 def first_of(live: npt.NDArray[np.bool_]) -> int:
-    """Return the first live position, or 0 if no position is live."""
-    return int(np.argmax(live)) if live.any() else 0
+    """Return the first live position, or the position of the query if no position is live."""
+    return int(np.argmax(live)) if live.any() else len(live)
 
 
 def unwritten(here: World, rank: kvspec.RankId) -> dict[str, npt.NDArray[np.uint8]]:
@@ -127,6 +129,7 @@ def unwritten(here: World, rank: kvspec.RankId) -> dict[str, npt.NDArray[np.uint
 @given(CASES | strategies.sharing_cases())
 @example(TORN_ROW)
 @example(TORN_PIECE)
+@example(READS_NOTHING)
 def test_unwritten_ranges_are_the_dead_bytes_that_no_copy_writes(drawn: strategies.Case) -> None:
     """Each dead byte of a request's blocks is written, or is unwritten for exactly one source."""
     here = world(drawn)

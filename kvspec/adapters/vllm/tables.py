@@ -128,8 +128,8 @@ def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
     for group in instance("engine", engine, EngineSpec).groups:
         spec, block = group.spec, engine.virtual_block(group)
         live, needed = spec.live_tokens(num_tokens), spec.live_tokens(num_tokens - 1)
-        # vLLM frees whole blocks, and all blocks if the next query reads nothing.
-        first_kept = (live.start if live else num_tokens) // block * block
+        # vLLM frees whole blocks, also the earlier ones if the next query reads nothing.
+        first_kept = live.start // block * block
         if not spec.parts[0].per_token or (needed and needed.start < first_kept):
             return True
     return False
