@@ -174,7 +174,8 @@ def _state_block(plan: TransferPlan, name: str, request: TransferRequest, parts:
     size, after = group.spec.block_size, request.num_tokens
     cached = request.cached(name, group.spec)
     # The consumer may have rows for more speculative tokens than the producer. They do not move.
-    all_rows = {part.states for part in parts} == {part.states for part in group.own_parts}
+    rows = {part.name: part.states for part in group.own_parts}
+    all_rows = all(part.states == rows[part.name] for part in parts)
     valid = all_rows if cached < after else cached == after
     ends_block = after > 0 and after % size == 0 and after - 1 in table.tokens(size)
     slot = (after - 1 - table.first_token) // size

@@ -293,6 +293,45 @@ def test_state_with_rows_of_the_consumer_alone_is_not_complete() -> None:
         assert complete == complete_blocks(plan, load)["g"].tolist()
 
 
+def state(**rows: int) -> kvspec.MambaSpec:
+    """Return a state whose parts have these numbers of rows."""
+    parts = (
+        kvspec.Part(name=name, units=1, states=count, content_bytes=1, tokens_per_state=0)
+        for name, count in rows.items()
+    )
+    return kvspec.MambaSpec(state_parts=parts, block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "complete"),
+    [
+        ([{"a": 3, "b": 2}, {"a": 3, "b": 2}], [2]),
+        ([{"a": 5, "b": 2}, {"a": 3, "b": 2}], [2]),
+        ([{"a": 2, "b": 3}, {"a": 3, "b": 3}], []),
+        # The rows of both sides are 2 and 3, but they are those of other parts.
+        ([{"a": 2, "b": 2}, {"a": 3, "b": 2}], []),
+        ([{"a": 2, "b": 3, "c": 2}, {"a": 3, "b": 3, "c": 2}], []),
+    ],
+)
+def test_state_without_rows_of_one_part_is_not_complete(
+    rows: list[dict[str, int]], complete: list[int]
+) -> None:
+    sides = [builders.engine(state(**parts)) for parts in rows]
+    plan = kvspec.plan_transfer(sides[0], sides[1], common_states=True)
+    assert complete == complete_blocks(plan, builders.request(4, [1], [2]))["g"].tolist()
+
+
+def test_state_without_rows_of_one_layer_is_not_complete() -> None:
+    """The producer has a group for each layer, and the state of the first has fewer rows."""
+    groups = [
+        builders.group(state(a=rows), layer, name=layer) for rows, layer in ((2, "l.0"), (3, "l.1"))
+    ]
+    consumer = builders.engine(builders.group(state(a=3), "l.0", "l.1"))
+    plan = kvspec.plan_transfer(builders.engine(*groups), consumer, common_states=True)
+    load = builders.request(4, {"l.0": [1], "l.1": [1]}, [2])
+    assert [] == complete_blocks(plan, load)["g"].tolist()
+
+
 def test_state_in_the_null_block_is_not_complete() -> None:
     """A table has the null block if the state was given back."""
     side = builders.engine(builders.mamba2(block_size=16), null_block=0)
