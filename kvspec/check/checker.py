@@ -49,6 +49,7 @@ import numpy as np
 from kvspec.check.coverage import Coverage, Small
 from kvspec.check.places import Contents, Places, covered
 from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.table import sharing
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region
@@ -203,6 +204,11 @@ class Checker:
         return Coverage(self.table[:, 1], self.table[:, 2])
 
     @cached_property
+    def _sharing(self) -> tuple[frozenset[str], ...]:
+        """The sets of groups whose blocks share memory on the rank."""
+        return sharing(self.consumer.cache)
+
+    @cached_property
     def _moving(self) -> list[Moving]:
         """The parts that move to the rank."""
         owners, moving = self.consumer.owners, list[Moving]()
@@ -263,7 +269,9 @@ class Checker:
         """Return the wanted and the cached rows of a part. All rows of a state are wanted.
 
         A row is the number of its first token. If wanted tokens lie before or after the blocks of
-        the table, the rows of one block there are included. They will be missing.
+        the table, the rows of one block there are included. They will be missing. If the group
+        shares memory, cached rows are included from the block of the first live token on. Earlier
+        blocks are left to `_unwanted`.
         """
         if not moving.part.per_token:
             return np.arange(moving.part.states), np.empty(0, np.int64)
@@ -280,6 +288,10 @@ class Checker:
         spec = moving.group.spec.of_layer(moving.layer)
         cached = self.consumer.owners.cached(self.request, moving.group, spec)
         held = ~moves & (rows < cached - first)
+        if any(moving.group.name in groups for groups in self._sharing):
+            # A block before the first live one may belong to another group by now.
+            live = self.consumer.owners.first_live(self.request, spec) // virtual * virtual
+            held &= rows >= live - first
         return rows[moves] + first, rows[held] + first
 
     def _row_addresses(self, side: Places, group: KVCacheGroup, moving: Moving, rows: Ints) -> Ints:

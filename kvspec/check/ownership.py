@@ -3,8 +3,8 @@
 Invariant: `Owners` and `Counted` return the same values. If they differ, the library is wrong.
 
 How it works:
-    `verify` needs six facts about an engine and a request. `Owners` takes them from the library. A
-    fault there would be in the plan too, so `verify` would not find it. `Counted` takes them from
+    `verify` needs seven facts about an engine and a request. `Owners` takes them from the library.
+    A fault there would be in the plan too, so `verify` would not find it. `Counted` takes them from
     `kvspec.check.counting`, which computes them again from their definitions.
 """
 
@@ -69,6 +69,10 @@ class Owners:
         """Return the number of leading positions of *group* that the consumer has cached."""
         return request.cached(group.name, spec)
 
+    def first_live(self, request: TransferRequest, spec: LayerSpec) -> int:
+        """Return the first live position in layers of *spec*. Earlier blocks may be given back."""
+        return spec.live_tokens(request.total(spec)).start
+
 
 class Counted(Owners):
     """The same facts, counted one by one."""
@@ -102,6 +106,12 @@ class Counted(Owners):
     def cached(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> int:  # noqa: ARG002
         """Return the number of leading positions of *group* that the consumer has cached."""
         return cached_tokens_of(request, group)
+
+    def first_live(self, request: TransferRequest, spec: LayerSpec) -> int:
+        """Return the first position that the next query attends to, or the query's own position."""
+        _check_countable("num_tokens", length_in(spec, request))
+        live = live_positions(spec, request)
+        return int(live.argmax()) if live.any() else len(live)
 
 
 @lru_cache(maxsize=4096)

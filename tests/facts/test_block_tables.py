@@ -288,6 +288,11 @@ def test_freed_block_may_be_in_table_of_another_group() -> None:
     pair, tables = Pair.of(both, both, shared=True), {"a": [1, 2, 3], "b": [1, 5, 6]}
     source = {"a": [1, 2, 3], "b": [4, 5, 6]}
     assert pair.ways(ask(12, source, tables))["verify"]() is None
+    caches = [{RANK: cache} for cache in pair.caches]
+    for cached in (8, 12):  # The consumer had the block when it cached these tokens.
+        request = ask(12, source, tables, cached_tokens={"b": cached})
+        for independent in (False, True):
+            assert kvspec.verify(pair.plan, *caches, request, independent=independent) is None
     tables["b"] = [4, 5, 1]
     error = refusal(pair.ways(ask(12, source, tables, cached_tokens={"b": 12}))["select"])
     assert ("consumer_blocks['a']", 1) == (error.field, error.value)
