@@ -78,16 +78,23 @@ def _contexts(producer: EngineSpec, replica_group: ReplicaGroup) -> set[BlockCyc
 
 
 def check_whole(replica_groups: tuple[ReplicaGroup, ...]) -> None:
-    """Raise `MismatchError` if two sides divide a part differently that must stay whole."""
+    """Raise `MismatchError` if two sides divide a part differently that must stay whole.
+
+    A part must stay whole if one of the sides requires it: only that side may know that the bytes
+    of a rank depend on each other.
+    """
     for replica_group in replica_groups:
-        if not replica_group.parts[0].whole:
+        source = replica_group.pair.producer.spec.of_layer(replica_group.layers[0])
+        whole = {part.name for part in (*replica_group.parts, *source.parts) if part.whole}
+        names = [part.name for part in replica_group.parts if part.name in whole]
+        if not names:
             continue
         producer_ranges, consumer_ranges = (
             sorted((units.start, units.stop) for units in sharding.owned)
             for sharding in (replica_group.producer_sharding, replica_group.consumer_sharding)
         )
         if producer_ranges != consumer_ranges:
-            field = f"{replica_group.layers[0]}.{replica_group.parts[0].name}"
+            field = f"{replica_group.layers[0]}.{names[0]}"
             why = "its bytes mix all heads of a rank, so both sides must shard the heads equally"
             raise MismatchError([Mismatch(field, producer_ranges, consumer_ranges, why)])
 

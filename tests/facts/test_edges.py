@@ -131,6 +131,30 @@ def test_content_that_spans_heads_moves_only_between_equal_shardings(
         assert ["l.kv"] == [mismatch.field for mismatch in error.mismatches]
 
 
+@pytest.mark.parametrize("wholes", [(True, True), (True, False), (False, True)])
+def test_part_that_one_side_keeps_whole_moves_only_between_equal_shardings(
+    wholes: tuple[bool, bool],
+) -> None:
+    """The second part of a state is whole on one side, or on both."""
+
+    def side(*, whole: bool, tp: int) -> kvspec.EngineSpec:
+        parts = [
+            kvspec.Part(
+                name=name, units=4, states=1, content_bytes=4, tokens_per_state=0, whole=is_whole
+            )
+            for name, is_whole in (("a", False), ("b", whole))
+        ]
+        return builders.engine(kvspec.MambaSpec(state_parts=parts), tp=tp)
+
+    for sizes in ((1, 1), (2, 2)):
+        sides = [side(whole=whole, tp=tp) for whole, tp in zip(wholes, sizes, strict=True)]
+        assert kvspec.plan_transfer(*sides).edges
+    for sizes in ((1, 2), (2, 1)):
+        sides = [side(whole=whole, tp=tp) for whole, tp in zip(wholes, sizes, strict=True)]
+        error = refusal(lambda: kvspec.plan_transfer(*sides), kvspec.MismatchError)  # noqa: B023
+        assert ["l.b"] == [mismatch.field for mismatch in error.mismatches]
+
+
 def test_verify_does_not_require_dead_row_after_compressed_prompt() -> None:
     """A row has 4 tokens. A window of tokens 6..11 needs the rows at 4 and 8, not 0 and 12."""
     spec = kvspec.MLAAttentionSpec(block_size=8, head_size=2, dtype="uint8", tokens_per_state=4)

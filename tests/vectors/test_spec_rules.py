@@ -352,7 +352,7 @@ def fits(producer: Engine, consumer: Engine, layer: str) -> bool:
                 fields_of_kind.pop(field, None)
     if parts[0] != parts[1] or meanings[0] != meanings[1]:
         return False
-    whole = [part["name"] for part in kinds[0]["parts"] if part.get("whole")]
+    whole = {part["name"] for kind in kinds for part in kind["parts"] if part.get("whole")}
     return all(ranges(producer, layer, name) == ranges(consumer, layer, name) for name in whole)
 
 
