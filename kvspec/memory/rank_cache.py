@@ -114,7 +114,8 @@ class RankCache:
 
     Raises:
         SpecError: If a region is missing, contradicts the engine or lies outside the memory. Also
-            if two regions share bytes, except in blocks with the same id of different groups.
+            if two regions share bytes, except in blocks with the same id of different groups, or if
+            regions of two devices have the same addresses.
 
     >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig, plan_memory
     >>> spec = MLAAttentionSpec(block_size=2, head_size=8, dtype="uint8")
@@ -164,6 +165,7 @@ class RankCache:
         )
         object.__setattr__(self, "regions", regions)
         self._check_inside()
+        self._check_devices()
         check_separate(
             self.regions,
             {group.name: group.kernel_blocks_per_block for group in self.engine.groups},
@@ -198,6 +200,25 @@ class RankCache:
                 field = f"regions['{region.layer}.{region.part}']"
                 raise SpecError(field, extent, "a region inside the memory given")
 
+    def _check_devices(self) -> None:
+        """Check that regions of two devices do not overlap in address.
+
+        CUDA gives all devices of a process different addresses. So a transfer identifies the bytes
+        of one memory type by address alone.
+        """
+        if len(self._by_device) == 1:
+            return
+        reached: dict[tuple[str, int], int] = {}
+        for region in sorted(self.regions, key=lambda region: region.extent.start):
+            extent, device = region.extent, (region.memory_type, region.device)
+            for (memory_type, other), stop in reached.items():
+                is_other = memory_type == region.memory_type and other != region.device
+                if is_other and stop > extent.start:
+                    rule = f"has addresses of a region on device {other}: they must differ"
+                    field = f"regions['{region.layer}.{region.part}'].device"
+                    raise SpecError(field, region.device, rule=rule)
+            reached[device] = max(reached.get(device, 0), extent.stop)
+
     @cached_property
     def _by_device(self) -> dict[tuple[str, int], list[Memory]]:
         """The memories of each type and device, by ascending address, enclosing ones first."""
@@ -208,18 +229,20 @@ class RankCache:
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """Addresses where one memory ends and another memory of the same device begins.
+        """Addresses where one memory ends and another memory of the same type begins.
 
         No descriptor may cross a boundary: the transport registers the two memories separately.
+        The two memories may be on different devices.
         """
-        boundaries: set[int] = set()
-        for memories in self._by_device.values():
+        starts, stops = set[tuple[str, int]](), set[tuple[str, int]]()
+        for (memory_type, _), memories in self._by_device.items():
             reached = 0
             for memory in memories:
-                if memory.address == reached:
-                    boundaries.add(memory.address)
-                reached = max(reached, memory.end)
-        return tuple(sorted(boundaries))
+                if memory.end > reached:  # Otherwise, another memory encloses it.
+                    starts.add((memory_type, memory.address))
+                    stops.add((memory_type, memory.end))
+                    reached = memory.end
+        return tuple(sorted({address for _, address in starts & stops}))
 
     @cached_property
     def _by_part(self) -> dict[tuple[str, str], Region]:

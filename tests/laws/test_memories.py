@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from builders import engine, request
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -99,7 +100,7 @@ def test_boundaries_are_addresses_where_two_memories_meet(memory: list[Memory]) 
     assert (100, 116) == cache_at(84, 100, *memory).boundaries
 
 
-def test_boundaries_ignore_memories_of_other_devices() -> None:
+def test_boundaries_ignore_memories_around_them() -> None:
     """Host memory and memory of a second GPU have addresses around the boundary."""
     gpu = Memory(100, 16, "VRAM"), Memory(116, 16, "VRAM")
     for other in (Memory(90, 60), Memory(90, 60, "VRAM", 1), Memory(116, 16, "VRAM", 1)):
@@ -107,6 +108,37 @@ def test_boundaries_ignore_memories_of_other_devices() -> None:
         assert (116,) == cache.boundaries
     single = cache_at(100, 116, Memory(100, 32, "VRAM"), Memory(116, 16), home=("VRAM", 0))
     assert () == single.boundaries
+
+
+def on_two_gpus(first: int, second: int) -> kvspec.RankCache:
+    """Return a cache whose second layer is on another GPU."""
+    memory = Memory(first, 16, "VRAM"), Memory(second, 16, "VRAM", 1)
+    regions = region("a", first, "VRAM"), region("b", second, "VRAM", 1)
+    return kvspec.RankCache(ENGINE, RankId(), regions, memory)
+
+
+def test_descriptors_are_divided_where_memories_of_two_gpus_meet() -> None:
+    """The layers touch in address, but each of them has its own device."""
+    two, one = on_two_gpus(100, 116), cache_at(100, 116, Memory(100, 32, "VRAM"), home=HOMES[1])
+    assert (116,) == two.boundaries == on_two_gpus(116, 100).boundaries
+    plan = kvspec.plan_transfer(ENGINE, ENGINE)
+    whole, begun = request(4, range(4), range(4)), request(1, [0], range(4))
+    for pair in ((two, two), (two, one), (one, two)):
+        table = kvspec.build_table(plan, *pair)
+        assert [[100, 100, 16], [116, 116, 16]] == table.descriptors(whole).tolist()
+    unwritten = kvspec.build_table(plan, one, two).unwritten_ranges(begun)
+    assert [[104, 12], [120, 12]] == unwritten.tolist()
+
+
+@pytest.mark.parametrize(("first", "second"), [(100, 100), (100, 115), (115, 100)])
+def test_cache_rejects_equal_addresses_on_two_gpus(first: int, second: int) -> None:
+    """A transfer identifies bytes by address. The later region is named."""
+    error = refusal(lambda: on_two_gpus(first, second))
+    layer = "a" if first > second else "b"
+    assert (f"regions['{layer}.latent'].device", int(layer == "b")) == (error.field, error.value)
+    both = Memory(100, 32), Memory(100, 32, "VRAM")
+    regions = region("a", 100), region("b", 100, "VRAM")
+    assert kvspec.RankCache(ENGINE, RankId(), regions, both).regions  # Host memory is another type.
 
 
 def test_descriptors_are_divided_at_a_boundary() -> None:
