@@ -1358,7 +1358,7 @@ def requests_move_each_wanted_state_once(lib: Library) -> int:
                     frame = tiles._positions(bound, split)
                     first = start // grain * grain
                     try:
-                        tiles._check_cached(bound, grain)
+                        tiles.check_cached(bound, grain)
                         rows = tiles._cut(bound, split, frame)
                     except lib.request.SpecError:
                         check("refused", cached > first)

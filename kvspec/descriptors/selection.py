@@ -30,7 +30,15 @@ import numpy.typing as npt
 from kvspec.descriptors.paging import RowKind, TokenSplit
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import RowSet
-from kvspec.descriptors.tiles import Positions, RowStarts, Tables, Tiles, row_starts, tiles
+from kvspec.descriptors.tiles import (
+    Positions,
+    RowStarts,
+    Tables,
+    Tiles,
+    check_cached,
+    row_starts,
+    tiles,
+)
 from kvspec.errors import SpecError
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
@@ -189,12 +197,14 @@ class SplitGroup:
         edge: The edge.
         spec: Spec of the first layer of the edge.
         entries: Token splits and their entries by row kind.
+        grains: Tokens of a row of each layer of the consumer's group that moves, on any rank.
         cut_key: An object that is the same for every `SplitGroup` that cuts each request alike.
     """
 
     edge: Edge
     spec: LayerSpec
     entries: tuple[tuple[TokenSplit, dict[RowKind, list[Entry]]], ...]
+    grains: frozenset[int]
     cut_key: object
 
     @staticmethod
@@ -207,14 +217,16 @@ class SplitGroup:
             _, splits = edges.setdefault(id(entry.edge), (entry.edge, {}))
             _, kinds = splits.setdefault(id(token_split), (token_split, {}))
             kinds.setdefault(entry.rows.kind, []).append(entry)
+        grains = _grains(plan)
         groups = []
         for edge, splits in edges.values():
             spec = plan.pair_of(edge).specs[edge.layers[0]]
             numbers = tuple(
                 attrs.astuple(token_split, recurse=False) for token_split, _ in splits.values()
             )
-            cut_key = _cut_key((edge.producer_group, edge.group, spec, numbers))
-            groups.append(SplitGroup(edge, spec, tuple(splits.values()), cut_key))
+            own = grains[edge.group]
+            cut_key = _cut_key((edge.producer_group, edge.group, spec, numbers, own))
+            groups.append(SplitGroup(edge, spec, tuple(splits.values()), own, cut_key))
         return groups
 
     def picked(
@@ -273,10 +285,21 @@ class SplitGroup:
                 expected = f"a multiple of the table's prefix_multiple={first.prefix_multiple}"
                 raise SpecError("cached_tokens", tables.cached, expected)
             tables.check(first)
+            for grain in self.grains:
+                check_cached(tables, grain)
             cut = _Cut(tables, [row_starts(request, tables, split) for split, _ in self.entries])
         if tokens is None:
             request.known[self.cut_key] = cut
         return cut
+
+
+def _grains(plan: TransferPlan) -> dict[str, frozenset[int]]:
+    """Return how many tokens the rows describe that move, by group of the consumer."""
+    grains: dict[str, set[int]] = {}
+    for pair in plan.pairs:
+        parts = (part for spec, _ in pair.layers_by_spec for part in spec.parts if part.per_token)
+        grains.setdefault(pair.consumer.name, set()).update(part.tokens_per_state for part in parts)
+    return {group: frozenset(tokens) for group, tokens in grains.items()}
 
 
 @lru_cache(maxsize=4096)

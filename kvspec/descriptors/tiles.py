@@ -272,11 +272,9 @@ def row_starts(request: TransferRequest, tables: Tables, token_split: TokenSplit
 
     Raises:
         MismatchError: If a recurrent state has seen other tokens than the request has.
-        SpecError: If the number of cached tokens would cut a state.
     """
     if not token_split.tile:
         return _state(request, tables, token_split)
-    _check_cached(tables, token_split.grain)
     producer, consumer = token_split.producer.context, token_split.consumer.context
     same_sharding = producer.same_sharding(consumer)
     frame = (_own_counts if same_sharding else _positions)(tables, token_split)
@@ -494,11 +492,12 @@ def _moving(tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts:
     return tile_starts
 
 
-def _check_cached(tables: Tables, grain: int) -> None:
+def check_cached(tables: Tables, grain: int) -> None:
     """Raise `SpecError` if a state of *grain* tokens has cached tokens and tokens that move.
 
-    Positions are compared, not a rank's own tokens: every edge must refuse the request, whichever
-    ranks have the state. No interleave divides a state, so a state has consecutive positions.
+    Every edge of the group must refuse the request, whichever ranks have the state. So positions
+    are compared, not a rank's own tokens, and *grain* may be that of a layer of another rank. No
+    interleave divides a state, so a state has consecutive positions.
     """
     if tables.wanted.start // grain * grain < tables.cached:
         raise SpecError("cached_tokens", tables.cached, f"a multiple of tokens_per_state={grain}")

@@ -320,6 +320,33 @@ def test_slot_of_state_must_not_be_block_of_another_group() -> None:
     assert pair.ways(ask(12, fine, valid))["verify"]() is None
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_row_that_is_partly_cached_is_rejected_for_every_rank(*, split: bool) -> None:
+    """Stage 0 has rows of four tokens and stage 1 has rows of one token.
+
+    The producer has one group, or one for each layer.
+    """
+    specs = {
+        f"l.{at}": builders.gqa(1, block_size=8, tokens_per_state=row)
+        for at, row in enumerate((4, 1))
+    }
+    uniform = kvspec.UniformTypeKVCacheSpecs(specs=specs)
+    groups = [group(spec, layer, name=layer) for layer, spec in specs.items()]
+    producer = builders.engine(*groups) if split else builders.engine(uniform)
+    consumer = builders.engine(uniform, pp_size=2)
+    plan = kvspec.plan_transfer(producer, consumer)
+    source = kvspec.plan_memory(producer, RANK, 4, 1 << 20)
+    blocks = {name: [0, 1] for name in (specs if split else "g")}
+    for rank in consumer.parallel.ranks:
+        table = kvspec.build_table(plan, source, kvspec.plan_memory(consumer, rank, 4, 1 << 30))
+        for cached in (4, 8, 16):
+            assert table.descriptors(ask(16, blocks, [0, 1], cached_tokens=cached)).any() == (
+                cached < 16
+            )
+        error = refusal(lambda: table.select(ask(16, blocks, [0, 1], cached_tokens=6)))  # noqa: B023
+        assert ("cached_tokens", 6) == (error.field, error.value)
+
+
 def engine_of_kernel_blocks(heads: int, layout: str = "LBHNC") -> kvspec.EngineSpec:
     """Return an engine whose blocks of 8 tokens are two kernel blocks each."""
     spec = kvspec.FullAttentionSpec(

@@ -334,8 +334,7 @@ def refuses(vector: Json) -> bool:
         return True
     if not all(fits(producer, consumer, layer) for layer in moving):
         return True
-    pairs = {(producer.groups[n]["name"], consumer.groups[n]["name"]): n for n in moving}
-    return not all(served(producer, consumer, vector["request"], n) for n in pairs.values())
+    return not all(served(producer, consumer, vector["request"], layer) for layer in moving)
 
 
 def fits(producer: Engine, consumer: Engine, layer: str) -> bool:
