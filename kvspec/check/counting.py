@@ -144,9 +144,16 @@ def own_positions(
     return positions[own]
 
 
+def counts_encoder(spec: object) -> bool:
+    """Return whether layers of *spec* store the tokens of an encoder."""
+    # A uniform-type group has a class of its own. Its layers are all of one class.
+    layers = getattr(spec, "specs", None) or {"": spec}
+    return type(next(iter(layers.values()))).__name__ == "CrossAttentionSpec"
+
+
 def length_in(spec: object, request: TransferRequest) -> int:
     """Return the number of positions of the request in layers of *spec*."""
-    if type(spec).__name__ == "CrossAttentionSpec" and request.encoder_tokens is not None:
+    if counts_encoder(spec) and request.encoder_tokens is not None:
         return request.encoder_tokens
     return request.num_tokens
 
@@ -178,8 +185,7 @@ def of_group(value: int | Mapping[str, int] | None, group: str, default: int) ->
 
 def cached_tokens_of(request: TransferRequest, group: KVCacheGroup) -> int:
     """Return the number of tokens of *group* that the consumer has cached."""
-    cross = type(group.spec).__name__ == "CrossAttentionSpec"
     # One count for all groups counts decoder tokens, so it does not apply to encoder tokens.
-    if cross and isinstance(request.cached_tokens, int):
+    if counts_encoder(group.spec) and isinstance(request.cached_tokens, int):
         return 0
     return of_group(request.cached_tokens, group.name, 0)

@@ -32,12 +32,18 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
-from kvspec.check.counting import cached_tokens_of, context_of, length_in, live_positions
+from kvspec.check.counting import (
+    cached_tokens_of,
+    context_of,
+    counts_encoder,
+    length_in,
+    live_positions,
+)
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import RankId
-from kvspec.specs import CrossAttentionSpec, LayerSpec
+from kvspec.specs import LayerSpec
 from kvspec.testing.parallels import is_state, parts_of, sample
 from kvspec.testing.positions import excluded_layers
 from kvspec.testing.supports import EVERYTHING, Supports
@@ -330,7 +336,7 @@ def requests(
     moving = [group for group in consumer.groups if not excluded.issuperset(group.layers)]
     model = moving or list(consumer.groups)
     tokens = draw(_lengths(model))
-    cross = any(isinstance(group.spec, CrossAttentionSpec) for group in model)
+    cross = any(counts_encoder(group.spec) for group in model)
     bare = TransferRequest(
         request_id="request",
         num_tokens=tokens,

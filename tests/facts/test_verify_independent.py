@@ -44,6 +44,20 @@ def check(
     return kvspec.verify(plan, *caches, request, independent=independent)
 
 
+def test_independent_verify_counts_encoder_tokens_of_a_uniform_group() -> None:
+    """One number of cached tokens counts the prompt, so it does not apply to the encoder."""
+    specs = {f"l.{at}": kvspec.CrossAttentionSpec(**SIZES | {"head_size": 4 + at}) for at in (0, 1)}
+    side, rank = engine(kvspec.UniformTypeKVCacheSpecs(specs=specs)), kvspec.RankId()
+    caches = [{rank: kvspec.plan_memory(side, rank, 9, base << 40)} for base in (1, 2)]
+    plan = kvspec.plan_transfer(side, side)
+    for encoder_tokens in (5, 8):  # The encoder has fewer or more tokens than the prompt.
+        request = builders.request(
+            6, range(8), range(8), cached_tokens=4, encoder_tokens=encoder_tokens
+        )
+        for independent in (False, True):
+            assert kvspec.verify(plan, *caches, request, independent=independent) is None
+
+
 @pytest.mark.parametrize(
     ("spec", "first"),
     [
