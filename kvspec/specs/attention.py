@@ -230,7 +230,9 @@ class FullAttentionSpec(AttentionSpec):
         scale_dtype: Type of scales, or None. If it is set, each head of each token has scales, in
             their own tensors. The page consists of keys, scales of keys, values, scales of values.
         elements_per_scale: Elements of *dtype* that share one scale, or None for all elements of a
-            head. It is 8 for NVFP4, whose dtype is a byte with two elements, and 32 for MXFP8.
+            head. It is 8 for NVFP4, whose dtype is a byte with two elements, and 32 for MXFP8. Keys
+            of dtype ``uint8`` with scales keep their order, because a byte may have two elements.
+            State ``int8`` or ``float8_e4m3fn`` for elements of one byte.
         tokens_per_scale: Tokens whose scales form one row, in any order. It is 4 for NVFP4 in
             FlashInfer.
 
@@ -291,9 +293,11 @@ class FullAttentionSpec(AttentionSpec):
 
     @property
     def _reorders_elements(self) -> bool:
-        # A scale of a part of a row belongs to adjacent elements, and NVFP4 has two in a byte.
+        # A scale of a part of a row belongs to adjacent elements.
         has_one_scale = self.elements_per_scale in (None, self.head_size)
-        return has_one_scale and super()._reorders_elements
+        # A uint8 with a scale may hold two elements, as in NVFP4. Moving bytes would not part them.
+        is_packed = self.dtype == "uint8" and self.scale_dtype is not None
+        return has_one_scale and not is_packed and super()._reorders_elements
 
     @property
     def _value_size(self) -> int:

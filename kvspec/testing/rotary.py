@@ -22,7 +22,8 @@ def may_rotate(spec: LayerSpec) -> TypeGuard[AttentionSpec]:
 def reorders(spec: AttentionSpec) -> bool:
     """Return whether the elements of a row can be stored in another order.
 
-    Each row must be one key of one token, and no scale may belong to a part of its elements.
+    Each row must be one key of one token, and no scale may belong to a part of its elements. A
+    ``uint8`` with a scale may hold two elements.
 
     >>> import kvspec
     >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
@@ -33,4 +34,5 @@ def reorders(spec: AttentionSpec) -> bool:
     """
     opaque = spec.state_content_bytes is not None or spec.page_format.startswith("opaque:")
     grouped = getattr(spec, "elements_per_scale", None) not in (None, spec.head_size)
-    return not (opaque or grouped or spec.spans_heads or spec.tokens_per_state > 1)
+    packed = spec.dtype == "uint8" and getattr(spec, "scale_dtype", None) is not None
+    return not (opaque or grouped or packed or spec.spans_heads or spec.tokens_per_state > 1)

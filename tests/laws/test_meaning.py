@@ -235,6 +235,8 @@ def test_cache_of_tensors_has_order_of_its_engine() -> None:
         (gqa(2, head_size=8, spans_heads=True), {}),
         (gqa(2, head_size=8, tokens_per_state=2), {}),
         (gqa(2, head_size=8, dtype="uint8", scale_dtype="float32", elements_per_scale=2), {}),
+        (gqa(2, head_size=8, dtype="uint8", scale_dtype="float32"), {}),
+        (gqa(2, head_size=8, dtype="uint8", scale_dtype="float32", elements_per_scale=8), {}),
         (mla(head_size=12), {"rotary_start": 2}),
         (gqa(2, head_size=12), {"rotary_start": 4}),
     ],
@@ -247,6 +249,14 @@ def test_orders_that_cannot_be_changed_are_refused(spec: Any, other: dict[str, i
     error = refusal(lambda: kvspec.plan_transfer(*sides), kvspec.MismatchError)
     found = [(each.field, each.producer, each.consumer) for each in error.mismatches]
     assert [("l.key_content", *contents)] == found
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_keys_of_one_byte_elements_with_scales_change_their_order(dtype: str) -> None:
+    """Only uint8 may be the type of packed elements."""
+    spec = gqa(2, head_size=8, dtype=dtype, scale_dtype="float32")
+    sides = [engine(attrs.evolve(spec, key_content=content)) for content in (HALVES, PAIRS)]
+    assert kvspec.plan_transfer(*sides).edges
 
 
 @pytest.mark.parametrize("spec", [gqa(2), mla(head_size=4), gqa(2, tokens_per_state=2)])
