@@ -280,7 +280,8 @@ def _with_contexts(
                     bare,
                     pcp_size=pcp_size,
                     dcp_size=1 if shift else dcp_size,
-                    interleave_size=draw(sample(*fits[-3:])),
+                    # The smallest is the default of vLLM. Large ones are cut by blocks.
+                    interleave_size=draw(sample(fits[0], *fits[-3:])),
                     context_ranks=context_ranks if shift else None,
                 )
                 EngineSpec(groups=tuple(groups), parallel=config)

@@ -105,6 +105,14 @@ def contexts(case: Case) -> tuple[int, int]:
     return producer, consumer
 
 
+def takes_turns(case: Case, side: int) -> bool:
+    """Return whether one side shards tokens one by one, and its blocks have several tokens."""
+    engine = (case.producer, case.consumer)[side]
+    return contexts(case)[side] > 1 == engine.parallel.interleave_size and any_pair(
+        case, lambda a, b: (a, b)[side].spec.block_size > 1
+    )
+
+
 def uneven(engine: kvspec.EngineSpec) -> bool:
     """Return whether two stages hold different numbers of layers."""
     return len({sum(map(len, stage_layers)) for stage_layers in layers_by_stage(engine)}) > 1
@@ -315,6 +323,12 @@ REACHED: dict[str, Callable[[Case], bool]] = {
     "adjacent blocks": lambda c: neighbours(c, 1),
     "descending blocks": lambda c: neighbours(c, -1),
     "scattered blocks": lambda c: neighbours(c, 2),
+    "cached tokens, and no live one": lambda c: any(
+        cached_of(c, g)
+        and length_in(g.spec, c.request)
+        and not live_positions(g.spec.of_layer(g.layers[0]), c.request).any()
+        for g in token_groups(c)
+    ),
     "everything cached": lambda c: (
         bool(token_groups(c)) and not any(needed(g, c.request) for g in token_groups(c))
     ),
@@ -402,6 +416,12 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "interleaves that do not divide": lambda c: (
         min(contexts(c)) > 1
         and no_divisor((c.producer.parallel.interleave_size, c.consumer.parallel.interleave_size))
+    ),
+    "an interleave of 1 on P and larger blocks": lambda c: takes_turns(c, 0),
+    "an interleave of 1 on D and larger blocks": lambda c: takes_turns(c, 1),
+    "an interleave of 1 against a larger one": lambda c: (
+        min(contexts(c)) > 1
+        and 1 in {e.parallel.interleave_size for e in (c.producer, c.consumer)} != {1}
     ),
     "tokens sharded equally on both": lambda c: (
         min(contexts(c)) > 1
