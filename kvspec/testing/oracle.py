@@ -226,10 +226,14 @@ def expected(
     may = each_array(before, np.zeros_like)
     must_views = _views(engine, rank, must, num_blocks)
     may_views = _views(engine, rank, may, num_blocks)
-    for rows in rows_of(engine, rank, tables, request, source=source):
-        live, dead = rows.live, rows.dead
+    rows_of_parts = list(rows_of(engine, rank, tables, request, source=source))
+    for rows in rows_of_parts:
+        may_views[rows.key][rows.block[rows.dead], :, rows.row[rows.dead]] = 1
+    # A block that one group has given back may be another group's. So live rows come last.
+    for rows in rows_of_parts:
+        live = rows.live
         must_views[rows.key][rows.block[live], :, rows.row[live]] = content_of(rows, seed)[live]
-        may_views[rows.key][rows.block[dead], :, rows.row[dead]] = 1
+        may_views[rows.key][rows.block[live], :, rows.row[live]] = 0
     return must, may
 
 

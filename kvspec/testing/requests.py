@@ -266,6 +266,43 @@ def of_one_pool(
 
 
 @st.composite
+def given_back(
+    draw: st.DrawFn, engine: EngineSpec, request: TransferRequest
+) -> dict[str, BlockTable]:
+    """Draw the consumer's tables, whose groups share memory, after blocks were given back.
+
+    A window has passed the blocks before the first live position. Another group of the request may
+    have them by now, and the table may still name them.
+    """
+    old_tables = request.consumer_blocks
+    new_tables = dict(old_tables)
+    for group in engine.groups:
+        table = old_tables.get(group.name)
+        if table is None or is_state(group.spec):
+            continue
+        size = group.spec.block_size * context_of(engine, RankId(), group)[1]
+        live = live_positions(group.spec.of_layer(group.layers[0]), request)
+        first = int(live.argmax()) if live.any() else len(live)
+        # A table may begin after the first live position, or end before it.
+        count = min(max(0, first // size - table.first_token // size), len(table.block_ids))
+        others = np.concatenate(
+            [
+                np.empty(0, np.int64),
+                *(other.block_ids for name, other in old_tables.items() if name != group.name),
+            ]
+        )
+        others = np.setdiff1d(others, [-1 if engine.null_block is None else engine.null_block, -1])
+        # Each id once: a repeated id would be a placeholder.
+        count = min(count, len(others))
+        if count and draw(st.booleans()):
+            ids = table.block_ids.copy()
+            start = draw(st.integers(0, len(others) - count))
+            ids[:count] = others[start : start + count]
+            new_tables[group.name] = attrs.evolve(table, block_ids=ids)
+    return new_tables
+
+
+@st.composite
 def _lengths(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> int:
     """Draw a prompt length: 0, 1, whole blocks, one token more or less, or any number."""
     size = draw(sample(*(group.spec.block_size for group in model)))

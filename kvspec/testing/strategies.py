@@ -45,7 +45,7 @@ from kvspec.testing.engines import engines, groups, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
 from kvspec.testing.laws.release import Script
 from kvspec.testing.pairs import engine_pairs, other_engines
-from kvspec.testing.requests import of_one_pool, requests, tables
+from kvspec.testing.requests import given_back, of_one_pool, requests, tables
 from kvspec.testing.supports import EVERYTHING, Supports
 
 __all__ = [
@@ -237,7 +237,8 @@ def scripts(draw: st.DrawFn, supports: Supports = EVERYTHING) -> Script:
 def sharing_cases(draw: st.DrawFn) -> Case:
     """Draw a transfer between engines whose groups share one memory, as in vLLM.
 
-    No two groups of a side have a common block, except for the null block.
+    No two groups of a side have a common block, except for the null block. A table of the consumer
+    may name blocks before its first live position that another group has by now.
 
     >>> from hypothesis import given, settings
     >>> @settings(max_examples=2)
@@ -260,6 +261,7 @@ def sharing_cases(draw: st.DrawFn) -> Case:
     request = attrs.evolve(
         case.request, producer_blocks=producer_blocks, consumer_blocks=consumer_blocks
     )
+    request = attrs.evolve(request, consumer_blocks=draw(given_back(case.consumer, request)))
     return attrs.evolve(
         case,
         request=request,

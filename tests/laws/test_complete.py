@@ -77,9 +77,10 @@ class Judge:
         for rank in self.here.consumers:
             views = self.views(rank)
             for rows in self.rows(rank):
-                views[rows.key][rows.block[rows.dead], :, rows.row[rows.dead]] = ~truth(rows)[
-                    rows.dead
-                ]
+                dead = rows.dead
+                if rows.part.per_token:  # An earlier block may be another group's by now.
+                    dead = dead & (self._index(rows) >= self.first_index(rows.key[0]))
+                views[rows.key][rows.block[dead], :, rows.row[dead]] = ~truth(rows)[dead]
 
     def complete(self) -> dict[Place, bool]:
         """Return for each block whether each of its bytes is true, on every rank and layer."""

@@ -653,6 +653,8 @@ AXES: dict[str, Callable[[Case], bool]] = {
 
 
 SHARED: dict[str, Callable[[Case], bool]] = {
+    "a block that one group gave back to another": lambda c: named_twice(c, cached=False),
+    "a cached block that one group gave back to another": lambda c: named_twice(c, cached=True),
     "a format in one memory": lambda c: any_pair(c, lambda _, b: formats(b) != {"plain"}),
     "other formats in one memory": lambda c: any_pair(c, lambda a, b: len(formats(a, b)) > 1),
     "formats of two groups in one memory": lambda c: (
@@ -759,6 +761,18 @@ def windows(group: kvspec.KVCacheGroup) -> tuple[int, ...]:
 def nulls(engine: kvspec.EngineSpec, tables: Mapping[str, kvspec.BlockTable]) -> bool:
     """Return whether one of the *tables* contains the null block of *engine*."""
     return any(engine.null_block in table.block_ids for table in tables.values())
+
+
+def named_twice(case: Case, *, cached: bool) -> bool:
+    """Return whether two groups of D name one block, which one of them had *cached* or not."""
+    tables, null = case.request.consumer_blocks, case.consumer.null_block
+    return any(
+        (cached_of(case, group) > 0) == cached
+        and set(tables[group.name].block_ids.tolist()) & set(table.block_ids.tolist()) - {null, -1}
+        for group in token_groups(case)
+        for name, table in tables.items()
+        if name != group.name
+    )
 
 
 def states_in_tables(case: Case, side: int) -> bool:
