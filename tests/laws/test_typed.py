@@ -84,8 +84,9 @@ def test_reread_caches_contain_every_kind_of_tensor() -> None:
     """Tensors have several parts, are of torch, or have the types of their parts."""
     seen: Counter[str] = Counter()
 
+    # Tensors that are whole are rare: 50 examples had between 2 and 39 of them.
     @given(reread_caches())
-    @settings(max_examples=50, phases=[Phase.generate], database=None)
+    @settings(max_examples=100, phases=[Phase.generate], database=None)
     def look(caches: tuple[kvspec.RankCache, kvspec.RankCache, Counter[str]]) -> None:
         seen.update(caches[2])
 
