@@ -235,7 +235,7 @@ class TransferState(enum.StrEnum):
     )
     NOT_REGISTERED = (
         "not_registered",
-        "a row is outside the memory that was registered when the metadata was created",
+        "a row is outside the registered memory that the metadata contains, or NIXL refused it",
         "register the memory, create the metadata again and connect with it",
     )
     TIMEOUT = (

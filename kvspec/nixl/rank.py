@@ -236,10 +236,10 @@ class NixlRank:
             self._agent.call("connect", "loadRemoteMD", peer.metadata, peer=peer.name)
             self._lists.setdefault(peer.name, [])
         try:
-            if peer.name not in self._answered:
-                self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
-                if self.polled:
-                    self._knock(peer, timeout)
+            # Also to a known peer: it shows whether the peer is still there.
+            self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
+            if self.polled and peer.name not in self._answered:
+                self._knock(peer, timeout)
             self._answered.add(peer.name)
         except TransferError:
             # A peer that was connected before stays. So does a new one whose read is still in

@@ -152,11 +152,3 @@ def test_buffer_that_is_not_registered_is_freed(
     monkeypatch.setattr(agent, "register", register)
     ranks.read(np.arange(8) * 2, np.arange(8)).wait()
     assert ranks.right(np.arange(8) * 2, np.arange(8))
-
-
-def test_second_connect_sends_no_second_hello(net: FakeNixl) -> None:
-    """The peer would keep each of them until it asks for notifications."""
-    ranks = Ranks()
-    before = len(net.agents[ranks.far.name].inbox[ranks.near.name])
-    ranks.near.connect(ranks.far.metadata())
-    assert before == len(net.agents[ranks.far.name].inbox[ranks.near.name])
