@@ -485,7 +485,7 @@ class NixlRank:
             transfer = self.read(local, first, remote, first, request="connect", timeout=timeout)
             transfer.wait()
         finally:
-            if transfer is not None:  # After an interrupt, nobody else polls it.
+            if transfer is not None:  # After an interrupt, no other call polls it.
                 transfer.stop("the connection was not established", TransferState.STOPPED)
             local.release()
             remote.release()

@@ -206,7 +206,7 @@ class Buffers:
                 self._agent.owners.append(buffer.owner)
                 try:
                     self._agent.register(buffer.memory)
-                except TransferError:  # NIXL has not got it, and the next transfer tries again.
+                except TransferError:  # Free the buffer. The next transfer makes another one.
                     self._agent.owners.pop()
                     raise
                 self._made[memory_type, device] = buffer

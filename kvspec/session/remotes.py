@@ -502,7 +502,7 @@ class Remotes:
             self._coming = None
         remaining = {old.incarnation for old in self._connected.values() if old not in dropped}
         # Before the engines: after an interrupt in between, the next `connect` or `disconnect`
-        # repeats this. Nobody would remove the addresses of an engine that is forgotten.
+        # repeats this. No later call removes the addresses of an engine that is forgotten.
         self._messages.disconnect({old.incarnation for old in dropped} - remaining)
         self._drop(*dropped)
         if new is None:
@@ -546,7 +546,7 @@ class Remotes:
     def leave(self) -> None:
         """Close the lanes of old engines if no bytes move over them. See the module docstring."""
         for key, remote in tuple(self._connected.items()):
-            if remote in self.leaving:  # Here alone, so that an interrupted `forget` ends later.
+            if remote in self.leaving:  # The next call repeats this after an interrupt.
                 del self._connected[key]
         for remote in tuple(self.leaving):
             coming = () if self._coming is None else (self._coming,)

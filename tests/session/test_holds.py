@@ -193,7 +193,7 @@ def test_stats_are_zero_after_close(pair: tuple[Side, Side]) -> None:
 
 @pytest.mark.parametrize("closed", ["session", "nixl"])
 def test_closed_rank_holds_nothing(pair: tuple[Side, Side], closed: str) -> None:
-    """Nobody could read the request, and nobody would free it."""
+    """No reader could load the request, and no poll would free it."""
     producer, _ = pair
     session = only(producer)
     (session if closed == "session" else session.nixl).close()

@@ -181,7 +181,7 @@ def test_copy_of_a_message_takes_no_answers_away(watched: Watched) -> None:
         assert [] == readers.answered("copy", number=9, to="Q")
         assert ["reader"] == readers.answered("reader", number=3)
         assert [] == readers.answered("copy", number=3)
-        # A message without a number tells nothing of its age.
+        # A message without a number may be a copy or a new one.
         assert ["reader"] == readers.answered("reader", StopWriting)
         assert ["reader", "copy"] == readers.answered("copy", StopWriting)
         assert ["reader", "copy"] == readers.answered("copy", number=3)
