@@ -118,7 +118,7 @@ class Progress:
 
     remote: RemoteEngine
     audit: Audit | None = None  # A push has none.
-    way, advice = "to", ""
+    way = "to"
 
     def __init__(
         self,
@@ -189,6 +189,11 @@ class Progress:
             raise self.error
 
     @property
+    def _advice(self) -> str:
+        """The end of the message of an error, or ""."""
+        return ""
+
+    @property
     def connected(self) -> bool:
         """Whether the other engine was connected, so that there is a `remote`."""
         return hasattr(self, "remote")
@@ -206,7 +211,7 @@ class Progress:
             differs = f"; {known}" if known not in why else ""
             carried = "" if rank is None else f"; {self.way} {rank}: {self._carried(rank)}"
             error = TransferError(
-                f"{why}{differs}{carried}{self.advice if self.connected else ''}",
+                f"{why}{differs}{carried}{self._advice}",
                 rank=self.engine_id if rank is None else f"{self.engine_id} {rank}",
                 request=self.request.request_id,
                 state=state,
@@ -254,7 +259,7 @@ class Load(Progress):
     engine reads whole blocks.
     """
 
-    way, advice = "from", f"; {VOID}"
+    way = "from"
     plan: LoadPlan  # The plan in the ledger, once the producer is connected.
 
     def __init__(
@@ -316,14 +321,24 @@ class Load(Progress):
         return sizes
 
     @property
+    def _touched(self) -> bool:
+        """Whether any byte may have been written by now."""
+        in_flight = tuple(self.in_flight.values())  # At once: another thread may end some of them.
+        moves = any(not isinstance(flight, Transfer) or flight.handles for flight in in_flight)
+        return self.written or moves
+
+    @property
+    def _advice(self) -> str:
+        """The end of the message of an error: the blocks to compute again, if there are any."""
+        return f"; {VOID}" if self._touched else ""
+
+    @property
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
         """By group, the consumer's blocks whose contents are undefined, because the load failed.
 
         It is empty if the load is done, or failed before any byte moved.
         """
-        in_flight = tuple(self.in_flight.values())  # At once: another thread may end some of them.
-        moves = any(not isinstance(flight, Transfer) or flight.handles for flight in in_flight)
-        if self.error is None or not (self.written or moves):
+        if self.error is None or not self._touched:
             return {}
         return {group: tuple(sorted({*ids.tolist()})) for group, ids in self.blocks.items()}
 

@@ -230,8 +230,8 @@ class Loads:
         why, state = "its start was interrupted", TransferState.STOPPED
         if isinstance(error, Exception):
             why, state = _reason(error, TransferState.REFUSED)
-        load.fail(None, why, state, error)
         self._adopt(load, why, state)
+        load.fail(None, why, state, error)
         self.cancel(load, why, state)
         if name not in self.ledger.records:  # The ledger may not know the load yet.
             self.loads.pop(name, None)

@@ -244,6 +244,9 @@ def test_load_that_was_never_posted_leaves_no_undefined_blocks(net: FakeNixl) ->
         land(net)
         assert ["failed"] == ended([posted], producer, consumer)
         assert blocks == posted.undefined_blocks
+        # Only the error of the load that wrote blocks advises to compute them again.
+        advised = ["undefined_blocks" in str(load.error) for load in (posted, waiting)]
+        assert [True, False] == advised
 
 
 def test_load_fails_when_one_of_its_sources_fails(net: FakeNixl) -> None:
