@@ -614,4 +614,5 @@ class _Reader:
             self._refuse(content if letter == "C" else count)
 
     def _refuse(self, expected: str) -> NoReturn:
-        raise SpecError(f"{self.field}.shape", self.array.shape, expected)
+        wanted = f"{expected}, in the axes {self.axes}"
+        raise SpecError(f"{self.field}.shape", self.array.shape, wanted)
