@@ -6,9 +6,12 @@ import attrs
 import pytest
 from kvspec_system import SYSTEM
 
+import kvspec
+from kvspec.testing.case import Case
 from kvspec.testing.kit import judge
 from kvspec.testing.kit.axes import AXES
 from kvspec.testing.kit.judging import Profile
+from kvspec.testing.laws import broken
 
 SMALL = Profile("small", examples=2, each=1, everything=2, seconds=120.0, shrinking=5.0)
 
@@ -36,6 +39,27 @@ def test_axis_of_steps_shows_each_way_to_cut_a_request_for_law_13_alone() -> Non
 def test_axis_of_steps_needs_a_system_that_answers_steps() -> None:
     report = judge(attrs.evolve(SYSTEM, steps=None), profile=SMALL, axes=["steps"])
     assert not any(judgement.axis for judgement in report.judgements)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_reordered_keys_that_touch_other_contents_keep_law_8(layout: str) -> None:
+    """The last element of a key may touch the next head or token, whatever the tile is."""
+    sizes = {"head_size": 4, "total_num_kv_heads": 3, "dtype": "uint8", "sliding_window": 5}
+    engines = []
+    for block_size, rotary in ((12, "halves"), (16, "pairs")):
+        key = kvspec.KeyContent(rotary=rotary, rotary_size=4)
+        spec = kvspec.SlidingWindowSpec(block_size=block_size, key_content=key, **sizes)
+        group = kvspec.KVCacheGroup(name="window", layers=["layers.0"], spec=spec)
+        engines.append(kvspec.EngineSpec(groups=[group], layout=layout))
+    blocks = {"window": kvspec.BlockTable([0, 1, 2])}
+    request = kvspec.TransferRequest(
+        request_id="r", num_tokens=33, producer_blocks=blocks, consumer_blocks=blocks
+    )
+    case = Case(
+        producer=engines[0], consumer=engines[1], producer_pool={"window": 3},
+        consumer_pool={"window": 3}, request=request, replica_policy=kvspec.ReplicaPolicy(),
+    )  # fmt: skip
+    assert [] == broken(SYSTEM, case)
 
 
 @pytest.mark.slow

@@ -204,8 +204,8 @@ LAWS = (
         8,
         "maximal",
         "No two descriptors are adjacent on both sides. No id moves a block without a live byte. If"
-        " one longer descriptor can replace several copies and moves less than 16 KiB of other live"
-        " bytes and no dead byte, the ids pick it.",
+        " one longer descriptor can replace several copies of whole contents, and moves less than"
+        " 16 KiB of other live bytes and no dead byte, the ids pick it.",
         _COPIES,
         (long_runs.maximal, long_runs.minimal),
     ),

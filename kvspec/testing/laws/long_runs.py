@@ -12,6 +12,10 @@ How it works:
     descriptor that covers both copies, the ids must pick it, even if it moves a few other bytes.
     That is legal if all other bytes are live and true. It is fast if there are fewer than
     `MOST_OTHER_BYTES`. Dead bytes do not count as such: the producer's memory may hold NaN there.
+
+    Copies that begin or end inside of one content are not judged so. If the two sides order the
+    elements of a key differently, each element moves alone, and the last one of a head may touch
+    the next head. So the prepared runs of several tokens overlap those of one token.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.testing.carve import count_kernel_blocks, logical_views
+from kvspec.testing.carve import count_kernel_blocks, logical_views, stored_views
 from kvspec.testing.positions import rows_of
 from kvspec.testing.world import Copy, PreparedLists, World, inside
 
@@ -72,7 +76,8 @@ def minimal(trial: Trial) -> Iterator[str]:
                     f"a block without a live byte, got {length} bytes"
                 )
         lists = ask(here, p, c)
-        for (source, place, length), covered in () if lists is None else _wider(lists, copies):
+        wider = () if lists is None else _wider(lists, copies, _whole(here, c, copies))
+        for (source, place, length), covered in wider:
             group, start = inside(sent, source, length)
             name, offset = inside(kept, place, length)
             origin, there = slice(start, start + length), slice(offset, offset + length)
@@ -126,10 +131,32 @@ def _names(here: World, side: str, rank: RankId) -> dict[str, npt.NDArray[np.int
     return dict(named)
 
 
-def _wider(lists: PreparedLists, copies: list[Copy]) -> Iterator[tuple[Copy, int]]:
+def _whole(here: World, rank: RankId, copies: list[Copy]) -> npt.NDArray[np.bool_]:
+    """Return a mask of *copies* to a consumer rank. True if a copy cuts no content."""
+    storage = here.consumers[rank][1]
+    # For each byte of a content its index there. Padding has -1.
+    places: Any = {name: np.full(flat.size, -1) for name, flat in storage.items()}
+    for view in stored_views(here.case.consumer, rank, places, here.case.consumer_pool).values():
+        view[:] = np.arange(view.shape[-1])
+    # A byte is inner if it continues the content of the byte before it.
+    inner = {
+        name: np.append((place > 0) & (np.diff(place, prepend=-1) == 1), [False])
+        for name, place in places.items()
+    }
+    whole = []
+    for _, place, length in copies:
+        name, offset = inside(storage, place, length)
+        whole.append(not (inner[name][offset] or inner[name][offset + length]))
+    return np.array(whole, bool)
+
+
+def _wider(
+    lists: PreparedLists, copies: list[Copy], whole: npt.NDArray[np.bool_]
+) -> Iterator[tuple[Copy, int]]:
     """Yield each copy that could replace several *copies*, and the number of those.
 
-    A copy is possible if both sides have a row with a descriptor of its size at its address.
+    A copy is possible if both sides have a row with a descriptor of its size at its address, and
+    if it replaces only copies that are *whole*.
     """
     source, place, length = np.array(copies, np.int64).reshape(-1, 3).T
     rows_by_size: dict[int, list[tuple[int, int, int]]] = {}
@@ -149,8 +176,10 @@ def _wider(lists: PreparedLists, copies: list[Copy]) -> Iterator[tuple[Copy, int
     for wide_source, wide_place, size in candidates:
         within = (source - wide_source == place - wide_place) & (source >= wide_source)
         within &= source + length <= wide_source + size
-        if within.sum() > 1 and size - length[within].sum() < MOST_OTHER_BYTES:
-            yield (wide_source, wide_place, size), int(within.sum())
+        replaced = int(within.sum())
+        near = size - length[within].sum() < MOST_OTHER_BYTES
+        if replaced > 1 and near and whole[within].all():
+            yield (wide_source, wide_place, size), replaced
 
 
 def _begins(address: int, base: int, stride: int, count: int) -> bool:
