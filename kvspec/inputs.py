@@ -106,13 +106,13 @@ def flag(field: str, value: object) -> bool:
     return value
 
 
-def seconds(field: str, value: object) -> float:
-    """Return *value* as a float if it is a finite number of seconds and not negative."""
+def seconds(field: str, value: object, least: float = 0) -> float:
+    """Return *value* as a float if it is a finite number of seconds, and *least* or more."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SpecError(field, value, "seconds, a number")
     # Each comparison with nan is false, so this refuses nan too.
-    if not 0 <= value <= sys.float_info.max:
-        raise SpecError(field, value, "finite seconds >= 0")
+    if not least <= value <= sys.float_info.max:
+        raise SpecError(field, value, f"finite seconds >= {least:g}")
     return float(value)
 
 

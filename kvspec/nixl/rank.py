@@ -91,7 +91,7 @@ class NixlRank:
             programs can reach. NIXL neither authenticates nor encrypts the data.
         polled: Create the agent without a progress thread. Bytes then move only inside `poll`,
             `wait` and `notifications`. That suits a rank that starts all its transfers. A rank
-            whose peers read from it needs the thread.
+            whose memory peers read or write needs the thread.
         telemetry: Record for each `Transfer` how many descriptors NIXL posted after merging.
         staging: A `Staging`, or the bytes of its buffer. Transfers of many short runs move
             through the buffer if that takes less time. None: all transfers are direct.

@@ -59,24 +59,54 @@ are valid.
 
 
 class SessionLock:
-    """A lock of the process that created it. It is reentrant."""
+    """A lock of the process that created it.
+
+    A thread that holds it cannot take it again. Only a signal handler or a log handler could try,
+    in the middle of another call of the session, whose next lines rely on the state before.
+    """
 
     def __init__(self) -> None:
+        # A plain lock would wait for its own thread. This one is asked before.
         self._lock, self._pid = threading.RLock(), os.getpid()
+        self._asked = threading.Condition(self._lock)
 
     @property
     def forked(self) -> bool:
         """Whether this process is a fork of the one that created the lock."""
         return os.getpid() != self._pid
 
-    @property
-    def held(self) -> threading.RLock:
-        """The lock for a `with`. Raises `TransferError` "forked" in a forked child."""
-        if os.getpid() != self._pid:
+    def check_process(self) -> None:
+        """Raise `TransferError` "forked" in a forked child."""
+        if self.forked:
             message = f"the session of process {self._pid} was used in its fork {os.getpid()}"
             raise TransferError(
                 f"{message}; {TransferState.FORKED.advice}", state=TransferState.FORKED
             )
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread holds the lock."""
+        try:
+            self._asked.notify(0)  # Wakes nobody. Raises if this thread does not hold the lock.
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def held(self) -> threading.RLock:
+        """The lock for a `with`.
+
+        Raises:
+            TransferError: With state "forked" in a forked child, and "busy" if this thread holds
+                the lock.
+        """
+        self.check_process()
+        if self.inside:
+            message = (
+                "the session was called inside of another of its calls, perhaps by a signal "
+                "handler; let the handler set a flag, and call the session when the call is over"
+            )
+            raise TransferError(message, state=TransferState.BUSY)
         return self._lock
 
 

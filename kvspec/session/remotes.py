@@ -396,7 +396,7 @@ class Remotes:
         known = self._connections.get(name)
         if known is None or known.addresses != addresses or self._useless(known):
             known = Connection(name, addresses, self._thread.submit(self._fetch, name, addresses))
-            known.future.add_done_callback(lambda _: self._poll())
+            known.future.add_done_callback(lambda _: self._lock.inside or self._poll())
         self._connections[name] = known
         self._connections.move_to_end(name)
         return known

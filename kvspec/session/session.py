@@ -18,7 +18,7 @@ from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.inputs import flag, instance, positive_int, seconds, sequence
+from kvspec.inputs import flag, instance, positive_int, seconds, texts
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
@@ -59,7 +59,8 @@ class Session:
 
     Call any `poll` several times in each heartbeat interval, or set *background*. A poll also sends
     the messages that other methods have caused since the last one. Methods may be called from any
-    thread. In a forked child they raise `TransferError` "forked".
+    thread. In a forked child they raise `TransferError` "forked". In a signal handler that runs
+    inside of another call of the session, they raise `TransferError` "busy".
 
     Args:
         nixl: The NIXL agent of the rank. The caller closes it after the session.
@@ -138,7 +139,7 @@ class Session:
         self._polled = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
-        calls = self._connect_ranks, self.disconnect, self.poll
+        calls = self._connect_ranks, self._disconnect, self.poll
         self._remotes = Remotes(nixl, self._lock, messages, *calls, most)
         self._holds = Holds(held_ledger, nixl, clock, messages, answers)
         self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._remotes)
@@ -258,10 +259,14 @@ class Session:
         """
         instance("engine_id", engine_id, str)
         with self._lock.held:
-            self._loads.disconnect(engine_id)
-            self._holds.ledger.disconnect(engine_id)
-            self._remotes.forget(engine_id)
+            self._disconnect(engine_id)
             self._wake()
+
+    def _disconnect(self, engine_id: str) -> None:
+        """Forget an engine. Needs the lock."""
+        self._loads.disconnect(engine_id)
+        self._holds.ledger.disconnect(engine_id)
+        self._remotes.forget(engine_id)
 
     def load(
         self,
@@ -306,6 +311,7 @@ class Session:
                 call `hold` with `blocks`.
             attempt: Number of this attempt. Increase it to load the same request again.
             again: Another attempt will follow if this one fails, so the producer keeps the request.
+                If all bytes had arrived before the failure, it may be freed all the same.
             sample: Number of this sample, if one prompt has several (`n` in vLLM).
             samples: Number of equal requests of the prompt.
 
@@ -322,6 +328,9 @@ class Session:
         options = LoadOptions(pushed, follow, verify, attempt, again, sample, samples)
         if pushed and ticket is not None:
             rule = "the producer of a pushed load must be connected, so it cannot have a ticket"
+            raise SpecError("pushed", pushed, rule=rule)
+        if pushed and self.nixl.polled:
+            rule = "producers write the memory of this rank, so its NixlRank needs polled=False"
             raise SpecError("pushed", pushed, rule=rule)
         most = seconds("timeout", timeout)
         with self._lock.held:
@@ -498,7 +507,7 @@ class Session:
             SpecError: If *upto* is less than before for one of the layers. Then no layer changes.
         """
         key, homes = key_of(remote_id), self._own.handshake.engine.homes
-        named = sequence("layers", tuple(homes) if layers is None else layers, "names of layers")
+        named = texts("layers", tuple(homes) if layers is None else layers, "names of layers")
         if strange := [layer for layer in named if layer not in homes]:
             raise SpecError("layers", strange[:3], f"layers of the engine, such as {[*homes][:3]}")
         positive_int("upto", upto, least=0)
@@ -564,7 +573,7 @@ class Session:
 
         It takes no lock, so that an exporter of metrics never waits for a poll.
         """
-        _ = self._lock.held  # Raises in a forked child.
+        self._lock.check_process()
         held, loads = self._holds.ledger, self._loads.ledger
         return SessionStats(
             loads=len({*loads.open, *self._loads.loads}),
@@ -595,10 +604,13 @@ class Session:
                 else:
                     why = "the session was closed before its producer was connected"
                     self._loads.cancel(load, why, TransferState.CLOSED)
-        self.poll()
-        while self._moving() and time.monotonic() < end:
+        while True:
+            with self._lock.held:
+                self._poll()
+                moving = self._moving
+            if not moving or time.monotonic() >= end:
+                break
             time.sleep(BUSY)
-            self.poll()
         if self._background is not None:
             self._background.stop()
         with self._lock.held:
@@ -617,19 +629,22 @@ class Session:
         else:
             self._loads.receive(message)
 
+    @property
     def _moving(self) -> bool:
-        with self._lock.held:
-            return self._loads.moving or self._holds.moving
+        """Whether anything is in flight on either side. Needs the lock."""
+        return self._loads.moving or self._holds.moving
 
     def _rest(self) -> float:
-        """Return how many seconds the next poll may be away, if nothing happens before."""
-        with self._lock.held:
-            if self._moving() or self._messages.unsent:
-                return BUSY
-            if self._remotes.leaving:
-                return LEAVING
-            due = [at for at in (self._holds.ledger.due, self._loads.ledger.due) if at is not None]
-            return max(BUSY, min(due, default=math.inf) - self._clock())
+        """Return how many seconds the next poll may be away, if nothing happens before.
+
+        Needs the lock.
+        """
+        if self._moving or self._messages.unsent:
+            return BUSY
+        if self._remotes.leaving:
+            return LEAVING
+        due = [at for at in (self._holds.ledger.due, self._loads.ledger.due) if at is not None]
+        return max(BUSY, min(due, default=math.inf) - self._clock())
 
     def _act(self) -> None:
         """Carry out what both ledgers have decided."""

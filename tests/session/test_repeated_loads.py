@@ -27,7 +27,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
     with (
         FakeNixl(),
         Side("P", engine(1), polled=False, lease=5.0) as producer,
-        Side("D", engine(2), polled=True, heartbeat=0.05) as consumer,
+        Side("D", engine(2), polled=False, heartbeat=0.05) as consumer,
     ):
         consumer.connect(producer)
         producer.connect(consumer, "consumer")

@@ -54,7 +54,7 @@ def connected(sizes: tuple[Any, Any], **more: Any) -> Iterator[tuple[Side, Side]
     options: dict[str, Any] = {"heartbeat": 0.05} | more
     with (
         Side("P", sizes[0], polled=False, lease=5.0) as producer,
-        Side("D", sizes[1], polled=True, **options) as consumer,
+        Side("D", sizes[1], polled=False, **options) as consumer,
     ):
         consumer.connect(producer)
         yield producer, consumer

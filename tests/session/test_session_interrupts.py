@@ -15,6 +15,7 @@ from lines import between_lines, interrupted_at, interrupted_in
 from session_faults import connection_waits
 from two_engines import Direct, Side, engine, request, until
 
+from kvspec import KVSpecError, TransferError
 from kvspec.completion import consumer, ledger, producer
 from kvspec.nixl import rank, transfer
 from kvspec.session import (
@@ -240,6 +241,38 @@ def test_interrupted_start_of_a_pushed_load_waits_for_the_push(pair: Pair) -> No
         if len(expected) == place:
             break
     assert sum(expected) > 3
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_call_of_a_signal_handler_inside_of_a_load_is_refused(pair: Pair, raises: bool) -> None:
+    """Otherwise the load would be done without its bytes. The handler may ignore the refusal."""
+    refused, place, reached = 0, 0, True
+    while reached:
+        reached = False
+
+        def act(line: int, place: int = place) -> None:
+            nonlocal reached, refused
+            if line != place:
+                return
+            reached = True
+            try:
+                pair.session.disconnect("P")
+            except TransferError as error:
+                refused += error.state == "busy"
+                if raises:
+                    raise
+
+        loads_it = pair.begin()
+        moved: Any = None
+        with between_lines(act, *LINES), contextlib.suppress(KVSpecError):
+            moved = loads_it()
+        pair.settle()
+        if moved is not None:
+            assert moved.state in ("done", "failed")
+            assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
+        pair.consumer.connect(pair.producer)
+        place += 3
+    assert refused > 20
 
 
 def test_failed_load_gives_its_blocks_back_when_polls_are_interrupted(pair: Pair) -> None:

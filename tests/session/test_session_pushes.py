@@ -524,3 +524,34 @@ def test_push_of_a_rank_that_writes_nothing_is_done_after_the_request_was_freed(
         push = late.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
         assert push.poll() == "done"
         assert reader.wrong(asked) == []
+
+
+def test_refused_pushed_load_leaves_its_attempt_to_the_next_one(net: FakeNixl) -> None:
+    """It is refused because a load that reads is open for the same attempt."""
+    with pushing() as (producer, consumer):
+        remote_id = new_remote_id("r")
+        producer.hold(remote_id)
+        first, second = (
+            request(name, 4, consumer_blocks={"full": [block], "window": [block]})
+            for name, block in (("a", 1), ("b", 2))
+        )
+        net.fate = lambda _: None
+        (read,) = consumer.load(first, remote_id, again=True)
+        with pytest.raises(SpecError):
+            consumer.load(second, remote_id, pushed=True)
+        read.cancel()
+        land(net)
+        assert ["failed"] == ended([read], producer, consumer)
+        consumer.load(second, remote_id, pushed=True)
+
+
+def test_pushed_load_needs_a_rank_that_others_can_write(net: FakeNixl) -> None:
+    """Without a thread, NIXL answers nobody, so the push would never end."""
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        consumer.connect(producer)
+        with pytest.raises(SpecError) as caught:
+            consumer.load(request(), new_remote_id("r"), pushed=True)
+        assert "pushed" == caught.value.field

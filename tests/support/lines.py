@@ -6,16 +6,21 @@ Such races are then deterministic: a test tries every line instead of waiting fo
 from __future__ import annotations
 
 import contextlib
+import dis
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType, ModuleType
+from functools import cache
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 
 @contextlib.contextmanager
 def between_lines(act: Callable[[int], object], *modules: ModuleType) -> Iterator[None]:
-    """Call *act* in this thread before each line of *modules*, with the number of lines before."""
+    """Call *act* in this thread before each line of *modules*, with the number of lines before.
+
+    `try:` and the end of a `with` are no such lines: Python handles no signal there.
+    """
     files = {module.__file__ for module in modules}
     count = 0
 
@@ -23,6 +28,8 @@ def between_lines(act: Callable[[int], object], *modules: ModuleType) -> Iterato
         nonlocal count
         if frame.f_code.co_filename not in files:
             return None
+        if frame.f_lasti in _without_signals(frame.f_code):
+            return line
         if event in ("call", "line"):  # A generator that continues causes a "call".
             count += 1
             act(count - 1)
@@ -34,6 +41,25 @@ def between_lines(act: Callable[[int], object], *modules: ModuleType) -> Iterato
         yield
     finally:
         sys.settrace(before)
+
+
+@cache
+def _without_signals(code: CodeType) -> frozenset[int]:
+    """Return offsets of *code* at which a line begins, and before which Python handles no signal.
+
+    `try:` is a NOP. The end of a `with` passes None three times to `__exit__`, perhaps below a
+    value to return, or passes on an exception. No exception table covers these instructions, so an
+    interrupt there would leave the lock of the `with` locked.
+    """
+    steps = list(dis.get_instructions(code))
+    found = {step.offset for step in steps if step.opname == "NOP"}
+    for at, step in enumerate(steps):
+        nothing = [each.argval for each in steps[at : at + 3] if "CONST" in each.opname]
+        if [None] * 3 == nothing or step.opname == "WITH_EXCEPT_START":
+            found.add(step.offset)
+            if at and steps[at - 1].opname in ("SWAP", "PUSH_EXC_INFO"):
+                found.add(steps[at - 1].offset)
+    return frozenset(found)
 
 
 class Other:
