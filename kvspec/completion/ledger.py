@@ -50,6 +50,7 @@ from kvspec.wire.messages import Key, Message, RankAddress
 NEVER = math.inf, 0
 # The heap is rebuilt when it has more than two entries for each record plus this many.
 SPARE = 64
+LEAST = 1e-3  # Seconds. With shorter intervals, a poll would have something due at each moment.
 
 
 class Tell(NamedTuple):

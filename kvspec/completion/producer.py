@@ -59,7 +59,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvspec.completion.ledger import Free, HoldAction, Ledger, Record, Refused, Tell, atomic
+from kvspec.completion.ledger import LEAST, Free, HoldAction, Ledger, Record, Refused, Tell, atomic
 from kvspec.completion.states import PRODUCER, PUSH
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
@@ -280,7 +280,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     def __init__(self, me: RankAddress, *, lease: float = 30.0, longest: float = 3600.0) -> None:
         super().__init__(me)
-        self.lease = seconds("lease", lease)
+        self.lease = seconds("lease", lease, LEAST)
         self.longest = seconds("longest", longest)
 
     @property

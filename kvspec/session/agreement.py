@@ -21,7 +21,8 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Generic, Literal, TypeVar, get_args
 
 from kvspec.errors import SpecError
@@ -55,11 +56,11 @@ class RankAgreement(Generic[RankT]):
 
     def __init__(self, ranks: Iterable[RankT]) -> None:
         # By rank: its newest start, its state, and its undefined blocks by group.
-        self._reports: dict[RankT, tuple[int, RankState, dict[str, set[int]]]] = {
-            rank: (0, "moving", {}) for rank in ranks
-        }
+        self._reports: dict[RankT, tuple[int, RankState, dict[str, set[int]]]] = {}
+        with contextlib.suppress(TypeError):  # No iterable, or a rank that cannot be hashed.
+            self._reports = {rank: (0, "moving", {}) for rank in ranks}
         if not self._reports:
-            raise SpecError("ranks", [], "at least one rank")
+            raise SpecError("ranks", ranks, "at least one rank, each one hashable")
 
     def report(
         self,
@@ -85,14 +86,19 @@ class RankAgreement(Generic[RankT]):
         if state not in get_args(RankState):
             raise SpecError("state", state, f"one of {', '.join(get_args(RankState))}")
         positive_int("start", start, least=0)
-        if rank not in self._reports:
+        if not isinstance(rank, Hashable) or rank not in self._reports:
             raise SpecError("rank", rank, f"one of the ranks {', '.join(map(str, self._reports))}")
+        try:
+            undefined = {group: set(ids) for group, ids in (undefined_blocks or {}).items()}
+        except (AttributeError, TypeError) as error:
+            wanted = "a mapping from groups to block ids"
+            raise SpecError("undefined_blocks", undefined_blocks, wanted) from error
         newest, before, blocks = self._reports[rank]
         if start > newest:
             newest, before, blocks = start, "moving", dict[str, set[int]]()
         if start == newest:
             if state == "failed":
-                for group, ids in (undefined_blocks or {}).items():
+                for group, ids in undefined.items():
                     blocks.setdefault(group, set()).update(ids)
             final = before if before != "moving" and state != "failed" else state
             self._reports[rank] = newest, final, blocks

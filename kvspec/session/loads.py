@@ -34,8 +34,8 @@ How it works:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -123,7 +123,6 @@ class Loads:
     # The names of pushed loads. The outcome of a push is repeated, and has no number. So a second
     # load of the attempt could take it for its own, although its blocks were reused in between.
     _pushed: dict[Name, None] = attrs.field(factory=dict)
-    _declines: itertools.count[int] = attrs.field(factory=itertools.count)
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
 
     @property
@@ -172,11 +171,11 @@ class Loads:
             wanted = "an attempt of this request that was not loaded with pushed=True before"
             raise SpecError("attempt", options.attempt, wanted)
         self._locks.acquire(name, load.blocks)
-        if options.pushed:
+        self.ledger.assign(load.plan)
+        if options.pushed:  # After the last check, because a refused load uses nothing up.
             self._pushed[load.plan.name] = None
             if len(self._pushed) > MAX_PUSHED:
                 del self._pushed[next(iter(self._pushed))]
-        self.ledger.assign(load.plan)
         steps = self.ledger.start_all(name, whole)
         load.in_flight |= {steps[rank]: pushed for rank, pushed in load.pushes.items()}
         load.in_flight |= self._read(load, {steps[rank]: each for rank, each in sides.items()})
@@ -210,7 +209,8 @@ class Loads:
 
     def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions) -> None:
         """Inform the producer that this rank will not load a request."""
-        plan = self._plan(remote, key, f"decline {next(self._declines)}", options, {})
+        # A name that no load has.
+        plan = self._plan(remote, key, f"decline {secrets.token_hex(8)}", options, {})
         self.ledger.expect(plan, self.now(), 0.0)
 
     def cancel(
@@ -266,6 +266,7 @@ class Loads:
     def _serve(self, waiting: Waiting, load: Load | None) -> None:
         remote = None
         try:
+            self.remotes.check_open()  # A closed session has cancelled the future.
             waiting.connection.future.result()
             remote = self.remotes.find("producer", waiting.connection.engine_id)
             if load is not None and load.state == "moving":

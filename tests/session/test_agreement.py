@@ -116,7 +116,12 @@ def test_agreement_rejects_wrong_arguments() -> None:
         (RANKS[1:], {"state": "done"}, "rank"),
         (RANKS, {"state": "done", "start": -1}, "start"),
         (RANKS, {"state": "done", "start": "1"}, "start"),
+        (None, {}, "ranks"),
+        ([[]], {}, "ranks"),
+        (RANKS, {"rank": [], "state": "done"}, "rank"),
+        (RANKS, {"state": "failed", "undefined_blocks": [1]}, "undefined_blocks"),
+        (RANKS, {"state": "failed", "undefined_blocks": {"full": None}}, "undefined_blocks"),
     ):
         with pytest.raises(kvspec.SpecError) as caught:
-            RankAgreement(ranks).report("tp0", **report)
+            RankAgreement(ranks).report(**{"rank": "tp0", **report})
         assert field == caught.value.field

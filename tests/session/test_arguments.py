@@ -93,6 +93,15 @@ def test_session_rejects_a_background_that_is_not_a_bool() -> None:
     assert ("background", "no") == (caught.value.field, caught.value.value)
 
 
+@pytest.mark.parametrize("argument", ["heartbeat", "lease"])
+@pytest.mark.parametrize("interval", [0, 1e-13])
+def test_session_rejects_an_interval_that_is_always_over(argument: str, interval: float) -> None:
+    """A poll would never come to the end of the messages that are due."""
+    with FakeNixl(), pytest.raises(SpecError) as caught:
+        Side("P", engine(1), polled=False, **{argument: interval})
+    assert (argument, interval) == (caught.value.field, caught.value.value)
+
+
 @pytest.mark.parametrize("argument", ["nixl", "cache", "replica_policy", "channel"])
 def test_session_rejects_arguments_of_other_types(argument: str) -> None:
     """No memory is registered then."""

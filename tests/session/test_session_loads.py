@@ -91,6 +91,17 @@ def test_full_hit_and_decline_free_the_request_without_a_transfer(pair: tuple[Si
     assert ["declined"] * 4 + ["hit"] * 4 == freed(8, producer, consumer)
 
 
+def test_decline_has_no_name_in_common_with_loads(pair: tuple[Side, Side]) -> None:
+    """A client may call its request as a session would call a refusal."""
+    producer, consumer = pair
+    declined = new_remote_id("declined")
+    producer.hold(declined)
+    consumer.load(request("decline 0"), new_remote_id("open"), follow=True)
+    for session in consumer.sessions.values():
+        session.decline(declined)
+    assert ["declined"] * 4 == freed(4, producer, consumer)
+
+
 def test_prefix_multiple_limits_cached_prefixes(pair: tuple[Side, Side]) -> None:
     """The same bytes move. Another call of `connect` takes the limit back."""
     producer, consumer = pair
