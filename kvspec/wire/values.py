@@ -2,8 +2,7 @@
 
 Invariant: each decoded value passes the constructor that a caller's value passes, or raises
 `WireError` with the path of the fault. Decoding the plain values of a handshake takes at most
-`MAX_WORK` steps, whatever numbers they contain. A class that a user added is encoded by its
-registered name.
+`MAX_WORK` steps, whatever numbers they contain.
 
 How it works:
     None, bools, numbers and texts stand for themselves, and a list stands for a tuple. Everything
@@ -23,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
@@ -38,7 +37,6 @@ from kvspec.ownership.replicas import ReplicaPolicy, Topology
 from kvspec.specs import KeyContent, LayerSpec
 from kvspec.wire.packing import refuse
 
-Kind = TypeVar("Kind", bound=type[Any])
 Plain = Any
 """None, a bool, a number, a text, a list, or a map with one entry."""
 
@@ -75,33 +73,11 @@ KINDS: dict[str, type] = {
 """Classes that a message may contain, by name."""
 
 
-def register(kind: Kind) -> Kind:
-    """Let values of the class *kind* be part of a handshake. Usable as a decorator.
-
-    Both engines must register the class.
-
-    Args:
-        kind: A frozen attrs class.
-
-    Returns:
-        The class.
-
-    Raises:
-        SpecError: If *kind* is not an attrs class, or another class has its name.
-    """
-    unchecked: object = kind
-    if not isinstance(unchecked, type) or not attrs.has(unchecked):
-        raise SpecError("kind", kind, "an attrs class")
-    if KINDS.setdefault(kind.__name__, kind) is not kind:
-        raise SpecError("kind", kind, f"a name other than that of {KINDS[kind.__name__]!r}")
-    return kind
-
-
 def encode(value: object) -> Plain:
     """Return *value* as plain data.
 
     Raises:
-        SpecError: If its class is not registered.
+        SpecError: If its class is not in `KINDS`.
     """
     kind: type[Any] = type(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -115,8 +91,7 @@ def encode(value: object) -> Plain:
     if isinstance(value, Mapping):
         return {"map": [[encode(key), encode(member)] for key, member in value.items()]}
     if KINDS.get(kind.__name__) is not kind:
-        expected = "a plain value, or a class that was passed to kvspec.wire.register"
-        raise SpecError("handshake", kind.__name__, expected)
+        raise SpecError("handshake", kind.__name__, f"a plain value, or one of {', '.join(KINDS)}")
     fields = [field for field in attrs.fields(kind) if field.init]
     return {kind.__name__: {field.alias: encode(getattr(value, field.name)) for field in fields}}
 
@@ -142,7 +117,7 @@ class Decoder:
                 return self._map(path, content, depth + 1)
             if isinstance(word, str) and word in KINDS:
                 return self._object(f"{path}.{word}", KINDS[word], content, depth + 1)
-            known = "a known kind, or one that was passed to kvspec.wire.register"
+            known = f"map, range, rank or one of {', '.join(KINDS)}"
             raise WireError(path, word if isinstance(word, str) else "another key", known)
         # A container may be nested so deeply that its `repr` fails. Its type is enough.
         value = type(plain).__name__ if isinstance(plain, (list, dict, tuple)) else plain

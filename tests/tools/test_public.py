@@ -51,7 +51,6 @@ PROVISIONAL = """
     kvspec.draw plan_svg table_svg
     kvspec.models architectures
     kvspec.models.catalogue config names
-    kvspec.wire register
     kvspec.session RankAgreement content_of
     kvspec.testing Case FakeNixl fill logical_views
     kvspec.testing.kit Counterexample Judgement Supports System SystemReport Verdict as_code judge
@@ -66,9 +65,7 @@ WITHOUT_EXAMPLE = {
         "kvspec.nixl.NixlRank kvspec.nixl.Staging kvspec.nixl.Transfer "
         "kvspec.session.Session kvspec.session.Load"
     ),
-    "needs vLLM, or a caller's own kind of layer": (
-        "kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine kvspec.wire.register"
-    ),
+    "needs vLLM": ("kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine"),
     "needs transformers and a model": "kvspec.adapters.transformers.Prompts",
     "is a value that another public name returns or accepts": (
         "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.session.PrefillTicket "

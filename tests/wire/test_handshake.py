@@ -21,7 +21,7 @@ import kvspec
 from kvspec.testing import strategies
 from kvspec.wire.codec import decode_handshake, encode_handshake
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
-from kvspec.wire.values import register
+from kvspec.wire.values import KINDS
 
 GOLDEN = Path(__file__).with_name("handshake_9.hex")
 
@@ -148,52 +148,15 @@ def golden() -> Handshake:
     )
 
 
-@attrs.frozen
-class Packing:
-    """A class that a user adds."""
-
-    bits: int
-
-
 @attrs.frozen(kw_only=True, slots=False)
 class KeysOnlySpec(kvspec.MLAAttentionSpec):
-    """A kind of layer that a user adds, with a field of a class that the user adds."""
-
-    packing: Packing
+    """A kind of layer that a user adds."""
 
 
-def keys_only() -> Handshake:
-    """Return the handshake of an engine with a kind of layer that a user adds."""
-    spec = KeysOnlySpec(block_size=4, head_size=8, dtype="uint8", packing=Packing(4))
-    group = kvspec.KVCacheGroup(name="keys", layers=["layers.0"], spec=spec)
-    return shake(of=kvspec.EngineSpec(groups=[group]))
-
-
-def test_registered_kinds_are_sent_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a kind is not registered, the sender and the receiver refuse it."""
-    monkeypatch.setattr("kvspec.wire.values.KINDS", dict(kvspec.wire.values.KINDS))
-    error = refusal(lambda: encode_handshake(keys_only()))
-    assert "KeysOnlySpec" in str(error.value)
-    assert "kvspec.wire.register" in str(error)
-    assert register(KeysOnlySpec) is register(KeysOnlySpec) is KeysOnlySpec
-    register(Packing)
-    data = encode_handshake(keys_only())
-    assert keys_only() == decode_handshake(data)
-    del kvspec.wire.values.KINDS["KeysOnlySpec"]
-    error = refusal(lambda: decode_handshake(data), kvspec.WireError)
-    path = "engine.EngineSpec.groups[0].KVCacheGroup.spec"
-    assert (path, "KeysOnlySpec") == (error.path, error.value)
-
-
-def test_register_rejects_second_class_of_a_name_and_other_values() -> None:
-    """A class of the user may not replace another, and must be an attrs class."""
-    other = attrs.make_class("Part", ["name"], frozen=True)
-    # The error of `other` has a class as its value that cannot be pickled, so `refusal` does not
-    # apply.
-    for wrong, word in ((other, "name"), (int, "attrs")):
-        with pytest.raises(kvspec.SpecError, match=word) as caught:
-            register(wrong)
-        assert ("kind", wrong) == (caught.value.field, caught.value.value)
+def test_handshake_of_an_unknown_kind_is_not_sent() -> None:
+    """A peer knows only the kinds of this version."""
+    error = refusal(lambda: encode_handshake(of_kind(KeysOnlySpec)))
+    assert ("handshake", "KeysOnlySpec") == (error.field, error.value)
 
 
 @pytest.mark.parametrize("field", ["engine_id", "model", "revision", "library"])
@@ -323,9 +286,9 @@ REFUSED = [
     (put("engine", {"rank": [0, 0, 0]}), "handshake.engine", kvspec.RankId(), "EngineSpec"),
     (put("engine", None), "handshake.engine", None, "EngineSpec"),
     (put("replica_policy", 1), "handshake.replica_policy", 1, "ReplicaPolicy"),
-    (put(*GROUP, "spec", {"Nothing": {}}), f"{AT_GROUP}.spec", "Nothing", "register"),
-    (put(*GROUP, "spec", {1: {}}), f"{AT_GROUP}.spec", "another key", "register"),
-    (put(*GROUP, "spec", {(1,): {}}), f"{AT_GROUP}.spec", "another key", "register"),
+    (put(*GROUP, "spec", {"Nothing": {}}), f"{AT_GROUP}.spec", "Nothing", "Part"),
+    (put(*GROUP, "spec", {1: {}}), f"{AT_GROUP}.spec", "another key", "Part"),
+    (put(*GROUP, "spec", {(1,): {}}), f"{AT_GROUP}.spec", "another key", "Part"),
     (put(*SPEC, "block_size", 0), f"{AT_SPEC}.block_size", 0, "int"),
     (put(*SPEC, "block_size", 2**64 - 1), f"{AT_SPEC}.block_size", 2**64 - 1, "63 bits"),
     (put(*SPEC, "block_size", -(2**63)), f"{AT_SPEC}.block_size", -(2**63), "63 bits"),
@@ -474,9 +437,8 @@ def test_handshake_that_would_decode_unequal_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A constructor that changes its argument, and a text that UTF-8 cannot encode."""
-    monkeypatch.setattr("kvspec.wire.values.KINDS", dict(kvspec.wire.values.KINDS))
     for kind in (GrowingSpec, PickySpec):
-        register(kind)
+        monkeypatch.setitem(KINDS, kind.__name__, kind)
     growing = of_kind(GrowingSpec, extra_retained_tokens=3)
     error = refusal(lambda: encode_handshake(growing))
     assert ("handshake", growing) == (error.field, error.value)
