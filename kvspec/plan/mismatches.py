@@ -171,8 +171,7 @@ def _part_mismatches(producer: tuple[Part, ...], consumer: tuple[Part, ...]) -> 
 # Fields of a spec that set the dtypes of its parts.
 DTYPES = {"dtype", "ssm_dtype"}
 
-# Fields of a part that must be equal on both sides, with the reason. `kvspec.wire` puts the
-# names of these fields into the compatibility hash.
+# Fields of a part that must be equal on both sides, with the reason.
 PART_WHY = {
     "units": "units pair by their global number",
     "content_bytes": "the row of one unit has a different length",

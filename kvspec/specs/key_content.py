@@ -56,9 +56,6 @@ DIGEST_BYTES = 16
 # units of 1e-7. A rotary base of 10001 in place of 10000 changes the slowest angles by 1e-4.
 _SAME_ANGLE = 1e-5
 
-# The text of compatible specs must not depend on these fields, see `rotation_difference`.
-_BY_TOLERANCE = {"hashed": False}
-
 
 def _rotary(value: object) -> str:
     if not isinstance(value, str) or value not in ROTARY:
@@ -126,11 +123,9 @@ class KeyContent:
     rotary_size: int = 0
     normalized: bool = False
     frequencies: tuple[float, ...] | None = attrs.field(
-        default=None, converter=_frequencies, repr=_brief, metadata=_BY_TOLERANCE
+        default=None, converter=_frequencies, repr=_brief
     )
-    magnitude: float | None = attrs.field(
-        default=None, converter=_magnitude, metadata=_BY_TOLERANCE
-    )
+    magnitude: float | None = attrs.field(default=None, converter=_magnitude)
 
     def __attrs_post_init__(self) -> None:
         positive_int("rotary_start", self.rotary_start, least=0)

@@ -34,13 +34,12 @@ from kvspec.errors import SpecError, WireError
 from kvspec.inputs import MOST, instance
 from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
-from kvspec.wire.compatibility import SIZE
 from kvspec.wire.handshake import MAX_TRANSPORT, Handshake
 from kvspec.wire.messages import AnyMessage, Message
 from kvspec.wire.packing import Count, decoder_of, pack, refuse, unpack
 from kvspec.wire.values import MAX_TEXT, Decoder, Plain, encode
 
-VERSION = 9
+VERSION = 10
 """The version of the format; any change to it, or to what is meant by it, takes the next."""
 MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
 """Bytes of one handshake after decompression."""
@@ -83,7 +82,6 @@ class HandshakeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: RankId
     model: Text | None
     revision: Text | None
-    compatibility_hash: Annotated[bytes, Meta(min_length=SIZE, max_length=SIZE)]
     engine: msgspec.Raw
     replica_policy: msgspec.Raw
     memory: Columns
@@ -106,7 +104,6 @@ def encode_handshake(handshake: Handshake) -> bytes:
     try:
         fields = HandshakeFields(
             rank=shake.rank,
-            compatibility_hash=bytes.fromhex(shake.compatibility_hash),
             engine=msgspec.Raw(pack(encode(shake.engine))),
             replica_policy=msgspec.Raw(pack(encode(shake.replica_policy))),
             memory=_columns(Memory, shake.cache.memory, "address"),
@@ -139,21 +136,13 @@ def decode_handshake(data: bytes) -> Handshake:
     try:
         memory = tuple(_rows("memory", Memory, fields.memory, "address"))
         regions = tuple(_rows("regions", Region, fields.regions, "base"))
-        shake = Handshake(
+        return Handshake(
             cache=RankCache(engine, fields.rank, regions, memory),
             replica_policy=replica_policy,
             **{name: getattr(fields, name) for name in _SAME},
         )
-        meaning = shake.compatibility_hash
     except SpecError as error:
         refuse("handshake", error, "a handshake")
-    if meaning != fields.compatibility_hash.hex():
-        expected = (
-            f"{meaning}, computed here from the engine in the handshake;"
-            f" the sender has kvspec {fields.library}"
-        )
-        raise WireError("compatibility_hash", fields.compatibility_hash.hex(), expected)
-    return shake
 
 
 def _decompressed(data: bytes) -> bytes:

@@ -19,7 +19,6 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.mismatches import differing, mismatches
 from kvspec.version import __version__
-from kvspec.wire.compatibility import compatibility_hash
 
 MAX_NAME = 255
 """Bytes of an engine's name, a model's, a revision's."""
@@ -84,11 +83,6 @@ class Handshake:
     def rank(self) -> RankId:
         """The id of the rank."""
         return self.cache.rank
-
-    @property
-    def compatibility_hash(self) -> str:
-        """Hash of the meaning of its bytes. See `kvspec.wire.compatibility`."""
-        return compatibility_hash(self.engine)
 
 
 _WHY = {

@@ -12,7 +12,6 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.wire.compatibility import compatibility_hash
 from kvspec.wire.messages import Extent
 
 RANK = RankId()
@@ -86,18 +85,3 @@ def test_stages_accept_layer_number_with_leading_zeros() -> None:
     names = ("layers.0", f"layers.{'0' * 30}1")
     engine = builders.engine(builders.gqa(), layers=names, pp_size=2)
     assert (names[1],) == engine.layers_at(engine.groups[0], 1)
-
-
-@pytest.mark.parametrize("kind", [set, frozenset, list, tuple, np.array])
-def test_compatibility_hash_accepts_excluded_layers_of_any_collection(kind: Any) -> None:
-    """An empty collection excludes no layer, and the order does not matter."""
-    assert compatibility_hash(ENGINE) == compatibility_hash(ENGINE, kind([]))
-    assert compatibility_hash(ENGINE, ["m"]) == compatibility_hash(ENGINE, kind(["m"]))
-
-
-@pytest.mark.parametrize(
-    "value", [None, 1, "m", {"m": 1}, [None], [["m"]], np.zeros((2, 2))], ids=repr
-)
-def test_compatibility_hash_rejects_excluded_layers_that_are_not_names(value: Any) -> None:
-    """The error names the argument."""
-    assert "excluded" == refusal(lambda: compatibility_hash(ENGINE, value)).field

@@ -23,7 +23,7 @@ from kvspec.wire.codec import decode_handshake, encode_handshake
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
 from kvspec.wire.values import KINDS
 
-GOLDEN = Path(__file__).with_name("handshake_9.hex")
+GOLDEN = Path(__file__).with_name("handshake_10.hex")
 
 
 def engine(layers: int = 3, tp: int = 2, **more: Any) -> kvspec.EngineSpec:
@@ -48,7 +48,6 @@ def test_handshake_of_any_engine_decodes_equal(given: Handshake) -> None:
     """Every kind of layer, engine, cache and replica policy arrives equal."""
     read = decode_handshake(encode_handshake(given))
     assert given == read
-    assert given.compatibility_hash == read.compatibility_hash
     assert given.cache.regions == read.cache.regions
 
 
@@ -282,7 +281,6 @@ REFUSED = [
     (put("library", 1), "library", "`int`", "`str`"),
     (put("more", 1), "message", ..., "more"),
     (remove("epoch"), "message", ..., "epoch"),
-    (put("compatibility_hash", bytes(16)), "compatibility_hash", "0" * 32, ""),
     (put("engine", {"rank": [0, 0, 0]}), "handshake.engine", kvspec.RankId(), "EngineSpec"),
     (put("engine", None), "handshake.engine", None, "EngineSpec"),
     (put("replica_policy", 1), "handshake.replica_policy", 1, "ReplicaPolicy"),

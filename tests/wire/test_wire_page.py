@@ -185,21 +185,6 @@ def test_ticket_of_page_is_read_and_written_equal() -> None:
     assert list(params) == first_cells("Prefill tickets")
 
 
-def test_compatibility_hash_follows_from_text_of_page() -> None:
-    """BLAKE2b over the texts of the page gives every hash of its table, and that of the example."""
-
-    def digest(text: str) -> bytes:
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-    meaning = digest(BLOCKS["meaning"].strip())
-    layers = [digest(f"'layers.{number}.attn'") for number in range(2)]
-    whole = hashlib.blake2b(b"".join(layer + meaning for layer in layers), digest_size=16)
-    shown = re.findall(r"\| `([0-9a-f]{32})` \|$", PAGE, re.MULTILINE)
-    assert [*(layer.hex() for layer in layers), meaning.hex(), whole.hexdigest()] == shown
-    shake = introduced(sealed("introduction"), SECRET).handshake
-    assert whole.hexdigest() == shake.compatibility_hash
-
-
 def test_page_lists_every_field_of_handshake_and_message() -> None:
     """The tables of fields have the names and the order of the code."""
     assert list(codec.HandshakeFields.__struct_fields__) == first_cells("Handshakes", 1)
