@@ -5,21 +5,18 @@ Invariant: any bytes give a value of the given class, or a `WireError` with the 
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from kvspec.errors import SpecError, WireError, counted
+from kvspec.errors import SpecError, WireError
 
 S = TypeVar("S")
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 # Characters of a text in an error. A stranger chose the text, and it must stay readable.
 MAX_SHOWN = 1024
-# msgspec writes "`array` of at least length 8".
-_ARRAY_SIZE = re.compile(r"`array` of (at least |at most |)length (\d+)")
 
 
 def _plain(span: range) -> tuple[int, int]:
@@ -57,25 +54,13 @@ def unpack(path: str, decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
     """
     try:
         return decoder.decode(data)
-    except msgspec.ValidationError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        problem, _, place = str(error).partition(" - at `")
+        where = place[:MAX_SHOWN].rstrip("`").removeprefix("$.") or path
         # A value that checks itself raised SpecError, which has the field and its value.
         if isinstance(error.__cause__, SpecError):
-            refuse(path, error.__cause__, path)
-        problem, _, place = str(error).partition(" - at `")
-        requirement, _, value = problem.partition(", got ")
-        where = place.rstrip("`").removeprefix("$.") or path
-        # msgspec writes either "Expected <what>" or a sentence, such as "Object contains ...".
-        expected = requirement.removeprefix("Expected ")
-        if expected == requirement:
-            raise WireError(where, "another object", rule=requirement) from None
-        if sized := _ARRAY_SIZE.fullmatch(expected):
-            value, expected = (
-                f"an array of {counted(int(value), 'element')}",
-                "".join(sized.groups()),
-            )
-        raise WireError(where, value or "another value", expected) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(path, str(error), "complete MessagePack") from None
+            refuse(where, error.__cause__, path)
+        raise WireError(where, f"{len(data)} bytes", rule=problem[:MAX_SHOWN]) from None
 
 
 def refuse(path: str, error: Exception, what: str) -> NoReturn:
