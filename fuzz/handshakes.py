@@ -169,7 +169,7 @@ def grown(rng: random.Random) -> bytes:
         (b"\0", b"\x91", b"\x81", b"\x81\xa1x", b"\xc0", b"\x90", b"\xdd\xff\xff\xff\xff")
     )
     size = rng.choice((10, 1000, 100_000, 3_000_000))
-    head = rng.choice((b"", b"\x8c\xa6engine", rng.choice(FIELDS)[: rng.randrange(300)]))
+    head = rng.choice((b"", b"\x8b\xa6engine", rng.choice(FIELDS)[: rng.randrange(300)]))
     return packed(head + part * (size // len(part)))
 
 

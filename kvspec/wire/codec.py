@@ -11,20 +11,16 @@ How it works:
     contains a MessagePack map with the fields of `HandshakeFields`:
 
         engine             plain values, see `kvspec.wire.values`
-        memory, regions    one list for each attribute of `Memory` and `Region`
         everything else    itself
 
-    A cache has thousands of regions, and most attributes are equal for all of them. So each
-    attribute is a list of its own, and addresses are differences: zlib shortens both to almost
-    nothing. `RankCache` checks what the lists contain.
+    A cache has thousands of regions, and nearly all their attributes are equal. zlib shortens them
+    to a few bytes each. `RankCache` checks the regions.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import attrs
 import msgspec
@@ -54,23 +50,7 @@ _VERSION = VERSION.to_bytes(2, "big")
 _SAME = ("library", "engine_id", "epoch", "model", "revision", "transport")
 """Fields that are equal in a `Handshake` and in its `HandshakeFields`."""
 
-T = TypeVar("T")
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Step = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-COLUMNS: dict[type, tuple[str, ...]] = {
-    # If each region has its own memory, `base` repeats `address`. It follows at once, because zlib
-    # looks back only 32 KiB.
-    Memory: ("length", "memory_type", "device", "address"),
-    Region: (
-        "base",
-        *(f.name for f in attrs.fields(Region) if f.name not in ("base", "segments")),
-    ),
-}
-"""Names of the lists for each class, in the order in which they are sent."""
-# The attributes of several objects. The limit stops a map of a million lists, which takes seconds.
-Columns = Annotated[dict[Text, list[Step | Text]], Meta(max_length=16)]
 
 
 class HandshakeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,8 +64,8 @@ class HandshakeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: Text | None
     engine: msgspec.Raw
     replica_policy: msgspec.Raw
-    memory: Columns
-    regions: Columns
+    memory: tuple[Memory, ...]
+    regions: tuple[Region, ...]
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
 
 
@@ -106,8 +86,9 @@ def encode_handshake(handshake: Handshake) -> bytes:
             rank=shake.rank,
             engine=msgspec.Raw(pack(encode(shake.engine))),
             replica_policy=msgspec.Raw(pack(encode(shake.replica_policy))),
-            memory=_columns(Memory, shake.cache.memory, "address"),
-            regions=_columns(Region, shake.cache.regions, "base"),
+            memory=shake.cache.memory,
+            # The receiver derives the segments from the engine.
+            regions=tuple(attrs.evolve(each, segments=()) for each in shake.cache.regions),
             **{name: getattr(shake, name) for name in _SAME},
         )
         data = _MAGIC + _VERSION + zlib.compress(pack(fields))
@@ -134,10 +115,8 @@ def decode_handshake(data: bytes) -> Handshake:
     engine = _value("engine", fields.engine, decoder)
     replica_policy = _value("replica_policy", fields.replica_policy, decoder)
     try:
-        memory = tuple(_rows("memory", Memory, fields.memory, "address"))
-        regions = tuple(_rows("regions", Region, fields.regions, "base"))
         return Handshake(
-            cache=RankCache(engine, fields.rank, regions, memory),
+            cache=RankCache(engine, fields.rank, fields.regions, fields.memory),
             replica_policy=replica_policy,
             **{name: getattr(fields, name) for name in _SAME},
         )
@@ -179,32 +158,6 @@ def _value(path: str, plain: msgspec.Raw, decoder: Decoder) -> Plain:
     if len(data) > MAX_PLAIN:
         raise WireError(path, f"{len(data)} bytes", f"at most {MAX_PLAIN}")
     return decoder.value(path, unpack(path, _PLAIN, data))
-
-
-def _columns(kind: type, values: Sequence[object], start: str) -> Columns:
-    """Return the attributes of *values* as one list each. *start* becomes differences."""
-    columns = {name: [getattr(value, name) for value in values] for name in COLUMNS[kind]}
-    starts = columns[start]
-    columns[start] = [here - before for before, here in zip([0, *starts], starts, strict=False)]
-    return columns
-
-
-def _rows(path: str, kind: type[T], columns: Columns, start: str) -> Iterator[T]:
-    """Yield the values whose attributes `_columns` wrote. `RankCache` checks the attributes."""
-    names, lengths = COLUMNS[kind], [*map(len, columns.values())]
-    if columns.keys() != {*names} or len({*lengths}) > 1:
-        strange = sorted(columns.keys() ^ {*names})
-        expected = f"lists of equal length: {', '.join(names)}"
-        raise WireError(path, strange or lengths, expected)
-    lists: dict[str, Iterable[Any]] = {**columns}
-    if any(isinstance(step, str) for step in columns[start]):
-        raise WireError(f"{path}.{start}", "a text", "ints")
-    lists[start] = accumulate(lists[start])
-    try:
-        for row in zip(*lists.values(), strict=True):
-            yield kind(**dict(zip(lists, row, strict=True)))
-    except SpecError as error:
-        refuse(path, error, kind.__name__)
 
 
 def encode_message(message: Message) -> bytes:

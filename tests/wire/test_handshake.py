@@ -100,13 +100,13 @@ def scattered(cache: kvspec.RankCache, *, one_memory: bool) -> kvspec.RankCache:
 
 
 def test_handshake_of_a_large_rank_is_small() -> None:
-    """32 layers take less than 2 KB. 80 layers of 33 parts take less than 20 KB anywhere."""
+    """32 layers take less than 2 KB. 80 layers of 33 parts take less than 50 KB anywhere."""
     assert len(encode_handshake(shake(of=engine(layers=32)))) < 2000
     cache = kvspec.plan_memory(wide(), kvspec.RankId(tp=3), 1000, address=1 << 46)
     several = [cache, *(scattered(cache, one_memory=one) for one in (True, False))]
     sizes = [len(encode_handshake(shake(cache=cache))) for cache in several]
-    assert max(sizes) < 20_000
-    assert sizes[0] < 5000
+    assert max(sizes) < 50_000
+    assert sizes[0] < 30_000
 
 
 def test_stored_handshake_of_this_version_decodes_equal() -> None:
@@ -322,40 +322,38 @@ REFUSED = [
     (put(*PARALLEL, "tp_size", 2**40), f"{AT_PARALLEL}.ranks", 2**40, "65536"),
     (put(*PARALLEL, lambda fields: fields | {"tp_size": 2**16, "dcp_size": 2**16}),
      AT_ENGINE, ..., "steps"),
-    (put("regions", "num_blocks", 5, 101),
+    (put("regions", 5, "num_blocks", 101),
      "handshake.regions['model.layers.2.self_attn.attn.v']", ..., "inside"),
-    (put("regions", "num_blocks", 0, 0), f"handshake.regions['{LAYER}.k'].num_blocks", 0, "int"),
-    (put("regions", "num_blocks", 0, "9"),
-     f"handshake.regions['{LAYER}.k'].num_blocks", "9", "int"),
-    (put("regions", "num_blocks", 0, []), "regions[...][...]", ..., "int"),
-    (put("regions", "block_stride", 0, 2**63 - 1),
+    (put("regions", 0, "num_blocks", 0), f"handshake.regions['{LAYER}.k'].num_blocks", 0, "int"),
+    (put("regions", 0, "num_blocks", "9"), "regions[0].num_blocks", ..., "int"),
+    (put("regions", 0, "num_blocks", []), "regions[0].num_blocks", ..., "int"),
+    (put("regions", 0, "num_blocks", 0.5), "regions[0].num_blocks", ..., "int"),
+    (put("regions", 0, "block_stride", 2**63 - 1),
      f"handshake.regions['{LAYER}.k']", ..., "inside"),
-    (put("regions", "block_stride", 0, 1), "handshake.tensors", ..., "overlap"),
-    (put("regions", "block_stride", 0, -1),
+    (put("regions", 0, "block_stride", 1), "handshake.tensors", ..., "overlap"),
+    (put("regions", 0, "block_stride", -1),
      f"handshake.regions['{LAYER}.k'].block_stride", -1, ">="),
-    (put("regions", "unit_stride", 0, 2**62), f"handshake.regions['{LAYER}.k']", ..., "inside"),
-    (put("regions", "content_bytes", 0, 1), f"handshake.regions['{LAYER}.k'].content_bytes", 1, ""),
-    (put("regions", "base", 0, -1), f"handshake.regions['{LAYER}.k'].base", -1, "int"),
-    (put("regions", "base", [2**63 - 1] * 6),
-     f"handshake.regions['{LAYER}.v'].base", ..., "64-bit"),
-    (put("regions", "base", 1, 0), "handshake.tensors", ..., "overlap"),
-    (put("regions", "base", ["x"] * 6), "regions.base", ..., "int"),
-    (put("regions", "layer", 0, "q"), "handshake.regions", "q.k", "tp0"),
-    (put("regions", "part", 0, "q"), "handshake.regions", f"{LAYER}.q", "tp0"),
-    (put("regions", lambda columns: {name: rows[:-1] for name, rows in columns.items()}),
+    (put("regions", 0, "unit_stride", 2**62), f"handshake.regions['{LAYER}.k']", ..., "inside"),
+    (put("regions", 0, "content_bytes", 1), f"handshake.regions['{LAYER}.k'].content_bytes", 1, ""),
+    (put("regions", 0, "base", -1), f"handshake.regions['{LAYER}.k'].base", -1, "int"),
+    (put("regions", 1, "base", 2**63), f"handshake.regions['{LAYER}.v'].base", 2**63, "64-bit"),
+    (put("regions", 1, "base", 4096), "handshake.tensors", ..., "overlap"),
+    (put("regions", 0, "base", "x"), "regions[0].base", ..., "int"),
+    (put("regions", 0, "layer", "q"), "handshake.regions", "q.k", "tp0"),
+    (put("regions", 0, "part", "q"), "handshake.regions", f"{LAYER}.q", "tp0"),
+    (put("regions", 0, "part", 1), "regions[0].part", ..., "str"),
+    (put("regions", lambda rows: rows[:-1]),
      "handshake.regions", ..., "model.layers.2.self_attn.attn.v"),
-    (put("regions", lambda columns: {name: double(rows) for name, rows in columns.items()}),
-     "handshake.regions", "model.layers.2.self_attn.attn.v", "once"),
-    (put("regions", "part", double), "regions", ..., "equal length"),
-    (put("regions", "more", []), "regions", ["more"], "equal length"),
-    (remove("regions", "units"), "regions", ["units"], "units"),
-    (put("regions", lambda columns: columns | {f"{n}": [] for n in range(2**18)}),
-     "regions", ..., "length"),
-    (put("memory", "length", 0, 8), f"handshake.regions['{LAYER}.k']", ..., "inside"),
-    (put("memory", "memory_type", 0, "ROM"), "memory.memory_type", "ROM", "VRAM"),
-    (put("memory", "device", []), "memory", [1, 1, 0, 1], "equal length"),
-    (put("memory", "address", 0, 2**63 - 1), "memory.length", ..., "9223372036854775807"),
-    (put("memory", "address", 0, -1), "memory.address", -1, ">= 0"),
+    (put("regions", double), "handshake.regions", "model.layers.2.self_attn.attn.v", "once"),
+    (put("regions", 0, "segments", [[0, 1, 2]]), "regions[0].segments[0]", ..., "length 4"),
+    (put("regions", 0, []), "regions[0]", ..., "object"),
+    (remove("regions", 0, "units"), "regions[0]", ..., "units"),
+    (put("regions", {}), "regions", ..., "array"),
+    (put("memory", 0, "length", 8), f"handshake.regions['{LAYER}.k']", ..., "inside"),
+    (put("memory", 0, "memory_type", "ROM"), "memory[0].memory_type", "ROM", "VRAM"),
+    (remove("memory", 0, "length"), "memory[0]", ..., "length"),
+    (put("memory", 0, "address", 2**63 - 1), "memory[0].length", ..., "9223372036854775807"),
+    (put("memory", 0, "address", -1), "memory[0].address", -1, ">= 0"),
 ]  # fmt: skip
 
 
