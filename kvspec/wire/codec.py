@@ -39,8 +39,6 @@ VERSION = 10
 """The version of the format; any change to it, or to what is meant by it, takes the next."""
 MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
 """Bytes of one handshake after decompression."""
-MAX_PLAIN = 1 << 19
-"""Bytes of the plain values of an engine. A million empty lists take seconds to build."""
 MAX_MESSAGE = 16384
 """Bytes of one message about a request; the longest names fit."""
 
@@ -62,15 +60,14 @@ class HandshakeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: RankId
     model: Text | None
     revision: Text | None
-    engine: msgspec.Raw
-    replica_policy: msgspec.Raw
+    engine: Plain
+    replica_policy: Plain
     memory: tuple[Memory, ...]
     regions: tuple[Region, ...]
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
 
 
 _HANDSHAKES = decoder_of(HandshakeFields)
-_PLAIN: msgspec.msgpack.Decoder[Plain] = msgspec.msgpack.Decoder()
 _MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = decoder_of(AnyMessage)  # type: ignore[arg-type]
 
 
@@ -84,8 +81,8 @@ def encode_handshake(handshake: Handshake) -> bytes:
     try:
         fields = HandshakeFields(
             rank=shake.rank,
-            engine=msgspec.Raw(pack(encode(shake.engine))),
-            replica_policy=msgspec.Raw(pack(encode(shake.replica_policy))),
+            engine=encode(shake.engine),
+            replica_policy=encode(shake.replica_policy),
             memory=shake.cache.memory,
             # The receiver derives the segments from the engine.
             regions=tuple(attrs.evolve(each, segments=()) for each in shake.cache.regions),
@@ -112,8 +109,8 @@ def decode_handshake(data: bytes) -> Handshake:
     """
     fields = unpack("message", _HANDSHAKES, _decompressed(data))
     decoder = Decoder()
-    engine = _value("engine", fields.engine, decoder)
-    replica_policy = _value("replica_policy", fields.replica_policy, decoder)
+    engine = decoder.value("engine", fields.engine)
+    replica_policy = decoder.value("replica_policy", fields.replica_policy)
     try:
         return Handshake(
             cache=RankCache(engine, fields.rank, fields.regions, fields.memory),
@@ -150,14 +147,6 @@ def _body(path: str, magic: bytes, data: object) -> bytes:
     if version != VERSION:
         raise WireError("version", version, f"{VERSION}: both engines need the same version")
     return data[end:]
-
-
-def _value(path: str, plain: msgspec.Raw, decoder: Decoder) -> Plain:
-    """Return the value of a field. It arrives as MessagePack, so its size is checked first."""
-    data = bytes(plain)
-    if len(data) > MAX_PLAIN:
-        raise WireError(path, f"{len(data)} bytes", f"at most {MAX_PLAIN}")
-    return decoder.value(path, unpack(path, _PLAIN, data))
 
 
 def encode_message(message: Message) -> bytes:
