@@ -78,8 +78,8 @@ class WireStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class RankAddress(WireStruct, frozen=True):
     """One rank of one incarnation of an engine.
 
-    It does not check itself, because this process creates one for each message. `decode_message`
-    checks the ranks that strangers send.
+    It does not check itself, because this process creates one for each message. A rank that a
+    stranger sends is only compared with the known ranks.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=MAX_ENGINE_ID)]

@@ -381,7 +381,6 @@ def test_decode_handshake_rejects_impossible_fields(
 @pytest.mark.parametrize(
     ("data", "path", "value"),
     [
-        ("text", "handshake", "str"),
         (b"", "handshake", b""),
         (DATA[:18], "handshake", DATA[:18]),
         (b"x" + DATA, "handshake", b"x" + DATA[:18]),
@@ -446,7 +445,8 @@ def test_handshake_that_would_decode_unequal_is_not_sent(
     assert own == error.path
     layer = attrs.evolve(engine().groups[0], layers=["\ud800"])
     error = refusal(lambda: encode_handshake(shake(of=kvspec.EngineSpec(groups=[layer]))))
-    assert "UTF-8" in str(error)
+    assert "handshake" == error.field
+    assert "utf-8" in str(error.value)
 
 
 def test_plain_value_that_nests_too_deeply_is_refused() -> None:
@@ -488,5 +488,4 @@ def test_handshake_of_too_much_work_is_not_sent() -> None:
         lambda: encode_handshake(shake(of=kvspec.EngineSpec(groups=[group], parallel=parallel)))
     )
     assert "handshake" == error.field
-    assert error.value > 2**22
-    assert "steps" in error.expected
+    assert "steps" in str(error.value)
