@@ -82,7 +82,7 @@ class Sharding:
         return tuple(sorted(rank for i in classes for rank in self.holders[i]))
 
 
-@lru_cache(maxsize=65536, typed=True)
+@lru_cache(maxsize=256, typed=True)
 def even_sharding(units: int, tp_size: int, granularity: int = 1) -> Sharding:
     """Return the contiguous and balanced sharding of *units* over *tp_size* ranks.
 
