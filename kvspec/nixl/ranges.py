@@ -105,7 +105,7 @@ class Batch:
         address: Far address of each range.
         length: Bytes of each range.
         nbytes: Bytes of all ranges.
-        run_offset: Begin of each run in the slot.
+        run_offset: Begin of each run in the slot, in ascending order.
         near: Near address of each run.
         run_length: Bytes of each run.
     """
@@ -216,7 +216,8 @@ def copy_runs(
         moves: The runs.
         inward: Copy from the slot to the near side, as a read does. Else copy to the slot.
         place: Memory type and device of both sides.
-        scratch: Addresses of `SPARE` unused bytes below and above all slots, or nothing.
+        scratch: Addresses of `SPARE` unused bytes below and above all slots, or nothing. With
+            them, the offsets of *moves* ascend, as those of a batch do.
     """
     memory_type, device = place
     if memory_type == "DRAM":
@@ -245,43 +246,30 @@ def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
 
 def _try_copy_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
     """Copy all items of the slot in one pass, or return False. See the module docstring."""
-    run_items = _run_items(moves)
-    if run_items is None:
-        return False
-    length, first, count = moves.length, int(moves.offset[0]), int(run_items[-1]) + 1
+    length, offset, first = moves.length, moves.offset, int(moves.offset[0])
+    count = (int(offset[-1]) - first) // length + 1
     low, high = int(moves.near.min()), int(moves.near.max())
     # The view of the near side reaches from its first run to its last. If it contained the slot,
     # numpy would see an overlap and copy the whole slot first.
-    if low < base + first + count * length and base < high + length:
+    apart = low >= base + first + count * length or base >= high + length
+    # Longer runs do not fit into the scratch bytes. Without gaps `_copy_on_host` needs no index for
+    # the slot either. With many gaps, copying them takes more time than a second pass.
+    if length > SPARE or not len(offset) < count < MOST * len(offset) or not apart:
         return False
-    # For the same reason, use the scratch bytes on the near side's side of the slot.
+    begins = offset - first
+    items = begins // length
+    # Each run must be exactly one item. A run between two items would be torn. Two runs with the
+    # same bytes would be one item, and it has only one place.
+    if (items * length != begins).any() or (items[1:] == items[:-1]).any():
+        return False
+    # Use the scratch bytes on the near side's side of the slot, so that the view has no slot.
     spare = scratch[high > base]
     start = min(low, spare)
     places = np.full(count, spare - start)
-    places[run_items] = moves.near - start
+    places[items] = moves.near - start
     near = _items(start, max(high, spare) - start + 1, length, 1)
     near[places] = _items(base + first, count, length, length)
     return True
-
-
-def _run_items(moves: Moves) -> Ints | None:
-    """Return the item of each run, counted from the first run, or None if two passes are better."""
-    length, first, last = moves.length, int(moves.offset[0]), int(moves.offset[-1])
-    # Longer runs do not fit into the scratch bytes.
-    if length > SPARE:
-        return None
-    # Without gaps `_copy_on_host` needs no index for the slot either. With many gaps, copying them
-    # takes more time than a second pass.
-    if not len(moves.offset) < (last - first) // length + 1 < MOST * len(moves.offset):
-        return None
-    # A run before the first or behind the last would be an item outside of the view.
-    if int(moves.offset.min()) != first or int(moves.offset.max()) != last:
-        return None
-    # Each run must be exactly one item. A run between two items would be torn. Two runs with the
-    # same bytes would be one item, and it has only one place.
-    run_items = (moves.offset - first) // length
-    exact = np.array_equal(run_items * length, moves.offset - first)
-    return run_items if exact and (run_items[1:] > run_items[:-1]).all() else None
 
 
 def _items(address: int, count: int, length: int, stride: int) -> NDArray[np.void]:
