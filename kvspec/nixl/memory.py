@@ -1,18 +1,12 @@
-"""Check the memory and the rows of a rank, and know all live ranks of this process.
+"""Check the memory and the rows of a rank.
 
 Invariant: each byte is registered once, and a descriptor lies in one registered memory. So memories
-that overlap in part are refused. Two live ranks never have the same name. All ranks are closed when
-the interpreter exits.
+that overlap in part are refused.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -96,60 +90,3 @@ def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memor
             f" {memory_type} memory; nearest memory: {_text(near) if near else 'none'}",
             state=TransferState.NOT_REGISTERED,
         )
-
-
-class Living(Protocol):
-    """A rank, as far as this module needs it."""
-
-    name: str
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Names of the connected peers."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
-# Weak references: a rank that the caller drops without `close` must disappear with its agent.
-_RANKS: weakref.WeakValueDictionary[str, Living] = weakref.WeakValueDictionary()
-# Reentrant, because a signal handler may close a rank while the same thread holds the lock.
-_LOCK = threading.RLock()
-# A fork copies the lock in its present state. If another thread held it, the child would wait
-# forever. So the forking thread takes it first, and both processes release it.
-os.register_at_fork(
-    before=_LOCK.acquire, after_in_child=_LOCK.release, after_in_parent=_LOCK.release
-)
-
-
-def enter(rank: Living) -> None:
-    """Add *rank*. Raise `SpecError` if a live rank has or knows its name."""
-    with _LOCK:
-        # NIXL refuses a peer with the name of the local agent or of another peer.
-        if any(rank.name in {other.name, *other.peers} for other in _alive()):
-            raise SpecError(
-                "name", rank.name, "a name that no live rank of this process has or knows"
-            )
-        _RANKS[rank.name] = rank
-
-
-def leave(rank: Living) -> None:
-    """Free the name of *rank*."""
-    with _LOCK:
-        if _RANKS.get(rank.name) is rank:
-            del _RANKS[rank.name]
-
-
-def _alive() -> tuple[Living, ...]:
-    with _LOCK:
-        return tuple(_RANKS.values())
-
-
-@atexit.register
-def close_all() -> None:
-    """Close all live ranks.
-
-    At exit, a thread that still waits inside NIXL would abort the process.
-    """
-    for rank in _alive():
-        rank.close()

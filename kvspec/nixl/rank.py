@@ -4,7 +4,8 @@ Invariant: all arguments are checked before NIXL receives them. Each wait has a 
 stays registered and referenced while a byte of it can move. A transfer that fails in flight stays
 in quarantine, because NIXL cannot stop it. Only closing the rank destroys the agent and stops all.
 Payloads of unknown senders are returned only once the sender is connected, and the memory for them
-is bounded. The hello messages of this module are never returned.
+is bounded. The hello messages of this module are never returned. All ranks are closed when the
+interpreter exits.
 
 kvspec sends one notification for each plan, after its data. It never attaches one to a transfer:
 NIXL sends an attached notification only when the initiator polls the finished transfer.
@@ -16,8 +17,10 @@ to import.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
@@ -29,7 +32,7 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, mapping, seconds
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent, Prepared
-from kvspec.nixl.memory import check_inside, check_memory_type, enter, leave, new_memories
+from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
 from kvspec.nixl.merging import Operation, Sides
 from kvspec.nixl.peers import Envelope, name_of, opened, secret_of
 from kvspec.nixl.rows import checked_rows, row_of_one
@@ -82,9 +85,9 @@ class NixlRank:
     the rank in a `with` statement.
 
     Args:
-        name: Name of the agent, unique among all ranks. By default, a new name for each
-            incarnation: *prefix*, host, process id and a random part. So a restarted peer is never
-            taken for its predecessor.
+        name: Name of the agent, unique among all ranks: `connect` refuses a second rank of one
+            name. By default, a new name for each incarnation: *prefix*, host, process id and a
+            random part. So a restarted peer is never taken for its predecessor.
         prefix: Begin of the default name.
         secret: Key that authenticates introductions. By default, the environment variable
             `KVSPEC_SECRET`, which then must be set. `b""` is for channels that only trusted
@@ -97,7 +100,7 @@ class NixlRank:
             through the buffer if that takes less time. None: all transfers are direct.
 
     Raises:
-        SpecError: If an argument is wrong, or a live rank of this process has or knows *name*.
+        SpecError: If an argument is wrong.
         TransferError: With state "unavailable" if nixl or its UCX backend is missing.
     """
 
@@ -131,7 +134,7 @@ class NixlRank:
         self._probe = np.zeros(PROBES, np.uint8)
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
-        enter(self)
+        _RANKS.add(weakref.ref(self, _RANKS.discard))
 
     def __repr__(self) -> str:
         return (
@@ -453,7 +456,6 @@ class NixlRank:
             self._lists = {None: []}
             self._early = []
             self._answered = set()
-        leave(self)
 
     def _release_all(self) -> None:
         """Release lists, peers and memory, in this order. Nothing is in flight."""
@@ -489,3 +491,19 @@ class NixlRank:
                 transfer.stop("the connection was not established", TransferState.STOPPED)
             local.release()
             remote.release()
+
+
+# Weak references: a rank that the caller drops without `close` must disappear with its agent.
+# Python copies a set at once. A `WeakSet` is copied item by item, while other threads change it.
+_RANKS: set[weakref.ref[NixlRank]] = set()
+
+
+@atexit.register
+def close_all() -> None:
+    """Close all live ranks.
+
+    At exit, a thread that still waits inside NIXL would abort the process.
+    """
+    for known in tuple(_RANKS):
+        if (rank := known()) is not None:
+            rank.close()

@@ -493,28 +493,39 @@ def test_rank_does_not_connect_to_itself(ranks: Pair) -> None:
     assert caught.value.state == "stale_peer"
 
 
-def test_names_of_live_ranks_are_unique() -> None:
-    """A name is free again after `close`. Default names are always unique."""
-    with NixlRank("one", polled=True), NixlRank(prefix="p-", polled=True) as other:
-        assert other.name.startswith("p-")
-        with pytest.raises(SpecError, match="live") as caught:
-            NixlRank("one", polled=True)
-        assert ("name", "one") == (caught.value.field, caught.value.value)
-        for bad, field, word in (
-            ({"name": ""}, "name", "255"),
-            ({"name": "x" * 256}, "name", "255"),
-            ({"prefix": "y" * 256}, "name", "255"),
-            ({"name": "\ud800"}, "name", "255"),
-            ({"name": 7}, "name", "text"),
-            ({"name": "x", "prefix": "y"}, "name", "prefix"),
-            ({"prefix": 3}, "prefix", "str"),
-            ({"polled": 1}, "polled", "True"),
-            ({"telemetry": "no"}, "telemetry", "True"),
-        ):
-            with pytest.raises(SpecError, match=word) as caught:
-                NixlRank(**bad)
-            assert field == caught.value.field
-    NixlRank("one", polled=True).close()
+def test_second_live_rank_of_a_name_is_refused_by_its_peers() -> None:
+    """Its peers stay connected to the first one, and to the second one after a `disconnect`."""
+    with NixlRank("one") as first, NixlRank("one") as second, NixlRank() as peer:
+        assert "one" == peer.connect(first.metadata())
+        with pytest.raises(TransferError) as caught:
+            peer.connect(second.metadata())
+        assert ("stale_peer", "one") == (caught.value.state, caught.value.rank)
+        with pytest.raises(TransferError, match="own") as caught:
+            first.connect(second.metadata())
+        assert "stale_peer" == caught.value.state
+        assert ("one",) == peer.peers
+        peer.disconnect("one")
+        assert "one" == peer.connect(second.metadata())
+
+
+def test_wrong_arguments_of_a_rank_are_refused() -> None:
+    """The default name begins with the prefix."""
+    with NixlRank(prefix="p-", polled=True) as rank:
+        assert rank.name.startswith("p-")
+    for bad, field, word in (
+        ({"name": ""}, "name", "255"),
+        ({"name": "x" * 256}, "name", "255"),
+        ({"prefix": "y" * 256}, "name", "255"),
+        ({"name": "\ud800"}, "name", "255"),
+        ({"name": 7}, "name", "text"),
+        ({"name": "x", "prefix": "y"}, "name", "prefix"),
+        ({"prefix": 3}, "prefix", "str"),
+        ({"polled": 1}, "polled", "True"),
+        ({"telemetry": "no"}, "telemetry", "True"),
+    ):
+        with pytest.raises(SpecError, match=word) as caught:
+            NixlRank(**bad)
+        assert field == caught.value.field
 
 
 def test_disconnect_releases_the_lists_of_the_peer(ranks: Pair) -> None:

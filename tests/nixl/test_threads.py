@@ -16,7 +16,7 @@ from nixl_pair import Pair
 from nixl_world import keep
 
 from kvspec.errors import TransferError, TransferState
-from kvspec.nixl import NixlRank, Staging, Transfer, memory, merging, rank, staging, transfer
+from kvspec.nixl import NixlRank, Staging, Transfer, merging, rank, staging, transfer
 from kvspec.nixl.rank import NixlStats
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
@@ -37,18 +37,29 @@ def test_stats_work_while_peers_connect_and_disconnect(net: FakeNixl) -> None:
                 near.disconnect(third.name)
 
 
-def test_ranks_can_be_created_and_closed_while_others_register(net: FakeNixl) -> None:
-    """Listing the live ranks works while another thread creates or closes a rank."""
-    made: list[NixlRank] = []
-    with NixlRank(), NixlRank():
-        for place in range(1, 12, 2):
-            begin = Other(lambda: made.append(NixlRank()))
-            end = Other(lambda: made.pop().close())
-            for other in (begin, end):
-                with between_lines(other.at(place), memory, weakref):
-                    NixlRank().close()
-                other.join()
-    assert [] == made
+def test_ranks_are_closed_at_exit_while_other_threads_create_some(net: FakeNixl) -> None:
+    """The ranks that exist are closed, whatever another thread creates or closes meanwhile."""
+    for place in range(12):
+        ranks, made = [NixlRank(), NixlRank()], list[NixlRank]()
+        for other in (
+            Other(lambda made=made: made.append(NixlRank())),
+            Other(ranks[1].close),
+        ):
+            with between_lines(other.at(place), rank, weakref):
+                rank.close_all()
+            other.join()
+        assert [True, True] == [each.closed for each in ranks]
+        rank.close_all()
+        assert made[0].closed
+
+
+def test_rank_that_is_dropped_disappears_with_its_agent(net: FakeNixl) -> None:
+    """Nothing else refers to a rank, so its agent ends without `close`."""
+    dropped = NixlRank()
+    name = dropped.name
+    del dropped
+    gc.collect()
+    assert name not in net.agents
 
 
 def test_peer_that_cannot_be_notified_is_not_connected(net: FakeNixl) -> None:
