@@ -32,9 +32,11 @@ import attrs
 import numpy as np
 
 from kvspec.errors import TransferError, TransferState
-from kvspec.nixl.rows import Ids, Ints, StridedRows
+from kvspec.nixl.rows import Ids, Ints, StridedRows, row_text
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvspec.memory.rank_cache import Memory
 
 Subject = tuple[str | None, str | None]  # Peer and request, for errors.
@@ -278,10 +280,27 @@ class Agent:
             self.call("deregister", "deregisterMem", self.registered.pop(), [])
 
     def prepare(self, peer: str | None, memory_type: str, rows: StridedRows) -> int:
-        """Return a list handle for *rows* of *peer*, or of this agent if *peer* is None."""
+        """Return a list handle for *rows* of *peer*, or of this agent if *peer* is None.
+
+        NIXL refuses a row that does not lie whole in one registered memory, and names none. So each
+        row is prepared alone then, and the error names the first one that is refused.
+        """
         name = self._nb.NIXL_INIT_AGENT if peer is None else peer
-        arguments = name, self._segment(memory_type), rows.table, list[str]()
-        return int(self.call("prepare", "prepXferDlist", *arguments, peer=peer))
+
+        def prepared(table: NDArray[np.uint64]) -> int:
+            arguments = name, self._segment(memory_type), table, list[str]()
+            return int(self.call("prepare", "prepXferDlist", *arguments, peer=peer))
+
+        try:
+            return prepared(rows.table)
+        except TransferError:
+            for number, row in enumerate(rows.table):
+                try:
+                    self.call("release", "releasedDlistH", prepared(row[None]))
+                except TransferError as error:
+                    message = f"rows[{number}] ({memory_type}, {row_text(row)}): {error.message}"
+                    raise TransferError(message, rank=error.rank, state=error.state) from error
+            raise
 
     def make(
         self, operation: str, local: tuple[int, Ids], remote: tuple[int, Ids], subject: Subject

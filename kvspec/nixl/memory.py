@@ -1,19 +1,17 @@
-"""Check the memory and the rows of a rank.
+"""Check the memory of a rank.
 
-Invariant: each byte is registered once, and a descriptor lies in one registered memory. So memories
-that overlap in part are refused.
+Invariant: each byte is registered once, and memories that overlap in part are refused. So a row
+that lies whole in one registered memory lies in no other one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-from kvspec.errors import SpecError, TransferError, TransferState
+from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.memory.rank_cache import MEMORY_TYPES, Memory
-from kvspec.nixl.rows import ID_END, StridedRows, row_text
+from kvspec.nixl.rows import ID_END
 
 
 def check_memory_type(value: object) -> None:
@@ -70,23 +68,3 @@ def _text(memory: Memory) -> str:
     """Return *memory* for a message."""
     where = f"[{memory.address:#x}, {memory.end:#x})"
     return f"{memory.memory_type} {where} of device {memory.device}"
-
-
-def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memory]) -> None:
-    """Raise `TransferError` if a row is not whole inside one of the *registered* memories."""
-    address, device = rows.table.view(np.int64)[:, (0, 2)].T
-    of_type = [memory for memory in registered if memory.memory_type == memory_type]
-    inside = np.zeros(len(rows.table), dtype=bool)
-    for memory in of_type:
-        within = (address >= memory.address) & (rows.end <= memory.end)
-        inside |= within & (device == memory.device)
-    if not inside.all():
-        row = int((~inside).argmax())
-        start, end = int(address[row]), int(rows.end[row])
-        gaps = {each: max(each.address - end, start - each.end, 0) for each in of_type}
-        near = min(gaps, key=lambda each: (gaps[each], abs(each.address - start)), default=None)
-        raise TransferError(
-            f"rows[{row}] ({row_text(rows.table[row])}, end {end:#x}) must be inside registered"
-            f" {memory_type} memory; nearest memory: {_text(near) if near else 'none'}",
-            state=TransferState.NOT_REGISTERED,
-        )

@@ -32,7 +32,7 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, mapping, seconds
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent, Prepared
-from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
+from kvspec.nixl.memory import check_memory_type, new_memories
 from kvspec.nixl.merging import Operation, Sides
 from kvspec.nixl.peers import Envelope, name_of, opened, secret_of
 from kvspec.nixl.rows import checked_rows, row_of_one
@@ -298,9 +298,7 @@ class NixlRank:
         checked = checked_rows(rows)
         with self._agent.lock:
             self._agent.check_open()
-            if peer is None:
-                check_inside(checked, memory_type, self.memory)
-            else:
+            if peer is not None:
                 self._check_connected(peer)
             handle = self._agent.prepare(peer, memory_type, checked) if checked.total else 0
             prepared = Prepared(self._agent, checked, memory_type, peer, handle, rows)

@@ -251,13 +251,12 @@ class FakeAgent:
     def prepXferDlist(self, name: str, segment: str, rows: Any, _: object) -> int:  # noqa: N802, ANN401
         """Prepare rows of five columns, a numpy.ndarray. NIXL accepts them since 1.5."""
         side = self.peers[name] if name else self.life
-        descriptors = [
-            (address + stride * at, length)
-            for address, length, _, stride, count in rows.tolist()
-            for at in range(count)
-        ]
-        if not all(side.holds(segment, *descriptor) for descriptor in descriptors):
-            raise self.net.error("NotFound")
+        descriptors = list[tuple[int, int]]()
+        for address, length, _, stride, count in rows.tolist():
+            # As in NIXL, one memory has the whole row, and not only each descriptor.
+            if not side.holds(segment, address, stride * (count - 1) + length):
+                raise self.net.error("NotFound")
+            descriptors += [(address + stride * at, length) for at in range(count)]
         return self._number(self.lists, (side, np.array(descriptors, np.uint64)))
 
     def releasedDlistH(self, handle: int) -> None:  # noqa: N802, D102

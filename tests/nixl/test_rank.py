@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, merging
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl.agent import Prepared
-from kvspec.nixl.memory import check_inside
 from kvspec.nixl.rank import HELLO, PROBES
-from kvspec.nixl.rows import checked_rows
+from kvspec.testing.fake_nixl import FakeNixl
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")
@@ -347,49 +347,57 @@ def test_prepared_rows_are_a_copy(ranks: Pair) -> None:
     assert 512 == int(prepared.rows.length[0])
 
 
-def test_nearest_memory_in_an_error_has_the_smallest_gap() -> None:
-    """The row begins in one memory and ends 8 bytes before the next."""
-    rows = checked_rows(np.array([(0x1FF8, 16, 0, 16, 1)], np.uint64))
-    memories = [Memory(0x1000, 0x1000), Memory(0x2010, 0x1000)]
-    with pytest.raises(TransferError, match=r"\[0x1000, 0x2000\)"):
-        check_inside(rows, "DRAM", memories[::-1])
+ROWS_INSIDE = [(0, 4096, 4096, 1), (4095, 1, 1, 1), (0, 1024, 1024, 4), (4096, 1024, 1024, 4)]
+ROWS_OUTSIDE = [
+    (0, 4097, 4097, 1), (-1, 4096, 4096, 1), (-1, 4097, 4097, 1), (4095, 2, 2, 1), (-1, 1, 1, 1),
+    (8192, 1, 1, 1),
+    # Two memories touch, and no row has ids in both.
+    (0, 1024, 1024, 5), (0, 1024, 1024, 8), (0, 1024, 4096, 2),
+    # The first and the last id lie in two memories, and the gap between them in none.
+    (4096, 1024, 8192, 2),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("address", "length", "inside"),
-    [
-        (0x1000, 0x1000, True), (0x1000, 0x1001, False), (0x0FFF, 0x1000, False),
-        (0x0FFF, 0x1001, False), (0x1FFF, 1, True), (0x1FFF, 2, False), (0x2000, 1, False),
-    ],
-)  # fmt: skip
-def test_row_one_byte_beyond_a_memory_is_refused(address: int, length: int, inside: bool) -> None:
+@pytest.mark.parametrize("bindings", [contextlib.nullcontext, FakeNixl], ids=["nixl", "fake"])
+def test_row_lies_whole_in_one_registered_memory(bindings: Callable[[], Any]) -> None:
     """A row may begin at the first byte of a memory and end at its last byte."""
-    rows = checked_rows(np.array([(address, length, 0, length, 1)], np.uint64))
-    if inside:
-        check_inside(rows, "DRAM", [Memory(0x1000, 0x1000)])
-        return
-    with pytest.raises(TransferError) as caught:
-        check_inside(rows, "DRAM", [Memory(0x1000, 0x1000)])
-    assert "not_registered" == caught.value.state
+    array = np.zeros(20_480, np.uint8)
+    base = array.ctypes.data + 4096
+    with bindings(), NixlRank(polled=True) as near, NixlRank() as far:
+        for rank in (near, far):
+            rank.register([Memory(base + at, 4096) for at in (0, 4096, 12288)], array)
+        for peer in (None, near.connect(far.metadata())):
+            near.prepare(table(base, ROWS_INSIDE), peer=peer)
+            lists = near.stats().lists
+            for row in ROWS_OUTSIDE:
+                with pytest.raises(TransferError) as caught:
+                    near.prepare(table(base, [(0, 8, 8, 1), row, (-9, 1, 1, 1)]), peer=peer)
+                assert ("not_registered", peer or near.name) == (
+                    caught.value.state,
+                    caught.value.rank,
+                )
+                # The message has the number and the address of the first row that is refused.
+                for fact in ("rows[1]", f"{base + row[0]:#x}"):
+                    assert fact in caught.value.message
+            assert lists == near.stats().lists
 
 
 @pytest.mark.parametrize(
     "row", [(-8, 16, 16, 1), (SIZE - 8, 16, 16, 1), (0, 8, SIZE, 2)], ids=["before", "past", "last"]
 )
 def test_rows_outside_registered_memory_are_refused(ranks: Pair, row: tuple[int, ...]) -> None:
-    """The error names the row and the nearest memory. NIXL itself checks the rows of a peer."""
-    base = ranks.local.ctypes.data
-    with pytest.raises(TransferError) as caught:
-        ranks.near.prepare(table(base, [(0, 8, 8, 1), row]))
-    assert caught.value.state == "not_registered"
-    # The message has the number and the address of the row, and the nearest registered memory.
-    for fact in ("rows[1]", f"{base + row[0]:#x}", f"[{base:#x}"):
-        assert fact in caught.value.message
-    with pytest.raises(TransferError, match="NotFound") as caught:
-        ranks.near.prepare(table(ranks.remote.ctypes.data, [row]), peer=ranks.peer)
-    assert ("not_registered", ranks.peer) == (caught.value.state, caught.value.rank)
+    """The error names the row. NIXL itself checks the rows of this rank and of a peer."""
+    for array, peer in ((ranks.local, None), (ranks.remote, ranks.peer)):
+        base = array.ctypes.data
+        with pytest.raises(TransferError, match="NotFound") as caught:
+            ranks.near.prepare(table(base, [(0, 8, 8, 1), row]), peer=peer)
+        error = caught.value
+        assert ("not_registered", peer or ranks.near.name) == (error.state, error.rank)
+        # The message has the number and the address of the row.
+        for fact in ("rows[1]", f"{base + row[0]:#x}"):
+            assert fact in error.message
     with pytest.raises(TransferError, match="VRAM") as caught:
-        ranks.near.prepare(table(base, [(0, 8, 8, 1)]), "VRAM")
+        ranks.near.prepare(table(ranks.local.ctypes.data, [(0, 8, 8, 1)]), "VRAM")
     assert caught.value.state == "not_registered"
 
 
