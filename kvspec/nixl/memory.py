@@ -28,22 +28,17 @@ def new_memories(registered: Sequence[Memory], memories: Iterable[Memory]) -> tu
     cannot grow.
     """
     given = sequence("memories", memories, "Memories")
-    wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(given)]
-    # Each memory with its number in *memories*, or -1 if it is registered.
-    every = [(memory, -1) for memory in registered]
-    every += [(memory, number) for number, memory in enumerate(wanted)]
-    every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
-    fresh: list[Memory] = []
-    last, before = None, -1
-    for memory, number in every:
-        if last is None or not _overlap(memory, last):
-            last, before = memory, number
-            fresh += [memory] * (number >= 0)
-        elif number < 0 or memory.end > last.end:
-            known, new = (memory, before) if number < 0 else (last, number)
-            rule = f"no overlap with {_text(known)}, or a memory inside it"
-            raise SpecError(f"memories[{new}]", _text(wanted[new]), rule)
-    return tuple(fresh)
+    wanted = [(place, _checked(f"memories[{place}]", each)) for place, each in enumerate(given)]
+    known = list(registered)
+    # The longest first, so that none contains an earlier one.
+    for place, memory in sorted(wanted, key=lambda pair: (-pair[1].length, pair[1].address)):
+        other = next((each for each in known if _overlap(each, memory)), None)
+        if other is None:
+            known.append(memory)
+        elif memory.address < other.address or memory.end > other.end:
+            rule = f"no overlap with {_text(other)}, or a memory inside it"
+            raise SpecError(f"memories[{place}]", _text(memory), rule)
+    return tuple(known[len(registered) :])
 
 
 def _checked(field: str, memory: object) -> Memory:
@@ -54,14 +49,10 @@ def _checked(field: str, memory: object) -> Memory:
     return checked
 
 
-def _device(memory: Memory) -> tuple[str, int]:
-    return memory.memory_type, memory.device
-
-
 def _overlap(memory: Memory, other: Memory) -> bool:
     """Whether two memories share a byte."""
-    first, last = max(memory.address, other.address), min(memory.end, other.end)
-    return _device(memory) == _device(other) and first < last
+    same_device = (memory.memory_type, memory.device) == (other.memory_type, other.device)
+    return same_device and memory.address < other.end and other.address < memory.end
 
 
 def _text(memory: Memory) -> str:
