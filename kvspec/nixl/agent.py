@@ -25,7 +25,6 @@ import sys
 import threading
 import weakref
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import attrs
@@ -129,15 +128,6 @@ def zero_new_memory() -> None:
     if "tcp" in os.environ.get("UCX_TLS", "").split(",") and not decided:
         with suppress(AttributeError):  # Only glibc has it.
             ctypes.CDLL(None).mallopt(M_PERTURB, 0xFF)
-
-
-def _devices() -> str:
-    asked = os.environ.get("UCX_NET_DEVICES")
-    if asked is None:
-        return ""
-    folders = Path("/sys/class/net"), Path("/sys/class/infiniband")
-    names = sorted(path.name for folder in folders if folder.is_dir() for path in folder.iterdir())
-    return f"UCX_NET_DEVICES={asked!r}; this machine has {', '.join(names)}; "
 
 
 class _ForkedLock:
@@ -264,7 +254,8 @@ class Agent:
         state = state_of(step, kind)
         message = f"nixl {step} failed: {kind} ({error}): {state.advice}"
         if state is TransferState.UNAVAILABLE:
-            message += f"; {_devices()}NIXL_LOG_LEVEL=DEBUG names the library"
+            # UCX lists the devices that it accepts in a line of its own.
+            message += "; UCX_NET_DEVICES may be wrong; NIXL_LOG_LEVEL=DEBUG names the library"
         return TransferError(message, rank=peer or self.name, request=request, state=state)
 
     def register(self, memory: Memory) -> None:

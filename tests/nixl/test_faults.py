@@ -191,14 +191,15 @@ raise SystemExit(7)
 
 @pytest.mark.parametrize("tls", ["all", "tcp"])
 def test_rank_with_unknown_network_device_is_refused(tls: str) -> None:
-    """The message contains the setting that UCX rejects and the devices of the machine."""
+    """The message names the setting. UCX prints the devices of the machine before."""
     code = "from kvspec.nixl import NixlRank; NixlRank('never', polled=True)"
     done = run_script(code, UCX_NET_DEVICES="nowhere0", UCX_TLS=tls)
     assert 1 == done.returncode
     last = done.stderr.strip().splitlines()[-1]
-    assert "UCX_NET_DEVICES='nowhere0'; this machine has" in last
-    assert " lo" in last
+    assert "UCX_NET_DEVICES" in last
     assert "state=unavailable" in last
+    assert "'nowhere0'" in done.stdout
+    assert "'lo'" in done.stdout
 
 
 @pytest.mark.parametrize(
