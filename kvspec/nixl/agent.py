@@ -177,7 +177,6 @@ class Agent:
         # freed memory, and then overwrites what lies there.
         self.owners: list[object] = []
         self.registered: list[object] = []  # NIXL's descriptors of the registered memory.
-        self.waiters: set[int] = set()  # Ids of the threads that wait.
         self.lock: AbstractContextManager[object] = threading.RLock()
         self._nb = nb = bindings()
         self._verbs = {"READ": nb.NIXL_READ, "WRITE": nb.NIXL_WRITE}

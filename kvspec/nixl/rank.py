@@ -66,7 +66,6 @@ class NixlStats:
         registrations: Registered memories.
         peers: Connected peers.
         notifications: Notifications of unknown senders.
-        threads: Threads that wait in a method of the rank.
     """
 
     transfers: int = 0
@@ -75,7 +74,6 @@ class NixlStats:
     registrations: int = 0
     peers: int = 0
     notifications: int = 0
-    threads: int = 0
 
 
 class NixlRank:
@@ -177,7 +175,6 @@ class NixlRank:
             registrations=len(self._agent.registered),
             peers=len(self.peers),
             notifications=len(self._early),
-            threads=len(self._agent.waiters),
         )
 
     def register(self, memories: Iterable[Memory], owner: object = None) -> None:

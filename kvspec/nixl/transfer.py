@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
@@ -158,16 +157,12 @@ class Transfer:
         Raises:
             TransferError: If the transfer failed, or its deadline is over.
         """
-        rest, settled, thread = FIRST_WAIT, self._settled, threading.get_ident()
-        self._agent.waiters.add(thread)
-        try:
-            while self.poll() == "PROC":
-                if self._settled != settled:
-                    rest, settled = 0.0 if self.staged else FIRST_WAIT, self._settled
-                time.sleep(max(0.0, min(rest, self._deadline - time.monotonic())))
-                rest = min(max(2 * rest, FIRST_WAIT), LAST_WAIT)
-        finally:
-            self._agent.waiters.discard(thread)
+        rest, settled = FIRST_WAIT, self._settled
+        while self.poll() == "PROC":
+            if self._settled != settled:
+                rest, settled = 0.0 if self.staged else FIRST_WAIT, self._settled
+            time.sleep(max(0.0, min(rest, self._deadline - time.monotonic())))
+            rest = min(max(2 * rest, FIRST_WAIT), LAST_WAIT)
 
     def step(self, turn: float | None = None) -> bool:
         """Release finished handles, post more, and keep an error. Return whether a handle ended.
