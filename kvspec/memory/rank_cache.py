@@ -18,11 +18,11 @@ from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int, sequence
 from kvspec.memory.aliasing import check_separate
 from kvspec.memory.from_tensors import read
-from kvspec.memory.region import MEMORY_TYPES, Memory, Region
+from kvspec.memory.region import Memory, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
-__all__ = ["MEMORY_TYPES", "Memory", "RankCache", "Region"]
+__all__ = ["Memory", "RankCache", "Region"]
 
 
 def _check_region(region: Region, expected: HeldPart) -> None:

@@ -208,6 +208,12 @@ def _pieces(shape: _Shape) -> Iterator[tuple[int, int]]:
                 byte, at = byte + step, at + step
 
 
+def check_memory_type(value: object) -> None:
+    """Raise `SpecError` if *value* is not one of `MEMORY_TYPES`."""
+    if not isinstance(value, str) or value not in MEMORY_TYPES:
+        raise SpecError("memory_type", value, " or ".join(MEMORY_TYPES))
+
+
 @attrs.frozen
 class Memory:
     """A range of memory to register with the transport.
@@ -230,8 +236,7 @@ class Memory:
     def __attrs_post_init__(self) -> None:
         for name in ("address", "length", "device"):
             positive_int(name, getattr(self, name), least=0)
-        if not isinstance(self.memory_type, str) or self.memory_type not in MEMORY_TYPES:
-            raise SpecError("memory_type", self.memory_type, " or ".join(MEMORY_TYPES))
+        check_memory_type(self.memory_type)
         if self.end > MOST:
             raise SpecError("length", self.length, f"an end of at most {MOST}")
 

@@ -10,14 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
-from kvspec.memory.rank_cache import MEMORY_TYPES, Memory
+from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.rows import ID_END
-
-
-def check_memory_type(value: object) -> None:
-    """Raise `SpecError` if *value* is not one of `MEMORY_TYPES`."""
-    if not isinstance(value, str) or value not in MEMORY_TYPES:
-        raise SpecError("memory_type", value, " or ".join(MEMORY_TYPES))
 
 
 def new_memories(registered: Sequence[Memory], memories: Iterable[Memory]) -> tuple[Memory, ...]:

@@ -30,9 +30,9 @@ import numpy as np
 from kvspec.descriptors.selection import Selection
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, mapping, seconds
-from kvspec.memory.rank_cache import Memory
+from kvspec.memory.region import Memory, check_memory_type
 from kvspec.nixl.agent import Agent, Prepared
-from kvspec.nixl.memory import check_memory_type, new_memories
+from kvspec.nixl.memory import new_memories
 from kvspec.nixl.merging import Operation, Sides
 from kvspec.nixl.peers import Envelope, name_of, opened, secret_of
 from kvspec.nixl.rows import checked_rows, row_of_one
