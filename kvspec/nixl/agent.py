@@ -389,12 +389,7 @@ class Prepared:
 
     def __repr__(self) -> str:
         side = "local" if self.peer is None else f"peer={self.peer!r}"
-        return f"<Prepared {side} {len(self.rows.table)} rows, {self.total} ids>"
-
-    @property
-    def total(self) -> int:
-        """Number of ids."""
-        return self.rows.total
+        return f"<Prepared {side} {len(self.rows.table)} rows, {self.rows.total} ids>"
 
     def release(self) -> None:
         """Release the list. A second call does nothing.

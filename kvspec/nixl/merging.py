@@ -352,10 +352,9 @@ def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
     if local.given_rows is not rows[own] or remote.given_rows is not rows[1 - own]:
         rule = "a selection of the table whose rows both lists contain"
         raise SpecError("local_ids", "a selection", rule)
-    found = pair_selection(selection, local.rows, remote.rows, own, target)
-    if found is None:
-        found = pair(local.rows, selection[own], remote.rows, selection[1 - own], target)
-    return found
+    return pair_selection(selection, local.rows, remote.rows, own, target) or pair(
+        local.rows, selection[own], remote.rows, selection[1 - own], target
+    )
 
 
 def pair_selection(
