@@ -61,14 +61,6 @@ class _Ranges(NamedTuple):
         below = self.starts.searchsorted(other.ends, side="left")
         return np.asarray(below > self.ends.searchsorted(other.starts, side="right"))
 
-    def plus(self, other: _Ranges) -> _Ranges:
-        """Return these ranges and those of *other*."""
-        return _Ranges(*map(_merged, self, other))
-
-    def minus(self, other: _Ranges) -> _Ranges:
-        """Return these ranges without those of *other*, which were added before."""
-        return _Ranges(*map(_without, self, other))
-
 
 _NONE = _Ranges(np.empty(0, np.int64), np.empty(0, np.int64))
 
@@ -160,7 +152,7 @@ class BusyRanges(Generic[Owner]):
                 return known.conflict(start, end, shared=shared)
         claims = {**known.claims, owner: (*known.claims.get(owner, ()), (ranges, shared))}
         rest = list(known.kept)
-        rest[shared] = rest[shared].plus(ranges)
+        rest[shared] = _Ranges(*map(_merged, rest[shared], ranges))
         self._places[place] = _Place(claims, tuple(rest))
         return None
 
@@ -171,7 +163,7 @@ class BusyRanges(Generic[Owner]):
                 continue
             rest = list(kept)
             for ranges, shared in claims[owner]:
-                rest[shared] = rest[shared].minus(ranges)
+                rest[shared] = _Ranges(*map(_without, rest[shared], ranges))
             others = {other: claimed for other, claimed in claims.items() if other != owner}
             if others:
                 self._places[place] = _Place(others, tuple(rest))
