@@ -126,8 +126,6 @@ class NixlRank:
         self._answered: set[str] = set()
         buffers = Buffers(staging, self._agent) if staging else None
         self._in_flight = InFlightTransfers(self._agent, buffers)
-        # Whether handles were released in flight. Then only the destruction of the agent is safe.
-        self._aborted = False
         # Peers read the first byte. This rank reads into the others.
         self._probe = np.zeros(PROBES, np.uint8)
         self._probes = itertools.cycle(range(1, PROBES))
@@ -435,19 +433,18 @@ class NixlRank:
             # object, the rest is skipped: all of it goes with the agent.
             with contextlib.suppress(TransferError):
                 self._agent.check_open()
-                self._aborted |= not self._in_flight.stop(limit)
+                idle = self._in_flight.stop(limit)
                 try:
                     self._in_flight.abandon()
                     # NIXL's order: handles, lists, peers, memory, agent. If bytes are still in
                     # flight, only the destruction of the agent stops them. Then the handles are
                     # released and the agent is destroyed at once. Lists, peers and memory go with
                     # it.
-                    if not self._aborted:
+                    if idle:
                         self._release_all()
                 finally:
                     # Also after an interrupt: the bytes of an abandoned transfer may still move.
                     self._agent.drop()
-            self._agent.drop()
             self._lists = {None: []}
             self._early = []
             self._answered = set()

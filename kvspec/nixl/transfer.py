@@ -193,7 +193,8 @@ class Transfer:
         """Release the handles that ended. Return whether none is left."""
         for handle in tuple(self._in_flight):
             if self._agent.terminal(handle):
-                self._let_go(handle)
+                with contextlib.suppress(TransferError):  # Then it goes with the agent.
+                    self._let_go(handle)
         return not self._in_flight
 
     def _fail(self, error: TransferError) -> None:

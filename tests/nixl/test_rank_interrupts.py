@@ -14,6 +14,7 @@ from kvspec.errors import TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, Staging, Transfer, merging
 from kvspec.nixl.busy import BusyRanges
+from kvspec.nixl.rank import NixlStats
 from kvspec.nixl.transfer import InFlightTransfers
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
@@ -112,6 +113,24 @@ def test_interrupted_close_stops_the_bytes(net: FakeNixl, monkeypatch: pytest.Mo
             ranks.near.close(drain=0)
     assert (True, True, []) == (transfer.over, ranks.near.closed, net.moving)
     ranks.near.close()
+
+
+def test_rank_is_closed_although_nixl_refuses_to_release_a_handle(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handle has ended. It goes with the agent."""
+    ranks, net.fate = Ranks(), keep
+    transfer = ranks.read(np.arange(8), np.arange(8))
+    net.moving[0].land()
+
+    def refuse(_: int) -> None:
+        message = "refused"
+        raise TransferError(message, state=TransferState.BUG)
+
+    monkeypatch.setattr(ranks.near._agent, "release", refuse)
+    ranks.near.close(drain=0)
+    assert ("closed", True, NixlStats()) == (transfer.state, transfer.over, ranks.near.stats())
+    assert ranks.near.closed
 
 
 def test_interrupted_connect_of_a_polled_rank_can_be_undone(
