@@ -184,8 +184,7 @@ class Agent:
         kinds = tuple(value for name, value in named.items() if name.endswith("Error"))
         plain = (ValueError, KeyError, IndexError, TypeError, RuntimeError)
         # NIXL's exceptions have no common base, and pybind11 raises plain ones for wrong values.
-        errors: tuple[type[Exception], ...] = kinds + plain
-        self._errors = errors
+        self._errors: tuple[type[Exception], ...] = kinds + plain
         config = nb.nixlAgentConfig()
         config.useProgThread = progress_thread
         config.pthrDelay = PROGRESS_DELAY_US
@@ -200,7 +199,7 @@ class Agent:
         try:
             self._native = nb.nixlAgent(name, config)
             self._native.createBackend("UCX", {})
-        except errors as error:
+        except self._errors as error:
             raise self._failed("create", error) from error
         _AGENTS.add(self)
 

@@ -56,12 +56,6 @@ class StridedRows:
         return np.asarray(self.table[:, 1] == self.table[:, 3])
 
     @cached_property
-    def end(self) -> Ints:
-        """The address after the last byte of each row."""
-        address, length, _, stride, count = self._columns
-        return np.asarray(address + (count - 1) * stride + length)
-
-    @cached_property
     def area_begins(self) -> Ints:
         """Begin of each area: a set of rows that share bytes, or are chained so.
 
@@ -69,9 +63,10 @@ class StridedRows:
         disjoint. So an area lies in one memory, and only a byte at a begin can lie in another
         memory than the byte before it.
         """
-        rows = self._columns[0].argsort(kind="stable")
-        address = self._columns[0][rows]
-        separate = address[1:] >= np.maximum.accumulate(self.end[rows])[:-1]
+        by_address = self._columns[:, self._columns[0].argsort(kind="stable")]
+        address, length, _, stride, count = by_address
+        end = address + (count - 1) * stride + length
+        separate = address[1:] >= np.maximum.accumulate(end)[:-1]
         return np.asarray(address[np.append(True, separate)])
 
     @cached_property
