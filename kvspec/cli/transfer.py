@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, cast
 
 import typer
 
-from kvspec import run
 from kvspec.cli import options, printing
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.nixl.agent import package_names
+from kvspec.run.job import Job, Mode
+from kvspec.run.launched import LAUNCHERS, Place, run_launched
+from kvspec.run.local import check_job, run_transfer
+from kvspec.run.recovery import check_kills, run_recovery
+from kvspec.run.report import Figures, Moved, Report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +71,7 @@ def transfer(
     ),
     launcher: str = run_option(
         "",
-        metavar="|".join(run.LAUNCHERS),
+        metavar="|".join(LAUNCHERS),
         help="Launcher that started this process. The process is then one rank of the run, on one "
         "machine or several. All of them need the same KVSPEC_SECRET in the environment.",
     ),
@@ -83,14 +87,14 @@ def transfer(
     """
     with printing.reported_errors():
         engines = options.engine_pair(model, producer, consumer)
-        job = run.Job(
+        job = Job(
             producer=engines[0],
             consumer=engines[1],
             tokens=tokens,
             cached=cached,
             requests=requests,
             replica_policy=options.replica_policy_of(replica_policy, ranks_per_node, engines),
-            mode=cast("run.Mode", mode),
+            mode=cast("Mode", mode),
             device=device,
             seed=seed,
             timeout=timeout,
@@ -108,14 +112,14 @@ def transfer(
             typer.echo(str(failure), err=True)
     elif as_json:
         printing.as_json({"model": model, **report.as_dict()})
-    elif isinstance(report, run.Report):
+    elif isinstance(report, Report):
         _show_report(console, job, report)
     else:
         _show_figures(console, report)
     raise typer.Exit(0 if report.ok else printing.WRONG)
 
 
-def _check(job: run.Job, kill: int, launcher: str) -> run.Place | None:
+def _check(job: Job, kill: int, launcher: str) -> Place | None:
     """Check that the run is possible. Return the place of this process in a launch."""
     names = package_names()
     if not any(map(find_spec, names)):
@@ -125,23 +129,23 @@ def _check(job: run.Job, kill: int, launcher: str) -> run.Place | None:
         # The command restarts the ranks that it kills, so it must have started them.
         raise SpecError("kill", kill, rule=f"cannot be combined with launcher={launcher}")
     if launcher:
-        return run.Place.of(launcher, job)
+        return Place.of(launcher, job)
     if kill:
-        run.check_kills(job, kill)
+        check_kills(job, kill)
     else:
-        run.check_job(job)
+        check_job(job)
     return None
 
 
-def _run(job: run.Job, kill: int, place: run.Place | None) -> run.Report | run.Figures:
+def _run(job: Job, kill: int, place: Place | None) -> Report | Figures:
     """Run *job*: as one rank of a launcher, with kills, or once without."""
     if place is not None:
-        return run.run_launched(job, place)
+        return run_launched(job, place)
     with printing.progress_bar() as show:
-        return run.run_recovery(job, kill, show) if kill else run.run_transfer(job, show)
+        return run_recovery(job, kill, show) if kill else run_transfer(job, show)
 
 
-def _show_job(console: Console, model: str, job: run.Job, *, killed: bool = False) -> None:
+def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -> None:
     """Print the model, both engines and the requests. If ranks are *killed*, lengths are random."""
     cached = f", {job.cached} of them cached" if job.cached else ""
     mode = "consumers read" if job.mode == "pull" else "producers write"
@@ -152,7 +156,7 @@ def _show_job(console: Console, model: str, job: run.Job, *, killed: bool = Fals
     console.print(f"{count} of {tokens}{cached}; {mode}; caches in {memory}", soft_wrap=True)
 
 
-def _show_figures(console: Console, figures: run.Figures) -> None:
+def _show_figures(console: Console, figures: Figures) -> None:
     """Print the counts of a run with kills, and the result."""
     console.print(f"\n{figures}", soft_wrap=True)
     if figures.ok:
@@ -161,7 +165,7 @@ def _show_figures(console: Console, figures: run.Figures) -> None:
         console.print(f"WRONG: {fault}", style="bold red", soft_wrap=True)
 
 
-def _show_report(console: Console, job: run.Job, report: run.Report) -> None:
+def _show_report(console: Console, job: Job, report: Report) -> None:
     """Print the pairs of ranks, the counts and the result."""
     console.print()
     if report.moved:
@@ -193,7 +197,7 @@ def _show_report(console: Console, job: run.Job, report: run.Report) -> None:
         console.print(f"  {line}", soft_wrap=True)
 
 
-def _pair(pair: run.Moved) -> tuple[str, ...]:
+def _pair(pair: Moved) -> tuple[str, ...]:
     return (
         str(pair.producer),
         str(pair.consumer),

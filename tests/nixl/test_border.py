@@ -19,7 +19,8 @@ from typed_tensors import raw_pages
 import kvspec
 from kvspec.adapters import vllm
 from kvspec.nixl import NixlRank
-from kvspec.run import Job, run_transfer
+from kvspec.run.job import Job
+from kvspec.run.local import run_transfer
 from kvspec.testing.carve import logical_views
 from kvspec.testing.world import World, world
 

@@ -19,7 +19,8 @@ from kvspec import (
     MLAAttentionSpec,
     ParallelConfig,
 )
-from kvspec.run import Job, run_transfer
+from kvspec.run.job import Job
+from kvspec.run.local import run_transfer
 
 
 @functools.cache

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from faulty_ranks import FaultyEngine, LossyRank, go_on, stop
 from two_engines import engine
 
-from kvspec.run import Figures, Job
-from kvspec.run.job import Side
+from kvspec.run.job import Job, Side
 from kvspec.run.recovery import KILLS, OpenRequest, Recovery, Unanswered
+from kvspec.run.report import Figures
 
 FAULTS = (
     *KILLS, "stop producer", "stop consumer", "deregister producer", "abort", "cancel", "late",

@@ -26,9 +26,10 @@ from kvspec import (
     SpecError,
 )
 from kvspec.errors import nbytes
-from kvspec.run import Compared, Failure, Job, Moved, RankReport, Report
 from kvspec.run.contents import MAX_LINES, Contents, Storage
+from kvspec.run.job import Job
 from kvspec.run.limits import check_memory
+from kvspec.run.report import Compared, Failure, Moved, RankReport, Report
 from kvspec.testing import logical_views
 
 pytest.importorskip("typer", reason="needs the cli extra")
@@ -435,7 +436,7 @@ def test_run_of_engines_that_do_not_fit_is_a_mismatch() -> None:
 
 def kvspec_run(producer: EngineSpec, consumer: EngineSpec) -> Report:
     """Run two engines."""
-    from kvspec.run import run_transfer  # noqa: PLC0415 - used only here
+    from kvspec.run.local import run_transfer  # noqa: PLC0415 - used only here
 
     return run_transfer(Job(producer=producer, consumer=consumer))
 

@@ -8,7 +8,8 @@ from refused import check_rejected
 import kvspec
 from kvspec.cli import options
 from kvspec.cli.options import engine, engine_words
-from kvspec.run import Job, run_transfer
+from kvspec.run.job import Job
+from kvspec.run.local import run_transfer
 
 pytest.importorskip("nixl_cu13")
 

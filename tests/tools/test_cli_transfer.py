@@ -32,7 +32,10 @@ from kvspec import (
     UniformTypeKVCacheSpecs,
 )
 from kvspec.nixl.agent import package_names
-from kvspec.run import STAGES, Figures, Job, Report, run_transfer
+from kvspec.run.job import Job
+from kvspec.run.local import run_transfer
+from kvspec.run.report import Figures, Report
+from kvspec.run.transfer_rank import STAGES
 
 pytestmark = [
     pytest.mark.nixl,

@@ -22,7 +22,8 @@ from refused import check_rejected, has_in_order
 
 import kvspec
 from kvspec.nixl.agent import package_names
-from kvspec.run import LAUNCHERS, Job, Place
+from kvspec.run.job import Job
+from kvspec.run.launched import LAUNCHERS, Place
 
 pytestmark = [
     pytest.mark.nixl,
