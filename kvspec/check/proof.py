@@ -16,7 +16,8 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Iterable
 
 import attrs
 
@@ -36,6 +37,7 @@ from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import UnitRange, consumer_unit_ranges
 from kvspec.ownership.stripes import times_held
 
+LOG = logging.getLogger(__name__)
 # The first head and the end of the heads of each rank.
 Owned = tuple[tuple[int, int], ...]
 
@@ -68,7 +70,6 @@ def prove(
     max_heads: int,
     *,
     jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
     replica_policies: tuple[ReplicaPolicyName, ...] = ("spread",),
     ranks_per_node: int | None = None,
 ) -> Proof:
@@ -78,7 +79,6 @@ def prove(
         max_tp: Largest TP size of both engines, at most 256.
         max_heads: Largest number of heads, at most 256.
         jobs: Number of processes. One for each core by default.
-        progress: Called with the number of triples that were finished since the last call.
         replica_policies: Names of the replica policies to check.
         ranks_per_node: Number of ranks of a node, for policies that depend on nodes. The ranks of
             both engines fill the same nodes in order.
@@ -117,13 +117,12 @@ def prove(
             pool.submit(_prove_heads, h, max_tp, policies, ranks_per_node)
             for h in range(max_heads, 0, -1)
         ]
-        for task in as_completed(tasks):
+        for number, task in enumerate(as_completed(tasks), 1):
             ranks, wrong = task.result()
             rank_cases += ranks
             triples += max_tp * max_tp
             faults += wrong
-            if progress is not None:
-                progress(max_tp * max_tp)
+            LOG.info("checked %d of %d numbers of heads", number, max_heads)
     finally:
         pool.shutdown(cancel_futures=True)
     return Proof(triples, rank_cases, tuple(faults))

@@ -22,8 +22,9 @@ def calibrate(
     Run this command on an idle machine, with the environment of the engines
     (`UCX_TLS`, `UCX_NET_DEVICES`).
     """
-    with printing.reported_errors(), printing.progress_bar() as show:
-        samples = measure(tuple(probes(megabytes << 20)), tries, show)
+    printing.show_stages()
+    with printing.reported_errors():
+        samples = measure(tuple(probes(megabytes << 20)), tries)
     rows = [
         (
             nbytes(sample.mean),

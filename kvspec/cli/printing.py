@@ -1,14 +1,15 @@
-"""Print what the commands share: errors, progress, tables and JSON.
+"""Print what the commands share: errors, stages, tables and JSON.
 
 Invariant: bad input is one line on standard error and exit status 2. Results go to standard output,
-progress goes to standard error.
+stages go to standard error.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -16,7 +17,6 @@ import attrs
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -59,26 +59,11 @@ def output() -> Console:
     return Console(markup=False, highlight=False, emoji=False)
 
 
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on a terminal, until the block ends.
-
-    Yields:
-        Function that receives what is going on, how much of it is done, and how much there is.
-    """
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description:8}"), BarColumn(bar_width=30), MofNCompleteColumn()
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task("start")
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total
-        )
+def show_stages() -> None:
+    """Print what kvspec begins to do on standard error, one line each, if that is a terminal."""
+    if sys.stderr.isatty():
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("kvspec").setLevel(logging.INFO)
 
 
 def heading(console: Console, model: str, producer: EngineSpec, consumer: EngineSpec) -> None:

@@ -141,8 +141,8 @@ def _run(job: Job, kill: int, place: Place | None) -> Report | Figures:
     """Run *job*: as one rank of a launcher, with kills, or once without."""
     if place is not None:
         return run_launched(job, place)
-    with printing.progress_bar() as show:
-        return run_recovery(job, kill, show) if kill else run_transfer(job, show)
+    printing.show_stages()
+    return run_recovery(job, kill) if kill else run_transfer(job)
 
 
 def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 import typer
@@ -32,16 +31,14 @@ def verify(
     start = time.perf_counter()
     with printing.reported_errors():
         policies = known_policies(None) if ranks_per_node is None else tuple(POLICIES)
-        heads = itertools.count(1)
-        with printing.progress_bar() as show:
-            proof = prove(
-                max_tp,
-                max_heads,
-                jobs=jobs,
-                progress=lambda _: show("heads", next(heads), max_heads),
-                replica_policies=policies,
-                ranks_per_node=ranks_per_node,
-            )
+        printing.show_stages()
+        proof = prove(
+            max_tp,
+            max_heads,
+            jobs=jobs,
+            replica_policies=policies,
+            ranks_per_node=ranks_per_node,
+        )
     console = printing.output()
     tried = f"{proof.triples:,} triples (producer TP, consumer TP, heads), "
     tried += f"{proof.rank_cases:,} consumer ranks, {time.perf_counter() - start:.1f} s, "

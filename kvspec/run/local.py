@@ -17,7 +17,7 @@ from kvspec.run.job import SIDES, Job
 from kvspec.run.limits import check_memory, devices_of
 from kvspec.run.rank_client import RankClient, Ranks
 from kvspec.run.report import Failure, Report
-from kvspec.run.transfer_rank import Arguments, Progress, StageError, TransferRank, lead
+from kvspec.run.transfer_rank import Arguments, StageError, TransferRank, lead
 
 GRACE = 0.3  # seconds after a failure in which failures of other ranks are collected
 LEAVE = 5.0  # seconds that a rank may take to close its session
@@ -38,14 +38,13 @@ def check_job(job: Job) -> list[str]:
     return devices_of(job.device)
 
 
-def run_transfer(job: Job, progress: Progress | None = None) -> Report:
+def run_transfer(job: Job) -> Report:
     """Run *job* with one process for each rank.
 
     A signal that ends this process ends all ranks, too.
 
     Args:
         job: The job.
-        progress: Function that receives the progress, or None.
 
     Returns:
         The report of moved bytes, requests, compared bytes and failed ranks.
@@ -54,7 +53,7 @@ def run_transfer(job: Job, progress: Progress | None = None) -> Report:
         SpecError: If the job cannot run. Then nothing has started.
         MismatchError: If the engines do not fit. Then nothing has started.
     """
-    with LocalRanks(job, check_job(job), progress or (lambda *_: None)) as ranks:
+    with LocalRanks(job, check_job(job)) as ranks:
         report = lead(job, ranks.through)
         if not report.failures:
             ranks.close()
@@ -64,10 +63,9 @@ def run_transfer(job: Job, progress: Progress | None = None) -> Report:
 class LocalRanks(Ranks):
     """The ranks of one job, each a process of this machine with a `TransferRank`."""
 
-    def __init__(self, job: Job, devices: list[str], progress: Progress) -> None:
+    def __init__(self, job: Job, devices: list[str]) -> None:
         super().__init__()
-        self.job, self.progress = job, progress
-        self.deadline = time.monotonic() + job.timeout
+        self.job, self.deadline = job, time.monotonic() + job.timeout
         secret = secrets.token_bytes(16)
         for number, (side, rank) in enumerate(job.ranks()):
             arguments = job, side, rank, devices[number % len(devices)], self.deadline, secret
@@ -75,7 +73,6 @@ class LocalRanks(Ranks):
 
     def through(self, stage: str, arguments: Arguments) -> list[Any]:
         """Let all ranks do one stage, and return their answers. See `Through`."""
-        self.progress(stage, 0, len(self.ranks))
         members = zip(self.ranks, self.job.ranks(), strict=True)
         waiting = {client.pipe: (client, member) for client, member in members}
         for client, (side, _) in waiting.values():
@@ -94,7 +91,6 @@ class LocalRanks(Ranks):
                     why = client.death() if died else str(error)
                     failures.append(Failure(*member, stage, why, died=died))
                     deadline = min(deadline, time.monotonic() + GRACE)
-                self.progress(stage, len(self.ranks) - len(waiting), len(self.ranks))
         if not failures:
             why = f"no answer within {self.job.timeout:g} s"
             failures = [Failure(*member, stage, why) for _, member in waiting.values()]

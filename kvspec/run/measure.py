@@ -7,6 +7,7 @@ it posts, the time is that of the processor.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -25,9 +26,9 @@ from kvspec.nixl.agent import Prepared
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Job
 from kvspec.run.rank_client import Ranks
-from kvspec.run.transfer_rank import Progress
 from kvspec.specs import FullAttentionSpec
 
+LOG = logging.getLogger(__name__)
 RANK = RankId()
 HEADS = 8
 SOURCE = "LBKHNC"  # the layout of the producer
@@ -90,9 +91,7 @@ class ProbeServer:
         return self.rank.metadata(), cache.memory[0].address
 
 
-def measure(
-    jobs: Sequence[Job], tries: int = 7, progress: Progress = lambda *_: None
-) -> list[Sample]:
+def measure(jobs: Sequence[Job], tries: int = 7) -> list[Sample]:
     """Return the least times of each probe, directly and staged."""
     samples: list[Sample] = []
     with Ranks() as ranks:
@@ -103,7 +102,7 @@ def measure(
             except (ConnectionError, TimeoutError) as error:
                 raise TransferError(str(error), state=TransferState.PEER_LOST) from error
             samples.append(_measured(probe, metadata, base, tries))
-            progress("requests", len(samples), len(jobs))
+            LOG.info("measured %d of %d requests", len(samples), len(jobs))
     return samples
 
 

@@ -16,6 +16,7 @@ How it works:
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import time
@@ -32,9 +33,9 @@ from kvspec.run.rank_client import EngineClient, RankClient
 from kvspec.run.rank_server import Launch
 from kvspec.run.report import Figures
 from kvspec.run.request_rank import LoadOutcome, RankStats
-from kvspec.run.transfer_rank import Progress
 from kvspec.session import new_remote_id
 
+LOG = logging.getLogger(__name__)
 KILLS = ("kill producer", "kill consumer")
 LEASE, HEARTBEAT, PATIENCE = 3.0, 0.4, 3.0  # of the sessions, in seconds
 SLOTS = 6  # requests at a time
@@ -78,7 +79,7 @@ def check_kills(job: Job, kills: int) -> None:
     check_memory(job.cache_bytes({side: pools_of(job, side) for side in SIDES}))
 
 
-def run_recovery(job: Job, kills: int, progress: Progress | None = None) -> Figures:
+def run_recovery(job: Job, kills: int) -> Figures:
     """Run *job* over sessions, and kill a random rank *kills* times.
 
     The engine of a killed rank is restarted. The requests have random lengths, up to the tokens of
@@ -87,7 +88,6 @@ def run_recovery(job: Job, kills: int, progress: Progress | None = None) -> Figu
     Args:
         job: The job.
         kills: Number of kills, at most the number of requests.
-        progress: Function that receives the number of requests sent so far, or None.
 
     Returns:
         The figures of the run.
@@ -98,8 +98,7 @@ def run_recovery(job: Job, kills: int, progress: Progress | None = None) -> Figu
     """
     check_kills(job, kills)
     recovery = Recovery(job)
-    faults = recovery.drawn.choices(KILLS, k=kills)
-    return recovery.run(faults, progress or (lambda *_: None))
+    return recovery.run(recovery.drawn.choices(KILLS, k=kills))
 
 
 @attrs.define(eq=False)
@@ -132,13 +131,13 @@ class Recovery:
         self.open: dict[str, OpenRequest] = {}
         self.engines: dict[Side, EngineClient] = {}
 
-    def run(self, faults: Sequence[str], progress: Progress) -> Figures:
+    def run(self, faults: Sequence[str]) -> Figures:
         """Send all requests, inject *faults* at some of them, and wait until all have ended."""
         began = time.monotonic()
         try:
             self.start("producer")
             self.start("consumer")
-            self.send(faults, progress, began + self.job.timeout)
+            self.send(faults, began + self.job.timeout)
             self.end()
         except (ConnectionError, TimeoutError) as error:
             self.figures.died = str(error)
@@ -151,6 +150,7 @@ class Recovery:
 
     def start(self, side: Side) -> None:
         """Start an engine, or start it again. Its ranks hold and load nothing."""
+        LOG.info("start %s after %d of %d requests", side, self.figures.requests, self.job.requests)
         if side in self.engines:
             self.engines[side].kill()
             killed = set(self.engines[side].ranks)
@@ -176,14 +176,13 @@ class Recovery:
             if self.pushed:
                 self.engines["producer"].connect(self.engines["consumer"], role="consumer")
 
-    def send(self, faults: Sequence[str], progress: Progress, deadline: float) -> None:
+    def send(self, faults: Sequence[str], deadline: float) -> None:
         """Send all requests that can be sent before the *deadline*."""
         at = self.drawn.sample(range(self.job.requests), len(faults))
         due = dict(zip(sorted(at), faults, strict=True))
-        while (sent := self.figures.requests) < self.job.requests and time.monotonic() < deadline:
+        while self.figures.requests < self.job.requests and time.monotonic() < deadline:
             if self.slots:
-                self.admit(due.get(sent, ""))
-                progress("recover", sent + 1, self.job.requests)
+                self.admit(due.get(self.figures.requests, ""))
             self.look()
 
     def admit(self, fault: str) -> None:

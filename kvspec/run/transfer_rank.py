@@ -18,6 +18,7 @@ How it works:
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -39,9 +40,6 @@ from kvspec.session.load import Progress as Moving
 STAGES = ("start", "fill", "connect", "transfer", "compare")
 """The stages of a run, in order. Each is a method of `TransferRank`."""
 
-Progress = Callable[[str, int, int], None]
-"""Function that receives what is going on, how much of it is done, and how much there is."""
-
 Arguments = Mapping[Side, tuple[Any, ...]]
 Through = Callable[[str, Arguments], list[Any]]
 """Function that lets all ranks do one stage, with the arguments of their side.
@@ -49,6 +47,7 @@ Through = Callable[[str, Arguments], list[Any]]
 Returns what each rank returned, in the order of `Job.ranks`. Raises `StageError` if a rank failed.
 """
 
+LOG = logging.getLogger(__name__)
 EPOCH = 1  # number of the only start of each engine
 LEASE = 30.0  # seconds for which a request is held at least
 # A rank stops to wait before the end of the run, and reports what is missing: so many seconds, or
@@ -73,6 +72,7 @@ def lead(job: Job, through: Through) -> Report:
     introductions = nothing
     for stage in STAGES:
         began = time.perf_counter()
+        LOG.info("%s", stage)
         try:
             answers = through(stage, introductions if stage == "connect" else nothing)
         except StageError as error:

@@ -570,13 +570,15 @@ def test_prove_finds_no_fault_under_any_policy() -> None:
     assert expected == prove(6, 8, jobs=1, replica_policies=POLICIES)
 
 
-def test_prove_returns_counts_and_reports_progress() -> None:
-    """The progress is reported once for each number of heads."""
-    progress: list[int] = []
-    result = prove(2, 2, jobs=1, progress=progress.append, replica_policies=POLICIES)
+def test_prove_returns_counts_and_logs_each_number_of_heads(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A log at INFO shows how much of the proof is done."""
+    caplog.set_level("INFO", "kvspec")
+    result = prove(2, 2, jobs=1, replica_policies=POLICIES)
     assert proof.Proof(8, 12, ()) == result
     assert result.exact
-    assert [4, 4] == progress
+    assert [(1, 2), (2, 2)] == [record.args for record in caplog.records]
 
 
 @pytest.mark.parametrize(

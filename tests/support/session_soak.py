@@ -89,7 +89,7 @@ def soak(
     )
     kinds = [FAULTS[number % len(FAULTS)] for number in range(faults)]
     with patch.dict(os.environ, UCX_TLS=tls):
-        return Soak(job).run(kinds, lambda *_: None)
+        return Soak(job).run(kinds)
 
 
 if __name__ == "__main__":

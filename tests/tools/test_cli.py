@@ -238,7 +238,6 @@ def test_verify_fails_if_one_triple_is_not_exact(monkeypatch: pytest.MonkeyPatch
     """The exit status is 1, and standard output has the counter-example."""
 
     def prove(*_: object, **more: Any) -> Proof:
-        more["progress"](5)
         assert ("spread", "first", "stripe") == more["replica_policies"]
         return Proof(9, 27, ("3 heads, TP 2 -> 3, spread: rank 1: heads 1.. missing",))
 

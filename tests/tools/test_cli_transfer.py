@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -33,9 +33,9 @@ from kvspec import (
 )
 from kvspec.nixl.agent import package_names
 from kvspec.run.job import Job
-from kvspec.run.local import run_transfer
+from kvspec.run.local import LocalRanks, run_transfer
 from kvspec.run.report import Figures, Report
-from kvspec.run.transfer_rank import STAGES
+from kvspec.run.transfer_rank import STAGES, Arguments
 
 pytestmark = [
     pytest.mark.nixl,
@@ -194,15 +194,23 @@ def test_report_names_one_changed_byte() -> None:
     assert not report.ok
 
 
-def test_killed_rank_ends_the_run_before_the_timeout() -> None:
+def before(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None]) -> None:
+    """Let the parent of the ranks do *act* when *stage* begins."""
+    through = LocalRanks.through
+
+    def patched(self: LocalRanks, name: str, arguments: Arguments) -> list[Any]:
+        if name == stage:
+            act()
+        return through(self, name, arguments)
+
+    monkeypatch.setattr(LocalRanks, "through", patched)
+
+
+def test_killed_rank_ends_the_run_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report names the rank, the stage and the signal."""
-
-    def kill(stage: str, done: int, total: int) -> None:
-        if (stage, done) == ("connect", 0):
-            os.kill(children()["producer tp1"], signal.SIGKILL)
-
+    before(monkeypatch, "connect", lambda: os.kill(children()["producer tp1"], signal.SIGKILL))
     began = time.monotonic()
-    report = without_processes(run_transfer(pair([heads(2)], (2, 1)), kill))
+    report = without_processes(run_transfer(pair([heads(2)], (2, 1))))
     assert time.monotonic() - began < 30
     first = report.failures[0]
     assert ("producer", "tp1", "connect") == (first.side, str(first.rank), first.stage)
@@ -210,14 +218,10 @@ def test_killed_rank_ends_the_run_before_the_timeout() -> None:
     assert not report.ok
 
 
-def test_hanging_rank_fails_at_the_timeout() -> None:
+def test_hanging_rank_fails_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process does not stop the parent. The ranks start within the timeout."""
-
-    def stop(stage: str, done: int, total: int) -> None:
-        if (stage, done) == ("connect", 0):
-            os.kill(children()["consumer tp0"], signal.SIGSTOP)
-
-    report = without_processes(run_transfer(pair([heads(2)], (2, 1), timeout=12.0), stop))
+    before(monkeypatch, "connect", lambda: os.kill(children()["consumer tp0"], signal.SIGSTOP))
+    report = without_processes(run_transfer(pair([heads(2)], (2, 1), timeout=12.0)))
     (failure,) = report.failures
     assert ("consumer", "tp0", "connect") == (failure.side, str(failure.rank), failure.stage)
     assert "12" in failure.why
@@ -232,15 +236,15 @@ def test_failure_of_a_rank_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
     assert 1 <= len(report.failures) <= 2
 
 
-def test_error_in_the_parent_leaves_no_process() -> None:
+def test_error_in_the_parent_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks end with the parent."""
 
-    def fail(stage: str, done: int, total: int) -> None:
-        if stage == "fill":
-            raise KeyboardInterrupt
+    def fail() -> None:
+        raise KeyboardInterrupt
 
+    before(monkeypatch, "fill", fail)
     with pytest.raises(KeyboardInterrupt):
-        run_transfer(pair([heads(2)], (1, 1)), fail)
+        run_transfer(pair([heads(2)], (1, 1)))
     assert {} == children()
 
 
