@@ -18,9 +18,8 @@ import attrs
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError
 from kvspec.memory.allocation import allocate
-from kvspec.nixl import NixlRank, Staging
+from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
-from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.session import Session, TcpChannel
 
 
@@ -32,31 +31,19 @@ class Launch:
         name: Name of the engine.
         epoch: Number of this start.
         blocks: Number of blocks, for every group or by group.
-        polled: Whether the ranks start the transfers.
-        replica_policy: How replicas share the work.
-        lease: Seconds, as in `Session`.
-        heartbeat: Seconds, as in `Session`.
-        patience: Seconds, as in `Session`.
-        nixl: Name of the NIXL agent. By default, each agent gets a new name.
-        secret: Secret of the NIXL agent. None: that of the environment.
         device: Memory that holds the cache.
-        staging: Bytes of the staging buffer. 0: no buffer. All data that can be staged is staged.
         host: Address that the session's channel listens on.
+        nixl: More arguments of `NixlRank`. By default, each agent gets a new name.
+        session: More arguments of `Session`.
     """
 
     name: str
     epoch: int
     blocks: int | dict[str, int]
-    polled: bool
-    replica_policy: ReplicaPolicy = attrs.field(factory=ReplicaPolicy)
-    lease: float = 30.0
-    heartbeat: float = 5.0
-    patience: float = 60.0
-    nixl: str | None = None
-    secret: str | bytes | None = None
     device: str = "cpu"
-    staging: int = 0
     host: str = "127.0.0.1"
+    nixl: dict[str, Any]
+    session: dict[str, Any]
 
 
 class RankServer:
@@ -72,25 +59,17 @@ class RankServer:
         quiet_ucx(launch.device, loopback=launch.host == "127.0.0.1")
         self.engine, self.rank = engine, rank
         cache, self.storage = allocate(engine, rank, launch.blocks, launch.device)
-        self.nixl = self.agent_type(
-            launch.nixl,
-            prefix="" if launch.nixl else f"{launch.name}-{rank}-",
-            secret=launch.secret,
-            polled=launch.polled,
-            staging=Staging(buffer=launch.staging, always=True) if launch.staging else None,
-        )
+        agent: dict[str, Any] = {"prefix": f"{launch.name}-{rank}-"} | launch.nixl
+        self.nixl = self.agent_type(**agent)
         self.session = Session(
             self.nixl,
             cache,
             engine_id=launch.name,
             epoch=launch.epoch,
-            replica_policy=launch.replica_policy,
             owner=self.storage,
             channel=self.channel_type(launch.host),
             background=True,
-            lease=launch.lease,
-            heartbeat=launch.heartbeat,
-            patience=launch.patience,
+            **launch.session,
         )
 
     def introduce(self) -> bytes:

@@ -37,7 +37,7 @@ from kvspec.session import new_remote_id
 
 LOG = logging.getLogger(__name__)
 KILLS = ("kill producer", "kill consumer")
-LEASE, HEARTBEAT, PATIENCE = 3.0, 0.4, 3.0  # of the sessions, in seconds
+TIMES = {"lease": 3.0, "heartbeat": 0.4, "patience": 3.0}  # of the sessions, in seconds
 SLOTS = 6  # requests at a time
 DRAIN = 20.0  # seconds in which the last requests must end
 THREADS = 3  # of a process with a session
@@ -163,12 +163,8 @@ class Recovery:
             name=side,
             epoch=self.epoch[side],
             blocks=pools_of(self.job, side),
-            polled=side == self.job.active,
-            replica_policy=self.job.replica_policy,
-            lease=LEASE,
-            heartbeat=HEARTBEAT,
-            patience=PATIENCE,
-            secret=self.secret,
+            nixl={"secret": self.secret, "polled": side == self.job.active},
+            session={"replica_policy": self.job.replica_policy, **TIMES},
         )
         self.engines[side] = self.engine_type(self.job.engine(side), launch)
         if len(self.engines) == len(SIDES):

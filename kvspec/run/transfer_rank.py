@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from kvspec.errors import KVSpecError, SpecError
-from kvspec.nixl import NixlRank, Transfer
+from kvspec.nixl import NixlRank, Staging, Transfer
 from kvspec.nixl.merging import Operation, Sides
 from kvspec.nixl.transfer import K
 from kvspec.ownership.parallel import RankId
@@ -126,18 +126,17 @@ class TransferRank(RankServer):
         host: str = "127.0.0.1",
     ) -> None:
         active = side == job.active
+        buffer = Staging(buffer=job.staging << 20, always=True) if active and job.staging else None
+        # A lease runs from `fill`, and another rank may need most of the time to fill.
+        lease = max(LEASE, job.timeout)
         launch = Launch(
             name=side,
             epoch=EPOCH,
             blocks=job.num_blocks(side),
-            polled=active,
-            replica_policy=job.replica_policy,
-            # A lease runs from `fill`, and another rank may need most of the time to fill.
-            lease=max(LEASE, job.timeout),
-            secret=secret,
             device=device,
-            staging=job.staging << 20 if active else 0,
             host=host,
+            nixl={"secret": secret, "polled": active, "staging": buffer},
+            session={"replica_policy": job.replica_policy, "lease": lease},
         )
         super().__init__(job.engine(side), rank, launch)
         self.nixl.began = dict[Transfer, float]()

@@ -41,6 +41,7 @@ TRANSPORTS = [
     pytest.param("tcp", id="tcp", marks=pytest.mark.slow),
 ]
 pytestmark = pytest.mark.nixl
+SAME = {"name": "the same agent", "prefix": ""}
 TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}
 DONE = ("done", "", {}, 0)
 # Seconds until a load fails that should fail for another reason. A busy machine is slow.
@@ -62,8 +63,9 @@ def started(
     **more: Any,
 ) -> FaultyEngine:
     """Start an engine. Ranks of the producer "P" start no transfers."""
-    options = {"blocks": 12, **TIMES} | more
-    launch = Launch(name=name, epoch=epoch, polled=name != "P", **options)
+    agent = {"polled": name != "P"} | more.pop("nixl", {})
+    options = {"blocks": 12, "nixl": agent, "session": TIMES} | more
+    launch = Launch(name=name, epoch=epoch, **options)
     return kind(spec, launch, transport)
 
 
@@ -169,7 +171,7 @@ def test_load_fails_when_its_producer_dies_before_or_during_it(transport: str) -
     tokens, sizes = 16 * 60, {"blocks": 64}
     with started("D", spec, 1, transport, **sizes) as consumer:
         for epoch, moment in enumerate(("before", "during", "after"), 1):
-            with started("P", spec, epoch, transport, nixl="the same agent", **sizes) as producer:
+            with started("P", spec, epoch, transport, nixl=SAME, **sizes) as producer:
                 consumer.connect(producer)
                 remote_id, request = new_remote_id(moment), asked(moment, tokens, 16)
                 producer.ask("hold", remote_id, request, 7, lease=20.0)
@@ -189,7 +191,7 @@ def test_load_fails_when_its_producer_dies_before_or_during_it(transport: str) -
                 assert "rank=P tp0" in error
                 assert "state=peer_lost" in error
                 assert (moment == "during") <= bool(undefined_blocks)
-        with started("P", spec, 9, transport, nixl="the same agent", **sizes) as producer:
+        with started("P", spec, 9, transport, nixl=SAME, **sizes) as producer:
             consumer.connect(producer)
             assert [DONE] == load(producer, consumer, "last")
             consumer.quiet()
