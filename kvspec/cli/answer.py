@@ -93,7 +93,7 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
     model = question.get("model", catalogue.DEFAULT)
     words = {side: question.get(side, "") for side in options.DEFAULTS}
     policy = question.get("policy", "spread")
-    tokens = _whole("tokens", question.get("tokens", "8192"), MAX_TOKENS)
+    tokens = options.whole("tokens", question.get("tokens", "8192"), MAX_TOKENS)
     catalogue.config(model)  # The command line would also read a file of this name.
     producer, consumer = (_engine(side, model, words[side]) for side in words)
     engines = producer, consumer
@@ -102,7 +102,7 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
     counts = traffic(plan, tokens)
     pairs = list(counts.pairs)
     if "pair" in question:
-        number = _whole("pair", question["pair"], len(pairs) - 1)
+        number = options.whole("pair", question["pair"], len(pairs) - 1)
         return {"picture": _memory_picture(plan, pairs[number])}
     speed = SPEED * 1e9
     loads = simulate(engines, num_tokens=tokens, out_speed=speed, in_speed=speed).policies
@@ -147,13 +147,6 @@ def _engine(side: str, model: str, words: str) -> EngineSpec:
     if (ranks := math.prod(map(int, sizes))) > MAX_RANKS:
         raise SpecError(side, ranks, f"sizes whose product is at most {MAX_RANKS}")
     return options.engine(side, model, words)
-
-
-def _whole(field: str, text: str, most: int) -> int:
-    """Convert text of ASCII digits to an int of at most *most*."""
-    if text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and int(text) <= most:
-        return int(text)
-    raise SpecError(field, text, f"a whole number of at most {most}")
 
 
 def _command(model: str, words: Mapping[str, str], tokens: int, policy: str) -> str:

@@ -4,7 +4,7 @@ How it works:
     An engine is described by a model and by *words* such as ``tp=4,pp=2,block=32,layout=NHD``.
     `KEYS` maps each key to its field in `ParallelConfig`, in the groups or in `EngineSpec`. A key
     that is missing has the value in `DEFAULTS`. A key that occurs twice is an error. An error names
-    the side too: ``producer.tp='two': expected a whole number``.
+    the side too: ``producer.tp='two': expected a whole number …``.
 """
 
 from __future__ import annotations
@@ -97,19 +97,17 @@ def engine_words(side: str, words: str) -> dict[str, int | str]:
         if key in seen:
             raise SpecError(f"{side}.{key}", value, rule="each key may be set only once")
         seen.add(key)
-        fields[KEYS[key]] = value if key == "layout" else _whole(f"{side}.{key}", value)
+        fields[KEYS[key]] = value if key == "layout" else whole(f"{side}.{key}", value)
     return fields
 
 
-def _whole(field: str, word: str) -> int:
-    """Convert a word of ASCII digits to an int."""
-    # `int` would also accept signs, underscores and digits of other scripts.
-    if not word.isascii() or not word.isdecimal():
-        raise SpecError(field, word, "a whole number")
-    # Python refuses to convert more than 4,300 digits, with an error that names no field.
-    if len(word) > len(str(MOST)):
-        raise SpecError(field, word, f"a whole number of at most {len(str(MOST))} digits")
-    return int(word)
+def whole(field: str, word: str, most: int = MOST) -> int:
+    """Convert a word of ASCII digits to an int of at most *most*."""
+    # `int` would also accept signs, underscores and digits of other scripts. Python refuses to
+    # convert more than 4,300 digits, with an error that names no field.
+    if word.isascii() and word.isdecimal() and len(word) <= len(str(most)) and int(word) <= most:
+        return int(word)
+    raise SpecError(field, word, f"a whole number of at most {most}")
 
 
 def engine_pair(model: str, producer: str, consumer: str) -> tuple[EngineSpec, EngineSpec]:
