@@ -32,7 +32,7 @@ from kvspec.run.limits import check_memory
 from kvspec.run.rank_client import EngineClient, RankClient
 from kvspec.run.rank_server import Launch
 from kvspec.run.report import Figures
-from kvspec.run.request_rank import LoadOutcome, RankStats
+from kvspec.run.request_rank import RankStats
 from kvspec.session import new_remote_id
 
 LOG = logging.getLogger(__name__)
@@ -262,12 +262,12 @@ class Recovery:
         self.release()
         for name, opened in self.open.items():
             for rank in list(opened.loaders):
-                outcome: LoadOutcome = rank.ask("state", name)
-                if outcome.state != "moving":
+                state, wrong = rank.ask("state", name)
+                if state != "moving":
                     opened.loaders.discard(rank)
-                    self.figures.done += outcome.state == "done"
-                    self.figures.failed += outcome.state == "failed"
-                    self.figures.wrong += outcome.wrong
+                    self.figures.done += state == "done"
+                    self.figures.failed += state == "failed"
+                    self.figures.wrong += wrong
         for name, opened in list(self.open.items()):
             if not opened.holders and not opened.loaders:
                 self.slots.append(self.open.pop(name).slot)

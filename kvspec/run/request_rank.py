@@ -27,15 +27,6 @@ RUBBISH = 0xEE
 """The byte in blocks that no request has filled."""
 
 
-class LoadOutcome(NamedTuple):
-    """The state of a load. *wrong* is the number of wrong bytes of a load that is done."""
-
-    state: LoadState
-    error: str
-    undefined_blocks: dict[str, tuple[int, ...]]
-    wrong: int
-
-
 class RankStats(NamedTuple):
     """Numbers of the objects that exist in a process."""
 
@@ -105,18 +96,21 @@ class RequestRank(RankServer):
         """Start to push a request."""
         self.session.push(request, remote_id=remote_id, timeout=timeout, epoch=epoch)
 
-    def state(self, name: str) -> LoadOutcome:
-        """Return the state of a load, and forget the load if it is over."""
+    def state(self, name: str) -> tuple[LoadState, int]:
+        """Return the state of a load and its wrong bytes. Forget the load if it is over.
+
+        The bytes are compared if the load is done.
+        """
         load, seed = self.loads[name]
-        request, wrong = load.request, 0
-        if load.poll() == "done":
+        state, request, wrong = load.poll(), load.request, 0
+        if state == "done":
             for rows, true in true_rows(self.engine, self.rank, request, seed, producer=False):
                 right = np.where(rows.live[:, None, None], true, RUBBISH)
                 differs = self.views[rows.key][rows.block, :, rows.row] != right
                 wrong += int(np.count_nonzero(differs[~rows.dead]))
-        if load.state != "moving":
+        if state != "moving":
             del self.loads[name]
-        return LoadOutcome(load.state, str(load.error or ""), load.undefined_blocks, wrong)
+        return state, wrong
 
     def left(self) -> RankStats:
         """Return the numbers of the objects that exist."""

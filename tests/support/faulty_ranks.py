@@ -9,14 +9,16 @@ import os
 import random
 import signal
 import sys
+from typing import NamedTuple
 from unittest.mock import patch
 
 from kvspec import EngineSpec
 from kvspec.errors import TransferError
 from kvspec.run.rank_client import EngineClient, RankClient, until
 from kvspec.run.rank_server import Launch
-from kvspec.run.request_rank import LoadOutcome, RequestRank
+from kvspec.run.request_rank import RequestRank
 from kvspec.session import TcpChannel
+from kvspec.session.load import LoadState
 
 
 class LossyChannel(TcpChannel):
@@ -41,8 +43,23 @@ class LossyChannel(TcpChannel):
                 super().send(*delayed)
 
 
+class LoadOutcome(NamedTuple):
+    """The state of a load. *wrong* is the number of wrong bytes of a load that is done."""
+
+    state: LoadState
+    error: str
+    undefined_blocks: dict[str, tuple[int, ...]]
+    wrong: int
+
+
 class FaultyRank(RequestRank):
     """A rank that can also abort, cancel, deregister, fork and be interrupted."""
+
+    def outcome(self, name: str) -> LoadOutcome:
+        """Return the state of a load with its error, and forget the load if it is over."""
+        load, _ = self.loads[name]
+        state, wrong = self.state(name)
+        return LoadOutcome(state, str(load.error or ""), load.undefined_blocks, wrong)
 
     def abort(self, remote_id: str) -> None:
         """Abort a request."""
@@ -127,7 +144,7 @@ class FaultyEngine(EngineClient):
         def all_over() -> bool:
             for rank in self.ranks:
                 if rank not in outcomes:
-                    outcome: LoadOutcome = rank.ask("state", name)
+                    outcome: LoadOutcome = rank.ask("outcome", name)
                     if outcome.state != "moving":
                         outcomes[rank] = outcome
             return len(outcomes) == len(self.ranks)
