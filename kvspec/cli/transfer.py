@@ -52,11 +52,6 @@ def transfer(
         "cpu", metavar="cpu|cuda|cuda:N", help="Memory that holds the caches."
     ),
     timeout: float = run_option(120.0, help="Time limit of the whole run in seconds."),
-    tamper: bool = run_option(
-        False,
-        "--tamper",
-        help="Change one byte before the comparison. The command must find it: exit status 1.",
-    ),
     staging: int = run_option(
         0,
         metavar="MIB",
@@ -98,7 +93,6 @@ def transfer(
             device=device,
             seed=seed,
             timeout=timeout,
-            tamper=tamper,
             staging=staging,
         )
         place = _check(job, kill, launcher)

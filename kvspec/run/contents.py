@@ -86,15 +86,6 @@ class Contents:
             lines=tuple(self._lines(must, free, after)) if wrong else (),
         )
 
-    def tamper(self, after: Storage) -> None:
-        """Change one byte of the last token, or of the state, of the first request."""
-        tables = self._tables(self.job.moves[0])
-        for (group, _, _), view in self._views(after).items():
-            own = tables[group].block_ids
-            if len(own) and view.shape[1]:
-                view[own[-1], 0, (self.job.tokens - 1) % view.shape[2], 0] ^= 0xFF
-                return
-
     def _tables(self, request: TransferRequest) -> Mapping[str, BlockTable]:
         return request.producer_blocks if self.side == "producer" else request.consumer_blocks
 
