@@ -120,7 +120,6 @@ ON_DEMAND = frozenset(
         "analysis",
         "check",
         "check.digests",
-        "check.reference",
         "draw",
         "models",
         "nixl",

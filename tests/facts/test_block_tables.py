@@ -35,7 +35,6 @@ class Pair:
 
     plan: kvspec.TransferPlan
     caches: tuple[kvspec.RankCache, kvspec.RankCache]
-    storage: tuple[dict[str, Any], dict[str, Any]]
     table: kvspec.DescriptorTable
 
     @staticmethod
@@ -44,23 +43,18 @@ class Pair:
     ) -> Pair:
         """Return the pair. Its groups have one *shared* memory, or one memory each."""
         plan = kvspec.plan_transfer(producer, consumer)
-        (source, source_storage), (target, target_storage) = (
-            kvspec.allocate(side, RANK, NUM_BLOCKS, shared=shared) for side in (producer, consumer)
+        source, target = (
+            kvspec.plan_memory(side, RANK, NUM_BLOCKS, shared=shared)
+            for side in (producer, consumer)
         )
-        table = kvspec.build_table(plan, source, target)
-        return Pair(plan, (source, target), (source_storage, target_storage), table)
+        return Pair(plan, (source, target), kvspec.build_table(plan, source, target))
 
     def ways(self, request: kvspec.TransferRequest) -> dict[str, Any]:
         """Return every function that moves or verifies *request*, by name."""
-        allocated = [
-            {RANK: (cache, storage)}
-            for cache, storage in zip(self.caches, self.storage, strict=True)
-        ]
         caches = [{RANK: cache} for cache in self.caches]
         return {
             "select": lambda: self.table.select(request),
             "descriptors": lambda: self.table.descriptors(request),
-            "reference": lambda: kvspec.check.reference.copy(self.plan, *allocated, request),
             "verify": lambda: kvspec.verify(self.plan, *caches, request),
         }
 
@@ -91,11 +85,6 @@ def test_null_blocks_before_window_are_not_moved() -> None:
             if (place := region.locate(address)) is not None
         }
         assert blocks == ({3, 5} if cache is pair.caches[0] else {7, 9})
-    pair.storage[0]["g"][:] = 7
-    for way in pair.ways(request).values():
-        way()
-    page = WINDOW.page_size_bytes()
-    assert not pair.storage[1]["g"][:page].any()
     assert pair.ways(request)["verify"]() is None
 
 
@@ -134,7 +123,6 @@ def test_live_token_in_null_block_is_rejected(
     sides = {"consumer_blocks['g']", "producer_blocks['g']"}
     assert all(fact_of(error)[0] in sides for error in errors.values())
     assert all("null" in str(error) for error in errors.values())
-    assert not pair.storage[1]["g"].any()
 
 
 def test_state_in_null_block_is_rejected() -> None:
@@ -308,7 +296,7 @@ def test_slot_of_state_must_not_be_block_of_another_group() -> None:
     pair, valid = Pair.of(both, both, shared=True), {"a": [1, 2, 3], "s": [4]}
     for slot in ([2], [5, 6, 3]):
         tables = {"a": [1, 2, 3], "s": slot}
-        for name in ("select", "descriptors", "reference"):
+        for name in ("select", "descriptors"):
             error = refusal(pair.ways(ask(12, valid, tables))[name])
             assert ("consumer_blocks['a']", slot[-1]) == (error.field, error.value)
             assert "'s'" in str(error)
@@ -356,19 +344,17 @@ def engine_of_kernel_blocks(heads: int, layout: str = "LBHNC") -> kvspec.EngineS
 
 
 def assert_id_rejected(pair: Pair, block: int) -> None:
-    """Check that every way rejects *block* on either side, and that nothing is written."""
+    """Check that every way rejects *block* on either side."""
     for side, tables in (("producer", ([block], [1])), ("consumer", ([1], [block]))):
         errors = refusals(pair, ask(8, *tables))
         fact = (f"{side}_blocks['g']", block)
         assert dict.fromkeys(errors, fact) == {way: fact_of(errors[way]) for way in errors}
-    assert not pair.storage[1]["g"].any()
 
 
 def test_block_id_that_would_overflow_is_rejected() -> None:
     """Twice 2**62 + 3 does not fit into 64 bits, so its address would be that of block 3."""
     side = engine_of_kernel_blocks(1)
     pair, wrong = Pair.of(side, side), 2**62 + 3
-    pair.storage[0]["g"][:] = 7
     assert_id_rejected(pair, wrong)
     caches = ({RANK: pair.caches[0]}, {RANK: pair.caches[1]})
     for tables in (([wrong], [1]), ([1], [wrong])):

@@ -48,7 +48,7 @@ def formats(case: strategies.Case) -> tuple[set[str], set[str]]:
 @given(CASES)
 @FEW
 def test_transfer_between_any_two_formats_delivers_each_byte_once(case: strategies.Case) -> None:
-    """Law 1 holds for ids, descriptors and the reference, and `verify` accepts the transfer."""
+    """Law 1 holds for ids and descriptors, and `verify` accepts the transfer."""
     assume(set.union(*formats(case)) != {"plain"})
     check_every_way(case)
 

@@ -64,7 +64,7 @@ def _a_kind() -> Iterator[None]:
 @given(CASES)
 @HALF
 def test_parts_with_different_rows_keep_law_1(case: strategies.Case) -> None:
-    """The transfer moves by ids, by descriptors and with the reference."""
+    """The transfer moves by ids and by descriptors."""
     check_every_way(case)
 
 

@@ -1,4 +1,4 @@
-"""Tests of whole transfers: partial tiles, the reference, stripes, drafts and counts."""
+"""Tests of whole transfers: partial tiles, stripes, drafts and counts."""
 
 from __future__ import annotations
 
@@ -143,19 +143,6 @@ def test_unwritten_ranges_are_the_dead_bytes_that_no_copy_writes(drawn: strategi
                 left[name][start : start + length] += 1
         expected = unwritten(here, rank)
         assert all(np.array_equal(expected[name], left[name]) for name in storage)
-
-
-@given(CASES)
-@example(TORN_ROW)
-@settings(max_examples=settings.default.max_examples // 2)
-def test_reference_keeps_law_1(case: strategies.Case) -> None:
-    """The reference copies with torch."""
-    pytest.importorskip("torch")
-    from kvspec.check import reference  # noqa: PLC0415 - torch
-
-    here = world(case)
-    reference.copy(here.plan, here.producers, here.consumers, case.request)
-    assert [] == here.differences()
 
 
 @given(strategies.cases(STRIPED))

@@ -325,14 +325,3 @@ def test_traffic_counts_common_rows_once(rows: tuple[int, int]) -> None:
     """One row of one byte moves, whichever side has two rows."""
     here = one_block(*map(convolution, rows), common_states=True)
     assert (1, 1) == attrs.astuple(kvspec.traffic(here.plan, 2).total)
-
-
-@pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
-def test_reference_copies_common_rows(rows: tuple[int, int]) -> None:
-    """The torch reference moves the rows that both sides have."""
-    pytest.importorskip("torch")
-    from kvspec.check import reference  # noqa: PLC0415 - torch
-
-    here = one_block(*map(convolution, rows), common_states=True)
-    reference.copy(here.plan, here.producers, here.consumers, here.case.request)
-    assert [] == here.differences()

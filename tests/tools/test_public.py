@@ -47,7 +47,6 @@ PROVISIONAL = """
     kvspec.analysis Simulation simulate
     kvspec.check prove
     kvspec.check.digests differing digest wanted
-    kvspec.check.reference copy
     kvspec.draw plan_svg table_svg
     kvspec.models architectures
     kvspec.models.catalogue config names
