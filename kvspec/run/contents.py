@@ -6,25 +6,26 @@ adds its own bytes. Bytes that no request may change are compared as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import islice
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Job, Side
 from kvspec.run.report import Compared
 from kvspec.testing import logical_views
-from kvspec.testing.oracle import check, content_of
+from kvspec.testing.oracle import content_of, differences
 from kvspec.testing.positions import Rows, rows_of
 
 Bytes = NDArray[np.uint8]
 Storage = dict[str, Bytes]
 MAX_LINES = 5
-"""Number of wrong bytes of each request that a rank describes."""
+"""Number of wrong bytes that a rank describes."""
 
 
 @attrs.frozen
@@ -72,22 +73,27 @@ class Contents:
     def judge(self, before: Storage, after: Storage) -> Compared:
         """Compare every byte that a rank holds after the run with what it must hold."""
         must, free = self.after(before)
-        judged = arriving = wrong = 0
+        judged = arriving = faults = 0
+        wrong: Storage = {}
         for name, flat in must.items():
             fixed = free[name] == 0
+            wrong[name] = ((after[name] != flat) & fixed).view(np.uint8)
             judged += int(np.count_nonzero(fixed))
             arriving += int(np.count_nonzero((before[name] != flat) & fixed))
-            wrong += int(np.count_nonzero((after[name] != flat) & fixed))
+            faults += int(np.count_nonzero(wrong[name]))
+        lines: Iterator[str] = iter(())
+        if faults:
+            views = [self._views(storage) for storage in (wrong, must, after)]
+            lines = differences(
+                self.rank, [rows for rows, _ in self._rows()], views, wrong, must, after
+            )
         return Compared(
             judged=judged,
             arriving=arriving,
             free=sum(map(len, must.values())) - judged,
-            wrong=wrong,
-            lines=tuple(self._lines(must, free, after)) if wrong else (),
+            wrong=faults,
+            lines=tuple(islice(lines, MAX_LINES)),
         )
-
-    def _tables(self, request: TransferRequest) -> Mapping[str, BlockTable]:
-        return request.producer_blocks if self.side == "producer" else request.consumer_blocks
 
     def _rows(self) -> Iterator[tuple[Rows, Bytes]]:
         """Yield the rows of all requests, with their true bytes."""
@@ -99,27 +105,6 @@ class Contents:
     def _views(self, storage: Storage) -> dict[tuple[str, str, str], Bytes]:
         blocks = self.job.num_blocks(self.side)
         return logical_views(self.job.engine(self.side), self.rank, storage, blocks)
-
-    def _lines(self, must: Storage, free: Storage, after: Storage) -> Iterator[str]:
-        """Describe the first wrong bytes: those of each request, then those of no request."""
-        first, elsewhere = self.job.moves[0], free
-        for request in self.job.moves:
-            own = {name: np.zeros_like(flat) for name, flat in free.items()}
-            for (group, _, _), view in self._views(own).items():
-                view[self._tables(request)[group].block_ids] = 1
-            outside = {name: flat | (own[name] == 0) for name, flat in free.items()}
-            yield from self._words(request.request_id, request, (must, outside), after)
-            elsewhere = {name: flat | own[name] for name, flat in elsewhere.items()}
-        yield from self._words("no request", first, (must, elsewhere), after)
-
-    def _words(
-        self, name: str, request: TransferRequest, right: tuple[Storage, Storage], after: Storage
-    ) -> Iterator[str]:
-        """Yield the oracle's description of the first wrong bytes, as bytes of one *request*."""
-        engine, tables = self.job.engine(self.side), self._tables(request)
-        of_side = engine, self.rank, right[0], after, self.job.num_blocks(self.side), tables
-        for line in check(*of_side, request, limit=MAX_LINES, right=right):
-            yield f"{name}: {line}"
 
 
 def true_rows(

@@ -283,16 +283,17 @@ def check(
         return []
     rows = list(rows_of(engine, rank, tables, request, source=source))
     views = [_views(engine, rank, storage, num_blocks) for storage in (wrong, must, after)]
-    lines = _differences(rank, rows, views, wrong, must, after)
+    lines = differences(rank, rows, views, wrong, must, after)
     return list(islice(lines, limit))
 
 
-def _differences(
+def differences(
     rank: RankId, rows_of_parts: list[Rows], views: list[Views], *flats: Storage
 ) -> Iterator[str]:
-    """Yield a line for each wrong byte. *views* and *flats*: which are wrong, right and present.
+    """Yield a line for each wrong byte: in the rows of requests, then in other rows, then padding.
 
-    The marks of the bytes that are wrong (1) are cleared.
+    *views* and *flats* are each three storages: the marks of the bytes that are wrong (1), the
+    right bytes and the bytes that are there. The marks are cleared.
     """
     left, must_views, after_views = views
     wrong, must, after = flats

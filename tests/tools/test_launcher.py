@@ -129,7 +129,7 @@ def test_all_processes_fail_if_a_byte_is_wrong() -> None:
     ranks = [rank_of("slurm", number, store, setup=TAMPER) for number in range(2)]
     (status, output, _), (other, silent, errors) = map(ended, ranks)
     assert (1, 1) == (status, other)
-    assert has_in_order(["1", "consumer tp0", "request-0", "byte"], output)
+    assert has_in_order(["1", "consumer tp0", "token", "byte"], output)
     assert ("", "") == (silent, errors)
 
 
