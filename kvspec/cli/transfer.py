@@ -5,6 +5,7 @@ Invariant: the exit status is 0 if and only if every byte is right and every cou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
@@ -95,12 +96,12 @@ def transfer(
             timeout=timeout,
             staging=staging,
         )
-        place = _check(job, kill, launcher)
         # With a launcher, each rank is such a command. Only the first one prints.
-        first, console = place is None or place.number == 0, printing.output()
+        first, run = _checked(job, kill, launcher)
+        console = printing.output()
         if first and not as_json:
             _show_job(console, model, job, killed=kill != 0)
-        report = _run(job, kill, place)
+        report = run()
     if not first:
         for failure in getattr(report, "failures", ()):
             typer.echo(str(failure), err=True)
@@ -113,8 +114,8 @@ def transfer(
     raise typer.Exit(0 if report.ok else printing.WRONG)
 
 
-def _check(job: Job, kill: int, launcher: str) -> Place | None:
-    """Check that the run is possible. Return the place of this process in a launch."""
+def _checked(job: Job, kill: int, launcher: str) -> tuple[bool, Callable[[], Report | Figures]]:
+    """Check that the run is possible. Return whether this process prints, and the run."""
     names = package_names()
     if not any(map(find_spec, names)):
         rule = "is not installed: run pip install 'kvspec[nixl]'"
@@ -123,20 +124,14 @@ def _check(job: Job, kill: int, launcher: str) -> Place | None:
         # The command restarts the ranks that it kills, so it must have started them.
         raise SpecError("kill", kill, rule=f"cannot be combined with launcher={launcher}")
     if launcher:
-        return Place.of(launcher, job)
+        place = Place.of(launcher, job)
+        return place.number == 0, partial(run_launched, job, place)
+    printing.show_stages()
     if kill:
         check_kills(job, kill)
-    else:
-        check_job(job)
-    return None
-
-
-def _run(job: Job, kill: int, place: Place | None) -> Report | Figures:
-    """Run *job*: as one rank of a launcher, with kills, or once without."""
-    if place is not None:
-        return run_launched(job, place)
-    printing.show_stages()
-    return run_recovery(job, kill) if kill else run_transfer(job)
+        return True, partial(run_recovery, job, kill)
+    check_job(job)
+    return True, partial(run_transfer, job)
 
 
 def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -> None:

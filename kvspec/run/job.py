@@ -6,6 +6,7 @@ job, so the engines exchange only metadata and addresses.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal, get_args
@@ -97,10 +98,7 @@ class Job:
         instance("replica_policy", self.replica_policy, ReplicaPolicy)
         if self.mode not in get_args(Mode):
             raise SpecError("mode", self.mode, " or ".join(get_args(Mode)))
-        kind, _, index = self.device.partition(":")
-        if self.device not in {"cpu", "cuda"} and not (
-            kind == "cuda" and index.isascii() and index.isdecimal()
-        ):
+        if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.device):
             raise SpecError("device", self.device, "cpu, cuda, or one GPU such as cuda:0")
         ranks = sum(len(self.engine(side).parallel.ranks) for side in SIDES)
         if ranks > MAX_RANKS:

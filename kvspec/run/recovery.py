@@ -194,7 +194,7 @@ class Recovery:
         opened = OpenRequest(slot, request, new_remote_id(name), holders, loaders)
         self.open[name] = opened
         self.figures.requests += 1
-        self.hold(opened, number, fault)
+        self.hold(opened, number)
         unanswered = self.move(opened, number)
         self.figures.faults += fault != ""
         self.inject(fault, opened, unanswered)
@@ -210,9 +210,8 @@ class Recovery:
             tables[group.name] = BlockTable(self.drawn.sample(blocks, len(starts)), starts.start)
         return tables
 
-    def hold(self, opened: OpenRequest, seed: int, fault: str) -> None:
+    def hold(self, opened: OpenRequest, seed: int) -> None:
         """Let the producer compute and hold a request."""
-        del fault
         self.engines["producer"].ask("hold", opened.remote_id, opened.request, seed)
 
     def move(self, opened: OpenRequest, seed: int) -> Unanswered:

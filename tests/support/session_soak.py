@@ -42,10 +42,15 @@ class Soak(Recovery):
     engine_type = LossyEngine
     timeout = 4.0
 
-    def hold(self, opened: OpenRequest, seed: int, fault: str) -> None:
+    def admit(self, fault: str) -> None:
+        """Send a request and inject *fault* meanwhile."""
+        self.fault = fault
+        super().admit(fault)
+
+    def hold(self, opened: OpenRequest, seed: int) -> None:
         """Hold a request. With the fault "late", it is freed and overwritten before it is read."""
-        if fault != "late":
-            super().hold(opened, seed, fault)
+        if self.fault != "late":
+            super().hold(opened, seed)
             return
         self.engines["producer"].ask("hold", opened.remote_id, opened.request, seed, lease=0.05)
         time.sleep(0.2)
