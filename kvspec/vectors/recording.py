@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
+import msgspec
 
 from kvspec.descriptors.table import build_table
 from kvspec.engines.engine import EngineSpec
@@ -35,6 +36,7 @@ from kvspec.testing.world import Pair, World, described, held, plan_of, selected
 from kvspec.vectors import structure as to
 from kvspec.vectors.families import FamilyTransfer
 
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 # Fields of a layer's spec that other fields of a vector contain.
 _ELSEWHERE = {"block_size", "state_parts", "specs", "page_block_size"}
 
@@ -247,6 +249,12 @@ def _vector(
     )
 
 
+def _copied(kind: type[Struct], source: object, **other: object) -> Struct:
+    """Return a structure with the fields *other*, and the attributes of *source* for all others."""
+    same = {name: getattr(source, name) for name in kind.__struct_fields__ if name not in other}
+    return kind(**same, **other)
+
+
 def _policy(case: Case) -> to.Policy:
     policy: ReplicaPolicy = case.replica_policy
     if policy.topology is None:
@@ -289,15 +297,11 @@ def _engine(engine: EngineSpec, caches: Mapping[RankId, RankCache]) -> to.Engine
             tuple(layer for layer, at in engine.stage_of.items() if at == stage)
             for stage in range(parallel.pp_size)
         )
-    return to.Engine(
+    return _copied(
+        to.Engine,
+        parallel,
         groups=tuple(_group(engine, group) for group in engine.groups),
         ranks=tuple(_rank(rank, caches.get(rank)) for rank in parallel.ranks),
-        tp_size=parallel.tp_size,
-        pp_size=parallel.pp_size,
-        pcp_size=parallel.pcp_size,
-        dcp_size=parallel.dcp_size,
-        interleave_size=parallel.interleave_size,
-        context_ranks=parallel.context_ranks,
         stages=stages,
         null_block=engine.null_block,
         layout=engine.layout,
@@ -305,14 +309,8 @@ def _engine(engine: EngineSpec, caches: Mapping[RankId, RankCache]) -> to.Engine
 
 
 def _group(engine: EngineSpec, group: KVCacheGroup) -> to.VectorGroup:
-    return to.VectorGroup(
-        name=group.name,
-        block_size=group.spec.block_size,
-        memory_block_size=group.memory_block_size,
-        kinds=tuple(_kind(engine, group, layers) for _, layers in group.layers_by_spec),
-        context_sharded=group.context_sharded,
-        excluded=group.excluded,
-    )
+    kinds = tuple(_kind(engine, group, layers) for _, layers in group.layers_by_spec)
+    return _copied(to.VectorGroup, group, block_size=group.spec.block_size, kinds=kinds)
 
 
 def _kind(engine: EngineSpec, group: KVCacheGroup, layers: tuple[str, ...]) -> to.Kind:
@@ -330,18 +328,8 @@ def _kind(engine: EngineSpec, group: KVCacheGroup, layers: tuple[str, ...]) -> t
 
 def _part(engine: EngineSpec, group: KVCacheGroup, part: Part) -> to.VectorPart:
     explicit = part.name in group.shardings or part.units in engine.parallel.shardings
-    ranges = engine.sharding(group, part).ranges
-    return to.VectorPart(
-        name=part.name,
-        units=part.units,
-        content_bytes=part.content_bytes,
-        tokens_per_state=part.tokens_per_state,
-        states=part.states,
-        granularity=part.granularity,
-        ranges=tuple(map(_interval, ranges)) if explicit else None,
-        whole=part.whole,
-        chunks=part.chunks,
-    )
+    ranges = tuple(map(_interval, engine.sharding(group, part).ranges)) if explicit else None
+    return _copied(to.VectorPart, part, ranges=ranges)
 
 
 def _live(spec: LayerSpec) -> to.Live:
@@ -378,22 +366,6 @@ def _rank(rank: RankId, cache: RankCache | None) -> to.Rank:
     regions = []
     for region in cache.regions:
         memory, base = _place(cache, region.base)
-        regions.append(
-            to.VectorRegion(
-                layer=region.layer,
-                part=region.part,
-                base=base,
-                num_blocks=region.num_blocks,
-                block_stride=region.block_stride,
-                unit_stride=region.unit_stride,
-                state_stride=region.state_stride,
-                units=region.units,
-                states=region.states,
-                memory=memory,
-                chunks=region.chunks,
-                chunk_stride=region.chunk_stride,
-                segments=region.segments,
-            )
-        )
+        regions.append(_copied(to.VectorRegion, region, base=base, memory=memory))
     sizes = tuple(memory.length for memory in cache.memory)
     return to.Rank(rank.pp, rank.pcp, rank.tp, sizes, tuple(regions))

@@ -73,6 +73,7 @@ UNTYPED = {
     "kvspec.vectors.families._engine": "the fields of a ParallelConfig",
     "kvspec.vectors.families._full": "the fields of a spec",
     "kvspec.vectors.families._latent": "the fields of a spec",
+    "kvspec.vectors.recording._copied": "the fields that only the structure has",
     "kvspec.wire.messages.answer": "the fields that only the class of the answer has",
 }
 """Functions that take ``**keywords`` of any type, and why."""
