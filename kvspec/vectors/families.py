@@ -98,6 +98,10 @@ def _latent(block: int = 4, **fields: Any) -> MLAAttentionSpec:  # noqa: ANN401
     return MLAAttentionSpec(**{**sizes, **fields})
 
 
+def _group(name: str, spec: LayerSpec, *layers: str) -> KVCacheGroup:
+    return KVCacheGroup(name=name, layers=layers, spec=spec)
+
+
 def _engine(
     spec: LayerSpec | Sequence[KVCacheGroup],
     layers: Iterable[str] = ("layers.0",),
@@ -323,11 +327,8 @@ def _pp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     for (name, producer), (to_name, consumer) in product(engines.items(), repeat=2):
         yield f"{name}-to-{to_name}", _case(producer, consumer, 5)
     gaps = [f"blocks.{number}" for number in (2, 3, 7, 20)]
-    yield (
-        "numbers-with-gaps",
-        _case(_engine(_full(1), gaps, pp_size=2), _engine(_full(1), gaps, pp_size=3)),
-    )
     named = {
+        "numbers-with-gaps": gaps,
         "first-number-of-two": [f"blocks.{number}.part.{9 - number}" for number in range(5)],
         "several-layers-of-one-number": [f"layers.{name}" for name in ("0.a", "0.b", "0.c", 1, 2)],
         "more-stages-than-numbers": ["layers.4", "layers.5"],
@@ -335,9 +336,7 @@ def _pp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     for name, layers in named.items():
         first, second = (_engine(_full(1), layers, pp_size=size) for size in (2, 3))
         yield name, _case(first, second)
-    groups = [
-        KVCacheGroup(name=f"from{at}", layers=names[at : at + 3], spec=_full(1)) for at in (0, 3)
-    ]
+    groups = [_group(f"from{at}", _full(1), *names[at : at + 3]) for at in (0, 3)]
     yield "numbers-of-all-groups", _case(_engine(groups, pp_size=2), _engine(groups, pp_size=3))
 
 
@@ -347,59 +346,43 @@ def _cp(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         (1, 1, 1, 1), (2, 2, 1, 1), (2, 2, 1, 4), (4, 2, 1, 2), (4, 4, 1, 1), (6, 3, 1, 2),
         (1, 1, 2, 2), (1, 1, 3, 1), (2, 2, 2, 1), (4, 2, 2, 4),
     ]  # fmt: skip
+
+    def of(spec: LayerSpec, side: Sequence[int]) -> EngineSpec:
+        tp, dcp, pcp, run = side
+        return _engine(spec, tp_size=tp, dcp_size=dcp, pcp_size=pcp, interleave_size=run)
+
+    def between(*sides: Sequence[int]) -> str:
+        return "-to-".join("tp{}-dcp{}-pcp{}-i{}".format(*side) for side in sides)
+
     for kind, spec in (("latent", _latent(8)), ("head1", _full(1, 8))):
         for (p, c), tokens in product(product(sizes, repeat=2), (37, 64) if large else (37,)):
             if not large and kind == "head1" and (sizes.index(p) + sizes.index(c)) % 3:
                 continue
-            first, second = (
-                _engine(spec, tp_size=tp, dcp_size=dcp, pcp_size=pcp, interleave_size=run)
-                for tp, dcp, pcp, run in (p, c)
-            )
-            name = "-to-".join("tp{}-dcp{}-pcp{}-i{}".format(*side) for side in (p, c))
-            yield f"{kind}-{name}-n{tokens}", _case(first, second, tokens)
+            yield f"{kind}-{between(p, c)}-n{tokens}", _case(of(spec, p), of(spec, c), tokens)
     two_heads = [(4, 2, 1, 2), (8, 4, 1, 1), (2, 1, 2, 4), (2, 1, 1, 1), (3, 1, 1, 1)]
     for p, c in product(two_heads, repeat=2):
-        first, second = (
-            _engine(_full(2, 8), tp_size=tp, dcp_size=dcp, pcp_size=pcp, interleave_size=run)
-            for tp, dcp, pcp, run in (p, c)
-        )
-        name = "-to-".join("tp{}-dcp{}-pcp{}-i{}".format(*side) for side in (p, c))
-        yield f"heads2-{name}", _case(first, second, 29, cached=5)
+        case = _case(of(_full(2, 8), p), of(_full(2, 8), c), 29, cached=5)
+        yield f"heads2-{between(p, c)}", case
     for name, rows, pcp in (("all-zero", [[0], [0]], 2), ("swapped", [[1], [0]], 2)):
         own = _engine(_latent(8), pcp_size=pcp, context_ranks=rows, interleave_size=2)
         other = _engine(_latent(8), tp_size=2, dcp_size=2)
         yield f"context-ranks-{name}", _case(own, other, 37)
         yield f"to-context-ranks-{name}", _case(other, own, 37)
-    groups = [
-        KVCacheGroup(name="target", layers=["layers.0"], spec=_latent(8)),
-        KVCacheGroup(name="draft", layers=["layers.1"], spec=_latent(8), context_sharded=False),
-    ]
-    yield (
-        "draft-has-all-tokens",
-        _case(_engine(groups, tp_size=2, dcp_size=2), _engine(groups, tp_size=4, dcp_size=4), 21),
-    )
+    draft = attrs.evolve(_group("draft", _latent(8), "layers.1"), context_sharded=False)
+    groups = [_group("target", _latent(8), "layers.0"), draft]
+    two, four = _engine(groups, tp_size=2, dcp_size=2), _engine(groups, tp_size=4, dcp_size=4)
+    yield "draft-has-all-tokens", _case(two, four, 21)
     whole = _engine(_latent(8), tp_size=2, dcp_size=2, group={"context_sharded": False})
     sharded = _engine(_latent(4), tp_size=2, dcp_size=2)
     yield "one-side-has-all-tokens", _case(whole, sharded, 21)
     yield "other-side-has-all-tokens", _case(sharded, whole, 21)
     pairs = _latent(8, tokens_per_state=2)
-    yield (
-        "rows-of-two-tokens",
-        _case(
-            _engine(pairs, tp_size=2, dcp_size=2, interleave_size=4),
-            _engine(pairs, pcp_size=3, interleave_size=2, group={"kernel_block_size": 4}),
-            37,
-            cached=6,
-        ),
-    )
-    yield (
-        "kernel-blocks-below-interleave",
-        _case(
-            _engine(_latent(8), pcp_size=2, interleave_size=4, group={"kernel_block_size": 2}),
-            _engine(_latent(6), pcp_size=2, interleave_size=6, group={"kernel_block_size": 3}),
-            37,
-        ),
-    )
+    first = _engine(pairs, tp_size=2, dcp_size=2, interleave_size=4)
+    second = _engine(pairs, pcp_size=3, interleave_size=2, group={"kernel_block_size": 4})
+    yield "rows-of-two-tokens", _case(first, second, 37, cached=6)
+    first = _engine(_latent(8), pcp_size=2, interleave_size=4, group={"kernel_block_size": 2})
+    second = _engine(_latent(6), pcp_size=2, interleave_size=6, group={"kernel_block_size": 3})
+    yield "kernel-blocks-below-interleave", _case(first, second, 37)
 
 
 def _blocks(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
@@ -415,17 +398,9 @@ def _blocks(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         )
         yield f"block{p}-kernel{pk}-block{c}-kernel{ck}", _case(first, second, 27, cached=3)
     for block, dcp in product((4, 8), (2, 4)):
-        spec = _latent(block)
-        first, second = (
-            _engine(
-                spec,
-                tp_size=dcp,
-                dcp_size=dcp,
-                interleave_size=2,
-                group={"kernel_block_size": 2},
-            ),
-            _engine(_latent(6), group={"kernel_block_size": 3}),
-        )
+        sizes_of_dcp: Any = {"tp_size": dcp, "dcp_size": dcp, "interleave_size": 2}
+        first = _engine(_latent(block), group={"kernel_block_size": 2}, **sizes_of_dcp)
+        second = _engine(_latent(6), group={"kernel_block_size": 3})
         yield f"block{block}-kernel2-dcp{dcp}", _case(first, second, 35)
     yield "no-tokens", _case(_engine(_full(2)), _engine(_full(2), tp_size=2), 0)
 
@@ -456,15 +431,10 @@ def _prefixes(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         first, second = (_engine(_full(2, block), tp_size=tp) for block, tp in ((p, 1), (c, 2)))
         yield f"cached{cached}-block{p}-block{c}", _case(first, second, tokens, cached=cached)
     for cached in steps:
-        first, second = (
-            _engine(_latent(4), tp_size=2, dcp_size=2, interleave_size=2),
-            _engine(_latent(8), tp_size=3, dcp_size=3, interleave_size=4),
-        )
+        first = _engine(_latent(4), tp_size=2, dcp_size=2, interleave_size=2)
+        second = _engine(_latent(8), tp_size=3, dcp_size=3, interleave_size=4)
         yield f"cached{cached}-dcp2-dcp3", _case(first, second, tokens, cached=cached)
-    groups = [
-        KVCacheGroup(name=name, layers=[f"layers.{number}"], spec=_full(2))
-        for number, name in enumerate("ab")
-    ]
+    groups = [_group("a", _full(2), "layers.0"), _group("b", _full(2), "layers.1")]
     yield "cached-by-group", _case(_engine(groups), _engine(groups), 9, cached={"b": 5})
     rows = _latent(8, tokens_per_state=4)
     yield "all-cached-inside-row", _case(_engine(rows), _engine(rows, tp_size=2), 14, cached=14)
@@ -479,10 +449,8 @@ def _prefixes(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     short = {"g": BlockTable([3, 1], first_token=8)}
     yield "producer-table-begins-late", _with_tables(case, producer_blocks=dropped)
     yield "consumer-table-begins-late", _with_tables(case, consumer_blocks=short)
-    yield (
-        "both-tables-begin-late",
-        _with_tables(case, producer_blocks=dropped, consumer_blocks=short),
-    )
+    late = _with_tables(case, producer_blocks=dropped, consumer_blocks=short)
+    yield "both-tables-begin-late", late
     # The producer's first two blocks hold cached tokens only, so they do not move.
     tables = {"g": [5, 5, 1, 0, 3, 2]}
     yield "producer-repeats-cached-block", _with_tables(case, producer_blocks=tables)
@@ -508,22 +476,12 @@ def _windows(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     )  # fmt: skip
     yield "window-with-retained-tokens", _case(_engine(retained), _engine(retained, tp_size=2), 13)
     latent = SlidingWindowMLASpec(block_size=8, head_size=6, dtype="uint8", sliding_window=11)
-    yield (
-        "latent-window-dcp",
-        _case(
-            _engine(latent, tp_size=2, dcp_size=2, interleave_size=2),
-            _engine(latent, tp_size=3),
-            37,
-        ),
-    )
-    for late_sides in ((True, False), (False, True), (True, True)):
-        case = _case(
-            _engine(latent, tp_size=2, dcp_size=2, interleave_size=2),
-            _engine(attrs.evolve(latent, block_size=4), pcp_size=3, interleave_size=4),
-            37,
-            late=late_sides,
-        )
-        yield f"latent-window-dcp-late{late_sides[0]:d}{late_sides[1]:d}", case
+    contexts = _engine(latent, tp_size=2, dcp_size=2, interleave_size=2)
+    yield "latent-window-dcp", _case(contexts, _engine(latent, tp_size=3), 37)
+    smaller = _engine(attrs.evolve(latent, block_size=4), pcp_size=3, interleave_size=4)
+    for sides in ((True, False), (False, True), (True, True)):
+        case = _case(contexts, smaller, 37, late=sides)
+        yield f"latent-window-dcp-late{sides[0]:d}{sides[1]:d}", case
     # The window begins inside a row, which moves whole.
     rows = attrs.evolve(latent, sliding_window=6, tokens_per_state=4)
     yield "window-of-rows-of-four-tokens", _case(_engine(rows), _engine(rows, tp_size=2), 22)
@@ -570,28 +528,18 @@ def _states(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         case = _case(_engine(mamba, tp_size=2), _engine(mamba), tokens, cached=cached)
         yield f"n{tokens}-cached{cached}", case
     long = _case(_engine(mamba), _engine(mamba, tp_size=2), 9)
-    tables = {"g": [2, 0, 1]}
-    request = attrs.evolve(long.request, producer_blocks=tables, consumer_blocks={"g": [1, 3, 2]})
-    yield "block-of-last-token", attrs.evolve(long, request=request)
+    tables = {"producer_blocks": {"g": [2, 0, 1]}, "consumer_blocks": {"g": [1, 3, 2]}}
+    yield "block-of-last-token", _with_tables(long, **tables)
     yield from _state_blocks(mamba)
     extra = MambaSpec.short_conv(conv_dim=6, num_speculative_tokens=2, **sizes)
     rows = _engine(extra), _engine(kinds["short-conv"])
     yield "producer-has-more-rows", _case(*rows, common_states=True)
     yield "consumer-has-more-rows", _case(*rows[::-1], common_states=True)
+    four, two = (_engine(kinds["replicated"], tp_size=size) for size in (4, 2))
     for policy in ("spread", "stripe"):
-        case = _case(
-            _engine(kinds["replicated"], tp_size=4),
-            _engine(kinds["replicated"], tp_size=2),
-            9,
-            policy=ReplicaPolicy(policy, 1),
-        )
-        yield f"replicated-{policy}", case
-    yield (
-        "context-ranks-hold-all",
-        _case(
-            _engine(kinds["mamba2"], tp_size=2, dcp_size=2), _engine(kinds["mamba2"], pcp_size=2)
-        ),
-    )
+        yield f"replicated-{policy}", _case(four, two, 9, policy=ReplicaPolicy(policy, 1))
+    decode = _engine(kinds["mamba2"], tp_size=2, dcp_size=2)
+    yield "context-ranks-hold-all", _case(decode, _engine(kinds["mamba2"], pcp_size=2))
 
 
 def _state_blocks(mamba: MambaSpec) -> Iterator[tuple[str, Case]]:
@@ -606,15 +554,9 @@ def _state_blocks(mamba: MambaSpec) -> Iterator[tuple[str, Case]]:
     }
     for name, (engine, tokens, producer_ids, consumer_ids) in tables.items():
         case = _case(engine, attrs.evolve(engine, parallel=ParallelConfig(tp_size=2)), tokens)
-        pool = {"g": 4}
-        yield (
-            name,
-            _with_tables(
-                attrs.evolve(case, producer_pool=pool, consumer_pool=pool),
-                producer_blocks={"g": producer_ids},
-                consumer_blocks={"g": consumer_ids},
-            ),
-        )
+        case = attrs.evolve(case, producer_pool={"g": 4}, consumer_pool={"g": 4})
+        ids = {"producer_blocks": {"g": producer_ids}, "consumer_blocks": {"g": consumer_ids}}
+        yield name, _with_tables(case, **ids)
     sizes = ParallelConfig(tp_size=2, dcp_size=2)
     case = _case(attrs.evolve(plain, parallel=sizes), attrs.evolve(plain, parallel=sizes), 7)
     two = {"producer_blocks": {"g": [2, 0]}, "consumer_blocks": {"g": [1, 3]}}
@@ -624,13 +566,8 @@ def _state_blocks(mamba: MambaSpec) -> Iterator[tuple[str, Case]]:
         ("blocks", 4, 4, 1), ("unequal-blocks", 2, 4, 1), ("contexts", 4, 4, 2),
     ):  # fmt: skip
         specs = [attrs.evolve(replicated, block_size=size) for size in (own, other)]
-        case = _case(
-            _engine(specs[0], tp_size=4),
-            _engine(specs[1], tp_size=2, dcp_size=dcp),
-            6,
-            policy=ReplicaPolicy("stripe", 1),
-        )
-        yield f"stripe-{name}", case
+        first, second = _engine(specs[0], tp_size=4), _engine(specs[1], tp_size=2, dcp_size=dcp)
+        yield f"stripe-{name}", _case(first, second, 6, policy=ReplicaPolicy("stripe", 1))
 
 
 def _format_pairs() -> dict[str, tuple[LayerSpec, LayerSpec]]:
@@ -698,10 +635,8 @@ def _formats(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
         for p, c in ((2, 2),) if whole else ((1, 1), (2, 3), (4, 2)):
             # A format that cuts the content needs planes of K and V, with rows just before content.
             layout = "LBKHNC" if getattr(consumer, "page_format", "") in CUT else "LBNHC"
-            first, second = (
-                _engine(producer, tp_size=p, layout="LBHNC"),
-                _engine(consumer, tp_size=c, layout=layout),
-            )
+            first = _engine(producer, tp_size=p, layout="LBHNC")
+            second = _engine(consumer, tp_size=c, layout=layout)
             for tokens, cached in ((13, 0), (16, 8)):
                 case = _case(first, second, tokens, cached=cached)
                 yield f"{name}-tp{p}-tp{c}-n{tokens}-cached{cached}", case
@@ -719,25 +654,17 @@ def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     named = {"full": _full(2), "window": window, "state": state, "cross": cross}
 
     def of(*names: str) -> list[KVCacheGroup]:
-        return [
-            KVCacheGroup(name=name, layers=[f"layers.{at}.{name}"], spec=named[name])
-            for at, name in enumerate(names)
-        ]
+        return [_group(name, named[name], f"layers.{at}.{name}") for at, name in enumerate(names)]
 
     for names in (("full", "window"), ("full", "state"), ("window", "full", "state")):
         for p, c in ((1, 2), (4, 1), (2, 3)):
             case = _case(_engine(of(*names), tp_size=p), _engine(of(*names), tp_size=c), 11)
             yield f"{'-'.join(names)}-tp{p}-tp{c}", case
-    encoder = _case(
-        _engine(of("full", "cross")), _engine(of("full", "cross"), tp_size=2), 6, encoder=9
-    )
-    yield "cross-attention", encoder
+    both = of("full", "cross")
+    yield "cross-attention", _case(_engine(both), _engine(both, tp_size=2), 6, encoder=9)
     layers = ["layers.0", "layers.1", "layers.2"]
-    one = [KVCacheGroup(name="all", layers=layers, spec=_full(2))]
-    three = [
-        KVCacheGroup(name=f"only{at}", layers=[layer], spec=_full(2))
-        for at, layer in enumerate(layers)
-    ]
+    one = [_group("all", _full(2), *layers)]
+    three = [_group(f"only{at}", _full(2), layer) for at, layer in enumerate(layers)]
     yield "one-group-to-three", _case(_engine(one, tp_size=2), _engine(three))
     yield "three-groups-to-one", _case(_engine(three), _engine(one, tp_size=2))
     draft = [attrs.evolve(one[0], excluded=[layers[2]])]
@@ -748,18 +675,12 @@ def _groups(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     for p, c in ((2, 1), (4, 3)):
         case = _case(_engine(uniform, layers, tp_size=p), _engine(uniform, layers, tp_size=c))
         yield f"layers-of-two-sizes-tp{p}-tp{c}", case
-    hybrid = [
-        KVCacheGroup(name=f"{kind}{at}", layers=[f"layers.{at}"], spec=spec)
-        for at, (kind, spec) in enumerate((("full", _full(2)), ("window", window)))
-    ]
+    hybrid = [_group("full0", _full(2), "layers.0"), _group("window1", window, "layers.1")]
     shared = _case(_engine(hybrid), _engine(hybrid, tp_size=2), 11, shared=True)
     yield "groups-share-memory", shared
     yield from _notified()
     yield from _excluded(layers)
-    case = _case(
-        _engine(of("full", "cross")), _engine(of("full", "cross")), 6, encoder=9,
-        cached={"cross": 5},
-    )  # fmt: skip
+    case = _case(_engine(both), _engine(both), 6, encoder=9, cached={"cross": 5})
     yield "cached-encoder-tokens", case
 
 
@@ -789,7 +710,7 @@ def _notified() -> Iterator[tuple[str, Case]]:
     layers = ["layers.0", "layers.1", "layers.2"]
 
     def apart(order: Sequence[int]) -> list[KVCacheGroup]:
-        return [KVCacheGroup(name=f"g{at}", layers=[layers[at]], spec=_latent()) for at in order]
+        return [_group(f"g{at}", _latent(), layers[at]) for at in order]
 
     in_order = _engine(apart(range(3)), tp_size=8)
     # The consumer rank of the last stage notifies all producer ranks that no rank reads.
@@ -802,10 +723,7 @@ def _notified() -> Iterator[tuple[str, Case]]:
     yield "layers-of-two-dtypes", _case(producer, _engine(two, layers[:2], tp_size=2, pp_size=2))
     # The layers 0 and 2 are one kind, so the producer's group of layer 2 comes before that of 1.
     kinds = {**specs, layers[2]: _latent()}
-    groups = [
-        KVCacheGroup(name=f"g{at}", layers=[layer], spec=spec)
-        for at, (layer, spec) in enumerate(kinds.items())
-    ]
+    groups = [_group(f"g{at}", spec, layer) for at, (layer, spec) in enumerate(kinds.items())]
     case = _case(
         _engine(groups, tp_size=4, pp_size=2),
         _engine(UniformTypeKVCacheSpecs(specs=kinds), layers, pp_size=3),
@@ -823,22 +741,14 @@ def _steps(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
             first, second = _engine(p, layers, tp_size=2), _engine(c, layers, tp_size=3)
             yield f"{name}-n{tokens}-cached{cached}", _case(first, second, tokens, cached=cached)
     for tokens in (7, 29):
-        first, second = (
-            _engine(_latent(8), layers, tp_size=2, dcp_size=2, interleave_size=2),
-            _engine(_latent(4), layers, pp_size=3),
-        )
-        yield f"dcp2-pp3-n{tokens}", _case(first, second, tokens)
+        first = _engine(_latent(8), layers, tp_size=2, dcp_size=2, interleave_size=2)
+        yield f"dcp2-pp3-n{tokens}", _case(first, _engine(_latent(4), layers, pp_size=3), tokens)
     state = MambaSpec.short_conv(conv_dim=4, conv_kernel=3, dtype="uint8")
-    groups = [
-        KVCacheGroup(name="full", layers=layers[:2], spec=_full(2)),
-        KVCacheGroup(name="state", layers=layers[2:], spec=state),
-    ]
+    full = _group("full", _full(2), *layers[:2])
+    groups = [full, _group("state", state, layers[2])]
     yield "full-and-state", _case(_engine(groups), _engine(groups, tp_size=2), 9)
     cross = CrossAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=2, dtype="uint8")
-    groups = [
-        KVCacheGroup(name="full", layers=layers[:2], spec=_full(2)),
-        KVCacheGroup(name="cross", layers=layers[2:], spec=cross),
-    ]
+    groups = [full, _group("cross", cross, layers[2])]
     yield "full-and-cross", _case(_engine(groups), _engine(groups, tp_size=2), 6, encoder=9)
     rows = _latent(8, tokens_per_state=4)
     yield "rows-of-four-tokens", _case(_engine(rows, layers), _engine(rows, layers, tp_size=2), 14)
