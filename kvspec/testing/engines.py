@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from kvspec.check.counting import rank_units
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
+from kvspec.engines.letters import NAMED_LAYOUTS
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import AttentionSpec, LayerSpec, UniformTypeKVCacheSpecs
@@ -35,10 +36,6 @@ from kvspec.testing.carve import ALIASES, X_BYTES
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import Shape, explicit_shardings, is_state, parallels, sample, shapes
 
-NAMED_LAYOUTS = tuple(
-    "LBHNC LBNHC LHBNC BLHNC BLNHC BHLNC LKBNHC LBKNHC LBKHNC BLKHNC".split()  # noqa: SIM905
-)
-"""Layouts that serving engines use. They are drawn more often than other permutations."""
 _ORDERS = ["".join(order) + "C" for letters in ("LBHN", "LBKHN") for order in permutations(letters)]
 # Here the keys of a head are adjacent in memory, as the page formats of keys require.
 _PAGES = ("LBHKNC", "LBKHNC", "LKBHNC", "BLHKNC")
@@ -100,6 +97,7 @@ def _legal_layouts(
             name.index("L") < name.index(letter) for letter in after_layers
         )
 
+    # The named layouts, which serving engines use, are drawn more often than the others.
     sets = (NAMED_LAYOUTS, _ORDERS, _PAGES) if allowed is None else (allowed,)
     legal = [names for names in ([*filter(is_legal, each)] for each in sets) if names]
     if not legal:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from kvspec.analysis.explanation import explain, sizes
-from kvspec.errors import KVSpecError
+from kvspec.errors import KVSpecError, counted
 from kvspec.testing.kit.code import WIDTH, expression
 from kvspec.testing.laws.release import Script
 from kvspec.testing.laws.system import moves_of
@@ -74,15 +74,6 @@ def _shortened(lines: Iterable[str]) -> Iterator[str]:
     yield from lines[:_MOST]
     if len(lines) > _MOST:
         yield f"  and {len(lines) - _MOST} more lines"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return *number* with its *noun*, as a plural if it is one.
-
-    >>> counted(1, "token"), counted(2, "token")
-    ('1 token', '2 tokens')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _side(engine: EngineSpec) -> Iterator[tuple[str, str]]:
