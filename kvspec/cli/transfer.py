@@ -53,6 +53,11 @@ def transfer(
         "cpu", metavar="cpu|cuda|cuda:N", help="Memory that holds the caches."
     ),
     timeout: float = run_option(120.0, help="Time limit of the whole run in seconds."),
+    tamper: bool = run_option(
+        False,
+        "--tamper",
+        help="Change one byte before the comparison. The command must find it: exit status 1.",
+    ),
     staging: int = run_option(
         0,
         metavar="MIB",
@@ -94,6 +99,7 @@ def transfer(
             device=device,
             seed=seed,
             timeout=timeout,
+            tamper=tamper,
             staging=staging,
         )
         # With a launcher, each rank is such a command. Only the first one prints.

@@ -95,6 +95,15 @@ class Contents:
             lines=tuple(islice(lines, MAX_LINES)),
         )
 
+    def tamper(self, after: Storage) -> None:
+        """Change one byte of the last token, or of the state, of the first request."""
+        tables = self.job.moves[0].consumer_blocks
+        for (group, _, _), view in self._views(after).items():
+            own = tables[group].block_ids
+            if len(own) and view.shape[1]:
+                view[own[-1], 0, (self.job.tokens - 1) % view.shape[2], 0] ^= 0xFF
+                return
+
     def _rows(self) -> Iterator[tuple[Rows, Bytes]]:
         """Yield the rows of all requests, with their true bytes."""
         engine, producer = self.job.engine(self.side), self.side == "producer"

@@ -66,6 +66,7 @@ class Job:
             GPU such as "cuda:0".
         seed: Seed of block tables and contents.
         timeout: Seconds for the whole run.
+        tamper: Change one byte of the first consumer rank before the comparison.
         staging: MiB of a staging buffer on each rank that moves bytes. All transfers that can be
             staged are staged. 0: no buffer.
 
@@ -83,6 +84,7 @@ class Job:
     device: str = "cpu"
     seed: int = 0
     timeout: float = 120.0
+    tamper: bool = False
     staging: int = 0
 
     def __attrs_post_init__(self) -> None:

@@ -70,8 +70,9 @@ def check_kills(job: Job, kills: int) -> None:
     """
     if positive_int("kill", kills, least=0) > job.requests:
         raise SpecError("kill", kills, f"at most requests={job.requests}, one kill for each")
-    if job.staging:
-        raise SpecError("kill", kills, rule="kill cannot be combined with staging")
+    for name in ("staging", "tamper"):
+        if getattr(job, name):
+            raise SpecError("kill", kills, rule=f"kill cannot be combined with {name}")
     if job.device != "cpu":
         raise SpecError("kill", kills, rule=f"kill needs device=cpu, not {job.device}")
     _ = job.plan  # planning is a check

@@ -16,12 +16,9 @@ from kvspec import EngineSpec
 from kvspec.errors import TransferError
 from kvspec.run.rank_client import EngineClient, RankClient, until
 from kvspec.run.rank_server import Launch
-from kvspec.run.report import RankReport
 from kvspec.run.request_rank import RequestRank
-from kvspec.run.transfer_rank import TransferRank
 from kvspec.session import TcpChannel
 from kvspec.session.load import LoadState
-from kvspec.testing import logical_views
 
 
 class LossyChannel(TcpChannel):
@@ -123,23 +120,6 @@ class FaultyRank(RequestRank):
         finally:
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
         return False
-
-
-class TamperedRank(TransferRank):
-    """A rank of a transfer that changes one byte before the comparison.
-
-    It is a byte of the last token of the first request, on the first consumer rank.
-    """
-
-    def compare(self) -> RankReport:
-        """Change the byte, and compare."""
-        job = self.job
-        if (self.side, self.rank) == ("consumer", job.consumer.parallel.ranks[0]):
-            views = logical_views(job.consumer, self.rank, self.storage, job.num_blocks("consumer"))
-            (group, _, _), view = next(iter(views.items()))
-            block = job.moves[0].consumer_blocks[group].block_ids[-1]
-            view[block, 0, (job.tokens - 1) % view.shape[2], 0] ^= 0xFF
-        return super().compare()
 
 
 class LossyRank(FaultyRank):

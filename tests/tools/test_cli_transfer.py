@@ -18,7 +18,6 @@ from typing import Any
 import attrs
 import builders
 import pytest
-from faulty_ranks import TamperedRank
 from refused import has_in_order
 
 import kvspec
@@ -33,17 +32,10 @@ from kvspec import (
     UniformTypeKVCacheSpecs,
 )
 from kvspec.nixl.agent import package_names
-from kvspec.run import local
 from kvspec.run.job import Job
 from kvspec.run.local import LocalRanks, run_transfer
 from kvspec.run.report import Figures, Report
 from kvspec.run.transfer_rank import STAGES, Arguments
-
-pytest.importorskip("typer", reason="needs the cli extra")
-
-from typer.testing import CliRunner
-
-from kvspec.cli.app import app
 
 pytestmark = [
     pytest.mark.nixl,
@@ -192,10 +184,9 @@ def test_request_moves_the_bytes_of_its_live_tokens() -> None:
     assert [2 * 2 * 6 * 19 * 32] == [moved.nbytes for moved in report.moved]
 
 
-def test_report_names_one_changed_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_names_one_changed_byte() -> None:
     """The comparison can fail: the report names the place of a wrong byte of the last token."""
-    monkeypatch.setattr(local, "TransferRank", TamperedRank)
-    report = without_processes(run_transfer(pair([heads(2)], (1, 2))))
+    report = without_processes(run_transfer(pair([heads(2)], (1, 2), tamper=True)))
     (fault,) = report.faults
     assert has_in_order(["1", "consumer tp0"], fault)
     (line,) = report.lines
@@ -282,12 +273,10 @@ def test_default_command_prints_a_verdict_in_its_last_line() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_command_with_a_wrong_byte_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_with_a_wrong_byte_exits_with_1() -> None:
     """With --json, standard output is one object, which has the fault."""
-    monkeypatch.setattr(local, "TransferRank", TamperedRank)
-    options = command("--json", "--mode", "push", "--model", "gemma-3-1b")
-    done = CliRunner().invoke(app, options[options.index("transfer") :])
-    assert (1, "") == (done.exit_code, done.stderr)
+    done = run("--tamper", "--json", "--mode", "push", "--model", "gemma-3-1b")
+    assert (1, "") == (done.returncode, done.stderr)
     output = json.loads(done.stdout)
     assert (False, 1) == (output["ok"], output["wrong_bytes"])
     (fault,) = output["faults"]
@@ -414,6 +403,7 @@ def test_requests_that_are_not_sent_in_time_are_lost() -> None:
     [
         (("--kill", "3"), "requests=2"),
         (("--kill", "-1"), "0"),
+        (("--kill", "1", "--tamper"), "tamper"),
         (("--kill", "1", "--staging", "1"), "staging"),
         (("--kill", "1", "--device", "cuda"), "cuda"),
         (("--kill", "1", "--launcher", "torchrun"), "torchrun"),

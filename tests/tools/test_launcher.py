@@ -40,12 +40,6 @@ COMMAND = [
 ]
 TORCHRUN = ("--launcher", "torchrun")
 SECRET = "the secret of this launch"  # noqa: S105 - of a test
-TAMPER = f"""
-sys.path.append({str(Path(__file__).parents[1] / "support")!r})
-import faulty_ranks
-from kvspec.run import launched
-launched.TransferRank = faulty_ranks.TamperedRank
-"""
 OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -80,16 +74,12 @@ def started(arguments: list[str], **variables: object) -> subprocess.Popen[str]:
 
 
 def rank_of(
-    launcher: str, number: int, store: int, *more: str, secret: str = SECRET, setup: str = ""
+    launcher: str, number: int, store: int, *more: str, secret: str = SECRET
 ) -> subprocess.Popen[str]:
-    """Start one of two processes as *launcher* does. The store has the port *store*.
-
-    The process executes the code *setup* first.
-    """
+    """Start one of two processes as *launcher* does. The store has the port *store*."""
     names = dict(zip(LAUNCHERS[launcher], (number, 2, number), strict=True))
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store, "KVSPEC_SECRET": secret, **names}
-    code = f"import sys\n{setup}\nfrom kvspec.cli import main\nmain()"
-    return started(["-c", code, *COMMAND, "--launcher", launcher, *more], **variables)
+    return started(["-m", "kvspec.cli", *COMMAND, "--launcher", launcher, *more], **variables)
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
@@ -126,7 +116,7 @@ def test_processes_of_slurm_push_every_request() -> None:
 def test_all_processes_fail_if_a_byte_is_wrong() -> None:
     """Only the first process prints the fault."""
     store = port()
-    ranks = [rank_of("slurm", number, store, setup=TAMPER) for number in range(2)]
+    ranks = [rank_of("slurm", number, store, "--tamper") for number in range(2)]
     (status, output, _), (other, silent, errors) = map(ended, ranks)
     assert (1, 1) == (status, other)
     assert has_in_order(["1", "consumer tp0", "token", "byte"], output)
