@@ -146,10 +146,14 @@ class Pair:
             request_id=f"{self.started}", key=key, engine_id="prefill", epoch=1, partial=True,
             expected=dict.fromkeys(RANKS, 2), sources={RANKS[0]: {PLACE: 8}, RANKS[1]: {PLACE: 8}},
         )  # fmt: skip
+        name = load_plan.request_id
+        self.answered(self.consumer.begin(name, self.now, 20.0))
         try:
-            self.answered(self.consumer.expect(load_plan, self.now, 20.0))
+            self.consumer.assign(load_plan)
         except kvspec.SpecError:
+            self.answered(self.consumer.cancel(name, self.now))
             return
+        self.answered(self.consumer.connected(name, self.now))
 
     def answered(self, actions: list[Any]) -> None:
         """Deliver 70 % of the messages that a ledger sends; the others are lost."""

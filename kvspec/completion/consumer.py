@@ -278,7 +278,11 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         Raises:
             SpecError: If a load of this id is open.
         """
-        return self._open(request_id, now, timeout)
+        if request_id in self.records:
+            raise SpecError("request_id", request_id, FREE_ID)
+        actions = self._tick(now)
+        self._save(request_id, OpenLoad(request_id, self._now + timeout))
+        return actions
 
     @atomic
     def assign(self, plan: LoadPlan) -> None:
@@ -288,11 +292,28 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             SpecError: If another load has the same name in messages, or the producer's incarnation
                 is not the connected one.
         """
-        self._assign(plan)
+        load = self._change(plan.request_id)
+        if load is None or load.plan is not NO_PLAN:
+            raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
+        if self.epochs.get(plan.engine_id, plan.epoch) != plan.epoch:
+            raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
+        if plan.name in self._names:
+            raise SpecError("key", plan.key, "an attempt and sample whose earlier load is over")
+        self._put(self._names, plan.name, plan.request_id)
+        load.plan = plan
+        load.sources = {
+            rank: Source(ends, {} if plan.partial else {**ends})
+            for rank, ends in plan.sources.items()
+            if ends
+        }
+        load.unverified = plan.verify and bool(load.sources)
 
     @atomic
     def connected(self, request_id: str, now: float) -> list[Action]:
-        """Record that all reads of a load are posted. Its heartbeats begin. Return actions."""
+        """Record that all reads of a load are posted. Its heartbeats begin. Return actions.
+
+        A load that moves no data is done at once.
+        """
         load = self._change(request_id)
         if load is None or load.state != "connecting" or load.plan is NO_PLAN:
             raise SpecError("request_id", request_id, "a load that waits for its producer")
@@ -300,15 +321,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         # Take this step before the deadline check. A load that fails in *connecting* does not
         # inform its producers.
         return self._step(load, "connected") + self._tick(now)
-
-    @atomic
-    def expect(self, plan: LoadPlan, now: float, timeout: float) -> list[Action]:
-        """Begin a load whose producer is connected. Return actions.
-
-        A load that moves no data is done at once.
-        """
-        actions = self._open(plan.request_id, now, timeout)
-        return actions + self._step(self._assign(plan), "connected")
 
     def readable(self, request_id: str) -> dict[RankId, dict[Place, range]]:
         """Return the positions that can be read now, by source and layer."""
@@ -485,31 +497,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         """Return the steps of a load that may still write."""
         load = self.records.get(request_id)
         return frozenset(load.steps.values() if load is not None else ())
-
-    def _open(self, request_id: str, now: float, timeout: float) -> list[Action]:
-        if request_id in self.records:
-            raise SpecError("request_id", request_id, FREE_ID)
-        actions = self._tick(now)
-        self._save(request_id, OpenLoad(request_id, self._now + timeout))
-        return actions
-
-    def _assign(self, plan: LoadPlan) -> OpenLoad:
-        load = self._change(plan.request_id)
-        if load is None or load.plan is not NO_PLAN:
-            raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
-        if self.epochs.get(plan.engine_id, plan.epoch) != plan.epoch:
-            raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
-        if plan.name in self._names:
-            raise SpecError("key", plan.key, "an attempt and sample whose earlier load is over")
-        self._put(self._names, plan.name, plan.request_id)
-        load.plan = plan
-        load.sources = {
-            rank: Source(ends, {} if plan.partial else {**ends})
-            for rank, ends in plan.sources.items()
-            if ends
-        }
-        load.unverified = plan.verify and bool(load.sources)
-        return load
 
     def _source(self, load: OpenLoad, rank: RankId) -> Source:
         """Return a copy of a source that takes its place. Its fields may be assigned."""

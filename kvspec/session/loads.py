@@ -210,8 +210,12 @@ class Loads:
     def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions) -> None:
         """Inform the producer that this rank will not load a request."""
         # A name that no load has.
-        plan = self._plan(remote, key, f"decline {secrets.token_hex(8)}", options, {})
-        self.ledger.expect(plan, self.now(), 0.0)
+        name, now = f"decline {secrets.token_hex(8)}", self.now()
+        plan = self._plan(remote, key, name, options, {})
+        # The deadline is now, so the next tick ends a load that an interrupt left half begun.
+        self.ledger.begin(name, now, 0.0)
+        self.ledger.assign(plan)
+        self.ledger.connected(name, now)
 
     def cancel(
         self, load: Load, why: str = "cancelled", state: TransferState = TransferState.STOPPED

@@ -41,10 +41,17 @@ def reads(**more: Any) -> LoadPlan:
     return LoadPlan(**{**fields, **more})
 
 
+def expect(ledger: ConsumerLedger, plan: LoadPlan, now: float, timeout: float) -> list[Any]:
+    """Begin a load whose producer is connected. Return the actions."""
+    actions: list[Any] = [*ledger.begin(plan.request_id, now, timeout)]
+    ledger.assign(plan)
+    return actions + ledger.connected(plan.request_id, now)
+
+
 def moving(**more: Any) -> ConsumerLedger:
     """Return a consumer rank whose load started at second 0, with a timeout of 20 seconds."""
     ledger = ConsumerLedger(D[0], heartbeat=5.0, patience=12.0)
-    assert ["heartbeat", "heartbeat"] == kinds(ledger.expect(reads(**more), 0.0, 20.0))
+    assert ["heartbeat", "heartbeat"] == kinds(expect(ledger, reads(**more), 0.0, 20.0))
     return ledger
 
 
@@ -76,7 +83,7 @@ def test_load_is_done_when_valid_comes_at_the_time_of_the_last_byte() -> None:
 def test_load_with_granted_lease_waits_for_valid() -> None:
     """The consumer's clock may have stood still, so its measure of the lease proves nothing."""
     ledger = ConsumerLedger(D[0], heartbeat=500.0)
-    grant = answers(ledger.expect(reads(), 0.0, 2000.0), "lease", lease=1000.0)[0]
+    grant = answers(expect(ledger, reads(), 0.0, 2000.0), "lease", lease=1000.0)[0]
     assert [] == ledger.receive(grant, 0.0)
     asked = ledger.finish(ledger.start("mine", P[0].rank), 0.0)
     assert {"done"} == set(kinds(asked))
@@ -86,7 +93,7 @@ def test_load_with_granted_lease_waits_for_valid() -> None:
 def test_late_or_repeated_lease_is_ignored_without_a_refusal() -> None:
     """A healthy producer may answer a heartbeat after the load has sent `done`."""
     ledger = ConsumerLedger(D[0])
-    lease = answers(ledger.expect(reads(), 0.0, 20.0), "lease", lease=9.0)[0]
+    lease = answers(expect(ledger, reads(), 0.0, 20.0), "lease", lease=9.0)[0]
     assert [] == ledger.receive(lease, 0.0) + ledger.receive(lease, 0.0)
     asked = ledger.finish(ledger.start("mine", P[0].rank), 1.0)
     assert [] == ledger.receive(lease, 1.0)
@@ -98,7 +105,7 @@ def test_late_or_repeated_lease_is_ignored_without_a_refusal() -> None:
 def test_valid_before_all_has_arrived_does_not_count() -> None:
     """Only an answer to a question asked after the last byte counts."""
     ledger = ConsumerLedger(D[0])
-    early = answers(ledger.expect(reads(), 0.0, 20.0), "valid")[0]
+    early = answers(expect(ledger, reads(), 0.0, 20.0), "valid")[0]
     assert [] == ledger.receive(early, 0.0)
     actions = ledger.finish(ledger.start("mine", P[0].rank), 1.0)
     assert "Ended" not in kinds(actions)
@@ -114,7 +121,7 @@ def test_repeated_message_keeps_its_number_and_no_other_load_has_it() -> None:
     for message in again:
         ledger.receive(message.answer(Valid), 9.0)
     assert {} == ledger.open
-    heartbeats = [action.message for action in ledger.expect(reads(), 9.0, 20.0)]
+    heartbeats = [action.message for action in expect(ledger, reads(), 9.0, 20.0)]
     assert all(message.number > first.number for message in heartbeats)
     assert "Refused" in kinds(ledger.receive(first.answer(Valid), 9.0))
 
@@ -154,7 +161,7 @@ def test_load_whose_data_differs_fails_at_once() -> None:
 def test_load_to_verify_that_moves_nothing_is_done_at_once() -> None:
     """There is no data to compare."""
     ledger = ConsumerLedger(D[0])
-    assert "Ended" in kinds(ledger.expect(reads(sources={}, verify=True), 0.0, 20.0))
+    assert "Ended" in kinds(expect(ledger, reads(sources={}, verify=True), 0.0, 20.0))
 
 
 def test_load_fails_when_its_source_answers_gone() -> None:
@@ -228,7 +235,7 @@ def test_load_that_ended_early_leaves_nothing_until_its_deadline() -> None:
 def test_load_without_sources_is_done_at_once() -> None:
     """All tokens are cached. Every producer rank is informed all the same."""
     ledger = ConsumerLedger(D[0])
-    actions = ledger.expect(reads(sources={}), 0.0, 20.0)
+    actions = expect(ledger, reads(sources={}), 0.0, 20.0)
     assert ["done", "done", "Ended"] == kinds(actions)
     assert ["Closed"] == kinds(
         [a for n in answers(actions, "gone") for a in ledger.receive(n, 1.0)]
@@ -243,14 +250,15 @@ def test_load_fails_when_its_producer_restarts() -> None:
     assert ("mine", TransferState.GONE) == (actions[0].request_id, actions[0].state)
     assert Ended("mine", "failed") == actions[1]
     assert ["Closed"] == kinds(actions[2:])
+    early = reads(request_id="early")
     for call in (
-        lambda: ledger.expect(reads(), 2.0, 9.0),
+        lambda: expect(ledger, early, 2.0, 9.0),
         lambda: ledger.connect("prefill", 1, 2.0),
     ):
         error = refusal(call)
         assert ("epoch", 1) == (error.field, error.value)
     ledger.disconnect("prefill")
-    assert ["heartbeat", "heartbeat"] == kinds(ledger.expect(reads(), 2.0, 9.0))
+    assert ["heartbeat", "heartbeat"] == kinds(expect(ledger, reads(), 2.0, 9.0))
 
 
 def test_partial_load_reads_each_written_token_once() -> None:
@@ -278,8 +286,8 @@ def test_consumer_ledger_rejects_invalid_plans_and_steps() -> None:
     ledger = moving()
     source = P[0].rank
     calls: list[tuple[Any, str, Any]] = [
-        (lambda: ledger.expect(reads(), 0.0, 1.0), "request_id", "mine"),
-        (lambda: ledger.expect(reads(request_id="other"), 0.0, 1.0), "key", KEY),
+        (lambda: expect(ledger, reads(), 0.0, 1.0), "request_id", "mine"),
+        (lambda: expect(ledger, reads(request_id="third"), 0.0, 1.0), "key", KEY),
         (lambda: ledger.start("other", source), "request_id", "other"),
         (lambda: ledger.start("mine", P[1].rank), "request_id", "mine"),
         (

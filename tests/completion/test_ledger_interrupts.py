@@ -43,27 +43,36 @@ def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
     return [a.message.answer(MESSAGES[kind], **more) for a in actions if isinstance(a, Tell)]
 
 
+def begun(**more: Any) -> Calls:
+    """Return the calls that begin a load. The last of them returns the first messages."""
+    return [
+        lambda ledger, _: ledger.begin("mine", 0.0, 20.0),
+        lambda ledger, _: ledger.assign(reads(**more)),
+        lambda ledger, _: ledger.connected("mine", 0.0),
+    ]
+
+
 DONE: Calls = [
-    lambda ledger, _: ledger.expect(reads(), 0.0, 20.0),
+    *begun(),
     lambda ledger, _: ledger.start("mine", RANK),
-    lambda ledger, results: ledger.receive(answers(results[0], "lease", lease=9.0)[0], 1.0),
+    lambda ledger, results: ledger.receive(answers(results[2], "lease", lease=9.0)[0], 1.0),
     lambda ledger, _: ledger.tick(6.0),
-    lambda ledger, results: ledger.finish(results[1], 7.0),
-    lambda ledger, results: ledger.receive(answers(results[4], "valid")[0], 8.0),
-    lambda ledger, results: ledger.receive(answers(results[4], "valid")[1], 8.0),
+    lambda ledger, results: ledger.finish(results[3], 7.0),
+    lambda ledger, results: ledger.receive(answers(results[6], "valid")[0], 8.0),
+    lambda ledger, results: ledger.receive(answers(results[6], "valid")[1], 8.0),
 ]
 VERIFIED: Calls = [
-    lambda ledger, _: ledger.expect(reads(verify=True), 0.0, 20.0),
-    *DONE[1:5],
+    *begun(verify=True),
+    *DONE[3:7],
     lambda ledger, _: ledger.verified("mine", 7.0),
-    lambda ledger, results: ledger.receive(answers(results[5], "valid")[0], 8.0),
-    lambda ledger, results: ledger.receive(answers(results[5], "valid")[1], 8.0),
+    lambda ledger, results: ledger.receive(answers(results[7], "valid")[0], 8.0),
+    lambda ledger, results: ledger.receive(answers(results[7], "valid")[1], 8.0),
 ]
 LATE: Calls = [
-    *DONE[:2],
-    lambda ledger, results: ledger.fail(results[1], "it hangs", 3.0, quiet=False),
+    *DONE[:4],
+    lambda ledger, results: ledger.fail(results[3], "it hangs", 3.0, quiet=False),
     lambda ledger, _: ledger.tick(25.0),
-    lambda ledger, results: ledger.fail(results[1], "it broke", 26.0),
+    lambda ledger, results: ledger.fail(results[3], "it broke", 26.0),
     lambda ledger, _: ledger.tick(40.0),
 ]
 CONNECTED: Calls = [
@@ -76,24 +85,24 @@ CONNECTED: Calls = [
     lambda ledger, _: ledger.tick(40.0),
 ]
 RESTARTED: Calls = [
-    *DONE[:2],
+    *DONE[:4],
     lambda ledger, _: ledger.cancel("mine", 3.0),
     lambda ledger, _: ledger.connect("prefill", 99, 4.0),
-    lambda ledger, results: ledger.finish(results[1], 5.0),
+    lambda ledger, results: ledger.finish(results[3], 5.0),
     lambda ledger, _: ledger.tick(40.0),
 ]
 FOLLOWED: Calls = [
-    lambda ledger, _: ledger.expect(reads(partial=True), 0.0, 20.0),
-    lambda ledger, results: ledger.receive(written(results[0], 5), 1.0),
+    *begun(partial=True),
+    lambda ledger, results: ledger.receive(written(results[2], 5), 1.0),
     lambda ledger, _: ledger.start("mine", RANK, {PLACE: 3}),
     lambda ledger, _: ledger.start("mine", RANK, {PLACE: 5}),
-    lambda ledger, results: ledger.finish(results[3], 2.0),
-    lambda ledger, results: ledger.receive(written(results[0], 8), 3.0),
+    lambda ledger, results: ledger.finish(results[5], 2.0),
+    lambda ledger, results: ledger.receive(written(results[2], 8), 3.0),
     lambda ledger, _: ledger.start("mine", RANK),
-    lambda ledger, results: ledger.finish(results[2], 4.0),
-    lambda ledger, results: ledger.finish(results[6], 4.5),
-    lambda ledger, results: ledger.receive(answers(results[8], "valid")[0], 4.6),
-    lambda ledger, results: ledger.receive(answers(results[8], "gone")[1], 4.7),
+    lambda ledger, results: ledger.finish(results[4], 4.0),
+    lambda ledger, results: ledger.finish(results[8], 4.5),
+    lambda ledger, results: ledger.receive(answers(results[10], "valid")[0], 4.6),
+    lambda ledger, results: ledger.receive(answers(results[10], "gone")[1], 4.7),
 ]
 
 

@@ -68,7 +68,10 @@ class Ledgers:
                 expected={PRODUCER: len(readers)},
                 sources={PRODUCER: EVERYTHING},
             )
-            yield from self.events(self.reader(name, now).expect(plan, now, FOREVER))
+            ledger = self.reader(name, now)
+            yield from self.events(ledger.begin(load, now, FOREVER))
+            ledger.assign(plan)
+            yield from self.events(ledger.connected(load, now))
 
     def read_by(self, request: str, reader: str, now: float) -> list[Event]:
         """End the load of a reader, unless it has failed since the lease is over."""

@@ -261,10 +261,10 @@ class ReleasesAtOnce(ConsumerLedger):
 class InformsSourcesAlone(ConsumerLedger):
     """Inform only the producer ranks that this rank reads."""
 
-    def expect(self, order: Any, now: float, timeout: float) -> Any:
+    def assign(self, plan: Any) -> Any:
         """Leave out the other producer ranks."""
-        informed = {rank: n for rank, n in order.expected.items() if rank in order.sources}
-        return super().expect(attrs.evolve(order, expected=informed), now, timeout)
+        informed = {rank: n for rank, n in plan.expected.items() if rank in plan.sources}
+        super().assign(attrs.evolve(plan, expected=informed))
 
 
 class IgnoresFailedReads(ConsumerLedger):
@@ -281,7 +281,3 @@ class ComparesNothing(ConsumerLedger):
     def assign(self, plan: Any) -> Any:
         """Leave out the comparison."""
         super().assign(attrs.evolve(plan, verify=False))
-
-    def expect(self, order: Any, now: float, timeout: float) -> Any:
-        """Leave out the comparison."""
-        return super().expect(attrs.evolve(order, verify=False), now, timeout)

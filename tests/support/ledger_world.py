@@ -227,11 +227,12 @@ class World(TwoEngines[bytes]):
         )
         self.loads.append(Load(request, rank, load_plan, left, reread=reread))
         ledger = self.consumers[rank]
+        actions = ledger.begin(load_plan.request_id, self.reader_now, TIMEOUT)
         if connecting:
             self.to_connect.append(self.loads[-1])
-            actions = ledger.begin(load_plan.request_id, self.reader_now, TIMEOUT)
         else:
-            actions = ledger.expect(load_plan, self.reader_now, TIMEOUT)
+            ledger.assign(load_plan)
+            actions += ledger.connected(load_plan.request_id, self.reader_now)
         self.acted(actions, "D", rank)
 
     def sources(self, rank: Rank, ends: dict[str, int]) -> dict[Rank, dict[tuple[str, str], int]]:
