@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import attrs
@@ -148,22 +148,6 @@ class Source(msgspec.Struct, eq=False):
             for place, upto in self.written.items()
             if upto > (least := self.started.get(place, 0))
         }
-
-    def start(self, upto: Mapping[Place, int]) -> None:
-        """Start a step that moves layers *upto* positions.
-
-        Raises:
-            SpecError: If a layer does not move from this source, or would move twice or before it
-                was written.
-        """
-        for place, end in upto.items():
-            if place not in self.ends:
-                raise SpecError("layers", place, "layers of a group that move from this source")
-            least, most = self.started.get(place, 0), self.written.get(place, 0)
-            if not least < end <= most:
-                raise SpecError("upto", end, f"more than {least}, of {place}, and at most {most}")
-        # A new dict: an undone call must not have changed the old one.
-        self.started = {**self.started, **upto}
 
 
 class Step(NamedTuple):
@@ -289,14 +273,11 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         """Give a load its plan, so that its steps can start. Call `connected` after that.
 
         Raises:
-            SpecError: If another load has the same name in messages, or the producer's incarnation
-                is not the connected one.
+            SpecError: If another load has the same name in messages.
         """
         load = self._change(plan.request_id)
         if load is None or load.plan is not NO_PLAN:
             raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
-        if self.epochs.get(plan.engine_id, plan.epoch) != plan.epoch:
-            raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
         if plan.name in self._names:
             raise SpecError("key", plan.key, "an attempt and sample whose earlier load is over")
         self._put(self._names, plan.name, plan.request_id)
@@ -360,31 +341,21 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         Args:
             request_id: The load.
             source: Rank of the producer.
-            upto: For each layer that moves, the position behind the last token. By default, all
-                layers move to their ends.
+            upto: For each layer that moves, the position behind the last token, from `readable`. By
+                default, all layers move to their ends.
 
         Returns:
             The step.
 
         Raises:
-            SpecError: If the load does not move, or the step would move data twice or before it
-                was written.
+            SpecError: If the load does not move.
         """
-        return self._start(request_id, source, upto)
-
-    @atomic
-    def start_all(self, request_id: str, sources: Iterable[RankId]) -> dict[RankId, Step]:
-        """Start a step for everything that moves from each of *sources*. All of them or none."""
-        return {source: self._start(request_id, source) for source in sources}
-
-    def _start(
-        self, request_id: str, source: RankId, upto: Mapping[Place, int] | None = None
-    ) -> Step:
         load = self._change(request_id)
         if load is None or load.state not in ("connecting", "moving") or source not in load.sources:
             raise SpecError("request_id", request_id, f"a load that moves from {source}")
         moved = self._source(load, source)
-        moved.start(moved.ends if upto is None else upto)
+        # A new dict: an undone call must not have changed the old one.
+        moved.started = {**moved.started, **(moved.ends if upto is None else upto)}
         step = Step(request_id, self._count("numbers", 1), source)
         self._put(load.steps, step.number, step)
         return step

@@ -176,7 +176,7 @@ class Loads:
             self._pushed[load.plan.name] = None
             if len(self._pushed) > MAX_PUSHED:
                 del self._pushed[next(iter(self._pushed))]
-        steps = self.ledger.start_all(name, whole)
+        steps = {rank: self.ledger.start(name, rank) for rank in whole}
         load.in_flight |= {steps[rank]: pushed for rank, pushed in load.pushes.items()}
         load.in_flight |= self._read(load, {steps[rank]: each for rank, each in sides.items()})
         self.ledger.connected(name, self.now())
