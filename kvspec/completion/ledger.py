@@ -45,7 +45,7 @@ from kvspec.errors import TransferState
 from kvspec.inputs import positive_int
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.handshake import is_name
-from kvspec.wire.messages import Key, Message, RankAddress
+from kvspec.wire.messages import Message, RankAddress
 
 NEVER = math.inf, 0
 # The heap is rebuilt when it has more than two entries for each record plus this many.
@@ -67,16 +67,6 @@ class Refused(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.message}: {self.why}"
-
-
-class Free(NamedTuple):
-    """Action: the producer may reuse the blocks of a request.
-
-    *why* is the word `sent`, `expired` or `aborted`.
-    """
-
-    key: Key
-    why: str
 
 
 class Ended(NamedTuple):
@@ -108,7 +98,7 @@ class Closed(NamedTuple):
     request_id: str
 
 
-HoldAction = Tell | Refused | Free
+HoldAction = Tell | Refused
 """An action that the producer's ledger returns. The session carries them out in order."""
 Action = Tell | Refused | Failed | Ended | Closed
 """An action that the consumer's ledger returns. The session carries them out in order."""

@@ -59,7 +59,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvspec.completion.ledger import LEAST, Free, HoldAction, Ledger, Record, Refused, Tell, atomic
+from kvspec.completion.ledger import LEAST, HoldAction, Ledger, Record, Refused, Tell, atomic
 from kvspec.completion.states import PRODUCER, PUSH
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
@@ -79,6 +79,7 @@ from kvspec.wire.messages import (
     PushStopped,
     RankAddress,
     ReaderStatus,
+    RemoteId,
     StopWriting,
     Valid,
 )
@@ -273,6 +274,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     Attributes:
         counts: "held": requests whose blocks are not free. "pushes": pushes to readers that are
             remembered. "early": messages for requests that are not admitted yet.
+        freed: By remote id, how each request has ended that was freed: `done`, `expired` or
+            `aborted`. The session takes them out.
         most_early: Number of messages to keep for requests that are not admitted yet.
     """
 
@@ -282,6 +285,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         super().__init__(me)
         self.lease = seconds("lease", lease, LEAST)
         self.longest = seconds("longest", longest)
+        self.freed: dict[RemoteId, str] = {}
 
     @property
     def held(self) -> tuple[Key, ...]:
@@ -560,8 +564,9 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self._count("held", -1)
         request.expires = self._now + self.lease
         request.blocks, request.checksums = dict[str, BlockTable](), dict[Extent, bytes]()
-        why = "sent" if request.complete else "expired"
-        return [Free(request.key, "aborted" if before == "fenced" else why)]
+        how = "done" if request.complete else "expired"
+        self._put(self.freed, request.key.remote_id, "aborted" if before == "fenced" else how)
+        return []
 
     def _push_message(self, request: HeldRequest, message: Message) -> list[HoldAction]:
         """Answer a heartbeat or `stop` if it is about a push.

@@ -46,11 +46,10 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 import attrs
 
-from kvspec.completion.ledger import Free, HoldAction
 from kvspec.completion.producer import ProducerLedger, Target
 from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import positive_int
@@ -81,15 +80,6 @@ class Settled:
     aborted: tuple[RemoteId, ...] = ()
     foreign: tuple[str, ...] = ()
 
-    @staticmethod
-    def of(freed: Mapping[RemoteId, str], foreign: Iterable[str]) -> Settled:
-        """Return requests by the reason why each was freed."""
-        done, expired, aborted = (
-            tuple(name for name, other in freed.items() if other == why)
-            for why in ("sent", "expired", "aborted")
-        )
-        return Settled(done, expired, aborted, tuple(foreign))
-
     @property
     def freed(self) -> tuple[RemoteId, ...]:
         """All requests whose blocks can be reused now."""
@@ -106,7 +96,6 @@ class Holds:
         now: The clock.
         messages: Sends messages to readers.
         answers: The checksums that readers request.
-        freed: The requests that have ended and were not reported yet, each with the reason.
     """
 
     ledger: ProducerLedger
@@ -114,7 +103,6 @@ class Holds:
     now: Callable[[], float]
     messages: Messages
     answers: ChecksumAnswers
-    freed: dict[RemoteId, str] = attrs.field(factory=dict)
     _pushes: list[Push] = attrs.field(factory=list)
 
     @property
@@ -214,11 +202,6 @@ class Holds:
             for key in self.ledger.held:
                 self.ledger.abort(key, self.now())
         self.ledger.tick(self.now())
-
-    def act(self, action: HoldAction) -> None:
-        """Carry out an action without a message: record that a request has ended."""
-        if isinstance(action, Free):
-            self.freed[action.key.remote_id] = action.why
 
     def close(self) -> None:
         """Forget all held requests. Their readers receive no answers from now on."""

@@ -243,7 +243,7 @@ class Messages:
         self.counters.messages_refused += 1
         self.refused.append(why)
 
-    def act(self, actions: list[A], change: Callable[[A], None]) -> None:
+    def act(self, actions: list[A], change: Callable[[A], None] | None = None) -> None:
         """Carry out the *actions* of a ledger. *change* does those without a message."""
         while actions:
             action = actions[0]
@@ -251,7 +251,7 @@ class Messages:
                 self.send(action.message)
             elif isinstance(action, Refused):
                 self.note(str(action))
-            else:
+            elif change is not None:
                 change(action)
             # Last: an interrupted action is carried out again, and none is lost.
             del actions[0]

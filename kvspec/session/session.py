@@ -532,15 +532,19 @@ class Session:
         If the call is interrupted, the next call returns them.
         """
         self.poll()
-        freed, holds = dict[RemoteId, str](), self._holds
+        freed, ledger = dict[RemoteId, str](), self._holds.ledger
         try:
             with self._lock.held:
-                freed, foreign = dict(holds.freed), tuple(self._messages.refused)
-                holds.freed.clear()
+                freed, foreign = dict(ledger.freed), tuple(self._messages.refused)
+                ledger.freed.clear()
                 self._messages.refused.clear()
-            return Settled.of(freed, foreign)
+            ended = {
+                end: tuple(name for name, how in freed.items() if how == end)
+                for end in ("done", "expired", "aborted")
+            }
+            return Settled(**ended, foreign=foreign)
         except BaseException:
-            holds.freed.update(freed)
+            ledger.freed.update(freed)
             raise
 
     def poll(self) -> None:
@@ -649,7 +653,7 @@ class Session:
     def _act(self) -> None:
         """Carry out what both ledgers have decided."""
         if actions := self._holds.ledger.actions:
-            self._messages.act(actions, self._holds.act)
+            self._messages.act(actions)
         self._loads.act()
 
     def _wake(self) -> None:

@@ -198,6 +198,7 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
             ledger.due,
         )
         assert ((), 0, 0, 0, None) == empty
+        results.append(ledger.freed)
     return results, reached
 
 

@@ -221,25 +221,25 @@ def calm(seed: int, **ledgers: Any) -> World:
     outcomes = {load.outcome for load in world.loads}
     check(Promise.ANSWERED, outcomes == {"ready"}, outcomes)
     why = {why for request in world.requests for why in request.freed.values()}
-    check(Promise.ANSWERED, why == {"sent"}, why)
+    check(Promise.ANSWERED, why == {"done"}, why)
     return world
 
 
 def test_ledgers_end_every_load_as_done_without_faults() -> None:
-    """Every request is freed as sent, whatever its plan, its samples and its cached tokens."""
+    """Every request is freed as done, whatever its plan, its samples and its cached tokens."""
     for seed in range(20):
         calm(seed)
 
 
 def test_ledgers_keep_their_promises_in_any_order_of_steps() -> None:
-    """Loads end, fail and die, and requests are freed as sent, expired and aborted."""
+    """Loads end, fail and die, and requests are freed as done, expired and aborted."""
     worlds = [chaos(seed, verify=seed % 3 == 0) for seed in range(150)]
     compared = {load.outcome for world in worlds for load in world.loads if load.compared}
     assert {"ready", "failed"} <= compared
     outcomes = {load.outcome for world in worlds for load in world.loads}
     why = {why for world in worlds for r in world.requests for why in r.freed.values()}
     assert {"ready", "failed", "died"} == outcomes
-    assert {"sent", "expired", "aborted"} == why
+    assert {"done", "expired", "aborted"} == why
 
 
 class RecordedTable(dict[Any, Any]):
@@ -273,7 +273,7 @@ def test_chaos_uses_every_row_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> 
 CALM = 8
 BROKEN = {
     "producer": {
-        faults.CountsMessages: Promise.ANSWERED,
+        faults.CountsMessages: Promise.UNREAD,
         faults.IgnoresNonce: Promise.UNREAD,
         faults.FreesOnAbort: Promise.UNREAD,
         faults.KeepsFirstCount: Promise.UNREAD,

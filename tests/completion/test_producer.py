@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from refused import refusal
 
 import kvspec
-from kvspec.completion.ledger import Free, Refused, Tell
+from kvspec.completion.ledger import Refused, Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.messages import (
     Done,
@@ -68,9 +68,9 @@ def test_request_is_freed_after_its_last_reader() -> None:
     assert ["valid"] == kinds(ledger.receive(done(), 2.0))
     assert ["valid"] == kinds(ledger.receive(done(), 2.0))
     assert (KEY,) == ledger.held
-    actions = ledger.receive(done(1), 3.0)
-    assert ["valid", "Free"] == kinds(actions)
-    assert Free(KEY, "sent") == actions[1]
+    assert {} == ledger.freed
+    assert ["valid"] == kinds(ledger.receive(done(1), 3.0))
+    assert {KEY.remote_id: "done"} == ledger.freed
     assert ["valid"] == kinds(ledger.receive(done(1), 4.0))
     assert ["gone"] == kinds(ledger.receive(done(2), 4.0))
     assert [] == ledger.tick(13.0)
@@ -86,7 +86,9 @@ def test_repeated_heartbeat_extends_no_lease() -> None:
     for now in (4.0, 9.0, 13.9):
         for copy in (first, heartbeat(2)):
             assert ["Refused"] == kinds(ledger.receive(copy, now))
-    assert ["Free"] == kinds(ledger.tick(14.0))
+    assert {} == ledger.freed
+    assert [] == ledger.tick(14.0)
+    assert {KEY.remote_id: "expired"} == ledger.freed
 
 
 def test_repeated_heartbeat_extends_no_lease_after_an_abort() -> None:
@@ -96,8 +98,9 @@ def test_repeated_heartbeat_extends_no_lease_after_an_abort() -> None:
     ledger.abort(KEY, 2.0)
     assert ["Refused"] == kinds(ledger.receive(heartbeat(1), 3.0))
     assert ["gone"] == kinds(ledger.receive(heartbeat(2), 3.0))
-    (freed,) = ledger.tick(11.0)
-    assert Free(KEY, "aborted") == freed
+    assert {} == ledger.freed
+    assert [] == ledger.tick(11.0)
+    assert {KEY.remote_id: "aborted"} == ledger.freed
 
 
 def test_repeated_heartbeat_is_kept_once_before_the_request_is_held() -> None:
@@ -107,7 +110,9 @@ def test_repeated_heartbeat_is_kept_once_before_the_request_is_held() -> None:
         assert [] == ledger.receive(heartbeat(1), now)
     assert ["lease"] == kinds(ledger.admit(KEY, 3.0))
     assert ["Refused"] == kinds(ledger.receive(heartbeat(1), 12.0))
-    assert ["Free"] == kinds(ledger.tick(13.0))
+    assert {} == ledger.freed
+    assert [] == ledger.tick(13.0)
+    assert {KEY.remote_id: "expired"} == ledger.freed
 
 
 def test_data_that_was_valid_for_one_load_is_not_for_the_next() -> None:
@@ -121,7 +126,9 @@ def test_data_that_was_valid_for_one_load_is_not_for_the_next() -> None:
     assert isinstance(late, Refused)
     assert "older" in str(late)
     assert (KEY,) == ledger.held, "freed although a lease was sent"
-    assert ["valid", "Free"] == kinds(ledger.receive(done(number=4), 3.0))
+    assert {} == ledger.freed
+    assert ["valid"] == kinds(ledger.receive(done(number=4), 3.0))
+    assert {KEY.remote_id: "done"} == ledger.freed
     assert ["valid"] == kinds(ledger.receive(done(number=4), 3.0))
     assert ["gone"] == kinds(ledger.receive(heartbeat(5), 4.0))
     assert ["gone"] == kinds(ledger.receive(done(number=6), 4.0))
@@ -135,8 +142,9 @@ def test_request_is_held_until_every_reader_of_the_last_attempt_is_done() -> Non
     assert ["valid"] == kinds(ledger.receive(done(attempt=1), 2.0))
     assert (KEY,) == ledger.held, "the second reader may read again"
     assert ["lease"] == kinds(ledger.receive(heartbeat(3, 1, attempt=1), 3.0))
-    actions = ledger.receive(done(1, 4, attempt=1), 4.0)
-    assert ["valid", "Free"] == kinds(actions)
+    assert {} == ledger.freed
+    assert ["valid"] == kinds(ledger.receive(done(1, 4, attempt=1), 4.0))
+    assert {KEY.remote_id: "done"} == ledger.freed
 
 
 def test_request_waits_for_a_reader_that_is_not_in_the_last_attempt() -> None:
@@ -163,7 +171,9 @@ def test_early_message_counts() -> None:
     """The ledger does not wait for readers that were done before the request was held."""
     ledger = ProducerLedger(P[0], lease=10.0)
     assert [] == ledger.receive(done(), 0.0) + ledger.receive(done(1), 1.0)
-    assert ["valid", "valid", "Free"] == kinds(ledger.admit(KEY, 2.0))
+    assert {} == ledger.freed
+    assert ["valid", "valid"] == kinds(ledger.admit(KEY, 2.0))
+    assert {KEY.remote_id: "done"} == ledger.freed
 
 
 def test_early_engine_that_declined_does_not_end_the_request_of_another() -> None:
@@ -173,7 +183,9 @@ def test_early_engine_that_declined_does_not_end_the_request_of_another() -> Non
     assert [] == ledger.receive(done(expected=1), 0.0)
     assert [] == ledger.receive(replace(heartbeat(1, expected=1), by=other), 1.0)
     assert ["valid", "lease"] == kinds(ledger.admit(KEY, 2.0))
-    assert ["valid", "Free"] == kinds(ledger.receive(replace(done(expected=1), by=other), 3.0))
+    assert {} == ledger.freed
+    assert ["valid"] == kinds(ledger.receive(replace(done(expected=1), by=other), 3.0))
+    assert {KEY.remote_id: "done"} == ledger.freed
 
 
 def test_early_reader_receives_gone_when_the_request_is_not_held_in_time() -> None:
@@ -194,7 +206,9 @@ def test_heartbeats_extend_the_lease_up_to_the_longest() -> None:
         assert isinstance(answer.message, Lease)
         leases.append(answer.message.lease)
     assert [10.0, 10.0, 7.0] == leases
-    assert ["Free", "gone"] == kinds(ledger.receive(heartbeat(9), 30.0))
+    assert {} == ledger.freed
+    assert ["gone"] == kinds(ledger.receive(heartbeat(9), 30.0))
+    assert {KEY.remote_id: "expired"} == ledger.freed
 
 
 def test_aborted_request_is_freed_when_its_readers_are_done() -> None:
@@ -203,9 +217,9 @@ def test_aborted_request_is_freed_when_its_readers_are_done() -> None:
     ledger.receive(heartbeat(1), 1.0)
     assert [] == ledger.abort(KEY, 2.0)
     assert ["gone"] == kinds(ledger.receive(done(), 3.0))
-    actions = ledger.receive(done(1), 3.0)
-    assert ["gone", "Free"] == kinds(actions)
-    assert Free(KEY, "aborted") == actions[1]
+    assert {} == ledger.freed
+    assert ["gone"] == kinds(ledger.receive(done(1), 3.0))
+    assert {KEY.remote_id: "aborted"} == ledger.freed
     assert [] == ledger.abort(KEY, 4.0) + ledger.abort(Key("never held", b"8 bytes!"), 4.0)
 
 
@@ -217,7 +231,9 @@ def test_readers_that_disagree_leave_the_lease() -> None:
     assert isinstance(refused, Refused)
     assert "expects" in refused.why
     assert ["valid", "valid"] == kinds(ledger.receive(done(), 2.0) + ledger.receive(done(1), 2.0))
-    assert ["Free"] == kinds(ledger.tick(11.0))
+    assert {} == ledger.freed
+    assert [] == ledger.tick(11.0)
+    assert {KEY.remote_id: "expired"} == ledger.freed
 
 
 def test_number_of_readers_from_the_engine_is_not_disputed() -> None:
@@ -225,7 +241,9 @@ def test_number_of_readers_from_the_engine_is_not_disputed() -> None:
     ledger = held(expected=2)
     assert ["Refused"] == kinds(ledger.receive(done(expected=1), 1.0))
     ledger.receive(done(), 2.0)
-    assert ["valid", "Free"] == kinds(ledger.receive(done(1), 2.0))
+    assert {} == ledger.freed
+    assert ["valid"] == kinds(ledger.receive(done(1), 2.0))
+    assert {KEY.remote_id: "done"} == ledger.freed
 
 
 def test_messages_for_others_change_nothing() -> None:
@@ -300,8 +318,9 @@ def test_requests_of_one_id_are_held_at_the_same_time() -> None:
     assert (KEY, again) == ledger.held
     ledger.abort(KEY, 2.0)
     ledger.receive(done(), 3.0)
-    actions = ledger.receive(done(1), 3.0)
-    assert Free(KEY, "aborted") == actions[-1]
+    assert {} == ledger.freed
+    assert ["gone"] == kinds(ledger.receive(done(1), 3.0))
+    assert {KEY.remote_id: "aborted"} == ledger.freed
     assert ["lease"] == kinds(ledger.receive(heartbeat(7, key=again), 4.0))
     assert (again,) == ledger.held
 
@@ -381,7 +400,9 @@ def test_request_is_remembered_while_it_is_written() -> None:
     ledger = held()
     target = (0, 0, D[0])
     ledger.begin_push(KEY, [target])
-    assert ["Free"] == kinds(ledger.tick(10.0))
+    assert {} == ledger.freed
+    assert [] == ledger.tick(10.0)
+    assert {KEY.remote_id: "expired"} == ledger.freed
     ledger.tick(99.0)
     assert 1 == len(ledger.records)
     assert ["pushed"] == kinds(ledger.end_push(KEY, target, WRITTEN, 99.0))

@@ -16,7 +16,7 @@ import attrs
 
 import kvspec
 from kvspec.completion.consumer import EVERYTHING, ConsumerLedger, LoadPlan
-from kvspec.completion.ledger import Free, Tell
+from kvspec.completion.ledger import Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.nixl import NixlRank
 from kvspec.session import Session, new_remote_id
@@ -24,7 +24,7 @@ from kvspec.testing import FakeNixl
 from kvspec.testing.laws import KVSPEC
 from kvspec.testing.world import World
 from kvspec.wire.codec import decode_message, encode_message
-from kvspec.wire.messages import Key, RankAddress
+from kvspec.wire.messages import Key, RankAddress, key_of
 
 LEASE = 10.0
 FOREVER = 1e6  # seconds that a reader waits, since the scripts let it wait long
@@ -97,12 +97,13 @@ class Ledgers:
         return list(self.events(self.producer.abort(self.keys[request], now)))
 
     def events(self, actions: Iterable[Any]) -> Iterator[Event]:
-        """Yield the actions that the law judges, as its events."""
+        """Yield the messages among *actions*, and the requests that are free, as events."""
         for action in actions:
             if isinstance(action, Tell):
                 yield "notify", encode_message(action.message)
-            elif isinstance(action, Free):
-                yield "freed", action.key.request_id
+        while self.producer.freed:
+            remote_id, _ = self.producer.freed.popitem()
+            yield "freed", key_of(remote_id).request_id
 
 
 class Direct:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 import kvspec
 from kvspec.completion.consumer import ConsumerLedger
-from kvspec.completion.ledger import Free, Tell
+from kvspec.completion.ledger import Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.messages import Done, Heartbeat, Lease, Message, ReaderStatus, Valid
 
@@ -100,7 +100,8 @@ class FreesTwice(ProducerLedger):
         """Free each request that is forgotten."""
         before = {key for key, request in self.records.items() if request.state == "freed"}
         actions = super().tick(now)
-        return actions + [Free(key, "expired") for key in before if key not in self.records]
+        self.freed |= {key.remote_id: "expired" for key in before if key not in self.records}
+        return actions
 
 
 class IgnoresEpoch(ProducerLedger):

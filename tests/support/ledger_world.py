@@ -26,7 +26,7 @@ from two_engines import (
 import kvspec
 from kvspec.completion.consumer import ConsumerLedger, LoadPlan
 from kvspec.completion.consumer import Step as LedgerStep
-from kvspec.completion.ledger import Closed, Ended, Failed, Free, Tell
+from kvspec.completion.ledger import Closed, Ended, Failed, Tell
 from kvspec.completion.producer import ProducerLedger, Target
 from kvspec.errors import TransferState
 from kvspec.wire import messages as wire
@@ -476,10 +476,12 @@ class World(TwoEngines[bytes]):
                     continue
                 self.net.append(encode_message(message))
                 self.sent = [*self.sent[-60:], self.net[-1]]
-            elif isinstance(action, Free):
-                self.freed(action, rank)
             elif isinstance(action, Failed | Ended | Closed):
                 self.loaded(action)
+        if name == "P":
+            for remote_id, how in self.producers[rank].freed.items():
+                self.freed(remote_id, how, rank)
+            self.producers[rank].freed.clear()
 
     def give_up(self, at: int) -> None:
         """Let a reader send `stop` to a producer rank, whether or not that rank pushes."""
@@ -553,14 +555,13 @@ class World(TwoEngines[bytes]):
                 before = request.promised[message.by.rank]
                 request.promised[message.by.rank] = max(before, until)
 
-    def freed(self, action: Free, rank: Rank) -> None:
+    def freed(self, name: str, how: str, rank: Rank) -> None:
         """Check that blocks are freed once, and only if no rank reads or the lease is over."""
-        name = action.key.remote_id
-        mine = [r for r in self.requests if r.key == action.key and rank in r.promised]
+        mine = [r for r in self.requests if r.key.remote_id == name and rank in r.promised]
         held = [r for r in mine if not r.lost and rank not in r.freed]
         check(Promise.FREED_ONCE, held, f"{name} on {rank}")
         request = held[0]
-        request.freed[rank] = action.why
+        request.freed[rank] = how
         if self.now >= request.promised[rank]:
             return
         to_come = {(by, s) for by in self.plan.notifiers(rank) for s in range(request.samples)}

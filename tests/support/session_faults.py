@@ -54,9 +54,9 @@ def free_request_is_reported_twice(patch: pytest.MonkeyPatch) -> None:
 
     def again(self: Any) -> Any:
         self.poll()
-        freed = [*self._holds.freed.items()][:1]
+        freed = [*self._holds.ledger.freed.items()][:1]
         result = settled(self)
-        self._holds.freed = dict(freed)
+        self._holds.ledger.freed = dict(freed)
         return result
 
     patch.setattr(Session, "settled", again)
