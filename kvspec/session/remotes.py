@@ -137,13 +137,7 @@ class Lane:
         if layer not in self.layers:
             whole = self.table
             caches = whole.producer, whole.consumer
-            table = build_table(
-                whole.plan,
-                *caches,
-                layers=[layer],
-                prefix_multiple=whole.prefix_multiple,
-                dead_tokens=whole.dead_tokens,
-            )
+            table = build_table(whole.plan, *caches, layers=[layer], dead_tokens=whole.dead_tokens)
             role: Role = "producer" if self.consumer.peer is None else "consumer"
             agent = self.producer.peer or self.consumer.peer or ""
             self.layers[layer] = Lane.open(nixl, table, agent, role)
@@ -203,11 +197,8 @@ class RemoteEngine:
         return self.incarnation[0]
 
     def same(self, other: RemoteEngine) -> bool:
-        """Whether *other* has the same introductions and prefix multiples, and is not lost."""
-        contents = [
-            (x.ranks, {table.prefix_multiple for table in x.tables.values()}) for x in (self, other)
-        ]
-        return contents[0] == contents[1] and not other.lost
+        """Whether *other* has the same introductions, and is not lost."""
+        return self.ranks == other.ranks and not other.lost
 
     def sides(self, request: TransferRequest, ranks: Iterable[RankId]) -> dict[RankId, Sides]:
         """Return what *request* moves between this rank and each of *ranks*, if it moves anything.
@@ -237,7 +228,6 @@ def judged(
     nixl: NixlRank,
     introductions: Iterable[bytes],
     role: Role,
-    prefix_multiple: int,
     *,
     dead_tokens: bool = False,
 ) -> RemoteEngine:
@@ -268,9 +258,7 @@ def judged(
     for rank in partners:
         caches = ranks[rank].cache, own.handshake.cache
         producer, consumer = caches if role == "producer" else caches[::-1]
-        tables[rank] = build_table(
-            plan, producer, consumer, prefix_multiple=prefix_multiple, dead_tokens=dead_tokens
-        )
+        tables[rank] = build_table(plan, producer, consumer, dead_tokens=dead_tokens)
     readers = {
         rank: len(plan.notifiers(rank))
         for rank in (plan.notifies(own.rank) if role == "producer" else ())

@@ -188,7 +188,6 @@ class Session:
         introductions: Iterable[bytes],
         *,
         role: Role = "producer",
-        prefix_multiple: int = 1,
         timeout: float = 10.0,
     ) -> TransferPlan:
         """Connect an engine, and return the plan between it and this rank's engine. Waits.
@@ -199,7 +198,6 @@ class Session:
         Args:
             introductions: Introductions of all ranks of the engine.
             role: Role of that engine for this rank.
-            prefix_multiple: As in `build_table`.
             timeout: Seconds to wait for the connections.
 
         Returns:
@@ -213,26 +211,19 @@ class Session:
             TransferError: If a connection fails, or the session is closed. With state "busy" if
                 this incarnation is connected in another way, and bytes move. Then it stays so.
         """
-        most = seconds("timeout", timeout)
-        return self._connect(introductions, role, prefix_multiple, most)
+        return self._connect(introductions, role, seconds("timeout", timeout))
 
     def _connect(
         self,
         introductions: Iterable[bytes],
         role: Role,
-        prefix_multiple: int,
         timeout: float,
         ticket_of: str | None = None,
     ) -> TransferPlan:
         """Connect an engine as `connect` does. *ticket_of*: its name, if a ticket contains it."""
         with self._connecting.held:
             remote = judged(
-                self._own,
-                self.nixl,
-                introductions,
-                role,
-                prefix_multiple,
-                dead_tokens=self._dead_tokens,
+                self._own, self.nixl, introductions, role, dead_tokens=self._dead_tokens
             )
             name, epoch = remote.incarnation
             remote.by_ticket = ticket_of is not None
@@ -677,4 +668,4 @@ class Session:
         with self._lock.held:
             self._remotes.check_wanted(engine_id)
         found = self.fetch(addresses, ANSWER, absent=ABSENT)
-        self._connect(found, "producer", 1, ANSWER, ticket_of=engine_id)
+        self._connect(found, "producer", ANSWER, ticket_of=engine_id)

@@ -230,7 +230,7 @@ class Calls:
     def connect(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
         options = {"introductions": self.pair[0].introductions, "role": "producer"}
-        return self.consumer.connect, options | {"prefix_multiple": 1, "timeout": 1.0}
+        return self.consumer.connect, options | {"timeout": 1.0}
 
     def fetch(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer, which fetches from an absent process."""

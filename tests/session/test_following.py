@@ -369,7 +369,7 @@ def test_load_that_follows_fails_when_its_producer_is_connected_again() -> None:
         prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
         loads = follow(consumer, prefill)
         for session in consumer.sessions.values():
-            session.connect(producer.introductions, prefix_multiple=4)
+            session.connect(producer.other_introductions)
         prefill.compute(14, *LAYERS)
         assert ["failed"] * 2 == ended(loads, *sides)
         assert all("again" in str(load.error) for load in loads)

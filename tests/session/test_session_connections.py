@@ -239,14 +239,14 @@ def test_connect_that_is_refused_as_busy_leaves_the_engine_connected(
         let_nothing_land(net)
         load = session.load(request(), remote_id=remote_id, timeout=9.0)
         with pytest.raises(TransferError) as caught:
-            session.connect(producer.introductions, prefix_multiple=4)
+            session.connect(producer.other_introductions)
         assert "busy" == caught.value.state
         assert (len(roles), 0) == (session.stats().engines, session.stats().leaving)
         net.fate = FakeFlight.land
         land(net)
         assert ["done"] == ended([load], producer, consumer)
         assert [] == consumer.wrong(request())
-        session.connect(producer.introductions, prefix_multiple=4)
+        session.connect(producer.other_introductions)
         assert (len(roles), 0) == (session.stats().engines, session.stats().leaving)
 
 

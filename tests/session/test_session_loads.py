@@ -102,39 +102,6 @@ def test_decline_has_no_name_in_common_with_loads(pair: tuple[Side, Side]) -> No
     assert ["declined"] * 4 == freed(4, producer, consumer)
 
 
-def test_prefix_multiple_limits_cached_prefixes(pair: tuple[Side, Side]) -> None:
-    """The same bytes move. Another call of `connect` takes the limit back."""
-    producer, consumer = pair
-
-    def multiples() -> set[int]:
-        """Return the multiples of the tables of a load, which moves nothing."""
-        remote_id = new_remote_id("hit")
-        producer.hold(remote_id)
-        (load, _) = consumer.load(request("hit", cached=14), remote_id)
-        quiet(producer, consumer)
-        return {table.prefix_multiple for table in load.remote.tables.values()}
-
-    assert {1} == multiples()
-    for session in consumer.sessions.values():
-        session.connect(producer.introductions, prefix_multiple=4)
-    assert {4} == multiples()
-    asked, remote_id = request(tokens=14, cached=8), new_remote_id("r")
-    producer.fill(asked)
-    consumer.spoil(asked)
-    producer.hold(remote_id)
-    assert ["done", "done"] == ended(consumer.load(asked, remote_id), producer, consumer)
-    assert [] == consumer.wrong(asked)
-    with pytest.raises(SpecError, match="prefix_multiple") as caught:
-        consumer.load(request(cached=7), new_remote_id("r"), timeout=1.0)
-    assert ("cached_tokens", 7) == (caught.value.field, caught.value.value)
-    with pytest.raises(SpecError) as caught:
-        consumer.first.connect(producer.introductions, prefix_multiple=0)
-    assert ("prefix_multiple", 0) == (caught.value.field, caught.value.value)
-    quiet(producer, consumer)
-    consumer.first.connect(producer.introductions)
-    assert {1} == multiples()
-
-
 def test_request_is_freed_after_all_samples_of_its_prompt(pair: tuple[Side, Side]) -> None:
     """Each sample is read or declined."""
     producer, consumer = pair

@@ -257,7 +257,7 @@ def test_other_connections_do_not_end_a_pushed_load(net: FakeNixl) -> None:
             consumer.connect(other)
             assert ("moving", None) == (load.poll(), load.error)
         for session in consumer.sessions.values():
-            session.connect(producer.introductions, prefix_multiple=4)
+            session.connect(producer.other_introductions)
             session.disconnect("Q")
         assert ("moving", None) == (load.poll(), load.error)
         producer.push(asked, remote_id)

@@ -548,7 +548,7 @@ def test_ticket_connects_its_producer_again_after_a_failed_connect(
     agent = net.agents[one.first.nixl.name]
     agent.alive = False
     with pytest.raises(TransferError):
-        consumer.first.connect(one.introductions, prefix_multiple=4)
+        consumer.first.connect(one.other_introductions)
     agent.alive = True
     assert set() == engines_of(consumer)
     assert ["done"] == ended([small_load(one, consumer)], *three)

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
+import attrs
 import pytest
 
 import kvspec
@@ -38,6 +39,7 @@ from kvspec.nixl import NixlRank, Staging
 from kvspec.session import Load, Session
 from kvspec.session.channel import Channel
 from kvspec.session.load import Push
+from kvspec.session.mailbox import introduced
 from kvspec.testing import FakeNixl, oracle
 from kvspec.wire.messages import key_of
 
@@ -248,6 +250,13 @@ class Side:
     def introductions(self) -> list[bytes]:
         """The introductions of all ranks, which the other side connects with."""
         return [session.introduction for session in self.sessions.values()]
+
+    @property
+    def other_introductions(self) -> list[bytes]:
+        """The introductions with another lease. So they connect the same ranks again."""
+        secret = self.first.nixl.secret
+        ranks = [introduced(sealed, secret) for sealed in self.introductions]
+        return [attrs.evolve(rank, lease=rank.lease + 1).seal(secret) for rank in ranks]
 
     @property
     def addresses(self) -> list[str]:
