@@ -211,20 +211,15 @@ class Session:
             TransferError: If a connection fails, or the session is closed. With state "busy" if
                 this incarnation is connected in another way, and bytes move. Then it stays so.
         """
-        return self._connect(introductions, role, seconds("timeout", timeout))
+        most = seconds("timeout", timeout)
+        remote = judged(self._own, self.nixl, introductions, role, dead_tokens=self._dead_tokens)
+        return self._join(remote, most)
 
-    def _connect(
-        self,
-        introductions: Iterable[bytes],
-        role: Role,
-        timeout: float,
-        ticket_of: str | None = None,
+    def _join(
+        self, remote: RemoteEngine, timeout: float, ticket_of: str | None = None
     ) -> TransferPlan:
-        """Connect an engine as `connect` does. *ticket_of*: its name, if a ticket contains it."""
+        """Connect an engine that fits. *ticket_of*: its name, if a ticket contains it."""
         with self._connecting.held:
-            remote = judged(
-                self._own, self.nixl, introductions, role, dead_tokens=self._dead_tokens
-            )
             name, epoch = remote.incarnation
             remote.by_ticket = ticket_of is not None
             if ticket_of not in (None, name):
@@ -668,4 +663,5 @@ class Session:
         with self._lock.held:
             self._remotes.check_wanted(engine_id)
         found = self.fetch(addresses, ANSWER, absent=ABSENT)
-        self._connect(found, "producer", ANSWER, ticket_of=engine_id)
+        remote = judged(self._own, self.nixl, found, "producer", dead_tokens=self._dead_tokens)
+        self._join(remote, ANSWER, ticket_of=engine_id)
