@@ -34,9 +34,6 @@ readers are done. `time` means that the lease is over. For a freed request, it m
 lease has passed. An unknown request has one lease from its first message: heartbeats do not extend
 it. `pinned` replaces `time` while a push requires that the request is remembered.
 
-If the engine passed the number of readers to `hold`, the ledger refuses each message that contains
-another number. The reader gets no answer, and the lease is not extended.
-
 Each heartbeat has a new number. The ledger refuses a heartbeat whose number is not greater than the
 number of the reader's last message, because it is a copy: a copy must not extend the lease of a
 reader that has died. A repeated `done` is answered again."""

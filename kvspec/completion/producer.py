@@ -21,7 +21,6 @@ How it works:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
-        `expected` is not the `readers` of `hold`        refuse
         first message of its incarnation, 16 are known   refuse, and dispute the request
         first message of its incarnation                 accept
         a later attempt than the incarnation's last      accept
@@ -63,9 +62,8 @@ from kvspec.completion.ledger import LEAST, HoldAction, Ledger, Record, Refused,
 from kvspec.completion.states import PRODUCER, PUSH
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
-from kvspec.inputs import positive_int, seconds
+from kvspec.inputs import seconds
 from kvspec.wire.messages import (
-    MAX_READERS,
     Done,
     Extent,
     Gone,
@@ -150,7 +148,6 @@ class HeldRequest(Record, eq=False):
         state: State of `kvspec.completion.states.PRODUCER`.
         fenced_until: Until when it must be remembered although it is unknown, because a reader
             gave up a push of it.
-        expected: Number of readers of each incarnation, if the engine passed it.
         disputed: Whether readers disagreed.
         incarnations: Incarnations of reading engines, by name and epoch.
         readers: The readers that have come.
@@ -166,7 +163,6 @@ class HeldRequest(Record, eq=False):
     latest: float
     state: str = "unknown"
     fenced_until: float = 0.0
-    expected: int | None = None
     disputed: bool = False
     incarnations: dict[tuple[str, int], Incarnation] = msgspec.field(default_factory=dict)
     readers: dict[Reader, HeldReader] = msgspec.field(default_factory=dict)
@@ -234,8 +230,6 @@ class HeldRequest(Record, eq=False):
 
         See the module docstring for the cases.
         """
-        if self.expected is not None and message.expected != self.expected:
-            return f"it expects {message.expected} readers, this engine {self.expected}", False
         incarnation = self.incarnations.get((message.by.engine_id, message.by.epoch))
         if incarnation is None and len(self.incarnations) == MAX_INCARNATIONS:
             return f"{MAX_INCARNATIONS} incarnations of engines read it already", True
@@ -308,7 +302,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         key: Key,
         now: float,
         *,
-        expected: int | None = None,
         lease: float | None = None,
         blocks: Mapping[str, BlockTable] | None = None,
     ) -> list[HoldAction]:
@@ -317,7 +310,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         Args:
             key: Name of the request. Its nonce must be new.
             now: Time in seconds.
-            expected: Number of readers that will come, if the engine knows it.
             lease: Seconds to wait for the first reader. By default, the lease of the ledger.
             blocks: Block tables of the request, by group. The record keeps them until it is freed.
 
@@ -325,8 +317,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             SpecError: If the request is held already, or was held before.
         """
         first = self.lease if lease is None else seconds("lease", lease)
-        if expected is not None:
-            positive_int("expected", expected, most=MAX_READERS)
         actions = self._tick(now)
         request = self._change(key) or HeldRequest(key, 0.0, 0.0)
         if request.state != "unknown":
@@ -334,7 +324,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request.expires = self._now + first
         request.latest = self._now + max(self.longest, self.lease, first)
         request.fenced_until = 0.0
-        request.expected, request.blocks = expected, blocks or {}
+        request.blocks = blocks or {}
         self._count("held", 1)
         actions += self._step(request, "admit")
         self._save(key, request)

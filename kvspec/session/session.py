@@ -35,7 +35,6 @@ from kvspec.session.stats import SessionStats
 from kvspec.session.ticket import PrefillTicket
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import (
-    MAX_READERS,
     ChecksumRequest,
     Key,
     Message,
@@ -441,7 +440,6 @@ class Session:
         remote_id: str,
         *,
         lease: float | None = None,
-        readers: int | None = None,
         blocks: Tables | None = None,
     ) -> None:
         """Hold a request until all its readers are done.
@@ -455,7 +453,6 @@ class Session:
                 request gets a new name, so both can be held at the same time.
             lease: Seconds in which the first reader must send a heartbeat. Each heartbeat extends
                 it, until `longest` seconds after this call. By default, the lease of the session.
-            readers: Number of consumer ranks that will read from this rank, if the engine knows it.
             blocks: The block tables of the request, by group. Loads with `verify` need them.
 
         Raises:
@@ -463,8 +460,6 @@ class Session:
             TransferError: With state "closed" if the session or its `NixlRank` is closed.
         """
         key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
-        if readers is not None:
-            positive_int("readers", readers, most=MAX_READERS)
         groups = {group.name for group in self._own.handshake.engine.groups}
         if strange := sorted(tables.keys() - groups):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
@@ -473,7 +468,7 @@ class Session:
             if self.nixl.closed:
                 raise TransferError("the NIXL rank was closed", state=TransferState.CLOSED)
             now = self._clock()
-            self._holds.ledger.admit(key, now, expected=readers, lease=lease, blocks=tables)
+            self._holds.ledger.admit(key, now, lease=lease, blocks=tables)
             self._wake()
 
     def record_progress(

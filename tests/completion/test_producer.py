@@ -236,16 +236,6 @@ def test_readers_that_disagree_leave_the_lease() -> None:
     assert {KEY.remote_id: "expired"} == ledger.freed
 
 
-def test_number_of_readers_from_the_engine_is_not_disputed() -> None:
-    """A reader that expects another number than the engine is refused."""
-    ledger = held(expected=2)
-    assert ["Refused"] == kinds(ledger.receive(done(expected=1), 1.0))
-    ledger.receive(done(), 2.0)
-    assert {} == ledger.freed
-    assert ["valid"] == kinds(ledger.receive(done(1), 2.0))
-    assert {KEY.remote_id: "done"} == ledger.freed
-
-
 def test_messages_for_others_change_nothing() -> None:
     """They name another rank, another incarnation, an earlier attempt, or come from a producer."""
     ledger = held()

@@ -151,13 +151,6 @@ def test_channel_may_return_bytes_of_any_buffer_type(kind: Any) -> None:
         assert right != ("receive" in foreign)
 
 
-def test_hold_rejects_a_wrong_number_of_readers(pair: tuple[Side, Side]) -> None:
-    """It must be a positive int."""
-    for wrong in (0, True, 1.0):
-        options = {"remote_id": new_remote_id("r"), "readers": wrong}
-        check_rejected(pair[0].first.hold, "readers", options)
-
-
 def test_fetch_rejects_addresses_that_are_repeated_or_not_texts(pair: tuple[Side, Side]) -> None:
     """A rank answers a question once, so it must be asked once."""
     address = pair[0].addresses[0]
@@ -245,7 +238,6 @@ class Calls:
         options = {
             "remote_id": new_remote_id(next(self.names)),
             "lease": 0.01,
-            "readers": 1,
             "blocks": {},
         }
         return self.producer.hold, options

@@ -46,7 +46,6 @@ class Request:
     samples: int
     ends: dict[str, int]
     partial: bool
-    sure: bool
     attempt: int = 0
     admitted: dict[Rank, float] = attrs.field(factory=dict)
     promised: dict[Rank, float] = attrs.field(factory=dict)
@@ -160,14 +159,14 @@ class World(TwoEngines[bytes]):
         for ledger in self.producers.values():
             ledger.connect("D", self.epochs["D"])
 
-    def admit(self, samples: int, moved: int, *, partial: bool, sure: bool, old: int) -> None:
+    def admit(self, samples: int, moved: int, *, partial: bool, old: int) -> None:
         """Create a request. Its producer ranks and readers receive it one by one."""
         self.count += 1
         name = f"request {old}"  # Several requests of one id may be held at the same time.
         groups = [group.name for group in self.plan.consumer.groups]
         ends = {group: 6 for at, group in enumerate(groups) if moved >> at & 1}
         key = Key(name, self.count.to_bytes(8, "big"))
-        request = Request(key, self.epochs["P"], samples, ends, partial, sure)
+        request = Request(key, self.epochs["P"], samples, ends, partial)
         self.requests.append(request)
         self.to_admit += [(request, rank) for rank in self.producers]
         self.expected(request)
@@ -182,13 +181,9 @@ class World(TwoEngines[bytes]):
         """Admit a request on one producer rank."""
         if self.to_admit:
             request, rank = self.to_admit.pop(at % len(self.to_admit))
-            readers = len(self.plan.notifiers(rank)) * request.samples
             request.promised[rank] = self.now + LEASE
             request.admitted[rank] = self.now
-            actions = self.producers[rank].admit(
-                request.key, self.now, expected=readers if request.sure else None
-            )
-            self.acted(actions, "P", rank)
+            self.acted(self.producers[rank].admit(request.key, self.now), "P", rank)
 
     def expect_rank(
         self,
