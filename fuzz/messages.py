@@ -76,7 +76,7 @@ def true_message(rng: random.Random) -> Message:
         own = {"group": PLACE[0], "layer": PLACE[1], "upto": rng.randrange(9)}
     return kind(
         key=rng.choice(KEYS), by=rng.choice(by), to=rng.choice(to[:1] * 3 + to),
-        attempt=rng.choice((0, 0, 1)), number=rng.randrange(9), sample=rng.choice((0, 0, 1)),
+        attempt=rng.choice((0, 0, 1)), number=rng.randrange(9),
         **own,
     )  # fmt: skip
 

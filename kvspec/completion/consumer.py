@@ -67,8 +67,8 @@ Place = tuple[str, str]
 """A group and a layer of it."""
 EVERYTHING: Mapping[Place, int] = {("", ""): 1}
 """The one end of a source whose layers are not counted. Only a load that follows counts them."""
-Name = tuple[Key, int, int, str, int]
-"""Name of a load in messages: key, attempt, sample, the producer's name and epoch."""
+Name = tuple[Key, int, str, int]
+"""Name of a load in messages: key, attempt, the producer's name and epoch."""
 
 
 @attrs.frozen(kw_only=True)
@@ -80,12 +80,10 @@ class LoadPlan:
         key: The producer's name of the request.
         engine_id: Name of the producer.
         epoch: Incarnation of the producer.
-        expected: For each producer rank that receives messages, how many readers it must expect,
-            all samples counted.
+        expected: For each producer rank that receives messages, how many readers it must expect.
         sources: For each producer rank that is read, the end of each layer of each group, or
             `EVERYTHING`. Empty if nothing moves.
         attempt: As in `Message`.
-        sample: As in `Message`.
         partial: Whether the load follows. If not, all data is written already.
         again: Whether another attempt follows if this one fails. Then a failure is not sent.
         verify: Whether the data must be compared before the load is done.
@@ -99,7 +97,6 @@ class LoadPlan:
     expected: Mapping[RankId, int]
     sources: Mapping[RankId, Mapping[Place, int]] = attrs.field(factory=dict)
     attempt: int = 0
-    sample: int = 0
     partial: bool = False
     again: bool = False
     verify: bool = False
@@ -107,14 +104,14 @@ class LoadPlan:
 
     @name.default
     def _name(self) -> Name:
-        return self.key, self.attempt, self.sample, self.engine_id, self.epoch
+        return self.key, self.attempt, self.engine_id, self.epoch
 
     def about(
         self, by: RankAddress, rank: RankId, number: int = 0
-    ) -> tuple[Key, RankAddress, RankAddress, int, int, int]:
+    ) -> tuple[Key, RankAddress, RankAddress, int, int]:
         """Return the fields of a message about this load from *by* to a producer *rank*."""
         to = RankAddress(self.engine_id, self.epoch, rank)
-        return self.key, by, to, self.attempt, number, self.sample
+        return self.key, by, to, self.attempt, number
 
 
 NO_PLAN = LoadPlan(request_id="", key=Key("", b""), engine_id="", epoch=0, expected={})
@@ -252,8 +249,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     def find(self, message: Message) -> str | None:
         """Return the id of the load that a producer's *message* is about."""
         by = message.by
-        name = message.key, message.attempt, message.sample, by.engine_id, by.epoch
-        return self._names.get(name)
+        return self._names.get((message.key, message.attempt, by.engine_id, by.epoch))
 
     @atomic
     def begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
@@ -279,7 +275,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if load is None or load.plan is not NO_PLAN:
             raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
         if plan.name in self._names:
-            raise SpecError("key", plan.key, "an attempt and sample whose earlier load is over")
+            raise SpecError("key", plan.key, "an attempt whose earlier load is over")
         self._put(self._names, plan.name, plan.request_id)
         load.plan = plan
         load.sources = {

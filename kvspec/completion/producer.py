@@ -14,7 +14,7 @@ How it works:
     A heartbeat extends a lease, but does not change the heap of `Ledger`. When the old time comes,
     the record is scheduled again.
 
-    A *reader* is a rank with one sample. Readers of one incarnation of an engine share an
+    A *reader* is a rank that reads. Readers of one incarnation of an engine share an
     `Incarnation`. A reader may make several attempts, and each of its messages contains how many
     readers this producer rank must expect in the attempt. `HeldRequest.refusal` compares a message
     with the readers so far. The first row that matches decides:
@@ -83,10 +83,8 @@ from kvspec.wire.messages import (
 )
 
 Place = tuple[str, str]
-# A rank that reads, and its sample.
-Reader = tuple[RankAddress, int]
-# Attempt and sample of a reader, and its rank: the receiver of one push.
-Target = tuple[int, int, RankAddress]
+# Attempt of a reader, and its rank: the receiver of one push.
+Target = tuple[int, RankAddress]
 # Incarnations of engines that may read one request. The limit bounds the memory.
 MAX_INCARNATIONS = 16
 # Push records of all requests. Beyond the limit, `stop` gets no answer, so the reader keeps its
@@ -165,8 +163,8 @@ class HeldRequest(Record, eq=False):
     fenced_until: float = 0.0
     disputed: bool = False
     incarnations: dict[tuple[str, int], Incarnation] = msgspec.field(default_factory=dict)
-    readers: dict[Reader, HeldReader] = msgspec.field(default_factory=dict)
-    early: dict[Reader, ReaderStatus] = msgspec.field(default_factory=dict)
+    readers: dict[RankAddress, HeldReader] = msgspec.field(default_factory=dict)
+    early: dict[RankAddress, ReaderStatus] = msgspec.field(default_factory=dict)
     progress: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
     pushes: dict[Target, PushState] = msgspec.field(default_factory=dict)
     blocks: Mapping[str, BlockTable] = msgspec.field(default_factory=dict)
@@ -199,14 +197,10 @@ class HeldRequest(Record, eq=False):
         """Return the push to a reader. Its state is "new" if there was none."""
         return self.pushes.get(target, NEW_PUSH)
 
-    def reader(self, by: RankAddress, sample: int) -> HeldReader | None:
-        """Return a reader that has come, or None."""
-        return self.readers.get((by, sample))
-
     def finished(self, target: Target) -> bool:
         """Return whether a reader is done with an attempt, or has begun a later one."""
-        attempt, sample, by = target
-        reader = self.reader(by, sample)
+        attempt, by = target
+        reader = self.readers.get(by)
         last = reader.message.attempt if reader else -1
         return last > attempt or (last == attempt and reader is not None and reader.done)
 
@@ -220,7 +214,7 @@ class HeldRequest(Record, eq=False):
         A greater number means another load of the attempt. The first load's answer does not hold
         for it: the data that was valid may be gone.
         """
-        reader = self.reader(message.by, message.sample)
+        reader = self.readers.get(message.by)
         if reader is None or not reader.done or not isinstance(message, Done):
             return False
         return reader.message.attempt == message.attempt and message.number <= reader.message.number
@@ -235,7 +229,7 @@ class HeldRequest(Record, eq=False):
             return f"{MAX_INCARNATIONS} incarnations of engines read it already", True
         if incarnation is None or message.attempt > incarnation.attempt:
             return "", False
-        reader = self.reader(message.by, message.sample)
+        reader = self.readers.get(message.by)
         return _refusal_in_attempt(message, incarnation, reader.message if reader else None)
 
 
@@ -483,34 +477,33 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     def _note(self, request: HeldRequest, message: ReaderStatus, answer: type[Message]) -> None:
         """Record an accepted message of a reader, and the kind of its answer."""
-        name, reader = (message.by.engine_id, message.by.epoch), (message.by, message.sample)
+        name = message.by.engine_id, message.by.epoch
         engine = copy.copy(request.incarnations.get(name)) or Incarnation()
         self._put(request.incarnations, name, engine)
         if message.attempt > engine.attempt:
             engine.attempt, engine.expected, engine.come = message.attempt, message.expected, 0
-        before, after = request.readers.get(reader), HeldReader(message, answer)
+        before, after = request.readers.get(message.by), HeldReader(message, answer)
         first = before is None or before.message.attempt < engine.attempt
         engine.come += first and message.attempt == engine.attempt
         engine.reading += (not after.done) - (before is not None and not before.done)
-        self._put(request.readers, reader, after)
+        self._put(request.readers, message.by, after)
 
     def _keep(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         """Keep the latest early message of each reader."""
-        reader = (message.by, message.sample)
-        old = request.early.get(reader)
+        old = request.early.get(message.by)
         if old is None and self.counts["early"] == self.most_early:
             why = f"the request is unknown, and {self.most_early} messages wait already"
             return [Refused(message, why)]
         self._count("early", old is None)
         if old is None or (message.attempt, message.number) > (old.attempt, old.number):
-            self._put(request.early, reader, message)
+            self._put(request.early, message.by, message)
         # A record that is kept for a push may live long. Still answer the reader within one lease.
         request.expires = min(request.expires, self._now + self.lease)
         return []
 
     def _early(self, request: HeldRequest) -> list[ReaderStatus]:
         """Return the early messages, and keep them no longer."""
-        early, request.early = [*request.early.values()], dict[Reader, ReaderStatus]()
+        early, request.early = [*request.early.values()], dict[RankAddress, ReaderStatus]()
         self._count("early", -len(early))
         return early
 
@@ -546,7 +539,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return [Tell(message.answer(Gone))]
 
     def _repeat(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
-        reader = request.reader(message.by, message.sample)
+        reader = request.readers.get(message.by)
         return [Tell(message.answer(reader.answer if reader else Gone))]
 
     def _free(self, request: HeldRequest, _: None, before: str) -> list[HoldAction]:
@@ -564,7 +557,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         Call this before the ledger counts the message: `finished` needs the reader's state before
         it.
         """
-        target = message.attempt, message.sample, message.by
+        target = message.attempt, message.by
         state, event = request.push(target).state, "heartbeat"
         if isinstance(message, StopWriting):
             event = "stop"
@@ -589,8 +582,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             request.fenced_until = self._now + self.longest
         if row.action != "send":
             return []
-        attempt, sample, to = target
-        name = request.key, self.me, to, attempt, 0, sample
+        attempt, to = target
+        name = request.key, self.me, to, attempt
         if push.state == "pushed" and push.pushed is not None:
             return [Tell(PushDone(*name, pushed=push.pushed))]
         return [Tell(PushStopped(*name))]

@@ -23,8 +23,8 @@ How it works:
         forgotten The record is gone. A later message creates a new record in *unknown*, and after a
                   lease its reader receives `gone`.
 
-    A *reader* is one consumer rank that reads one sample of a request. The push to a reader in one
-    attempt has its own life inside the record:
+    A *reader* is one consumer rank that reads a request. The push to a reader in one attempt has
+    its own life inside the record:
 
         new       Nothing was written. If the reader sends `stop`, it is stopped at once.
         writing   The write may be in flight. If the reader sends `stop`, the push is stopping.
@@ -59,7 +59,7 @@ from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.load import LOST, Push, stop
 from kvspec.session.mailbox import Messages
 from kvspec.session.written import pushed_of
-from kvspec.wire.messages import MAX_READERS, RankAddress, RemoteId
+from kvspec.wire.messages import RankAddress, RemoteId
 
 
 @attrs.frozen
@@ -110,7 +110,7 @@ class Holds:
         """Whether a write is in flight, or a reader waits for a checksum."""
         return bool(self._pushes or self.answers.asked)
 
-    def push(self, push: Push, timeout: float, attempt: int, sample: int) -> None:
+    def push(self, push: Push, timeout: float, attempt: int) -> None:
         """Start *push*. Everything is checked before anything is posted.
 
         If the request does not fit or the writes cannot be posted, its readers receive `stopped`,
@@ -118,10 +118,9 @@ class Holds:
         reader is informed.
         """
         positive_int("attempt", attempt, least=0)
-        positive_int("sample", sample, least=0, most=MAX_READERS - 1)
         remote, request = push.remote, push.request
         ranks: dict[Target, RankId] = {
-            (attempt, sample, RankAddress(*remote.incarnation, rank)): rank for rank in remote.lanes
+            (attempt, RankAddress(*remote.incarnation, rank)): rank for rank in remote.lanes
         }
         if not ranks:
             # This rank writes nothing. Its readers may be done by now, and the request be free.

@@ -65,7 +65,7 @@ from kvspec.session.checksums import Audit
 from kvspec.session.remotes import Connection, RemoteEngine
 from kvspec.session.ticket import PrefillTicket
 from kvspec.session.written import Blocks, blocks_of
-from kvspec.wire.messages import MAX_READERS, Key, Pushed
+from kvspec.wire.messages import Key, Pushed
 
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
@@ -84,16 +84,12 @@ class LoadOptions:
     verify: bool = False
     attempt: int = 0
     again: bool = False
-    sample: int = 0
-    samples: int = 1
 
     def __attrs_post_init__(self) -> None:
         for name in ("pushed", "follow", "verify", "again"):
             if (value := getattr(self, name)) is not False:  # The usual value needs no check.
                 flag(name, value)
         positive_int("attempt", self.attempt, least=0)
-        most = positive_int("samples", self.samples, most=MAX_READERS) - 1
-        positive_int("sample", self.sample, least=0, most=most)
         if self.pushed and self.follow:
             raise SpecError("follow", True, rule="follow cannot be combined with pushed=True")  # noqa: FBT003
 

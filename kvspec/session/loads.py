@@ -64,7 +64,6 @@ from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
 from kvspec.session.written import BlockLocks, pushed_of
 from kvspec.wire.messages import (
-    MAX_READERS,
     Checksum,
     ChecksumUnavailable,
     Key,
@@ -190,18 +189,14 @@ class Loads:
         self, remote: RemoteEngine, key: Key, name: str, options: LoadOptions, sources: Sources
     ) -> LoadPlan:
         engine_id, epoch = remote.incarnation
-        expected = {rank: readers * options.samples for rank, readers in remote.readers.items()}
-        if (most := max(expected.values(), default=0)) > MAX_READERS:
-            raise SpecError("samples", most, f"at most {MAX_READERS} readers of all samples")
         return LoadPlan(
             request_id=name,
             key=key,
             engine_id=engine_id,
             epoch=epoch,
-            expected=expected,
+            expected=remote.readers,
             sources=sources,
             attempt=options.attempt,
-            sample=options.sample,
             partial=options.follow,
             again=options.again,
             verify=options.verify,

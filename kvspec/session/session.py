@@ -266,8 +266,6 @@ class Session:
         verify: bool = False,
         attempt: int = 0,
         again: bool = False,
-        sample: int = 0,
-        samples: int = 1,
     ) -> Load:
         """Start reading *request* from all ranks that hold it, or wait for pushed data.
 
@@ -297,8 +295,6 @@ class Session:
             attempt: Number of this attempt. Increase it to load the same request again.
             again: Another attempt will follow if this one fails, so the producer keeps the request.
                 If all bytes had arrived before the failure, it may be freed all the same.
-            sample: Number of this sample, if one prompt has several (`n` in vLLM).
-            samples: Number of equal requests of the prompt.
 
         Returns:
             The load.
@@ -310,7 +306,7 @@ class Session:
             TransferError: With state "busy" if an unfinished load writes the same blocks, or
                 "closed" if the session is closed.
         """
-        options = LoadOptions(pushed, follow, verify, attempt, again, sample, samples)
+        options = LoadOptions(pushed, follow, verify, attempt, again)
         if pushed and ticket is not None:
             rule = "the producer of a pushed load must be connected, so it cannot have a ticket"
             raise SpecError("pushed", pushed, rule=rule)
@@ -343,7 +339,6 @@ class Session:
         epoch: int,
         engine_id: str | None = None,
         attempt: int = 0,
-        sample: int = 0,
     ) -> Push:
         """Start writing this rank's part of *request* into the blocks of all consumer ranks.
 
@@ -363,7 +358,6 @@ class Session:
             epoch: Incarnation of the consumer that owns the blocks.
             engine_id: The consumer, if several are connected.
             attempt: Number of this attempt. Each attempt can be pushed once.
-            sample: Number of this sample, if one prompt has several (`n` in vLLM).
 
         Returns:
             The push.
@@ -376,7 +370,7 @@ class Session:
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
             push = Push(request, key_of(remote_id), remote, self._step)
-            self._holds.push(push, seconds("timeout", timeout), attempt, sample)
+            self._holds.push(push, seconds("timeout", timeout), attempt)
             self._wake()
         return push
 
@@ -387,8 +381,6 @@ class Session:
         ticket: PrefillTicket | None = None,
         engine_id: str | None = None,
         attempt: int = 0,
-        sample: int = 0,
-        samples: int = 1,
     ) -> None:
         """Inform the producer that this rank will not load a request in one attempt.
 
@@ -401,14 +393,12 @@ class Session:
                 that fails, the lease of the request expires.
             engine_id: As in `load`.
             attempt: As in `load`.
-            sample: As in `load`.
-            samples: As in `load`.
 
         Raises:
             SpecError: If an argument is wrong.
             TransferError: With state "closed" if the session is closed.
         """
-        options = LoadOptions(attempt=attempt, sample=sample, samples=samples)
+        options = LoadOptions(attempt=attempt)
         with self._lock.held:
             key, producer = self._producer(remote_id, ticket, engine_id)
             if isinstance(producer, Connection):

@@ -50,7 +50,7 @@ MAX_NAME = 1024
 MAX_NAMES = 4096
 """Bytes of the names in one extent; two of the longest fit."""
 MAX_READERS = 2**20
-"""Readers of one request on one producer rank, all samples counted."""
+"""Readers of one request on one producer rank."""
 MAX_POSITION = 2**62
 """Positions and sizes stay below this, so that sums of two of them fit into 64 bits."""
 NONCE = range(8, 65)
@@ -225,7 +225,6 @@ class Message(WireStruct, frozen=True):
             `Gone` and the answers to a checksum request have the number of their question.
             `StopWriting`, `PushDone` and `PushStopped` have 0. `LayerProgress` has the number of
             the reader's last message.
-        sample: Which of several equal requests of a prompt reads.
     """
 
     key: Key
@@ -233,7 +232,6 @@ class Message(WireStruct, frozen=True):
     to: RankAddress
     attempt: Count = 0
     number: Count = 0
-    sample: Annotated[int, Meta(ge=0, lt=MAX_READERS)] = 0
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.by} about {self.key.request_id!r:.80}"
@@ -245,15 +243,14 @@ class Message(WireStruct, frozen=True):
 
     def answer(self, kind: type[M], **own: Any) -> M:  # noqa: ANN401 - the fields of *kind* alone
         """Return the answer of *kind* to this message."""
-        question = self.attempt, self.number, self.sample
-        return kind(self.key, self.to, self.by, *question, **own)
+        return kind(self.key, self.to, self.by, self.attempt, self.number, **own)
 
 
 class ReaderStatus(Message, frozen=True, kw_only=True):
     """A question about the data that a reader reads.
 
     Attributes:
-        expected: How many readers the receiver must expect in this attempt, all samples counted.
+        expected: How many readers the receiver must expect in this attempt.
     """
 
     expected: Annotated[int, Meta(ge=1, le=MAX_READERS)]

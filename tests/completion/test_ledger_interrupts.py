@@ -115,7 +115,7 @@ KEY, OTHER_KEY = Key("theirs", b"8 bytes!"), Key("theirs", b"9 bytes!!")
 ME, READERS = (
     RankAddress("prefill", 1, RANK), [RankAddress("decode", 1, rank) for rank in (RANK, OTHER)]
 )  # fmt: skip
-TARGETS = [(0, 0, reader) for reader in READERS]
+TARGETS = [(0, reader) for reader in READERS]
 WRITTEN = Pushed(8, 0, 0, bytes(16), bytes(16))
 
 

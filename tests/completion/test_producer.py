@@ -347,9 +347,9 @@ def test_reader_that_gave_up_is_never_written_to() -> None:
     assert ["gone"] == kinds(ledger.tick(11.0))
     assert 1 == len(ledger.records)
     ledger.admit(KEY, 20.0)
-    targets = [(0, 0, by) for by in D[:2]]
+    targets = [(0, by) for by in D[:2]]
     assert tuple(targets[1:]) == ledger.begin_push(KEY, targets)
-    assert ((1, 0, D[0]),) == ledger.begin_push(KEY, [(1, 0, D[0])])
+    assert ((1, D[0]),) == ledger.begin_push(KEY, [(1, D[0])])
     error = refusal(lambda: ledger.begin_push(KEY, targets))
     assert ("remote_id", KEY.remote_id) == (error.field, error.value)
 
@@ -370,7 +370,7 @@ def test_early_reader_is_answered_in_time_when_another_gave_a_push_up() -> None:
 def test_outcome_of_a_push_is_sent_when_nothing_moves() -> None:
     """A reader that gives up during the write waits for its end; a lost outcome is sent again."""
     ledger = held()
-    targets = [(0, 0, by) for by in D[:2]]
+    targets = [(0, by) for by in D[:2]]
     ledger.begin_push(KEY, targets)
     assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
     assert [] == ledger.receive(stop(1), 1.0)
@@ -388,7 +388,7 @@ def test_outcome_of_a_push_is_sent_when_nothing_moves() -> None:
 def test_request_is_remembered_while_it_is_written() -> None:
     """It is freed and would be forgotten, but its reader needs the outcome."""
     ledger = held()
-    target = (0, 0, D[0])
+    target = (0, D[0])
     ledger.begin_push(KEY, [target])
     assert {} == ledger.freed
     assert [] == ledger.tick(10.0)
@@ -415,7 +415,7 @@ def test_readers_that_give_up_unknown_pushes_are_bounded(monkeypatch: pytest.Mon
 def test_cleared_ledger_holds_nothing() -> None:
     """A closed session has no requests, and a write that ends later finds nothing to answer."""
     ledger = held()
-    target = (0, 0, D[0])
+    target = (0, D[0])
     ledger.begin_push(KEY, [target])
     ledger.receive(heartbeat(1, key=Key("unknown", b"8 bytes!")), 1.0)
     ledger.clear()

@@ -45,10 +45,6 @@ def check_rejected(call: Callable[..., object], field: str, options: dict[str, A
         ("pushed", 1, {}),
         ("follow", "no", {}),
         ("verify", None, {}),
-        ("samples", 0, {}),
-        ("samples", 2.0, {}),
-        ("sample", 1, {}),
-        ("sample", 2, {"samples": 2}),
         ("attempt", "1", {}),
     ],
 )
@@ -73,7 +69,6 @@ def test_load_rejects_invalid_arguments(
         ("epoch", True),
         ("epoch", 2),
         ("attempt", "1"),
-        ("sample", None),
     ],
 )
 def test_push_rejects_invalid_arguments(pair: tuple[Side, Side], field: str, value: Any) -> None:
@@ -203,7 +198,7 @@ class Calls:
 
     def load(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
-        flags = {"pushed": False, "follow": False, "verify": False, "again": False, "samples": 1}
+        flags = {"pushed": False, "follow": False, "verify": False, "again": False}
         return self.consumer.load, self.common("P") | flags
 
     def push(self) -> tuple[Any, dict[str, Any]]:
@@ -213,11 +208,11 @@ class Calls:
     def common(self, engine_id: str) -> dict[str, Any]:
         """Return the arguments that `load` and `push` share."""
         options = {"request": request(next(self.names)), "remote_id": self.held(), "timeout": 5.0}
-        return options | {"engine_id": engine_id, "attempt": 0, "sample": 0}
+        return options | {"engine_id": engine_id, "attempt": 0}
 
     def decline(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
-        options = {"remote_id": self.held(), "engine_id": "P", "sample": 0, "samples": 1}
+        options = {"remote_id": self.held(), "engine_id": "P"}
         return self.consumer.decline, options
 
     def connect(self) -> tuple[Any, dict[str, Any]]:

@@ -73,7 +73,6 @@ def messages(draw: st.DrawFn) -> bytes:
         to=draw(PARTIES),
         attempt=draw(SMALL),
         number=draw(SMALL),
-        sample=draw(st.sampled_from((0, 1))),
         **more,
     )  # fmt: skip
     return encode_message(message)

@@ -102,19 +102,6 @@ def test_decline_has_no_name_in_common_with_loads(pair: tuple[Side, Side]) -> No
     assert ["declined"] * 4 == freed(4, producer, consumer)
 
 
-def test_request_is_freed_after_all_samples_of_its_prompt(pair: tuple[Side, Side]) -> None:
-    """Each sample is read or declined."""
-    producer, consumer = pair
-    remote_id = new_remote_id("n=2")
-    producer.hold(remote_id)
-    first = consumer.load(request("a"), remote_id, sample=0, samples=2)
-    assert ["done", "done"] == ended(first, producer, consumer)
-    assert ([], []) == producer.settled()
-    for session in consumer.sessions.values():
-        session.decline(remote_id, sample=1, samples=2)
-    assert ["n=2"] * 4 == freed(4, producer, consumer)
-
-
 def test_load_rejects_wrong_arguments_before_anything_moves(pair: tuple[Side, Side]) -> None:
     """Nothing of a rejected load is left, so the next one can start."""
     session, good, remote_id = pair[1].first, request(), new_remote_id("r")

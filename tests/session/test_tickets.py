@@ -775,7 +775,7 @@ def test_load_rejects_wrong_tickets(sides: tuple[Side, Side]) -> None:
         ({"engine_id": "P"}, "ticket"),
         ({"request": None}, "request"),
         ({"timeout": None}, "timeout"),
-        ({"sample": 1}, "sample"),
+        ({"attempt": -1}, "attempt"),
     ):
         with pytest.raises(SpecError) as caught:
             one.load(**given | more)

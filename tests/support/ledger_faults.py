@@ -23,7 +23,7 @@ class CountsMessages(ProducerLedger):
         self.extra = getattr(self, "extra", 0) + 1
         by = replace(message.by, rank=kvspec.RankId(tp=1000 + self.extra))
         request = self.records.get(message.key)
-        known = request and request.state == "held" and request.reader(message.by, message.sample)
+        known = request and request.state == "held" and request.readers.get(message.by)
         if message.kind == "done" and known and known.done:
             super().receive(replace(message, by=by), now)
         return super().receive(message, now)
@@ -141,7 +141,7 @@ class RepeatsFirstAnswer(ProducerLedger):
     def receive(self, message: Message, now: float) -> Any:
         """Replace the number by that of the reader's first `done`."""
         request = self.records.get(message.key)
-        seen = request.reader(message.by, message.sample) if request else None
+        seen = request.readers.get(message.by) if request else None
         other = not isinstance(message, ReaderStatus)
         if other or seen is None or not seen.done or seen.message.attempt != message.attempt:
             return super().receive(message, now)
@@ -161,7 +161,7 @@ class ExtendsLeaseForCopies(ProducerLedger):
     def receive(self, message: Any, now: float) -> Any:
         """Answer a copy like the original."""
         request = self.records.get(message.key)
-        reader = request.reader(message.by, message.sample) if request else None
+        reader = request.readers.get(message.by) if request else None
         copy = reader is not None and reader.message == message
         if not copy or not isinstance(message, Heartbeat) or not request or request.state != "held":
             return super().receive(message, now)
@@ -174,7 +174,7 @@ class ForgetsStoppedReaders(ProducerLedger):
 
     def _push_message(self, request: Any, message: Any) -> Any:
         actions = super()._push_message(request, message)
-        target = message.attempt, message.sample, message.by
+        target = message.attempt, message.by
         if request.push(target).state == "stopped":
             self._drop(request.pushes, target)
             self._count("pushes", -1)

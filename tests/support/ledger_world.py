@@ -43,14 +43,13 @@ class Request:
 
     key: Key
     epoch: int
-    samples: int
     ends: dict[str, int]
     partial: bool
     attempt: int = 0
     admitted: dict[Rank, float] = attrs.field(factory=dict)
     promised: dict[Rank, float] = attrs.field(factory=dict)
     freed: dict[Rank, str] = attrs.field(factory=dict)
-    done: dict[Rank, set[tuple[Rank, int]]] = attrs.field(factory=dict)
+    done: dict[Rank, set[Rank]] = attrs.field(factory=dict)
     lost: bool = False
 
 
@@ -108,7 +107,7 @@ class World(TwoEngines[bytes]):
         self.loads: list[Load] = []
         self.steps: dict[tuple[Rank, LedgerStep], Step] = {}
         self.to_admit: list[tuple[Request, Rank]] = []
-        self.to_expect: list[tuple[Request, Rank, int]] = []
+        self.to_expect: list[tuple[Request, Rank]] = []
         self.to_connect: list[Load] = []
         self.count = 0
         self.start_engine("P")
@@ -159,23 +158,21 @@ class World(TwoEngines[bytes]):
         for ledger in self.producers.values():
             ledger.connect("D", self.epochs["D"])
 
-    def admit(self, samples: int, moved: int, *, partial: bool, old: int) -> None:
+    def admit(self, moved: int, *, partial: bool, old: int) -> None:
         """Create a request. Its producer ranks and readers receive it one by one."""
         self.count += 1
         name = f"request {old}"  # Several requests of one id may be held at the same time.
         groups = [group.name for group in self.plan.consumer.groups]
         ends = {group: 6 for at, group in enumerate(groups) if moved >> at & 1}
         key = Key(name, self.count.to_bytes(8, "big"))
-        request = Request(key, self.epochs["P"], samples, ends, partial)
+        request = Request(key, self.epochs["P"], ends, partial)
         self.requests.append(request)
         self.to_admit += [(request, rank) for rank in self.producers]
         self.expected(request)
 
     def expected(self, request: Request) -> None:
         """Add all readers of a request, or of its next attempt, to those that will start."""
-        self.to_expect += [
-            (request, rank, sample) for rank in self.consumers for sample in range(request.samples)
-        ]
+        self.to_expect += [(request, rank) for rank in self.consumers]
 
     def admit_rank(self, at: int) -> None:
         """Admit a request on one producer rank."""
@@ -197,17 +194,16 @@ class World(TwoEngines[bytes]):
         """Start the load of a request on one consumer rank, perhaps before it is connected."""
         if not self.to_expect:
             return
-        request, rank, sample = self.to_expect.pop(at % len(self.to_expect))
+        request, rank = self.to_expect.pop(at % len(self.to_expect))
         producers = self.plan.notifies(rank)
         load_plan = LoadPlan(
             request_id=f"{self.count}.{len(self.loads)}",
             key=request.key,
             engine_id="P",
             epoch=request.epoch,
-            expected={one: len(self.plan.notifiers(one)) * request.samples for one in producers},
+            expected={one: len(self.plan.notifiers(one)) for one in producers},
             sources={} if rejected else self.sources(rank, request.ends),
             attempt=request.attempt,
-            sample=sample,
             partial=request.partial,
             again=again,
             verify=verify,
@@ -353,8 +349,7 @@ class World(TwoEngines[bytes]):
         mine = [r for r in self.requests if r.key == message.key and not r.lost]
         true = message.by.epoch == self.epochs["D"] and message.to == ledger.me
         if mine and isinstance(message, wire.Done) and true:
-            reader = message.by.rank, message.sample
-            mine[0].done.setdefault(message.to.rank, set()).add(reader)
+            mine[0].done.setdefault(message.to.rank, set()).add(message.by.rank)
         now = self.now if message.to.engine_id == "P" else self.reader_now
         self.acted(ledger.receive(message, now), message.to.engine_id, message.to.rank)
 
@@ -414,7 +409,7 @@ class World(TwoEngines[bytes]):
             return
         request = self.requests[at % len(self.requests)]
         loads = [load for load in self.loads if load.request is request]
-        waits = any(waiting is request for waiting, _, _ in self.to_expect) or request.lost
+        waits = any(waiting is request for waiting, _ in self.to_expect) or request.lost
         last = [load for load in loads if load.load_plan.attempt == request.attempt]
         if waits or not last or not all(load.closed for load in last):
             return
@@ -427,12 +422,8 @@ class World(TwoEngines[bytes]):
         ended = [load for load in self.loads if load.closed and not load.request.lost]
         if ended:
             load = ended[at % len(ended)]
-            name = load.request, load.rank, load.load_plan.sample
-            in_progress = [
-                (other.request, other.rank, other.load_plan.sample)
-                for other in self.loads
-                if not other.closed
-            ]
+            name = load.request, load.rank
+            in_progress = [(other.request, other.rank) for other in self.loads if not other.closed]
             if name not in (*in_progress, *self.to_expect):
                 self.to_expect.append(name)
 
@@ -485,19 +476,19 @@ class World(TwoEngines[bytes]):
             plan, ranks = load.load_plan, list(self.producers)
             to = RankAddress("P", plan.epoch, ranks[at % len(ranks)])
             by = RankAddress("D", self.epochs["D"], load.rank)
-            message = wire.StopWriting(plan.key, by, to, plan.attempt, 0, plan.sample)
+            message = wire.StopWriting(plan.key, by, to, plan.attempt)
             self.net.append(encode_message(message))
 
     def begin_push(self, at: int) -> None:
-        """Let a producer rank begin the push of one sample of a request to all its readers."""
+        """Let a producer rank begin the push of a request to all its readers."""
         held = [(r, rank) for r in self.requests for rank in r.admitted if not r.lost]
         if not held:
             return
         request, rank = held[at % len(held)]
-        ledger, attempt, sample = self.producers[rank], request.attempt, at % request.samples
+        ledger, attempt = self.producers[rank], request.attempt
         self.acted(ledger.tick(self.now), "P", rank)
         targets = [
-            (attempt, sample, RankAddress("D", self.epochs["D"], reader))
+            (attempt, RankAddress("D", self.epochs["D"], reader))
             for reader in self.plan.notifiers(rank)
         ]
         try:
@@ -528,7 +519,7 @@ class World(TwoEngines[bytes]):
 
     def push_ended(self, message: wire.PushDone | wire.PushStopped) -> None:
         """Check the outcome of a push: nothing of it may move any more."""
-        write = message.key, message.by.rank, (message.attempt, message.sample, message.to)
+        write = message.key, message.by.rank, (message.attempt, message.to)
         check(Promise.PUSHED, write not in self.writes, "bytes may still move")
         if isinstance(message, wire.PushStopped):
             self.fenced[write] = self.now
@@ -541,7 +532,7 @@ class World(TwoEngines[bytes]):
 
         One heartbeat extends a lease once. A repeated copy of it must not.
         """
-        name = message.by, message.to, message.key, message.attempt, message.sample, message.number
+        name = message.by, message.to, message.key, message.attempt, message.number
         check(Promise.LEASED, name not in self.leases, name)
         self.leases.add(name)
         for request in self.requests:
@@ -559,8 +550,7 @@ class World(TwoEngines[bytes]):
         request.freed[rank] = how
         if self.now >= request.promised[rank]:
             return
-        to_come = {(by, s) for by in self.plan.notifiers(rank) for s in range(request.samples)}
-        missing = to_come - request.done.get(rank, set())
+        missing = {*self.plan.notifiers(rank)} - request.done.get(rank, set())
         check(Promise.UNREAD, not missing, f"{name} on {rank}, before {missing} have finished")
         reading = [
             step

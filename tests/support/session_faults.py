@@ -36,7 +36,7 @@ def earlier_load_answers_for_the_next(patch: pytest.MonkeyPatch) -> None:
     """Repeat the first answer to a reader that loads the request again."""
 
     def repeats(self: HeldRequest, message: Any) -> bool:
-        reader = self.reader(message.by, message.sample)
+        reader = self.readers.get(message.by)
         return reader is not None and reader.done and reader.message.attempt == message.attempt
 
     patch.setattr(HeldRequest, "repeats", repeats)
@@ -68,8 +68,8 @@ def outcome_is_sent_before_the_end(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: Any, writes: Any) -> None:
         settle(self, writes)
-        for (attempt, sample, to), (_, pushed) in writes.left.items():
-            name = writes.key, self.ledger.me, to, attempt, 0, sample
+        for (attempt, to), (_, pushed) in writes.left.items():
+            name = writes.key, self.ledger.me, to, attempt
             if pushed is not None:
                 self.messages.send(PushDone(*name, pushed=pushed))
 
@@ -82,7 +82,7 @@ def reader_that_gave_up_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def forget(self: Any, request: Any, message: Any) -> Any:
         actions = receive(self, request, message)
-        target = message.attempt, message.sample, message.by
+        target = message.attempt, message.by
         if request.push(target).state == "stopped":
             self._drop(request.pushes, target)
             self._count("pushes", -1)
