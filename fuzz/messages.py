@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.completion.consumer import ConsumerLedger, LoadPlan
+from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan
 from kvspec.completion.ledger import Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.codec import decode_message, encode_message
@@ -143,7 +143,8 @@ class Pair:
             return
         self.started += 1
         load_plan = LoadPlan(
-            request_id=f"{self.started}", key=key, engine_id="prefill", epoch=1, partial=True,
+            request_id=f"{self.started}", key=key, engine_id="prefill", epoch=1,
+            options=LoadOptions(follow=True),
             expected=dict.fromkeys(RANKS, 2), sources={RANKS[0]: {PLACE: 8}, RANKS[1]: {PLACE: 8}},
         )  # fmt: skip
         name = load_plan.request_id

@@ -47,7 +47,7 @@ from kvspec.completion.ledger import (
 )
 from kvspec.completion.states import CONSUMER, PUBLIC
 from kvspec.errors import SpecError, TransferState
-from kvspec.inputs import seconds
+from kvspec.inputs import flag, positive_int, seconds
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.messages import (
     Done,
@@ -71,6 +71,29 @@ Name = tuple[Key, int, str, int]
 """Name of a load in messages: key, attempt, the producer's name and epoch."""
 
 
+@attrs.frozen
+class LoadOptions:
+    """The options of `Session.load`, which documents them.
+
+    If the load does not follow, all data is written already. If another attempt follows (*again*),
+    a failure is not sent.
+    """
+
+    pushed: bool = False
+    follow: bool = False
+    verify: bool = False
+    attempt: int = 0
+    again: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("pushed", "follow", "verify", "again"):
+            if (value := getattr(self, name)) is not False:  # The usual value needs no check.
+                flag(name, value)
+        positive_int("attempt", self.attempt, least=0)
+        if self.pushed and self.follow:
+            raise SpecError("follow", True, rule="follow cannot be combined with pushed=True")  # noqa: FBT003
+
+
 @attrs.frozen(kw_only=True)
 class LoadPlan:
     """One request that one consumer rank reads.
@@ -83,10 +106,7 @@ class LoadPlan:
         expected: For each producer rank that receives messages, how many readers it must expect.
         sources: For each producer rank that is read, the end of each layer of each group, or
             `EVERYTHING`. Empty if nothing moves.
-        attempt: As in `Message`.
-        partial: Whether the load follows. If not, all data is written already.
-        again: Whether another attempt follows if this one fails. Then a failure is not sent.
-        verify: Whether the data must be compared before the load is done.
+        options: The options of the load.
         name: Name of the load in messages.
     """
 
@@ -96,22 +116,19 @@ class LoadPlan:
     epoch: int
     expected: Mapping[RankId, int]
     sources: Mapping[RankId, Mapping[Place, int]] = attrs.field(factory=dict)
-    attempt: int = 0
-    partial: bool = False
-    again: bool = False
-    verify: bool = False
+    options: LoadOptions = LoadOptions()
     name: Name = attrs.field(init=False)
 
     @name.default
     def _name(self) -> Name:
-        return self.key, self.attempt, self.engine_id, self.epoch
+        return self.key, self.options.attempt, self.engine_id, self.epoch
 
     def about(
         self, by: RankAddress, rank: RankId, number: int = 0
     ) -> tuple[Key, RankAddress, RankAddress, int, int]:
         """Return the fields of a message about this load from *by* to a producer *rank*."""
         to = RankAddress(self.engine_id, self.epoch, rank)
-        return self.key, by, to, self.attempt, number
+        return self.key, by, to, self.options.attempt, number
 
 
 NO_PLAN = LoadPlan(request_id="", key=Key("", b""), engine_id="", epoch=0, expected={})
@@ -279,11 +296,11 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self._put(self._names, plan.name, plan.request_id)
         load.plan = plan
         load.sources = {
-            rank: Source(ends, {} if plan.partial else {**ends})
+            rank: Source(ends, {} if plan.options.follow else {**ends})
             for rank, ends in plan.sources.items()
             if ends
         }
-        load.unverified = plan.verify and bool(load.sources)
+        load.unverified = plan.options.verify and bool(load.sources)
 
     @atomic
     def connected(self, request_id: str, now: float) -> list[Action]:
@@ -536,7 +553,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
     def _report(self, load: OpenLoad) -> list[Action]:
         """Inform the producers of a failure, unless another attempt follows."""
-        if load.plan.again:
+        if load.plan.options.again:
             load.waiting = {}
         self._await(load)
         return self._ask(load)

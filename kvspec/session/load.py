@@ -47,17 +47,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, Self
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvspec.analysis.explanation import carried
-from kvspec.completion.consumer import LoadPlan, Step
+from kvspec.completion.consumer import LoadOptions, LoadPlan, Step
 from kvspec.completion.producer import Target
 from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
-from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.inputs import flag, instance, positive_int
+from kvspec.errors import TransferError, TransferState
+from kvspec.inputs import instance
 from kvspec.nixl import Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
@@ -73,25 +72,6 @@ LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 VOID = "the contents of its `undefined_blocks` are void: compute them, or load the request again"
 LAST_SLEEP = 1e-2
 """Longest sleep of an awaiting task between polls. It exceeds that of `wait`: tasks may be many."""
-
-
-@attrs.frozen
-class LoadOptions:
-    """The options of `Session.load`, which documents them."""
-
-    pushed: bool = False
-    follow: bool = False
-    verify: bool = False
-    attempt: int = 0
-    again: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("pushed", "follow", "verify", "again"):
-            if (value := getattr(self, name)) is not False:  # The usual value needs no check.
-                flag(name, value)
-        positive_int("attempt", self.attempt, least=0)
-        if self.pushed and self.follow:
-            raise SpecError("follow", True, rule="follow cannot be combined with pushed=True")  # noqa: FBT003
 
 
 def stop(flight: object, why: str) -> None:

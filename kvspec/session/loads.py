@@ -47,6 +47,7 @@ from kvspec.completion.consumer import (
     EVERYTHING,
     FREE_ID,
     ConsumerLedger,
+    LoadOptions,
     LoadPlan,
     Name,
     Place,
@@ -59,7 +60,7 @@ from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.merging import Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
-from kvspec.session.load import LOST, Load, LoadOptions, stop
+from kvspec.session.load import LOST, Load, stop
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
 from kvspec.session.written import BlockLocks, pushed_of
@@ -196,10 +197,7 @@ class Loads:
             epoch=epoch,
             expected=remote.readers,
             sources=sources,
-            attempt=options.attempt,
-            partial=options.follow,
-            again=options.again,
-            verify=options.verify,
+            options=options,
         )
 
     def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions) -> None:

@@ -14,7 +14,7 @@ from typing import Self
 
 import attrs
 
-from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.consumer import ConsumerLedger, LoadOptions
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError, TransferError, TransferState
@@ -27,7 +27,7 @@ from kvspec.session.background import BUSY, Background, SessionLock, since_boot
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.holds import Holds, Settled
-from kvspec.session.load import Load, LoadOptions, Push
+from kvspec.session.load import Load, Push
 from kvspec.session.loads import Loads, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged

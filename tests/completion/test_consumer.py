@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from refused import refusal
 
 import kvspec
-from kvspec.completion.consumer import ConsumerLedger, LoadPlan, Step
+from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan, Step
 from kvspec.completion.ledger import Closed, Ended, Failed, Tell
 from kvspec.errors import TransferState
 from kvspec.wire.messages import MESSAGES, Done, Key, Message, RankAddress, Valid
@@ -34,11 +34,12 @@ PLACE = ("full", "layers.0")
 
 def reads(**more: Any) -> LoadPlan:
     """Return a plan that reads one layer of the first producer rank, and informs both."""
+    options = {name: more.pop(name) for name in ("follow", "verify") if name in more}
     fields: dict[str, Any] = {
         "request_id": "mine", "key": KEY, "engine_id": "prefill", "epoch": 1,
         "expected": {P[0].rank: 2, P[1].rank: 1}, "sources": {P[0].rank: {PLACE: 8}},
     }  # fmt: skip
-    return LoadPlan(**{**fields, **more})
+    return LoadPlan(**{**fields, **more}, options=LoadOptions(**options))
 
 
 def expect(ledger: ConsumerLedger, plan: LoadPlan, now: float, timeout: float) -> list[Any]:
@@ -128,7 +129,7 @@ def test_repeated_message_keeps_its_number_and_no_other_load_has_it() -> None:
 
 def test_load_to_verify_asks_only_after_its_data_was_compared() -> None:
     """Its data must be compared when all of it has arrived, and not before."""
-    ledger = moving(verify=True, partial=True)
+    ledger = moving(verify=True, follow=True)
     source = P[0].rank
     progress = message_of("progress", group=PLACE[0], layer=PLACE[1], upto=5)
     assert [] == ledger.receive(progress, 1.0)
@@ -258,7 +259,7 @@ def test_load_fails_when_its_producer_restarts() -> None:
 
 def test_partial_load_reads_each_written_token_once() -> None:
     """It reads up to the position that the producer has written, and everything in the end."""
-    ledger = moving(partial=True)
+    ledger = moving(follow=True)
     source = P[0].rank
     assert {} == ledger.readable("mine")
     progress = message_of("progress", group=PLACE[0], layer=PLACE[1], upto=5)

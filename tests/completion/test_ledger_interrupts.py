@@ -10,7 +10,7 @@ from lines import interrupted_at
 
 import kvspec
 from kvspec.completion import consumer, ledger, producer
-from kvspec.completion.consumer import ConsumerLedger, LoadPlan
+from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan
 from kvspec.completion.ledger import Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.messages import (
@@ -30,11 +30,11 @@ PLACE = ("full", "layers.0")
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)
 
 
-def reads(**more: Any) -> LoadPlan:
+def reads(**options: Any) -> LoadPlan:
     """Return a plan that reads one layer of the first producer rank, and informs both."""
     return LoadPlan(
         request_id="mine", key=Key("theirs", b"8 bytes!"), engine_id="prefill", epoch=1,
-        expected={RANK: 1, OTHER: 1}, sources={RANK: {PLACE: 8}}, **more,
+        expected={RANK: 1, OTHER: 1}, sources={RANK: {PLACE: 8}}, options=LoadOptions(**options),
     )  # fmt: skip
 
 
@@ -43,11 +43,11 @@ def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
     return [a.message.answer(MESSAGES[kind], **more) for a in actions if isinstance(a, Tell)]
 
 
-def begun(**more: Any) -> Calls:
+def begun(**options: Any) -> Calls:
     """Return the calls that begin a load. The last of them returns the first messages."""
     return [
         lambda ledger, _: ledger.begin("mine", 0.0, 20.0),
-        lambda ledger, _: ledger.assign(reads(**more)),
+        lambda ledger, _: ledger.assign(reads(**options)),
         lambda ledger, _: ledger.connected("mine", 0.0),
     ]
 
@@ -92,7 +92,7 @@ RESTARTED: Calls = [
     lambda ledger, _: ledger.tick(40.0),
 ]
 FOLLOWED: Calls = [
-    *begun(partial=True),
+    *begun(follow=True),
     lambda ledger, results: ledger.receive(written(results[2], 5), 1.0),
     lambda ledger, _: ledger.start("mine", RANK, {PLACE: 3}),
     lambda ledger, _: ledger.start("mine", RANK, {PLACE: 5}),

@@ -24,7 +24,7 @@ from two_engines import (
 )
 
 import kvspec
-from kvspec.completion.consumer import ConsumerLedger, LoadPlan
+from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan
 from kvspec.completion.consumer import Step as LedgerStep
 from kvspec.completion.ledger import Closed, Ended, Failed, Tell
 from kvspec.completion.producer import ProducerLedger, Target
@@ -203,10 +203,9 @@ class World(TwoEngines[bytes]):
             epoch=request.epoch,
             expected={one: len(self.plan.notifiers(one)) for one in producers},
             sources={} if rejected else self.sources(rank, request.ends),
-            attempt=request.attempt,
-            partial=request.partial,
-            again=again,
-            verify=verify,
+            options=LoadOptions(
+                attempt=request.attempt, follow=request.partial, again=again, verify=verify
+            ),
         )
         if request.epoch != self.epochs["P"]:
             return
@@ -410,10 +409,10 @@ class World(TwoEngines[bytes]):
         request = self.requests[at % len(self.requests)]
         loads = [load for load in self.loads if load.request is request]
         waits = any(waiting is request for waiting, _ in self.to_expect) or request.lost
-        last = [load for load in loads if load.load_plan.attempt == request.attempt]
+        last = [load for load in loads if load.load_plan.options.attempt == request.attempt]
         if waits or not last or not all(load.closed for load in last):
             return
-        if any(load.outcome == "failed" and load.load_plan.again for load in last):
+        if any(load.outcome == "failed" and load.load_plan.options.again for load in last):
             request.attempt += 1
             self.expected(request)
 
@@ -476,7 +475,7 @@ class World(TwoEngines[bytes]):
             plan, ranks = load.load_plan, list(self.producers)
             to = RankAddress("P", plan.epoch, ranks[at % len(ranks)])
             by = RankAddress("D", self.epochs["D"], load.rank)
-            message = wire.StopWriting(plan.key, by, to, plan.attempt)
+            message = wire.StopWriting(plan.key, by, to, plan.options.attempt)
             self.net.append(encode_message(message))
 
     def begin_push(self, at: int) -> None:
@@ -571,7 +570,7 @@ class World(TwoEngines[bytes]):
             check(Promise.ORDER, load.outcome == "", load.outcome)
             check(Promise.WHOLE, not any(load.left.values()), load.left)
             check(Promise.VALID, not load.void, "a read was void")
-            moved = load.load_plan.verify and load.load_plan.sources
+            moved = load.load_plan.options.verify and load.load_plan.sources
             check(Promise.VALID, load.compared or not moved, "it was not compared")
             load.outcome = "ready"
         elif isinstance(action, Failed):
