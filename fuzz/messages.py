@@ -31,7 +31,6 @@ from kvspec.wire.messages import (
     Lease,
     Message,
     PushDone,
-    Pushed,
     RankAddress,
     ReaderStatus,
     StopWriting,
@@ -67,7 +66,7 @@ def true_message(rng: random.Random) -> Message:
     if kind is ChecksumRequest:
         own["extent"] = rng.choice((EXTENT, *(EXTENT.halves or ())))
     if kind is PushDone:
-        own["pushed"] = Pushed(rng.randrange(9), 0, rng.randrange(2), bytes(16), bytes(16))
+        own["pushed"] = bytes([rng.randrange(9)]) * 16
     if kind is Checksum:
         own["total"] = bytes(8)
     if kind is Lease:

@@ -73,7 +73,6 @@ from kvspec.wire.messages import (
     Lease,
     Message,
     PushDone,
-    Pushed,
     PushStopped,
     RankAddress,
     ReaderStatus,
@@ -106,10 +105,10 @@ class HeldReader(NamedTuple):
 
 
 class PushState(NamedTuple):
-    """A push to one reader: a state of `kvspec.completion.states.PUSH`, and the written data."""
+    """A push to one reader: a state of `kvspec.completion.states.PUSH`, and the data's digest."""
 
     state: str = "new"
-    pushed: Pushed | None = None
+    pushed: bytes | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -398,14 +397,14 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     @atomic
     def end_push(
-        self, key: Key, target: Target, pushed: Pushed | None, now: float
+        self, key: Key, target: Target, pushed: bytes | None, now: float
     ) -> list[HoldAction]:
         """Record that no byte of a write to a reader can move any more. Return actions.
 
         Args:
             key: The request.
             target: The reader.
-            pushed: The written data, or None if the write failed.
+            pushed: Digest of the written data, or None if the write failed.
             now: Time in seconds.
         """
         actions = self._tick(now)
@@ -570,7 +569,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return self._push(request, target, event)
 
     def _push(
-        self, request: HeldRequest, target: Target, event: str, pushed: Pushed | None = None
+        self, request: HeldRequest, target: Target, event: str, pushed: bytes | None = None
     ) -> list[HoldAction]:
         """Take the row of the table for a push to *target*, and carry it out."""
         self._count("pushes", target not in request.pushes)

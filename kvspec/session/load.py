@@ -64,7 +64,7 @@ from kvspec.session.checksums import Audit
 from kvspec.session.remotes import Connection, RemoteEngine
 from kvspec.session.ticket import PrefillTicket
 from kvspec.session.written import Blocks, blocks_of
-from kvspec.wire.messages import Key, Pushed
+from kvspec.wire.messages import Key
 
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
@@ -210,9 +210,9 @@ class Progress:
 class Push(Progress):
     """The part of a request that one producer rank writes. `Session.push` returns it.
 
-    `left` contains the writes that have not ended: for each reader, its transfer and the data that
-    it writes. The transfer is None if the reader needs nothing, or if nothing was posted. The data
-    is None if the write is known to fail.
+    `left` contains the writes that have not ended: for each reader, its transfer and the digest
+    of the data. The transfer is None if the reader needs nothing, or if nothing was posted. The
+    digest is None if the write is known to fail.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Push(Progress):
     ) -> None:
         super().__init__(request, key, remote.engine_id, step)
         self.remote = remote
-        self.left: dict[Target, tuple[Transfer | None, Pushed | None]] = {}
+        self.left: dict[Target, tuple[Transfer | None, bytes | None]] = {}
 
 
 class Load(Progress):
@@ -251,9 +251,9 @@ class Load(Progress):
         super().__init__(request, key, producer.engine_id, step)
         self.options, self.ticket = options, ticket
         self.connection = producer if isinstance(producer, Connection) else None
-        # By step: the transfer, or a description of the push that is expected.
-        self.in_flight: dict[Step, Transfer | Pushed] = {}
-        self.pushes: dict[RankId, Pushed] = {}  # What each producer rank is expected to push.
+        # By step: the transfer, or the digest of the push that is expected.
+        self.in_flight: dict[Step, Transfer | bytes] = {}
+        self.pushes: dict[RankId, bytes] = {}  # Digest of each expected push.
         self.began = self.deadline = 0.0
         self.written = False  # Whether any byte may have been written.
         self.bytes_moved = 0  # By reads that have ended.

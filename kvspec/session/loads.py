@@ -71,7 +71,6 @@ from kvspec.wire.messages import (
     LayerProgress,
     Message,
     PushDone,
-    Pushed,
     PushStopped,
     StopWriting,
 )
@@ -386,12 +385,12 @@ class Loads:
         """Record that a producer has stopped writing: it has written everything, or gave up."""
         if (load := self._find(message)) is not None:
             for step, flight in list(load.in_flight.items()):
-                if step.rank != message.by.rank or not isinstance(flight, Pushed):
+                if step.rank != message.by.rank or not isinstance(flight, bytes):
                     continue
                 why, state = f"{message.by} stopped writing", TransferState.STOPPED
                 if isinstance(message, PushDone):
-                    differs, state = message.pushed.differs(flight), TransferState.DIFFERS
-                    why = differs and f"{message.by} pushed another request: {differs}"
+                    equal, state = message.pushed == flight, TransferState.DIFFERS
+                    why = "" if equal else f"{message.by} pushed another request"
                 if why:
                     load.fail(step.rank, why, state)
                 self._end(load, step, why, state)
@@ -455,7 +454,7 @@ class Loads:
         self, load: Load, step: Step, why: str = "", state: TransferState = TransferState.GONE
     ) -> None:
         """Report the end of a step to the ledger. *why* is the reason of a failure, or ""."""
-        load.written |= isinstance(load.in_flight.get(step), Pushed)
+        load.written |= isinstance(load.in_flight.get(step), bytes)
         if step in self.ledger.open_steps(step.request_id):
             now = self.now()
             if why:

@@ -19,7 +19,7 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl.busy import BusyRanges
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
-from kvspec.wire.messages import DIGEST, Pushed
+from kvspec.wire.messages import DIGEST
 
 Blocks = Mapping[str, Ids]
 """By group, the ids of blocks, in any order."""
@@ -83,8 +83,11 @@ def blocks_of(plan: TransferPlan, request: TransferRequest) -> Blocks:
     return {group: ids for group, ids in found.items() if len(ids)}
 
 
-def pushed_of(table: DescriptorTable, request: TransferRequest) -> Pushed:
-    """Return the description of the push of *request* over the rows of *table*.
+def pushed_of(table: DescriptorTable, request: TransferRequest) -> bytes:
+    """Return the digest of the push of *request* over the rows of *table*.
+
+    Two requests have equal digests if they write the same tokens into the same blocks of the
+    consumer.
 
     Raises:
         SpecError: If the request has no blocks for the tokens that it writes.
@@ -93,22 +96,19 @@ def pushed_of(table: DescriptorTable, request: TransferRequest) -> Pushed:
     engine = plan.consumer
     groups = dict.fromkeys(edge.group for edge in plan.between(*ranks))
     request.check_groups([group.name for group in engine.groups])
-    cached, blocks, counts = blake2b(digest_size=DIGEST), blake2b(digest_size=DIGEST), {"prompt"}
+    digest, encoder, state = blake2b(digest_size=DIGEST), 0, 0
     for group in map(engine.group, groups):
         for wanted, ids in placed(plan, group, request):
-            cached.update(f"{group.name!r} {wanted.start};".encode())
-            blocks.update(ids.astype("<i8").tobytes())
+            digest.update(f"{group.name!r} {wanted.start} {len(ids)};".encode())
+            digest.update(ids.astype("<i8").tobytes())
         for spec in _moving(plan, group):
-            counts.add("prompt" if spec.counts_prompt else "encoder")
-            counts |= {"state" for part in spec.parts if not part.per_token}
-    seen = request.num_tokens if request.state_tokens is None else request.state_tokens
-    return Pushed(
-        num_tokens=request.num_tokens,
-        encoder_tokens=(request.encoder_tokens or 0) if "encoder" in counts else 0,
-        state_tokens=seen if "state" in counts else 0,
-        cached=cached.digest(),
-        blocks=blocks.digest(),
-    )
+            if not spec.counts_prompt:
+                encoder = request.encoder_tokens or 0
+            if not all(part.per_token for part in spec.parts):
+                seen = request.state_tokens
+                state = request.num_tokens if seen is None else seen
+    digest.update(f"{request.num_tokens} {encoder} {state}".encode())
+    return digest.digest()
 
 
 class BlockLocks:

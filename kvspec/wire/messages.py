@@ -60,13 +60,11 @@ NEW_NONCE = 16
 SUM = 8
 """Bytes of a checksum of contents."""
 DIGEST = 16
-"""Bytes of each digest in `Pushed`."""
+"""Bytes of the digest of a push."""
 
 RemoteId = NewType("RemoteId", str)
 """Name of a request in both engines, as `new_remote_id` returns it."""
-Position = Annotated[int, Meta(ge=0, le=MAX_POSITION)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
-Digest = Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
 
 M = TypeVar("M", bound="Message")
 
@@ -175,43 +173,6 @@ class Extent(WireStruct, frozen=True, kw_only=True):
         return None
 
 
-class Pushed(WireStruct, frozen=True):
-    """A short description of the data that one rank pushed to another, in the groups that it has.
-
-    The reader computes the description of its own request, and compares both. Two requests have
-    equal descriptions if they write the same tokens into the same blocks of the consumer.
-
-    Attributes:
-        num_tokens: Tokens of the prompt.
-        encoder_tokens: Tokens of the encoder, or 0 if none are written.
-        state_tokens: Tokens that a recurrent state has seen, or 0 if none is written.
-        cached: Digest of the first position of each group.
-        blocks: Digest of the blocks of each group.
-    """
-
-    num_tokens: Position
-    encoder_tokens: Position
-    state_tokens: Position
-    cached: Digest
-    blocks: Digest
-
-    def differs(self, wanted: Pushed) -> str:
-        """Return how *wanted* differs, or "".
-
-        The counts come first, because the rest depends on them.
-        """
-        counts = [
-            f"{name}={own}, expected {other}"
-            for name in ("num_tokens", "encoder_tokens", "state_tokens")
-            if (own := getattr(self, name)) != (other := getattr(wanted, name))
-        ]
-        if counts:
-            return ", ".join(counts)
-        if self.cached != wanted.cached:
-            return "cached_tokens differ from those of the reader"
-        return "" if self.blocks == wanted.blocks else "other consumer_blocks than the reader's"
-
-
 class Message(WireStruct, frozen=True):
     """One message about one request. Each subclass is one kind.
 
@@ -287,13 +248,13 @@ class StopWriting(Message, tag="stop", frozen=True):
 
 
 class PushDone(Message, tag="pushed", frozen=True, kw_only=True):
-    """The producer has written all its data for the reader, and describes the data.
+    """The producer has written all its data for the reader.
 
     Attributes:
-        pushed: The written data.
+        pushed: Digest of the written data. The reader compares it with that of its own request.
     """
 
-    pushed: Pushed
+    pushed: Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
 
 
 class PushStopped(Message, tag="stopped", frozen=True):

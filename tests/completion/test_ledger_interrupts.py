@@ -19,7 +19,6 @@ from kvspec.wire.messages import (
     Heartbeat,
     Key,
     Message,
-    Pushed,
     RankAddress,
     StopWriting,
 )
@@ -116,7 +115,7 @@ ME, READERS = (
     RankAddress("prefill", 1, RANK), [RankAddress("decode", 1, rank) for rank in (RANK, OTHER)]
 )  # fmt: skip
 TARGETS = [(0, reader) for reader in READERS]
-WRITTEN = Pushed(8, 0, 0, bytes(16), bytes(16))
+WRITTEN = bytes(16)
 
 
 def message_of(kind: Any, by: int, number: int, key: Key = KEY) -> Any:

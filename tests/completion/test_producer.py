@@ -17,7 +17,6 @@ from kvspec.wire.messages import (
     LayerProgress,
     Lease,
     PushDone,
-    Pushed,
     RankAddress,
     StopWriting,
     Valid,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 P = [RankAddress("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
 D = [RankAddress("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]
 KEY = Key("cmpl-1", b"8 bytes!")
-WRITTEN = Pushed(9, 0, 9, bytes(16), bytes(16))
+WRITTEN = bytes(16)
 
 
 def heartbeat(number: int, by: int = 0, **more: Any) -> Heartbeat:

@@ -24,7 +24,6 @@ from kvspec.wire.messages import (
     Heartbeat,
     Key,
     Message,
-    Pushed,
     RankAddress,
     ReaderStatus,
     StopWriting,
@@ -64,7 +63,7 @@ def messages(draw: st.DrawFn) -> bytes:
                 layers=("l.0", "w.0"), parts=("k",), units=range(1), tokens=range(1)
             )
     if kind == "pushed":
-        more["pushed"] = Pushed(draw(SMALL) % 2**62, 0, 0, bytes(16), bytes(16))
+        more["pushed"] = bytes(16)
     if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
     message = MESSAGES[kind](

@@ -511,7 +511,7 @@ class World(TwoEngines[bytes]):
         if self.writes:
             write = self.writes.pop(at % len(self.writes))
             key, rank, target = write
-            pushed = None if fails else wire.Pushed(1, 0, 0, bytes(16), bytes(16))
+            pushed = None if fails else bytes(16)
             self.outcome = None
             self.acted(self.producers[rank].end_push(key, target, pushed, self.now), "P", rank)
             check(Promise.PUSHED, self.outcome == (write, fails), "no outcome, or a false one")

@@ -21,7 +21,6 @@ from kvspec.wire.messages import (
     Extent,
     Key,
     Message,
-    Pushed,
     RankAddress,
     key_of,
     new_remote_id,
@@ -103,9 +102,7 @@ def messages(draw: st.DrawFn) -> Message:
     if kind == "checksum_request":
         more["extent"] = draw(extents())
     if kind == "pushed":
-        more["pushed"] = Pushed(
-            *draw(st.tuples(*[COUNTS] * 3, *[st.binary(min_size=16, max_size=16)] * 2))
-        )
+        more["pushed"] = draw(st.binary(min_size=16, max_size=16))
     if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
     return MESSAGES[kind](
@@ -141,9 +138,6 @@ KIND, KEYED, BY, TO, ATTEMPT, NUMBER, OWN = range(7)
 ASKED = Extent(layers=("l.0",), parts=("k",), units=range(2), tokens=range(9))
 
 
-DONE = Pushed(num_tokens=9, encoder_tokens=0, state_tokens=9, cached=bytes(16), blocks=bytes(16))
-
-
 def within(message: Message, field: int, at: int, value: Any) -> bytes:
     """Return the bytes of a message with another value inside one of its elements."""
     data = encode_message(message)
@@ -155,11 +149,6 @@ def within(message: Message, field: int, at: int, value: Any) -> bytes:
 def asked(at: int, value: Any) -> bytes:
     """Return the bytes of a checksum request with another element of its extent."""
     return within(message_of("checksum_request", by=0, extent=ASKED), OWN, at, value)
-
-
-def wrote(at: int, value: Any) -> bytes:
-    """Return the bytes of `pushed` with another element of its description."""
-    return within(message_of("pushed", pushed=DONE), OWN, at, value)
 
 
 def own(kind: str, at: int, value: Any, **more: Any) -> bytes:
@@ -214,11 +203,9 @@ AT = {"pp": 0, "pcp": 0, "tp": 0}
         (own("progress", 8, 2**63, **LAYER), "$[8]", ...),
         (own("checksum", 6, bytes(9), total=bytes(8)), "$[6]", ...),
         (own("checksum", 6, bytes(7), total=bytes(8)), "$[6]", ...),
-        (wrote(0, -1), "$[6][0]", ...),
-        (wrote(1, 2**63 - 1), "$[6][1]", ...),
-        (wrote(2, 1.5), "$[6][2]", ...),
-        (wrote(3, bytes(15)), "$[6][3]", ...),
-        (wrote(4, bytes(17)), "$[6][4]", ...),
+        (own("pushed", 6, bytes(15), pushed=bytes(16)), "$[6]", ...),
+        (own("pushed", 6, bytes(17), pushed=bytes(16)), "$[6]", ...),
+        (own("pushed", 6, 1.5, pushed=bytes(16)), "$[6]", ...),
         (asked(0, []), "$[6].layers", ()),
         (asked(0, ["l.0", "l.0"]), "$[6].layers", ("l.0", "l.0")),
         (asked(0, ["\N{LATIN SMALL LETTER E WITH ACUTE}" * 1024]), "$[6].layers", ...),
