@@ -42,7 +42,7 @@ RANKS = [kvspec.RankId(tp=tp) for tp in range(3)]
 P, D = ([RankAddress(name, 1, rank) for rank in RANKS] for name in ("prefill", "decode"))
 KEYS = [Key(f"request {n % 2}", bytes([n] * 8)) for n in range(4)]
 PLACE = ("full", "layers.0")
-EXTENT = Extent(layers=PLACE[1:], parts=("k", "v"), units=range(2), tokens=range(3, 9))
+EXTENT = Extent(layer=PLACE[1], parts=("k", "v"), units=range(2), tokens=range(3, 9))
 TRUE = Valid(key=KEYS[0], by=P[0], to=D[0])
 # The magic string and two bytes of the wire version. Every message begins with them.
 HEAD = encode_message(TRUE)[: len(b"kvspec-message\n") + 2]

@@ -5,21 +5,21 @@ checksums on both ranks, whatever their blocks and layouts are. A producer sends
 while the request is held, and only of the blocks that its own engine passed to `hold`.
 
 How it works:
-    An *extent* names contents: layers, parts, units and tokens. After all data has arrived, the
-    consumer (`Audit`) requests the checksum of each extent from its source, and computes its own.
-    The producer (`ChecksumAnswers`) computes and answers. If two checksums differ, the load fails.
-    Before that, the consumer compares halves until one token of one unit is known to differ, or the
-    time is over. For example, layers 0 to 3 of source tp0 differ:
+    An *extent* names contents of one layer: parts, units and tokens. After all data has arrived,
+    the consumer (`Audit`) requests the checksum of each extent from its source, and computes its
+    own. The producer (`ChecksumAnswers`) computes and answers. If two checksums differ, the load
+    fails. Before that, the consumer compares halves until one token of one unit is known to differ,
+    or the time is over. For example, layer 2 of source tp0 differs:
 
-        request to tp0              result
-        --------------------------  --------------------------------------
-        layers 0 to 3, tokens 0..7  differs
-        layers 0 to 1, tokens 0..7  equal
-        layers 2 to 3, tokens 0..7  differs
-        layer 2, tokens 0..7        differs: layer 3 is not compared any more
-        layer 2, tokens 0..3        differs, and so on until one token
+        request to tp0                 result
+        -----------------------------  --------------------------------------------------
+        layer 2, k+v, tokens 0..7      differs: the other layers are not compared any more
+        layer 2, k, tokens 0..7        equal
+        layer 2, v, tokens 0..7        differs
+        layer 2, v, tokens 0..3        differs, and so on until one token
 
-    Both sides compute for a bounded time in each poll. A consumer that gets no answer asks again
+    Both sides compute for a bounded time in each poll. So each extent is small: its checksum is
+    computed at once, and a poll ends between two of them. A consumer that gets no answer asks again
     after a heartbeat, with the same number. Numbers are unique across loads, so a late answer to an
     earlier load is never taken for this one's.
 """
@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
@@ -42,14 +41,11 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
-from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
-from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import RemoteEngine
 from kvspec.wire.messages import (
-    MAX_NAMES,
     SUM,
     Checksum,
     ChecksumRequest,
@@ -58,45 +54,15 @@ from kvspec.wire.messages import (
     RankAddress,
 )
 
-# Seconds for which a poll computes checksums. The last step, some hundred kilobytes, may end later.
+# Seconds for which a poll computes checksums. The last one may end later.
 TURN = 0.02
+# Contents in one extent, each of one part of one unit at one token. They have about 4 MiB.
+MOST = 1 << 14
 # Requests that wait for an answer. The reader of a request beyond the limit asks again.
-MAX_ASKED = 4096
+MAX_ASKED = 1 << 16
 # Checksums that are kept of one held request, so that a repeated question costs nothing.
-MAX_KNOWN = 512
+MAX_KNOWN = 1 << 12
 _NUMBERS = itertools.count(1)
-Names = tuple[str, ...]
-
-
-@attrs.define(eq=False)
-class Work:
-    """A checksum that is being computed.
-
-    Attributes:
-        begin: Returns the sums to add, from the first one.
-        total: The sum so far.
-    """
-
-    begin: Callable[[], Iterator[int]]
-    total: int = 0
-    _left: Iterator[int] | None = None
-
-    def go_on(self, end: float) -> bool:
-        """Compute until the time is *end*. Return whether the checksum is complete.
-
-        If a call raises, the next one begins again. An interrupt ends a generator, so the sums that
-        are left would be missing.
-        """
-        left, self._left = self._left, None
-        if left is None:
-            left, self.total = self.begin(), 0
-        for partial_sum in left:
-            self.total = (self.total + partial_sum) % 2 ** (8 * SUM)
-            if time.monotonic() >= end:
-                self._left = left
-                return False
-        self._left = left
-        return True
 
 
 @attrs.define(eq=False)
@@ -115,7 +81,7 @@ class ChecksumAnswers:
     cache: RankCache
     owner: object
     messages: Messages
-    asked: dict[ChecksumRequest, Work] = attrs.field(factory=dict)
+    asked: dict[ChecksumRequest, None] = attrs.field(factory=dict)
     _closed: bool = False
 
     def receive(self, message: ChecksumRequest) -> None:
@@ -126,20 +92,18 @@ class ChecksumAnswers:
         if (total := held.checksums.get(message.extent)) is not None:
             self.messages.send(message.answer(Checksum, total=total))
         elif len(self.asked) < MAX_ASKED:
-            sums = partial(sums_of, self.cache, held.blocks, message.extent)
-            self.asked[message] = Work(sums)
+            self.asked[message] = None
 
     def move(self) -> None:
         """Compute for a bounded time, and answer."""
         end = time.monotonic() + TURN
         while self.asked and time.monotonic() < end:
-            message, work = next(iter(self.asked.items()))
+            message = next(iter(self.asked))
             held = self.ledger.find(message.key)
             if held is not None:
                 try:
-                    if not work.go_on(end):
-                        return
-                    total = work.total.to_bytes(SUM, "little")
+                    own = checksum_of(self.cache, held.blocks, message.extent)
+                    total = own.to_bytes(SUM, "little")
                     if len(held.checksums) < MAX_KNOWN:
                         held.checksums[message.extent] = total
                     self.messages.send(message.answer(Checksum, total=total))
@@ -161,14 +125,14 @@ class Question:
     Attributes:
         rank: The producer rank that is asked.
         extent: The contents.
-        work: This rank's own checksum.
+        own: This rank's own checksum, once it is computed.
         answer: The checksum of the producer, once it arrived.
         again: Time of the next message to the producer.
     """
 
     rank: RankId
     extent: Extent
-    work: Work
+    own: int | None = None
     answer: int | None = None
     again: float = 0.0
 
@@ -233,19 +197,27 @@ class Audit:
                     question.again = now + heartbeat
                     asked = plan.about(self.me, question.rank, number)
                     self.messages.send(ChecksumRequest(*asked, extent=question.extent))
-            for number, question in list(self._open.items()):
-                complete = question.work.go_on(end)
-                if complete and question.answer is not None:
-                    if question.work.total != question.answer:
-                        return self._narrow(question.rank, question.extent)
-                    del self._open[number]
-                elif not complete or self.differs:
-                    # Compare the first half completely before the second, so that the first
-                    # difference is found.
-                    break
+            return self._compare(self._open, end)
         except SpecError as error:
             return str(error)
-        return self._refused or (None if self._open else self.differs)
+
+    def _compare(self, questions: dict[int, Question], end: float) -> str | None:
+        """Compute and compare checksums until the time is *end*. Returns as `move`."""
+        tables = self.request.consumer_blocks
+        for number, question in list(questions.items()):
+            if computes := question.own is None:
+                question.own = checksum_of(self.cache, tables, question.extent)
+            if question.answer is not None:
+                if question.own != question.answer:
+                    return self._narrow(question.rank, question.extent)
+                del questions[number]
+            elif self.differs:
+                # Compare the first half completely before the second, so that the first difference
+                # is found.
+                break
+            if computes and time.monotonic() >= end:
+                break
+        return self._refused or (None if questions else self.differs)
 
     def deliver(self, message: Checksum | ChecksumUnavailable) -> bool:
         """Process an answer. Return whether it was expected."""
@@ -263,13 +235,7 @@ class Audit:
 
     def _ask(self, contents: Iterable[tuple[RankId, Extent]]) -> dict[int, Question]:
         """Return new questions. One expression builds them: an interrupt leaves all or none."""
-        tables = self.request.consumer_blocks
-        return {
-            next(_NUMBERS): Question(
-                rank, extent, Work(partial(sums_of, self.cache, tables, extent))
-            )
-            for rank, extent in contents
-        }
+        return {next(_NUMBERS): Question(rank, extent) for rank, extent in contents}
 
     def _narrow(self, rank: RankId, extent: Extent) -> str | None:
         """Compare both halves of an extent that differs. Return its name if it has no halves."""
@@ -282,51 +248,42 @@ class Audit:
 def extents_of(
     plan: TransferPlan, request: TransferRequest, producer: RankId, consumer: RankId
 ) -> Iterator[Extent]:
-    """Yield the extents that *request* moves from *producer* to *consumer*.
-
-    Each extent fits into one message.
-    """
+    """Yield the extents that *request* moves from *producer* to *consumer*."""
     for edge in plan.between(producer, consumer):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
         block = plan.consumer.virtual_block(groups[1])
-        for part_slice in edge.slices:
-            same = _same_extents(plan, request, edge, part_slice, block)
-            for (parts, want), layers in same.items():
-                # So many layers that their names fit into a message.
-                longest = max(len(layer.encode()) for layer in layers)
-                most = max(1, (MAX_NAMES - sum(len(part.encode()) for part in parts)) // longest)
-                for first in range(0, len(layers), most):
-                    yield Extent(
-                        layers=tuple(layers[first : first + most]),
-                        parts=parts,
-                        units=part_slice.global_range,
-                        tokens=want.tokens,
-                        rows=range(want.rows),
-                        producer=plan.producer.context(groups[0], producer),
-                        consumer=plan.consumer.context(groups[1], consumer),
-                        stripe=part_slice.stripe,
-                        block=block,
-                    )
+        for units in edge.slices:
+            parts: dict[tuple[str, Wanted], list[str]] = {}
+            for layer, part, want in wanted_of(plan, request, edge, units):
+                if part.per_token or units.stripe.holds(want.tokens.start // block):
+                    parts.setdefault((layer, want), []).append(part.name)
+            for (layer, want), names in parts.items():
+                whole = Extent(
+                    layer=layer,
+                    parts=tuple(names),
+                    units=units.global_range,
+                    tokens=want.tokens,
+                    rows=range(want.rows),
+                    producer=plan.producer.context(groups[0], producer),
+                    consumer=plan.consumer.context(groups[1], consumer),
+                    stripe=units.stripe,
+                    block=block,
+                )
+                yield from _small(whole)
 
 
-def _same_extents(
-    plan: TransferPlan, request: TransferRequest, edge: Edge, units: TPTransferSlice, block: int
-) -> dict[tuple[Names, Wanted], list[str]]:
-    """Return the layers of a slice that move the same rows of the same parts."""
-    parts: dict[tuple[str, Wanted], list[str]] = {}
-    for layer, part, want in wanted_of(plan, request, edge, units):
-        if part.per_token or units.stripe.holds(want.tokens.start // block):
-            parts.setdefault((layer, want), []).append(part.name)
-    layers: dict[tuple[Names, Wanted], list[str]] = {}
-    for (layer, want), names in parts.items():
-        layers.setdefault((tuple(names), want), []).append(layer)
-    return layers
+def _small(extent: Extent) -> Iterator[Extent]:
+    """Yield *extent* in pieces that each take a short time."""
+    rows = len(extent.rows) or len(extent.tokens)
+    if len(extent.parts) * len(extent.units) * rows <= MOST or extent.halves is None:
+        yield extent
+    else:
+        for half in extent.halves:
+            yield from _small(half)
 
 
-def sums_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) -> Iterator[int]:
-    """Yield sums that add up, modulo 2**64, to this rank's checksum of *extent*.
-
-    Each sum takes a short time, so a caller may pause between two of them.
+def checksum_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) -> int:
+    """Return this rank's checksum of *extent*.
 
     Args:
         cache: Memory of the rank.
@@ -336,27 +293,29 @@ def sums_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) 
     Raises:
         SpecError: If the rank does not hold the contents, or cannot read them.
     """
-    placed: dict[tuple[str, int, int], tuple[Ints, Ints, Ints]] = {}
-    for layer, name in itertools.product(extent.layers, extent.parts):
-        region = cache.region(layer, name)
+    total = 0
+    placed: dict[tuple[int, int], tuple[Ints, Ints, Ints]] = {}
+    for name in extent.parts:
+        region = cache.region(extent.layer, name)
         part, units = readable(cache, region)
         if extent.units.start < units.start or units.stop < extent.units.stop:
             raise SpecError("units", extent.units, f"units of the rank: {units}")
         if not part.per_token and part.states < extent.rows.stop:
             wanted = f"rows below {part.states}, the rows of {name}"
             raise SpecError("rows", extent.rows, wanted)
-        key = region.group, part.tokens_per_state, region.num_blocks
+        key = part.tokens_per_state, region.num_blocks
         if key not in placed:
-            placed[key] = _placed(cache, layer, part, tables, extent)
+            placed[key] = _placed(cache, part, tables, extent)
         for unit in extent.units:
-            yield from partial_sums(region, unit - units.start, unit, *placed[key])
+            total += sum(partial_sums(region, unit - units.start, unit, *placed[key]))
+    return total % (1 << 8 * SUM)
 
 
 def _placed(
-    cache: RankCache, layer: str, part: Part, tables: Mapping[str, BlockTable], extent: Extent
+    cache: RankCache, part: Part, tables: Mapping[str, BlockTable], extent: Extent
 ) -> tuple[Ints, Ints, Ints]:
     """Return for each row of *extent*: its block in memory, its row there, and its number."""
-    region = cache.region(layer, part.name)
+    region = cache.region(extent.layer, part.name)
     want = Wanted(extent.tokens, extent.rows.stop)
     block, row, number = rows_of(cache, region, part, tables, want)
     if part.per_token:

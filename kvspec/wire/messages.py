@@ -47,8 +47,6 @@ MAX_REQUEST = 1024
 """Bytes of a request's id. A receiver of a message counts characters."""
 MAX_NAME = 1024
 """Bytes of the name of a layer or a part in an extent, characters of a name in `LayerProgress`."""
-MAX_NAMES = 4096
-"""Bytes of the names in one extent; two of the longest fit."""
 MAX_READERS = 2**20
 """Readers of one request on one producer rank."""
 MAX_POSITION = 2**62
@@ -106,12 +104,12 @@ class Key(WireStruct, frozen=True):
 class Extent(WireStruct, frozen=True, kw_only=True):
     """Contents of a request whose checksums two ranks compare.
 
-    These are some units of some parts, at some tokens, or some rows of a state. Both ranks use the
-    same extent for the same contents, whatever their blocks, layouts and contexts are. Only the
-    tokens count that both context ranks own, and that the stripe contains.
+    These are some units of some parts of a layer, at some tokens, or some rows of a state. Both
+    ranks use the same extent for the same contents, whatever their blocks, layouts and contexts
+    are. Only the tokens count that both context ranks own, and that the stripe contains.
 
     Attributes:
-        layers: Names of the layers.
+        layer: Name of the layer.
         parts: Names of the parts.
         units: Units of the model.
         tokens: Positions of tokens, in the count of the group. For a state, the last of them is the
@@ -123,7 +121,7 @@ class Extent(WireStruct, frozen=True, kw_only=True):
         block: Tokens of one block of the stripe.
     """
 
-    layers: tuple[str, ...]
+    layer: str
     parts: tuple[str, ...]
     units: range
     tokens: range
@@ -134,14 +132,11 @@ class Extent(WireStruct, frozen=True, kw_only=True):
     block: Annotated[int, Meta(ge=1, le=MAX_POSITION)] = 1
 
     def __post_init__(self) -> None:
-        for field in ("layers", "parts"):
-            names = instance(field, getattr(self, field), tuple)
-            for name in names:
-                is_name(field, name, MAX_NAME)
-            if not names or len(set(names)) < len(names):
-                raise SpecError(field, names, "at least one name, each once")
-        if (total := sum(len(name.encode()) for name in self.layers + self.parts)) > MAX_NAMES:
-            raise SpecError("layers", f"{total} bytes", f"names of at most {MAX_NAMES} bytes")
+        is_name("layer", self.layer, MAX_NAME)
+        for name in instance("parts", self.parts, tuple):
+            is_name("parts", name, MAX_NAME)
+        if not self.parts or len(set(self.parts)) < len(self.parts):
+            raise SpecError("parts", self.parts, "at least one name, each once")
         for field, least in (("units", 1), ("tokens", 1), ("rows", 0)):
             span = getattr(self, field)
             if not 0 <= span.start <= span.stop - least <= MAX_POSITION or span.step != 1:
@@ -152,9 +147,8 @@ class Extent(WireStruct, frozen=True, kw_only=True):
                 positive_int(f"{side}.{name}", number, least=least, most=MAX_POSITION)
 
     def __str__(self) -> str:
-        last = f" to {self.layers[-1]}" if len(self.layers) > 1 else ""
         units = f"units {self.units.start}..{self.units.stop - 1}"
-        what = f"layers {self.layers[0]}{last}, {'+'.join(self.parts)} {units}"
+        what = f"layer {self.layer}, {'+'.join(self.parts)} {units}"
         if self.rows:
             return f"{what}, rows {self.rows.start}..{self.rows.stop - 1}"
         return f"{what}, tokens {self.tokens.start}..{self.tokens.stop - 1}"
@@ -162,7 +156,7 @@ class Extent(WireStruct, frozen=True, kw_only=True):
     @property
     def halves(self) -> tuple[Extent, Extent] | None:
         """Two extents that cover this one, or None for one token or row of one unit."""
-        for field in ("layers", "parts", "units", "rows" if self.rows else "tokens"):
+        for field in ("parts", "units", "rows" if self.rows else "tokens"):
             whole = getattr(self, field)
             if half := len(whole) // 2:
                 first, second = (

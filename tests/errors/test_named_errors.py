@@ -42,11 +42,14 @@ def test_cache_rejects_region_with_name_of_wrong_type(name: str, value: Any) -> 
     assert "regions" in error.field
 
 
-@pytest.mark.parametrize("value", [None, 1, "abc", {"l": 1}, [None], [["l"]], [], ["l", "l"]])
-@pytest.mark.parametrize("name", ["layers", "parts"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("parts", each) for each in (None, 1, "abc", {"l": 1}, [None], [["l"]], [], ["l", "l"])]
+    + [("layer", each) for each in (None, 1, "", ["l"])],
+)
 def test_extent_rejects_names_that_are_not_texts(name: str, value: Any) -> None:
     """The error names the field."""
-    fields: dict[str, Any] = {"layers": ("l",), "parts": ("k",), name: value}
+    fields: dict[str, Any] = {"layer": "l", "parts": ("k",), name: value}
     error = refusal(lambda: Extent(**fields, units=range(1), tokens=range(1)))
     assert name == error.field
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvspec import BlockTable, RankCache, RankId, allocate
 from kvspec.check.digests import Wanted, differing, digest, wanted
-from kvspec.session.checksums import extents_of, sums_of
+from kvspec.session.checksums import checksum_of, extents_of
 from kvspec.testing import Case, strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import rows_of
@@ -119,7 +119,7 @@ def equal(here: World, source: Any, consumer: Any, extent: Any) -> bool:
     """Return whether a consumer rank and one of its sources have the same sum of an extent."""
     request = here.case.request
     own, other = (
-        sum(sums_of(cache, tables, extent)) % 2**64
+        checksum_of(cache, tables, extent)
         for cache, tables in (
             (here.consumers[consumer][0], request.consumer_blocks),
             (here.producers[source][0], request.producer_blocks),
@@ -165,8 +165,8 @@ def test_extents_of_changed_content_differ_down_to_one_token(
     while extent.halves is not None:
         extent = next(half for half in extent.halves if not equal(here, source, rank, half))
     _, layer, part = rows.key
-    place = (layer,), (part,), range(rows.units[unit], rows.units[unit] + 1)
-    assert place == (extent.layers, extent.parts, extent.units)
+    place = layer, (part,), range(rows.units[unit], rows.units[unit] + 1)
+    assert place == (extent.layer, extent.parts, extent.units)
     if not rows.part.per_token:
         assert int(rows.row[at]) == extent.rows.start
     else:

@@ -56,12 +56,10 @@ def messages(draw: st.DrawFn) -> bytes:
         units, tokens = (range(draw(SMALL), draw(SMALL)) for _ in range(2))
         try:
             more["extent"] = Extent(
-                layers=("l.0",), parts=("k",), units=units, tokens=tokens, rows=range(draw(SMALL))
+                layer="l.0", parts=("k",), units=units, tokens=tokens, rows=range(draw(SMALL))
             )
         except kvspec.SpecError:
-            more["extent"] = Extent(
-                layers=("l.0", "w.0"), parts=("k",), units=range(1), tokens=range(1)
-            )
+            more["extent"] = Extent(layer="w.0", parts=("k",), units=range(1), tokens=range(1))
     if kind == "pushed":
         more["pushed"] = bytes(16)
     if kind == "checksum":

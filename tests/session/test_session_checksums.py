@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,7 +25,7 @@ from two_engines import BLOCKS, Direct, Side, engine, request, until
 from kvspec.check import digests
 from kvspec.completion.producer import ProducerLedger
 from kvspec.session import Load, checksums, new_remote_id
-from kvspec.session.checksums import ChecksumAnswers, Work, sums_of
+from kvspec.session.checksums import ChecksumAnswers, checksum_of
 from kvspec.session.mailbox import MESSAGE
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
@@ -212,10 +210,10 @@ def test_checksum_rejects_an_extent_that_the_rank_lacks() -> None:
     cache, _storage = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
     tables = kvspec.BlockTable([1, 2]), kvspec.BlockTable([1, BLOCKS])
     whole: dict[str, Any] = {
-        "layers": ("l.0",), "parts": ("k",), "units": range(1), "tokens": range(8)
+        "layer": "l.0", "parts": ("k",), "units": range(1), "tokens": range(8)
     }  # fmt: skip
     for table, change, word in (
-        (tables[0], {"layers": ("l.0", "l.9")}, "l.9"),
+        (tables[0], {"layer": "l.9"}, "l.9"),
         (tables[0], {"parts": ("conv",)}, "conv"),
         (tables[0], {"units": range(1, 2)}, "units"),
         (tables[0], {"tokens": range(9)}, "tokens"),
@@ -224,8 +222,8 @@ def test_checksum_rejects_an_extent_that_the_rank_lacks() -> None:
     ):
         extent = Extent(**whole | change)
         with pytest.raises(SpecError, match=word):
-            sum(sums_of(cache, {"full": table}, extent))
-    assert sum(sums_of(cache, {"full": tables[0]}, Extent(**whole)))
+            checksum_of(cache, {"full": table}, extent)
+    assert checksum_of(cache, {"full": tables[0]}, Extent(**whole))
 
 
 @pytest.mark.parametrize("parts", [("conv_x", "ssm"), ("ssm", "conv_x"), ("ssm",)])
@@ -236,7 +234,7 @@ def test_checksum_request_for_missing_rows_is_refused(parts: tuple[str, ...]) ->
     )
     group = kvspec.KVCacheGroup(name="s", layers=["s.0"], spec=spec)
     one = kvspec.EngineSpec(groups=[group], parallel=kvspec.ParallelConfig(tp_size=1))
-    extent = Extent(layers=("s.0",), parts=parts, units=range(1), tokens=range(8), rows=range(3))
+    extent = Extent(layer="s.0", parts=parts, units=range(1), tokens=range(8), rows=range(3))
     with FakeNixl(), Side("P", one, polled=False, channel=Direct("P")) as producer:
         (session,) = producer.sessions.values()
         remote_id = new_remote_id("r")
@@ -342,7 +340,7 @@ class Asked:
         messages = cast("Any", SimpleNamespace(send=self.sent.append))
         self.answers = ChecksumAnswers(self.ledger, cache, self.owner, messages)
         self.ledger.admit(self.key, 0.0, blocks={"full": kvspec.BlockTable([1, 2])})
-        extent = Extent(layers=("l.0",), parts=("k",), units=range(1), tokens=range(8))
+        extent = Extent(layer="l.0", parts=("k",), units=range(1), tokens=range(8))
         self.question = ChecksumRequest(self.key, RankAddress("D", 1, me.rank), me, extent=extent)
 
 
@@ -379,38 +377,21 @@ def test_known_checksum_is_sent_again_without_work() -> None:
     assert replace(first, number=2) == second
 
 
-@pytest.mark.parametrize("end", [0.0, math.inf])
-def test_checksum_is_right_after_an_interrupt_before_any_line(end: float) -> None:
-    """Its computation begins again, also if other calls have computed a part of it before."""
-    spec = engine(1)
-    cache, _memory = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
-    extent = Extent(layers=("l.0", "l.1"), parts=("k", "v"), units=range(1), tokens=range(8))
-    begin = partial(sums_of, cache, {"full": kvspec.BlockTable([1, 2])}, extent)
-    right = sum(begin()) % 2**64
-    place, reached = 0, True
+def test_checksum_is_right_after_an_interrupt_before_any_line() -> None:
+    """The next call computes it again, and sends it at least once."""
+    sent, place, reached = list[Message](), 0, True
     while reached:
-        work = Work(begin)
-
-        def compute(work: Work = work) -> None:
-            until(lambda: work.go_on(end))
-
-        reached, _ = interrupted_at(place, compute, checksums, digests)
-        compute()
-        assert right == work.total, f"interrupted before line {place}"
+        asked = Asked()
+        asked.answers.receive(asked.question)
+        reached, _ = interrupted_at(place, asked.answers.move, checksums, digests)
+        asked.answers.move()
+        assert not asked.answers.asked
+        sent += [replace(message, key=asked.key) for message in asked.sent[-1:]]
         place += 1
     assert place > 50
-
-
-def test_checksum_that_cannot_be_computed_is_never_complete() -> None:
-    """Each call raises again."""
-    spec = engine(1)
-    cache, _memory = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
-    extent = Extent(layers=("l.0",), parts=("k",), units=range(9, 10), tokens=range(8))
-    work = Work(partial(sums_of, cache, {"full": kvspec.BlockTable([1, 2])}, extent))
-    for _ in range(2):
-        with pytest.raises(SpecError) as caught:
-            work.go_on(math.inf)
-        assert "units" == caught.value.field
+    assert place == len(sent)
+    totals = {message.total for message in sent if isinstance(message, Checksum)}
+    assert 1 == len(totals)
 
 
 def test_load_is_done_when_a_checksum_was_lost() -> None:

@@ -22,7 +22,7 @@ from shakes import handshakes, opened
 
 import kvspec
 from kvspec.memory.rank_cache import Memory, Region
-from kvspec.session.checksums import sums_of
+from kvspec.session.checksums import checksum_of
 from kvspec.session.mailbox import introduced
 from kvspec.session.ticket import PrefillTicket, content_of
 from kvspec.wire import codec
@@ -235,7 +235,7 @@ def test_checksum_of_page_is_checksum_of_code() -> None:
     cache = kvspec.plan_memory(engine, kvspec.RankId(), 8, address=memory.ctypes.data)
     region = cache.region("a", "k")
     table = kvspec.BlockTable([3, 1])
-    extent = Extent(layers=("a",), parts=("k",), units=range(2), tokens=range(2, 7))
+    extent = Extent(layer="a", parts=("k",), units=range(2), tokens=range(2, 7))
     wanted = 0
     for unit in range(2):
         for position in range(2, 7):
@@ -243,7 +243,7 @@ def test_checksum_of_page_is_checksum_of_code() -> None:
             at = address - memory.ctypes.data
             content = memory[at : at + region.content_bytes].tobytes()
             wanted += total_of(content, "a", "k", unit, position)
-    assert wanted % 2**64 == sum(sums_of(cache, {"full": table}, extent)) % 2**64
+    assert wanted % 2**64 == checksum_of(cache, {"full": table}, extent)
 
 
 def default_of(field: attrs.Attribute[Any]) -> str:
