@@ -116,6 +116,14 @@ def test_key_content_is_that_of_the_module_around_the_layer(
     del parent
 
 
+def test_layer_with_a_recurrent_state_inside_a_module_has_no_key_content() -> None:
+    """Its spec has no `head_size`, so the engine would not start if it was read."""
+    layer = Layer()
+    parent = Parent(layer, rotary_emb=None)
+    assert {} == key_contents_of(*read(layer, like.state("short_conv", ((2, 64),))))
+    del parent
+
+
 def table_of(frequencies: Any, magnitude: float = 1.0, rows: int = 8) -> Any:
     """Return the cosines and the sines of the first positions."""
     angles = torch.arange(rows)[:, None] * torch.tensor(frequencies)[None]

@@ -35,12 +35,15 @@ from kvspec.specs import KeyContent
 def key_contents_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, KeyContent]:
     """Return the meaning of the keys of each layer that the worker has constructed.
 
-    The result lacks layers whose modules do not determine it, such as indexers.
+    The result lacks layers whose modules do not determine it, such as indexers. It also lacks
+    layers without keys: those with a recurrent state.
     """
     layers = constructed_layers(fields, configs)
     groups = [group for config in configs for group in config.groups]
     specs = {name: group.spec_of(name) for group in groups for name in group.layers}
-    parents = _parents({name: layer.value for name, layer in layers.items()})
+    # The spec of a recurrent state has no `head_size`.
+    keyed = [name for name in layers if type(specs[name].value).__name__ != "MambaSpec"]
+    parents = _parents({name: layers[name].value for name in keyed})
     found = {
         name: key_content_of(
             FieldReader(f"the module of {name}", parent),
