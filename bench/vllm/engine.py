@@ -147,8 +147,10 @@ class Engine:
 
 def _fill(worker: Any, value: float) -> None:  # noqa: ANN401 - a worker of vLLM
     """Write *value* into the caches of one worker. No request may hold blocks."""
-    for tensor in worker.model_runner.kv_caches:
-        tensor.fill_(value)
+    for cache in worker.model_runner.kv_caches:
+        # A layer with a recurrent state has several tensors.
+        for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
+            tensor.fill_(value)
 
 
 def run(pipe: Connection, log: Path, environment: dict[str, str], *engine: Any) -> None:  # noqa: ANN401

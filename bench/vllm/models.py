@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 576
-# Tokens of the sliding window. It is two blocks of 32 tokens, so that a window can begin at a block
-# boundary and inside a block.
+# Tokens of the sliding window, and of a chunk. It is two blocks of 32 tokens, so that a window can
+# begin at a block boundary and inside a block.
 WINDOW = 64
 
 _COMMON: dict[str, Any] = {
@@ -59,6 +59,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         },
     ),
+    # Layers with a recurrent state beside layers with attention.
+    "lfm2-2": (
+        "Lfm2",
+        {
+            **_COMMON,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "block_auto_adjust_ff_dim": False,
+            # transformers has no such fields, but vLLM reads them.
+            "block_dim": 128,
+            "conv_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # Each second layer reads all tokens and has no positions. The others read only their own chunk.
+    "llama4-2": (
+        "Llama4Text",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layer_interval": 2,
+            "intermediate_size_mlp": 192,
+            # No layer has experts. transformers reads the list, and vLLM reads the step.
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+        },
+    ),
     "deepseek": (
         "DeepseekV2",
         {
@@ -86,7 +119,7 @@ _DEEPSEEK = MODELS["deepseek"][1]
 _ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
 MODELS["deepseek-3"] = ("DeepseekV3", {**_DEEPSEEK, **_ROUTING, "rope_interleave": True})
 
-_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
 
 
 def make(name: str, folder: Path) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from abc import ABCMeta
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm_like import HEADS, config, engine_spec, state
 
 import kvspec
 from kvspec.adapters import vllm
+from kvspec.adapters.vllm.backends import full_name
 
 ONE = kvspec.RankId()
 
@@ -285,6 +287,47 @@ def test_backend_is_given_as_class_or_name() -> None:
     both = config((["layer.0"], PLAIN), (["draft.0"], PLAIN))
     left_out = engine_spec(both, backends={"layer.0": Backend}, excluded=["draft.0"])
     assert ["layer.0"] == list(left_out.homes)
+
+
+class FlashAttentionBackend(metaclass=ABCMeta):  # noqa: B024 - vLLM's have abstract methods
+    """A backend, whose class is an abstract one as in vLLM."""
+
+    __module__ = "vllm.v1.attention.backends.flash_attn"
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """Return the module and the class."""
+        return cls.__module__, cls.__qualname__
+
+
+def made_by_vllm(prefix: str, *bases: type, **overrides: Any) -> type:
+    """Return a backend made as vLLM makes those of layers that change another backend."""
+    overrides = {"get_builder_cls": lambda: None, **overrides}
+    # `type` is called like a function, so the module of the class is not that of the backend.
+    return type(f"{prefix}{FlashAttentionBackend.__name__}", bases, overrides)
+
+
+def test_backend_of_layers_with_chunks_has_the_pages_of_its_base() -> None:
+    backend = made_by_vllm("ChunkedLocalAttention_64_", FlashAttentionBackend)
+    assert "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend" == full_name("", backend)
+    assert layer_spec(PLAIN, backends=backend) == layer_spec(PLAIN, backends=FlashAttentionBackend)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "bases", "overrides"),
+    [
+        # It writes sink tokens into the pages.
+        ("StaticSink_", (FlashAttentionBackend,), {}),
+        ("ChunkedLocalAttention_64_", (FlashAttentionBackend, Hashable), {}),
+        ("ChunkedLocalAttention_64_", (FlashAttentionBackend,), {"get_kv_cache_shape": None}),
+    ],
+)
+def test_backend_that_changes_another_one_is_refused_by_name(
+    prefix: str, bases: tuple[type, ...], overrides: dict[str, Any]
+) -> None:
+    backend = made_by_vllm(prefix, *bases, **overrides)
+    error = refusal(lambda: layer_spec(PLAIN, backends=backend))
+    assert f"abc.{prefix}FlashAttentionBackend" == error.value
 
 
 def test_unsharded_draft_moves_whole_to_every_context_rank() -> None:

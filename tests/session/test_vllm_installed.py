@@ -19,6 +19,7 @@ import kvspec
 from kvspec.adapters.attention_modules import key_content_of
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.rotation import rotation_of
+from kvspec.adapters.vllm.backends import FORMATS, full_name
 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -144,3 +145,17 @@ def test_stated_key_content_is_that_of_computed_keys(
     assert kvspec.KeyContent(rotary=rotary, rotary_size=size) == shown
     assert stated is not None
     assert (stated.rotary, stated.rotary_start, stated.rotary_size) == (rotary, 0, size)
+
+
+def test_backend_that_vllm_makes_for_chunks_has_the_pages_of_its_base() -> None:
+    """The classes of other layers are made in the same way, and they keep their names."""
+    from vllm.model_executor.layers.attention import (  # noqa: PLC0415
+        chunked_local_attention,
+        encoder_only_attention,
+    )
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: PLC0415
+
+    chunks = chunked_local_attention.create_chunked_local_attention_backend(CPUAttentionBackend, 64)
+    assert ".".join(CPUAttentionBackend.full_cls_name()) == full_name("backend", chunks)
+    other = encoder_only_attention.create_encoder_only_attention_backend(CPUAttentionBackend)
+    assert full_name("backend", other) not in FORMATS

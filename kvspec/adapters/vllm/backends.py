@@ -109,6 +109,9 @@ _VARIANTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+# How the names of the classes begin that vLLM makes for layers that attend to chunks.
+_OF_CHUNKS = "ChunkedLocalAttention_"
+
 _EXPECTED = "the full_cls_name() of a known attention backend"
 
 
@@ -154,7 +157,8 @@ class Backends:
 
 
 def full_name(field: str, backend: Any) -> str:  # noqa: ANN401 - vLLM's class, not imported
-    """Return a backend's module and class, joined by a dot."""
+    """Return the module and the class, joined by a dot, of the backend that writes the pages."""
+    backend = _writer(backend)
     if callable(FieldReader(field, backend).get("full_cls_name").value):
         backend = FieldReader(field, backend).call("full_cls_name").value
     if isinstance(backend, tuple) and all(isinstance(name, str) for name in backend):
@@ -162,6 +166,21 @@ def full_name(field: str, backend: Any) -> str:  # noqa: ANN401 - vLLM's class, 
     if not isinstance(backend, str):
         raise SpecError(field, backend, f"{_EXPECTED}: the order inside a page depends on it")
     return backend
+
+
+def _writer(backend: Any) -> Any:  # noqa: ANN401
+    """Return the backend whose code writes the pages of *backend*: its base, if it reads chunks.
+
+    For layers that attend to chunks, vLLM makes a class of its own, with a name like
+    ``ChunkedLocalAttention_8192_FlashAttentionBackend``. It overrides only `get_builder_cls`, and
+    that builder changes only which blocks are read. vLLM makes other classes in the same way, some
+    of which write other pages. They keep their names, which are refused.
+    """
+    if not isinstance(backend, type) or not backend.__name__.startswith(_OF_CHUNKS):
+        return backend
+    overrides = [name for name in vars(backend) if not name.startswith("_")]
+    one_base = len(backend.__bases__) == 1
+    return backend.__base__ if one_base and overrides == ["get_builder_cls"] else backend
 
 
 def quantization(spec: FieldReader) -> str:

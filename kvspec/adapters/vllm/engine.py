@@ -78,8 +78,9 @@ def engine_spec(
             are excluded, too.
         backends: The attention backend of each layer, by layer name, or one backend for all layers.
             A backend is the result of vLLM's ``get_attn_backend()``, or the ``full_cls_name()`` of
-            that as a tuple or a dotted name. Required for each layer with attention, because only
-            the backend determines the order inside a page (see `FORMATS`).
+            that as a tuple or a dotted name. For layers that attend to chunks, vLLM makes a class
+            of its own, whose name is unknown: pass the class. Required for each layer with
+            attention, because only the backend determines the order inside a page (see `FORMATS`).
         variants: The property that a backend's name leaves open, by layer name, or one for all
             layers. CPU attention: the layer's ``isa``. Indexers: ``shuffled`` if
             `uses_shuffled_layout` is True, else ``rows``. TurboQuant: ``scales apart`` if

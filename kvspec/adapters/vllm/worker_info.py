@@ -16,9 +16,10 @@ import attrs
 
 from kvspec.adapters.attention_modules import agreed_key_content
 from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.vllm.backends import full_name
 from kvspec.adapters.vllm.config import read_config
 from kvspec.adapters.vllm.key_contents import key_contents_of, scales_of
-from kvspec.adapters.vllm.layer_info import constructed_layers, fp8_dtypes_of, variants_of
+from kvspec.adapters.vllm.layer_info import backends_of, fp8_dtypes_of, variants_of
 from kvspec.adapters.vllm.settings import from_vllm, worker_rank
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
@@ -34,7 +35,7 @@ class WorkerInfo:
 
     Attributes:
         config: The worker's `KVCacheConfig`.
-        backends: The ``full_cls_name()`` of the attention backend, by layer.
+        backends: The name of the attention backend, by layer (see `full_name`).
         variants: The variants, by layer (see `engine_spec`).
         fp8_dtypes: The fp8 types, by layer (see `engine_spec`).
         key_contents: The meanings of the keys, by layer (see `engine_spec`).
@@ -42,7 +43,7 @@ class WorkerInfo:
     """
 
     config: Any
-    backends: Mapping[str, tuple[str, ...]]
+    backends: Mapping[str, str]
     variants: Mapping[str, Any]
     fp8_dtypes: Mapping[str, str]
     key_contents: Mapping[str, KeyContent]
@@ -59,8 +60,8 @@ class WorkerInfo:
             config=kv_cache_config,
             # Names, not classes: the receiving worker may lack the module of a class.
             backends={
-                name: tuple(layer.call("get_attn_backend").call("full_cls_name").value)
-                for name, layer in constructed_layers(fields, [config]).items()
+                name: full_name(f"backends[{name!r}]", backend)
+                for name, backend in backends_of(fields, [config]).items()
             },
             variants=variants_of(fields, [config]),
             fp8_dtypes=fp8_dtypes_of(fields, [config]),
