@@ -25,7 +25,7 @@ from vllm_serving import (
 )
 
 import kvspec
-from kvspec.adapters.vllm import engine_spec
+from kvspec.adapters.vllm import engine_spec, scheduler_side
 from kvspec.adapters.vllm.scheduler_side import Scheduling, Served
 from kvspec.session import PrefillTicket, new_remote_id
 
@@ -315,6 +315,35 @@ def test_prompt_with_parameters_of_another_is_computed_locally(
         consumer.scheduler.on_new_request(other)
         assert (0, False) == consumer.scheduler.get_num_new_matched_tokens(other, 0)
         assert logged(caplog, "d-1", "remote_content")
+
+
+def test_samples_of_one_prompt_read_it_once_and_compute_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """For n samples, vLLM makes n requests with the same parameters. The ticket is not declined."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        assert (13, True) == consumer.decode(Request("0_d-1", 14, params), *OTHERS)
+        assert (0, False) == consumer.decode(Request("1_d-1", 14, params), [1], [1])
+        until(lambda: consumer.received and producer.sent, producer, consumer)
+        # It was read before. A third sample that arrives late is computed, too.
+        assert (0, False) == consumer.decode(Request("2_d-1", 14, params), [1], [1])
+        until(lambda: True, producer, consumer)
+        assert ({"0_d-1": 1}, {}) == (consumer.received, consumer.failed)
+        assert {"p-1": 1} == producer.sent
+        assert all(logged(caplog, name, "remote_request_id") for name in ("1_d-1", "2_d-1"))
+
+
+def test_scheduler_forgets_old_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its memory would grow with each request."""
+    monkeypatch.setattr(scheduler_side, "_REMEMBERED", 4)
+    one = scheduling()
+    for params, count in ((HELD, 7), (HELD, 0), *((params_of(), 7) for _ in range(4)), (HELD, 7)):
+        request = Request("d-1", 14, params)
+        one.on_new_request(request)
+        assert (count, count > 0) == one.get_num_new_matched_tokens(request, 0)
+        one.request_finished_all_groups(request, ([1],))
+        one.build_connector_meta(None)
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])

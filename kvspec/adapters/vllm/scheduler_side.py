@@ -1,7 +1,8 @@
 """The connector in vLLM's scheduler: it decides which requests are held, fetched and declined.
 
 Invariant: a consumer fetches a prompt once, all of it but the last token. The producer learns the
-outcome exactly once. Parameters from a router are validated: if they are not a producer's answer
+outcome exactly once. If other requests bring the same parameters, their prompts are computed here.
+Parameters from a router are validated: if they are not a producer's answer
 about this very prompt, the prompt is computed here, as if they had not come.
 
 How it works:
@@ -38,6 +39,9 @@ from kvspec.errors import SpecError
 from kvspec.session import PrefillTicket, content_of, new_remote_id
 
 log = logging.getLogger(__name__)
+
+# The number of tickets that the scheduler remembers, to use each of them once.
+_REMEMBERED = 1 << 12
 
 # The final states of requests whose cache is complete. vLLM has others, such as aborted ones.
 FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -86,6 +90,7 @@ class Scheduling:
         self._ranks: tuple[Served, ...] = ()
         self._hashed: dict[str, Hashed] | None = None
         self._tickets: dict[str, PrefillTicket] = {}  # Tickets not yet used or declined.
+        self._used = dict[str, None]()  # The seals of the last tickets, in order of arrival.
         self._shortened = set[str]()  # Ids of requests without the last token of their prompt.
         self._next = EngineStep()
 
@@ -105,11 +110,26 @@ class Scheduling:
                 ticket = PrefillTicket.from_params(params)
                 # A router may mix up two prompts. The ticket has a digest of its tokens.
                 ticket.check(request.prompt_token_ids or ())
+                self._use(ticket, params["remote_seal"])
                 self._tickets[request.request_id] = ticket
             except SpecError as error:
                 log.warning("%s is computed here: %s", request.request_id, error)
         elif params.get("do_remote_decode") and self._ranks:
             self._shortened |= _shorten(request, self._ranks[0].engine)
+
+    def _use(self, ticket: PrefillTicket, seal: str) -> None:
+        """Remember that a request has *ticket*. Raise `SpecError` if another request has had it.
+
+        For n samples of one prompt, vLLM makes n requests with equal parameters. The ticket belongs
+        to the first. A second load of it would fail, and to decline it would end the first load.
+        """
+        # Tickets of one remote id may differ, for example in addresses. The seal covers all fields.
+        if seal in self._used:
+            wanted = "a ticket that no other request has brought, such as another sample"
+            raise SpecError("remote_request_id", ticket.remote_id, wanted)
+        self._used[seal] = None
+        if len(self._used) > _REMEMBERED:
+            del self._used[next(iter(self._used))]
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
