@@ -435,6 +435,8 @@ def meanings() -> Iterator[Meaning]:
         ):  # fmt: skip
             yield Meaning(engine, keys, known, read)
     yield Meaning("vLLM", "fp8, scales of a file", "_k_scale, _v_scale of the layer", vllm_scales())
+    yield Meaning("vLLM", "NVFP4, scales of a file", "_k_scale, _v_scale of the layer",
+                  vllm_scales(kv_cache_dtype="nvfp4"))  # fmt: skip
     yield Meaning("vLLM", "fp8, scales of a batch", "calculate_kv_scales",
                   vllm_scales(calculate_kv_scales=True))  # fmt: skip
     yield Meaning("SGLang", "fp8", "dtype of the pool", sglang_scales)

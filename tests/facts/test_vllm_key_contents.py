@@ -285,12 +285,21 @@ def test_engines_with_other_scales_do_not_fit() -> None:
     assert "layers.0.attn.scales_digest" == found.field
 
 
-def test_scales_are_those_of_quantised_layers() -> None:
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "nvfp4", "nvfp4_4over6"])
+def test_scales_are_those_of_quantised_layers(dtype: str) -> None:
     layer = Layer()
     assert {} == scales_of(*read(layer, full()))
-    layer.kv_cache_dtype = "fp8"
+    layer.kv_cache_dtype = dtype
     layer._k_scale, layer._v_scale = torch.tensor(0.5), torch.tensor([0.25])
     assert {"layers.0.attn": (0.5, 0.25)} == scales_of(*read(layer, full()))
+
+
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "nvfp4_ds_mla"])
+def test_layer_whose_rows_contain_all_scales_has_no_others(dtype: str) -> None:
+    """The layers of DeepSeek V4 have no `_k_scale`."""
+    layer = Layer()
+    layer.kv_cache_dtype = dtype
+    assert {} == scales_of(*read(layer, full()))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def key_contents_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str,
 
 
 def scales_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, tuple[float, float]]:
-    """Return the scale of keys and of values of each layer with a quantised cache.
+    """Return the scale of keys and of values of each layer whose quantised cache has one for all.
+
+    NVFP4 has such scales beside those in its pages, and both change the stored elements.
 
     Raises:
         SpecError: If a scale is not one number, or vLLM computes the scales only from the first
@@ -64,7 +66,9 @@ def scales_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, tuple
     """
     scales: dict[str, tuple[float, float]] = {}
     for name, layer in constructed_layers(fields, configs).items():
-        if not str(layer.get("kv_cache_dtype").value).startswith("fp8"):
+        dtype = str(layer.get("kv_cache_dtype").value)
+        # Rows of DeepSeek's types contain all their scales.
+        if not dtype.startswith(("fp8", "nvfp4")) or dtype.endswith("_ds_mla"):
             continue
         if layer.get("calculate_kv_scales").value:
             field = layer.get("calculate_kv_scales")
