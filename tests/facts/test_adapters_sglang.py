@@ -235,12 +235,30 @@ def test_attention_dp_divides_ranks_into_engines() -> None:
     assert (0, RankId(pp=1, tp=3)) == sglang.worker_rank(3, 1, tp_size=4)
 
 
+SCALES = dict.fromkeys(("layers.0", "layers.1"), (1.0, 1.0))
+
+
+def test_layers_of_float8_have_the_identity_of_their_scales() -> None:
+    """SGLang divides keys and values by the scales of the layer, which are not in the pool."""
+    pool = keep(MHATokenToKVPool(16, 2, page_size=4, dtype="float8_e4m3fn"))
+    other = {**SCALES, "layers.1": (0.5, 1.0)}
+    one, two = (sglang.engine_spec(pool, scales=scales) for scales in (SCALES, other))
+    (found,) = kvspec.mismatches(one, two)
+    assert "layers.1.scales_digest" == found.field
+    request = request_of(6, tables(two, [2, 1], 6), tables(two, [3, 4], 6))
+
+    def make(_: RankId) -> Any:
+        return MHATokenToKVPool(16, 2, page_size=4, dtype="float8_e4m3fn")
+
+    assert [] == moved(two, two, request, (caches(two, make), caches(two, make)))
+
+
 def test_rank_cache_reads_torch_buffers() -> None:
     """SGLang stores float8 as bytes. Of 13 slots only 12 fill pages, so the cache has 3 blocks."""
     torch = pytest.importorskip("torch")
     pool = keep(MHATokenToKVPool(9, 2, page_size=4, dtype="float8_e4m3fn"))
     pool.k_buffer = [torch.from_numpy(buffer) for buffer in pool.k_buffer]
-    engine = sglang.engine_spec(pool)
+    engine = sglang.engine_spec(pool, scales=SCALES)
     cache = sglang.rank_cache(engine, RankId(), pool)
     assert {3} == {region.num_blocks for region in cache.regions}
     assert "float8_e4m3fn" == engine.groups[0].spec.parts[0].dtype
@@ -297,6 +315,16 @@ REFUSED: list[tuple[Callable[[], object], str, Any, str]] = [
     (lambda: read(parallel=DCP, total_num_kv_heads=4), "dcp_size", 2, "1"),
     (lambda: read(parallel="2"), "parallel", "2", "ParallelConfig"),
     (lambda: read(layer_name="layers"), "layer_name", "layers", "{}"),
+    (lambda: read(changed(POOL, k_scale_buffer=[])), "pools.k_scale_buffer", "list", "None"),
+    (lambda: read(changed(POOL, native_k_scale_buffer=[])),
+     "pools.native_k_scale_buffer", "list", "None"),
+    (lambda: read(changed(LATENT, kv_scale_buffer=[])), "pools.kv_scale_buffer", "list", "None"),
+    (lambda: read(changed(LATENT, dcp_replicated=True), parallel=DCP),
+     "pools.dcp_replicated", True, "False"),
+    (lambda: read(changed(POOL, dtype="float8_e5m2")), "scales['layers.0']", None, "float8"),
+    (lambda: read(changed(LATENT, dtype="float8_e4m3fn"), scales={"layers.0": (1.0, 1.0)}),
+     "scales['layers.1']", None, "float8"),
+    (lambda: read(scales=[1.0]), "scales", [1.0], "layer names"),
     (lambda: read(windows=[1]), "windows", [1], "layer numbers"),
     (lambda: read(windows={0: 4, 1: 5}), "windows", {0: 4, 1: 5}, "one size"),
     (lambda: read(windows={1: 0}), "sliding_window", 0, ""),

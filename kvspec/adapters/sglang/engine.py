@@ -36,7 +36,10 @@ from kvspec.specs import (
     LayerSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    scales_digest,
 )
+from kvspec.specs.attention import AttentionSpec
 
 # The page of slot 0. SGLang writes dummy outputs to slot 0, and no request owns it.
 NULL_PAGE = 0
@@ -57,6 +60,9 @@ NOT_YET = {
     "HybridLinearKVPool": "recurrent states lie in a pool of their own",
     "DeepSeekV4TokenToKVPool": "compressed tokens lie in pools of their own",
 }
+
+# The attributes of pools with scales for small groups of elements. Their type may be called uint8.
+SCALE_BUFFERS = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
 
 # A buffer has the axes slots, heads and size.
 _AXES = 3
@@ -132,6 +138,7 @@ def engine_spec(
     sliding_window: int | None = None,
     windows: Mapping[int, int] | None = None,
     key_content: KeyContent | Mapping[str, KeyContent] | None = None,
+    scales: Mapping[str, tuple[Any, Any]] | None = None,
     tp_rank: int = 0,
     draft_pool: Any = None,  # noqa: ANN401 - SGLang's class, not imported
     layer_name: str = "layers.{}",
@@ -153,6 +160,9 @@ def engine_spec(
         windows: The same for layers with a window in a plain pool, by layer number. Such a pool
             keeps all tokens, but a peer may have only those in the window.
         key_content: The meaning of the keys: one for all layers, or one for each group.
+        scales: The scale of keys and the scale of values of each layer of float8, by the layer's
+            name in the result: the `k_scale` and `v_scale` of its `RadixAttention`, or 1.0 for
+            None. Required for such layers: the pools do not contain the scales.
         tp_rank: The attention rank that the pools belong to.
         draft_pool: The pool of the draft model. Each context rank holds the whole draft.
         layer_name: The peer's name of a layer, with ``{}`` in place of its number, such as
@@ -187,7 +197,14 @@ def engine_spec(
     drafts = () if draft_pool is None else read_pools("draft_pool", draft_pool, DRAFT)
     window = sizes.pop() if sizes else sliding_window
     reader = _Reader(
-        parallel, total_num_kv_heads, window, key_content, tp_rank, layer_name, draft_name
+        parallel,
+        total_num_kv_heads,
+        window,
+        key_content,
+        mapping("scales", scales or {}, "layer names to pairs of scales"),
+        tp_rank,
+        layer_name,
+        draft_name,
     )
     groups = [
         reader.group(name, [[p for p in stage if p.group == name] for stage in stages])
@@ -208,6 +225,7 @@ class _Reader:
     heads: int | Mapping[str, int] | None
     window: int | None
     content: KeyContent | Mapping[str, KeyContent] | None
+    scales: Mapping[str, tuple[Any, Any]]
     tp_rank: int
     layer_name: str
     draft_name: str
@@ -232,15 +250,32 @@ class _Reader:
         for pool, spec in zip(pools, specs, strict=True):
             if spec != specs[0]:
                 raise SpecError(pool.path, spec, f"{specs[0]}, as {pools[0].path} has")
+        layers = self.names(pools)
         return KVCacheGroup(
             name=name,
-            layers=self.names(pools),
-            spec=specs[0],
+            layers=layers,
+            spec=self._scaled(specs[0], layers),
             # A latent has no planes of keys and values, as the engine's layout has.
             layout="LBNHC" if pools[0].latent else None,
             # Each context rank runs the whole draft.
             context_sharded=name != DRAFT,
         )
+
+    def _scaled(self, spec: AttentionSpec, layers: Sequence[str]) -> LayerSpec:
+        """Return *spec* with the identity of the scales of *layers*, if its type has scales."""
+        if "float8" not in spec.dtype:
+            return spec
+        specs: dict[str, LayerSpec] = {}
+        for layer in layers:
+            if layer not in self.scales:
+                wanted = "the scale of its keys and the scale of its values: its pool has float8"
+                raise SpecError(f"scales[{layer!r}]", None, wanted)
+            # The digest leaves out the name, so that layers with equal scales have equal specs.
+            digest = scales_digest({"layer": self.scales[layer]})
+            specs[layer] = attrs.evolve(spec, scales_digest=digest)
+        first = specs[layers[0]]
+        one_for_all = all(other == first for other in specs.values())
+        return first if one_for_all else UniformTypeKVCacheSpecs(specs=specs)
 
     def staged(
         self, stages: Sequence[Sequence[TokenPool]], drafts: Sequence[TokenPool]
@@ -252,13 +287,16 @@ class _Reader:
         names[-1] += self.names(drafts)
         return attrs.evolve(self.parallel, stages=names)
 
-    def _spec(self, pool: TokenPool) -> LayerSpec:
+    def _spec(self, pool: TokenPool) -> AttentionSpec:
         """Return the spec of a pool's layers in the model."""
         content = chosen(self.content, pool.group)
         if pool.latent:
             _, heads, size = pool.shape("latent")
             if heads != 1:
                 raise SpecError(f"{pool.path}.kv_buffer", heads, "one latent for each slot")
+            if pool.replicated and self.parallel.dcp_size > 1 and pool.group != DRAFT:
+                wanted = "False; not yet: context ranks that each hold all tokens"
+                raise SpecError(f"{pool.path}.dcp_replicated", pool.replicated, wanted)
             return MLAAttentionSpec(
                 block_size=pool.page_size, head_size=size, dtype=pool.dtype, key_content=content
             )
@@ -297,6 +335,7 @@ class TokenPool:
         dtype: The type of the elements.
         layers: The numbers of the layers in the model.
         buffers: For each layer, in the same order, the tensors by the name of their part.
+        replicated: Whether each context rank holds all tokens.
     """
 
     path: str
@@ -305,6 +344,7 @@ class TokenPool:
     dtype: str
     layers: tuple[int, ...]
     buffers: tuple[dict[str, Any], ...]
+    replicated: bool = False
 
     @property
     def latent(self) -> bool:
@@ -386,15 +426,22 @@ def _pool(
     if not buffers:
         raise SpecError(pool.path, "no buffers", "at least one layer")
     size, dtype = pool.get("page_size").size(), pool.get("dtype").dtype()
-    return TokenPool(pool.path, group, size, dtype, layers, buffers)
+    replicated = pool.get("dcp_replicated").flag(default=False)
+    return TokenPool(pool.path, group, size, dtype, layers, buffers, replicated)
 
 
 def _check_layout(pool: FieldReader) -> None:
-    """Raise `SpecError` if keys and values are split into chunks, as for some ROCm kernels."""
+    """Raise `SpecError` unless keys and values are whole rows, and lie in their buffers alone."""
     layout = pool.get("kv_cache_layout")
+    # Some ROCm kernels split them into chunks.
     if layout.value not in (None, "nhd"):
         wanted = "'nhd'; not yet: heads in chunks of 16 bytes"
         raise SpecError(layout.path, layout.value, wanted)
+    for name in SCALE_BUFFERS:
+        scales = pool.get(name)
+        if scales.value is not None:
+            wanted = "None; not yet: scales of elements in buffers of their own"
+            raise SpecError(scales.path, type(scales.value).__name__, wanted)
 
 
 def _buffers(pool: FieldReader, *, latent: bool) -> Iterator[dict[str, Any]]:
