@@ -9,6 +9,7 @@ import attrs
 import pytest
 import sglang_like as like
 from sglang_serving import (
+    HEADS,
     Engine,
     World,
     lowest,
@@ -397,6 +398,19 @@ def test_layer_with_window_in_plain_pool_has_a_group_of_its_own() -> None:
 def test_model_without_attention_layer_of_the_pool_is_refused() -> None:
     with pytest.raises(kvspec.SpecError):
         described(model=model(layers=1))
+
+
+def test_layer_with_other_kv_heads_than_the_model_is_refused() -> None:
+    """If each rank holds one head, the pool does not show which. MiMo-V2 has such layers."""
+    other = model()
+    modules = [module for _, module in other.named_modules() if hasattr(module, "attn")]
+    modules[0].total_num_kv_heads = HEADS
+    assert described(model=other)
+    modules[1].total_num_kv_heads = 2 * HEADS
+    with pytest.raises(kvspec.SpecError) as caught:
+        described(model=other)
+    assert 2 * HEADS == caught.value.value
+    assert caught.value.field.endswith("1.self_attn.total_num_kv_heads")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"unknown": 1}', '{"hold": -1}', '{"host": 7}'])

@@ -199,6 +199,12 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         if number not in layers:
             raise SpecError("model", f"layer {number}", "an attention layer inside a module")
         module, attention = layers[number]
+        # A pool has one number of heads for all layers. If a rank holds one head, the pool looks
+        # the same for 4 heads as for 8, but the ranks hold other heads.
+        heads = module.get("total_num_kv_heads")
+        if isinstance(heads.value, int) and heads.value != around.kv_heads:
+            wanted = f"{around.kv_heads}, as the model has; not yet: layers with other KV heads"
+            raise SpecError(heads.path, heads.value, wanted)
         # SGLang counts the tokens before the query's own, and -1 stands for all.
         before = attention.get("sliding_window_size").value
         if isinstance(before, int) and before >= 0:
