@@ -184,7 +184,8 @@ class Agent:
         kinds = tuple(value for name, value in named.items() if name.endswith("Error"))
         plain = (ValueError, KeyError, IndexError, TypeError, RuntimeError)
         # NIXL's exceptions have no common base, and pybind11 raises plain ones for wrong values.
-        self._errors: tuple[type[Exception], ...] = kinds + plain
+        errors: tuple[type[Exception], ...] = kinds + plain
+        self._errors = errors
         config = nb.nixlAgentConfig()
         config.useProgThread = progress_thread
         config.pthrDelay = PROGRESS_DELAY_US
