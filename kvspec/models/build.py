@@ -80,7 +80,7 @@ def from_config(
         block_size: Tokens of one attention block.
         dtype: Element type of the attention cache. By default the dtype of the config. Recurrent
             states have the same type, unless it is an 8-bit type. Engines use 8-bit types only for
-            attention, so the states then have the dtype of the config.
+            attention, so the states then have the dtype of the config, which must have one.
         ssm_dtype: Element type of the temporal state. By default the config's
             ``mamba_ssm_dtype``, or else the dtype of the conv state.
         num_speculative_tokens: Additional rows of a conv state.
@@ -105,6 +105,7 @@ def from_config(
         rule = "the config has no dtype or torch_dtype, so pass dtype"
         raise SpecError("dtype", None, rule=rule)
     cache = dtype_name(declared if dtype is None else dtype)
+    states = cache if itemsize(cache) > 1 else declared
     read = ModelConfig(text, row.defaults)
     ssm = read.get("mamba_ssm_dtype") if ssm_dtype is None else ssm_dtype
     model = _Model(
@@ -113,7 +114,7 @@ def from_config(
         prefix=prefix,
         block_size=positive_int("block_size", block_size),
         dtype=cache,
-        state_dtype=dtype_name(declared) if declared and itemsize(cache) == 1 else cache,
+        state_dtype=None if states is None else dtype_name(states),
         ssm_dtype=None if ssm is None else dtype_name(ssm, "ssm_dtype"),
         num_speculative_tokens=num_speculative_tokens,
     )
@@ -129,7 +130,7 @@ class _Model:
     prefix: str
     block_size: int
     dtype: str
-    state_dtype: str
+    state_dtype: str | None
     ssm_dtype: str | None
     num_speculative_tokens: int
 
@@ -224,6 +225,9 @@ class _Model:
         if state is None:
             expected = f"attention layers only, because {self.row.names[0]} has no other layers"
             raise SpecError("layer_types", self.read.get("layer_types"), expected)
+        if self.state_dtype is None:
+            rule = "the config has no dtype, and states do not have the 8-bit type of the attention"
+            raise SpecError("dtype", None, rule=rule)
         sizes = {name: self.read.product(key) for name, key in state.fields.items()}
         build: Callable[..., MambaSpec] = getattr(MambaSpec, state.kind)
         # A short convolution has no temporal state, so its constructor has no ssm_dtype.

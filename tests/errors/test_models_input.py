@@ -47,6 +47,18 @@ def test_dtype_of_8_bits_does_not_change_states() -> None:
     assert contents(name, "gated_delta_net") == contents(name, "gated_delta_net", dtype=fp8)
 
 
+def test_dtype_of_8_bits_needs_a_declared_dtype_for_states() -> None:
+    """Without a dtype in the config, nothing describes the states. Other models do not need it."""
+    config = catalogue.config("Qwen3-Next-80B-A3B")
+    undeclared = {key: value for key, value in config.items() if not key.endswith("dtype")}
+    error = refusal(lambda: models.from_config(undeclared, dtype="fp8"))
+    assert ("dtype", None) == (error.field, error.value)
+    assert models.from_config(config, dtype="float16") == models.from_config(
+        undeclared, dtype="float16"
+    )
+    assert "float8_e4m3fn" == spec_of({**LLAMA, "torch_dtype": None}, dtype="fp8").dtype
+
+
 def test_temporal_state_may_have_its_own_dtype() -> None:
     """It comes from the argument, or from either key of the config."""
     plain = contents("Nemotron-H-8B", "mamba")
