@@ -146,7 +146,13 @@ ROWS: tuple[Architecture, ...] = (
     Architecture("GPTNeoXForCausalLM gpt_neox", attention="gpt_neox.layers.{}.attention.attn"),
     Architecture("OPTForCausalLM opt", attention="model.decoder.layers.{}.self_attn.attn"),
     # Every layer has a sliding window if the config has one.
-    Architecture("MistralForCausalLM mistral", window, required=_KV_HEADS),
+    Architecture(
+        "MistralForCausalLM mistral",
+        window,
+        required=_KV_HEADS,
+        # Only an explicit null turns the window off.
+        defaults={"sliding_window": 4096},
+    ),
     Architecture("Ministral3ForCausalLM ministral3", window, required=_BOTH),
     Architecture("MixtralForCausalLM mixtral", window, required=_KV_HEADS),
     Architecture("Phi3ForCausalLM phi3", window),

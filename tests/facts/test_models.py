@@ -123,6 +123,13 @@ def test_mistral_window_determines_its_group(window: int | None, name: str) -> N
     assert window == getattr(group.spec, "sliding_window", None)
 
 
+def test_mistral_without_a_window_key_has_the_window_of_its_class() -> None:
+    """Only an explicit null turns the window off."""
+    config = catalogue.config("Mistral-7B-v0.1")
+    (group,) = models.from_config({k: config[k] for k in config if k != "sliding_window"})
+    assert 4096 == getattr(group.spec, "sliding_window", None)
+
+
 def test_qwen_window_needs_flag_and_starts_at_max_window_layers() -> None:
     """Without `use_sliding_window` the value of `sliding_window` has no effect."""
     off = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 64}
