@@ -9,8 +9,8 @@ How it works:
 
         Architecture(
             "Gemma2ForCausalLM gemma2",
-            every("sliding_window_pattern", "sliding_window"),
-            defaults={"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+            every(2, "sliding_window"),
+            defaults={"head_dim": 256, "sliding_window": 4096},
         )
 
     The first line has the names under which a config may ask for the row: the class and the
@@ -31,11 +31,14 @@ from kvspec.models.fields import (
     KindRule,
     all_layers,
     chunks,
+    even_window,
     every,
     late_window,
     letters,
     listed,
     offset,
+    switched,
+    unrotated_window,
     window,
 )
 
@@ -108,6 +111,7 @@ _GATED_DELTA_NET = {
     "conv_kernel": "linear_conv_kernel_dim",
 }
 _CONV = {"conv_kernel": "conv_kernel"}
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GPT = "transformer.h.{}.attn.attn"
 _BLOOM = "transformer.h.{}.self_attention.attn"
 
@@ -134,8 +138,9 @@ ROWS: tuple[Architecture, ...] = (
     Architecture("Olmo2ForCausalLM olmo2"),
     Architecture("OlmoeForCausalLM olmoe"),
     Architecture("PhiForCausalLM phi"),
+    Architecture("qwen3_vl_text", required=_BOTH),
+    Architecture("qwen3_vl_moe_text", required=_KV_HEADS),
     Architecture("SeedOssForCausalLM seed_oss", required=_BOTH),
-    Architecture("SmolLM3ForCausalLM smollm3", required=_KV_HEADS),
     Architecture("StableLmForCausalLM stablelm", required=_KV_HEADS),
     Architecture("FalconForCausalLM falcon", attention=_BLOOM, defaults={"multi_query": True}),
     Architecture("BloomForCausalLM bloom", attention=_BLOOM),
@@ -158,25 +163,32 @@ ROWS: tuple[Architecture, ...] = (
     Architecture("Phi3ForCausalLM phi3", window),
     Architecture("Starcoder2ForCausalLM starcoder2", window, required=_KV_HEADS),
     # Most published configs have a window, but turn it off with ``use_sliding_window``.
-    Architecture("Qwen2ForCausalLM qwen2", late_window, required=_KV_HEADS),
-    Architecture("Qwen2MoeForCausalLM qwen2_moe", late_window, required=_KV_HEADS),
-    Architecture("Qwen3ForCausalLM qwen3 qwen3_vl_text", late_window, required=_BOTH),
+    Architecture("Qwen2ForCausalLM qwen2", late_window, required=_KV_HEADS, defaults=_QWEN),
+    Architecture("Qwen2MoeForCausalLM qwen2_moe", even_window, required=_KV_HEADS, defaults=_QWEN),
+    Architecture("Qwen3ForCausalLM qwen3", late_window, required=_BOTH, defaults=_QWEN),
     Architecture(
-        "Qwen3MoeForCausalLM qwen3_moe qwen3_vl_moe_text", late_window, required=_KV_HEADS
+        "Qwen3MoeForCausalLM qwen3_moe", switched(window), required=_KV_HEADS, defaults=_QWEN
+    ),
+    Architecture(
+        "SmolLM3ForCausalLM smollm3",
+        unrotated_window,
+        required=_KV_HEADS,
+        defaults={"use_sliding_window": False, "no_rope_layer_interval": 4},
     ),
     Architecture(
         "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration"
         " qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
         late_window,
         required=_KV_HEADS,
+        defaults={**_QWEN, "max_window_layers": 80},
         attention="language_model.model.layers.{}.self_attn.attn",
     ),
     # Sliding windows or chunks alternate with full attention.
     Architecture(
         "Gemma2ForCausalLM gemma2",
-        every("sliding_window_pattern", "sliding_window"),
+        every(2, "sliding_window"),
         required=_KV_HEADS,
-        defaults={"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+        defaults={"head_dim": 256, "sliding_window": 4096},
     ),
     Architecture(
         "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3",
@@ -196,20 +208,21 @@ ROWS: tuple[Architecture, ...] = (
     ),
     Architecture(
         "Olmo3ForCausalLM olmo3",
-        every("sliding_window_pattern", "sliding_window"),
-        defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+        every(4, "sliding_window"),
+        defaults={"sliding_window": 4096},
     ),
     Architecture(
         "Exaone4ForCausalLM exaone4",
         every("sliding_window_pattern", "sliding_window"),
         required=_KV_HEADS,
+        defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     Architecture(
         "GptOssForCausalLM gpt_oss",
-        every("sliding_window_pattern", "sliding_window"),
+        every(2, "sliding_window"),
         required=_BOTH,
         # The published configs name no dtype. Their unquantised tensors are bfloat16.
-        defaults={"sliding_window_pattern": 2, "dtype": "bfloat16"},
+        defaults={"sliding_window": 128, "dtype": "bfloat16"},
     ),
     Architecture(
         "Llama4ForCausalLM Llama4ForConditionalGeneration llama4_text llama4",

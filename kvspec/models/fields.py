@@ -97,23 +97,47 @@ def window(read: ModelConfig, layers: int) -> list[str]:
     return ["full" if read.get("sliding_window") is None else "sliding_window"] * layers
 
 
+def switched(rule: KindRule) -> KindRule:
+    """Return a rule: all layers are full unless ``use_sliding_window`` is true."""
+    return lambda read, layers: (
+        rule(read, layers) if read.get("use_sliding_window") is True else ["full"] * layers
+    )
+
+
+@switched
 def late_window(read: ModelConfig, layers: int) -> list[str]:
-    """Give layers from ``max_window_layers`` on a window, if ``use_sliding_window`` is true."""
-    if read.get("use_sliding_window") is not True or read.get("sliding_window") is None:
-        return ["full"] * layers
+    """Give layers from ``max_window_layers`` on a window if the config has one."""
     first = positive_int("max_window_layers", read.get("max_window_layers"), least=0)
-    return ["full" if i < first else "sliding_window" for i in range(layers)]
+    return ["full"] * min(first, layers) + window(read, max(0, layers - first))
 
 
-def every(key: str, other: str) -> KindRule:
-    """Return a rule: with the period *key*, the last layer is full and the others are *other*.
+@switched
+def even_window(read: ModelConfig, layers: int) -> list[str]:
+    """Give layers with an even index below ``max_window_layers`` a window."""
+    end = positive_int("max_window_layers", read.get("max_window_layers"), least=0)
+    return ["full" if i % 2 or i >= end else "sliding_window" for i in range(layers)]
+
+
+@switched
+def unrotated_window(read: ModelConfig, layers: int) -> list[str]:
+    """Give layers without rotary positions a window if the config has one."""
+    windows = window(read, layers)
+    return [
+        "full" if flag else kind for flag, kind in zip(_rotary(read, layers), windows, strict=True)
+    ]
+
+
+def every(key: str | int, other: str) -> KindRule:
+    """Return a rule: the last layer of each period is full, and the others are *other*.
+
+    The period is *key* if that is a number, or else the field *key* of the config.
 
     >>> every("period", "state")(ModelConfig({"period": 3}, {}), 6)
     ['state', 'state', 'full', 'state', 'state', 'full']
     """
 
     def kinds(read: ModelConfig, layers: int) -> list[str]:
-        period = read.number(key)
+        period = key if isinstance(key, int) else read.number(key)
         return [other if (i + 1) % period else "full" for i in range(layers)]
 
     return kinds
@@ -123,6 +147,8 @@ def offset(read: ModelConfig, layers: int) -> list[str]:
     """Make one layer of each ``attn_layer_period`` full, at ``attn_layer_offset``."""
     period = read.number("attn_layer_period")
     offset = positive_int("attn_layer_offset", read.get("attn_layer_offset"), least=0)
+    if offset >= period:
+        raise SpecError("attn_layer_offset", offset, f"an int below attn_layer_period={period}")
     return ["full" if i % period == offset else "state" for i in range(layers)]
 
 
@@ -156,13 +182,19 @@ def chunks(read: ModelConfig, layers: int) -> list[str]:
     """Make layers with rotary positions chunked, and layers without them full."""
     if read.get("attention_chunk_size") is None:
         return ["full"] * layers
+    return ["chunked_local" if rotary else "full" for rotary in _rotary(read, layers)]
+
+
+def _rotary(read: ModelConfig, layers: int) -> list[bool]:
+    """Return whether each layer has rotary positions."""
     # Despite its name, the list has a 1 for each layer that has rotary positions.
     rotary = read.get("no_rope_layers")
     if not rotary:
-        return every("no_rope_layer_interval", "chunked_local")(read, layers)
+        period = read.number("no_rope_layer_interval")
+        return [(i + 1) % period > 0 for i in range(layers)]
     if not isinstance(rotary, list) or len(rotary) != layers:
         raise SpecError("no_rope_layers", rotary, f"num_hidden_layers={layers} flags")
-    return ["chunked_local" if flag else "full" for flag in rotary]
+    return [bool(flag) for flag in rotary]
 
 
 # No model has more layers. A larger number in a config is an error, and listing the layers would
@@ -195,4 +227,8 @@ def kinds_of(read: ModelConfig, rule: KindRule) -> list[str]:
     for name in types:
         if not isinstance(name, str) or name not in _LAYER_TYPES:
             raise SpecError("layer_types", name, f"one of {', '.join(_LAYER_TYPES)}")
+    # Without the flag, these classes have no size of the window that the list requires.
+    flag = read.get("use_sliding_window")
+    if "use_sliding_window" in read.defaults and flag is not True and "sliding_attention" in types:
+        raise SpecError("use_sliding_window", flag, "True, because of layer_types")
     return [_LAYER_TYPES[name] for name in types]

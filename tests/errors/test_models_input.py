@@ -101,6 +101,22 @@ def test_temporal_state_may_have_its_own_dtype() -> None:
             "num_hidden_layers",
         ),
         (
+            {
+                "architectures": ["JambaForCausalLM"],
+                "attn_layer_period": 4,
+                "attn_layer_offset": 4,
+            },
+            "attn_layer_offset",
+            4,
+            "attn_layer_period",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["sliding_attention"] * 2},
+            "use_sliding_window",
+            False,
+            "layer_types",
+        ),
+        (
             {"architectures": ["Llama4ForCausalLM"], "no_rope_layers": [1]},
             "no_rope_layers",
             [1],

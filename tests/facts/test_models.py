@@ -24,6 +24,7 @@ from kvspec.models import catalogue
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FACTS: list[dict[str, Any]] = json.loads((GOLDENS / "arch_facts.json").read_text())["rows"]
+WINDOWS: dict[str, Any] = json.loads((GOLDENS / "transformers_windows.json").read_text())
 STATES: dict[str, Any] = json.loads((GOLDENS / "vllm_conv_split.json").read_text())["models"]
 
 
@@ -63,6 +64,26 @@ def test_heads_sizes_and_layers_equal_those_of_vllm(row: dict[str, Any]) -> None
         elif isinstance(spec, FullAttentionSpec):
             assert facts["total_num_kv_heads"] == spec.total_num_kv_heads
             assert facts["head_size"] == spec.head_size
+
+
+@pytest.mark.parametrize("model_type", WINDOWS["types"])
+def test_layers_read_the_cached_tokens_that_transformers_attends_to(model_type: str) -> None:
+    """The masks of transformers are recorded. A config that fails there is rejected."""
+    for case in WINDOWS["types"][model_type]:
+        for change in (WINDOWS["changes"][index] for index in case["changes"]):
+            config = {**WINDOWS["config"], **change, "model_type": model_type}
+            if "error" in case["answer"]:
+                refusal(lambda: models.from_config(config, dtype="bfloat16"))  # noqa: B023
+                continue
+            reads: dict[int, tuple[int, int, int]] = {}
+            for group in models.from_config(config, dtype="bfloat16"):
+                spec: Any = group.spec
+                live = len(spec.live_tokens(case["answer"]["cached"]))
+                layer = live, spec.total_num_kv_heads, spec.head_size
+                reads |= dict.fromkeys(indices(group), layer)
+            sizes = case["answer"]["heads"], case["answer"]["head_size"]
+            expected = [(tokens, *sizes) for tokens in case["answer"]["reads"]]
+            assert expected == [reads[index] for index in range(len(expected))], change
 
 
 def test_recorded_rows_have_groups_of_every_kind() -> None:
