@@ -495,7 +495,7 @@ def meaning_cells(meaning: Meaning) -> tuple[str, ...]:
 
 def with_meaning(kind: str, **fields: Any) -> Side:
     """Return a side of one layer whose keys have the meaning in *fields*."""
-    sizes: Any = {"block_size": 16, "head_size": SIZE, "dtype": "uint8", **fields}
+    sizes: Any = {"block_size": 16, "head_size": SIZE, "dtype": "float8_e4m3fn", **fields}
     spec: Any = kvspec.MLAAttentionSpec(**sizes)
     if kind == "full":
         spec = kvspec.FullAttentionSpec(**sizes, total_num_kv_heads=HEADS)

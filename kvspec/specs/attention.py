@@ -74,7 +74,9 @@ class AttentionSpec(LayerSpec):
         key_content: Meaning of the stored keys, or None if it is not stated. If one engine states
             it, both engines must. None is not the same as a key without rotary embedding.
         scales_digest: Identity of the scales that the engine keeps outside of the cache, from
-            `kvspec.scales_digest`, or None if there are none. Both engines must have the same.
+            `kvspec.scales_digest`, or None if there are none. Both engines must have the same. Keys
+            of dtype ``uint8`` with scales keep their order, because a byte may have two elements.
+            State ``int8`` or ``float8_e4m3fn`` for elements of one byte.
     """
 
     head_size: int = attrs.field(validator=is_size)
@@ -138,7 +140,14 @@ class AttentionSpec(LayerSpec):
     @property
     def _reorders_elements(self) -> bool:
         """Whether an element keeps its meaning if it is stored at another place of its row."""
-        return not self.spans_heads
+        # A uint8 with a scale may hold two elements, as in NVFP4. Moving bytes would not part them.
+        is_packed = self.dtype == "uint8" and self._has_scales
+        return not self.spans_heads and not is_packed
+
+    @property
+    def _has_scales(self) -> bool:
+        """Whether the elements have scales, in the cache or outside of it."""
+        return self.scales_digest is not None
 
     @property
     def _is_latent(self) -> bool:
@@ -230,9 +239,7 @@ class FullAttentionSpec(AttentionSpec):
         scale_dtype: Type of scales, or None. If it is set, each head of each token has scales, in
             their own tensors. The page consists of keys, scales of keys, values, scales of values.
         elements_per_scale: Elements of *dtype* that share one scale, or None for all elements of a
-            head. It is 8 for NVFP4, whose dtype is a byte with two elements, and 32 for MXFP8. Keys
-            of dtype ``uint8`` with scales keep their order, because a byte may have two elements.
-            State ``int8`` or ``float8_e4m3fn`` for elements of one byte.
+            head. It is 8 for NVFP4, whose dtype is a byte with two elements, and 32 for MXFP8.
         tokens_per_scale: Tokens whose scales form one row, in any order. It is 4 for NVFP4 in
             FlashInfer.
 
@@ -295,9 +302,11 @@ class FullAttentionSpec(AttentionSpec):
     def _reorders_elements(self) -> bool:
         # A scale of a part of a row belongs to adjacent elements.
         has_one_scale = self.elements_per_scale in (None, self.head_size)
-        # A uint8 with a scale may hold two elements, as in NVFP4. Moving bytes would not part them.
-        is_packed = self.dtype == "uint8" and self.scale_dtype is not None
-        return has_one_scale and not is_packed and super()._reorders_elements
+        return has_one_scale and super()._reorders_elements
+
+    @property
+    def _has_scales(self) -> bool:
+        return self.scale_dtype is not None or super()._has_scales
 
     @property
     def _value_size(self) -> int:

@@ -23,7 +23,7 @@ def reorders(spec: AttentionSpec) -> bool:
     """Return whether the elements of a row can be stored in another order.
 
     Each row must be one key of one token, and no scale may belong to a part of its elements. A
-    ``uint8`` with a scale may hold two elements.
+    ``uint8`` with a scale, in the cache or outside of it, may hold two elements.
 
     >>> import kvspec
     >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
@@ -34,5 +34,6 @@ def reorders(spec: AttentionSpec) -> bool:
     """
     opaque = spec.state_content_bytes is not None or spec.page_format.startswith("opaque:")
     grouped = getattr(spec, "elements_per_scale", None) not in (None, spec.head_size)
-    packed = spec.dtype == "uint8" and getattr(spec, "scale_dtype", None) is not None
+    scales = spec.scales_digest, getattr(spec, "scale_dtype", None)
+    packed = spec.dtype == "uint8" and scales != (None, None)
     return not (opaque or grouped or packed or spec.spans_heads or spec.tokens_per_state > 1)

@@ -237,6 +237,8 @@ def test_cache_of_tensors_has_order_of_its_engine() -> None:
         (gqa(2, head_size=8, dtype="uint8", scale_dtype="float32", elements_per_scale=2), {}),
         (gqa(2, head_size=8, dtype="uint8", scale_dtype="float32"), {}),
         (gqa(2, head_size=8, dtype="uint8", scale_dtype="float32", elements_per_scale=8), {}),
+        (gqa(2, head_size=8, dtype="uint8", scales_digest="ab"), {}),
+        (mla(head_size=8, dtype="uint8", scales_digest="ab"), {}),
         (mla(head_size=12), {"rotary_start": 2}),
         (gqa(2, head_size=12), {"rotary_start": 4}),
     ],
@@ -254,9 +256,10 @@ def test_orders_that_cannot_be_changed_are_refused(spec: Any, other: dict[str, i
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_keys_of_one_byte_elements_with_scales_change_their_order(dtype: str) -> None:
     """Only uint8 may be the type of packed elements."""
-    spec = gqa(2, head_size=8, dtype=dtype, scale_dtype="float32")
-    sides = [engine(attrs.evolve(spec, key_content=content)) for content in (HALVES, PAIRS)]
-    assert kvspec.plan_transfer(*sides).edges
+    for scales in ({"scale_dtype": "float32"}, {"scales_digest": "ab"}):
+        spec = gqa(2, head_size=8, dtype=dtype, **scales)
+        sides = [engine(attrs.evolve(spec, key_content=content)) for content in (HALVES, PAIRS)]
+        assert kvspec.plan_transfer(*sides).edges
 
 
 @pytest.mark.parametrize("spec", [gqa(2), mla(head_size=4), gqa(2, tokens_per_state=2)])

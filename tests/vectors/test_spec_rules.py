@@ -374,7 +374,8 @@ def meaning(kind: Json) -> dict[str, Any]:
         fields.setdefault(field, fields.get(other))
     keys = next((part for part in kind["parts"] if part["name"] in ("k", "latent")), None)
     reorders = keys and keys["tokens_per_state"] == 1 and not fields.get("spans_heads")
-    packed = fields.get("dtype") == "uint8" and fields.get("scale_dtype")
+    has_scales = fields.get("scale_dtype") or fields.get("scales_digest")
+    packed = fields.get("dtype") == "uint8" and has_scales
     content = fields.get("key_content")
     if content and reorders and not packed and fields["elements_per_scale"] == fields["head_size"]:
         content = dict(content)
