@@ -178,6 +178,8 @@ def _state_block(plan: TransferPlan, name: str, request: TransferRequest, parts:
     all_rows = all(part.states == rows[part.name] for part in parts)
     valid = all_rows if cached < after else cached == after
     ends_block = after > 0 and after % size == 0 and after - 1 in table.tokens(size)
+    if not valid or not ends_block:
+        return table.block_ids[:0]
     slot = (after - 1 - table.first_token) // size
-    found = table.block_ids[slot : slot + 1] if valid and ends_block else table.block_ids[:0]
-    return found if plan.consumer.null_block is None else found[found != plan.consumer.null_block]
+    is_block = _are_blocks(table, plan.consumer.null_block)
+    return table.block_ids[slot : slot + 1][is_block[slot : slot + 1]]

@@ -188,8 +188,8 @@ def _null_blocks(
 def _kept_blocks(
     group: KVCacheGroup, length: int, needed_tokens: range, blocks: range, size: int
 ) -> set[int]:
-    """Return the *blocks* that hold a needed token, or the state."""
-    if is_state(group.spec):
+    """Return the *blocks* that hold a needed token, or the state if it is needed."""
+    if is_state(group.spec) and needed_tokens:
         state_token = length - 1 if len(blocks) > 1 else blocks.start * size
         needed_tokens = range(state_token, state_token + 1)
     return {

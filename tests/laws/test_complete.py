@@ -165,7 +165,15 @@ def windowed(num_tokens: int, window: int, cached: int = 0, **fields: int) -> Ca
     return builders.case(side, side, builders.request(num_tokens, ids, ids, cached_tokens=cached))
 
 
+def state_given_back() -> Case:
+    """Return a cached state whose block was given back."""
+    side = builders.engine(builders.mamba2(block_size=16))
+    load = builders.request(32, [0, 1], [2, -1], cached_tokens=32)
+    return builders.case(side, side, load)
+
+
 @given(CASES | SPREAD)
+@example(state_given_back())
 @example(windowed(31, 20))
 @example(windowed(32, 22, tokens_per_state=4))
 @example(windowed(32, 30, cached=3))
@@ -333,10 +341,11 @@ def test_state_without_rows_of_one_layer_is_not_complete() -> None:
     assert [] == complete_blocks(plan, load)["g"].tolist()
 
 
-def test_state_in_the_null_block_is_not_complete() -> None:
-    """A table has the null block if the state was given back."""
-    side = builders.engine(builders.mamba2(block_size=16), null_block=0)
-    load = builders.request(32, [1, 2], [3, 0], cached_tokens=32)
+@pytest.mark.parametrize(("null", "ids"), [(0, [3, 0]), (None, [3, -1]), (None, [3, 3])])
+def test_state_in_a_placeholder_is_not_complete(null: int | None, ids: list[int]) -> None:
+    """A table has a placeholder if the state was given back."""
+    side = builders.engine(builders.mamba2(block_size=16), null_block=null)
+    load = builders.request(32, [1, 2], ids, cached_tokens=32)
     assert [] == complete_blocks(kvspec.plan_transfer(side, side), load)["g"].tolist()
 
 

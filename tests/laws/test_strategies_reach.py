@@ -540,6 +540,13 @@ AXES: dict[str, Callable[[Case], bool]] = {
     ),
     "a state in a later block on P": lambda c: states_in_tables(c, 0),
     "a state in a later block on D": lambda c: states_in_tables(c, 1),
+    "a placeholder for a cached state": lambda c: any(
+        is_state(g.spec)
+        and cached_of(c, g) >= c.request.num_tokens > 0
+        and -1 in c.request.consumer_blocks[g.name].block_ids
+        for g in c.consumer.groups
+        if g.name in c.request.consumer_blocks
+    ),
     "a null block of -1": lambda c: any(
         -1 in table.block_ids for table in c.request.consumer_blocks.values()
     ),
