@@ -168,14 +168,23 @@ def _state_rows(
     region: Region,
     part: Part,
 ) -> tuple[Ints, Ints]:
-    """Return block and row number of the rows of a recurrent state that only the consumer has."""
-    group, table = pair.consumer.engine.group(edge.group), request.table("consumer", edge.group)
-    wanted = request.wanted(group.name, group.spec)
-    rows = np.arange(part.states, region.states)
-    virtual_block = pair.consumer.engine.virtual_block(group)
-    if not wanted or not tp_slice.stripe.holds(wanted.start // virtual_block):
-        rows = rows[:0]
-    slot = 0
-    if len(rows):
-        slot = table.state_block(edge.group, group.spec.block_size, wanted.start)
-    return np.full(len(rows), table.block_ids[slot]), rows
+    """Return block and row of each row of a recurrent state that neither moves nor is cached.
+
+    In the block of the state, these are the rows that only the consumer has. Blocks that begin
+    behind all tokens have no state yet, so these are all of their rows.
+    """
+    engine, table = pair.consumer.engine, request.table("consumer", edge.group)
+    group, ids = engine.group(edge.group), table.block_ids
+    size, wanted = group.spec.block_size, request.wanted(group.name, group.spec)
+    tokens = max(request.num_tokens, request.cached(group.name, group.spec))
+    first_token = table.first_token
+    if len(ids) == 1 and not first_token:  # The only block has the state after any token.
+        first_token = max(tokens - 1, 0) // size * size
+    starts = first_token + np.arange(len(ids)) * size
+    first_row = np.where(starts < tokens, region.states, 0)
+    if wanted:
+        first_row[starts // size == wanted.start // size] = part.states
+    own = _own_blocks(ids, table, engine.null_block, region, group.kernel_blocks_per_block)
+    own &= tp_slice.stripe.holds(starts // engine.virtual_block(group))
+    index, row = np.nonzero(own[:, None] & (np.arange(region.states) >= first_row[:, None]))
+    return ids[index], row

@@ -541,3 +541,41 @@ def test_unwritten_ranges_lie_inside_the_memory_of_each_layer(counts: tuple[int,
         if block < count
     ]
     assert expected == table.unwritten_ranges(request).tolist()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "ids", "expected"),
+    [
+        (4, 0, [2], [(2, 2)]),  # The third row of the state has no source.
+        (4, 0, [2, 3], [(2, 2), (3, 0)]),  # A block behind the prompt has no state yet.
+        (5, 0, [2, 3, 4], [(3, 2), (4, 0)]),
+        (4, 4, [2, 3], [(3, 0)]),
+        (4, 8, [2, 3, 4], [(4, 0)]),
+        (4, 4, [2], []),
+        (0, 0, [2], [(2, 0)]),  # No token has been seen, so nothing moves.
+        (0, 0, [2, 3], [(2, 0), (3, 0)]),
+        (0, 4, [2], []),
+        (0, 0, [-1, 99, 5, 5], []),
+    ],
+)
+def test_unwritten_ranges_have_rows_of_states_that_do_not_move(
+    tokens: int, cached: int, ids: list[int], expected: list[tuple[int, int]]
+) -> None:
+    """Each entry is a block and its first unwritten row. The consumer has three rows of a byte."""
+    sides = [
+        builders.engine(
+            kvspec.MambaSpec(
+                state_parts=[
+                    kvspec.Part(name="s", units=1, states=rows, content_bytes=1, tokens_per_state=0)
+                ],
+                block_size=4,
+            )
+        )
+        for rows in (2, 3)
+    ]
+    caches = [kvspec.plan_memory(side, RANK, NUM_BLOCKS, 1000) for side in sides]
+    plan = kvspec.plan_transfer(sides[0], sides[1], common_states=True)
+    table = kvspec.build_table(plan, *caches)
+    ranges = table.unwritten_ranges(ask(tokens, [1] * len(ids), ids, cached_tokens=cached))
+    bytes_ = [1000 + 3 * block + row for block, first in expected for row in range(first, 3)]
+    assert bytes_ == [at for start, size in ranges.tolist() for at in range(start, start + size)]

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import Phase, example, given, settings
 
 import kvspec
-from kvspec.check.counting import context_of, live_positions
+from kvspec.check.counting import cached_tokens_of, context_of, live_positions
 from kvspec.testing import laws, oracle, strategies
 from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.laws import KVSPEC
+from kvspec.testing.parallels import is_state
 from kvspec.testing.positions import excluded_layers, rows_of
 from kvspec.testing.world import World, described, inside, selected, world
 
@@ -119,11 +120,31 @@ def unwritten(here: World, rank: kvspec.RankId) -> dict[str, npt.NDArray[np.uint
         virtual = group.spec.block_size * context_of(case.consumer, rank, group)[1]
         dead = rows.dead & (rows.token >= first_of(live) // virtual * virtual)
         views[rows.key][rows.block[dead], :, rows.row[dead]] = 1
+    stay = excluded_layers(case.producer) | excluded_layers(case.consumer)
+    for group in case.consumer.groups:
+        if is_state(group.spec) and group.name in tables:
+            for (name, layer, _), view in views.items():
+                if name == group.name and layer not in stay:
+                    view[empty_states(case.request, group, case.consumer.null_block)] = 1
     for _, target, table in here.tables():
         for _, place, length in selected(table, case.request) if target == rank else ():
             name, start = inside(here.consumers[rank][1], place, length)
             marks[name][start : start + length] = 0
     return marks
+
+
+def empty_states(
+    request: kvspec.TransferRequest, group: kvspec.KVCacheGroup, null: int | None
+) -> list[int]:
+    """Return the blocks of the table of a state that begin behind all tokens."""
+    table, size = request.consumer_blocks[group.name], group.spec.block_size
+    ids = table.block_ids.tolist()
+    tokens = max(request.num_tokens, cached_tokens_of(request, group))
+    # The only block of a table has the state after any number of tokens.
+    empty = ids[max(0, -((table.first_token - tokens) // size)) :]
+    if len(ids) == 1 and not table.first_token:
+        empty = [] if tokens else ids
+    return [block for block in empty if block not in (null, -1) and ids.count(block) == 1]
 
 
 @given(CASES | strategies.sharing_cases())
