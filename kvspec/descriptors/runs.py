@@ -341,13 +341,19 @@ class RowSet:
 
     def posted(self, tiles: Tiles) -> int:
         """Return the number of descriptors that NIXL posts for *tiles* of all runs."""
-        joined = np.count_nonzero(self.next_ids(tiles)) if self.touching else 0
-        return len(self) * (len(tiles) - int(joined))
+        joined = np.count_nonzero(self.next_ids(tiles)) if self._touching_runs else 0
+        return len(self) * len(tiles) - self._touching_runs * int(joined)
 
     @cached_property
+    def _touching_runs(self) -> int:
+        """Runs in which consecutive ids of a row are adjacent bytes on both sides."""
+        touches = self.length == self.producer.stride
+        return int(np.count_nonzero(touches & (self.length == self.consumer.stride)))
+
+    @property
     def touching(self) -> bool:
-        """Whether consecutive ids of a row are adjacent bytes on both sides, so NIXL joins them."""
-        return all((self.length == side.stride).all() for side in (self.producer, self.consumer))
+        """Whether consecutive ids are adjacent bytes in all runs, so that NIXL joins them."""
+        return self._touching_runs == len(self)
 
     @cached_property
     def plain(self) -> bool:

@@ -280,7 +280,7 @@ class DescriptorTable:
         """Return the number of descriptors that NIXL posts, and the smallest possible number.
 
         NIXL joins neighbours in the list of ids if their ids are consecutive in one row and their
-        bytes touch (`RowSet.touching`).
+        bytes touch.
 
         Args:
             request: The request.

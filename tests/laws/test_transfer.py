@@ -247,6 +247,25 @@ def test_edges_contain_the_common_layers_that_no_side_excludes(case: strategies.
     }
 
 
+def test_counts_join_the_tiles_of_each_run_that_touches() -> None:
+    """Keys touch. Values are padded to the stride of keys, so each of them is posted alone."""
+    side = builders.engine(builders.gqa(1, block_size=2, head_size=4, head_size_v=2, dtype="uint8"))
+    caches = []
+    for base in (1000, 5000):
+        regions = [
+            kvspec.Region(
+                group="g", layer="l", part=part, base=at, num_blocks=8, block_stride=8,
+                unit_stride=4, state_stride=4, content_bytes=size, units=1, states=2,
+            )
+            for part, at, size in (("k", base, 4), ("v", base + 100, 2))
+        ]  # fmt: skip
+        memory = [kvspec.Memory(base, 200)]
+        caches.append(kvspec.RankCache(side, kvspec.RankId(), regions, memory))
+    table = kvspec.build_table(kvspec.plan_transfer(side, side), *caches)
+    blocks = [1, 2, 3, 4]
+    assert (9, 9) == table.counts(builders.request(8, blocks, blocks))
+
+
 def test_select_posts_at_most_1_15_times_the_fewest_copies() -> None:
     """The factor holds over all cases together. The fewest copies are those of `descriptors`."""
     posted, fewest = Counter[str](), Counter[str]()
