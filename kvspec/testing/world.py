@@ -256,6 +256,14 @@ class World:
             for name, flat in storage.items():
                 self.consumers[rank][1][name][:] = flat
 
+    def changed(self) -> bool:
+        """Return whether any byte of a consumer rank differs from before the transfer."""
+        return any(
+            not np.array_equal(flat, self.before[rank][name])
+            for rank, (_, storage) in self.consumers.items()
+            for name, flat in storage.items()
+        )
+
     def copy(self, pair: Pair, copies: Iterable[Copy]) -> None:
         """Execute *copies* from the producer rank to the consumer rank of *pair*."""
         sources, targets = self.producers[pair[0]][1], self.consumers[pair[1]][1]

@@ -231,6 +231,19 @@ def test_law_11_finds_a_connector_that_moves_bytes_before_it_refuses() -> None:
     assert "bytes have moved" in fault(describing(connector=connector), 11)
 
 
+def test_connector_that_moves_bytes_before_it_refuses_a_legal_case_is_wrong() -> None:
+    copy = copying(lambda a, b, n: (a, b, n))
+
+    def connector(here: Any) -> None:
+        copy(here)
+        raise kvspec.MismatchError([])
+
+    for number in (1, 10, 11):
+        assert "bytes have moved" in fault(describing(connector=connector), number)
+    report = judge(describing(connector=connector), profile=TINY, axes=[TP])
+    assert "moved nothing" not in report.counts()
+
+
 def test_judge_does_not_call_a_law_exact_that_had_nothing_to_try() -> None:
     """The first case that is drawn has keys of one element, which have no order."""
     one = attrs.evolve(TP, values=lambda case: [str(case.producer.groups[0].spec.head_size)])

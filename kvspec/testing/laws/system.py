@@ -86,6 +86,10 @@ class WrongFormError(AssertionError):
     """An answer of a system has a wrong form. The law that asked reports it as a fault."""
 
 
+class MovedBeforeRefusalError(AssertionError):
+    """A connector moved bytes before it refused. The law that asked reports it as a fault."""
+
+
 class NothingToJudgeError(Exception):
     """A case has nothing that a law could judge. The message has the reason."""
 
@@ -215,10 +219,21 @@ class Trial:
 
     @cached_property
     def after_connector(self) -> World | None:
-        """The case with its memory after the connector has run. None if there is no connector."""
+        """The case with its memory after the connector has run. None if there is no connector.
+
+        Raises:
+            MovedBeforeRefusalError: If the connector refuses, but bytes of a consumer have changed.
+        """
         if self.system.connector is None:
             return None
-        self.system.connector(self.guarded)
+        try:
+            self.system.connector(self.guarded)
+        except self.system.refusals as error:
+            if not self.guarded.changed():
+                raise
+            raise MovedBeforeRefusalError(
+                f"connector: bytes have moved before this refusal: {error}"
+            ) from error
         return self.guarded
 
     def copies(self) -> Iterator[tuple[str, Copies]]:
