@@ -13,7 +13,8 @@ How it works:
 
         exact      each live byte arrived, and no other byte but unused padding has changed
         refused    the connector raised an error before it moved a byte. Its words are counted
-        wrong      law 1: a byte is missing or false, or the connector crashed after its first copy
+        wrong      law 1: a byte is missing or false, a byte of a producer has changed, or the
+                   connector crashed after its first copy. Law 11: it moved bytes, then refused
 
     An axis with wrong cases needs a finding, and a finding needs a wrong case. Otherwise the run
     fails: a new version of the connector is better or worse, and a person must look.
@@ -28,7 +29,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from toy import describe
 
 from kvspec.testing import Case, kit, logical_views
 from kvspec.testing.laws import KVSPEC, LAWS, System, broken
-from kvspec.testing.world import World, world
+from kvspec.testing.laws.whole import changed_producers
+from kvspec.testing.world import World, snapshot, world
 
 HERE = Path(__file__).parent
 
@@ -94,11 +96,8 @@ def outcome(axis: Axis, case: Case) -> Outcome:
     """Return the verdict of one case, the number of the law, and a sentence."""
     try:
         if axis.system.connector is not None:
-            here = world(case)
-            axis.system.connector(here)
-            ignore_padding(here)
-            for fault in here.differences():
-                return "wrong", 1, fault
+            for law, fault in faults_of_connector(axis.system.connector, world(case)):
+                return "wrong", law, fault
         of = [law for law in LAWS if law.number in axis.laws]
         asked = attrs.evolve(axis.system, connector=None)
         for law, fault in broken(asked, case, of=of):
@@ -110,6 +109,24 @@ def outcome(axis: Axis, case: Case) -> Outcome:
     except Exception as error:  # noqa: BLE001 - whatever a connector raises is a judgement
         return "wrong", (*axis.laws, 1)[0], f"crash: {type(error).__name__}: {error}"
     return "exact", 0, ""
+
+
+def faults_of_connector(
+    connector: Callable[[World], object], here: World
+) -> Iterator[tuple[int, str]]:
+    """Yield the law and a sentence for each fault of *connector*, which moves the bytes itself."""
+    before = snapshot(here.producers)
+    try:
+        connector(here)
+    except RefusedError as error:
+        ignore_padding(here)
+        if not here.changed():
+            raise
+        yield 11, f"bytes have moved before this refusal: {error}"
+        return
+    ignore_padding(here)
+    for fault in (*here.differences(), *changed_producers(here, before)):
+        yield 1, fault
 
 
 def ignore_padding(here: World) -> None:
@@ -284,7 +301,7 @@ without a GPU. [Test laws](../CONTRIBUTING.md#the-laws) compare the result with 
 
 *Exact* means that the result is right. *Refused* is allowed: the connector raises an error before a
 byte moves. *Wrong* is a defect: the request succeeds with false or missing bytes, the connector
-crashes after its first copy, or a rank gets a wrong number of notifications. Counts are cases of a
+crashes or refuses after its first copy, or a rank gets a wrong number of notifications. Counts are cases of a
 complete grid. They do not say how often users meet them. Each report describes which users are
 affected.
 

@@ -48,6 +48,28 @@ def test_judge_counts_refusals_with_equal_words_together() -> None:
     assert {"no TP N": 4} == row["refusals"]
 
 
+def test_judge_calls_a_connector_wrong_that_moves_bytes_and_then_refuses() -> None:
+    def half(here: Any) -> None:
+        moved(here)
+        raise judging.RefusedError("the second rank is not supported")
+
+    row = judging.judge(axis(connector=half))
+    assert (0, 0, 4) == (row["exact"], row["refused"], row["wrong"])
+    assert 11 == row["smallest wrong case"]["law"]
+
+
+def test_judge_calls_a_connector_wrong_that_changes_the_producers() -> None:
+    def erase(here: Any) -> None:
+        moved(here)
+        for _, storage in here.producers.values():
+            for flat in storage.values():
+                flat[-1] ^= 1
+
+    row = judging.judge(axis(connector=erase))
+    assert (0, 4) == (row["exact"], row["wrong"])
+    assert "producer tp0" in row["smallest wrong case"]["fault"]
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), AssertionError("no")])
 def test_judge_takes_a_crash_for_wrong(error: Exception) -> None:
     def crash(here: Any) -> None:

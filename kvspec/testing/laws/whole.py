@@ -15,16 +15,18 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvspec.testing.laws.system import GUARD
-from kvspec.testing.world import GUARD_BYTE, world
+from kvspec.testing.world import GUARD_BYTE, snapshot, world
 
 if TYPE_CHECKING:
+    from kvspec.ownership.parallel import RankId
     from kvspec.testing.laws.system import Trial
+    from kvspec.testing.world import Storage, World
 
 
 def cover(trial: Trial) -> Iterator[str]:
@@ -33,14 +35,19 @@ def cover(trial: Trial) -> Iterator[str]:
     if after is None:
         return
     yield from (f"connector: {fault}" for fault in after.differences())
-    before = world(trial.case).producers
+    before = snapshot(world(trial.case).producers)
+    yield from (f"connector: {fault}" for fault in changed_producers(after, before))
+
+
+def changed_producers(after: World, before: Mapping[RankId, Storage]) -> Iterator[str]:
+    """Yield the first byte of each group of a producer rank that is not as it was *before*."""
     for rank, (_, storage) in after.producers.items():
         for group, flat in storage.items():
-            changed = np.flatnonzero(flat != before[rank][1][group]).tolist()
+            changed = np.flatnonzero(flat != before[rank][group]).tolist()
             if changed:
                 yield (
-                    f"connector: producer {rank}, group {group}, byte {changed[0]} of the storage:"
-                    " this byte must not change"
+                    f"producer {rank}, group {group}, byte {changed[0]} of the storage: this byte"
+                    " must not change"
                 )
 
 
