@@ -59,6 +59,23 @@ SEED = 5
 GUARD_BYTE = 0xA5
 
 
+class WrongFormError(AssertionError):
+    """An answer of a system has a wrong form. The law that asked reports it as a fault."""
+
+
+def _of_form(dtype: type, *shape: int) -> Callable[[object, Any, object], None]:
+    """Return a validator of arrays of *dtype*, whose axes after the first one have *shape*."""
+
+    def check(lists: object, field: Any, value: object) -> None:  # noqa: ANN401
+        del lists
+        is_array = isinstance(value, np.ndarray) and value.ndim == 1 + len(shape)
+        if not is_array or value.dtype != dtype or value.shape[1:] != shape:
+            expected = f"an array of {np.dtype(dtype)} of shape {('n', *shape)}".replace("'", "")
+            raise WrongFormError(f"{field.name}: expected {expected}, got {value!r}")
+
+    return check
+
+
 @attrs.frozen
 class PreparedLists:
     """Prepared rows of both sides, and the ids that pick descriptors from them, as in NIXL.
@@ -72,6 +89,9 @@ class PreparedLists:
         producer_ids: int32 array. The descriptors to read, in order.
         consumer_ids: int32 array of equal length. The descriptors to write.
 
+    Raises:
+        WrongFormError: If a field is not such an array.
+
     Example: two descriptors of 8 bytes on each side. The ids copy descriptor 1 of the producer to
     descriptor 0 of the consumer.
 
@@ -82,10 +102,10 @@ class PreparedLists:
     [(1100, 5000, 8)]
     """
 
-    producer_rows: npt.NDArray[np.uint64]
-    consumer_rows: npt.NDArray[np.uint64]
-    producer_ids: npt.NDArray[np.int32]
-    consumer_ids: npt.NDArray[np.int32]
+    producer_rows: npt.NDArray[np.uint64] = attrs.field(validator=_of_form(np.uint64, 5))
+    consumer_rows: npt.NDArray[np.uint64] = attrs.field(validator=_of_form(np.uint64, 5))
+    producer_ids: npt.NDArray[np.int32] = attrs.field(validator=_of_form(np.int32))
+    consumer_ids: npt.NDArray[np.int32] = attrs.field(validator=_of_form(np.int32))
 
     def copies(self) -> list[Copy]:
         """Return the copies that the ids describe, in order.
@@ -110,8 +130,8 @@ def _picked(
     index = ids.astype(np.int64)
     address, length, _, stride, count = rows.astype(np.int64).T
     starts = np.concatenate([[0], np.cumsum(count)])
-    if ids.dtype != np.int32 or (len(index) and not 0 <= index.min() <= index.max() < starts[-1]):
-        raise AssertionError(f"ids {ids!r}: expected int32 from 0 to {starts[-1] - 1}")
+    if len(index) and not 0 <= index.min() <= index.max() < starts[-1]:
+        raise AssertionError(f"ids {ids!r}: expected ids from 0 to {starts[-1] - 1}")
     row = np.searchsorted(starts, index, side="right") - 1
     return (address[row] + (index - starts[row]) * stride[row]).tolist(), length[row].tolist()
 

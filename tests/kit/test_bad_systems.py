@@ -21,8 +21,8 @@ from kvspec.testing.kit import Judgement, Supports, System, Verdict
 from kvspec.testing.kit.axes import AXES
 from kvspec.testing.kit.guard import Guard, within
 from kvspec.testing.kit.judging import Profile, judge, judge_axis
-from kvspec.testing.laws import KVSPEC
-from kvspec.testing.world import PreparedLists
+from kvspec.testing.laws import KVSPEC, Move
+from kvspec.testing.world import PreparedLists, WrongFormError
 
 TINY = Profile("tiny", examples=3, each=2, everything=3, seconds=1.0, shrinking=5.0)
 NARROW = Supports.only(kinds=["full"], max_tp=2, equal_tp=False)
@@ -155,6 +155,18 @@ def of_moves(**fields: object) -> Callable[..., Any]:
     return answer
 
 
+def of_lists(**changes: Callable[[Any], object]) -> Callable[..., Any]:
+    """Return `prepared` of kvspec, with the fields that *changes* return."""
+
+    def answer(*arguments: Any) -> object:
+        right: Any = KVSPEC.prepared
+        lists = right(*arguments)
+        fields: Any = {name: change(getattr(lists, name)) for name, change in changes.items()}
+        return lists and attrs.evolve(lists, **fields)
+
+    return answer
+
+
 @pytest.mark.parametrize(
     ("question", "answer", "got"),
     [
@@ -162,12 +174,16 @@ def of_moves(**fields: object) -> Callable[..., Any]:
         ("descriptors", lambda *_: 5, "5"),
         ("descriptors", of_copies(lambda a, b, n: (a, b, n, "x")), "'x'"),
         ("descriptors", of_copies(lambda a, b, n: (a, b, n / 1)), ".0)"),
+        ("descriptors", of_copies(lambda a, b, n: (a, b, -n)), ", -"),
+        ("descriptors", of_copies(lambda a, b, n: (a, b, n - n)), ", 0)"),
         ("prepared", lambda *_: [(0, 0, 1)], "[(0, 0, 1)]"),
+        ("prepared", of_lists(producer_ids=lambda ids: ids.tolist()), "producer_ids"),
         ("moves", lambda *_: None, "None"),
         ("moves", lambda *_: [1], "1"),
         ("moves", of_moves(producer=0), "producer=0"),
         ("moves", of_moves(part="key"), "'key'"),
         ("moves", of_moves(layer="other"), "'other'"),
+        ("moves", of_moves(units=[0]), "units=[0]"),
     ],
 )
 def test_judge_reports_an_answer_of_wrong_form(
@@ -175,8 +191,61 @@ def test_judge_reports_an_answer_of_wrong_form(
 ) -> None:
     words = fault(describing(**{question: answer}), 1)
     assert words.startswith(question)
+    assert " at <" not in words, "the place is not in the code of the system"
     assert got in words
     assert "expected" in words or "The engines have" in words
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("producer", "tp0"),
+        ("layer", ["full.0"]),
+        ("part", 1),
+        ("units", None),
+        ("producer_units", np.arange(2)),
+        ("consumer_units", range(-1, 1)),
+        ("consumer_units", range(1, -2, -1)),
+        ("stripe", None),
+        ("stripe", [0, 1]),
+        ("stripe", (0, 0)),
+        ("stripe", (2, 2)),
+        ("stripe", (-1, 2)),
+        ("stripe", (0, 1, 2)),
+    ],
+)
+def test_move_refuses_a_field_of_wrong_form(field: str, value: object) -> None:
+    """Laws compare moves as sets, and count the virtual blocks of a stripe."""
+    rank, place = kvspec.RankId(), range(1)
+    move = Move(
+        producer=rank, consumer=rank, layer="full.0", part="k", units=place, producer_units=place,
+        consumer_units=place,
+    )  # fmt: skip
+    changes: Any = {field: value}
+    with pytest.raises(WrongFormError, match=f"a Move has {field}="):
+        attrs.evolve(move, **changes)
+
+
+@pytest.mark.parametrize("field", ["producer_rows", "consumer_rows", "producer_ids"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda array: array.tolist(),
+        lambda array: array.astype(np.int64),
+        lambda array: array[:, None],
+        lambda array: array.reshape(-1)[:0].reshape(0, 3),
+        lambda array: array[0],
+    ],
+    ids=["list", "other dtype", "one axis more", "three columns", "one axis less"],
+)
+def test_prepared_lists_refuse_arrays_of_wrong_form(
+    field: str, change: Callable[[Any], object]
+) -> None:
+    rows, ids = np.ones((2, 5), np.uint64), np.zeros(1, np.int32)
+    lists = PreparedLists(rows, rows, ids, ids)
+    changes: Any = {field: change(getattr(lists, field))}
+    with pytest.raises(WrongFormError, match=f"{field}: expected an array"):
+        attrs.evolve(lists, **changes)
 
 
 @pytest.mark.parametrize("wrong", [None, [1], [(0, 0)]])

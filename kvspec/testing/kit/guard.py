@@ -11,6 +11,7 @@ How it works:
         raises `MismatchError` or one of `refuses`   `RefusedError`
         raises another `KVSpecError`, `ValueError`   that error: law 11 accepts it as a refusal
         raises anything else                         `FaultyAnswerError`
+        makes an answer of wrong form                `FaultyAnswerError`
         does not answer in time                      `FaultyAnswerError`
         answers differently the second time          `FaultyAnswerError`
 
@@ -36,7 +37,7 @@ import numpy as np
 
 import kvspec
 from kvspec.errors import KVSpecError, MismatchError
-from kvspec.testing.world import PreparedLists
+from kvspec.testing.world import PreparedLists, WrongFormError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -46,7 +47,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_OVERDUE = 2
-_PACKAGE = str(Path(kvspec.__file__).parent)
+# Files between a system and an exception that kvspec raises for it. "<" begins generated code.
+_NOT_OF_A_SYSTEM = (
+    str(Path(kvspec.__file__).parent),
+    str(Path(attrs.evolve.__code__.co_filename).parent),
+    "<",
+)
 
 # The questions whose answers can be compared. The others return nothing, or an object with a state.
 _COMPARED = ("moves", "tells", "descriptors", "prepared", "steps")
@@ -126,6 +132,8 @@ class Guard:
             if isinstance(error, (KVSpecError, ValueError)):
                 self.raised = error
                 raise
+            if isinstance(error, WrongFormError):
+                raise FaultyAnswerError(f"{name}: {error}{place_of(error)}") from error
             words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             words = f"raised {words}{place_of(error)}, which is not a refusal"
             raise FaultyAnswerError(f"{name}: {words}") from error
@@ -135,7 +143,7 @@ def place_of(error: BaseException) -> str:
     """Return the last line of the system that an exception has passed, for a message."""
     frames = traceback.extract_tb(error.__traceback__)
     # An exception that kvspec raises for the system has frames of kvspec at the end.
-    own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_A_SYSTEM)]
     return f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 

@@ -20,7 +20,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import attrs
-import numpy as np
 
 from kvspec.testing.carve import logical_views
 from kvspec.testing.laws.system import NothingToJudgeError, Trial, copied, deliver
@@ -28,6 +27,7 @@ from kvspec.testing.positions import excluded_layers, rows_of
 from kvspec.testing.world import Copy, Pair, World, finest, world
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     from kvspec.engines.engine import EngineSpec
@@ -185,7 +185,7 @@ def bounds(trial: Trial) -> Iterator[str]:
             sides = here.producers[p][0], here.consumers[c][0]
             for copy in copies:
                 for role, side, start in zip(("producer", "consumer"), sides, copy, strict=False):
-                    if copy[2] < 1 or not _in_one(side, start, start + copy[2]):
+                    if not _in_one(side, start, start + copy[2]):
                         yield (
                             f"{name}: {role} {side.rank}, address {start:#x}: expected a copy "
                             f"inside one memory, got {copy[2]} bytes"
@@ -205,9 +205,6 @@ def bounds(trial: Trial) -> Iterator[str]:
 def _rows_outside(role: str, cache: RankCache, rows: npt.NDArray[np.uint64]) -> Iterator[str]:
     """Yield each row that does not lie in one memory of *cache* with all its bytes."""
     where = f"{role} {cache.rank}"
-    if rows.dtype != np.uint64 or rows.ndim != 2:  # noqa: PLR2004 - (rows, 5)
-        yield f"{where}: expected rows of uint64 and shape (n, 5), got {rows.dtype}, {rows.shape}"
-        return
     for address, length, device, stride, count in rows.tolist():
         end = address + (count - 1) * stride + length
         wrong = device != cache.memory[0].device or min(count, length) < 1

@@ -36,6 +36,7 @@ from kvspec.testing.world import (
     Pair,
     PreparedLists,
     World,
+    WrongFormError,
     described,
     plan_of,
     prepared,
@@ -46,6 +47,31 @@ if TYPE_CHECKING:
     from kvspec.descriptors.request import TransferRequest
     from kvspec.ownership.replicas import Role
     from kvspec.testing.case import Case
+
+
+def _instance(of: type) -> Callable[[object, Any, object], None]:
+    def check(move: object, field: Any, value: object) -> None:  # noqa: ANN401
+        del move
+        if not isinstance(value, of):
+            raise WrongFormError(f"a Move has {field.name}={value!r}: expected a {of.__name__}")
+
+    return check
+
+
+def _numbers(move: object, field: Any, value: object) -> None:  # noqa: ANN401
+    """Check that *value* is a range. Lists and arrays have no hash, and laws compare sets."""
+    del move
+    if not isinstance(value, range) or (value and min(value[0], value[-1]) < 0):
+        expected = "a range of numbers >= 0"
+        raise WrongFormError(f"a Move has {field.name}={value!r}: expected {expected}")
+
+
+def _stripe(move: object, field: Any, value: Any) -> None:  # noqa: ANN401
+    del move
+    are_ints = isinstance(value, tuple) and [type(number) for number in value] == [int, int]
+    if not are_ints or not 0 <= value[0] < value[1]:
+        expected = "two ints (first, step), with 0 <= first < step"
+        raise WrongFormError(f"a Move has {field.name}={value!r}: expected {expected}")
 
 
 @attrs.frozen(kw_only=True)
@@ -62,6 +88,9 @@ class Move:
         consumer_units: Places of the units among those that the consumer rank holds.
         stripe: `(first, step)`: only the consumer's virtual blocks `b` with `b % step == first`.
 
+    Raises:
+        WrongFormError: If a field has another form, so that the laws could not compare the move.
+
     Example: a consumer rank with the heads 2 and 3 reads head 3 from a rank that holds only head 3.
 
     >>> from kvspec import RankId
@@ -72,18 +101,14 @@ class Move:
     (0, 1)
     """
 
-    producer: RankId
-    consumer: RankId
-    layer: str
-    part: str
-    units: range
-    producer_units: range
-    consumer_units: range
-    stripe: tuple[int, int] = (0, 1)
-
-
-class WrongFormError(AssertionError):
-    """An answer of a system has a wrong form. The law that asked reports it as a fault."""
+    producer: RankId = attrs.field(validator=_instance(RankId))
+    consumer: RankId = attrs.field(validator=_instance(RankId))
+    layer: str = attrs.field(validator=_instance(str))
+    part: str = attrs.field(validator=_instance(str))
+    units: range = attrs.field(validator=_numbers)
+    producer_units: range = attrs.field(validator=_numbers)
+    consumer_units: range = attrs.field(validator=_numbers)
+    stripe: tuple[int, int] = attrs.field(default=(0, 1), validator=_stripe)
 
 
 class MovedBeforeRefusalError(AssertionError):
@@ -270,11 +295,13 @@ def copies_of(name: str, answer: Any, producer: RankId, consumer: RankId) -> lis
         copies: list[Copy] = []
         for wrong in answer:
             source, target, length = map(index, wrong)
+            if length < 1:
+                raise ValueError(length)  # noqa: TRY301 - the handler below describes it
             copies.append((source, target, length))
     except (TypeError, ValueError) as error:
         raise WrongFormError(
             f"{name}, producer {producer}, consumer {consumer}: expected three ints for each copy"
-            f" (producer address, consumer address, bytes), got {wrong!r}"
+            f" (producer address, consumer address, bytes >= 1), got {wrong!r}"
         ) from error
     return copies
 
