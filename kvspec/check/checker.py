@@ -210,13 +210,13 @@ class Checker:
 
     @cached_property
     def _moving(self) -> list[Moving]:
-        """The parts that move to the rank."""
+        """The parts that move to the rank, also those of which nothing is wanted now."""
         owners, moving = self.consumer.owners, list[Moving]()
         for layer, group in self.consumer.layers.items():
             spec, producer_group = group.spec.of_layer(layer), self.producer.homes.get(layer)
-            wanted = owners.wanted(self.request, group, spec) if layer not in self.excluded else ()
-            if not wanted or producer_group is None:
+            if layer in self.excluded or producer_group is None:
                 continue
+            wanted = owners.wanted(self.request, group, spec)
             states = {part.name: part.states for part in producer_group.spec.of_layer(layer).parts}
             for part in spec.parts:
                 least = part.states if part.per_token else min(part.states, states[part.name])
@@ -274,12 +274,13 @@ class Checker:
         blocks are left to `_unwanted`.
         """
         if not moving.part.per_token:
-            return np.arange(moving.part.states), np.empty(0, np.int64)
+            states = moving.part.states if moving.wanted else 0
+            return np.arange(states), np.empty(0, np.int64)
         table, row_tokens = self.consumer.tables[moving.group.name], moving.part.tokens_per_state
         virtual, count = self.consumer.virtual_block(moving.group), len(table.block_ids)
         wanted, first = moving.wanted, table.first_token
         start, stop = wanted.start - first, wanted.stop - first
-        before = [start // virtual] if start < 0 else []
+        before = [start // virtual] if moving.wanted and start < 0 else []
         after = [max(count, start // virtual)] if stop > count * virtual else []
         blocks = np.array([*before, *range(count), *after], np.int64)
         rows = self.consumer.positions(moving.group, blocks)[:, ::row_tokens].ravel()
@@ -369,18 +370,21 @@ class Checker:
         return address
 
     def _unwanted(self) -> CounterExample | None:
-        """Return a byte that is written outside the blocks that receive wanted contents.
+        """Return a byte that is written outside the blocks that may be written.
 
         Inside these blocks, `judge` checks the cached contents, and all other bytes may be written.
         """
         by_group: dict[str, tuple[Moving, list[tuple[Region, int]]]] = {}
         for moving in self._moving:
-            region = self.consumer.regions[moving.layer, moving.part.name]
-            rows = min(moving.part.states, region.states)
-            by_group.setdefault(moving.group.name, (moving, []))[1].append((region, rows))
+            region = self.consumer.regions.get((moving.layer, moving.part.name))
+            if region is not None:
+                rows = min(moving.part.states, region.states)
+                by_group.setdefault(moving.group.name, (moving, []))[1].append((region, rows))
         allowed: list[Contents] = []
         for moving, regions in by_group.values():
-            ids = self.consumer.written(moving.group, moving.part, moving.wanted)
+            spec = moving.group.spec.of_layer(moving.layer)
+            first_live = self.consumer.owners.first_live(self.request, spec)
+            ids = self.consumer.writable(moving.group, moving.part, moving.wanted, first_live)
             allowed += self.consumer.contents(moving.group, regions, ids)
         outside = covered(allowed).first_outside(self.table[:, 1], self.table[:, 2])
         return None if outside is None else self._at("unwanted", self.consumer.cache, outside[1])

@@ -176,6 +176,15 @@ def live_positions(spec: Any, request: TransferRequest) -> NDArray[np.bool_]:  #
     return np.ones(length, bool)
 
 
+def first_live(live: NDArray[np.bool_]) -> int:
+    """Return the first *live* position, or the position of the query if no position is live.
+
+    >>> first_live(np.array([False, True, True])), first_live(np.zeros(3, bool))
+    (1, 3)
+    """
+    return int(live.argmax()) if live.any() else len(live)
+
+
 def of_group(value: int | Mapping[str, int] | None, group: str, default: int) -> int:
     """Return the count of *group*. *value* is one count for all groups, or one for each name."""
     if value is None:

@@ -18,6 +18,7 @@ import numpy as np
 from kvspec.check.counting import (
     cached_tokens_of,
     context_of,
+    first_live,
     length_in,
     live_positions,
     own_positions,
@@ -110,8 +111,7 @@ class Counted(Owners):
     def first_live(self, request: TransferRequest, spec: LayerSpec) -> int:
         """Return the first position that the next query attends to, or the query's own position."""
         _check_countable("num_tokens", length_in(spec, request))
-        live = live_positions(spec, request)
-        return int(live.argmax()) if live.any() else len(live)
+        return first_live(live_positions(spec, request))
 
 
 @lru_cache(maxsize=4096)

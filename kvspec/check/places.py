@@ -162,14 +162,22 @@ class Places:
         states = region.base + np.where(inside, block, 0) * region.block_stride
         return np.where(inside, states + rows * region.state_stride, -1)
 
-    def written(self, group: KVCacheGroup, part: Part, wanted: range) -> Ints:
-        """Return the ids of the blocks that receive the *wanted* positions of *part*."""
+    def writable(self, group: KVCacheGroup, part: Part, wanted: range, first_live: int) -> Ints:
+        """Return the ids of the blocks of *part* that may be written, but for cached contents.
+
+        A state has one block, if it is *wanted*. Tokens have the block of the *first live* one and
+        all later ones, also after the last token. Earlier blocks may be another request's by now.
+        """
         table = self.tables[group.name]
         if not part.per_token:
-            return self._state_block(group, wanted.stop - 1)
-        positions = self.positions(group, np.arange(len(table.block_ids)))
-        low, high = (edge - table.first_token for edge in (wanted.start, wanted.stop))
-        return table.block_ids[((positions >= low) & (positions < high)).any(1)]
+            return self._state_block(group, wanted.stop - 1) if wanted else table.block_ids[:0]
+        first = (first_live - table.first_token) // self.virtual_block(group)
+        ids = table.block_ids[max(first, 0) :]
+        if self.owners.engine.null_block is None:
+            # An id that occurs twice stands for no block.
+            once, times = np.unique(table.block_ids, return_counts=True)
+            ids = ids[np.isin(ids, once[times == 1])]
+        return ids
 
     def contents(
         self, group: KVCacheGroup, regions: Iterable[tuple[Region, int]], ids: Ints

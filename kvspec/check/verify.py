@@ -2,8 +2,8 @@
 
 Invariant: exactly one descriptor writes each byte that a consumer rank should receive. It reads
 that byte from the same unit, token and layer of a producer rank. No descriptor writes other bytes,
-except dead tokens in the request's own blocks. No descriptor reads outside the request's own
-blocks.
+except dead tokens in the request's own blocks. Blocks before the first live token do not count as
+its own, and blocks after the last token do. No descriptor reads outside the request's own blocks.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ How it works:
 
            byte                                        must be
            live and not cached                         the true byte
-           dead, in a block of the request             any byte
+           dead, from the first live block on          any byte
            cached, of another block, or padding        the byte that was there before
 
     Example: a block has 4 tokens of 2 bytes, the prompt has 3 tokens, and 1 token is cached. The

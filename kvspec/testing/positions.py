@@ -13,6 +13,10 @@ How it works:
         1        1-2    5-6      live: must arrive
         1        3      7        dead: may be overwritten, since no token 7 exists
 
+    A block before the first live token may belong to another request by now, so its rows must not
+    change. With a window of 3 instead, only the tokens 5 and 6 are live, and block 3 must not
+    change even if no token is cached.
+
     With two context ranks and an interleave of 1, rank 0 holds only even tokens. Then its rows 0 to
     3 of block 3 are the tokens 0, 2, 4 and 6.
 """
@@ -27,6 +31,8 @@ import numpy as np
 
 from kvspec.check.counting import (
     cached_tokens_of,
+    context_of,
+    first_live,
     live_positions,
     of_group,
     own_positions,
@@ -66,8 +72,9 @@ class Rows:
         token: First token of the row, or -1 for a recurrent state.
         known: Whether the row holds a token of the request.
         live: Whether the row must arrive.
-        dead: Whether the row may be overwritten. If it is neither live nor dead, it must not
-            change.
+        dead: Whether the row may be overwritten: it has no live and no cached token, and lies in
+            the block of the first live token or a later one. If it is neither live nor dead, it
+            must not change.
         seen: For a recurrent state, the number of tokens that it has seen. Its content depends on
             it.
     """
@@ -115,11 +122,12 @@ def rows_of(
         table = _table(tables[group.name])
         count = len(table[0]) * group.spec.block_size
         own = own_positions(engine, rank, table[1], count, group)
+        virtual = group.spec.block_size * context_of(engine, rank, group)[1]
         for layer in rank_layers(engine, rank, group):
             for part in group.spec.of_layer(layer).parts:
                 moves = 0 if layer in excluded else _common_rows(source, layer, part)
                 if part.per_token:
-                    columns = _token_rows(group, layer, part, own, request)
+                    columns = _token_rows(group, layer, part, own, request, table[1], virtual)
                 else:
                     columns = _state_rows(group, part, table, request, moves)
                 at, row, token, known, live, dead = columns
@@ -186,8 +194,10 @@ def _token_rows(
     part: Part,
     own: NDArray[np.int64],
     request: TransferRequest,
+    first_token: int,
+    virtual: int,
 ) -> _Columns:
-    """Return the columns of a part whose rows are tokens."""
+    """Return the columns of a part whose rows are tokens. A block has *virtual* positions."""
     cached = cached_tokens_of(request, group)
     live = live_positions(group.spec.of_layer(layer), request)
     blocks = len(own) // group.spec.block_size
@@ -198,8 +208,9 @@ def _token_rows(
     covered_live = np.append(live, False)[np.minimum(covered, len(live))]
     must = np.asarray((covered_live & (covered >= cached)).any(axis=1))
     # A row of several tokens that holds cached and live ones must arrive. Any other row with a
-    # cached token must not change.
-    dead = ~must & np.asarray((covered >= cached).all(axis=1))
+    # cached token must not change. An earlier block may belong to another request by now.
+    own_block = at >= (first_live(live) - first_token) // virtual
+    dead = own_block & ~must & np.asarray((covered >= cached).all(axis=1))
     return at, row, token, token < len(live), must, dead
 
 

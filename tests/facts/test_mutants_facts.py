@@ -63,14 +63,22 @@ def places(table: BlockTable) -> Places:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ids"),
-    [(range(8, 12), [3]), (range(8, 13), [3, 5]), (range(11, 12), [3]), (range(12, 16), [5])],
+    ("first_live", "ids"), [(0, [3, 5]), (11, [3, 5]), (12, [5]), (15, [5]), (16, [])]
 )
-def test_written_blocks_end_with_the_last_wanted_position(wanted: range, ids: list[int]) -> None:
-    """A range that ends with a block does not write the next block."""
+def test_writable_blocks_begin_with_the_block_of_the_first_live_position(
+    first_live: int, ids: list[int]
+) -> None:
+    """The request may end before the last block. A request without wanted tokens has them too."""
     side = places(BlockTable([3, 5], first_token=8))
     group = side.owners.engine.groups[0]
-    assert side.written(group, group.spec.parts[0], wanted).tolist() == ids
+    part = group.spec.parts[0]
+    assert side.writable(group, part, range(0), first_live).tolist() == ids
+
+
+def test_block_that_occurs_twice_is_not_writable_without_a_null_block() -> None:
+    side = places(BlockTable([3, 0, 0]))
+    group = side.owners.engine.groups[0]
+    assert side.writable(group, group.spec.parts[0], range(2), 0).tolist() == [3]
 
 
 def test_pool_contains_the_ids_below_its_number_of_blocks() -> None:

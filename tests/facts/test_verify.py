@@ -257,15 +257,35 @@ def test_verify_names_missing_content_anywhere(place: tuple[str, str, int, int])
     assert expected == first_fault(with_rows(instead_of=right_row(*place)))
 
 
-def test_verify_finds_write_into_block_that_begins_at_the_end_of_the_request() -> None:
-    """Eight tokens fill two blocks. The table has a third block, into which nothing may move."""
+def test_verify_accepts_write_into_block_that_begins_at_the_end_of_the_request() -> None:
+    """Eight tokens fill two blocks. The third block of the table is the request's, too."""
     request = attrs.evolve(REQUEST, num_tokens=2 * ROWS)
     rows = [row for row in RIGHT_ROWS if row.token < 2 * ROWS]
     assert first_fault(rows, request) is None
     beyond = attrs.evolve(GOOD_ROW, target=target_address("b", "v", 2, 2 * ROWS + 2))
-    fault = first_fault([*rows, beyond], request)
+    assert first_fault([*rows, beyond], request) is None
+    shorter = {"g": list(CONSUMER_BLOCKS[:2])}
+    fault = first_fault([*rows, beyond], attrs.evolve(request, consumer_blocks=shorter))
     assert fault is not None
     assert ("unwanted", CONSUMER_BLOCKS[2]) == (fault.kind, fault.block)
+
+
+def test_verify_finds_write_into_block_before_the_first_live_token() -> None:
+    """With a window, the first block of the table may belong to another request by now."""
+    spec = builders.window(4, 1, block_size=4)
+    side = builders.engine(spec)
+    caches = {RankId(): kvspec.plan_memory(side, RankId(), num_blocks=4)}
+    request = builders.request(12, [1, 2, 3], [3, 2, 1])
+    plan = kvspec.plan_transfer(side, side)
+    rows = kvspec.build_table(plan, caches[RankId()], caches[RankId()]).descriptors(request)
+    region = caches[RankId()].region("l", "k")
+    for token, kind in ((7, "unwanted"), (8, None)):
+        block, row = divmod(token, 4)
+        source, target = (region.address(each, 0, row) for each in (1 + block, 3 - block))
+        more = np.array([[source, target, region.content_bytes]], np.uint64)
+        wider = {(RankId(), RankId()): np.concatenate([rows, more])}
+        fault = verify(plan, caches, caches, request, wider)
+        assert kind == (fault and fault.kind)
 
 
 def test_verify_finds_row_that_is_one_byte_too_long() -> None:

@@ -61,7 +61,7 @@ class Judge:
         cached = cached_tokens_of(self.request, self.case.consumer.group(rows.key[0]))
         if not rows.part.per_token:
             return np.full(len(rows.row), 0 < cached == self.request.num_tokens)
-        return ~rows.live & ~rows.dead
+        return ~rows.live & (rows.token < cached)
 
     def load(self) -> None:
         """Write true bytes to the rows that were valid before, and execute the transfer."""
@@ -78,8 +78,6 @@ class Judge:
             views = self.views(rank)
             for rows in self.rows(rank):
                 dead = rows.dead
-                if rows.part.per_token:  # An earlier block may be another group's by now.
-                    dead = dead & (self._index(rows) >= self.first_index(rows.key[0]))
                 views[rows.key][rows.block[dead], :, rows.row[dead]] = ~truth(rows)[dead]
 
     def complete(self) -> dict[Place, bool]:

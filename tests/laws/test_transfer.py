@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 
 import kvspec
-from kvspec.check.counting import cached_tokens_of, context_of, live_positions
+from kvspec.check.counting import cached_tokens_of, context_of
 from kvspec.testing import laws, oracle, strategies
 from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.laws import KVSPEC
@@ -100,26 +100,14 @@ def test_end_of_a_tile_before_a_row_of_several_tiles_keeps_all_laws(cached: int)
     assert [] == laws.broken(KVSPEC, tile_case, tile_case)
 
 
-def first_of(live: npt.NDArray[np.bool_]) -> int:
-    """Return the first live position, or the position of the query if no position is live."""
-    return int(np.argmax(live)) if live.any() else len(live)
-
-
 def unwritten(here: World, rank: kvspec.RankId) -> dict[str, npt.NDArray[np.uint8]]:
-    """Return which bytes (1) of a rank's own blocks are dead and not written by any copy.
-
-    Only blocks from that of the first live token on count.
-    """
+    """Return which bytes (1) of a rank's own blocks are dead and not written by any copy."""
     case = here.case
     marks = oracle.each_array(here.consumers[rank][1], np.zeros_like)
     views = logical_views(case.consumer, rank, marks, case.consumer_pool)
     tables = case.request.consumer_blocks
     for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
-        group = case.consumer.group(rows.key[0])
-        live = live_positions(group.spec.of_layer(rows.key[1]), case.request)
-        virtual = group.spec.block_size * context_of(case.consumer, rank, group)[1]
-        dead = rows.dead & (rows.token >= first_of(live) // virtual * virtual)
-        views[rows.key][rows.block[dead], :, rows.row[dead]] = 1
+        views[rows.key][rows.block[rows.dead], :, rows.row[rows.dead]] = 1
     stay = excluded_layers(case.producer) | excluded_layers(case.consumer)
     for group in case.consumer.groups:
         if is_state(group.spec) and group.name in tables:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import special_cases
 from builders import engine, mla, request
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import kvspec
@@ -278,6 +278,55 @@ def test_verify_names_a_dead_byte_that_is_read_from_another_request(
     assert example is not None
     assert ("foreign", rank, source) == (example.kind, example.consumer, example.producer)
     assert row[0] == address_of(here, example)
+
+
+# A short window and blocks of 4 tokens. After 10 tokens, the first block of a table holds nothing
+# that is read. A fourth block lies after the last token.
+EXPIRED = builders.engine(
+    kvspec.SlidingWindowSpec(
+        block_size=4, total_num_kv_heads=1, head_size=2, dtype="uint8", sliding_window=4
+    )
+)
+
+
+@HALF
+@given(CASES | strategies.sharing_cases(), st.integers(0, 2**16))
+@example(builders.case(EXPIRED, EXPIRED, request(10, [0, 1, 2], [3, 1, 2, 0])), 0)
+@example(builders.case(EXPIRED, EXPIRED, request(10, [0, 1, 2], [3, 1, 2, 0])), 2)
+@example(builders.case(EXPIRED, EXPIRED, request(9, [0, 1, 2], [3, 1, 2, 0], cached_tokens=9)), 0)
+def test_verify_and_the_oracle_allow_writes_of_the_same_dead_bytes(
+    case: strategies.Case, pick: int
+) -> None:
+    """More copies of all dead bytes are right, and a copy of any other byte is wrong."""
+    here = world(case)
+    descriptors: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
+    (source, _), rank = (
+        next(iter(here.producers.items())),
+        [*here.consumers][pick % len(here.consumers)],
+    )
+    memory = [
+        flat.ctypes.data + at
+        for flat in here.producers[source][1].values()
+        for at in range(flat.size)
+    ]
+    own = next(iter(sorted({*memory} - {*foreign_addresses(here, source)})), None)
+    assume(own is not None)
+    written = sources(here, descriptors)[rank]
+    dead, fixed = list[int](), list[int]()
+    for name, may in here.right(rank)[1].items():
+        start = here.consumers[rank][1][name].ctypes.data
+        dead += [start + at for at in np.flatnonzero(may).tolist() if start + at not in written]
+        fixed += [start + at for at in np.flatnonzero(may == 0).tolist()]
+
+    def verified(addresses: list[int]) -> kvspec.CounterExample | None:
+        rows = [descriptors.get((source, rank), np.empty((0, 3), np.uint64))]
+        rows += [np.array([[own, address, 1]], np.uint64) for address in addresses]
+        wider = descriptors | {(source, rank): np.concatenate(rows)}
+        return kvspec.verify(here.plan, *caches(here), case.request, wider)
+
+    assert None is verified(sorted(set(dead)))
+    if fixed:
+        assert None is not verified([fixed[pick % len(fixed)]])
 
 
 def convolution(rows: int) -> kvspec.EngineSpec:
