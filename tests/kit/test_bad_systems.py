@@ -313,6 +313,14 @@ def test_connector_that_moves_bytes_before_it_refuses_a_legal_case_is_wrong() ->
     assert "moved nothing" not in report.counts()
 
 
+def test_report_states_that_half_of_law_7_was_not_judged() -> None:
+    system = describing(tells=KVSPEC.tells)
+    report = judge(system, profile=TINY, axes=[TP], laws=laws.LAWS[6:7])
+    assert Verdict.EXACT in {judgement.verdict for judgement in report.judgements}
+    (reason,) = report.reasons(Verdict.NOT_JUDGED)
+    assert "half" in reason
+
+
 def test_judge_does_not_call_a_law_exact_that_had_nothing_to_try() -> None:
     """The first case that is drawn has keys of one element, which have no order."""
     one = attrs.evolve(TP, values=lambda case: [str(case.producer.groups[0].spec.head_size)])

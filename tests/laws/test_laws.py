@@ -270,6 +270,30 @@ PLANTED: list[tuple[int, System]] = [
 ]
 
 
+TWO_READERS = small_case(small(1), small(2))
+
+
+def one_reader(case: Case, role: Any) -> Iterable[Any]:
+    """Let each producer rank wait for one of its readers. All consumer ranks know which one."""
+    right: Any = KVSPEC.tells
+    return dict(right(case, role)).items()
+
+
+@pytest.mark.parametrize("question", ["moves", "descriptors", "prepared"])
+def test_law_7_finds_a_reader_that_is_not_awaited_by_each_way_to_read(question: str) -> None:
+    ask = {question: getattr(KVSPEC, question)}
+    system = System(name="one reader", tells=one_reader, **ask)
+    with pytest.raises(laws.BrokenLawError, match="does not wait for it"):
+        LAWS[6].check(system, TWO_READERS)
+    assert "law 7, counts" not in laws.broken(system, TWO_READERS, of=[LAWS[6]]).not_judged
+
+
+def test_law_7_is_half_judged_if_it_is_not_known_who_reads() -> None:
+    found = laws.broken(System(name="tells", tells=one_reader), TWO_READERS, of=[LAWS[6]])
+    assert [] == found
+    assert "half" in found.not_judged["law 7, counts"]
+
+
 @pytest.mark.parametrize(("number", "system"), PLANTED)
 def test_law_finds_each_planted_fault(number: int, system: System) -> None:
     """The fault is found by the law that it breaks."""

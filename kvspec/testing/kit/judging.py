@@ -33,7 +33,7 @@ from kvspec.testing.kit.axes import AXES, RELEASE, STEPS, Axis
 from kvspec.testing.kit.code import reproduction
 from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError, place_of
 from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
-from kvspec.testing.laws import LAWS, Law, unanswered
+from kvspec.testing.laws import LAWS, Law, half_unanswered, unanswered
 from kvspec.testing.laws.release import Script, play
 from kvspec.testing.laws.system import NothingToJudgeError, System, Trial
 
@@ -142,9 +142,9 @@ def judge(
 
 
 def not_judged(system: System, laws: Iterable[Law]) -> Iterator[Judgement]:
-    """Yield a judgement for each law that *system* gives no answer for."""
+    """Yield a judgement for each law of which *system* leaves all or half without an answer."""
     for law in laws:
-        if reason := unanswered(system, law):
+        if reason := unanswered(system, law) or half_unanswered(system, law):
             yield Judgement(law=law, axis="", value="", words=reason)
 
 

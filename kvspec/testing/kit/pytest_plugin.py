@@ -263,11 +263,12 @@ class Judging:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note which laws are judged on which axis, after others have deselected tests."""
-        for test in session.items:
-            if isinstance(test, LawTest) and test.axis is not None:
+        tests = [test for test in session.items if isinstance(test, LawTest)]
+        for test in tests:
+            if test.axis is not None:
                 self.laws.setdefault(test.axis.name, []).append(test.law)
-            elif isinstance(test, LawTest):
-                self.silent += judging.not_judged(self.system, [test.law])
+        chosen = [law for law in LAWS if any(test.law is law for test in tests)]
+        self.silent += judging.not_judged(self.system, chosen)
 
         # Pictures of an earlier run would show faults that are mended.
         for old in self.pictures.glob("*.svg") if self.pictures else ():

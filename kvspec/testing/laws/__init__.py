@@ -84,6 +84,7 @@ class Law:
         over: Functions that judge one case.
         between: Functions that compare two cases of one request with different engines.
         alters: Whether the law changes the case so that only a refusal is right.
+        fully: Questions of which a system must answer one, or half of the law is not judged.
 
     Laws 2 and 12 have no functions. Law 2 is about the other laws. Law 12 is about messages and
     time, which a case does not have: `release.play` judges it.
@@ -99,6 +100,7 @@ class Law:
     over: tuple[Callable[[Trial], Iterator[str]], ...] = ()
     between: tuple[Callable[[Trial, Trial], Iterator[str]], ...] = ()
     alters: bool = False
+    fully: tuple[str, ...] = ()
 
     def faults(self, system: System, case: Case, other: Case | None = None) -> Iterator[str]:
         """Yield a sentence for each way in which *system* breaks this law.
@@ -199,6 +201,7 @@ LAWS = (
         " one that reads it. Both sides count the same pairs.",
         ("tells",),
         (moves.counts,),
+        fully=(*_MOVES, *_COPIES),
     ),
     Law(
         8,
@@ -265,7 +268,7 @@ class Broken(list[tuple[Law, str]]):
     """The laws that a system breaks, each with its first difference. `[]` if it breaks none.
 
     Attributes:
-        not_judged: The laws that were not judged, each with the reason.
+        not_judged: The laws that were not judged, or not completely, each with the reason.
     """
 
     def __init__(self, faults: Iterable[tuple[Law, str]], not_judged: Mapping[str, str]) -> None:
@@ -291,6 +294,17 @@ def unanswered(system: System, law: Law, *, pair: bool = True) -> str:
     if not pair and not law.over:
         return "it compares two cases"
     return ""
+
+
+def half_unanswered(system: System, law: Law) -> str:
+    """Return why half of *law* cannot be judged, or an empty text.
+
+    >>> half_unanswered(System(name="idle", tells=lambda *_: []), LAWS[6])
+    'half of it: the system does not answer moves or descriptors or prepared'
+    """
+    if not law.fully or system.answers(law.fully):
+        return ""
+    return f"half of it: the system does not answer {' or '.join(law.fully)}"
 
 
 def broken(
@@ -320,6 +334,8 @@ def broken(
         if reason := unanswered(system, law, pair=other is not None) or nothing:
             silent[str(law)] = reason
             continue
+        if reason := half_unanswered(system, law):
+            silent[str(law)] = reason
         try:
             found += [(law, fault) for fault in islice(law.look(*trials), 1)]
         except NothingToJudgeError as error:

@@ -1,6 +1,7 @@
 """The laws of moves: which consumer rank reads which units from which producer rank.
 
-Laws 1 (exact cover), 3 (symmetry), 5 (identity), 6 (fair) and 7 (counts). They need no memory.
+Laws 1 (exact cover), 3 (symmetry), 5 (identity), 6 (fair) and 7 (counts). They need no memory, but
+law 7 looks at the copies of a system that answers them.
 
 How it works:
     The oracle counts for each consumer rank which units and token positions it owns. `cover`
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from kvspec.ownership.part import Part
     from kvspec.testing.case import Case
     from kvspec.testing.laws.system import Move, Trial
+    from kvspec.testing.world import Pair
 
 Arrivals = dict[tuple["RankId", str, str], "list[Move]"]
 
@@ -248,5 +250,13 @@ def counts(trial: Trial) -> Iterator[str]:
     for rank in case.producer.parallel.ranks:
         if rank not in {p for p, _ in awaited}:
             yield f"producer {rank}: expected 1 or more notifications, got 0: it keeps its blocks"
-    for p, c in {(move.producer, move.consumer) for move in trial.moves("consumer")} - awaited:
+    for p, c in _reads(trial) - awaited:
         yield f"consumer {c} reads from producer {p}, but the producer does not wait for it"
+
+
+def _reads(trial: Trial) -> set[Pair]:
+    """Return the pairs of ranks that read, as far as the system answers which ones do."""
+    reads = {(move.producer, move.consumer) for move in trial.moves("consumer")}
+    for _, copies in trial.copies():
+        reads |= {pair for pair, pair_copies in copies.items() if pair_copies}
+    return reads
