@@ -18,7 +18,7 @@ def vectors(
         [],
         help=f"Families to write, or to check. Default: all of {', '.join(FAMILIES)}.",
     ),
-    large: bool = typer.Option(False, "--large", help="Write every combination."),
+    large: bool = typer.Option(False, "--large", help="Write every combination, or check it."),
     check: bool = typer.Option(
         False, "--check", help="Read the files and compare each vector with a new one."
     ),
@@ -32,20 +32,27 @@ def vectors(
     """
     with printing.reported_errors():
         if check:
-            _check(Path(folder), family or tuple(FAMILIES))
+            _check(Path(folder), family or tuple(FAMILIES), large=large)
             return
         for path, count in files.write(Path(folder), family or tuple(FAMILIES), large=large):
             typer.echo(f"{path.name}: {count:,} vectors, {path.stat().st_size:,} bytes")
 
 
-def _check(folder: Path, families: Collection[str]) -> None:
+# A file of another set lacks hundreds of vectors.
+_MOST_NAMES = 20
+
+
+def _check(folder: Path, families: Collection[str], *, large: bool) -> None:
     """Print the result of each file. Exit with status 1 if a vector is wrong, or a file missing."""
     found = 0
     missing = dict.fromkeys(families)
-    for checked in files.check(folder):
+    for checked in files.check(folder, large=large):
         missing.pop(checked.family, None)
         found += len(checked.wrong)
-        state = f"WRONG: {', '.join(checked.wrong)}" if checked.wrong else "right"
+        names = ", ".join(checked.wrong[:_MOST_NAMES])
+        more = len(checked.wrong) - _MOST_NAMES
+        names += f" and {more:,} more" if more > 0 else ""
+        state = f"WRONG: {names}" if checked.wrong else "right"
         typer.echo(f"{checked.family}: {checked.vectors:,} vectors, {state}")
     for family in missing:
         typer.echo(f"{family}: MISSING, no file has these vectors")

@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -39,7 +40,8 @@ class Checked:
     Attributes:
         family: Name of the family.
         vectors: Number of vectors.
-        wrong: Names of vectors that differ from those of the library, or that it does not have.
+        wrong: Names of vectors that differ from those of the library, that it does not have, that
+            occur twice, or that are missing.
     """
 
     family: str
@@ -134,37 +136,47 @@ def read(path: Path) -> File:
     return file
 
 
-def check(folder: Path) -> Iterator[Checked]:
+def check(folder: Path, *, large: bool = False) -> Iterator[Checked]:
     """Read all files of a folder and compare each vector with the library's.
 
     Args:
         folder: The folder.
+        large: Whether the files must have the large set.
 
     Yields:
         The result of each file.
 
     Raises:
-        SpecError: If the folder has no file, or a file cannot be read.
+        SpecError: If the folder has no file, a file cannot be read, or it has another family than
+            its name.
     """
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     if not paths:
         raise SpecError("folder", str(folder), f"a folder with files *{SUFFIX}")
     for path in paths:
-        yield compare(read(path))
+        file = read(path)
+        if path.name != f"{file.family}{SUFFIX}":
+            raise SpecError(
+                f"{path.name}.family", file.family, "the family that the file is named for"
+            )
+        yield compare(file, large=large)
 
 
-def compare(file: File, every: int = 1) -> Checked:
+def compare(file: File, every: int = 1, *, large: bool = False) -> Checked:
     """Record the vectors of a file again, and return which of them differ.
 
     Args:
         file: The file.
-        every: Compare one of so many vectors.
+        every: Compare one of so many vectors. The names of all are compared.
+        large: Whether the file must have the large set.
     """
-    # The large set contains all names.
-    known = {transfer.name: transfer for transfer in transfers(file.family, large=True)}
-    wrong = tuple(
+    known = {transfer.name: transfer for transfer in transfers(file.family, large=large)}
+    times = Counter(vector.id for vector in file.vectors)
+    wrong = [name for name in known if times[name] != 1]
+    wrong += [
         vector.id
         for vector in file.vectors[::every]
-        if vector.id not in known or record(known[vector.id]) != vector
-    )
-    return Checked(file.family, len(file.vectors), wrong)
+        # In Python 4.0 equals 4, and 1 equals True. In JSON they differ.
+        if vector.id not in known or _lines([record(known[vector.id])]) != _lines([vector])
+    ]
+    return Checked(file.family, len(file.vectors), tuple(dict.fromkeys(wrong)))

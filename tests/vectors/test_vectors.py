@@ -40,7 +40,6 @@ def test_committed_vectors_equal_those_of_the_library(family: str) -> None:
 
 
 def test_large_set_contains_each_committed_name() -> None:
-    """`compare` looks up names in the large set."""
     for family in FAMILIES:
         names = [transfer.name for transfer in transfers(family, large=True)]
         assert len(names) == len(set(names))
@@ -171,8 +170,41 @@ def test_compare_finds_a_changed_vector_with_a_right_checksum(kind: str, tmp_pat
     else:
         changed = msgspec.structs.replace(changed, id="groups/unknown")
     path = tmp_path / "groups.json.gz"
-    path.write_bytes(gzip.compress(files.encoded("groups", [changed])))
-    assert [files.Checked("groups", 1, (changed.id,))] == list(files.check(tmp_path))
+    edited = [changed, *file.vectors[1:]]
+    path.write_bytes(gzip.compress(files.encoded("groups", edited)))
+    missing = [] if kind != "name" else [file.vectors[0].id]
+    expected = files.Checked("groups", len(edited), (*missing, changed.id))
+    assert [expected] == list(files.check(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["missing", "repeated", "none"])
+def test_compare_requires_each_vector_of_the_set_once(kind: str) -> None:
+    file = files.read(committed("pp"))
+    first = file.vectors[0]
+    changes = {"missing": file.vectors[1:], "repeated": (first, *file.vectors), "none": ()}
+    found = files.compare(msgspec.structs.replace(file, vectors=changes[kind]), EVERY)
+    expected = tuple(vector.id for vector in file.vectors) if kind == "none" else (first.id,)
+    assert expected == found.wrong
+    assert () == files.compare(file, EVERY).wrong
+    missing = files.compare(file, len(file.vectors), large=True).wrong
+    assert len(missing) == len(list(transfers("pp", large=True))) - len(file.vectors)
+
+
+def test_compare_finds_a_number_of_another_type() -> None:
+    """Python compares 4.0 and 4 as equal, but they differ as JSON."""
+    file = files.read(committed("formats"))
+    text = msgspec.json.encode(file.vectors[0]).replace(b'"head_size":4', b'"head_size":4.0', 1)
+    edited = msgspec.json.decode(text, type=Vector)
+    assert (edited == file.vectors[0], text) == (True, msgspec.json.encode(edited))
+    changed = msgspec.structs.replace(file, vectors=(edited, *file.vectors[1:]))
+    assert (edited.id,) == files.compare(changed, len(file.vectors)).wrong
+
+
+def test_check_refuses_a_file_that_is_named_for_another_family(tmp_path: Path) -> None:
+    (tmp_path / "tp.json.gz").write_bytes(committed("pp").read_bytes())
+    with pytest.raises(SpecError) as raised:
+        list(files.check(tmp_path))
+    assert ("tp.json.gz.family", "pp") == (raised.value.field, raised.value.value)
 
 
 def first_case(family: str) -> Case:

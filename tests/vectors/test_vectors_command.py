@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 
 from kvspec.cli.app import app
 from kvspec.vectors import files
-from kvspec.vectors.families import FAMILIES
+from kvspec.vectors.families import FAMILIES, transfers
+from kvspec.vectors.recording import record
 
 RUNNER = CliRunner()
 ORDER = list(FAMILIES).index
@@ -25,6 +27,21 @@ def test_vectors_writes_the_named_family_and_checks_it(tmp_path: Path) -> None:
     assert (0, "refusals.json.gz") == (written.exit_code, written.stdout.split(":")[0])
     checked = RUNNER.invoke(app, ["vectors", str(tmp_path), "--check", "--family", "refusals"])
     assert (0, True) == (checked.exit_code, checked.stdout.endswith(" vectors, right\n"))
+
+
+def test_vectors_check_of_the_large_set_names_what_a_small_file_lacks(tmp_path: Path) -> None:
+    """Only some of many names are printed."""
+    (first, *_) = transfers("pp")
+    encoded = files.encoded("pp", [record(first)])
+    (tmp_path / "pp.json.gz").write_bytes(gzip.compress(encoded))
+    small, large = (
+        RUNNER.invoke(app, ["vectors", str(tmp_path), "--check", "--family", "pp", *more])
+        for more in ([], ["--large"])
+    )
+    assert (1, 1) == (small.exit_code, large.exit_code)
+    assert (" and 47 more", " and 143 more") == tuple(
+        re.findall(" and .* more", each.stdout)[0] for each in (small, large)
+    )
 
 
 def test_vectors_check_names_each_family_without_a_file(tmp_path: Path) -> None:
