@@ -106,7 +106,8 @@ def outcome(axis: Axis, case: Case) -> Outcome:
             return "wrong", 7, fault
     except RefusedError as error:
         return "refused", 0, str(error).splitlines()[0]
-    except Exception as error:  # noqa: BLE001 - whatever a connector raises is a judgement
+    # Whatever a connector raises is a judgement.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         return "wrong", (*axis.laws, 1)[0], f"crash: {type(error).__name__}: {error}"
     return "exact", 0, ""
 
@@ -301,9 +302,9 @@ without a GPU. [Test laws](../CONTRIBUTING.md#the-laws) compare the result with 
 
 *Exact* means that the result is right. *Refused* is allowed: the connector raises an error before a
 byte moves. *Wrong* is a defect: the request succeeds with false or missing bytes, the connector
-crashes or refuses after its first copy, or a rank gets a wrong number of notifications. Counts are cases of a
-complete grid. They do not say how often users meet them. Each report describes which users are
-affected.
+crashes or refuses after its first copy, or a rank gets a wrong number of notifications. Counts are
+cases of a complete grid. They do not say how often users meet them. Each report describes which
+users are affected.
 
 `conformance/run` installs the pinned versions, judges all of them and writes this page and the
 reports. `conformance/run vllm_nixl` does it for one. From an empty environment to the report of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,6 +113,59 @@ def test_judge_reports_a_system_that_changes_its_mind() -> None:
         return moved[next(numbers) % 2 :]
 
     assert "differ" in fault(describing(moves=moves), 5)
+
+
+@pytest.mark.parametrize("question", ["moves", "descriptors"])
+def test_order_of_an_answer_may_differ_between_two_calls(question: str) -> None:
+    numbers = count()
+
+    def answer(*arguments: Any) -> list[Any]:
+        ask: Any = getattr(KVSPEC, question)
+        return list(ask(*arguments))[:: 1 - next(numbers) % 2 * 2]
+
+    judgements = judged(describing(**{question: answer}), 1, 5, 10)
+    assert {Verdict.EXACT} == {j.verdict for j in judgements}
+
+
+def ended(*_: object) -> Any:
+    """End the process as if all were well."""
+    sys.exit(0)
+
+
+def changing() -> Callable[..., Any]:
+    """Return `descriptors` of kvspec, without the first copy in every other call."""
+    numbers = count()
+    right: Any = KVSPEC.descriptors
+    return lambda *arguments: list(right(*arguments))[next(numbers) % 2 :]
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [(ended, "SystemExit"), (changing(), "differ"), (lambda *_: time.sleep(9), "no answer")],
+)
+def test_printed_code_shows_a_fault_that_only_the_guard_finds(
+    answer: Callable[..., Any], word: str
+) -> None:
+    system = describing(descriptors=answer)
+    report = judge(system, profile=attrs.evolve(TINY, seconds=0.3), axes=[TP], laws=laws.LAWS[:1])
+    found = report.wrong[0].counterexample
+    assert found is not None
+    assert word in found.fault
+    with pytest.raises(AssertionError, match=re.escape(found.fault)):
+        exec(  # noqa: S102 - the code that a report prints
+            found.code.replace("system = ...  # your system", ""), {"system": system}
+        )
+
+
+def test_script_of_a_protocol_that_ends_the_process_is_a_fault_and_its_code_shows_it() -> None:
+    system = describing(release=ended)
+    report = judge(system, profile=TINY, axes=["release"])
+    found = report.wrong[0].counterexample
+    assert found is not None
+    with pytest.raises(AssertionError, match="SystemExit"):
+        exec(  # noqa: S102 - the code that a report prints
+            found.code.replace("system = ...  # your system", ""), {"system": system}
+        )
 
 
 def test_judge_catches_a_copy_outside_of_the_memory_before_it_is_done() -> None:

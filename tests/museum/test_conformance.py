@@ -70,8 +70,8 @@ def test_judge_calls_a_connector_wrong_that_changes_the_producers() -> None:
     assert "producer tp0" in row["smallest wrong case"]["fault"]
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), AssertionError("no")])
-def test_judge_takes_a_crash_for_wrong(error: Exception) -> None:
+@pytest.mark.parametrize("error", [ValueError("no"), AssertionError("no"), SystemExit(0)])
+def test_judge_takes_a_crash_for_wrong(error: BaseException) -> None:
     def crash(here: Any) -> None:
         raise error
 

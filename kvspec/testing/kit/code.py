@@ -162,19 +162,39 @@ def _equals(member: object, default: object) -> bool:
     return type(member) is type(default) and repr(member) == repr(default)
 
 
-def reproduction(system: System, law: Law, case: Case | Script, other: Case | None = None) -> str:
+def reproduction(
+    system: System,
+    law: Law,
+    case: Case | Script,
+    other: Case | None = None,
+    *,
+    seconds: float | None = None,
+) -> str:
     """Return Python code that judges *system* by *law* in *case* and raises `BrokenLawError`.
 
     The code imports the system if it has a name in a module, see `System.where`. If it has none,
     the first line says which name to define.
+
+    Args:
+        system: The system.
+        law: The law.
+        case: The case, or the script if the law is about releases.
+        other: The second case, if the law compares two.
+        seconds: The time limit of each question, if only a `Guard` finds the fault.
     """
     module, _, name = system.where.partition(":")
     given = f"from {module} import {name} as system" if module else "system = ...  # your system"
+    if seconds is not None:
+        given = f"from kvspec.testing.kit.guard import Guard\n\n{given}"
+        guard = f"Guard(system, {seconds:g})"
     if isinstance(case, Script):
         steps = ", ".join(map(str, case.steps))
         lines = ("from kvspec.testing.laws import release", "", given, "")
-        played = f"fault = release.play(system.release, release.Script([{steps}]))"
+        play = "release.play(" if seconds is None else f'{guard}.ask("release", release.play, '
+        played = f"fault = {play}system.release, release.Script([{steps}]))"
         return "\n".join([*lines, played, "assert fault is None, fault", ""])
+    if seconds is not None:
+        given += f"\n\nsystem = {guard}.guarded()"
     arguments = "system, case" if other is None else "system, case, other"
     check = f"laws.LAWS[{law.number - 1}].check({arguments})  # {law}"
     code = as_code(case, other).replace("import Case\n", f"import Case, laws\n\n{given}\n", 1)

@@ -14,6 +14,7 @@ How it works:
         makes an answer of wrong form                `FaultyAnswerError`
         does not answer in time                      `FaultyAnswerError`
         answers differently the second time          `FaultyAnswerError`
+        ends the process, with `sys.exit`            `FaultyAnswerError`
 
     `FaultyAnswerError` is an `AssertionError`, so the law that asked reports it as a fault. A
     function that did not answer in time is not asked again about the same case. After
@@ -84,6 +85,7 @@ class Guard:
         overdue: How often each function did not answer in time.
         stuck: The functions that did not answer in time about the present case.
         raised: The last exception of the system that was passed on.
+        found: The words of faults that only a guard finds, such as two answers that differ.
     """
 
     system: System
@@ -91,6 +93,7 @@ class Guard:
     overdue: Counter[str] = attrs.field(factory=Counter, init=False)
     stuck: set[str] = attrs.field(factory=set, init=False)
     raised: BaseException | None = attrs.field(default=None, init=False)
+    found: set[str] = attrs.field(factory=set, init=False)
 
     def guarded(self) -> System:
         """Return the system with functions that ask as `How it works` describes."""
@@ -105,7 +108,7 @@ class Guard:
         def ask(*arguments: object) -> object:
             first = self.ask(name, function, *arguments)
             if name in _COMPARED and not _equal(first, self.ask(name, function, *arguments)):
-                raise FaultyAnswerError(f"{name}: two calls with the same arguments differ")
+                raise self._found(f"{name}: two calls with the same arguments differ")
             return first
 
         return ask
@@ -124,7 +127,10 @@ class Guard:
         except _OverdueError:
             self.overdue[name] += 1
             self.stuck.add(name)
-            raise FaultyAnswerError(f"{name}: no answer within {self.seconds:g} s") from None
+            raise self._found(f"{name}: no answer within {self.seconds:g} s") from None
+        # It would end the process of the judge, with the status that the system chooses.
+        except SystemExit as error:
+            raise self._found(f"{name}: raised {error!r}{place_of(error)}") from None
         except Exception as error:
             if isinstance(error, (MismatchError, RefusedError, *self.system.refuses)):
                 self.raised = RefusedError(str(error) or type(error).__name__)
@@ -137,6 +143,10 @@ class Guard:
             words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             words = f"raised {words}{place_of(error)}, which is not a refusal"
             raise FaultyAnswerError(f"{name}: {words}") from error
+
+    def _found(self, words: str) -> FaultyAnswerError:
+        self.found.add(words)
+        return FaultyAnswerError(words)
 
 
 def place_of(error: BaseException) -> str:
@@ -152,18 +162,14 @@ def _lazy(answer: object) -> bool:
 
 
 def _equal(first: object, second: object) -> bool:
-    """Return whether two answers are equal. The order of moves and pairs is not compared."""
+    """Return whether two answers are equal, but for the order of moves, pairs and copies."""
     if isinstance(first, PreparedLists) and isinstance(second, PreparedLists):
         fields = attrs.astuple(first, recurse=False), attrs.astuple(second, recurse=False)
         return all(map(np.array_equal, *fields))
     if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(_same, first, second))
+        # A copy may be a list or an array, which have no hash and no order.
+        return sorted(map(repr, first)) == sorted(map(repr, second))
     return first is second or first == second
-
-
-def _same(first: object, second: object) -> bool:
-    """Return whether two members of an answer are equal. A copy may be an array."""
-    return bool(np.all(np.asarray(first == second)))
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:

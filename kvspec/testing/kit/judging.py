@@ -182,14 +182,16 @@ def judge_axis(
             if found is not None and law.number not in tally.stuck:
                 found = smallest(guard, law, draws, examples, seed, profile.shrinking) or found
                 found = _shortest(guard, law, *found)
-            example = None if found is None else _counterexample(system, law, *found)
+            example = None if found is None else _counterexample(guard, law, *found)
             judgements += tally.judgements(law, axis, example)
     return judgements
 
 
-def _counterexample(system: System, law: Law, pair: Any, fault: str) -> Counterexample:  # noqa: ANN401
+def _counterexample(guard: Guard, law: Law, pair: Any, fault: str) -> Counterexample:  # noqa: ANN401
     case, other = pair if law.between else (pair[0], None)
-    code = reproduction(system, law, case, other)
+    # Without a guard, the code would hang, end, or pass if both calls happen to be right.
+    seconds = guard.seconds if any(words in fault for words in guard.found) else None
+    code = reproduction(guard.system, law, case, other, seconds=seconds)
     return Counterexample(fault=fault, case=case, other=other, code=code)
 
 
@@ -271,7 +273,8 @@ def replayed(system: System, law: Law, axis: Axis, profile: Profile, test: str) 
     try:
         again()
     except BrokenCaseError as error:
-        found = _counterexample(system, law, error.pair, error.fault)
+        guard = Guard(system, profile.seconds)
+        found = _counterexample(guard, law, error.pair, error.fault)
         value = next(iter(axis.values(error.pair[0])))
         return Judgement(law=law, axis=axis.name, value=value, wrong=1, counterexample=found)
     # Nothing is stored, or a case of another version that cannot be drawn any more.
