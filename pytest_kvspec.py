@@ -41,7 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the plug-in that judges, if a system is given."""
-    if config.getoption("--kvspec"):
+    # An empty value, as of a variable that is not set, is refused: the judge must not be silent.
+    if config.getoption("--kvspec") is not None:
         from kvspec.testing.kit.pytest_plugin import Judging  # noqa: PLC0415 - it is slow to import
 
         config.pluginmanager.register(Judging(config), "kvspec-judging")

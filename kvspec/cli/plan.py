@@ -124,8 +124,9 @@ def _draw(made: TransferPlan, file: str, model: str) -> None:
 def _write_kvbench(matrix: Ints, tokens: int, file: str) -> None:
     """Write the configuration *file* of KVBench, and the matrix beside it."""
     cells = Path(file).absolute().parent / f"{Path(file).stem}.matrix.txt"
-    _write("kvbench", str(cells), matrix_text(matrix))
+    # The name of the matrix follows from that of *file*, so a wrong name is refused first.
     _write("kvbench", file, pattern_text(str(cells), tokens))
+    _write("kvbench", str(cells), matrix_text(matrix))
 
 
 def _write(field: str, file: str, text: str) -> None:

@@ -166,6 +166,9 @@ def test_plugin_refuses_a_line_without_test_and_a_missing_system(tmp_path: Path)
         (("broken:SYSTEM",), ("cannot import broken", "x = 1 / 0", "ZeroDivisionError")),
         (("toy_system:NONE",), ("NONE",)),
         (("toy_system",), ("MODULE:NAME",)),
+        (("",), ("MODULE:NAME",)),
+        (("toy_system:SYSTEM", "--kvspec-report", "none/report.json"), ("none/report.json",)),
+        (("toy_system:SYSTEM", "--kvspec-report", "."), ("--kvspec-report",)),
     ):  # fmt: skip
         done = run(tmp_path, "--kvspec", *options)
         printed = done.stdout + done.stderr

@@ -178,6 +178,29 @@ def test_law_12_finds_wrong_protocol(protocol: Callable[[], Any], word: str) -> 
     assert not any(play(protocol, script) for script in fewer), "a step is not needed"
 
 
+@pytest.mark.parametrize("wrong", ["freed", ["freed"], [("freed",)], 5, [5], [("gone", "r0")]])
+def test_law_12_names_an_event_of_wrong_form(wrong: object) -> None:
+    class Wrong(Right):
+        def time(self, _now: float) -> Any:
+            return wrong
+
+    fault = play(Wrong, Script([("hold", 1), ("wait", 0.5)]))
+    assert fault is not None
+    assert "('freed', request)" in fault
+    assert repr(wrong).strip("[]")[:5] in fault
+
+
+@pytest.mark.parametrize("lease", [-1.0, math.nan, "30", None])
+def test_law_12_names_a_lease_that_is_no_time(lease: Any) -> None:
+    class Wrong(Right):
+        pass
+
+    Wrong.lease = lease
+    fault = play(Wrong, Script([("hold", 1)]))
+    assert fault is not None
+    assert f"lease={lease!r}" in fault
+
+
 def test_report_names_many_readers_and_the_ends_of_leases() -> None:
     report = judge(System(name="right", release=Right), profile=TINY, axes=[AXES[-1]])
     assert not report.wrong

@@ -18,6 +18,7 @@ LAYERS = [f"layers.{number}" for number in range(4)]
 # Bytes of one head of one token in all layers, keys and values.
 HEAD = len(LAYERS) * 2 * 8 * 2
 TOKENS = 64
+COMMAND = "plan --model Qwen3-0.6B --producer tp=2 --consumer tp=3 --tokens 100 --json"
 
 
 def engine(spec: kvspec.LayerSpec, **sizes: int) -> kvspec.EngineSpec:
@@ -100,12 +101,24 @@ def test_plan_command_writes_both_files(tmp_path: Path) -> None:
     from kvspec.cli.app import app  # noqa: PLC0415 - it needs typer
 
     file = tmp_path / "traffic.yaml"
-    words = "plan --model Qwen3-0.6B --producer tp=2 --consumer tp=3 --tokens 100 --json"
-    done = runner.invoke(app, [*words.split(), "--kvbench", str(file)])
+    done = runner.invoke(app, [*COMMAND.split(), "--kvbench", str(file)])
     assert 0 == done.exit_code
     (pattern,) = json.loads(file.read_text(encoding="utf-8"))["traffic_patterns"]
     matrix = np.loadtxt(pattern["matrix_file"], dtype=np.int64)
     edges = json.loads(done.stdout)["edges"]
     assert ((5, 5), sum(edge["bytes"] for edge in edges)) == (matrix.shape, matrix.sum())
-    refused = runner.invoke(app, [*words.split(), "--kvbench", str(tmp_path / "no" / "file")])
+    refused = runner.invoke(app, [*COMMAND.split(), "--kvbench", str(tmp_path / "no" / "file")])
     assert (2, True) == (refused.exit_code, "kvbench" in refused.stderr)
+
+
+def test_plan_command_refuses_an_empty_name_before_it_writes_the_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = pytest.importorskip("typer.testing", reason="needs the extra cli").CliRunner()
+    from kvspec.cli.app import app  # noqa: PLC0415 - it needs typer
+
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    refused = runner.invoke(app, [*COMMAND.split(), "--kvbench", ""])
+    assert (2, True) == (refused.exit_code, "kvbench" in refused.stderr)
+    assert ["folder"] == [path.name for path in tmp_path.rglob("*")]

@@ -16,6 +16,7 @@ How it works:
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -64,6 +65,14 @@ def load(where: str) -> System:
     if not isinstance(system, System):
         raise pytest.UsageError(f"--kvspec {where}: expected a kvspec.testing.kit.System")
     return attrs.evolve(system, where=where)
+
+
+def _check_writable(report: Path) -> None:
+    """Raise `UsageError` now if the report could not be written after a run of many minutes."""
+    folder = report.parent
+    if report.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        expected = "a file in a folder that exists and can be written"
+        raise pytest.UsageError(f"--kvspec-report {report}: expected {expected}")
 
 
 def title(law: Law) -> str:
@@ -168,6 +177,8 @@ class Judging:
             self.axes = judging.supported_axes(self.system)
         except KVSpecError as error:
             raise pytest.UsageError(f"--kvspec: {error}") from error
+        for file in config.getoption("--kvspec-report"):
+            _check_writable(Path(file))
         self.guard = Guard(self.system, self.profile.seconds)
         self.laws: dict[str, list[Law]] = {}
         self.done: dict[str, list[Judgement]] = {}

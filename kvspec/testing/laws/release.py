@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any, Protocol
 
 import attrs
@@ -166,6 +167,9 @@ class _Play:
 
     def run(self, script: Script) -> None:
         """Perform all steps, and let all that is left end."""
+        lease = getattr(self.machine, "lease", None)
+        if not (isinstance(lease, Real) and lease >= 0):
+            raise _FaultError(f"lease={lease!r}: expected seconds >= 0, or math.inf")
         for name, number in script.steps:
             getattr(self, f"_{name}")(number)
         self._end()
@@ -240,13 +244,20 @@ class _Play:
             self._events(self.machine.abort(hold.request, self.now), hold)
 
     def _events(self, events: Iterable[tuple[str, Any]] | None, hold: _Hold | None) -> None:
-        for kind, value in events or ():
+        events = () if events is None else events
+        several = isinstance(events, Iterable) and not isinstance(events, str)
+        for event in events if several else (events,):
+            try:
+                kind, value = event
+            except (TypeError, ValueError):
+                kind = value = None
             if kind == "notify":
                 self.network.append((value, hold))
             elif kind == "freed":
                 self._freed(value)
             else:
-                raise _FaultError(f"expected the event 'notify' or 'freed', got {kind!r}")
+                expected = "('notify', notice) or ('freed', request)"
+                raise _FaultError(f"expected events {expected}, got {event!r}")
 
     def _freed(self, request: object) -> None:
         held = [hold for hold in self.holds if hold.request == request and not hold.freed]
