@@ -211,8 +211,8 @@ def scripts(draw: st.DrawFn, supports: Supports = EVERYTHING) -> Script:
     (('hold', 1), ('hold', 1))
     """
     at = st.integers(0, 5)
-    # A system may count to a number of readers, so some requests have many.
-    readers = st.sampled_from((1, 2, 3, 1, 2, 3, 4, 5, 9))
+    # A system may count to a number of readers, such as 8 or 16, so some requests have more.
+    readers = st.sampled_from((1, 2, 3, 1, 2, 3, 4, 5, 9, 17))
     steps = {"hold": readers, "read": at, "deliver": at, "abort": at}
     if supports.repeated:
         steps |= {"repeat": at}

@@ -129,6 +129,11 @@ class CountsToThree(Right):
         return [*events, *self.time(now)]
 
 
+class HoldsForSixteen(Right):
+    def hold(self, request: str, readers: Sequence[str], now: float) -> Events:
+        return super().hold(request, readers[:16], now)
+
+
 class TellsNobody(Right):
     def read_by(self, _request: str, _reader: str, _now: float) -> Events:
         return []
@@ -162,6 +167,7 @@ def test_correct_protocol_keeps_law_12(protocol: Callable[[], Any], script: Scri
         (ExpiresASecondEarly, "before"),
         (ExpiresAMomentEarly, "before"),
         (CountsToThree, "before"),
+        (HoldsForSixteen, "before"),
         (TellsNobody, "not freed"),
     ],
 )
