@@ -63,10 +63,10 @@ class WrongFormError(AssertionError):
     """An answer of a system has a wrong form. The law that asked reports it as a fault."""
 
 
-def _of_form(dtype: type, *shape: int) -> Callable[[object, Any, object], None]:
+def _of_form(dtype: type, *shape: int) -> Callable[[object, Any, Any], None]:
     """Return a validator of arrays of *dtype*, whose axes after the first one have *shape*."""
 
-    def check(lists: object, field: Any, value: object) -> None:  # noqa: ANN401
+    def check(lists: object, field: Any, value: Any) -> None:  # noqa: ANN401
         del lists
         is_array = isinstance(value, np.ndarray) and value.ndim == 1 + len(shape)
         if not is_array or value.dtype != dtype or value.shape[1:] != shape:

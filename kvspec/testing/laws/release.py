@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Real
 from typing import Any, Protocol
 
 import attrs
@@ -168,7 +167,7 @@ class _Play:
     def run(self, script: Script) -> None:
         """Perform all steps, and let all that is left end."""
         lease = getattr(self.machine, "lease", None)
-        if not (isinstance(lease, Real) and lease >= 0):
+        if not (isinstance(lease, (int, float)) and lease >= 0):
             raise _FaultError(f"lease={lease!r}: expected seconds >= 0, or math.inf")
         for name, number in script.steps:
             getattr(self, f"_{name}")(number)
@@ -243,21 +242,17 @@ class _Play:
             hold.leased = True
             self._events(self.machine.abort(hold.request, self.now), hold)
 
-    def _events(self, events: Iterable[tuple[str, Any]] | None, hold: _Hold | None) -> None:
-        events = () if events is None else events
+    def _events(self, events: Any, hold: _Hold | None) -> None:  # noqa: ANN401 - of any form
         several = isinstance(events, Iterable) and not isinstance(events, str)
-        for event in events if several else (events,):
-            try:
-                kind, value = event
-            except (TypeError, ValueError):
-                kind = value = None
-            if kind == "notify":
-                self.network.append((value, hold))
-            elif kind == "freed":
-                self._freed(value)
-            else:
-                expected = "('notify', notice) or ('freed', request)"
-                raise _FaultError(f"expected events {expected}, got {event!r}")
+        for event in events if several else (() if events is None else (events,)):
+            match event:
+                case ("notify", notice):
+                    self.network.append((notice, hold))
+                case ("freed", request):
+                    self._freed(request)
+                case _:
+                    expected = "('notify', notice) or ('freed', request)"
+                    raise _FaultError(f"expected events {expected}, got {event!r}")
 
     def _freed(self, request: object) -> None:
         held = [hold for hold in self.holds if hold.request == request and not hold.freed]

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from kvspec.testing.case import Case
 
 
-def _instance(of: type) -> Callable[[object, Any, object], None]:
-    def check(move: object, field: Any, value: object) -> None:  # noqa: ANN401
+def _instance(of: type) -> Callable[[object, Any, Any], None]:
+    def check(move: object, field: Any, value: Any) -> None:  # noqa: ANN401
         del move
         if not isinstance(value, of):
             raise WrongFormError(f"a Move has {field.name}={value!r}: expected a {of.__name__}")
@@ -58,7 +58,7 @@ def _instance(of: type) -> Callable[[object, Any, object], None]:
     return check
 
 
-def _numbers(move: object, field: Any, value: object) -> None:  # noqa: ANN401
+def _numbers(move: object, field: Any, value: Any) -> None:  # noqa: ANN401
     """Check that *value* is a range. Lists and arrays have no hash, and laws compare sets."""
     del move
     if not isinstance(value, range) or (value and min(value[0], value[-1]) < 0):
