@@ -168,7 +168,6 @@ def test_plugin_refuses_a_line_without_test_and_a_missing_system(tmp_path: Path)
         (("toy_system",), ("MODULE:NAME",)),
         (("",), ("MODULE:NAME",)),
         (("toy_system:SYSTEM", "--kvspec-report", "none/report.json"), ("none/report.json",)),
-        (("toy_system:SYSTEM", "--kvspec-report", "."), ("--kvspec-report",)),
     ):  # fmt: skip
         done = run(tmp_path, "--kvspec", *options)
         printed = done.stdout + done.stderr
