@@ -367,6 +367,15 @@ def test_connector_that_moves_bytes_before_it_refuses_a_legal_case_is_wrong() ->
     assert "bytes have moved" in fault(describing(connector=connector), 11)
 
 
+def test_connector_that_returns_before_its_copies_have_arrived_is_wrong() -> None:
+    copy = copying(lambda a, b, n: (a, b, n))
+
+    def connector(here: Any) -> None:
+        threading.Timer(0.01, copy, [here]).start()
+
+    assert "connector: consumer" in fault(describing(connector=connector), 1)
+
+
 def test_report_states_that_half_of_law_7_was_not_judged() -> None:
     system = describing(tells=KVSPEC.tells)
     report = judge(system, profile=TINY, axes=[TP], laws=laws.LAWS[6:7])

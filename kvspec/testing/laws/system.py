@@ -33,6 +33,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.testing.supports import EVERYTHING, Supports
 from kvspec.testing.world import (
     Copy,
+    Held,
     Pair,
     PreparedLists,
     World,
@@ -259,7 +260,10 @@ class Trial:
             raise MovedBeforeRefusalError(
                 f"connector: bytes have moved before this refusal: {error}"
             ) from error
-        return self.guarded
+        # A thread of the connector may still copy. What has not arrived on return is missing.
+        here = self.guarded
+        producers, consumers = map(_copied_memory, (here.producers, here.consumers))
+        return World(here.case, producers, consumers, here.before)
 
     def copies(self) -> Iterator[tuple[str, Copies]]:
         """Yield each way in which the system describes its copies, and these copies."""
@@ -267,6 +271,24 @@ class Trial:
             if name not in self._answers:
                 self._answers[name] = copied(self.world, name, way)
             yield name, self._answers[name]
+
+
+def _copied_memory(side: Held) -> Held:
+    """Return *side* with a copy of the memory of each rank and of its guard bytes."""
+    copies: Held = {}
+    for rank, (cache, storage) in side.items():
+        owners: Any = cache.owner
+        (whole,) = owners
+        memory, begin = whole.copy(), whole.ctypes.data
+        # Groups that share memory share one array.
+        arrays = {
+            id(flat): memory[flat.ctypes.data - begin :][: flat.size] for flat in storage.values()
+        }
+        copies[rank] = (
+            attrs.evolve(cache, owner=memory),
+            {name: arrays[id(flat)] for name, flat in storage.items()},
+        )
+    return copies
 
 
 def deliver(here: World, copies: Copies) -> None:
