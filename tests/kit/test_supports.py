@@ -226,6 +226,23 @@ def test_law_4_is_not_judged_through_an_engine_that_is_not_supported(
         assert judged is not bool(broken.not_judged)
 
 
+def test_law_3_asks_only_for_the_policy_of_the_case() -> None:
+    asked: set[str] = set()
+
+    def moves(case: Case, role: Any) -> Any:
+        asked.add(case.replica_policy.name)
+        right: Any = KVSPEC.moves
+        return right(case, role)
+
+    @QUICK
+    @given(strategies.cases(largest=4, supports=Supports(kinds=["full"], policies=["first"])))
+    def check(case: Case) -> None:
+        assert [] == laws.broken(laws.System(name="first", moves=moves), case, of=[laws.LAWS[2]])
+
+    check()
+    assert asked == {"first"}
+
+
 def test_only_keeps_every_field_narrow_but_the_named() -> None:
     narrow = Supports.only(max_tp=8)
     assert attrs.evolve(narrow, max_tp=1) == Supports.only()

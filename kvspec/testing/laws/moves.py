@@ -143,9 +143,12 @@ def symmetry(trial: Trial) -> Iterator[str]:
     # The choice among replicas need not be the same in both directions.
     if has_replicas(case.producer) or has_replicas(case.consumer):
         return
-    back = attrs.evolve(
-        case, producer=case.consumer, consumer=case.producer, replica_policy="spread"
-    )
+    # The policy stays, because the system may support no other one.
+    policy = case.replica_policy
+    if (nodes := policy.topology) is not None:
+        swapped_nodes = attrs.evolve(nodes, producer=nodes.consumer, consumer=nodes.producer)
+        policy = attrs.evolve(policy, topology=swapped_nodes)
+    back = attrs.evolve(case, producer=case.consumer, consumer=case.producer, replica_policy=policy)
     swapped = {
         attrs.evolve(
             move,
