@@ -328,7 +328,7 @@ def _cached(
     tokens = bare.num_tokens
     if supports.prefixes != "any":
         most = tokens // whole if supports.prefixes == "blocks" else 0
-        return attrs.evolve(bare, cached_tokens=whole * draw(st.integers(0, most)))
+        return attrs.evolve(bare, cached_tokens=whole * draw(_around(0, most, most, most=most)))
     # Part of a row cannot be cached, so one number for all groups needs rows of one token.
     if draw(st.booleans()) and all(part.tokens_per_state <= 1 for part in parts_of(model)):
         amount = draw(_around(0, 0, 1, tokens, tokens + 3, most=tokens))
@@ -348,6 +348,7 @@ def requests(
     producer: EngineSpec,
     consumer: EngineSpec,
     supports: Supports = EVERYTHING,
+    others: Sequence[EngineSpec] = (),
 ) -> tuple[TransferRequest, dict[str, int], dict[str, int]]:
     """Draw a request between two engines of one model.
 
@@ -356,6 +357,8 @@ def requests(
         producer: The engine that holds the tokens.
         consumer: The engine that reads them.
         supports: What may be drawn.
+        others: Engines that serve the same request in another case. If only whole blocks may be
+            cached, the prefix ends on their blocks too.
 
     Returns:
         The request, the producer's pools and the consumer's pools. A pool is a number of blocks, by
@@ -372,7 +375,17 @@ def requests(
     excluded = excluded_layers(producer) | excluded_layers(consumer)
     moving = [group for group in consumer.groups if not excluded.issuperset(group.layers)]
     model = moving or list(consumer.groups)
+    whole = lcm(
+        *(
+            group.spec.block_size * context_of(engine, RankId(), group)[1]
+            for engine in (producer, consumer, *others)
+            for group in engine.groups
+        )
+    )
     tokens = draw(_lengths(model))
+    if supports.prefixes == "blocks" and tokens < whole < _MAX_TOKENS:
+        # Without whole blocks, the prompt could have no prefix.
+        tokens = draw(sample(tokens, whole, whole + 1, whole + 1))
     cross = any(counts_encoder(group.spec) for group in model)
     bare = TransferRequest(
         request_id="request",
@@ -381,13 +394,6 @@ def requests(
         state_tokens=draw(sample(None, tokens)),
         producer_blocks={},
         consumer_blocks={},
-    )
-    whole = lcm(
-        *(
-            group.spec.block_size * context_of(engine, RankId(), group)[1]
-            for engine in (producer, consumer)
-            for group in engine.groups
-        )
     )
     request = draw(_cached(model, bare, whole, supports))
     (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (

@@ -68,10 +68,11 @@ def case_of(
     *,
     common_states: bool = False,
     supports: Supports = EVERYTHING,
+    others: Sequence[EngineSpec] = (),
 ) -> Case:
-    """Draw a transfer between a *pair* of engines."""
+    """Draw a transfer between a *pair* of engines. The *others* can serve its request too."""
     producer, consumer = pair
-    request, producer_pool, consumer_pool = draw(requests(producer, consumer, supports))
+    request, producer_pool, consumer_pool = draw(requests(producer, consumer, supports, others))
     return Case(
         producer=producer,
         consumer=consumer,
@@ -106,9 +107,10 @@ def twins(
     ...     assert pair[0].request.num_tokens == pair[1].request.num_tokens
     >>> test_lengths_are_equal()
     """
-    case = draw(cases(kinds, supports=supports))
+    pair = draw(engine_pairs(kinds, supports=supports))
     # These engines have at most 4 ranks, since a law moves the bytes of both cases.
-    sides = draw(other_engines((case.producer, case.consumer), min(4, supports.max_tp), supports))
+    sides = draw(other_engines(pair, min(4, supports.max_tp), supports))
+    case = draw(case_of(pair, supports=supports, others=sides))
     (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
         draw(tables(engine, case.request, sides[1], supports)) for engine in sides
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture.data import ConjectureData
 
 import kvspec
-from kvspec.check.counting import cached_tokens_of
+from kvspec.check.counting import cached_tokens_of, context_of
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.kinds import KINDS, WINDOWED, kinds_of
 from kvspec.testing.kit import Supports
@@ -122,6 +122,26 @@ def test_cases_are_those_that_are_supported(fields: dict[str, Any], kept: Check)
         assert kept(case)
 
     check()
+
+
+def test_both_twins_have_prefixes_of_whole_blocks() -> None:
+    """The twin has other blocks and context ranks, and the same cached tokens."""
+    lengths: set[int] = set()
+    stated = Supports.only(kinds=["full"], prefixes="blocks", equal_blocks=False, dcp=True)
+
+    @settings(QUICK)
+    @given(strategies.twins(supports=stated))
+    def check(twins: tuple[Case, Case]) -> None:
+        for case in twins:
+            for engine in sides(case):
+                for group in engine.groups:
+                    cached = cached_tokens_of(case.request, group)
+                    virtual = group.spec.block_size * context_of(engine, kvspec.RankId(), group)[1]
+                    assert cached % virtual == 0
+                    lengths.add(cached)
+
+    check()
+    assert len(lengths) > 1
 
 
 def test_no_draw_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
