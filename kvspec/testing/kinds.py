@@ -28,6 +28,9 @@ from kvspec.testing.supports import Supports, quoted
 
 _HEADS = st.sampled_from((1, 2, 3, 4, 5, 6, 8, 12, 16))
 _SIZES = st.integers(1, 4)
+# With at most two rotated pairs, the step from pairs to halves is its own inverse. So a system that
+# confuses the two directions is wrong only for keys of 6 elements or more.
+_KEYS = st.sampled_from((1, 2, 3, 4, 6, 6, 8, 8))
 _DTYPES = st.sampled_from(("uint8", "bfloat16", "float8_e4m3fn"))
 _SCALES = st.sampled_from(("float32", "float8_e4m3fn"))
 # Small windows end inside of a block, which is the hard case. Large ones cover whole prompts.
@@ -37,7 +40,7 @@ _BLOCKS = st.sampled_from(
     [{"block_size": b} for b in (1, 2, 3, 4, 8, 16, 24, 32)]
     + [{"block_size": b, "tokens_per_state": t} for b, t in ((2, 2), (8, 4), (16, 4))]
 )
-_ROWS: dict[str, st.SearchStrategy[Any]] = {"head_size": _SIZES, "dtype": _DTYPES}
+_ROWS: dict[str, st.SearchStrategy[Any]] = {"head_size": _KEYS, "dtype": _DTYPES}
 _GQA = _ROWS | {"total_num_kv_heads": _HEADS}
 _STATE: dict[str, st.SearchStrategy[Any]] = {
     "conv_kernel": st.integers(2, 4),
@@ -119,13 +122,13 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "MLA": _attention(MLAAttentionSpec, **_ROWS),
     "sliding window MLA": _attention(SlidingWindowMLASpec, **_ROWS, sliding_window=_WINDOWS),
     "uniform": _uniform(
-        FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=_SIZES,
+        FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=_KEYS,
         scale_dtype=st.sampled_from((None, None, "float32")),
         tokens_per_scale=st.sampled_from((1, 1, 2)),
     ),
-    "uniform MLA": _uniform(MLAAttentionSpec, head_size=_SIZES),
+    "uniform MLA": _uniform(MLAAttentionSpec, head_size=_KEYS),
     "uniform sliding window": _uniform(
-        SlidingWindowSpec, {"sliding_window": _WINDOWS}, total_num_kv_heads=_HEADS, head_size=_SIZES
+        SlidingWindowSpec, {"sliding_window": _WINDOWS}, total_num_kv_heads=_HEADS, head_size=_KEYS
     ),
     "mamba1": st.builds(
         MambaSpec.mamba1, intermediate_size=st.integers(1, 12), state_size=_SIZES, **_SSM

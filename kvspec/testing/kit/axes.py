@@ -66,6 +66,9 @@ class Axis:
             return [supports]
         if self.name == "windows":
             kinds = [kind for kind in kinds if kind in WINDOWED]
+        if self.name == "content":
+            # Latents have keys in the same row, so the rotated elements may begin elsewhere.
+            kinds = list(dict.fromkeys((*kinds[:1], *(kind for kind in kinds if kind == "MLA"))))
         if not kinds:
             return []
         base = {
@@ -79,6 +82,8 @@ class Axis:
         without: dict[str, Any] = {name: base.get(name, NARROWEST[name]) for name in self.fields}
         narrow = Supports.only(**base | kept)
         differs = narrow != attrs.evolve(narrow, **without)
+        if self.name == "content" and differs:
+            return [attrs.evolve(narrow, kinds=(kind,)) for kind in kinds]
         return [narrow] if differs or self.name in (RELEASE, STEPS) else []
 
 
