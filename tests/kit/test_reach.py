@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvspec.ownership.dtypes import itemsize
 from kvspec.testing import Case
 from kvspec.testing.kinds import kinds_of
 from kvspec.testing.kit import Supports
 from kvspec.testing.kit.axes import AXES
-from kvspec.testing.kit.judging import PROFILES, _drawn, _pairs
+from kvspec.testing.kit.judging import PROFILES, _drawn, _examples, _pairs
 from kvspec.testing.laws import KVSPEC, LAWS
 from kvspec.testing.requests import needed
 from kvspec.testing.rotary import may_rotate, reorders
@@ -25,8 +26,7 @@ SEEDS = range(4)
 def drawn(axis: str, seed: int, kind: str | None = None) -> tuple[Case, ...]:
     """Return the cases and twins that the kit draws on *axis*, of one *kind* or of all."""
     (chosen,) = [each for each in AXES if each.name == axis]
-    profile, supports = PROFILES["ci"], Supports()
-    number = {"kinds": profile.each, "everything": profile.everything}.get(axis, profile.examples)
+    number, supports = _examples(chosen, PROFILES["ci"]), Supports()
     cases: list[Case] = []
     for narrow in chosen.narrowed(supports, kinds_of(supports)):
         if kind is None or narrow.kinds == (kind,):
@@ -58,3 +58,15 @@ def test_axis_of_content_draws_keys_whose_reordering_is_not_its_own_inverse(kind
             for one, other in contents
         )
     assert stated
+
+
+@pytest.mark.parametrize("kind", ["full", "MLA"])
+def test_axis_of_content_draws_elements_of_each_size(kind: str) -> None:
+    """A step of two bytes is right for bfloat16 and wrong for float32."""
+    specs = [
+        spec
+        for seed in SEEDS
+        for case in drawn("content", seed, kind)
+        for spec, _ in moving_specs(case)
+    ]
+    assert {1, 2, 4} == {itemsize(spec.dtype) for spec in specs}

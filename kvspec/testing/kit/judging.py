@@ -168,8 +168,7 @@ def judge_axis(
     laws = [law for law in laws if not unanswered(system, law) and axes_of(law, [axis])]
     if not laws:
         return []
-    drawn = {"kinds": profile.each, "everything": profile.everything, RELEASE: 100 * profile.each}
-    examples = drawn.get(axis.name, profile.examples)
+    examples = _examples(axis, profile)
     judgements: list[Judgement] = []
     for narrow in axis.narrowed(system.supports, kinds_of(system.supports)):
         draws = _pairs(system, laws, narrow)
@@ -185,6 +184,14 @@ def judge_axis(
             example = None if found is None else _counterexample(guard, law, *found)
             judgements += tally.judgements(law, axis, example)
     return judgements
+
+
+def _examples(axis: Axis, profile: Profile) -> int:
+    """Return how many cases or scripts of each draw of *axis* are judged."""
+    drawn = {"kinds": profile.each, "everything": profile.everything, RELEASE: 100 * profile.each}
+    # Only law 13 judges these small cases, and there are several ways to cut a request.
+    drawn[STEPS] = 2 * profile.examples
+    return drawn.get(axis.name, profile.examples)
 
 
 def _counterexample(guard: Guard, law: Law, pair: Any, fault: str) -> Counterexample:  # noqa: ANN401

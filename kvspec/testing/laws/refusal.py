@@ -48,7 +48,12 @@ Change = tuple[str, str, Trial]
 # that reads only its own sizes accepts it.
 _SIZES = ("head_size", "total_num_kv_heads", "head_size_v", "tokens_per_state")
 # Another dtype of the same size: all addresses stay legal, so only a comparison can refuse it.
-_DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2"}
+_DTYPES = {
+    "uint8": "int8",
+    "bfloat16": "float16",
+    "float8_e4m3fn": "float8_e5m2",
+    "float32": "int32",
+}
 
 
 def refusal(trial: Trial) -> Iterator[str]:
