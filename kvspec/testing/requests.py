@@ -146,7 +146,7 @@ def _covered_blocks(
         count = draw(sample(*((1, 1, *several) if first in (0, last) else several)))
         return range(first, first + count)
     latest = (needed_tokens.start if needed_tokens else length) // size
-    first = draw(_around(0, latest, most=latest))
+    first = draw(_around(0, latest, latest, most=latest))
     # A table of a request that needs nothing may be empty.
     end = -(-length // size) if needed_tokens or draw(st.booleans()) else first
     count = max(end - first, 0) + draw(sample(0, 0, 1, 2))
@@ -313,6 +313,13 @@ def _lengths(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> int:
     return min(max(0, blocks * size + offset), _MAX_TOKENS)
 
 
+def _cached_of(length: int) -> st.SearchStrategy[int]:
+    """Draw the cached tokens of a prompt of *length* tokens, which may be more than these."""
+    # After half of a prompt, and before its last token, some tables begin late.
+    last = max(0, length - 1)
+    return _around(0, 0, 1, length // 2, last, last, length, length + 3, most=length)
+
+
 @st.composite
 def _cached(
     draw: st.DrawFn,
@@ -331,13 +338,13 @@ def _cached(
         return attrs.evolve(bare, cached_tokens=whole * draw(_around(0, most, most, most=most)))
     # Part of a row cannot be cached, so one number for all groups needs rows of one token.
     if draw(st.booleans()) and all(part.tokens_per_state <= 1 for part in parts_of(model)):
-        amount = draw(_around(0, 0, 1, tokens, tokens + 3, most=tokens))
+        amount = draw(_cached_of(tokens))
         return attrs.evolve(bare, cached_tokens=amount)
     cached = {}
     for group in model:
         length = length_in(group.spec, bare)
         row = max(1, *(part.tokens_per_state for part in parts_of([group])))
-        amount = draw(_around(0, 0, 1, length, length + 3, most=length))
+        amount = draw(_cached_of(length))
         cached[group.name] = amount if amount >= length else amount // row * row
     return attrs.evolve(bare, cached_tokens=cached)
 

@@ -70,3 +70,21 @@ def test_axis_of_content_draws_elements_of_each_size(kind: str) -> None:
         for spec, _ in moving_specs(case)
     ]
     assert {1, 2, 4} == {itemsize(spec.dtype) for spec in specs}
+
+
+@pytest.mark.parametrize(("axis", "kind"), [("prefixes", "full"), ("windows", "sliding window")])
+@pytest.mark.parametrize("side", ["producer_blocks", "consumer_blocks"])
+def test_axes_of_prefixes_and_windows_draw_tables_that_begin_late(
+    axis: str, kind: str, side: str
+) -> None:
+    """A table may begin late only if its first tokens do not move."""
+    late = [
+        sum(
+            any(table.first_token for table in getattr(case.request, side).values())
+            and any(True for _ in moving_specs(case))
+            for case in drawn(axis, seed, kind)
+        )
+        for seed in SEEDS
+    ]
+    assert min(late) >= 1, late
+    assert sum(late) >= 8, late

@@ -220,8 +220,10 @@ AXES = (
     Axis("cp", ("dcp", "pcp"), _cp, _TP),
     Axis("blocks", ("equal_blocks", "kernel_blocks", "compressed", "late_tables"), _blocks),
     Axis("layouts", ("layouts", "equal_layouts", "padding", "transposed"), _layouts),
-    Axis("prefixes", ("prefixes",), _prefixes, ("equal_blocks",)),
-    Axis("windows", ("windows",), _windows, ("null_blocks", "retention", "prefixes")),
+    Axis("prefixes", ("prefixes",), _prefixes, ("equal_blocks", "late_tables")),
+    Axis(
+        "windows", ("windows",), _windows, ("null_blocks", "retention", "prefixes", "late_tables")
+    ),
     Axis("content", ("key_content",), _states),
     Axis("groups", ("hybrid", "drafts", "regrouped"), _kinds, ("kinds",)),
     Axis(STEPS, (), _steps),
