@@ -35,6 +35,7 @@ from kvspec.specs import AttentionSpec, LayerSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.carve import ALIASES, X_BYTES
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import Shape, explicit_shardings, is_state, parallels, sample, shapes
+from kvspec.testing.supports import Supports
 
 _ORDERS = ["".join(order) + "C" for letters in ("LBHN", "LBKHN") for order in permutations(letters)]
 # Here the keys of a head are adjacent in memory, as the page formats of keys require.
@@ -234,31 +235,50 @@ def _formatted(spec: LayerSpec, page_format: str) -> LayerSpec:
     return spec
 
 
+def sharing_layouts(supports: Supports, outer: str = "LB") -> list[str]:
+    """Return the supported layouts in which groups can share one memory, with *outer* axes first.
+
+    >>> sharing_layouts(Supports(layouts=["LBNHC", "BLNHC", "LHBNC"]))
+    ['LBNHC']
+    """
+    every = [f"{outer}{inner}C" for inner in ("HN", "NH", "KNH", "KHN", "HKN")]
+    allowed = every if supports.layouts is None else supports.layouts
+    return [name for name in allowed if ALIASES.get(name, name).startswith(outer)]
+
+
 @st.composite
-def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> EngineSpec:
+def sharing_engines(
+    draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int, shape: Shape
+) -> EngineSpec:
     """Draw an engine whose groups can share one memory. *model* has no uniform-type group.
 
     All pages have equal bytes, and layers and blocks are the outer axes. If blocks come first, the
     groups must have equal numbers of layers on each stage, because their blocks must be equal.
     """
-    shape = draw(shapes())[0]
-    bare = draw(_bare_engines(model, 4, shape))
+    supports = shape.supports
+    bare = draw(_bare_engines(model, largest, shape))
     model = bare.groups
-    page = max(_page(bare, group, group.layers[0]) for group in model) + draw(st.integers(0, 5))
+    page = max(_page(bare, group, group.layers[0]) for group in model)
+    page += draw(st.integers(0, 5)) if supports.padding else 0
     layer_counts = [
         {len(bare.layers_at(group, stage)) for group in model} - {0}
         for stage in range(bare.parallel.pp_size)
     ]
-    blocks_first = all(len(counts) < 2 for counts in layer_counts) and draw(st.booleans())  # noqa: PLR2004
-    outer = "BL" if blocks_first else "LB"
-    names = st.sampled_from([f"{outer}{inner}C" for inner in ("HN", "NH", "KNH", "KHN", "HKN")])
+    # With equal layouts, the stages of the other engine would have to be equal too.
+    blocks_first = [] if supports.equal_layouts else sharing_layouts(supports, "BL")
+    blocks_first = blocks_first if all(len(counts) < 2 for counts in layer_counts) else []  # noqa: PLR2004
+    names = sharing_layouts(supports)
+    if draw(st.booleans()) and blocks_first:
+        names = blocks_first
     groups = []
     for group in model:
-        layout = draw(names)
+        layout = shape.layouts.get(group.name) or draw(sample(*names))
         spec = attrs.evolve(group.spec, page_size_padded=page)
-        spec = _formatted(spec, draw(sample(*_formats(spec, layout))))
+        formats = _formats(spec, ALIASES.get(layout, layout))
+        spec = _formatted(spec, draw(sample(*(formats if supports.transposed else formats[:1]))))
         groups.append(attrs.evolve(group, spec=spec, layout=layout))
-    return attrs.evolve(bare, groups=tuple(groups), null_block=draw(_NULLS))
+    null = draw(_NULLS) if supports.null_blocks else None
+    return attrs.evolve(bare, groups=tuple(groups), null_block=null)
 
 
 @st.composite

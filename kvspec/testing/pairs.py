@@ -25,7 +25,7 @@ from kvspec.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvspec.testing.engines import engines, groups
+from kvspec.testing.engines import engines, groups, sharing_engines, sharing_layouts
 from kvspec.testing.kinds import KINDS, kinds_of
 from kvspec.testing.parallels import Shape, sample, shapes
 from kvspec.testing.rotary import may_rotate, reorders
@@ -234,29 +234,74 @@ def _fitting(shape: Shape, producer: EngineSpec, largest: int) -> Shape:
 
 
 def _uncompressed(group: KVCacheGroup) -> KVCacheGroup:
-    """Return *group* with one token in each row."""
-    spec: Any = group.spec
-    if spec.layers:
-        specs = {layer: attrs.evolve(one, tokens_per_state=1) for layer, one in spec.specs.items()}
-        return attrs.evolve(group, spec=UniformTypeKVCacheSpecs(specs=specs))
-    if not hasattr(spec, "tokens_per_state"):
-        return group
-    return attrs.evolve(group, spec=attrs.evolve(spec, tokens_per_state=1))
+    """Return *group* with one token in each row, also in each row of scales."""
+
+    def changed(spec: Any) -> Any:  # noqa: ANN401
+        names = ("tokens_per_state", "tokens_per_scale")
+        fields = {name: 1 for name in names if hasattr(spec, name)}
+        return attrs.evolve(spec, **fields)
+
+    layers = group.spec.layers
+    specs = {layer: changed(group.spec.of_layer(layer)) for layer in layers or ("",)}
+    spec = UniformTypeKVCacheSpecs(specs=specs) if layers else specs[""]
+    return attrs.evolve(group, spec=spec)
+
+
+def sharing_kinds(kinds: Sequence[str], supports: Supports) -> list[str]:
+    """Return those of *kinds* whose groups can share one memory. Empty if no two of them can.
+
+    >>> sharing_kinds(["full", "MLA", "uniform"], EVERYTHING)
+    ['full', 'MLA']
+    >>> sharing_kinds(["full", "MLA"], Supports(hybrid=False))
+    []
+    """
+    # The layers of a uniform-type group have pages of different sizes. Shared pages are equal.
+    allowed = [kind for kind in kinds_of(supports) if not kind.startswith("uniform")]
+    found = [kind for kind in kinds if kind in allowed]
+    several = supports.hybrid and len(found) > 1
+    return found if supports.shared and several and sharing_layouts(supports) else []
+
+
+@st.composite
+def sharing_pairs(
+    draw: st.DrawFn, kinds: Sequence[str], supports: Supports
+) -> tuple[EngineSpec, EngineSpec]:
+    """Draw two engines whose groups can share one memory. *kinds* are those of `sharing_kinds`.
+
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(sharing_pairs(["full", "MLA"], EVERYTHING))
+    ... def test_both_have_two_groups(pair: tuple[EngineSpec, EngineSpec]) -> None:
+    ...     assert [len(engine.groups) for engine in pair] == [2, 2]
+    >>> test_both_have_two_groups()
+    """
+    model = draw(groups(kinds, least=2))
+    if not supports.compressed:
+        model = tuple(map(_uncompressed, model))
+    bare = EngineSpec(groups=model)
+    largest = min(4, supports.max_tp)
+    return draw(other_engines((bare, bare), largest, supports, shared=True))
 
 
 @st.composite
 def other_engines(
-    draw: st.DrawFn, pair: tuple[EngineSpec, EngineSpec], largest: int, supports: Supports
+    draw: st.DrawFn,
+    pair: tuple[EngineSpec, EngineSpec],
+    largest: int,
+    supports: Supports,
+    *,
+    shared: bool = False,
 ) -> tuple[EngineSpec, EngineSpec]:
-    """Draw two other engines with the groups of *pair*, for laws that compare two cases.
+    """Draw two other engines with the groups of *pair*, which may share one memory.
+
+    Laws that compare two cases need them.
 
     >>> from hypothesis import find
     >>> pair = find(engine_pairs(["MLA"]), lambda _: True)
     >>> find(other_engines(pair, 4, EVERYTHING), lambda _: True)[0].parallel.tp_size
     1
     """
+    make = sharing_engines if shared else engines
     of_producer, of_consumer = draw(shapes(supports))
-    producer = draw(engines(pair[0].groups, largest, of_producer))
-    return producer, draw(
-        engines(pair[1].groups, largest, _fitting(of_consumer, producer, largest))
-    )
+    producer = draw(make(pair[0].groups, largest, of_producer))
+    return producer, draw(make(pair[1].groups, largest, _fitting(of_consumer, producer, largest)))

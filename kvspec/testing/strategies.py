@@ -41,10 +41,10 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
 from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology, known_policies
 from kvspec.testing.case import Case
-from kvspec.testing.engines import engines, groups, sharing_engines
+from kvspec.testing.engines import engines
 from kvspec.testing.kinds import KINDS, specs
 from kvspec.testing.laws.release import Script
-from kvspec.testing.pairs import engine_pairs, other_engines
+from kvspec.testing.pairs import engine_pairs, other_engines, sharing_kinds, sharing_pairs
 from kvspec.testing.requests import given_back, of_one_pool, requests, tables
 from kvspec.testing.supports import EVERYTHING, Supports
 
@@ -107,9 +107,12 @@ def twins(
     ...     assert pair[0].request.num_tokens == pair[1].request.num_tokens
     >>> test_lengths_are_equal()
     """
-    pair = draw(engine_pairs(kinds, supports=supports))
+    sharing = sharing_kinds(kinds, supports)
+    shared = bool(sharing) and draw(st.integers(0, 2)) == 1
+    pairs = sharing_pairs(sharing, supports) if shared else engine_pairs(kinds, supports=supports)
+    pair = draw(pairs)
     # These engines have at most 4 ranks, since a law moves the bytes of both cases.
-    sides = draw(other_engines(pair, min(4, supports.max_tp), supports))
+    sides = draw(other_engines(pair, min(4, supports.max_tp), supports, shared=shared))
     case = draw(case_of(pair, supports=supports, others=sides))
     (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
         draw(tables(engine, case.request, sides[1], supports)) for engine in sides
@@ -125,6 +128,8 @@ def twins(
         ),
         **draw(_replica_policies(*sides, supports)),
     )
+    if shared:
+        case, other = draw(_in_one_memory(case)), draw(_in_one_memory(other))
     return case, other
 
 
@@ -235,8 +240,9 @@ def scripts(draw: st.DrawFn, supports: Supports = EVERYTHING) -> Script:
     return Script([(name, draw(steps[name])) for name in (*opening, *drawn)])
 
 
-@st.composite
-def sharing_cases(draw: st.DrawFn) -> Case:
+def sharing_cases(
+    kinds: Sequence[str] = tuple(KINDS), *, supports: Supports = EVERYTHING
+) -> st.SearchStrategy[Case]:
     """Draw a transfer between engines whose groups share one memory, as in vLLM.
 
     No two groups of a side have a common block, except for the null block. A table of the consumer
@@ -249,10 +255,13 @@ def sharing_cases(draw: st.DrawFn) -> Case:
     ...     assert case.shared
     >>> test_memory_is_shared()
     """
-    # The layers of a uniform-type group have pages of different sizes. Shared pages are equal.
-    kinds = [kind for kind in KINDS if not kind.startswith("uniform")]
-    model = draw(groups(kinds, least=2))
-    case = draw(case_of((draw(sharing_engines(model)), draw(sharing_engines(model)))))
+    pairs = sharing_pairs(sharing_kinds(kinds, supports), supports)
+    return pairs.flatmap(lambda pair: case_of(pair, supports=supports)).flatmap(_in_one_memory)
+
+
+@st.composite
+def _in_one_memory(draw: st.DrawFn, case: Case) -> Case:
+    """Draw block ids with which the groups of each side of *case* share one memory."""
     (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
         draw(of_one_pool(tables, engine.null_block))
         for engine, tables in (

@@ -134,6 +134,8 @@ class Supports:
         retention: Whether one engine may keep other tokens of a layer than the other one.
         drafts: Whether an engine may exclude layers, such as those of a draft model.
         regrouped: Whether the engines may divide the layers into groups differently.
+        shared: Whether the groups of an engine may share one memory, as in vLLM. Then all pages are
+            padded to equal bytes. Such cases need *hybrid*, and a layout that begins with "LB".
         policies: Replica policies: "spread", "first" or "stripe". None allows all, also "nearest".
         lost: Whether notifications may be lost. Then only time frees a request.
         repeated: Whether notifications may arrive twice, or late.
@@ -171,6 +173,7 @@ class Supports:
     retention: bool = _allowed()
     drafts: bool = _allowed()
     regrouped: bool = _allowed()
+    shared: bool = _allowed()
     policies: tuple[str, ...] | None = _some("spread", _are_policies)
     lost: bool = _allowed()
     repeated: bool = _allowed()

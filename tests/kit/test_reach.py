@@ -35,6 +35,11 @@ def drawn(axis: str, seed: int, kind: str | None = None) -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def moving_groups(case: Case) -> list[range]:
+    """Return the tokens that move, for each group of the consumer."""
+    return [needed(group, case.request, case.consumer) for group in case.consumer.groups]
+
+
 def moving_specs(case: Case) -> Iterator[tuple[Any, Any]]:
     """Yield the specs on both sides of each layer that moves tokens."""
     for source in case.producer.groups:
@@ -88,3 +93,15 @@ def test_axes_of_prefixes_and_windows_draw_tables_that_begin_late(
     ]
     assert min(late) >= 1, late
     assert sum(late) >= 8, late
+
+
+@pytest.mark.parametrize("axis", ["groups", "everything"])
+def test_axes_draw_groups_that_share_one_memory(axis: str) -> None:
+    """A system may fold the groups of one memory into one."""
+    for seed in SEEDS:
+        shared = [
+            case
+            for case in drawn(axis, seed)
+            if case.shared and sum(map(bool, moving_groups(case))) > 1
+        ]
+        assert shared

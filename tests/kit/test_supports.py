@@ -20,6 +20,7 @@ from kvspec.testing.kinds import KINDS, WINDOWED, kinds_of
 from kvspec.testing.kit import Supports
 from kvspec.testing.kit.axes import AXES
 from kvspec.testing.laws import KVSPEC
+from kvspec.testing.pairs import sharing_kinds
 
 SOURCES = sorted(Path(strategies.__file__).parent.glob("*.py"))
 QUICK = settings(
@@ -107,6 +108,9 @@ NARROWED: list[tuple[dict[str, Any], Check]] = [
     ({"null_blocks": False}, lambda c: all(e.null_block is None for e in sides(c))),
     ({"late_tables": False},
      lambda c: all(t.first_token == 0 for t in c.request.producer_blocks.values())),
+    ({"padding": False, "shared": False, "drafts": False},
+     lambda c: not any(p.page_size_padded for e in sides(c) for g in e.groups
+                       for p in map(g.spec.of_layer, g.layers))),
     ({"drafts": False}, lambda c: not any(g.excluded for e in sides(c) for g in e.groups)),
     ({"policies": ["stripe"]}, lambda c: c.replica_policy.name == "stripe"),
 ]  # fmt: skip
@@ -116,8 +120,12 @@ NARROWED: list[tuple[dict[str, Any], Check]] = [
 def test_cases_are_those_that_are_supported(fields: dict[str, Any], kept: Check) -> None:
     supports = Supports(**fields)
 
-    @settings(QUICK, max_examples=15)
-    @given(strategies.cases(largest=4, supports=supports))
+    draws = strategies.cases(largest=4, supports=supports)
+    if sharing_kinds(tuple(KINDS), supports):
+        draws = draws | draws | strategies.sharing_cases(supports=supports)
+
+    @settings(QUICK, max_examples=22)
+    @given(draws)
     def check(case: Case) -> None:
         assert kept(case)
 
@@ -200,6 +208,14 @@ def test_supports_refuses_wrong_value(field: str, value: object) -> None:
     with pytest.raises(kvspec.SpecError) as caught:
         Supports(**{field: value})  # type: ignore[arg-type]
     assert field == caught.value.field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"shared": False}, {"hybrid": False}, {"kinds": ["full", "uniform"]}, {"layouts": ["LHBNC"]}],
+)
+def test_no_groups_share_memory_if_that_is_not_supported(fields: dict[str, Any]) -> None:
+    assert [] == sharing_kinds(tuple(KINDS), Supports(**fields))
 
 
 def test_strategies_refuse_unknown_kind_and_quote_the_known_ones() -> None:

@@ -110,6 +110,12 @@ def _kinds(case: Case) -> Iterator[str]:
         yield group.name.partition(" on ")[0]
 
 
+def _groups(case: Case) -> Iterator[str]:
+    yield from _kinds(case)
+    if case.shared:
+        yield "in one memory"
+
+
 def _tp(case: Case) -> Iterator[str]:
     sizes = case.producer.parallel.tp_size, case.consumer.parallel.tp_size
     yield _ratio(*sizes)
@@ -225,7 +231,7 @@ AXES = (
         "windows", ("windows",), _windows, ("null_blocks", "retention", "prefixes", "late_tables")
     ),
     Axis("content", ("key_content",), _states),
-    Axis("groups", ("hybrid", "drafts", "regrouped"), _kinds, ("kinds",)),
+    Axis("groups", ("hybrid", "drafts", "regrouped", "shared"), _groups, ("kinds",)),
     Axis(STEPS, (), _steps),
     Axis("everything", (), _everything),
     Axis(RELEASE, ("lost", "repeated", "reused_ids"), values),

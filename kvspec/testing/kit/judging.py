@@ -28,7 +28,7 @@ from hypothesis.errors import HypothesisException
 
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.testing import strategies
-from kvspec.testing.kinds import kinds_of
+from kvspec.testing.kinds import KINDS, kinds_of
 from kvspec.testing.kit.axes import AXES, RELEASE, STEPS, Axis
 from kvspec.testing.kit.code import reproduction
 from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError, place_of
@@ -36,6 +36,7 @@ from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemRe
 from kvspec.testing.laws import LAWS, Law, half_unanswered, unanswered
 from kvspec.testing.laws.release import Script, play
 from kvspec.testing.laws.system import NothingToJudgeError, System, Trial
+from kvspec.testing.pairs import sharing_kinds
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -208,7 +209,10 @@ def _pairs(system: System, laws: Sequence[Law], narrow: Supports) -> SearchStrat
         return strategies.scripts(narrow).map(lambda script: (script, None))
     if any(law.between for law in laws) and system.answers(("descriptors", "prepared")):
         return strategies.twins(supports=narrow)
-    return strategies.cases(supports=narrow).map(lambda case: (case, None))
+    cases = strategies.cases(supports=narrow)
+    if sharing_kinds(tuple(KINDS), narrow):
+        cases = cases | cases | strategies.sharing_cases(supports=narrow)
+    return cases.map(lambda case: (case, None))
 
 
 def _settings(examples: int, phases: Sequence[Phase]) -> settings:

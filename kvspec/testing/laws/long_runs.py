@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvspec.testing.carve import count_kernel_blocks, logical_views, stored_views
+from kvspec.testing.oracle import each_array
 from kvspec.testing.positions import rows_of
 from kvspec.testing.world import Copy, PreparedLists, World, inside
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from kvspec.ownership.parallel import RankId
     from kvspec.testing.laws.system import Trial
+    from kvspec.testing.world import Storage
 
 
 # One longer copy may be slower than several copies if it moves this many other bytes.
@@ -45,13 +47,14 @@ def maximal(trial: Trial) -> Iterator[str]:
     """Yield each pair of descriptors of one group that are adjacent on both sides."""
     for (p, c), copies in dict(trial.copies()).get("descriptors", {}).items():
         here = trial.world
-        starts: dict[str, set[tuple[int, int]]] = {}
-        for source, place, length in copies:
-            name, _ = inside(here.consumers[c][1], place, length)
-            starts.setdefault(name, set()).add((source, place))
+        owners = _owners(here, c)
+        starts: dict[int, set[tuple[int, int]]] = {}
         for source, place, length in copies:
             name, offset = inside(here.consumers[c][1], place, length)
-            if (source + length, place + length) in starts[name]:
+            starts.setdefault(owners[name][offset], set()).add((source, place))
+        for source, place, length in copies:
+            name, offset = inside(here.consumers[c][1], place, length)
+            if (source + length, place + length) in starts[owners[name][offset]]:
                 yield (
                     f"producer {p}, consumer {c}, group {name}: expected 1 copy, got 2 that meet "
                     f"at byte {offset + length} of the storage"
@@ -93,6 +96,26 @@ def minimal(trial: Trial) -> Iterator[str]:
                 )
 
 
+def _owners(here: World, rank: RankId) -> dict[str, npt.NDArray[np.int64]]:
+    """Return a number for each byte of a consumer rank: that of the group with a live row there.
+
+    Groups may share one memory. Bytes of other blocks have -1.
+    """
+    case = here.case
+    numbers: Any = _numbers(here.consumers[rank][1])
+    views = stored_views(case.consumer, rank, numbers, case.consumer_pool)
+    names = [group.name for group in case.consumer.groups]
+    tables = case.request.consumer_blocks
+    for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
+        views[rows.key][rows.block[rows.live]] = names.index(rows.key[0])
+    return dict(numbers)
+
+
+def _numbers(storage: Storage) -> dict[str, Any]:
+    """Return an array of -1 for each group. Groups that share one memory share the array."""
+    return each_array(storage, lambda flat: np.full(flat.size, -1))
+
+
 def _in_live_block(here: World, rank: RankId) -> dict[str, npt.NDArray[np.bool_]]:
     """Return a mask of a consumer rank's bytes. True if a byte of the same block is live."""
     _, _, live = here.live(rank)
@@ -101,7 +124,7 @@ def _in_live_block(here: World, rank: RankId) -> dict[str, npt.NDArray[np.bool_]
 
 def _blocks(here: World, rank: RankId) -> dict[str, npt.NDArray[np.int64]]:
     """Return the block of each byte of a consumer rank. Padding has -1."""
-    blocks: Any = {name: np.full(flat.size, -1) for name, flat in here.consumers[rank][1].items()}
+    blocks: Any = _numbers(here.consumers[rank][1])
     # The oracle cuts an array of numbers like it cuts storage, so no address is computed.
     views = logical_views(here.case.consumer, rank, blocks, here.case.consumer_pool)
     for key, view in views.items():
@@ -119,7 +142,7 @@ def _names(here: World, side: str, rank: RankId) -> dict[str, npt.NDArray[np.int
     case = here.case
     engine, storage = getattr(case, side), getattr(here, f"{side}s")[rank][1]
     tables = getattr(case.request, f"{side}_blocks")
-    named: Any = {name: np.zeros(flat.size, np.int64) for name, flat in storage.items()}
+    named: Any = each_array(storage, lambda flat: np.zeros(flat.size, np.int64))
     views = logical_views(engine, rank, named, getattr(case, f"{side}_pool"))
     for rows in rows_of(engine, rank, tables, case.request):
         numbers = rows.token if rows.part.per_token else rows.row
@@ -133,11 +156,14 @@ def _names(here: World, side: str, rank: RankId) -> dict[str, npt.NDArray[np.int
 
 def _whole(here: World, rank: RankId, copies: list[Copy]) -> npt.NDArray[np.bool_]:
     """Return a mask of *copies* to a consumer rank. True if a copy cuts no content."""
-    storage = here.consumers[rank][1]
-    # For each byte of a content its index there. Padding has -1.
-    places: Any = {name: np.full(flat.size, -1) for name, flat in storage.items()}
-    for view in stored_views(here.case.consumer, rank, places, here.case.consumer_pool).values():
-        view[:] = np.arange(view.shape[-1])
+    case, storage = here.case, here.consumers[rank][1]
+    # For each byte of a content its index there. Padding and other blocks have -1.
+    places: Any = _numbers(storage)
+    views = stored_views(case.consumer, rank, places, case.consumer_pool)
+    tables = case.request.consumer_blocks
+    for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
+        view = views[rows.key]
+        view[rows.block[rows.live]] = np.arange(view.shape[-1])
     # A byte is inner if it continues the content of the byte before it.
     inner = {
         name: np.append((place > 0) & (np.diff(place, prepend=-1) == 1), [False])

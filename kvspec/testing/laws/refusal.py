@@ -135,8 +135,10 @@ def _other_models(case: Case) -> Iterator[tuple[str, str, Case]]:
             # Page formats, blocks and shardings of an engine allow some of the values.
             with suppress(SpecError):
                 spec: Any = group.spec
+                # Only sizes need larger pages, and groups of one memory keep theirs.
+                padded = spec.page_size_padded if case.shared else None
                 changed = attrs.evolve(
-                    group, spec=attrs.evolve(spec, page_size_padded=None, **{field: value})
+                    group, spec=attrs.evolve(spec, page_size_padded=padded, **{field: value})
                 )
                 producer = _with(case.producer, changed)
                 what = f"producer, layer {group.layers[0]}, {field}={value!r}"
