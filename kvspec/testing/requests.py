@@ -335,7 +335,7 @@ def _cached(
     tokens = bare.num_tokens
     if supports.prefixes != "any":
         most = tokens // whole if supports.prefixes == "blocks" else 0
-        return attrs.evolve(bare, cached_tokens=whole * draw(_around(0, most, most, most=most)))
+        return attrs.evolve(bare, cached_tokens=whole * draw(st.integers(0, most)))
     # Part of a row cannot be cached, so one number for all groups needs rows of one token.
     if draw(st.booleans()) and all(part.tokens_per_state <= 1 for part in parts_of(model)):
         amount = draw(_cached_of(tokens))
