@@ -38,7 +38,7 @@ from kvspec.testing.world import plan_of
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-TRIES, FEW = 1400, 200
+TRIES, FEW = 1400, 300
 
 
 @lru_cache
