@@ -265,11 +265,10 @@ def sharing_engines(
         for stage in range(bare.parallel.pp_size)
     ]
     # With equal layouts, the stages of the other engine would have to be equal too.
-    blocks_first = [] if supports.equal_layouts else sharing_layouts(supports, "BL")
-    blocks_first = blocks_first if all(len(counts) < 2 for counts in layer_counts) else []  # noqa: PLR2004
+    free = not supports.equal_layouts and all(len(counts) < 2 for counts in layer_counts)  # noqa: PLR2004
     names = sharing_layouts(supports)
-    if draw(st.booleans()) and blocks_first:
-        names = blocks_first
+    if draw(st.booleans()) and free:
+        names = sharing_layouts(supports, "BL") or names
     groups = []
     for group in model:
         layout = shape.layouts.get(group.name) or draw(sample(*names))

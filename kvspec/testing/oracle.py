@@ -48,7 +48,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.ownership.parallel import RankId
 
+A = TypeVar("A")
 # A function that returns the arrays of a storage, for layouts that letters do not describe.
 ViewsOf = Callable[[Storage], Views]
 # The constants of splitmix64's finalizer.
@@ -331,7 +332,7 @@ def differences(
             )
 
 
-def each_array(storage: Storage, make: Callable[[Bytes], Bytes]) -> dict[str, Bytes]:
+def each_array(storage: Storage, make: Callable[[Bytes], A]) -> dict[str, A]:
     """Return *make* of each array. Groups that share one array share its result."""
     made = {id(flat): make(flat) for flat in storage.values()}
     return {name: made[id(flat)] for name, flat in storage.items()}

@@ -184,16 +184,16 @@ def reproduction(
     """
     module, _, name = system.where.partition(":")
     given = f"from {module} import {name} as system" if module else "system = ...  # your system"
-    if seconds is not None:
+    guard = "" if seconds is None else f"Guard(system, {seconds:g})"
+    if guard:
         given = f"from kvspec.testing.kit.guard import Guard\n\n{given}"
-        guard = f"Guard(system, {seconds:g})"
     if isinstance(case, Script):
         steps = ", ".join(map(str, case.steps))
         lines = ("from kvspec.testing.laws import release", "", given, "")
-        play = "release.play(" if seconds is None else f'{guard}.ask("release", release.play, '
+        play = f'{guard}.ask("release", release.play, ' if guard else "release.play("
         played = f"fault = {play}system.release, release.Script([{steps}]))"
         return "\n".join([*lines, played, "assert fault is None, fault", ""])
-    if seconds is not None:
+    if guard:
         given += f"\n\nsystem = {guard}.guarded()"
     arguments = "system, case" if other is None else "system, case, other"
     check = f"laws.LAWS[{law.number - 1}].check({arguments})  # {law}"
