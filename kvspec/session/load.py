@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import cached_property
@@ -66,6 +67,7 @@ from kvspec.session.ticket import PrefillTicket
 from kvspec.session.written import Blocks, blocks_of
 from kvspec.wire.messages import Key
 
+log = logging.getLogger(__name__)
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected again."""
@@ -259,6 +261,8 @@ class Load(Progress):
         self.bytes_moved = 0  # By reads that have ended.
         self.advanced = False  # Whether the producer wrote more that is not read yet.
         self.stop_again = 0.0  # When the producers are asked again to stop writing.
+        self.on_progress: Callable[[int, int], object] | None = None
+        self._reported = 0, 0  # What it was called with last.
         self._cancel = cancel
 
     def cancel(self) -> None:
@@ -285,6 +289,17 @@ class Load(Progress):
             if isinstance(read, Transfer) and read.handles
         )
         return min(moved, total), total
+
+    def report_progress(self) -> None:
+        """Call `on_progress` if more bytes have arrived since its last call."""
+        if self.on_progress is None or self.progress == self._reported:
+            return
+        self._reported = self.progress
+        try:
+            self.on_progress(*self._reported)
+        except Exception:
+            log.exception("on_progress of the load %s failed", self.request.request_id)
+            self.on_progress = None
 
     @cached_property
     def _sizes(self) -> dict[RankId, int]:

@@ -367,6 +367,9 @@ class Loads:
             self._quiet = now + QUIET
         share = 0.0 if now < self._quiet else TURN
         self._large = self._poll(large, self._large, now + share)
+        for load in self.loads.values():
+            if load.on_progress is not None:
+                load.report_progress()
 
     def _poll(self, steps: list[tuple[Load, Step]], first: int, end: float) -> int:
         """Poll at least one flight, until *end*. Return the index of the next one."""
@@ -518,6 +521,7 @@ class Loads:
                 self.messages.counters.load_seconds += self.now() - load.began
                 self.messages.counters.loads_done += 1
                 load.state = "done"
+                load.report_progress()
             else:
                 self.messages.counters.loads_failed += 1
                 load.state = "failed"

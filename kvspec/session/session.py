@@ -266,6 +266,7 @@ class Session:
         verify: bool = False,
         attempt: int = 0,
         again: bool = False,
+        on_progress: Callable[[int, int], object] | None = None,
     ) -> Load:
         """Start reading *request* from all ranks that hold it, or wait for pushed data.
 
@@ -295,6 +296,10 @@ class Session:
             attempt: Number of this attempt. Increase it to load the same request again.
             again: Another attempt will follow if this one fails, so the producer keeps the request.
                 If all bytes had arrived before the failure, it may be freed all the same.
+            on_progress: Called with `Load.progress` when more bytes have arrived: bytes so far, and
+                bytes in all. It runs inside of a poll, perhaps in the background thread. So it must
+                be quick, and cannot call the session. If it raises, the error is logged, and it is
+                not called again.
 
         Returns:
             The load.
@@ -313,10 +318,13 @@ class Session:
         if pushed and self.nixl.polled:
             rule = "producers write the memory of this rank, so its NixlRank needs polled=False"
             raise SpecError("pushed", pushed, rule=rule)
+        if on_progress is not None and not callable(on_progress):
+            raise SpecError("on_progress", on_progress, "a function of two numbers of bytes")
         most = seconds("timeout", timeout)
         with self._lock.held:
             key, producer = self._producer(remote_id, ticket, engine_id)
             load = Load(request, key, producer, options, self._step, self._cancel, ticket)
+            load.on_progress = on_progress
             try:
                 self._loads.open(load, most)
                 if isinstance(producer, Connection):

@@ -46,6 +46,7 @@ def check_rejected(call: Callable[..., object], field: str, options: dict[str, A
         ("follow", "no", {}),
         ("verify", None, {}),
         ("attempt", "1", {}),
+        ("on_progress", "print", {}),
     ],
 )
 def test_load_rejects_invalid_arguments(

@@ -181,3 +181,43 @@ def test_open_steps_are_counted_beside_loads_that_move_nothing() -> None:
         assert [0, counts[1], counts[1]] == counts
         assert counts[1] > 0
         land(net)
+
+
+def test_load_calls_on_progress_when_more_bytes_have_arrived(pair: tuple[Side, Side]) -> None:
+    """The last call has all bytes."""
+    producer, consumer = pair
+    remote_id = new_remote_id("r")
+    producer.hold(remote_id)
+    seen = [list[Any](), list[Any]()]
+    given: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0}
+    loads = [
+        session.load(request(), **given, on_progress=lambda *both, calls=calls: calls.append(both))
+        for calls, session in zip(seen, consumer.sessions.values(), strict=True)
+    ]
+    assert ["done"] * 2 == ended(loads, producer, consumer)
+    for load, calls in zip(loads, seen, strict=True):
+        assert calls == sorted(set(calls))
+        assert load.progress == calls[-1]
+
+
+def test_on_progress_that_raises_is_not_called_again(
+    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot call its session, because it runs inside of a poll."""
+    producer, consumer = pair
+    remote_id = new_remote_id("r")
+    producer.hold(remote_id)
+    calls = []
+
+    def polls(arrived: int, total: int) -> None:
+        calls.append((arrived, total))
+        consumer.first.poll()
+
+    loads = [
+        session.load(request(), remote_id=remote_id, timeout=9.0, on_progress=polls)
+        for session in consumer.sessions.values()
+    ]
+    assert ["done"] * 2 == ended(loads, producer, consumer)
+    # Only the session that the call is inside of refuses it.
+    assert 1 == sum("on_progress" in record.message for record in caplog.records)
+    assert len(calls) >= len(loads)
