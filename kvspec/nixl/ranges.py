@@ -137,7 +137,7 @@ def ranges_of(spans: Spans, begins: Ints, *, longest: int, gap: int) -> tuple[Ba
     """Return batches of the ranges that contain all runs.
 
     Args:
-        spans: The runs, at least one. The remote side is the far side, and its runs may overlap.
+        spans: The runs. The remote side is the far side, and its runs may overlap.
         begins: Far addresses at which memories begin, in ascending order. No range has a byte
             before and a byte behind such an address.
         longest: Bytes of a slot. A batch is not longer.
@@ -147,6 +147,8 @@ def ranges_of(spans: Spans, begins: Ints, *, longest: int, gap: int) -> tuple[Ba
         The batches, or None if a run is longer than a slot.
     """
     near, far, nbytes = spans
+    if not len(far):
+        return ()
     if int(nbytes.max()) > longest:
         return None
     if (far[1:] < far[:-1]).any():
