@@ -191,20 +191,20 @@ def _axis(stretches: list[Stretch]) -> Axis:
 
 
 def _cut(runs: Ints, axis: Axis, column: int) -> Ints:
-    """Return *runs* cut to the bytes of *axis*.
+    """Return *runs* cut to the bytes of *axis*, with the number of their chunk as a new column.
 
     Args:
-        runs: Rows of (producer address, consumer address, length, number).
+        runs: Rows that begin with (producer address, consumer address, length).
         axis: The drawn bytes of one side.
         column: The column with the addresses of this side.
     """
-    rests = [runs[:0]]
-    for chunk in axis:
-        start = np.maximum(runs[:, column], chunk.start)
-        length = np.minimum(runs[:, column] + runs[:, 2], chunk.stop) - start
-        skip = start - runs[:, column]
-        rest = np.stack([runs[:, 0] + skip, runs[:, 1] + skip, length, runs[:, 3]], axis=1)
-        rests.append(rest[length > 0])
+    rests = list[Ints]()
+    for number, chunk in enumerate(axis):
+        rest = np.insert(runs, runs.shape[1], number, axis=1)
+        skip = np.maximum(chunk.start - runs[:, column], 0)
+        rest[:, :2] += skip[:, np.newaxis]
+        rest[:, 2] = np.minimum(runs[:, 2] - skip, chunk.stop - rest[:, column])
+        rests.append(rest[rest[:, 2] > 0])
     return np.concatenate(rests)
 
 
@@ -253,11 +253,8 @@ def table_svg(
     edge = edges[0]
     of_edge = attrs.evolve(table, entries=tuple(e for e in table.entries if e.edge is edge))
     windows = [
-        Window(name, cache, cache.engine.group(own))
-        for name, cache, own in (
-            ("Producer", table.producer, edge.producer_group),
-            ("Consumer", table.consumer, edge.group),
-        )
+        Window("Producer", table.producer, table.producer.engine.group(edge.producer_group)),
+        Window("Consumer", table.consumer, table.consumer.engine.group(edge.group)),
     ]
     requests = _first_blocks(edge, *windows) if request is None else iter((request,))
     attempts = (of_edge.descriptors(attempt).astype(np.int64) for attempt in requests)
@@ -463,18 +460,17 @@ def _ribbons(canvas: Canvas, axes: Sequence[Axis], runs: Ints, rows: tuple[float
         drawn = _cut(drawn, axis, column)
     numbers = np.unique(drawn[:, 3])
     step = -(-len(numbers) // _MOST_RIBBONS) or 1
-    for *starts, length, number in drawn[np.isin(drawn[:, 3], numbers[::step])].tolist():
-        chunks = [
-            next(chunk for chunk in axis if chunk.start <= at < chunk.stop)
-            for axis, at in zip(axes, starts, strict=True)
-        ]
-        upper, lower = (c.span(at, at + length) for c, at in zip(chunks, starts, strict=True))
-        inside = chunks[1].stretches
-        begin, end = starts[1], starts[1] + length
-        units = {u for s in inside if s.start < end and begin < s.stop for u in s.units}
+    for source, target, length, number, *ends in drawn[
+        np.isin(drawn[:, 3], numbers[::step])
+    ].tolist():
+        upper, lower = (axis[chunk] for axis, chunk in zip(axes, ends, strict=True))
+        end = target + length
+        touched = (own for own in lower.stretches if own.start < end and target < own.stop)
+        units = {unit for own in touched for unit in own.units}
         fill = style.colour(units.pop()) if len(units) == 1 else style.LINE
         look: dict[str, Look] = {"fill": fill, "fill_opacity": 0.38, "stroke": fill}
         look |= {"stroke_width": 0.5, "data_length": int(runs[number, 2])}
-        canvas.ribbon(upper, lower, rows, **look)
+        spans = upper.span(source, source + length), lower.span(target, end)
+        canvas.ribbon(*spans, rows, **look)
     every = f", 1 of {step} drawn" if step > 1 else ""
     return f"{_lengths(runs[numbers])} between the drawn bytes{every}"
