@@ -108,9 +108,9 @@ class Canvas:
         self._path(("M", x1 - 7, y1 - 4, "L", x1, y1, "L", x1 - 7, y1 + 4, "Z"), fill=stroke)
         half = (x0 + x1 - 6) / 2
         steps = ("M", x0, y0, "C", half, y0, half, y1, x1 - 6, y1)
-        self._path(steps, fill="none", stroke=stroke, **look)
+        self._path(steps, fill="none", stroke=stroke, stroke_width=1.8, **look)
 
-    def ribbon(self, upper: Span, lower: Span, rows: Point, **look: Look) -> None:
+    def ribbon(self, upper: Span, lower: Span, rows: Point, colour: str, **look: Look) -> None:
         """Fill the area between two horizontal spans (left, right) at the heights *rows*.
 
         Its left and right edges are S-shaped.
@@ -118,7 +118,8 @@ class Canvas:
         (a, b), (c, d), (y0, y1) = upper, lower, rows
         half = (y0 + y1) / 2
         there, back = ("C", a, half, c, half, c, y1), ("C", d, half, b, half, b, y0)
-        self._path(("M", a, y0, *there, "L", d, y1, *back, "Z"), **look)
+        steps = ("M", a, y0, *there, "L", d, y1, *back, "Z")
+        self._path(steps, fill=colour, fill_opacity=0.38, stroke=colour, stroke_width=0.5, **look)
 
     def rule(self, start: Point, stop: Point) -> None:
         """Draw a thin straight line."""

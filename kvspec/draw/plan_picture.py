@@ -220,46 +220,41 @@ class Scene:
         """
         if group is not None:
             plan.consumer.group(group)
-        pairs = [pair for pair in plan.pairs if group in (None, pair.consumer.name)]
-        held = [
-            (PartGroup.of(replica_group.parts), replica_group.producer_sharding.ranges)
-            for replica_group in plan.replica_groups
-            if replica_group.pair in pairs
-        ]
+        drawn = [own for own in plan.replica_groups if group in (None, own.pair.consumer.name)]
+        held = [(PartGroup.of(own.parts), own.producer_sharding.ranges) for own in drawn]
         if not held:
             raise SpecError("group", group, "a group that the plan transfers")
         part_groups = list(dict.fromkeys(part_group for part_group, _ in held))
-        reads = sorted(
-            _reads(plan, group), key=lambda r: (part_groups.index(r.part_group), r.units.start)
-        )
+        reads = list(_reads(plan, group))
+        reads.sort(key=lambda read: (part_groups.index(read.part_group), read.units.start))
         numbers = {rank: n for n, rank in enumerate(sorted({read.producer for read in reads}))}
         sources = [
             _source(plan, rank, reads, dict.fromkeys((own, ranges[at]) for own, ranges in held))
             for at, rank in enumerate(plan.producer.parallel.ranks)
         ]
         targets = [_target(plan, rank, reads) for rank in plan.consumer.parallel.ranks]
-        left = _column("Producer", plan.producer, [pair.producer for pair in pairs], sources)
-        right = _column("Consumer", plan.consumer, [pair.consumer for pair in pairs], targets)
+        left = _column("Producer", plan.producer, [own.pair.producer for own in drawn], sources)
+        right = _column("Consumer", plan.consumer, [own.pair.consumer for own in drawn], targets)
         right.left += max(left.width + _MIDDLE, style.width_of(left.caption) + style.MARGIN)
         return Scene(part_groups, reads, numbers, (left, right))
 
 
 def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
     """Yield the reads of all consumer ranks. Slices that differ only in their layers are one."""
-    places: dict[tuple[RankId, RankId, PartGroup, range, Stripe], list[tuple[str, str, float]]]
-    places = {}
+    # The bytes of each layer, by the read that they belong to.
+    reads: dict[tuple[RankId, RankId, PartGroup, range, Stripe], dict[str, float]] = {}
+    homes = plan.consumer.homes
     for edge in plan.edges:
-        spec = plan.consumer.group(edge.group).spec
         for piece in edge.slices if group in (None, edge.group) else ():
+            units = piece.global_range
             for layer in piece.layers:
-                parts = [part for part in spec.of_layer(layer).parts if part.name in piece.parts]
-                row_bytes = sum(map(_row_bytes, parts)) * len(piece.global_range)
-                ranks, units = (edge.consumer, edge.producer), piece.global_range
-                key = (*ranks, PartGroup.of(parts), units, piece.stripe)
-                places.setdefault(key, []).append((edge.group, layer, row_bytes))
-    for key, layers in places.items():
-        groups, names, layer_bytes = zip(*layers, strict=True)
-        yield Read(*key, tuple(dict.fromkeys(groups)), names, sum(layer_bytes))
+                spec = homes[layer].spec.of_layer(layer)
+                parts = [part for part in spec.parts if part.name in piece.parts]
+                key = (edge.consumer, edge.producer, PartGroup.of(parts), units, piece.stripe)
+                reads.setdefault(key, {})[layer] = sum(map(_row_bytes, parts)) * len(units)
+    for key, layers in reads.items():
+        groups = dict.fromkeys(homes[layer].name for layer in layers)
+        yield Read(*key, tuple(groups), tuple(layers), sum(layers.values()))
 
 
 def _row_bytes(part: Part) -> float:
@@ -274,12 +269,10 @@ def _source(
     """Return the box of a producer rank: the units that it holds, and their consumer ranks."""
     lines, note = list[Line](), ""
     reads = [read for read in reads if read.producer == rank]
-    if not reads and plan.targets(rank):
-        note = "read for other groups only"
-    elif not reads:
-        notifiers = plan.notifiers(rank)
-        by = "every consumer rank" if len(notifiers) > 1 else str(notifiers[0])
-        note = f"not read; released by {by}"
+    if not reads:
+        first, *more = plan.notifiers(rank)
+        by = "every consumer rank" if more else first
+        note = "read for other groups only" if plan.targets(rank) else f"not read; released by {by}"
     for part_group, units in held:
         own = tuple(r for r in reads if r.part_group == part_group and r.units.start in units)
         names = [str(consumer) for consumer in sorted({read.consumer for read in own})]
@@ -304,17 +297,15 @@ def _target(plan: TransferPlan, rank: RankId, reads: list[Read]) -> Box:
 
 def _arrival(plan: TransferPlan, read: Read) -> str:
     """Return the text of *read*: its producer and size, and its blocks and layers if not all."""
-    size = f"{nbytes(read.row_bytes)} a {'token' if read.part_group.per_token else 'state'}"
-    words = [f"{read.part_group.name} ← {read.producer}", size]
+    row = "token" if read.part_group.per_token else "state"
+    words = [f"{read.part_group.name} ← {read.producer}", f"{nbytes(read.row_bytes)} a {row}"]
     if not read.stripe.whole:
         words.append(str(read.stripe))
-    producer, consumer = plan.producer, plan.consumer
-    home = producer.homes[read.layers[0]]
-    if producer.context_size(home) > 1 and read.part_group.per_token:
-        words.append(f"context {producer.context(home, read.producer).rank}")
-    groups = map(consumer.group, read.groups)
-    own = {layer for group in groups for layer in consumer.layers_at(group, read.consumer.pp)}
-    if not own.issubset(read.layers):
+    context = plan.producer.context(plan.producer.homes[read.layers[0]], read.producer)
+    if context.size > 1 and read.part_group.per_token:
+        words.append(f"context {context.rank}")
+    groups, stage = map(plan.consumer.group, read.groups), read.consumer.pp
+    if any(set(plan.consumer.layers_at(own, stage)).difference(read.layers) for own in groups):
         words.append(_layers(read.layers))
     return ", ".join(words)
 
@@ -390,10 +381,9 @@ def plan_svg(plan: TransferPlan, group: str | None = None, *, model: str = "") -
     title = " → ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
     title = f"{style.shortened(model)}: {title}" if model else title
     if group is None and not plan.replica_groups:
-        engines = {"producer": plan.producer, "consumer": plan.consumer}.items()
         excluded = [
             f"excluded by the {side}: {_layers(engine.excluded)}"
-            for side, engine in engines
+            for side, engine in (("producer", plan.producer), ("consumer", plan.consumer))
             if engine.excluded
         ]
         return note_svg("plan", title, ["nothing moves", *excluded])
@@ -448,7 +438,6 @@ def _curves(canvas: Canvas, scene: Scene) -> None:
                 (producer.left + producer.width, y + nth * step),
                 (consumer.left, ends[read]),
                 style.colour(number),
-                stroke_width=1.8,
                 stroke_dasharray=_DASHES[number // len(style.PALETTE) % len(_DASHES)],
                 data_producer=str(read.producer),
                 data_consumer=str(read.consumer),

@@ -35,7 +35,7 @@ import numpy as np
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.draw import style
-from kvspec.draw.canvas import Canvas, Key, Look, Span, note_svg
+from kvspec.draw.canvas import Canvas, Key, Span, note_svg
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.inputs import instance
@@ -56,8 +56,6 @@ _MOST_RIBBONS, _MOST_KEYS = 256, 12
 
 Axis = list["Chunk"]
 """The drawn bytes of one side, from left to right."""
-Placed = tuple["Stretch", Span]
-"""A stretch with its left and right edges in pixels."""
 
 
 @attrs.frozen
@@ -113,12 +111,10 @@ class Window:
 
     def stretches(self, layers: Sequence[str], count: int) -> list[Stretch]:
         """Return the stretches of *layers* and *count* tokens, by memory and address."""
-        memories: dict[Memory, int] = {}
-        stretches: list[Stretch] = []
+        stretches, memories = list[Stretch](), dict[Memory, int]()
         for region in (region for region in self.cache.regions if region.layer in layers):
             home = next(m for m in self.cache.memory if 0 <= region.base - m.address < m.length)
-            number = memories.setdefault(home, len(memories))
-            stretches += self._of(region, number, count)
+            stretches += self._of(region, memories.setdefault(home, len(memories)), count)
         return sorted(stretches, key=lambda stretch: (stretch.memory, stretch.start))
 
     def _of(self, region: Region, memory: int, count: int) -> Iterator[Stretch]:
@@ -165,11 +161,6 @@ class Chunk:
         """Return the left and right edges of the bytes from *start* to *stop*."""
         left, right = ((at - self.start) * self.scale + self.left for at in (start, stop))
         return left, right
-
-    @property
-    def placed(self) -> list[Placed]:
-        """Each stretch with its left and right edges in pixels."""
-        return [(own, self.span(own.start, own.stop)) for own in self.stretches]
 
 
 def _axis(stretches: list[Stretch]) -> Axis:
@@ -246,11 +237,10 @@ def table_svg(
     if group is None and not table.entries:
         title = f"{table.producer.rank} → {table.consumer.rank}"
         return note_svg("table", title, ["these two ranks exchange nothing"])
-    edges = [entry.edge for entry in table.entries if group in (None, entry.edge.group)]
-    if not edges:
+    edge = next((e.edge for e in table.entries if group in (None, e.edge.group)), None)
+    if edge is None:
         moved = sorted({entry.edge.group for entry in table.entries}) or "nothing"
         raise SpecError("group", group, f"a group that these two ranks exchange: {moved}")
-    edge = edges[0]
     of_edge = attrs.evolve(table, entries=tuple(e for e in table.entries if e.edge is edge))
     windows = [
         Window("Producer", table.producer, table.producer.engine.group(edge.producer_group)),
@@ -348,18 +338,15 @@ def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
     drawn = _ribbons(canvas, axes, runs, (top + _BAR, bottom))
     # Distances from the bar: of the heading, the ticks and the names of the layers.
     rows = (-54, -26, -9), (_BAR + 58, _BAR + 32, _BAR + 15)
-    for window, axis, y, (heading, ticks, names) in zip(
-        windows, axes, (top, bottom), rows, strict=True
-    ):
+    sides = zip(windows, axes, (top, bottom), rows, strict=True)
+    for window, axis, y, (heading, ticks, names) in sides:
         _heading(canvas, window, count, y + heading)
         _ticks(canvas, axis, y + ticks)
         _layers(canvas, axis, y + names)
         _bar(canvas, window.name, axis, y, parts)
     noun = style.unit_noun(*parts)
-    y = bottom + _BAR + 86
-    canvas.text(
-        style.MARGIN, y, f"{drawn} · colours and numbers: {noun}s of the model", fill=style.FAINT
-    )
+    y, meaning = bottom + _BAR + 86, f"colours and numbers: {noun}s of the model"
+    canvas.text(style.MARGIN, y, f"{drawn} · {meaning}", fill=style.FAINT)
     keys: list[Key] = [(style.HOLLOW, style.hatch(at), part) for at, part in enumerate(parts)]
     units = sorted({own.units.start for own in stretches if len(own.units) == 1})
     if len(units) <= _MOST_KEYS:
@@ -383,37 +370,35 @@ def _heading(canvas: Canvas, window: Window, count: int, y: float) -> None:
 
 def _bar(canvas: Canvas, side: str, axis: Axis, y: float, parts: Sequence[str]) -> None:
     """Draw the stretches with a pattern for each part, and their units."""
-    for stretch, (left, right) in (placed for chunk in axis for placed in chunk.placed):
-        units = stretch.units
-        canvas.box(
-            (left, y),
-            (right - left, _BAR),
-            style.hatch(parts.index(stretch.part)),
-            fill=style.colour(units.start) if len(units) == 1 else style.HOLLOW,
-            fill_opacity=style.FADED,
-            data_side=side.lower(),
-            data_layer=stretch.layer,
-            data_part=stretch.part,
-            data_units=style.span_text(units),
-        )
+    for chunk in axis:
+        for stretch in chunk.stretches:
+            (left, right), units = chunk.span(stretch.start, stretch.stop), stretch.units
+            canvas.box(
+                (left, y),
+                (right - left, _BAR),
+                style.hatch(parts.index(stretch.part)),
+                fill=style.colour(units.start) if len(units) == 1 else style.HOLLOW,
+                fill_opacity=style.FADED,
+                data_side=side.lower(),
+                data_layer=stretch.layer,
+                data_part=stretch.part,
+                data_units=style.span_text(units),
+            )
     # Stretches of the same unit share a label if they touch.
     for chunk in axis:
-        for units, same_units in groupby(chunk.placed, key=lambda own: own[0].units):
-            stretches, spans = zip(*same_units, strict=True)
-            left, right, text = spans[0][0], spans[-1][1], style.span_text(units)
+        for units, same_units in groupby(chunk.stretches, key=lambda own: own.units):
+            stretches, text = list(same_units), style.span_text(units)
+            left, right = chunk.span(stretches[0].start, stretches[-1].stop)
             texts = f"{style.unit_noun(stretches[0].part)} {text}", text
-            label = style.fitting(texts, right - left - 3)
-            canvas.text(
-                (left + right) / 2, y + _BAR / 2 + 4, label, style.SMALL, text_anchor="middle"
-            )
+            label, middle = style.fitting(texts, right - left - 3), (left + right) / 2
+            canvas.text(middle, y + _BAR / 2 + 4, label, style.SMALL, text_anchor="middle")
 
 
 def _layers(canvas: Canvas, axis: Axis, y: float) -> None:
     """Write the name of each layer over or under its stretches."""
-    for layer, same_layer in groupby(
-        (own for chunk in axis for own in chunk.placed), key=lambda placed: placed[0].layer
-    ):
-        spans = [span for _, span in same_layer]
+    placed = ((chunk, own) for chunk in axis for own in chunk.stretches)
+    for layer, same_layer in groupby(placed, key=lambda pair: pair[1].layer):
+        spans = [chunk.span(own.start, own.stop) for chunk, own in same_layer]
         left, right = spans[0][0], spans[-1][1]
         middle = (left + right) / 2
         names = (style.shortened(layer, most) for most in (len(layer), 24, 16, 10, 6))
@@ -468,9 +453,7 @@ def _ribbons(canvas: Canvas, axes: Sequence[Axis], runs: Ints, rows: tuple[float
         touched = (own for own in lower.stretches if own.start < end and target < own.stop)
         units = {unit for own in touched for unit in own.units}
         fill = style.colour(units.pop()) if len(units) == 1 else style.LINE
-        look: dict[str, Look] = {"fill": fill, "fill_opacity": 0.38, "stroke": fill}
-        look |= {"stroke_width": 0.5, "data_length": int(runs[number, 2])}
         spans = upper.span(source, source + length), lower.span(target, end)
-        canvas.ribbon(*spans, rows, **look)
+        canvas.ribbon(*spans, rows, fill, data_length=int(runs[number, 2]))
     every = f", 1 of {step} drawn" if step > 1 else ""
     return f"{_lengths(runs[numbers])} between the drawn bytes{every}"
