@@ -4,7 +4,7 @@ Invariant: each rank is one box, and each slice of each edge is one curve betwee
 texts at both ends of a curve name its ranks, so the colour of the curve adds no fact.
 
 How it works:
-    `Scene.of` selects the content of the picture: boxes, their lines, and the reads between them.
+    `_scene` selects the content of the picture: boxes, their lines, and the reads between them.
     `Column` computes the places, and `plan_svg` draws. For TP 4 to TP 3 and 8 heads, a scene has:
 
         producer box   line           consumer box   lines
@@ -85,6 +85,8 @@ class Read:
         groups: Names of the consumer's groups.
         layers: Names of the layers of these groups.
         row_bytes: Bytes of the units in all layers: of one token, or of one recurrent state.
+        number: Number of the producer rank, among those that are read. Each number has a colour
+            and dashes.
     """
 
     consumer: RankId
@@ -95,6 +97,7 @@ class Read:
     groups: tuple[str, ...]
     layers: tuple[str, ...]
     row_bytes: float
+    number: int
 
 
 @attrs.frozen
@@ -197,46 +200,35 @@ class Column:
                 canvas.text(self.left, top + 16, caption, style.SMALL, fill=style.FAINT)
 
 
-@attrs.frozen
-class Scene:
-    """The content of the picture of one plan.
+def _scene(
+    plan: TransferPlan, group: str | None
+) -> tuple[list[PartGroup], list[Read], tuple[Column, Column]]:
+    """Return the content of the picture of *plan*, or of one group of the consumer.
 
-    Attributes:
-        part_groups: All kinds of parts. Each has a pattern.
-        numbers: Number of each producer rank that is read. Each number has a colour and dashes.
+    Returns:
+        All kinds of parts, each of which has a pattern. Then the reads, and both engines.
+
+    Raises:
+        SpecError: If the consumer has no *group*, or the plan moves nothing of it.
     """
-
-    part_groups: list[PartGroup]
-    reads: list[Read]
-    numbers: dict[RankId, int]
-    columns: tuple[Column, Column]
-
-    @staticmethod
-    def of(plan: TransferPlan, group: str | None) -> Scene:
-        """Return the content of the picture of *plan*, or of one group of the consumer.
-
-        Raises:
-            SpecError: If the consumer has no *group*, or the plan moves nothing of it.
-        """
-        if group is not None:
-            plan.consumer.group(group)
-        drawn = [own for own in plan.replica_groups if group in (None, own.pair.consumer.name)]
-        held = [(PartGroup.of(own.parts), own.producer_sharding.ranges) for own in drawn]
-        if not held:
-            raise SpecError("group", group, "a group that the plan transfers")
-        part_groups = list(dict.fromkeys(part_group for part_group, _ in held))
-        reads = list(_reads(plan, group))
-        reads.sort(key=lambda read: (part_groups.index(read.part_group), read.units.start))
-        numbers = {rank: n for n, rank in enumerate(sorted({read.producer for read in reads}))}
-        sources = [
-            _source(plan, rank, reads, dict.fromkeys((own, ranges[at]) for own, ranges in held))
-            for at, rank in enumerate(plan.producer.parallel.ranks)
-        ]
-        targets = [_target(plan, rank, reads) for rank in plan.consumer.parallel.ranks]
-        left = _column("Producer", plan.producer, [own.pair.producer for own in drawn], sources)
-        right = _column("Consumer", plan.consumer, [own.pair.consumer for own in drawn], targets)
-        right.left += max(left.width + _MIDDLE, style.width_of(left.caption) + style.MARGIN)
-        return Scene(part_groups, reads, numbers, (left, right))
+    if group is not None:
+        plan.consumer.group(group)
+    drawn = [own for own in plan.replica_groups if group in (None, own.pair.consumer.name)]
+    held = [(PartGroup.of(own.parts), own.producer_sharding.ranges) for own in drawn]
+    if not held:
+        raise SpecError("group", group, "a group that the plan transfers")
+    part_groups = list(dict.fromkeys(part_group for part_group, _ in held))
+    reads = list(_reads(plan, group))
+    reads.sort(key=lambda read: (part_groups.index(read.part_group), read.units.start))
+    sources = [
+        _source(plan, rank, reads, dict.fromkeys((own, ranges[at]) for own, ranges in held))
+        for at, rank in enumerate(plan.producer.parallel.ranks)
+    ]
+    targets = [_target(plan, rank, reads) for rank in plan.consumer.parallel.ranks]
+    left = _column("Producer", plan.producer, [own.pair.producer for own in drawn], sources)
+    right = _column("Consumer", plan.consumer, [own.pair.consumer for own in drawn], targets)
+    right.left += max(left.width + _MIDDLE, style.width_of(left.caption) + style.MARGIN)
+    return part_groups, reads, (left, right)
 
 
 def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
@@ -252,9 +244,10 @@ def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
                 parts = [part for part in spec.parts if part.name in piece.parts]
                 key = (edge.consumer, edge.producer, PartGroup.of(parts), units, piece.stripe)
                 reads.setdefault(key, {})[layer] = sum(map(_row_bytes, parts)) * len(units)
+    numbers = {rank: number for number, rank in enumerate(sorted({key[1] for key in reads}))}
     for key, layers in reads.items():
         groups = dict.fromkeys(homes[layer].name for layer in layers)
-        yield Read(*key, tuple(groups), tuple(layers), sum(layers.values()))
+        yield Read(*key, tuple(groups), tuple(layers), sum(layers.values()), numbers[key[1]])
 
 
 def _row_bytes(part: Part) -> float:
@@ -387,21 +380,21 @@ def plan_svg(plan: TransferPlan, group: str | None = None, *, model: str = "") -
             if engine.excluded
         ]
         return note_svg("plan", title, ["nothing moves", *excluded])
-    scene, canvas = Scene.of(plan, group), Canvas()
-    columns, width = scene.columns, scene.columns[1].right + style.MARGIN
+    canvas, (part_groups, reads, columns) = Canvas(), _scene(plan, group)
+    width = columns[1].right + style.MARGIN
     canvas.text(style.MARGIN, style.MARGIN + 14, title, style.LARGE, font_weight="bold")
-    top = canvas.words(style.MARGIN + 36, _facts(scene, plan), width) + 40
+    top = canvas.words(style.MARGIN + 36, _facts(plan, part_groups, reads), width) + 40
     end = max(column.stack(top) for column in columns)
     for column in columns:
         canvas.text(column.left, top - 32, column.name, style.MEDIUM, font_weight="bold")
         canvas.text(column.left, top - 15, column.caption, fill=style.FAINT)
         column.spread(top, end)
         column.frames(canvas)
-    _curves(canvas, scene)
+    _curves(canvas, *columns)
     for column in columns:
         for box in column.boxes:
-            _box(canvas, scene, column, box)
-    nouns = dict.fromkeys(f"{part_group.noun}s" for part_group in scene.part_groups)
+            _box(canvas, part_groups, column, box)
+    nouns = dict.fromkeys(f"{part_group.noun}s" for part_group in part_groups)
     keys = f"numbers: {', '.join(nouns)} of the model", "colours and dashes: producer ranks"
     y = canvas.words(end + 32, keys, width)
     return canvas.svg(width, y + 8, f"kvspec plan: {title}")
@@ -412,42 +405,40 @@ def _cell(label: str) -> float:
     return max(24.0, style.width_of(label) + 10)
 
 
-def _facts(scene: Scene, plan: TransferPlan) -> Iterator[str]:
+def _facts(plan: TransferPlan, part_groups: list[PartGroup], reads: list[Read]) -> Iterator[str]:
     """Yield the facts below the title: parts, layers, replica policy and pairs of ranks."""
-    for part_group in scene.part_groups:
+    for part_group in part_groups:
         size, units = part_group.granularity, counted(part_group.units, part_group.noun)
         yield f"{part_group.name}: {units}" + (f" in groups of {size}" if size > 1 else "")
-    layers = {layer for read in scene.reads for layer in read.layers}
-    names = dict.fromkeys(name for read in scene.reads for name in read.groups)
+    layers = {layer for read in reads for layer in read.layers}
+    names = dict.fromkeys(name for read in reads for name in read.groups)
     yield f"{counted(len(layers), 'layer')} of {style.shortened(', '.join(names))}"
     yield f"replicas by “{plan.policy_name}”"
-    yield f"{counted(len({(r.producer, r.consumer) for r in scene.reads}), 'pair')} of ranks"
+    yield f"{counted(len({(r.producer, r.consumer) for r in reads}), 'pair')} of ranks"
 
 
-def _curves(canvas: Canvas, scene: Scene) -> None:
+def _curves(canvas: Canvas, producer: Column, consumer: Column) -> None:
     """Draw a curve for each read. Curves that begin at the same line begin side by side."""
-    producer, consumer = scene.columns
     ends = {read: y for box in consumer.boxes for line, y in box.rows for read in line.reads}
     for line, middle in (row for box in producer.boxes for row in box.rows):
         step = min(5.0, (_ROW - 6) / max(len(line.reads), 1))
         y = middle - (len(line.reads) - 1) / 2 * step
         # In the order of their ends, the curves of one line do not cross.
         for nth, read in enumerate(sorted(line.reads, key=ends.__getitem__)):
-            number, parts = scene.numbers[read.producer], read.part_group
             canvas.curve(
                 (producer.left + producer.width, y + nth * step),
                 (consumer.left, ends[read]),
-                style.colour(number),
-                stroke_dasharray=_DASHES[number // len(style.PALETTE) % len(_DASHES)],
+                style.colour(read.number),
+                stroke_dasharray=_DASHES[read.number // len(style.PALETTE) % len(_DASHES)],
                 data_producer=str(read.producer),
                 data_consumer=str(read.consumer),
-                data_parts=parts.name,
+                data_parts=read.part_group.name,
                 data_units=f"{read.units.start}-{read.units.stop}",
                 data_groups=" ".join(read.groups),
             )
 
 
-def _box(canvas: Canvas, scene: Scene, column: Column, box: Box) -> None:
+def _box(canvas: Canvas, part_groups: list[PartGroup], column: Column, box: Box) -> None:
     """Draw the box of a rank and its lines."""
     canvas.box(
         (column.left, box.top),
@@ -466,14 +457,14 @@ def _box(canvas: Canvas, scene: Scene, column: Column, box: Box) -> None:
         name, x = line.part_group.name, column.left + column.cells
         ink, fill, stroke, opacity = style.FAINT, style.HOLLOW, style.LINE, 0.6
         if line.reads:
-            fill = stroke = style.colour(scene.numbers[line.reads[0].producer])
+            fill = stroke = style.colour(line.reads[0].number)
             ink, opacity = style.INK, 0.32
         for label in line.labels:
             width = _cell(label)
             canvas.box(
                 (x + 1, y + 3 - _ROW / 2),
                 (width - 2, _ROW - 6),
-                style.hatch(scene.part_groups.index(line.part_group)),
+                style.hatch(part_groups.index(line.part_group)),
                 fill=fill,
                 fill_opacity=opacity,
                 stroke=stroke,
