@@ -280,16 +280,12 @@ def _source(
 
 def _target(plan: TransferPlan, rank: RankId, reads: list[Read]) -> Box:
     """Return the box of a consumer rank: its reads."""
-    lines = [
-        Line(read.part_group, read.units, _arrival(plan, read), (read,))
-        for read in reads
-        if read.consumer == rank
-    ]
+    lines = [_arrival(plan, read) for read in reads if read.consumer == rank]
     return Box(rank, lines, "" if lines else "reads nothing")
 
 
-def _arrival(plan: TransferPlan, read: Read) -> str:
-    """Return the text of *read*: its producer and size, and its blocks and layers if not all."""
+def _arrival(plan: TransferPlan, read: Read) -> Line:
+    """Return the line of *read*: its producer and size, and its blocks and layers if not all."""
     row = "token" if read.part_group.per_token else "state"
     words = [f"{read.part_group.name} ← {read.producer}", f"{nbytes(read.row_bytes)} a {row}"]
     if not read.stripe.whole:
@@ -300,7 +296,7 @@ def _arrival(plan: TransferPlan, read: Read) -> str:
     groups, stage = map(plan.consumer.group, read.groups), read.consumer.pp
     if any(set(plan.consumer.layers_at(own, stage)).difference(read.layers) for own in groups):
         words.append(_layers(read.layers))
-    return ", ".join(words)
+    return Line(read.part_group, read.units, ", ".join(words), (read,))
 
 
 def _column(name: str, engine: EngineSpec, groups: list[KVCacheGroup], boxes: list[Box]) -> Column:

@@ -45,6 +45,7 @@ from kvspec.plan.edges import Edge
 
 # In pixels: the width and height of both bars, and the distance between them.
 _WIDTH, _BAR, _BETWEEN = 960.0, 34.0, 170.0
+_RIGHT = style.MARGIN + _WIDTH
 # In pixels: the width of a gap. All gaps together use at most half of the bar.
 _GAP = 30.0
 # `_first_blocks` searches at most so many tokens, and tries at most so many shorter requests.
@@ -327,12 +328,11 @@ def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
     stretches = [stretch for axis in axes for chunk in axis for stretch in chunk.stretches]
     parts = list(dict.fromkeys(stretch.part for stretch in stretches))
     canvas, title = Canvas(), f"One block of {edge.group}: {edge.producer} → {edge.consumer}"
-    right = style.MARGIN + _WIDTH
     canvas.text(style.MARGIN, style.MARGIN + 14, title, style.LARGE, font_weight="bold")
     canvas.text(style.MARGIN, style.MARGIN + 36, facts, fill=style.FAINT)
     if hidden := len(edge.layers) - len(layers):
         drawn = f"{counted(len(layers), 'layer')} drawn, … and {hidden} more"
-        canvas.text(right, style.MARGIN + 36, drawn, fill=style.FAINT, text_anchor="end")
+        canvas.text(_RIGHT, style.MARGIN + 36, drawn, fill=style.FAINT, text_anchor="end")
     top = style.MARGIN + 120
     bottom = top + _BAR + _BETWEEN
     drawn = _ribbons(canvas, axes, runs, (top + _BAR, bottom))
@@ -351,8 +351,8 @@ def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
     units = sorted({own.units.start for own in stretches if len(own.units) == 1})
     if len(units) <= _MOST_KEYS:
         keys += [(style.colour(unit), "", f"{noun} {unit}") for unit in units]
-    y = canvas.keys(y + 12, keys, right + style.MARGIN)
-    return canvas.svg(right + style.MARGIN, y + 12, f"kvspec table: {title}")
+    y = canvas.keys(y + 12, keys, _RIGHT + style.MARGIN)
+    return canvas.svg(_RIGHT + style.MARGIN, y + 12, f"kvspec table: {title}")
 
 
 def _heading(canvas: Canvas, window: Window, count: int, y: float) -> None:
@@ -414,15 +414,14 @@ def _ticks(canvas: Canvas, axis: Axis, y: float) -> None:
 
     Addresses would be different in each process.
     """
-    origin: dict[int, int] = {}
-    free, end = 0.0, style.MARGIN + _WIDTH
+    origin, free = dict[int, int](), 0.0
     for chunk in axis:
         distance = chunk.start - origin.setdefault(chunk.stretches[0].memory, chunk.start)
         label = f"+{nbytes(distance)}" if distance else "0 B"
         if not distance and len(origin) > 1:
             label = f"memory {len(origin)}"
         width = style.width_of(label, style.SMALL)
-        if free <= chunk.left <= end - width:
+        if free <= chunk.left <= _RIGHT - width:
             canvas.rule((chunk.left, y - 9), (chunk.left, y + 1))
             canvas.text(chunk.left + 3, y, label, style.SMALL, fill=style.FAINT)
             free = chunk.left + width + 11
