@@ -51,7 +51,7 @@ def schedule_of(case: Case) -> Schedule:
     total = case.request.num_tokens
     schedule: list[tuple[frozenset[str], range]] = []
     for layers, cuts in ((names[::2], (total // 3, total - 1)), (names[1::2], (total // 2,))):
-        inner = {max(cut, 0) for cut in cuts if total % 5 != 4}  # noqa: PLR2004
+        inner = {max(cut, 0) for cut in cuts if total % 5 != 3}  # noqa: PLR2004
         ends = sorted({0, *inner, total}) if total else [0, 0]
         schedule += [(frozenset(layers), range(*pair)) for pair in pairwise(ends) if layers]
     return sorted(schedule, key=lambda step: step[1].stop)
