@@ -34,7 +34,7 @@ import attrs
 import msgspec
 
 from kvspec.completion.ledger import (
-    LEAST,
+    LEAST_INTERVAL,
     Action,
     Closed,
     Ended,
@@ -249,7 +249,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
     def __init__(self, me: RankAddress, *, heartbeat: float = 5.0, patience: float = 60.0) -> None:
         super().__init__(me)
-        self.heartbeat = seconds("heartbeat", heartbeat, LEAST)
+        self.heartbeat = seconds("heartbeat", heartbeat, LEAST_INTERVAL)
         self.patience = seconds("patience", patience)
         self._names: dict[Name, str] = {}
 

@@ -50,7 +50,8 @@ from kvspec.wire.messages import Message, RankAddress
 NEVER = math.inf, 0
 # The heap is rebuilt when it has more than two entries for each record plus this many.
 SPARE = 64
-LEAST = 1e-3  # Seconds. With shorter intervals, a poll would have something due at each moment.
+# Seconds. With shorter intervals, a poll would have something due at each moment.
+LEAST_INTERVAL = 1e-3
 
 
 class Tell(NamedTuple):

@@ -58,7 +58,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvspec.completion.ledger import LEAST, HoldAction, Ledger, Record, Refused, Tell, atomic
+from kvspec.completion.ledger import (
+    LEAST_INTERVAL,
+    HoldAction,
+    Ledger,
+    Record,
+    Refused,
+    Tell,
+    atomic,
+)
 from kvspec.completion.states import PRODUCER, PUSH
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
@@ -270,7 +278,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     def __init__(self, me: RankAddress, *, lease: float = 30.0, longest: float = 3600.0) -> None:
         super().__init__(me)
-        self.lease = seconds("lease", lease, LEAST)
+        self.lease = seconds("lease", lease, LEAST_INTERVAL)
         self.longest = seconds("longest", longest)
         self.freed: dict[RemoteId, str] = {}
 

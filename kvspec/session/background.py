@@ -66,9 +66,10 @@ class SessionLock:
     """
 
     def __init__(self) -> None:
-        # A plain lock would wait for its own thread. This one is asked before.
+        # Not a plain lock: a thread would wait for itself without end. A Condition is the public
+        # way to find out whether this thread holds an RLock.
         self._lock, self._pid = threading.RLock(), os.getpid()
-        self._asked = threading.Condition(self._lock)
+        self._condition = threading.Condition(self._lock)
 
     @property
     def forked(self) -> bool:
@@ -87,7 +88,7 @@ class SessionLock:
     def inside(self) -> bool:
         """Whether this thread holds the lock."""
         try:
-            self._asked.notify(0)  # Wakes nobody. Raises if this thread does not hold the lock.
+            self._condition.notify(0)  # Wakes no thread. Raises if this one has no lock.
         except RuntimeError:
             return False
         return True

@@ -545,7 +545,7 @@ def test_refused_pushed_load_leaves_its_attempt_to_the_next_one(net: FakeNixl) -
 
 
 def test_pushed_load_needs_a_rank_that_others_can_write(net: FakeNixl) -> None:
-    """Without a thread, NIXL answers nobody, so the push would never end."""
+    """Without its thread, NIXL makes no progress there, so the push would never end."""
     with (
         Side("P", engine(1), polled=False) as producer,
         Side("D", engine(1), polled=True) as consumer,

@@ -245,7 +245,7 @@ class Trial:
 
     @cached_property
     def after_connector(self) -> World | None:
-        """The case with its memory after the connector has run. None if there is no connector.
+        """The case with its memory after the connector has run. None without a connector.
 
         Raises:
             MovedBeforeRefusalError: If the connector refuses, but bytes of a consumer have changed.
@@ -260,7 +260,7 @@ class Trial:
             raise MovedBeforeRefusalError(
                 f"connector: bytes have moved before this refusal: {error}"
             ) from error
-        # A thread of the connector may still copy. What has not arrived on return is missing.
+        # A thread of the connector may still copy. Bytes that arrive later are missing.
         here = self.guarded
         producers, consumers = map(_copied_memory, (here.producers, here.consumers))
         return World(here.case, producers, consumers, here.before)
