@@ -22,9 +22,8 @@ How it works:
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ from kvspec.inputs import instance, mapping, positive_int, sequence
 from kvspec.nixl.peers import secret_of
 from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import key_of
-from kvspec.wire.seal import MAC, Secret
+from kvspec.wire.seal import Secret
 
 _NAMES = {
     "engine_id": "remote_engine_id",
@@ -80,7 +79,7 @@ def _logprobs(value: object) -> tuple[tuple[int, float], ...] | None:
         # The types are compared exactly, because True is an int in Python, but no token.
         if [*map(type, pair)] not in ([int, float], [int, int]):
             raise SpecError("first_logprobs", pair, _LOGPROBS)
-        if pair[0] < 0 or not -math.inf < pair[1] <= 0:
+        if pair[0] < 0 or not -sys.float_info.max <= pair[1] <= 0:
             raise SpecError("first_logprobs", pair, _LOGPROBS)
     return tuple((token, float(logprob)) for token, logprob in pairs)
 
@@ -211,7 +210,8 @@ class PrefillTicket:
         Returns:
             The parameters for `from_params`.
         """
-        return {**self._params(), "remote_seal": self._mac(secret).hex()}
+        seal = Secret(secret_of(secret)).mac(PURPOSE, self._sealed()).hex()
+        return {**self._params(), "remote_seal": seal}
 
     def _params(self) -> dict[str, Any]:
         given = {name: getattr(self, field) for field, name in _NAMES.items()}
@@ -221,10 +221,9 @@ class PrefillTicket:
         tables = {name: [t.first_token, t.block_ids.tolist()] for name, t in self.tables.items()}
         return params | {"remote_addresses": list(self.addresses), "remote_block_ids": tables}
 
-    def _mac(self, secret: str | bytes | None) -> bytes:
-        """Return the code that only a process with *secret* can compute for these parameters."""
-        body = json.dumps(self._params(), sort_keys=True).encode()
-        return Secret(secret_of(secret)).seal(PURPOSE, body)[len(PURPOSE) :][:MAC]
+    def _sealed(self) -> bytes:
+        """Return the bytes that the seal of the parameters covers."""
+        return json.dumps(self._params(), sort_keys=True).encode()
 
     @staticmethod
     def from_params(given: Mapping[str, Any], secret: str | bytes | None = None) -> PrefillTicket:
@@ -256,7 +255,7 @@ class PrefillTicket:
             name = _NAMES.get(error.field, error.field)
             raise SpecError(name, error.value, error.expected, rule=error.rule) from error
         seal = params.get("remote_seal")
-        if not hmac.compare_digest(ticket._mac(secret).hex().encode(), str(seal).encode()):
+        if not Secret(secret_of(secret)).proves(seal, PURPOSE, ticket._sealed()):
             raise SpecError("remote_seal", seal, _SEAL)
         return ticket
 

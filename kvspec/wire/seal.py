@@ -43,6 +43,11 @@ class Secret:
         code.update(purpose + body)
         return code.digest()
 
+    def proves(self, code: object, purpose: bytes, body: bytes) -> bool:
+        """Whether *code*, which a stranger may have sent, is that of `mac` in hexadecimal."""
+        own = self.mac(purpose, body).hex()
+        return isinstance(code, str) and code.isascii() and hmac.compare_digest(code, own)
+
     def seal(self, purpose: bytes, body: bytes) -> bytes:
         """Return *body* as a message for *purpose*."""
         return purpose + self.mac(purpose, body) + body

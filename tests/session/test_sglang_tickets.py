@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -95,3 +96,44 @@ def test_deep_body_is_refused() -> None:
     with ticket_server() as (server, _), pytest.raises(kvspec.SpecError) as caught:
         server.store(7, b"[" * 100_000)
     assert "body" == caught.value.field
+
+
+ANSWERS = [
+    b"[]",
+    b"7",
+    b'{"x": {}}',
+    b'{"1": []}',
+    b'{"1": {"remote_failure": "no", "remote_seal": "\\ud800"}}',
+    b'{"1": {"remote_engine_id": "P", "remote_seal": "\\ud800"}}',
+    b"[" * 100_000,
+    b"\xff",
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
+def test_lookup_ends_whatever_the_server_answers(answer: bytes) -> None:
+    """The next look-up at the same address ends, too."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer)
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                stream, _ = listener.accept()
+                with stream, contextlib.suppress(OSError):
+                    while stream.recv(4096):
+                        stream.sendall(head + answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        lookups = tickets.Lookups(0.1, lambda _: None)
+        for _ in range(2):
+            lookup = lookups.add(f"127.0.0.1:{listener.getsockname()[1]}", 1)
+            wait(lambda lookup=lookup: lookup.ended)
+            assert lookup.error is not None
+
+
+def test_lookup_at_an_address_without_a_port_number_ends() -> None:
+    """The address comes from a router."""
+    lookup = tickets.Lookups(0.1, lambda _: None).add("host:port", 1)
+    wait(lambda: lookup.ended)
+    assert lookup.error is not None

@@ -13,6 +13,8 @@ from typing import Any
 
 import attrs
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError
@@ -22,6 +24,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from session_faults import connecting_stops
 from two_engines import Side, ended, engine, freed, land, let_nothing_land, quiet, request, until
 
+from kvspec.adapters.sglang.tickets import failed
 from kvspec.session import Load, PrefillTicket, content_of, new_remote_id, session
 from kvspec.session.remotes import Connection
 from kvspec.testing import FakeNixl
@@ -91,6 +94,51 @@ def test_ticket_rejects_params_with_a_changed_field(name: str, secret: bytes | N
                 caught.value.field,
                 caught.value.value,
             )
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -(10**400), 1 << 63, -(1 << 63)])
+    | st.floats()
+    | st.text(st.characters(exclude_categories=())),
+    lambda some: st.lists(some, max_size=3) | st.dictionaries(st.text(max_size=9), some, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each value in nested lists and mappings."""
+    yield path
+    if isinstance(value, dict | list):
+        inside = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, each in inside:
+            yield from places(each, *path, name)
+
+
+@given(
+    place=st.deferred(lambda: st.sampled_from([*places(held(**SAMPLED).to_params())][1:])),
+    value=ANYTHING,
+    secret=st.sampled_from([None, b""]),
+)
+@example(("remote_seal",), "\ud800", None)
+@example(("remote_first_logprobs", 0, 1), -(10**400), b"")
+def test_ticket_rejects_anything_else_at_any_place(
+    place: tuple[Any, ...], value: Any, secret: Any
+) -> None:
+    """A router may send any JSON. It ends in `SpecError`, or changes nothing that is sealed."""
+    ticket = held(**SAMPLED)
+    params: Any = ticket.to_params(secret)
+    *path, last = place
+    where = params
+    for name in path:
+        where = where[name]
+    where[last] = value
+    with contextlib.suppress(SpecError):
+        assert ticket == PrefillTicket.from_params(params, secret)
+    with contextlib.suppress(SpecError):
+        failed(5, params | {"remote_failure": "why"}, secret)
 
 
 def test_ticket_rejects_params_of_another_secret() -> None:

@@ -29,7 +29,6 @@ How it works:
 
 from __future__ import annotations
 
-import hmac
 import http.client
 import json
 import logging
@@ -79,17 +78,17 @@ def failure(room: int, why: str, secret: str | bytes | None = None) -> Params:
 
     If *why* is empty, the server deletes the entry instead: the prompt was read.
     """
-    return {"remote_failure": why, "remote_seal": _seal(room, why, secret)}
-
-
-def _seal(room: int, why: str, secret: str | bytes | None) -> str:
-    body = json.dumps([room, why]).encode()
-    return Secret(secret_of(secret)).mac(PURPOSE, body).hex()
+    seal = Secret(secret_of(secret)).mac(PURPOSE, json.dumps([room, why]).encode()).hex()
+    return {"remote_failure": why, "remote_seal": seal}
 
 
 def proof_of(room: int, size: int, secret: str | bytes | None = None) -> str:
     """Return the header `PROOF` for a body of *size* bytes."""
-    return Secret(secret_of(secret)).mac(SIZE_PURPOSE, b"%d %d" % (room, size)).hex()
+    return Secret(secret_of(secret)).mac(SIZE_PURPOSE, _size_of(room, size)).hex()
+
+
+def _size_of(room: int, size: int) -> bytes:
+    return b"%d %d" % (room, size)
 
 
 def failed(room: int, params: Mapping[str, Any], secret: str | bytes | None = None) -> str | None:
@@ -101,8 +100,8 @@ def failed(room: int, params: Mapping[str, Any], secret: str | bytes | None = No
     why = params.get("remote_failure")
     if not isinstance(why, str):
         return None
-    seal = str(params.get("remote_seal"))
-    if not hmac.compare_digest(seal.encode(), _seal(room, why, secret).encode()):
+    seal = params.get("remote_seal")
+    if not Secret(secret_of(secret)).proves(seal, PURPOSE, json.dumps([room, why]).encode()):
         raise SpecError("remote_seal", seal, "the seal of unchanged parameters")
     return why
 
@@ -159,8 +158,8 @@ class TicketServer:
 
     def allows(self, room: int, size: int, proof: str) -> bool:
         """Return whether to read a body of *size* bytes."""
-        expected = proof_of(room, size, self._secret).encode()
-        return size <= SMALL or hmac.compare_digest(proof.encode(), expected)
+        secret, body = Secret(secret_of(self._secret)), _size_of(room, size)
+        return size <= SMALL or secret.proves(proof, SIZE_PURPOSE, body)
 
     def found(self, rooms: Iterable[int]) -> bytes:
         """Return the entries of *rooms* that exist, as JSON."""
@@ -412,7 +411,7 @@ class Lookups:
 
     def _run(self, address: str) -> None:
         """Look for tickets at *address* until no request waits for one."""
-        connection = http.client.HTTPConnection(address, timeout=ANSWER)
+        connection: http.client.HTTPConnection | None = None
         reached = time.monotonic()
         while True:
             with self._lock:
@@ -420,17 +419,20 @@ class Lookups:
                 self._waiting[address] = waiting
                 if not waiting:
                     del self._waiting[address]
-                    connection.close()
+                    if connection is not None:
+                        connection.close()
                     return
             error: Exception = TimeoutError("the prefill engine has published no ticket")
             found: dict[int, Params] = {}
             try:
+                connection = connection or http.client.HTTPConnection(address, timeout=ANSWER)
                 for start in range(0, len(waiting), MOST_ROOMS):
                     rooms = [lookup.room for lookup in waiting[start : start + MOST_ROOMS]]
                     found |= _get(connection, rooms)
                 reached = time.monotonic()
-            except (OSError, ValueError) as failure_:  # `SpecError` is a ValueError.
-                connection.close()  # The next request opens it again.
+            except Exception as failure_:  # noqa: BLE001 - the address and the answer may be anything
+                if connection is not None:
+                    connection.close()  # The next request opens it again.
                 error = failure_
             now = time.monotonic()
             for lookup in waiting:
@@ -448,7 +450,7 @@ class Lookups:
                 rule = f"the prefill engine failed: {why}"
                 raise SpecError("remote_failure", lookup.room, rule=rule)  # noqa: TRY301
             ticket = PrefillTicket.from_params(params, self._secret)
-        except (SpecError, AttributeError) as error:
+        except Exception as error:  # noqa: BLE001 - the parameters may be anything
             lookup.error = error
             return
         with self._lock:
