@@ -293,6 +293,7 @@ class Loads:
             for advance in advances(self.ledger.readable(name), load.plan.sources):
                 upto = {(advance.group, layer): advance.tokens.stop for layer in advance.layers}
                 self._advance(load, advance, self.ledger.start(name, advance.rank, upto))
+                self.act()  # The deadline may have passed in between, and failed the load.
                 if load.error is not None:
                     break
         except BaseException:

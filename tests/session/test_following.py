@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -360,6 +361,31 @@ def test_load_that_failed_starts_no_further_step() -> None:
         assert [late] == net.moving
         late.land()
         assert ["failed"] == ended([load], producer, consumer)
+
+
+# Earlier deadlines pass before the producer writes anything.
+@pytest.mark.parametrize("timeout", range(7, 40))
+def test_load_that_follows_fails_alone_wherever_its_deadline_falls(timeout: int) -> None:
+    """The time advances at each call of the clock, so the deadline falls between any two calls.
+
+    The consumer has the first tokens cached, so the steps of these tokens end at once.
+    """
+    times = itertools.count()
+    with (
+        FakeNixl(),
+        Side("P", engine(1), polled=False) as producer,
+        Side(
+            "D", engine(1), polled=True, heartbeat=5.0, clock=lambda: float(next(times))
+        ) as consumer,
+    ):
+        consumer.connect(producer)
+        prefill = Prefill(producer, request(tokens=14, cached=8), new_remote_id("r"))
+        (load,) = follow(consumer, prefill, timeout=float(timeout))
+        prefill.compute(8, *LAYERS)
+        some((producer, consumer), 3)
+        prefill.compute(14, *LAYERS)
+        (state,) = ended([load], producer, consumer)
+        assert state == "done" or (load.error is not None and load.error.state == "timeout")
 
 
 def test_load_that_follows_fails_when_its_producer_is_connected_again() -> None:
