@@ -270,6 +270,11 @@ class Load(Progress):
         self._cancel(self)
 
     @property
+    def moves(self) -> bool:
+        """Whether data of this load is still to come: it is connected, and has not failed."""
+        return self.connected and self.state == "moving" and self.error is None
+
+    @property
     def progress(self) -> tuple[int, int]:
         """Bytes that have arrived, and bytes in all. (0, 0) until the producer is connected.
 

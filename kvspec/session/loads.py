@@ -77,7 +77,7 @@ from kvspec.wire.messages import (
 
 log = logging.getLogger(__name__)
 TURN = 0.02  # Seconds that one poll spends on small transfers, and again on large ones.
-# A transfer is large if it has several batches. While a load without a large transfer is open, each
+# A transfer is large if it has several batches. While a load without a large transfer moves, each
 # poll posts only one batch of one large transfer. A small load needs about three polls, so it waits
 # for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
 # than the load.
@@ -362,9 +362,9 @@ class Loads:
                 long = isinstance(flight, Transfer) and len(flight.batches) > 1
                 (large if long else small).append((load, step))
         self._small = self._poll(small, self._small, end)
-        # If any load has no large transfer, it waits for something short. Give it time.
-        now = time.monotonic()
-        if self.loads.keys() - {load.request.request_id for load, _ in large}:
+        # A load that moves without a large transfer waits for something short. Give it time.
+        now, slow = time.monotonic(), {load for load, _ in large}
+        if any(load.moves and load not in slow for load in self.loads.values()):
             self._quiet = now + QUIET
         share = 0.0 if now < self._quiet else TURN
         self._large = self._poll(large, self._large, now + share)

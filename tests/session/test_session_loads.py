@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import attrs
@@ -21,8 +22,8 @@ from two_engines import (
 )
 
 from kvspec.errors import SpecError
-from kvspec.nixl import Staging
-from kvspec.session import Load, new_remote_id
+from kvspec.nixl import Staging, merging
+from kvspec.session import Load, loads, new_remote_id
 from kvspec.testing import FakeNixl
 
 
@@ -221,3 +222,37 @@ def test_on_progress_that_raises_is_not_called_again(
     # Only the session that the call is inside of refuses it.
     assert 1 == sum("on_progress" in record.message for record in caplog.records)
     assert len(calls) >= len(loads)
+
+
+@pytest.mark.parametrize("rest", ["nothing", "a cancelled load", "a load that waits"])
+def test_large_load_has_whole_turns_unless_another_load_moves(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch, rest: str
+) -> None:
+    """A cancelled load whose producer is silent repeats its last message, and needs no turns."""
+    monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 2)
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("Q", engine(1), polled=False) as silent,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        session = consumer.first
+        for side in (producer, silent):
+            session.connect(side.introductions)
+        given: dict[str, Any] = {"timeout": 9.0, "engine_id": "Q", "follow": True}
+        blocks = {"full": [7], "window": [7]}
+        if rest != "nothing":
+            small = session.load(
+                request("s", 4, consumer_blocks=blocks), remote_id=new_remote_id("s"), **given
+            )
+            if rest == "a cancelled load":
+                small.cancel()
+                assert "failed" == small.state
+        wait = time.monotonic() + 2 * loads.QUIET
+        while time.monotonic() < wait:
+            session.poll()
+        remote_id = new_remote_id("r")
+        producer.hold(remote_id)
+        load = session.load(request(), remote_id=remote_id, engine_id="P", timeout=9.0)
+        session.poll()
+        moved, total = load.progress
+        assert (moved == total) == (rest != "a load that waits")
