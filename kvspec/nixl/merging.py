@@ -24,15 +24,14 @@ How it works:
     The result moves the same bytes as `pair` of the same ids. `select` has already checked that no
     byte is written twice, so a wrong estimate below costs time, and never bytes.
 
-    A selection has parts. Each part moves the same tiles of several runs of blocks. NIXL joins
-    tiles of one row, so one run shows what it posts for all runs of a part. Three facts are left to
-    find:
+    A selection has parts. Each part moves the same tiles of several runs of blocks, so NIXL joins
+    the same tiles in each run whose tiles touch. Three facts are left to find:
 
     1. Does it pay to merge descriptors across rows? Then the answer is None, and `pair` looks at
        each id. One part of plain rows has next to nothing to merge: NIXL joins its tiles of one run
        that touch.
-       Of other selections, a sample is merged. Small ones are their own sample, so the answer is
-       exact. Of a large one, the sample is the first tiles of the first bunch of each part. A bunch
+       Other small selections are merged, and the result is used if it pays. Of a large one, a
+       sample is merged: the first tiles of the first bunch of each part. A bunch
        is a set of runs that interleave in memory, for example the layers of one block. All bunches
        of a part look alike, and descriptors of two bunches do not touch.
 
@@ -40,7 +39,7 @@ How it works:
            memory      A1 A2 . A1 A2 . A1 A2   B3 B4 . B3 B4 . B3 B4
            sample      A1 A2 . A1 A2
 
-    2. How many descriptors does NIXL post? `RowSet.next_ids` counts them for one run.
+    2. How many descriptors does NIXL post? `RowSet.posted` counts them.
     3. Where are the ids cut into handles? Between runs, if the selection exceeds one handle
        (`_cut`). NIXL never joins ids of two runs, so such a cut costs nothing.
 """
@@ -81,7 +80,7 @@ LIMIT = 1.15
 # each posted descriptor costs 1.5 to 3 us. So 16 is near the break-even. Sparing 16 of 32 runs
 # loses a little: 184 us instead of 169. Sparing 64 of 128 saves time: 274 us instead of 330.
 SPARED = 16
-# To post a descriptor takes as long as to pair so many ids: 1.5 to 3 us, and 0.1 us each. A request
+# Posting a descriptor takes 1.5 to 3 us, and pairing an id 0.1 us: about 20 ids for a post. A request
 # of 10,080 ids in order has 160 runs twice: once in whole blocks, once in the end of the last one.
 # Merging them would spare 0.4 ms of NIXL's time and take 0.8 ms.
 IDS_FOR_A_POST = 20
@@ -371,7 +370,13 @@ def pair_selection(
     """
     parts, count, nbytes = selection.parts, len(selection[own]), 0
     alone = len(parts) == 1 and parts[0][0].rows.plain  # Nothing merges across rows.
-    if not parts or (not alone and _merging_pays(selection, local, remote, own, destination)):
+    if not parts:
+        return None
+    if not alone and count <= SAMPLE:
+        merged = pair(local, selection[own], remote, selection[1 - own], destination)
+        if merged.joined is not None:
+            return merged
+    elif not alone and _merging_pays(selection, local, remote, own, destination):
         return None
     for entry, tiles in parts:
         size = entry.rows.size
@@ -402,15 +407,14 @@ def _firsts(picked: Picked) -> Ints:
 def _merging_pays(
     selection: Selection, local: StridedRows, remote: StridedRows, own: int, destination: str
 ) -> bool:
-    """Whether a merge across rows would spare enough descriptors. An estimate, if there are many.
+    """Estimate whether a merge across rows of a large selection would spare enough descriptors.
 
-    The first tiles of the first bunch of each part are paired by id, all of them if they are few.
+    The first tiles of the first bunch of each part are paired by id.
     """
     parts, total = selection.parts, len(selection[own])
-    whole = total <= SAMPLE
-    if not whole and all(entry.rows.plain for entry, _ in parts):
-        # NIXL joins nearly all that touches within a part. So each merge across rows takes a
-        # descriptor of another part than the largest, and each of these is merged twice at most.
+    if all(entry.rows.plain for entry, _ in parts):
+        # NIXL joins nearly all that touches within a part. A descriptor of the largest part merges
+        # only with those of other parts. Each of these has two neighbours, so it spares two at most.
         each = [entry.rows.posted(tiles) for entry, tiles in parts]
         spared = 2 * (sum(each) - max(each))
         worth = spared * IDS_FOR_A_POST > total
@@ -418,17 +422,13 @@ def _merging_pays(
             return False
     posted, sample = 0, list[Ids]()
     for entry, tiles in parts:
-        runs, count = len(entry.rows), len(tiles)
-        if not whole:
-            runs = entry.bunch
-            count = min(count, max(1, SAMPLE // (runs * len(parts))))
+        runs = entry.bunch
+        count = min(len(tiles), max(1, SAMPLE // (runs * len(parts))))
         posted += runs * int(np.count_nonzero(_firsts((entry, tiles)) < count))
         ids = entry.starts[:, :runs] + tiles.ids[:, None, :count].astype(np.int32)
         sample.append(ids.reshape(2, -1))
     ids = np.concatenate(sample, axis=1)
     merged = pair(local, ids[own], remote, ids[1 - own], destination)
-    if whole:
-        return merged.joined is not None
     # `pair` looks at each id, so the time of the spared descriptors must be worth that.
     spared = posted - merged.runs
     return posted > LIMIT * merged.runs and spared * IDS_FOR_A_POST > ids.shape[1]

@@ -43,8 +43,8 @@ from kvspec.wire.seal import Secret
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# A polled rank reads one byte of each new peer into a byte of its own. So many connections can be
-# tested at once.
+# A polled rank reads one byte of each new peer. Each read has a byte of its own here, because two
+# transfers may not write one byte. So many connections can be tested at once.
 PROBES = 4096
 OPERATIONS = "READ", "WRITE"
 SIDES = "tuples (local list, local ids, remote list, remote ids)"
@@ -220,10 +220,12 @@ class NixlRank:
             The name of the peer.
 
         Raises:
+            SpecError: If *timeout* is wrong.
             WireError: If *metadata* is damaged or was sealed with another secret.
             TransferError: With state "stale_peer" if another agent with this name is connected. A
                 polled rank also raises the errors of `read`.
         """
+        timeout = seconds("timeout", timeout)
         peer = opened(metadata, self.secret.key)
         if peer.name == self.name:
             message = f"{peer.name!r} is this rank's own name: connect with another rank's metadata"
@@ -255,7 +257,8 @@ class NixlRank:
         descriptor, which NIXL keeps until the agent is destroyed.
 
         Raises:
-            TransferError: With state "busy" while a transfer with the peer is not over.
+            TransferError: With state "busy" while a transfer with the peer is not over, or
+                "stale_peer" if *peer* is not connected.
         """
         with self._agent.lock:
             self._agent.check_open()
@@ -265,7 +268,7 @@ class NixlRank:
             for prepared in self._lists[peer]:
                 prepared.release()
             del self._lists[peer]
-            self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
+            self._forget(peer)
 
     def prepare(
         self, rows: NDArray[np.uint64], memory_type: str = "DRAM", peer: str | None = None
@@ -322,7 +325,7 @@ class NixlRank:
             remote: Source, a list of the peer.
             remote_ids: Ids of *remote*, as many as *local_ids*. None for a `Selection`.
             request: Name of the request, for errors.
-            timeout: Seconds from now until the transfer fails.
+            timeout: Seconds from now. A later poll fails the transfer.
 
         Returns:
             The transfer.
@@ -400,7 +403,7 @@ class NixlRank:
         """Return (peer, payload) of all notifications that arrived, in order for each peer.
 
         Only notifications of connected peers are returned. Those of other senders are kept until
-        this rank connects to the sender, up to 4,096 of them and 4 MiB.
+        this rank connects to the sender, up to 4,096 of them and 4 MiB. The others are lost.
         """
         with self._agent.lock:
             arrived, early, size = list[tuple[str, bytes]](), list[tuple[str, bytes]](), 0
@@ -411,17 +414,18 @@ class NixlRank:
             for sender, payload in self._early + new:
                 if sender in self._lists and payload != HELLO:
                     arrived.append((sender, payload))
-                elif payload != HELLO and len(early) < MAX_KEPT:
-                    size += len(payload)
-                    early += [(sender, payload)] * (size <= MAX_KEPT_BYTES)
+                elif payload != HELLO and size + len(payload) <= MAX_KEPT_BYTES:
+                    if len(early) < MAX_KEPT:
+                        early.append((sender, payload))
+                        size += len(payload)
             self._early = early
             return arrived
 
     def close(self, drain: float = 1.0) -> None:
         """Release everything in the order that NIXL needs. In a forked child, do nothing.
 
-        Transfers in flight have *drain* seconds to end. If they do not, the agent is destroyed,
-        which stops them. Over TCP, that can crash the process of a peer inside UCX. The death of
+        All unfinished transfers fail with the state "closed" at once. Their posted handles have
+        *drain* seconds to end. If they do not, the agent is destroyed, which stops them. Over TCP, that can crash the process of a peer inside UCX. The death of
         this process can do so too. RDMA was not tested.
         """
         limit = seconds("drain", drain)
@@ -455,10 +459,13 @@ class NixlRank:
             for prepared in lists:
                 prepared.release()
         for peer in self.peers:
-            # NIXL has forgotten a dead peer already.
-            with contextlib.suppress(TransferError):
-                self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
+            self._forget(peer)
         self._agent.deregister()
+
+    def _forget(self, peer: str) -> None:
+        """Let NIXL forget *peer*. It has forgotten a dead peer already."""
+        with contextlib.suppress(TransferError):
+            self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
 
     def _check_connected(self, peer: str) -> None:
         """Raise `TransferError` "stale_peer" if *peer* is not connected."""
@@ -472,17 +479,19 @@ class NixlRank:
         NIXL's `make_connection` does not connect anything, so a transfer has to.
         """
         first = np.zeros(1, np.int32)
-        local = self.prepare(row_of_one(self._probe.ctypes.data + next(self._probes)))
-        remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
-        transfer = None
-        try:
-            transfer = self.read(local, first, remote, first, request="connect", timeout=timeout)
-            transfer.wait()
-        finally:
-            if transfer is not None:  # After an interrupt, no other call polls it.
+        with contextlib.ExitStack() as stack:
+            local = self.prepare(row_of_one(self._probe.ctypes.data + next(self._probes)))
+            stack.callback(local.release)
+            remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
+            stack.callback(remote.release)
+            stack.callback(self._stop_probe, local)
+            self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
+
+    def _stop_probe(self, local: Prepared) -> None:
+        """Stop the read of `_knock` if an interrupt has left it. No other call polls it."""
+        for transfer in self._in_flight:
+            if transfer.local is local:
                 transfer.stop("the connection was not established", TransferState.STOPPED)
-            local.release()
-            remote.release()
 
 
 # Weak references: a rank that the caller drops without `close` must disappear with its agent.

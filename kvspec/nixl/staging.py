@@ -37,7 +37,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, positive_int
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.agent import Agent, Prepared
@@ -244,5 +244,10 @@ class Stage:
     def _copy(self, batch: Batch, base: int) -> None:
         memory = self.buffer.memory
         place = memory.memory_type, memory.device
-        for moves in batch.moves():
-            copy_runs(base, moves, inward=self.inward, place=place, scratch=self.buffer.scratch)
+        try:
+            for moves in batch.moves():
+                copy_runs(base, moves, inward=self.inward, place=place, scratch=self.buffer.scratch)
+        # torch raises RuntimeError if the memory of the GPU is exhausted.
+        except (MemoryError, RuntimeError) as error:
+            message = f"the copy between a slot and the cache failed: {error}"
+            raise TransferError(message, state=TransferState.STOPPED) from error

@@ -24,7 +24,7 @@ from kvspec.nixl.merging import Operation, Sides, Spans, checked_pairs
 from kvspec.nixl.ranges import Batch
 from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
 
-IN_FLIGHT = 16  # Handles posted at once. A list of any length makes few.
+IN_FLIGHT = 16  # Handles that one transfer has posted at once. A list of any length makes few.
 TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
 # Seconds between two polls. Spinning is slower, because it takes the core from NIXL's threads.
 FIRST_WAIT, LAST_WAIT = 20e-6, 2e-3
@@ -132,8 +132,8 @@ class Transfer:
         ended.
 
         Args:
-            turn: A call posts until 16 handles are in flight. If a post finishes at once, the call
-                also stops after *turn* seconds. One post takes up to 3 ms. The default is 10 ms
+            turn: A call posts until 16 handles are in flight. After a post that finished at once, it
+                stops if *turn* seconds are over. One post takes up to 3 ms. The default is 10 ms
                 for a staged transfer. Else it is 0: the call stops after the first such post.
 
         Raises:
@@ -167,7 +167,8 @@ class Transfer:
     def step(self, turn: float | None = None) -> bool:
         """Release finished handles, post more, and keep an error. Return whether a handle ended.
 
-        Checks the deadline. After a failure, handles are released as soon as they end.
+        Checks the deadline. After a failure, handles are released as soon as they end, and the
+        result is whether none is left.
         """
         if self.error is not None or not (self._in_flight or self._pending):
             return not self._in_flight or self.reap()
@@ -306,7 +307,7 @@ class InFlightTransfers:
         self._busy: BusyRanges[Transfer] = BusyRanges()
 
     def __iter__(self) -> Iterator[Transfer]:
-        """Yield the transfers that are not over."""
+        """Yield the transfers that are not over, as far as they were polled."""
         return (transfer for transfer in self._known if not transfer.over)
 
     def start(
@@ -326,7 +327,8 @@ class InFlightTransfers:
             moving = self.reap() if self._known else ()
             every = (*moving, *started)
             try:
-                # The ranges of a transfer take time to compute, so one that is alone claims none.
+                # The ranges of a transfer take time to compute. So a transfer that is alone claims
+                # none until a second one starts.
                 for transfer in every if len(every) > 1 else ():
                     if not transfer.claimed:
                         self._claim(transfer, started)

@@ -87,9 +87,13 @@ def test_pairs_by_tile_equal_pairs_by_id(case: Case) -> None:
             found, expected = both(table, case.request, target)  # type: ignore[arg-type]
             if found is None:
                 continue
-            assert (expected.nbytes, expected.runs) == (found.nbytes, found.runs)
-            assert None is expected.joined
-            assert moved(expected) == moved(found)
+            assert (expected.nbytes, moved(expected)) == (found.nbytes, moved(found))
+            if found.joined is not None:  # Merged across rows: paired by id, too.
+                assert all(map(np.array_equal, expected.joined or (), found.joined))
+                continue
+            # Of a large selection only a sample is merged, so it may miss a few joins.
+            large = len(found.local_ids) > merging.SAMPLE
+            assert expected.runs == found.runs or (large and expected.joined is not None)
             assert found.runs == posted(rows_of(table), found)
             ends = [0, *(batch.stop for batch in found.batches)]
             assert [slice(*each) for each in pairwise(ends)] == [*found.batches]

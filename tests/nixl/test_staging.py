@@ -188,6 +188,30 @@ def test_interrupted_copy_from_a_slot_is_repeated(
     assert pair.right(ONE)
 
 
+@pytest.mark.parametrize("operation", ["READ", "WRITE"])
+def test_copy_that_fails_ends_its_transfer_alone(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch, operation: Operation
+) -> None:
+    """torch raises `RuntimeError` if the memory of a GPU is exhausted."""
+    pair = Pair()
+
+    def refuse(*_: object, **__: object) -> None:
+        message = "out of memory"
+        raise RuntimeError(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "copy_runs", refuse)
+        transfer = pair.move(ONE, operation)
+        with pytest.raises(TransferError) as caught:
+            transfer.wait()
+    assert "stopped" == caught.value.state
+    assert "out of memory" in str(caught.value)
+    assert (True, 0) == (transfer.over, transfer.live_handles)
+    pair.move(ONE, operation).wait()
+    assert pair.right(ONE)
+    assert (operation == "READ") == pair.remote[: len(ONE) * RUN].any()  # The near side was zero.
+
+
 def test_close_deregisters_the_buffer(net: FakeNixl) -> None:
     """The buffer is one registration of the rank."""
     pair = Pair(telemetry=True)
