@@ -37,9 +37,9 @@ def new_memories(registered: Sequence[Memory], memories: Iterable[Memory]) -> tu
 
 def _checked(field: str, memory: object) -> Memory:
     checked = instance(field, memory, Memory)
-    for name, least in (("address", 1), ("length", 1), ("device", 0)):
-        most = ID_END - 1 if name == "device" else checked.end
-        positive_int(f"{field}.{name}", getattr(checked, name), least=least, most=most)
+    positive_int(f"{field}.address", checked.address)
+    positive_int(f"{field}.length", checked.length)
+    positive_int(f"{field}.device", checked.device, least=0, most=ID_END - 1)
     return checked
 
 

@@ -33,7 +33,7 @@ from kvspec.inputs import flag, mapping, seconds
 from kvspec.memory.region import Memory, check_memory_type
 from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.memory import new_memories
-from kvspec.nixl.merging import Operation, Sides
+from kvspec.nixl.merging import OPERATIONS, Operation, Sides
 from kvspec.nixl.peers import Envelope, name_of, opened, secret_of
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging import Buffers, Staging
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 # A polled rank reads one byte of each new peer. Each read has a byte of its own here, because two
 # transfers may not write one byte. So many connections can be tested at once.
 PROBES = 4096
-OPERATIONS = "READ", "WRITE"
 SIDES = "tuples (local list, local ids, remote list, remote ids)"
 MAX_NOTIFICATION = 64 << 10  # Bytes. Sending a longer one blocks the sender noticeably.
 # Notifications of unknown senders that are kept until they are connected, and their bytes.
@@ -414,10 +413,12 @@ class NixlRank:
             for sender, payload in self._early + new:
                 if sender in self._lists and payload != HELLO:
                     arrived.append((sender, payload))
-                elif payload != HELLO and size + len(payload) <= MAX_KEPT_BYTES:
-                    if len(early) < MAX_KEPT:
+                elif payload != HELLO:
+                    size += len(payload)
+                    if len(early) < MAX_KEPT and size <= MAX_KEPT_BYTES:
                         early.append((sender, payload))
-                        size += len(payload)
+                    else:
+                        size -= len(payload)  # Smaller ones may still fit.
             self._early = early
             return arrived
 
@@ -425,8 +426,9 @@ class NixlRank:
         """Release everything in the order that NIXL needs. In a forked child, do nothing.
 
         All unfinished transfers fail with the state "closed" at once. Their posted handles have
-        *drain* seconds to end. If they do not, the agent is destroyed, which stops them. Over TCP, that can crash the process of a peer inside UCX. The death of
-        this process can do so too. RDMA was not tested.
+        *drain* seconds to end. If they do not, the agent is destroyed, which stops them. Over TCP,
+        that can crash the process of a peer inside UCX. The death of this process can do so too.
+        RDMA was not tested.
         """
         limit = seconds("drain", drain)
         if self._agent.forked:

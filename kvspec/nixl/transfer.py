@@ -132,9 +132,9 @@ class Transfer:
         ended.
 
         Args:
-            turn: A call posts until 16 handles are in flight. After a post that finished at once, it
-                stops if *turn* seconds are over. One post takes up to 3 ms. The default is 10 ms
-                for a staged transfer. Else it is 0: the call stops after the first such post.
+            turn: A call posts until 16 handles are in flight. After a post that finished at once,
+                it stops if *turn* seconds are over. One post takes up to 3 ms. The default is 10
+                ms for a staged transfer. Else it is 0: the call stops after the first such post.
 
         Raises:
             TransferError: If the transfer failed, or its deadline is over.

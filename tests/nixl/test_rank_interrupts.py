@@ -103,6 +103,32 @@ def test_interrupted_start_leaves_no_bytes_busy(
     assert 2 == ranks.near.stats().transfers
 
 
+def test_interrupted_connect_leaves_nothing_in_flight(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read that shows whether the peer answers was posted, and its caller has no object."""
+    far, near = NixlRank(secret=b""), NixlRank(secret=b"", polled=True)
+    net.fate = keep
+    with monkeypatch.context() as patch:
+        patch.setattr(InFlightTransfers, "start", interrupting(InFlightTransfers.start))
+        with pytest.raises(KeyboardInterrupt):
+            near.connect(far.metadata())
+    (probe,) = net.moving
+    probe.land()
+    assert (0, 0) == (len(near.transfers), near.stats().lists)
+    near.disconnect(far.name)
+
+
+def test_rank_disconnects_a_peer_that_has_died(net: FakeNixl) -> None:
+    """NIXL has forgotten the peer, and raises if it must forget it again."""
+    ranks = Ranks()
+    (peer,) = ranks.near.peers
+    net.kill(peer)
+    ranks.near._agent.call("disconnect", "invalidateRemoteMD", peer)
+    ranks.near.disconnect(peer)
+    assert () == ranks.near.peers
+
+
 def test_interrupted_close_stops_the_bytes(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer is over only when no byte of it can move."""
     ranks, net.fate = Ranks(), keep

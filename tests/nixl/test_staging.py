@@ -192,7 +192,7 @@ def test_interrupted_copy_from_a_slot_is_repeated(
 def test_copy_that_fails_ends_its_transfer_alone(
     net: FakeNixl, monkeypatch: pytest.MonkeyPatch, operation: Operation
 ) -> None:
-    """torch raises `RuntimeError` if the memory of a GPU is exhausted."""
+    """If the memory of a GPU is exhausted, torch raises `RuntimeError`."""
     pair = Pair()
 
     def refuse(*_: object, **__: object) -> None:

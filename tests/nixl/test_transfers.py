@@ -221,7 +221,7 @@ def test_notifications_of_unknown_peers_have_a_limit_of_bytes(
         near.connect(far.metadata())
         near.notify(far.name, bytes(9_999))
         near.notify(far.name, b"yy")
-        far.connect(near.metadata())  # Its hello is the last message, so the others have arrived.
-        arrived: list[tuple[str, bytes]] = []
-        until(lambda: arrived.extend(far.notifications()) or arrived)
-        assert (near.name, bytes(9_999)) == arrived[0]
+        near.notify(far.name, b"z")
+        until(lambda: far.notifications() or far.stats().notifications == 2)
+        far.connect(near.metadata())
+        assert [(near.name, bytes(9_999)), (near.name, b"z")] == far.notifications()

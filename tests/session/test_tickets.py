@@ -103,7 +103,9 @@ ANYTHING = st.recursive(
     | st.sampled_from([10**400, -(10**400), 1 << 63, -(1 << 63)])
     | st.floats()
     | st.text(st.characters(exclude_categories=())),
-    lambda some: st.lists(some, max_size=3) | st.dictionaries(st.text(max_size=9), some, max_size=3),
+    lambda some: (
+        st.lists(some, max_size=3) | st.dictionaries(st.text(max_size=9), some, max_size=3)
+    ),
     max_leaves=6,
 )
 
