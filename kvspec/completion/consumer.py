@@ -75,8 +75,8 @@ Name = tuple[Key, int, str, int]
 class LoadOptions:
     """The options of `Session.load`, which documents them.
 
-    If the load does not follow, all data is written already. If another attempt follows (*again*),
-    a failure is not sent.
+    A load that reads without *follow* expects all data to be written already. If another attempt
+    follows (*again*), a failure is not sent.
     """
 
     pushed: bool = False
@@ -191,8 +191,9 @@ class OpenLoad(Record, eq=False):
         unverified: Whether data moves that was not compared yet, but must be.
         waiting: The producer ranks that have not sent their last answer, with the number of readers
             that each must expect.
-        asked: Numbers of this load's open questions. All loads share one counter, so the range may
-            contain numbers of other loads. An answer also contains the name of its load.
+        asked: Numbers of the questions whose answers count, from the first to the newest. All loads
+            share one counter, so the range may contain numbers of other loads. An answer also
+            contains the name of its load.
         next_message: When the next message is due.
     """
 

@@ -151,8 +151,7 @@ class HeldRequest(Record, eq=False):
         expires: End of the lease. If the request is not held: when it is forgotten.
         latest: The latest possible end of its lease.
         state: State of `kvspec.completion.states.PRODUCER`.
-        fenced_until: Until when it must be remembered although it is unknown, because a reader
-            gave up a push of it.
+        kept_until: Until when an unknown request is remembered, because a reader sent `stop`.
         disputed: Whether readers disagreed.
         incarnations: Incarnations of reading engines, by name and epoch.
         readers: The readers that have come.
@@ -167,7 +166,7 @@ class HeldRequest(Record, eq=False):
     expires: float
     latest: float
     state: str = "unknown"
-    fenced_until: float = 0.0
+    kept_until: float = 0.0
     disputed: bool = False
     incarnations: dict[tuple[str, int], Incarnation] = msgspec.field(default_factory=dict)
     readers: dict[RankAddress, HeldReader] = msgspec.field(default_factory=dict)
@@ -198,7 +197,7 @@ class HeldRequest(Record, eq=False):
 
     def pinned(self, now: float) -> bool:
         """Return whether a push requires that the request is remembered."""
-        return self.fenced_until > now or any(push.in_flight for push in self.pushes.values())
+        return self.kept_until > now or any(push.in_flight for push in self.pushes.values())
 
     def push(self, target: Target) -> PushState:
         """Return the push to a reader. Its state is "new" if there was none."""
@@ -324,7 +323,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
         request.expires = self._now + first
         request.latest = self._now + max(self.longest, self.lease, first)
-        request.fenced_until = 0.0
+        request.kept_until = 0.0
         request.blocks = blocks or {}
         self._count("held", 1)
         actions += self._step(request, "admit")
@@ -504,7 +503,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self._count("early", old is None)
         if old is None or (message.attempt, message.number) > (old.attempt, old.number):
             self._put(request.early, message.by, message)
-        # A record that is kept for a push may live long. Still answer the reader within one lease.
+        # A request that is unknown may be remembered for long because of a push. Its early messages
+        # are still answered within one lease.
         request.expires = min(request.expires, self._now + self.lease)
         return []
 
@@ -539,11 +539,15 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     ) -> list[HoldAction]:
         """Answer that nothing is held. Without *message*, answer all early messages."""
         if message is None:
-            request.expires = max(request.fenced_until, self._now + self.lease)
             return [Tell(early.answer(Gone)) for early in self._early(request)]
         if before == "fenced":
             self._note(request, message, Gone)
         return [Tell(message.answer(Gone))]
+
+    def _remember(self, request: HeldRequest, _: None, __: str) -> list[HoldAction]:
+        """Keep the record for a push. Answer the early messages that nothing is held."""
+        request.expires = max(request.kept_until, self._now + self.lease)
+        return self._gone(request, None, "")
 
     def _repeat(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         reader = request.readers.get(message.by)
@@ -586,7 +590,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         push = PushState(row.state, pushed or push.pushed)
         self._put(request.pushes, target, push)
         if request.state == "unknown":
-            request.fenced_until = self._now + self.longest
+            request.kept_until = self._now + self.longest
         if row.action != "send":
             return []
         attempt, to = target

@@ -8,7 +8,8 @@ Time ends each state of a request or a load except *draining*. *draining* has no
 when no transfer can write. A push in flight lasts until its transfers have ended. The producer
 remembers the request until its pushes have ended.
 
-The session sends `stop` and the messages about checksums. No row does.
+No row sends `stop` or the messages about checksums: the session does. It sends `stop` at each
+heartbeat while a pushed load is *draining*.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("unknown", "admit"): Row("held", "replay", "earlier messages count"),
     ("unknown", "time"): Row("forgotten", "gone", "it was never admitted: the data is void"),
     ("unknown", "pinned"): Row(
-        "unknown", "gone", "never admitted; remembered, because a reader gave a push up"
+        "unknown", "remember", "never admitted; remembered, because a reader gave a push up"
     ),
     ("held", "heartbeat"): Row("held", "lease", "a live reader gets more time, up to the longest"),
     ("held", "done"): Row("held", "valid", "held until now, so all data was valid"),
@@ -56,7 +57,7 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("freed", "time"): Row(
         "forgotten", "", "the request is unknown to later readers: they receive gone, too"
     ),
-    ("freed", "pinned"): Row("freed", "gone", "a write is in flight: its reader needs the end"),
+    ("freed", "pinned"): Row("freed", "remember", "a write is in flight: its reader needs the end"),
 }
 """The producer's transitions, by state and event.
 
@@ -112,11 +113,11 @@ CONSUMER: dict[tuple[str, str], Row] = {
 }
 """The consumer's transitions, by state and event.
 
-*connected* means that the producer is connected and the reads are posted. *whole* means that
-nothing is missing, and that the data was compared if it must be. *valid* means that every source
-answered `valid` after its last byte had arrived. *quiet* means that no step is open. *answered*
-means that every producer rank has answered. *time* means that the patience is over. A *fault* is an
-error, a deadline or a cancellation.
+*connected* means that the producer is connected and the reads, if any, are posted. *whole* means
+that nothing is missing, and that the data was compared if it must be. *valid* means that every
+source answered `valid` after its last byte had arrived. *quiet* means that no step is open.
+*answered* means that every producer rank has answered. *time* means that the patience is over. A
+*fault* is an error, a deadline or a cancellation.
 """
 
 PUBLIC = {

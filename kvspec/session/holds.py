@@ -9,14 +9,16 @@ How it works:
     returns. The life of a held request (docs/ledgers.md contains the whole table):
 
         unknown   A reader asked before `hold`. Its messages wait. One lease after the first
-                  message it receives `gone`.
+                  message it receives `gone`. If it sent `stop`, it receives `stopped` at once, and
+                  the record stays for `longest` seconds.
         held      `hold` was called. Heartbeats extend the lease, at most until `longest` seconds
                   after `hold`. A reader that sends `done` receives `valid`. `record_progress`
                   informs the readers that follow. `push` writes to readers. Checksum requests are
                   answered.
         fenced    `abort` was called. Readers receive `gone`, but they may still read, so the blocks
                   stay reserved. A `done` that was answered `valid` is answered so again when it is
-                  repeated. An abort only changes the answers.
+                  repeated. An abort only changes the answers to `heartbeat` and `done`: pushes,
+                  progress and checksums go on.
         freed     As many readers as expected have come and are done, or the lease is over, even
                   during a push. `settled` reports the request, and the blocks can be reused. Its
                   answers are remembered for one more lease, and while a push is in flight.

@@ -8,28 +8,29 @@ How it works:
 
         state       in this state                                    leaves it when
         ----------  -----------------------------------------------  ---------------------------
-        connecting  a producer named by a ticket is being connected  its reads are posted
+        connecting  its reads are not posted yet; the producer of a  its reads are posted
+                    ticket may still be connecting
         moving      data arrives; then checksums are compared;       all data has arrived, and
                     heartbeats keep the request held                 was compared if asked for
         verifying   the producers are asked whether the data was     each producer rank that was
                     valid                                            read has answered `valid`
-        done        the blocks may be used                           the last messages are over
+        done        the blocks may be used                           its `done` is answered
         draining    an error is known, but bytes may be in flight    no byte can move any more
-        failed      the blocks may be reused                         the last messages are over
+        failed      the blocks may be reused                         its `done` is answered
         forgotten   the request id may be used again
 
     The first four states are the good case. A fault leads from any of the first three to
     *draining*, and from there to *failed*: an error, a deadline, a cancellation, or the end of the
     session. If nothing is in flight, as before the producer is connected, *draining* ends at once.
-    In *draining* the load sends no heartbeats and has no deadline.
+    In *draining* the load sends no heartbeats and has no deadline. If it was pushed, it sends
+    `stop` again and again, until the producers have answered or are disconnected.
 
-    In *done* and *failed* the load repeats its last messages. They are over when every producer
-    rank has answered, or after `patience` seconds. Until then the request id stays taken. A load
-    sends no last messages if it fails with `again`.
+    In *done* and *failed* the load repeats its last messages, `done` to each producer rank, until
+    all have answered or `patience` seconds are over. Until then the request id stays taken. A load
+    sends none if it fails with `again`.
 
-    A load that fails before its producer is connected sends none either. If a ticket names the
-    producer, the session declines the request once that producer is connected, but not with
-    `again`.
+    A load that fails before its reads are posted sends none either. If a ticket names the producer,
+    the session declines the request once that producer is connected, but not with `again`.
 
     `Load.state` is "moving" in the first three states and in *draining*.
 
@@ -124,10 +125,15 @@ class Progress:
         return self._ended().__await__()
 
     def poll(self) -> LoadState:
-        """Make progress on the whole session, and return the state. Never raises.
+        """Make progress on the whole session, and return the state.
 
-        "done" and "failed" are final: no byte of this request moves any more. With an `error`, the
-        state stays "moving" while bytes in flight may still be written.
+        A failure is not raised: it is in `error`. "done" and "failed" are final: no byte of this
+        request moves any more. With an `error`, the state stays "moving" while bytes in flight may
+        still be written.
+
+        Raises:
+            TransferError: With state "busy" if a signal handler or a callback calls it inside of
+                another call of the session. With state "forked" in a forked process.
         """
         self._step(0.0)
         return self.state

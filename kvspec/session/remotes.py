@@ -72,6 +72,7 @@ How it works:
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -338,7 +339,7 @@ class Remotes:
         most: int,
     ) -> None:
         self._nixl, self._lock, self._messages, self._most = nixl, lock, messages, most
-        self._fetch, self._disconnect, self._poll = connect, disconnect, poll
+        self._connect, self._disconnect, self._poll = connect, disconnect, poll
         # One thread: a connection is then never opened while the same engine is disconnected.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-connect")
         self._connections: OrderedDict[str, Connection] = OrderedDict()
@@ -383,7 +384,7 @@ class Remotes:
         name, addresses = ticket.engine_id, ticket.addresses
         known = self._connections.get(name)
         if known is None or known.addresses != addresses or self._useless(known):
-            known = Connection(name, addresses, self._thread.submit(self._fetch, name, addresses))
+            known = Connection(name, addresses, self._thread.submit(self._connect, name, addresses))
             known.future.add_done_callback(lambda _: self._lock.inside or self._poll())
         self._connections[name] = known
         self._connections.move_to_end(name)
@@ -434,6 +435,7 @@ class Remotes:
 
         If *remote* was disconnected meanwhile, or anything else fails, no lane stays open.
         """
+        end = time.monotonic() + timeout
         try:
             for rank, table in remote.tables.items():
                 metadata = remote.ranks[rank].handshake.transport
@@ -441,7 +443,7 @@ class Remotes:
                 # Before the call: after an interrupt in it, `leave` must know the agent.
                 remote.agents.add(agent)
                 try:
-                    self._nixl.connect(metadata, timeout)
+                    self._nixl.connect(metadata, max(0.0, end - time.monotonic()))
                 except TransferError:
                     # The call has disconnected the agent, or the next connect waits for it again.
                     remote.agents.remove(agent)

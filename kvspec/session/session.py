@@ -178,9 +178,9 @@ class Session:
             TransferError: With state "timeout". Its `rank` is the address that did not answer.
         """
         with self._connecting.held:
-            most = seconds("timeout", timeout)
-            least = most if absent is None else seconds("absent", absent)
-            return self._messages.fetch(addresses, most, least, self.poll, self._lock)
+            answer = seconds("timeout", timeout)
+            absent = answer if absent is None else seconds("absent", absent)
+            return self._messages.fetch(addresses, answer, absent, self.poll, self._lock)
 
     def connect(
         self,
@@ -197,7 +197,8 @@ class Session:
         Args:
             introductions: Introductions of all ranks of the engine.
             role: Role of that engine for this rank.
-            timeout: Seconds to wait for the connections.
+            timeout: Seconds to wait for the connections. The call may first wait for another
+                `connect` or `fetch` of this session.
 
         Returns:
             The plan.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -289,3 +291,25 @@ def test_interrupted_call_leaves_nothing_of_an_engine(call: str, *, restarted: b
             assert place > 50
             return
     raise AssertionError("the call never ends")
+
+
+def test_connect_divides_its_time_among_the_ranks(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peers answer slowly, so less time is left for each next rank."""
+    left: list[float] = []
+    known = NixlRank.connect
+
+    def slow(rank: NixlRank, metadata: bytes, timeout: float) -> str:
+        left.append(timeout)
+        time.sleep(0.02)
+        return known(rank, metadata)
+
+    monkeypatch.setattr(NixlRank, "connect", slow)
+    with (
+        Side("P", engine(4, 4), polled=False) as producer,
+        Side("D", engine(1, 4), polled=False, heartbeat=0.05) as consumer,
+    ):
+        consumer.first.connect(producer.introductions, timeout=0.05)
+    assert 4 == len(left)
+    assert all(later <= max(0, before - 0.02) for before, later in pairwise(left))
