@@ -434,7 +434,10 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             return actions
         if isinstance(message, Lease):
             return actions
-        self._drop(load.waiting, rank)
+        # In *moving*, the question was a heartbeat. A producer that has aborted the request frees it
+        # when it receives `done`, so this rank still has to send it.
+        if load.state != "moving":
+            self._drop(load.waiting, rank)
         if source is not None and isinstance(message, Valid):
             # In *verifying*, only `done` is open. It was sent after the last byte had arrived.
             self._source(load, rank).valid |= load.state == "verifying"

@@ -225,6 +225,34 @@ def calm(seed: int, **ledgers: Any) -> World:
     return world
 
 
+def given_up(seed: int, **ledgers: Any) -> World:
+    """Abort and cancel some of three requests, in any order of steps. No message is lost."""
+    drawn = random.Random(seed)
+    world = World(drawn.choice(PLANS), **ledgers)
+    for number in range(3):
+        world.admit(drawn.randrange(4), partial=False, old=number)
+    for _ in range(300):
+        drawn.choices((
+            lambda: world.admit_rank(drawn.randrange(9)),
+            lambda: world.expect_rank(drawn.randrange(9), again=False, rejected=False),
+            lambda: world.start(drawn.randrange(50), 6),
+            lambda: world.finish(drawn.randrange(50), "done"),
+            lambda: world.deliver(drawn.randrange(50)),
+            lambda: world.abort(drawn.randrange(3)),
+            lambda: world.cancel(drawn.randrange(50)),
+        ), (9, 9, 9, 9, 9, 1, 1))[0]()  # fmt: skip
+        world.advance(0.004)
+    world.end_at_once()
+    world.end()
+    return world
+
+
+def test_ledgers_free_a_request_that_was_given_up_before_its_lease_ends() -> None:
+    """The producer may still be read when it aborts, so its readers must inform it of their end."""
+    for seed in range(60):
+        given_up(seed)
+
+
 def test_ledgers_end_every_load_as_done_without_faults() -> None:
     """Every request is freed as done, whatever its plan and its cached tokens."""
     for seed in range(20):

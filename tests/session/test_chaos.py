@@ -156,7 +156,7 @@ FAULTS: dict[Mode | Literal["verify"], dict[Any, Promise]] = {
     },
     "push": {
         faults.outcome_is_sent_before_the_end: Promise.VALID,
-        faults.reader_that_gave_up_is_forgotten: Promise.OVER,
+        faults.reader_that_gave_up_is_forgotten: Promise.OWNED,
         faults.pushed_requests_are_not_compared: Promise.VALID,
         faults.first_push_answers_for_the_next: Promise.VALID,
     },

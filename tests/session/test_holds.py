@@ -93,6 +93,18 @@ def test_aborted_request_that_all_readers_acknowledged_is_not_done(
     assert ((), (), (remote_id,)) == (settled.done, settled.expired, settled.aborted)
 
 
+def test_aborted_request_is_free_when_its_readers_have_failed(pair: tuple[Side, Side]) -> None:
+    """Its reader learns of the abort while it waits. It sends `done`, before the lease ends."""
+    session, remote_id = only(pair[0]), new_remote_id("r")
+    session.hold(remote_id)
+    session.abort(remote_id)
+    (load,) = pair[1].load(request(), remote_id, follow=True)
+    until(lambda: load.state == "failed" and not session.held, *pair)
+    assert load.error is not None
+    assert "gone" == load.error.state
+    assert (remote_id,) == session.settled().aborted
+
+
 def test_request_can_be_retried_under_the_same_id(pair: tuple[Side, Side]) -> None:
     """A client aborts and retries: both holds exist until the first has ended."""
     session, first, again = only(pair[0]), new_remote_id("r"), new_remote_id("r")

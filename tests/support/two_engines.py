@@ -72,6 +72,7 @@ class Promise(enum.StrEnum):
     PUSHED = "a reader is sent the true outcome of a push when its bytes no longer move"
     FENCED = "a producer never writes to a reader that was sent `stopped`, and never twice"
     ANSWERED = "without faults every load is done and every request is freed as read"
+    PROMPT = "without lost messages, a request that was given up is freed when its readers end"
     ENDS = "every load ends"
     CLEAN = "nothing is left when everything has ended"
 
