@@ -434,8 +434,8 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             return actions
         if isinstance(message, Lease):
             return actions
-        # In *moving*, the question was a heartbeat. A producer that has aborted the request frees it
-        # when it receives `done`, so this rank still has to send it.
+        # In *moving*, the question was a heartbeat. A producer that has aborted the request frees
+        # it when it receives `done`, so this rank still has to send it.
         if load.state != "moving":
             self._drop(load.waiting, rank)
         if source is not None and isinstance(message, Valid):

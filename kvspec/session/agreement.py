@@ -14,8 +14,7 @@ How it works:
         of an older start of the rank                     ignored
         of a newer start of the rank                      replaces all earlier reports of the rank
         "moving" after "done" or "failed"                 ignored: it is late
-        "done" again                                      no effect
-        "failed" again                                    adds its undefined blocks
+        "done" or "failed" again                          adds its written blocks
         "failed" after "done", or the reverse             "failed" counts, to be safe
 """
 
@@ -23,13 +22,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 
 RankT = TypeVar("RankT")
 RankState = Literal["moving", "done", "failed"]
+
+
+class _Report(NamedTuple):
+    """The newest start of a rank, its state, and the blocks that it has written, by group."""
+
+    start: int = 0
+    state: RankState = "moving"
+    blocks: Mapping[str, set[int]] = {}
 
 
 class RankAgreement(Generic[RankT]):
@@ -45,20 +52,20 @@ class RankAgreement(Generic[RankT]):
         SpecError: If there are no ranks.
 
     >>> ranks = RankAgreement(["tp0", "tp1", "tp2"])
-    >>> ranks.report("tp0", "done")
-    >>> ranks.report("tp1", "failed", undefined_blocks={"full": (4, 5)})
+    >>> ranks.report("tp0", "done", written_blocks={"full": (4, 5)})
+    >>> ranks.report("tp1", "failed", error="the process of tp1 has ended")
     >>> ranks.state, ranks.to_cancel
     ('moving', ('tp2',))
-    >>> ranks.report("tp2", "failed", undefined_blocks={"full": (5, 6)})
-    >>> ranks.state, ranks.undefined_blocks
-    ('failed', {'full': (4, 5, 6)})
+    >>> ranks.report("tp2", "failed", written_blocks={"full": (5, 6)}, error="cancelled")
+    >>> ranks.state, ranks.undefined_blocks, ranks.error
+    ('failed', {'full': (4, 5, 6)}, 'the process of tp1 has ended')
     """
 
     def __init__(self, ranks: Iterable[RankT]) -> None:
-        # By rank: its newest start, its state, and its undefined blocks by group.
-        self._reports: dict[RankT, tuple[int, RankState, dict[str, set[int]]]] = {}
+        self._reports: dict[RankT, _Report] = {}
+        self._errors: dict[RankT, object] = {}  # In the order in which the ranks have failed.
         with contextlib.suppress(TypeError):  # No iterable, or a rank that cannot be hashed.
-            self._reports = {rank: (0, "moving", {}) for rank in ranks}
+            self._reports = dict.fromkeys(ranks, _Report())
         if not self._reports:
             raise SpecError("ranks", ranks, "at least one rank, each one hashable")
 
@@ -68,7 +75,8 @@ class RankAgreement(Generic[RankT]):
         state: RankState,
         *,
         start: int = 0,
-        undefined_blocks: Mapping[str, Iterable[int]] | None = None,
+        written_blocks: Mapping[str, Iterable[int]] | None = None,
+        error: object = None,
     ) -> None:
         """Record what *rank* reports about its load.
 
@@ -77,7 +85,8 @@ class RankAgreement(Generic[RankT]):
             state: `Load.state`: "moving", "done" or "failed".
             start: A number that grows each time the process of the rank starts. If it has grown,
                 the earlier reports of the rank no longer count: its memory is gone.
-            undefined_blocks: `Load.undefined_blocks`, block ids by group.
+            written_blocks: `Load.written_blocks`, block ids by group.
+            error: `Load.error`, or its text.
 
         Raises:
             SpecError: If the engine does not have *rank*, *state* is unknown, or *start* is not an
@@ -89,19 +98,19 @@ class RankAgreement(Generic[RankT]):
         if not isinstance(rank, Hashable) or rank not in self._reports:
             raise SpecError("rank", rank, f"one of the ranks {', '.join(map(str, self._reports))}")
         try:
-            undefined = {group: set(ids) for group, ids in (undefined_blocks or {}).items()}
-        except (AttributeError, TypeError) as error:
+            written = {group: {*ids} for group, ids in (written_blocks or {}).items()}
+        except (AttributeError, TypeError) as cause:
             wanted = "a mapping from groups to block ids"
-            raise SpecError("undefined_blocks", undefined_blocks, wanted) from error
-        newest, before, blocks = self._reports[rank]
-        if start > newest:
-            newest, before, blocks = start, "moving", dict[str, set[int]]()
-        if start == newest:
+            raise SpecError("written_blocks", written_blocks, wanted) from cause
+        known = self._reports[rank]
+        if start > known.start:
+            known = self._reports[rank] = _Report(start)
+            self._errors.pop(rank, None)
+        if start == known.start and state != "moving":
+            final: RankState = "failed" if "failed" in (state, known.state) else "done"
+            self._reports[rank] = _Report(start, final, _union((known.blocks, written)))
             if state == "failed":
-                for group, ids in undefined.items():
-                    blocks.setdefault(group, set()).update(ids)
-            final = before if before != "moving" and state != "failed" else state
-            self._reports[rank] = newest, final, blocks
+                self._errors.setdefault(rank, error)
 
     @property
     def state(self) -> RankState:
@@ -110,21 +119,36 @@ class RankAgreement(Generic[RankT]):
         "done": all ranks are done. "failed": a rank has failed, and no rank is moving any more, so
         that nothing can write the blocks. Otherwise "moving".
         """
-        states = {state for _, state, _ in self._reports.values()}
-        return "moving" if "moving" in states else "failed" if "failed" in states else "done"
+        states = {report.state for report in self._reports.values()}
+        return "moving" if "moving" in states else "failed" if self._errors else "done"
 
     @property
     def to_cancel(self) -> tuple[RankT, ...]:
         """The ranks that have to cancel their loads, because another rank has failed."""
-        states = {rank: state for rank, (_, state, _) in self._reports.items()}
-        failed = "failed" in states.values()
-        return tuple(rank for rank in states if failed and states[rank] == "moving")
+        moving = (rank for rank, report in self._reports.items() if report.state == "moving")
+        return tuple(moving) if self._errors else ()
 
     @property
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
-        """By group, the blocks whose contents are undefined on at least one rank, ascending."""
-        blocks: dict[str, set[int]] = {}
-        for _, _, found in self._reports.values():
-            for group, ids in found.items():
-                blocks.setdefault(group, set()).update(ids)
+        """By group, the blocks of a failed request that a rank may have written, ascending.
+
+        A rank that is done counts too: its bytes are right, and those of other ranks are missing.
+        """
+        blocks = _union(report.blocks for report in self._reports.values() if self._errors)
         return {group: tuple(sorted(ids)) for group, ids in sorted(blocks.items()) if ids}
+
+    @property
+    def error(self) -> object:
+        """What the rank that failed first reported as its error, or None.
+
+        The other ranks are often "cancelled" because of it.
+        """
+        return next(iter(self._errors.values()), None)
+
+
+def _union(some: Iterable[Mapping[str, set[int]]]) -> dict[str, set[int]]:
+    blocks: dict[str, set[int]] = {}
+    for found in some:
+        for group, ids in found.items():
+            blocks[group] = blocks.get(group, set()) | ids
+    return blocks

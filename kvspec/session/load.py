@@ -238,9 +238,10 @@ class Push(Progress):
 class Load(Progress):
     """A request that one consumer rank reads from its producer ranks. `Session.load` returns it.
 
+    `state` is "moving", "done" or "failed", and `error` is the `TransferError` of a failure.
     `complete_blocks` are the blocks that a prefix cache may contain, and `undefined_blocks` those
-    to compute again after a failure. `unwritten_ranges` are the bytes to set to zero before an
-    engine reads whole blocks.
+    whose contents a failed load has destroyed. `unwritten_ranges` are the bytes to set to zero
+    before an engine reads whole blocks.
     """
 
     way = "from"
@@ -338,9 +339,15 @@ class Load(Progress):
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
         """By group, the consumer's blocks whose contents are undefined, because the load failed.
 
-        It is empty if the load is done, or failed before any byte moved.
+        It is empty if the load is done, or failed before any byte moved: then the blocks contain
+        what they contained before. No token of a load that failed counts as loaded.
         """
-        if self.error is None or not self._touched:
+        return {} if self.error is None else self.written_blocks
+
+    @property
+    def written_blocks(self) -> dict[str, tuple[int, ...]]:
+        """By group, the consumer's blocks that may have changed. A `RankAgreement` needs them."""
+        if not self._touched:
             return {}
         return {group: tuple(sorted({*ids.tolist()})) for group, ids in self.blocks.items()}
 

@@ -383,6 +383,18 @@ class Session:
             self._wake()
         return push
 
+    def cancel(self, remote_id: str) -> None:
+        """Cancel the loads of a request, as `Load.cancel` does. If there are none, do nothing.
+
+        Raises:
+            SpecError: If *remote_id* is not from `new_remote_id`.
+        """
+        key = key_of(remote_id)
+        with self._lock.held:
+            for load in [load for load in self._loads.loads.values() if load.key == key]:
+                self._loads.cancel(load)
+            self._wake()
+
     def decline(
         self,
         remote_id: str | None = None,
@@ -500,7 +512,10 @@ class Session:
         """Give up a held request. Its readers receive `gone`.
 
         Its blocks are free when the readers have stopped, or the lease is over. Then `settled`
-        returns the request as aborted.
+        returns the request as aborted. If the request is not held any more, nothing happens.
+
+        Raises:
+            SpecError: If *remote_id* is not from `new_remote_id`.
         """
         with self._lock.held:
             self._holds.ledger.abort(key_of(remote_id), self._clock())

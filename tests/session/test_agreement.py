@@ -28,7 +28,7 @@ def agreed(reports: list[Report]) -> RankAgreement[str]:
     """Return an agreement that has received *reports*."""
     agreement = RankAgreement(RANKS)
     for rank, start, state, blocks in reports:
-        agreement.report(rank, state, start=start, undefined_blocks=blocks)
+        agreement.report(rank, state, start=start, written_blocks=blocks)
     return agreement
 
 
@@ -47,12 +47,12 @@ def model(reports: list[Report]) -> tuple[object, ...]:
         words[rank] = {report.state for report in newest}
         for report in newest:
             for group, ids in report.blocks.items():
-                if report.state == "failed" and ids:
+                if report.state != "moving" and ids:
                     blocks.setdefault(group, set()).update(ids)
     failed = any("failed" in word for word in words.values())
     moving = tuple(rank for rank, word in words.items() if not word & {"done", "failed"})
     state = "moving" if moving else "failed" if failed else "done"
-    found = {group: tuple(sorted(blocks[group])) for group in sorted(blocks)}
+    found = {group: tuple(sorted(blocks[group])) for group in sorted(blocks) if failed}
     return state, moving if failed else (), found
 
 
@@ -92,10 +92,31 @@ def test_agreement_is_done_after_the_last_rank() -> None:
 
 def test_agreement_fails_after_the_last_rank_has_stopped() -> None:
     """Until then its blocks may still be written."""
-    agreement = agreed([Report("tp0", 0, "failed", {"full": (3,)}), Report("tp1", 0, "done", {})])
+    blocks = {"full": (3,)}
+    agreement = agreed([Report("tp0", 0, "failed", blocks), Report("tp1", 0, "done", blocks)])
     assert ("moving", ("tp2",)) == (agreement.state, agreement.to_cancel)
-    agreement.report("tp2", "failed", undefined_blocks={"full": [1, 3]})
+    agreement.report("tp2", "failed", written_blocks={"full": [1, 3]})
     assert ("failed", (), {"full": (1, 3)}) == outcome(agreement)
+
+
+def test_blocks_of_a_rank_that_is_done_are_undefined_if_another_rank_fails() -> None:
+    """The rank has overwritten what a prefix cache may still name."""
+    agreement = RankAgreement(range(2))
+    agreement.report(0, "done", written_blocks={"full": [7]})
+    assert {} == agreement.undefined_blocks
+    agreement.report(1, "failed")
+    assert ("failed", (), {"full": (7,)}) == outcome(agreement)
+
+
+def test_agreement_keeps_the_error_of_the_rank_that_failed_first() -> None:
+    """A rank that restarts has no error any more."""
+    agreement = RankAgreement(range(3))
+    assert None is agreement.error
+    for rank, error in ((1, "peer_lost"), (2, "cancelled"), (1, "again"), (0, "late")):
+        agreement.report(rank, "failed", error=error)
+        assert "peer_lost" == agreement.error
+    agreement.report(1, "moving", start=1)
+    assert "cancelled" == agreement.error
 
 
 def test_rank_that_restarts_must_report_again() -> None:
@@ -119,8 +140,8 @@ def test_agreement_rejects_wrong_arguments() -> None:
         (None, {}, "ranks"),
         ([[]], {}, "ranks"),
         (RANKS, {"rank": [], "state": "done"}, "rank"),
-        (RANKS, {"state": "failed", "undefined_blocks": [1]}, "undefined_blocks"),
-        (RANKS, {"state": "failed", "undefined_blocks": {"full": None}}, "undefined_blocks"),
+        (RANKS, {"state": "failed", "written_blocks": [1]}, "written_blocks"),
+        (RANKS, {"state": "failed", "written_blocks": {"full": None}}, "written_blocks"),
     ):
         with pytest.raises(kvspec.SpecError) as caught:
             RankAgreement(ranks).report(**{"rank": "tp0", **report})

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import socket
 import threading
 from collections.abc import Iterator
@@ -245,6 +246,14 @@ def test_ticket_rejects_another_last_token_and_another_consumer() -> None:
         with pytest.raises(SpecError) as caught:
             ticket.check(*arguments)
         assert field == caught.value.field
+
+
+def test_ticket_and_its_request_survive_a_pickle() -> None:
+    """A scheduler sends them to its workers."""
+    ticket = held(**SAMPLED)
+    request_ = ticket.request("r", 14, BLOCKS)
+    again = pickle.loads(pickle.dumps((ticket, request_)))  # noqa: S301 - our own bytes
+    assert (ticket, request_) == again
 
 
 def test_request_of_a_ticket_has_the_tokens_that_move() -> None:
