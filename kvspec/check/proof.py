@@ -1,7 +1,8 @@
 """Prove the slicing of heads: try every pair of TP sizes and every number of heads up to a bound.
 
-Invariant: for every consumer rank, the slices tile its heads exactly once. Each slice comes from a
-rank that owns those heads. The numbers of readers of two replicas differ by at most one.
+Invariant: for every consumer rank, the slices tile its heads exactly once, in each virtual block.
+Each slice comes from a rank that owns those heads. The numbers of readers of two replicas differ
+by at most one. Under `stripe`, this holds for the numbers of virtual blocks that are read.
 
 How it works:
     For each triple (producer TP, consumer TP, heads) the proof gives the heads to the ranks one by
@@ -26,7 +27,6 @@ from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.replicas import (
-    POLICIES,
     ReplicaChooser,
     ReplicaPolicy,
     ReplicaPolicyName,
@@ -35,11 +35,13 @@ from kvspec.ownership.replicas import (
 )
 from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import UnitRange, consumer_unit_ranges
-from kvspec.ownership.stripes import times_held
 
 LOG = logging.getLogger(__name__)
 # The first head and the end of the heads of each rank.
 Owned = tuple[tuple[int, int], ...]
+# The producer rank of each virtual block that one consumer rank reads. After the last one, they
+# repeat.
+Sources = tuple[int, ...]
 
 # With both bounds the proof tries two billion consumer ranks, which takes one core about an hour.
 MAX_TP = MAX_HEADS = 256
@@ -179,58 +181,80 @@ def _fault(
     consumer: Sharding, producer: Sharding, wanted: Owned, held: Owned, chooser: ReplicaChooser
 ) -> str | None:
     """Return the first fault of one pair of TP sizes, or None."""
-    reads: dict[tuple[int, ...], list[int]] = {}
+    everybody = chooser.policy.candidates is None
+    # The sources of each reader, by the replicas that it chose from or by the heads that they own.
+    reads: dict[tuple[int, ...], list[Sources]] = {}
     for rank, (start, stop) in enumerate(wanted):
         reached = start
         unit_ranges = consumer_unit_ranges(consumer, producer, rank, chooser)
-        for source, first, end, stripe, replicas in _joined_stripes(unit_ranges):
+        for first, end, sources, replicas in _with_sources(unit_ranges):
             if first != reached or end <= first:
                 return f"rank {rank}: heads {reached}.. missing or double at {first}..{end - 1}"
             if end > stop:
                 over = f"heads {max(first, stop)}..{end - 1} read, although not its own"
                 return f"rank {rank}: {over}"
-            if not held[source][0] <= first < end <= held[source][1]:
-                return f"rank {rank}: producer {source} does not own heads {first}..{end - 1}"
-            if stripe.whole:
-                reads.setdefault(replicas, []).append(source)
+            for source in sources:
+                # Python would take a negative number as an index from the end.
+                if source < 0 or not held[source][0] <= first < end <= held[source][1]:
+                    return f"rank {rank}: producer {source} does not own heads {first}..{end - 1}"
+            reads.setdefault(held[sources[0]] if everybody else replicas, []).append(sources)
             reached = end
         if reached != stop:
             return f"rank {rank}: heads {reached}..{stop - 1} missing"
     if len(set(held)) == len(held):
         return None
-    return _unfair(held, reads, everybody=chooser.policy is POLICIES["spread"])
+    if everybody:
+        reads = {tuple(ranks): reads.get(own, []) for own, ranks in _owners(held).items()}
+    return _unfair(held, reads, striped=chooser.policy.striped)
 
 
-def _unfair(held: Owned, reads: dict[tuple[int, ...], list[int]], *, everybody: bool) -> str | None:
+def _owners(held: Owned) -> dict[tuple[int, int], list[int]]:
+    """Return the ranks that own the same heads, by heads."""
+    owners: dict[tuple[int, int], list[int]] = {}
+    for rank, own in enumerate(held):
+        owners.setdefault(own, []).append(rank)
+    return owners
+
+
+def _unfair(
+    held: Owned, reads: dict[tuple[int, ...], list[Sources]], *, striped: bool
+) -> str | None:
     """Return which replicas are read unevenly, or None.
 
-    The replicas are the ranks that the chooser chose from, or with *everybody* all ranks that own
-    the same heads.
+    *reads* has the sources of each reader, by replicas. If the policy is *striped*, the reads are
+    compared after each virtual block. After as many blocks as replicas, they repeat.
     """
-    if everybody:
-        sources_read = [rank for sources in reads.values() for rank in sources]
-        owners = {heads: [r for r, own in enumerate(held) if own == heads] for heads in set(held)}
-        reads = {tuple(ranks): [r for r in sources_read if r in ranks] for ranks in owners.values()}
-    for replicas, sources in reads.items():
-        counts = [sources.count(rank) for rank in replicas]
-        if max(counts) - min(counts) > 1:
-            return f"replicas of heads {held[replicas[0]]} are read {counts} times"
+    for replicas, readers in reads.items():
+        counts = dict.fromkeys(replicas, 0)
+        for block in range(len(replicas) if striped else 1):
+            for sources in readers:
+                source = sources[block % len(sources)]
+                counts[source] = counts.get(source, 0) + 1
+            if max(counts.values()) - min(counts.values()) > 1:
+                shown = list(counts.values())
+                return f"replicas of heads {held[replicas[0]]} are read {shown} times"
     return None
 
 
-def _joined_stripes(unit_ranges: list[UnitRange]) -> Iterable[UnitRange]:
-    """Return one range for each set of equal ranges, which differ only in their stripes.
+def _with_sources(
+    unit_ranges: list[UnitRange],
+) -> Iterable[tuple[int, int, Sources, tuple[int, ...]]]:
+    """Yield start, stop, sources and replicas of each set of equal ranges.
 
-    A set is left out unless its stripes together cover each virtual block exactly once. Then the
-    caller finds that its heads are missing.
+    The ranges of a set differ only in their stripes. A set is left out unless each virtual block
+    has exactly one source. Then the caller finds that its heads are missing.
     """
     if all(unit_range.stripe.whole for unit_range in unit_ranges):
-        return unit_ranges
+        for unit_range in unit_ranges:
+            yield unit_range.start, unit_range.stop, (unit_range.producer,), unit_range.replicas
+        return
     same_heads: dict[tuple[int, int], list[UnitRange]] = {}
     for unit_range in unit_ranges:
         same_heads.setdefault((unit_range.start, unit_range.stop), []).append(unit_range)
-    return [
-        unit_ranges[0]
-        for unit_ranges in same_heads.values()
-        if times_held(unit_range.stripe for unit_range in unit_ranges) == 1
-    ]
+    for (start, stop), stripes in same_heads.items():
+        step = stripes[0].stripe.step
+        sources = {unit_range.stripe.first: unit_range.producer for unit_range in stripes}
+        one_each = len(stripes) == step and sorted(sources) == list(range(step))
+        if one_each and all(unit_range.stripe.step == step for unit_range in stripes):
+            in_order = tuple(sources[block] for block in range(step))
+            yield start, stop, in_order, stripes[0].replicas

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, get_args
 
 import pytest
-from builders import sides
+from builders import engine, gqa, sides
 from hypothesis import given
 from hypothesis import strategies as st
 from refused import refusal
@@ -73,6 +73,24 @@ def test_nearest_reads_own_node_evenly_if_it_has_replicas(
         load = Counter(dict.fromkeys(members, 0))
         load.update(s for r, s in enumerate(sources) if consumer[r] == node)
         assert max(load.values()) - min(load.values()) <= 1
+
+
+def sources(plan: kvspec.TransferPlan) -> list[str]:
+    """Return the producer ranks that each consumer rank reads."""
+    return [" ".join(map(str, plan.sources(rank))) for rank in plan.consumer.parallel.ranks]
+
+
+def test_readers_of_different_heads_are_spread_over_replicas() -> None:
+    """Both PCP ranks hold all four heads, and each consumer rank needs two of them."""
+    producer = engine(gqa(4), pcp_size=2, context_ranks=((0,), (0,)))
+    assert ["tp0", "pcp1.tp0"] == sources(kvspec.plan_transfer(producer, engine(gqa(4), tp=2)))
+
+
+def test_readers_are_numbered_by_rank_and_not_by_head() -> None:
+    """The consumer ranks own the heads in reverse order."""
+    same, reverse = [range(3)] * 3, [range(head, head + 1) for head in (2, 1, 0)]
+    engines = (engine(gqa(3), tp=3, shardings={3: ranges}) for ranges in (same, reverse))
+    assert ["tp0", "tp1", "tp2"] == sources(kvspec.plan_transfer(*engines))
 
 
 def test_slices_of_spec_read_same_replicas_as_plan() -> None:

@@ -24,6 +24,7 @@ from kvspec.check.verify import verify
 from kvspec.ownership.replicas import ReplicaChooser, ReplicaPolicy, tp_chooser
 from kvspec.ownership.sharding import Sharding
 from kvspec.ownership.slices import UnitRange, consumer_unit_ranges
+from kvspec.ownership.stripes import WHOLE
 
 LAYERS = ("a", "b")
 HEADS, ROWS, CONTENT = 4, 4, 16
@@ -683,6 +684,65 @@ def test_proof_finds_planted_bug(
     assert word in faults[0]
     assert all("spread" in fault for fault in faults)
     assert {4} == {numbers_in(fault)[0] for fault in faults}
+
+
+def last_block_from_rank_0(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Read the last blocks of the last heads from producer rank 0."""
+    return [*unit_ranges[:-1], unit_ranges[-1]._replace(producer=0)]
+
+
+def last_block_from_rank_before_0(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Read the last blocks of the last heads from a rank whose number is negative."""
+    return [*unit_ranges[:-1], unit_ranges[-1]._replace(producer=-1)]
+
+
+def last_block_lost(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Lose the last blocks of the last heads."""
+    return unit_ranges[:-1]
+
+
+def last_block_doubled(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Read the last blocks of the last heads twice."""
+    return [*unit_ranges, unit_ranges[-1]]
+
+
+def stripes_made_whole(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Read all blocks of the first heads from their first replica, as a range without stripes."""
+    first = unit_ranges[0]
+    own = [unit_range for unit_range in unit_ranges if unit_range.start != first.start]
+    return [first._replace(stripe=WHOLE), *own]
+
+
+def all_blocks_from_first_replica(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Read all blocks from the first replica."""
+    return [unit_range._replace(producer=unit_range.replicas[0]) for unit_range in unit_ranges]
+
+
+@pytest.mark.parametrize(
+    ("bug", "word"),
+    [
+        (last_block_from_rank_0, "does not own"),
+        (last_block_from_rank_before_0, "does not own"),
+        (last_block_lost, "missing"),
+        (last_block_doubled, "missing"),
+        (all_blocks_from_first_replica, "are read"),
+        (stripes_made_whole, "are read"),
+    ],
+)
+def test_proof_finds_planted_bug_of_stripes(
+    bug: Callable[[list[UnitRange]], list[UnitRange]], word: str
+) -> None:
+    """With 2 heads and TP 4 to TP 1, two replicas of each head send every second block."""
+
+    def wrong_unit_ranges(*arguments: Any) -> list[UnitRange]:
+        unit_ranges = consumer_unit_ranges(*arguments)
+        return unit_ranges if unit_ranges[-1].stripe.whole else bug(unit_ranges)
+
+    with unit_ranges_in_proof(wrong_unit_ranges):
+        faults = {
+            tuple(numbers_in(fault)[:3]): fault for fault in faults_of_proof(2, 4, ("stripe",))
+        }
+    assert word in faults[2, 4, 1]
 
 
 def test_proof_finds_unfair_choice_of_replicas() -> None:
