@@ -198,7 +198,10 @@ def simulate(
     in_speeds = _speeds("in_speed", in_speed, len(in_ranks))
     loads: list[PolicyLoad] = []
     for replica_policy in compared:
-        edge_flows = flows(plan_transfer(producer, consumer, replica_policy), num_tokens)
+        # The engines of a plan fit, also if their states have different numbers of rows.
+        common_states = isinstance(plan_or_engines, TransferPlan)
+        plan = plan_transfer(producer, consumer, replica_policy, common_states=common_states)
+        edge_flows = flows(plan, num_tokens)
         # `Flows.out` rotates the choice for each engine. Planning once for each engine would give
         # the same loads, but takes seconds for hundreds of engines.
         out, into = edge_flows.out(consumers), edge_flows.into

@@ -102,15 +102,20 @@ class Coverage:
         return None
 
     def _untouched_before(self, address: Ints) -> Ints:
-        """Return the number of bytes before each address that no span touches."""
+        """Return the number of bytes from 0 to each address that no span touches."""
         segment = np.searchsorted(self.cuts, address, "right") - 1
-        rest = (address - self.cuts[segment]) * (self.times[segment] == 0)
+        rest = (address - self._begins[segment]) * (self.times[segment] == 0)
         return np.asarray(self._untouched[segment] + rest, np.int64)
+
+    @cached_property
+    def _begins(self) -> Ints:
+        """The cuts, but 0 for the first one: a count from -1 would not fit into 63 bits."""
+        return np.maximum(self.cuts, 0)
 
     @cached_property
     def _untouched(self) -> Ints:
         """The number of bytes before each cut that no span touches."""
-        untouched = np.diff(self.cuts) * (self.times[:-1] == 0)
+        untouched = np.diff(self._begins) * (self.times[:-1] == 0)
         return np.concatenate([[0], np.cumsum(untouched)])
 
 

@@ -2,8 +2,9 @@
 
 Invariant: exactly one descriptor writes each byte that a consumer rank should receive. It reads
 that byte from the same unit, token and layer of a producer rank. No descriptor writes other bytes,
-except dead tokens in the request's own blocks. Blocks before the first live token do not count as
-its own, and blocks after the last token do. No descriptor reads outside the request's own blocks.
+except dead tokens in the request's own blocks. A write into a block before the first live token is
+wrong, and a write into a block after the last token is right. No descriptor reads outside the blocks
+of the request's tables.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvspec.check.ownership import Counted, Owners
 from kvspec.check.places import Places
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.descriptors.table import build_table, check_engine, check_read_once, sharing
-from kvspec.descriptors.tiles import check_producer_holds
+from kvspec.descriptors.tiles import check_once, check_producer_holds, check_state_tokens
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
@@ -71,8 +72,8 @@ def verify(
 
     Raises:
         SpecError: If a cache or block table is missing, or an argument is not valid.
-        MismatchError: If a producer's table lacks a wanted token, or a cache belongs to another
-            engine.
+        MismatchError: If a producer's table lacks a wanted token, if its states have seen other
+            tokens, or if a cache belongs to another engine.
 
     >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
     >>> from kvspec import plan_memory, plan_transfer
@@ -194,6 +195,8 @@ def _checked_descriptors(
 def _rows(field: str, rows: object) -> Ints:
     """Return descriptors as an int64 array of shape (rows, 3). Every end fits into 63 bits."""
     expected = "integers of shape (n, 3): addresses and a length"
+    if hasattr(rows, "mask"):  # `asarray` drops the mask, so the masked rows would count.
+        raise SpecError(field, "a masked array", expected)
     try:
         array = np.asarray(rows)
     except (TypeError, ValueError):
@@ -248,6 +251,8 @@ def _check_arguments(
             wanted = owners["consumer"].wanted(request, pair.consumer, spec)
             for side, group in groups.items() if wanted else ():
                 per_token = all(part.per_token for part in spec.parts)
+                if not per_token:
+                    check_state_tokens(request)
                 check = _check_tokens if per_token else _check_state
                 ids = check(owners[side], side, group, tables[side], wanted)
                 if side == "producer":
@@ -264,7 +269,9 @@ def _check_tokens(
 ) -> Ids:
     """Return the ids of the blocks of *wanted* tokens in a table.
 
-    The table must begin with a whole block, and no wanted token may be in the null block.
+    The table must begin with a whole block, and no wanted token may be in the null block. The
+    producer's table must not have one block for two wanted places. If the consumer's table has one,
+    the checker finds bytes that are missing or wrong.
     """
     virtual, null = owners.virtual_block(group), owners.engine.null_block
     table.check_start(f"{side}_blocks[{group.name!r}]", virtual)
@@ -274,7 +281,10 @@ def _check_tokens(
     inside = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
     missing = table.without_block(inside, virtual, null) if inside else EMPTY
     check_no_null(side, group.name, null, missing, wanted)
-    return table.blocks_of(inside, virtual) if inside else table.block_ids[:0]
+    ids = table.blocks_of(inside, virtual) if inside else table.block_ids[:0]
+    if side == "producer":
+        check_once(side, group.name, table, ids)
+    return ids
 
 
 def _check_state(

@@ -170,7 +170,7 @@ class Tables:
                 check_no_null(side, group, paging.null_block, missing, tokens)
             # Check all blocks that move, not only those of this edge: another edge may use the
             # second place of a repeated block.
-            _check_once(side, group, table, table.blocks_of(tokens, paging.virtual_block))
+            check_once(side, group, table, table.blocks_of(tokens, paging.virtual_block))
 
     def _check_state(self, sides: tuple[Side, Side]) -> None:
         for side, group, table, paging in sides:
@@ -179,7 +179,7 @@ class Tables:
             missing = self.wanted if table.block_ids[slot] == paging.null_block else EMPTY
             check_no_null(side, group, paging.null_block, missing, self.wanted)
             if side == "consumer":
-                _check_once(side, group, table, table.block_ids[slot : slot + 1])
+                check_once(side, group, table, table.block_ids[slot : slot + 1])
 
 
 def check_tokens(tokens: object, groups: Iterable[str]) -> None:
@@ -228,7 +228,7 @@ def _inside(inner: range, outer: range) -> bool:
     return outer.start <= inner.start and inner.stop <= outer.stop
 
 
-def _check_once(side: Role, group: str, table: BlockTable, ids: Ids) -> None:
+def check_once(side: Role, group: str, table: BlockTable, ids: Ids) -> None:
     """Raise `SpecError` if one of the block *ids* that move is in two places of the table."""
     ordered = table.ordered
     if len(ids) < len(ordered):
@@ -354,12 +354,17 @@ def _ascending(ids: Ints) -> Ints:
     return ids.argsort(kind="stable")
 
 
-def _state(request: TransferRequest, tables: Tables, token_split: TokenSplit) -> RowStarts:
-    """Return where the recurrent state of *request* lies in both tables."""
+def check_state_tokens(request: TransferRequest) -> None:
+    """Raise `MismatchError` if the producer's states have not seen exactly the request's tokens."""
     seen = request.num_tokens if request.state_tokens is None else request.state_tokens
     if seen != request.num_tokens:
         why = "a recurrent state cannot be rewound: it must have seen exactly these tokens"
         raise MismatchError([Mismatch("state_tokens", seen, request.num_tokens, why)])
+
+
+def _state(request: TransferRequest, tables: Tables, token_split: TokenSplit) -> RowStarts:
+    """Return where the recurrent state of *request* lies in both tables."""
+    check_state_tokens(request)
     token = tables.wanted.start
     if not token_split.stripe.holds(token // token_split.consumer.virtual_block):
         return {}

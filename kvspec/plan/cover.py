@@ -48,6 +48,10 @@ def check_cover(
     for edge in edges:
         context = producer.context(producer.group(edge.producer_group), edge.producer)
         for transfer_slice in edge.slices:
+            # `cover_fault` ignores empty ranges, but the descriptors of an empty slice move a unit.
+            if not transfer_slice.local_range:
+                where = f"consumer {edge.consumer}, layer {edge.layers[0]}"
+                raise KVSpecError(f"{where}: a slice from producer {edge.producer} has no units")
             for name in transfer_slice.parts:
                 key = (edge.consumer, transfer_slice.layers, name, context)
                 slices_by_key.setdefault(key, []).append(transfer_slice)

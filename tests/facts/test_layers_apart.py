@@ -149,6 +149,18 @@ def test_plan_rejects_edges_that_do_not_cover_heads_once() -> None:
         assert "tp0" in str(error)
 
 
+def test_plan_rejects_empty_slice() -> None:
+    """A slice without units would move the first unit of both ranks."""
+    plan = kvspec.plan_transfer(engine(gqa(4), tp=4), engine(gqa(4), tp=2))
+    first = plan.edges[0]
+    nothing = attrs.evolve(
+        first.slices[0], global_range=range(0), local_range=range(0), remote_range=range(0)
+    )
+    edges = (attrs.evolve(first, slices=(*first.slices, nothing)), *plan.edges[1:])
+    error = refusal(lambda: attrs.evolve(plan, edges=edges), kvspec.KVSpecError)
+    assert "tp0" in str(error)
+
+
 def test_table_that_does_not_begin_with_virtual_block_is_rejected() -> None:
     """Two context ranks with blocks of 4 have virtual blocks of 8, so token 4 is inside one."""
     side = engine(gqa(1, block_size=4), tp=2, dcp_size=2, interleave_size=2)

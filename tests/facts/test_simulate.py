@@ -244,6 +244,16 @@ def test_simulation_ignores_policy_of_plan() -> None:
     assert of_engines.out.tolist() == of_plan.out.tolist()
 
 
+def test_simulate_accepts_plan_for_common_rows() -> None:
+    """The producer's state has one row and the consumer's has two, so one row of one byte moves."""
+    sides = (
+        engine(kvspec.MambaSpec.short_conv(conv_dim=1, conv_kernel=rows + 1, dtype="uint8"))
+        for rows in (1, 2)
+    )
+    plan = kvspec.plan_transfer(*sides, common_states=True)
+    assert [1] == load_of(simulate(plan, num_tokens=9), "spread").out.tolist()
+
+
 def test_empty_request_takes_no_time() -> None:
     """Loads of 0 bytes are even."""
     load = load_of(simulate((latent(2), latent(2)), num_tokens=0), "stripe")

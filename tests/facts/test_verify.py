@@ -498,6 +498,31 @@ def test_verify_finds_access_to_null_block(side: int, kind: str) -> None:
     assert kind == fault.kind
 
 
+@pytest.mark.parametrize("address", [1 << 40, 2**63 - 1 - CONTENT])
+def test_verify_finds_access_outside_an_empty_table(address: int) -> None:
+    """A request without tokens may move nothing, also near the largest address."""
+    empty = builders.request(0, (), ())
+    pair, own = FIRST_PAIR, PRODUCERS[RankId()].region("a", "k").base
+    fault = verify(PLAN, PRODUCERS, CONSUMERS, empty, {pair: [[own, address, CONTENT]]})
+    assert fault is not None
+    assert ("unwanted", address) == (fault.kind, fault.byte)
+    request = attrs.evolve(empty, consumer_blocks={"g": (3,)})
+    into = CONSUMERS[RankId()].region("a", "k").address(3, 0, 0)
+    fault = verify(PLAN, PRODUCERS, CONSUMERS, request, {pair: [[address, into, CONTENT]]})
+    assert fault is not None
+    assert ("foreign", address) == (fault.kind, fault.byte)
+
+
+def test_verify_rejects_block_of_the_producer_that_holds_two_places() -> None:
+    """A block holds the tokens of one place of a table, with the caller's descriptors too."""
+    request = attrs.evolve(REQUEST, producer_blocks={"g": (5, 1, 1)})
+    for descriptors in ({}, None):
+        error = refusal(
+            lambda given=descriptors: verify(PLAN, PRODUCERS, CONSUMERS, request, given)
+        )
+        assert ("producer_blocks['g']", 1) == (error.field, error.value)
+
+
 def test_verify_finds_all_missing_if_consumer_table_is_empty() -> None:
     """The first fault is the first wanted token."""
     request = attrs.evolve(REQUEST, consumer_blocks={"g": ()})
@@ -806,6 +831,8 @@ def test_verify_requires_only_live_tokens_of_window() -> None:
 
 
 FIRST_PAIR = (RankId(), RankId())
+# `asarray` would drop the mask, and a masked row would count.
+MASKED = np.ma.array([[1, 2, 3]], mask=True)
 
 
 @pytest.mark.parametrize(
@@ -820,6 +847,7 @@ FIRST_PAIR = (RankId(), RankId())
         ({FIRST_PAIR: [[1, 2, 3], [4]]}, "descriptors[", [[1, 2, 3], [4]]),
         ({FIRST_PAIR: [[1, 2, -3]]}, "descriptors[", [1, 2, -3]),
         ({FIRST_PAIR: np.array([[2**63, 2, 3]], np.uint64)}, "descriptors[", [2**63, 2, 3]),
+        ({FIRST_PAIR: MASKED}, "descriptors[", "a masked array"),
         ({FIRST_PAIR: [[2**63 - 3, 2, 3]]}, "descriptors[", [2**63 - 3, 2, 3]),
         ([1], "descriptors", [1]),
     ],
@@ -881,6 +909,19 @@ def test_verify_rejects_table_without_block_of_state(
     for descriptors in ({}, None):
         error = refusal(lambda given=descriptors: verify(plan, *caches, request, given))
         assert (field, ids) == (error.field, list(error.value))
+
+
+def test_verify_rejects_state_of_another_token() -> None:
+    """The producer's state has seen one token less, with the caller's descriptors too."""
+    plan = kvspec.plan_transfer(engine(1, "LBHNC", STATE), engine(1, "LBHNC", STATE))
+    caches = [{RANK: kvspec.allocate(side, RANK, 8)[0]} for side in (plan.producer, plan.consumer)]
+    request = builders.request(11, (1,), (2,), state_tokens=10)
+    for descriptors in ({}, None):
+        error = refusal(
+            lambda given=descriptors: verify(plan, *caches, request, given), kvspec.MismatchError
+        )
+        (mismatch,) = error.mismatches
+        assert ("state_tokens", 10, 11) == (mismatch.field, mismatch.producer, mismatch.consumer)
 
 
 def test_verify_rejects_cache_of_another_engine() -> None:
