@@ -54,6 +54,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region
 from kvspec.memory.region import common_pieces
+from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
@@ -230,14 +231,17 @@ class Checker:
         for moving in self._moving:
             wanted, cached = self._rows(moving)
             units = self.consumer.units(moving.group, moving.part)
-            strides = np.arange(len(units)) * self.consumer.unit_stride(moving.layer, moving.part)
+            places = np.arange(len(units))
+            strides = places * self.consumer.unit_stride(moving.layer, moving.part)
+            stored = self.consumer.stored_units(moving.group, moving.layer, moving.part)
+            lacking = places >= len(stored)
             step = -(-AT_ONCE // len(units))
             pieces = self._pieces(moving)
             for all_rows in (wanted, cached):
                 for at in range(0, len(all_rows), step):
                     rows = all_rows[at : at + step]
                     first = self._row_addresses(self.consumer, moving.group, moving, rows)[:, None]
-                    begins = np.where(first < 0, -1, first + strides).ravel()
+                    begins = np.where((first < 0) | lacking, -1, first + strides).ravel()
                     for byte, size, offset, offsets in pieces:
                         address = np.where(begins < 0, -1, begins + offset)
                         is_cached = all_rows is cached
@@ -358,7 +362,9 @@ class Checker:
         address = np.full(len(content), -1, np.int64)
         for index, rank in enumerate(self.sources):
             side, group = self.producers[rank], moving.producer_group
-            held = side.units(group, moving.part) if moving.layer in side.layers else range(0)
+            held = EMPTY
+            if moving.layer in side.layers:
+                held = side.stored_units(group, moving.layer, moving.part)
             if held.stop <= grid.units.start or grid.units.stop <= held.start:
                 continue
             here = np.flatnonzero((number == index) & (unit >= held.start) & (unit < held.stop))

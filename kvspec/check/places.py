@@ -124,6 +124,15 @@ class Places:
         """Return the numbers of the model's units of *part* that the rank holds."""
         return self.owners.units(group, part, self.rank)
 
+    def stored_units(self, group: KVCacheGroup, layer: str, part: Part) -> range:
+        """Return the units of *part* that have memory: all that the rank holds, or the first ones.
+
+        If `Counted` counts more units than the library planned memory for, the others have no
+        address. Other contents lie behind the memory of the last unit.
+        """
+        region = self.regions.get((layer, part.name))
+        return self.units(group, part)[: 0 if region is None else region.units]
+
     def virtual_block(self, group: KVCacheGroup) -> int:
         """Return the number of positions of one block of the table."""
         return self.owners.virtual_block(group)

@@ -3,8 +3,8 @@
 Invariant: exactly one descriptor writes each byte that a consumer rank should receive. It reads
 that byte from the same unit, token and layer of a producer rank. No descriptor writes other bytes,
 except dead tokens in the request's own blocks. A write into a block before the first live token is
-wrong, and a write into a block after the last token is right. No descriptor reads outside the blocks
-of the request's tables.
+wrong, and a write into a block after the last token is right. No descriptor reads outside the
+blocks of the request's tables.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import attrs
 import builders
 import faults
 import pytest
@@ -108,6 +109,21 @@ def test_independent_verify_finds_fault_of_ownership(
             fault = check(*pair, independent=True)
             assert fault is not None
             assert fault.kind in {"missing", "wrong source", "unwanted"}
+
+
+def test_independent_verify_finds_units_without_memory() -> None:
+    """Two equal engines plan memory for 2 units of 8. All other units lie behind the memory."""
+    side = engine(
+        kvspec.MambaSpec.gated_delta_net(
+            num_k_heads=2, num_v_heads=2, head_k_dim=4, head_v_dim=4, conv_kernel=3, dtype="uint8"
+        )
+    )
+    assert check(side, side, independent=True) is None
+    with faults.packs_counted_as_units():
+        side = attrs.evolve(side)  # An engine keeps its shardings.
+        fault = check(side, side, independent=True)
+    assert fault is not None
+    assert ("missing", "conv_q", 2) == (fault.kind, fault.part, fault.unit)
 
 
 def test_independent_verify_rejects_too_many_positions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,14 @@ def rounded_up_sharding() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def packs_counted_as_units() -> Iterator[None]:
+    """Give each rank as many units as it should own packs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "even_sharding", _packs_as_units)
+        yield
+
+
+@contextlib.contextmanager
 def stages_in_reverse() -> Iterator[None]:
     """Assign the layers to the pipeline stages in reverse order."""
     stages_of = engines.stages_of
@@ -94,6 +102,11 @@ def stages_in_reverse() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "stages_of", reverse)
         yield
+
+
+def _packs_as_units(units: int, tp_size: int, granularity: int = 1) -> Sharding:
+    packs = even_sharding(units // granularity, tp_size)
+    return Sharding(units, packs.ranges)
 
 
 def _rounded_up(units: int, tp_size: int, granularity: int = 1) -> Sharding:

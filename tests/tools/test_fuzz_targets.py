@@ -85,7 +85,7 @@ def last_tile_lost(patch: pytest.MonkeyPatch) -> None:
 
 def repeated_block_accepted(patch: pytest.MonkeyPatch) -> None:
     """Accept a table that contains one block twice."""
-    patch.setattr(kvspec.descriptors.tiles, "_check_once", lambda *_, **__: None)
+    patch.setattr(kvspec.descriptors.tiles, "check_once", lambda *_, **__: None)
 
 
 def contexts_compared_by_number(patch: pytest.MonkeyPatch) -> None:
