@@ -459,7 +459,7 @@ def _bisect(concrete: Callable[..., int], *, right: bool) -> Callable[..., Any]:
 
 
 class _Numpy:
-    """numpy, with the three functions that the token arithmetic calls made symbolic."""
+    """numpy, with the two functions that the token arithmetic calls made symbolic."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -471,10 +471,6 @@ class _Numpy:
     @staticmethod
     def divmod(a: Any, b: Any) -> Any:
         return builtins.divmod(a, b)
-
-    @staticmethod
-    def clip(value: Any, least: Any, most: Any) -> Any:
-        return STUBS["min"](STUBS["max"](value, least), most)
 
 
 # The names that are replaced in each module that a theorem runs.

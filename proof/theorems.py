@@ -881,6 +881,27 @@ def local_is_the_inverse_of_position(lib: Library, path: Path) -> None:
 
 
 @theorem(
+    f"{TOKENS}.local",
+    ("np.clip(before, 0, self.interleave)", "np.maximum(before, 0)"),
+    ("np.clip(before, 0, self.interleave)", "np.minimum(before, self.interleave)"),
+    bound="interleaves <= 5, 1 to 4 context ranks, 3 rounds",
+    symbolic=False,
+    module="ownership.tokens",
+)
+def local_of_an_array_is_that_of_its_members(lib: Library) -> int:
+    """`local` returns for an array what it returns for each of its positions."""
+    cases = 0
+    for size, interleave in itertools.product(range(1, 5), range(1, 6)):
+        positions = np.arange(3 * size * interleave)
+        for rank in range(size):
+            cyclic = lib.tokens.BlockCyclic(rank, size, interleave)
+            found = np.asarray(cyclic.local(positions)).tolist()
+            check(f"{cyclic}", found == [cyclic.local(p) for p in positions.tolist()])
+            cases += len(positions)
+    return cases
+
+
+@theorem(
     f"{TOKENS}.same_sharding",
     ("(self.size, self.interleave) == (other.size, other.interleave)", "self.size == other.size"),
     module="ownership.tokens",

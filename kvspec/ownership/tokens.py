@@ -67,6 +67,9 @@ class BlockCyclic:
 
         This is the local index of *position* if the rank owns it. Like vLLM's
         `get_dcp_local_seq_lens`, it is also the local length of a sequence of *position* tokens.
+
+        >>> BlockCyclic(rank=1, size=3, interleave=2).local(np.arange(7)).tolist()
+        [0, 0, 0, 1, 2, 2, 2]
         """
         if self.size == 1:
             return position
@@ -82,7 +85,11 @@ class BlockCyclic:
         return (rounds * self.size + self.rank) * self.interleave + rest
 
     def same_sharding(self, other: BlockCyclic) -> bool:
-        """Whether both belong to equal shardings: as many ranks and the same interleave."""
+        """Whether both belong to equal shardings: as many ranks and the same interleave.
+
+        >>> BlockCyclic(0, 2, 1).same_sharding(BlockCyclic(0, 2, 4))
+        False
+        """
         # With one rank the interleave has no effect.
         if self.size == other.size == 1:
             return True

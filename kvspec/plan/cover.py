@@ -1,7 +1,8 @@
 """Check that the edges of a plan cover everything that the consumer ranks own.
 
-Invariant: a `TransferPlan` exists only if each consumer rank receives each of its units exactly
-once, for every part of every layer and every producer context.
+Invariant: a `TransferPlan` exists only if its edges fill each replica group exactly once: each
+consumer rank receives each of its units once, for every part, layer and producer context. The
+check takes the replica groups as they are. `verify` and the laws find a group that is missing.
 
 How it works:
     A consumer rank owns a range of units, and `check_cover` counts them from 0. Each slice fills a

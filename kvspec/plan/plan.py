@@ -1,8 +1,8 @@
 """Plan a transfer: which ranks exchange which units, and which ranks send notifications.
 
 Invariant: both engines compute the same plan from the two descriptions alone. So a consumer that
-reads and a producer that writes use the same edges. A plan that does not cover every part of every
-layer of every consumer rank exactly once cannot be created.
+reads and a producer that writes use the same edges. A plan whose edges do not fill each of its
+replica groups exactly once cannot be created.
 
 How it works:
     `plan_transfer` has four steps:
