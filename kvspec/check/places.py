@@ -233,7 +233,9 @@ class Places:
 
     def _state_block(self, group: KVCacheGroup, token: int) -> Ints:
         table = self.tables[group.name]
-        at = table.state_block(f"blocks of {group.name}", group.spec.block_size, token)
+        # This repeats `BlockTable.state_block` on purpose: the rows of states are made with it.
+        slot = len(table.block_ids) == 1 and table.first_token == 0
+        at = 0 if slot else (token - table.first_token) // group.spec.block_size
         return table.block_ids[at : at + 1]
 
 

@@ -126,6 +126,16 @@ def test_independent_verify_finds_units_without_memory() -> None:
     assert ("missing", "conv_q", 2) == (fault.kind, fault.part, fault.unit)
 
 
+def test_independent_verify_finds_state_in_another_block() -> None:
+    """The table has a block for each token. The state after the last one is in the last block."""
+    side = engine(kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=3, dtype="uint8"))
+    assert check(side, side, independent=True) is None
+    with faults.state_in_block_before():
+        fault = check(side, side, independent=True)
+    assert fault is not None
+    assert ("missing", "conv_x") == (fault.kind, fault.part)
+
+
 def test_independent_verify_rejects_too_many_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each position is counted, so their number has a bound."""
     monkeypatch.setattr(ownership, "MAX_COUNTED", NUM_TOKENS - 1)

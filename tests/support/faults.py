@@ -13,6 +13,7 @@ import pytest
 
 import kvspec
 from kvspec.check import proof
+from kvspec.descriptors.request import BlockTable
 from kvspec.engines import engine as engines
 from kvspec.ownership import parallel
 from kvspec.ownership.parallel import ParallelConfig, RankId
@@ -88,6 +89,19 @@ def packs_counted_as_units() -> Iterator[None]:
     """Give each rank as many units as it should own packs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "even_sharding", _packs_as_units)
+        yield
+
+
+@contextlib.contextmanager
+def state_in_block_before() -> Iterator[None]:
+    """Look for a state one block before the block of its last token."""
+    state_block = BlockTable.state_block
+
+    def before(self: BlockTable, field: str, block_size: int, token: int) -> int:
+        return state_block(self, field, block_size, token) - 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockTable, "state_block", before)
         yield
 
 
