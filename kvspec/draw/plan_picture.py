@@ -237,11 +237,12 @@ def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
     reads: dict[tuple[RankId, RankId, PartGroup, range, Stripe], dict[str, float]] = {}
     homes = plan.consumer.homes
     for edge in plan.edges:
+        # A state of these specs has only the rows that both sides have.
+        specs = plan.pair_of(edge).specs
         for piece in edge.slices if group in (None, edge.group) else ():
             units = piece.global_range
             for layer in piece.layers:
-                spec = homes[layer].spec.of_layer(layer)
-                parts = [part for part in spec.parts if part.name in piece.parts]
+                parts = [part for part in specs[layer].parts if part.name in piece.parts]
                 key = (edge.consumer, edge.producer, PartGroup.of(parts), units, piece.stripe)
                 reads.setdefault(key, {})[layer] = sum(map(_row_bytes, parts)) * len(units)
     numbers = {rank: number for number, rank in enumerate(sorted({key[1] for key in reads}))}

@@ -286,6 +286,16 @@ def test_labels_of_a_table_do_not_overlap(name: str) -> None:
     assert [] == [(a.text, b.text) for a, b in combinations(labels, 2) if a.overlaps(b)]
 
 
+def test_plan_svg_counts_common_rows() -> None:
+    """The producer's state has one row of three bytes and the consumer's has two. One row moves."""
+    sides = (
+        builders.engine(kvspec.MambaSpec.short_conv(conv_dim=3, conv_kernel=rows + 1, dtype="int8"))
+        for rows in (1, 2)
+    )
+    plan = kvspec.plan_transfer(*sides, common_states=True)
+    assert "3 B a state" in plan_svg(plan)
+
+
 def test_pictures_have_large_letters_and_colours_of_the_palette() -> None:
     """Letters have at least 11 pixels. Colours are those of the palette, or greys."""
     allowed = {*PALETTE, INK, FAINT, LINE, BAND, PAPER, SHADE, HOLLOW, "none"}
