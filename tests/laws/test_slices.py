@@ -26,6 +26,10 @@ SIZES = st.integers(1, 16)
 MANY = settings(max_examples=5 * settings.default.max_examples)
 POLICY = st.sampled_from(POLICIES)
 GQA = kvspec.FullAttentionSpec(block_size=1, total_num_kv_heads=2, head_size=1, dtype="uint8")
+# Its convolutions have 8 units each: two packs of q and of k, and four packs of v.
+EQUAL_UNITS = kvspec.MambaSpec.gated_delta_net(
+    num_k_heads=2, head_k_dim=4, num_v_heads=4, head_v_dim=2, conv_kernel=2, dtype="uint8"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -216,6 +220,7 @@ def assert_fair(
 @given(specs(), SIZES, SIZES, POLICY, st.integers(0, 20))
 @example(GQA, 3, 7, "spread", 1)
 @example(GQA, 5, 16, "stripe", 3)
+@example(EQUAL_UNITS, 3, 4, "spread", 0)
 def test_slices_keep_laws_1_3_5_and_6(
     spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str, salt: int
 ) -> None:
