@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, get_args
 
 import pytest
-from builders import engine, gqa, sides
+from builders import engine, gqa, request, sides
 from hypothesis import given
 from hypothesis import strategies as st
 from refused import refusal
@@ -91,6 +91,29 @@ def test_readers_are_numbered_by_rank_and_not_by_head() -> None:
     same, reverse = [range(3)] * 3, [range(head, head + 1) for head in (2, 1, 0)]
     engines = (engine(gqa(3), tp=3, shardings={3: ranges}) for ranges in (same, reverse))
     assert ["tp0", "tp1", "tp2"] == sources(kvspec.plan_transfer(*engines))
+
+
+def test_stripe_of_state_counts_virtual_blocks_of_context_ranks() -> None:
+    """Two context ranks with blocks of 2 have virtual blocks of 4, so token 4 is in block 1.
+
+    Four replicas have two readers: reader i reads block 0 from replica i and block 1 from 2 + i.
+    """
+    spec = kvspec.MambaSpec.short_conv(conv_dim=2, conv_kernel=2, dtype="int8", block_size=2)
+    producer = engine(spec, pcp_size=4, context_ranks=((0,),) * 4)
+    plan = kvspec.plan_transfer(producer, engine(spec, tp=2, dcp_size=2), "stripe")
+    caches = [
+        {rank: kvspec.plan_memory(side, rank, 8, 1 << 20) for rank in side.parallel.ranks}
+        for side in (plan.producer, plan.consumer)
+    ]
+    for tokens, first in ((3, 0), (4, 0), (5, 2)):
+        asked = request(tokens, range(3), range(3))
+        read = [
+            (source.pcp, rank.tp)
+            for source in plan.producer.parallel.ranks
+            for rank in plan.consumer.parallel.ranks
+            if len(kvspec.build_table(plan, caches[0][source], caches[1][rank]).descriptors(asked))
+        ]
+        assert [(first, 0), (first + 1, 1)] == read
 
 
 def test_slices_of_spec_read_same_replicas_as_plan() -> None:
