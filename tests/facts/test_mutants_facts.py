@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from builders import engine, gqa, request
+from builders import case, engine, gqa, request
 from refused import refusal
 
 from kvspec import (
@@ -29,6 +29,8 @@ from kvspec.check.places import Places
 from kvspec.engines import stages
 from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.ownership.stripes import WHOLE, times_held
+from kvspec.testing.case import Case
+from kvspec.testing.world import described, world
 
 
 def small_engine() -> EngineSpec:
@@ -148,3 +150,47 @@ def test_rows_are_plain_if_each_run_is_one_row_on_both_sides(
     for each in rows:
         counts = {each.producer.rows_per_run, each.consumer.rows_per_run}
         assert each.plain == (counts == {1})
+
+
+# Two heads whose kernel blocks do not continue in memory, and one head whose blocks do. Rows of two
+# tiles make sense there.
+APART = engine(
+    KVCacheGroup(name="g", layers=("l",), spec=gqa(2, block_size=8), kernel_block_size=4),
+    layout="LKBHNC",
+)
+JOINED = engine(gqa(2, block_size=2), layout="LKBHNC", tp=2)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        # A row of two tiles from token 2 on would cross a kernel block.
+        case(APART, JOINED, request(8, [1], [1, 2, 3, 4], cached_tokens=2)),
+        # The table begins at token 8, and four of its blocks follow each other.
+        case(
+            JOINED,
+            APART,
+            request(16, BlockTable([1, 2, 3, 4], 8), BlockTable([1], 8), cached_tokens=8),
+        ),
+        # Only the consumer has two context ranks, and its table begins at its second block.
+        case(
+            engine(gqa(1, block_size=4)),
+            engine(gqa(1, block_size=4), tp=2, dcp_size=2),
+            request(14, [1, 2, 3, 4], BlockTable([5, 6], 8), cached_tokens=8),
+        ),
+    ],
+)
+def test_request_at_a_border_delivers_the_true_bytes(asked: Case) -> None:
+    """Rows of two tiles end at kernel blocks, and tables may begin late."""
+    here = world(asked)
+    here.execute(described)
+    assert here.differences() == []
+
+
+def test_row_of_two_tokens_is_not_cut_by_a_cached_prefix() -> None:
+    """A state of two tokens is refused if one of them is cached."""
+    side = engine(MLAAttentionSpec(block_size=4, head_size=8, dtype="uint8", tokens_per_state=2))
+    caches = [plan_memory(side, RankId(), 4, 1 << power) for power in (20, 30)]
+    table = build_table(plan_transfer(side, side), *caches)
+    error = refusal(lambda: table.select(request(8, [1, 2], [1, 2], cached_tokens=3)))
+    assert ("cached_tokens", 3) == (error.field, error.value)
