@@ -195,7 +195,8 @@ def _fault(
                 return f"rank {rank}: {over}"
             for source in sources:
                 # Python would take a negative number as an index from the end.
-                if source < 0 or not held[source][0] <= first < end <= held[source][1]:
+                own = held[source] if 0 <= source < len(held) else (0, 0)
+                if not own[0] <= first < end <= own[1]:
                     return f"rank {rank}: producer {source} does not own heads {first}..{end - 1}"
             reads.setdefault(held[sources[0]] if everybody else replicas, []).append(sources)
             reached = end

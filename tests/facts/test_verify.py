@@ -721,6 +721,11 @@ def last_block_from_rank_before_0(unit_ranges: list[UnitRange]) -> list[UnitRang
     return [*unit_ranges[:-1], unit_ranges[-1]._replace(producer=-1)]
 
 
+def last_block_from_no_rank(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Read the last blocks of the last heads from a rank that the producer does not have."""
+    return [*unit_ranges[:-1], unit_ranges[-1]._replace(producer=4)]
+
+
 def last_block_lost(unit_ranges: list[UnitRange]) -> list[UnitRange]:
     """Lose the last blocks of the last heads."""
     return unit_ranges[:-1]
@@ -748,6 +753,7 @@ def all_blocks_from_first_replica(unit_ranges: list[UnitRange]) -> list[UnitRang
     [
         (last_block_from_rank_0, "does not own"),
         (last_block_from_rank_before_0, "does not own"),
+        (last_block_from_no_rank, "does not own"),
         (last_block_lost, "missing"),
         (last_block_doubled, "missing"),
         (all_blocks_from_first_replica, "are read"),
