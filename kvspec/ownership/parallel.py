@@ -205,6 +205,10 @@ class ParallelConfig:
         """Return the token positions that *rank* owns.
 
         A recurrent state has no token positions. `EngineSpec.context` takes that into account.
+
+        >>> sizes = ParallelConfig(tp_size=2, dcp_size=2, pcp_size=2)
+        >>> [(rank.pcp, rank.tp, sizes.context(rank).rank) for rank in sizes.ranks]
+        [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
         """
         if self.context_size == 1:
             return BlockCyclic()
