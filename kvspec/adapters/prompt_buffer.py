@@ -103,7 +103,7 @@ class PromptBuffer:
                 (region.block_stride, region.unit_stride, region.state_stride),
             )
         self._free = {group.name: [*range(num_blocks)] for group in engine.groups}
-        self._held: dict[str, Tables] = {}
+        self._held: dict[str, tuple[Session, Tables]] = {}
         self._loads: list[tuple[Load, Tables]] = []
 
     def take(self, num_tokens: int, computed_tokens: int) -> Tables:
@@ -129,7 +129,9 @@ class PromptBuffer:
         return tables
 
     def give(self, tables: Tables) -> None:
-        """Give blocks back that nothing reads or writes."""
+        """Give blocks back that nothing reads or writes. Those of a held prompt stay taken."""
+        if any(tables is held for _, held in self._held.values()):
+            return
         for group, table in tables.items():
             self._free[group] += table.block_ids.tolist()
 
@@ -181,8 +183,9 @@ class PromptBuffer:
             tokens_digest=content_of(tokens),
             **(sampled or {}),
         )
+        # Before the session holds the request: an interrupt may come at any line.
+        self._held[ticket.remote_id] = session, tables
         session.hold(ticket.remote_id, lease=lease, blocks=tables)
-        self._held[ticket.remote_id] = tables
         return ticket
 
     @contextmanager
@@ -209,7 +212,8 @@ class PromptBuffer:
         try:
             request = ticket.request(new_remote_id("load"), num_tokens, tables)
             load = session.load(request, ticket=ticket, timeout=timeout)
-        except BaseException:
+        except Exception:
+            # After an interrupt bytes may still arrive. Then the blocks stay taken.
             self.give(tables)
             raise
         self._loads.append((load, tables))
@@ -226,9 +230,19 @@ class PromptBuffer:
         """Give back the blocks of prompts that no consumer reads any more, and of ended loads.
 
         It takes the results of `Session.settled`.
+
+        Raises:
+            SpecError: If *session* has registered other memory.
         """
-        for remote_id in session.settled().freed:
-            self.give(self._held.pop(remote_id, {}))
+        if session.cache is not self.cache:
+            wanted = "the session that was opened with the `cache` of this object"
+            raise SpecError("session", session, wanted)
+        session.settled()
+        for remote_id, (holder, tables) in [*self._held.items()]:
+            # A closed session holds nothing.
+            if remote_id not in holder.held:
+                del self._held[remote_id]
+                self.give(tables)
         for load, tables in self._loads.copy():
             if load.state != "moving":
                 self._loads.remove((load, tables))

@@ -109,7 +109,7 @@ class Session:
         dead_tokens: bool = False,
         clock: Callable[[], float] = since_boot,
     ) -> None:
-        self.nixl = instance("nixl", nixl, NixlRank)
+        self.nixl, self.cache = instance("nixl", nixl, NixlRank), cache
         in_background = flag("background", background)
         self._dead_tokens = flag("dead_tokens", dead_tokens)
         most = positive_int("max_producers", max_producers)

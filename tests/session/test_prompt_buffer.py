@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from lines import interrupted_at
 
 import kvspec
+from kvspec.adapters import prompt_buffer
 from kvspec.adapters.prompt_buffer import PromptBuffer, Tables
 from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import NixlRank
@@ -112,3 +114,45 @@ def test_buffer_rejects_prompts_that_do_not_fit() -> None:
     assert ("num_blocks", 3) == (caught.value.field, caught.value.value)
     assert all(3 == len(free) for free in buffer._free.values())
     buffer.take(11, 12)
+
+
+def test_blocks_of_a_closed_session_return() -> None:
+    """The next session of the same buffer has all blocks."""
+    buffer = PromptBuffer(engine(4), 4)
+    with FakeNixl():
+        for _ in range(3):
+            with opened("p", buffer) as session:
+                buffer.reclaim(session)
+                buffer.hold(session, "r", TOKENS, filled(buffer))
+
+
+def test_interrupted_hold_never_gives_the_blocks_of_a_held_prompt() -> None:
+    """The interrupt comes before each line, also after the session has held the prompt."""
+    buffer = PromptBuffer(engine(4), 8)
+    with FakeNixl(), opened("p", buffer) as session:
+
+        def hold() -> None:
+            tables = filled(buffer)
+            try:
+                buffer.hold(session, "r", TOKENS, tables)
+            except BaseException:
+                buffer.give(tables)
+                raise
+
+        place, reached = 0, True
+        while reached:
+            reached, _ = interrupted_at(place, hold, prompt_buffer)
+            for remote_id, (_, tables) in buffer._held.items():
+                assert remote_id not in session.held or all(
+                    not {*table.block_ids} & {*buffer._free[name]} for name, table in tables.items()
+                )
+            for remote_id in session.held:
+                session.abort(remote_id)
+            while session.held:
+                buffer.reclaim(session)
+            buffer.reclaim(session)
+            assert all(len({*free}) == len(free) for free in buffer._free.values())
+            place += 1
+            # An interrupt of `take` itself may lose blocks, but never gives them twice.
+            buffer._free = {name: [*range(8)] for name in buffer._free}
+    assert place > 30
