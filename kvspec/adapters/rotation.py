@@ -36,7 +36,7 @@ Rows = npt.NDArray[np.float64]
 
 # Products of rounded sines and cosines differ from a rotation by this many roundings at most. In
 # the wrong order, the fastest elements differ by the size of the key.
-_ROUNDINGS = 8
+ROUNDINGS = 8
 
 
 def rotation_of(field: str, rows: list[Rows], resolution: float) -> KeyContent:
@@ -88,7 +88,7 @@ def turns_by(
     angles = np.array(frequencies) * position
     error = abs(new - old * np.exp(1j * angles)).max(axis=0)
     # The model computes the angle in float32, so it is coarse at a late position.
-    most = _ROUNDINGS * resolution + angles * float(np.finfo(np.float32).eps)
+    most = ROUNDINGS * resolution + angles * float(np.finfo(np.float32).eps)
     return bool((error <= most * abs(old).max(axis=0)).all())
 
 
@@ -102,7 +102,7 @@ def _complex(order: str, rows: Rows) -> npt.NDArray[np.complex128]:
 
 def _turns(order: str, near: Rows, far: Rows, resolution: float) -> bool:
     """Return whether each couple of elements turns by one angle in all rows."""
-    most = _ROUNDINGS * resolution
+    most = ROUNDINGS * resolution
     old, new = (_complex(order, rows) for rows in (near, far))
     # The factor that turns all rows best. A couple that is zero in all rows gives no number.
     with np.errstate(invalid="ignore", divide="ignore"):

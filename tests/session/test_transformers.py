@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,6 +175,61 @@ def test_loaded_cache_is_held_again_unless_a_window_has_lost_tokens(name: str) -
                 assert "cache" == caught.value.field
 
 
+def test_copy_of_a_loaded_cache_is_refused_as_the_cache_itself() -> None:
+    """Transformers recommends a deep copy to use the prompt of a cache again."""
+    network, prompt, cache = network_of("gemma3"), prompt_of(29), transformers.DynamicCache()
+    with FakeNixl(), side("p", network) as (held, producer):
+        ticket = held.hold(producer, "r", prompt)
+        with side("d", network) as (loading, consumer):
+            loading.load(consumer, ticket, prompt, cache)
+            with pytest.raises(SpecError) as caught:
+                loading.hold(consumer, "s", prompt, copy.deepcopy(cache))
+    assert "cache" == caught.value.field
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_cache_is_empty_after_an_error_between_two_layers(
+    kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is exhausted after the first layer. The model then computes the prompt."""
+    network, prompt = network_of("gemma3"), prompt_of(29)
+    cache = [*caches_of(network)][kind]
+    update, alone = type(cache).update, generated(network, prompt)[0]
+
+    def exhausted(self: Any, keys: Any, values: Any, number: int, *more: Any) -> Any:
+        if number == 1:
+            raise torch.OutOfMemoryError
+        return update(self, keys, values, number, *more)
+
+    with FakeNixl(), side("p", network) as (held, producer):
+        ticket = held.hold(producer, "r", prompt)
+        with side("d", network) as (loading, consumer), monkeypatch.context() as patched:
+            patched.setattr(type(cache), "update", exhausted)
+            with pytest.raises(torch.OutOfMemoryError):
+                loading.load(consumer, ticket, prompt, cache)
+            assert 0 == cache.get_seq_length()
+            patched.undo()
+            assert alone == generated(network, prompt, cache)[0]
+            cache.reset()
+            loading.load(consumer, held.hold(producer, "r", prompt), prompt, cache)
+    assert alone == generated(network, prompt, cache)[0]
+
+
+def test_session_of_another_buffer_is_refused() -> None:
+    """A notebook makes `Prompts` again, and passes the old session."""
+    network, prompt, cache = network_of("llama"), prompt_of(29), transformers.DynamicCache()
+    with (
+        FakeNixl(),
+        side("p", network) as (held, producer),
+        side("d", network) as (loading, consumer),
+    ):
+        ticket = held.hold(producer, "r", prompt)
+        assert "session" == refusal(loading, producer, ticket, prompt, cache).field
+        with pytest.raises(SpecError) as caught:
+            held.hold(consumer, "r", prompt)
+        assert "session" == caught.value.field
+
+
 def content(rotary: str, size: int = 8, start: int = 0, **changed: Any) -> kvspec.KeyContent:
     """Return a meaning of keys."""
     return kvspec.KeyContent(rotary=rotary, rotary_start=start, rotary_size=size, **changed)
@@ -281,7 +337,7 @@ def test_models_that_are_not_known_are_refused_by_name(name: str, field: str) ->
 
 def test_model_with_an_unknown_normalisation_or_in_training_is_refused() -> None:
     network = network_of("llama")
-    network.model.layers[1].self_attn.other_norm = torch.nn.LayerNorm(8)
+    network.model.layers[1].self_attn.other_norm = torch.nn.LayerNorm(8).eval()
     with pytest.raises(SpecError) as caught:
         Prompts(network, num_blocks=1)
     assert ("cache.layers[1].attention", ["other_norm"]) == (
@@ -291,6 +347,60 @@ def test_model_with_an_unknown_normalisation_or_in_training_is_refused() -> None
     with pytest.raises(SpecError) as caught:
         Prompts(network_of("llama").train(), num_blocks=1)
     assert ("network.training", True) == (caught.value.field, caught.value.value)
+
+
+@pytest.mark.parametrize("part", ["network", "a dropout"])
+def test_hold_rejects_a_model_that_was_set_to_training(part: str) -> None:
+    """Dropout would change the keys."""
+    network = network_of("llama")
+    with FakeNixl(), side("p", network) as (held, producer):
+        if part == "network":
+            network.train()
+        else:
+            network.model.layers[0].self_attn.add_module("dropout", torch.nn.Dropout())
+        with pytest.raises(SpecError) as caught:
+            held.hold(producer, "r", prompt_of(9))
+    assert ("network.training", True) == (caught.value.field, caught.value.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("llama", {"is_causal": False}), ("gemma3", {"use_bidirectional_attention": True})],
+)
+def test_model_whose_keys_depend_on_later_tokens_is_refused(
+    name: str, changed: dict[str, Any]
+) -> None:
+    """A consumer computes the last token after the others."""
+    with pytest.raises(SpecError) as caught:
+        Prompts(network_of(name, **changed), num_blocks=1)
+    assert "cache.layers[1].keys" == caught.value.field
+
+
+def test_model_that_ignores_positions_is_refused() -> None:
+    """It counts tokens, so the keys of the probe would look as if they were not rotated."""
+    network = network_of("llama")
+    forward = network.model.forward
+
+    def counting(**arguments: Any) -> Any:
+        return forward(**arguments | {"position_ids": None})
+
+    network.model.forward = counting
+    with pytest.raises(SpecError) as caught:
+        Prompts(network, num_blocks=1)
+    assert "cache.layers[0].keys" == caught.value.field
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_deep_model_with_attention_sinks_and_experts_is_recognised(dtype: str) -> None:
+    """At each position the attention to the sink is rounded differently."""
+    network = network_of(
+        "gpt_oss", dtype, num_hidden_layers=12, num_local_experts=16, num_experts_per_tok=4,
+        hidden_size=96, max_position_embeddings=131072, initializer_range=0.1,
+    )  # fmt: skip
+    for layer in network.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    engine = Prompts(network, num_blocks=1).engine
+    assert all(8 == group.spec.key_content.rotary_size for group in engine.groups)
 
 
 POSITIONS = {
@@ -334,6 +444,11 @@ def test_load_rejects_caches_and_tickets_that_do_not_fit() -> None:
     """Each error names the field, and nothing was loaded. No block is lost."""
     network, prompt = network_of("gemma3"), prompt_of(29)
     config, mistral = network.config, network_of("mistral").config
+    narrow = network_of("gemma3", sliding_window=4).config
+    offloading = transformers.DynamicCache()
+    offloading.offloading = True  # Its constructor needs a GPU.
+    half = transformers.StaticCache(config=config, max_cache_len=64)
+    half.early_initialization(1, 6, 8, torch.float16, "cpu")
     full = transformers.DynamicCache(config=config)
     network(prompt, past_key_values=full)
     empty = transformers.DynamicCache(config=config)
@@ -348,6 +463,9 @@ def test_load_rejects_caches_and_tickets_that_do_not_fit() -> None:
             (transformers.DynamicCache(config=mistral), "cache.layers"),
             (full, "cache"),
             (transformers.StaticCache(config=config, max_cache_len=9), "max_cache_len"),
+            (transformers.DynamicCache(config=narrow), "sliding_window"),
+            (offloading, "cache.offloading"),
+            (half, "keys"),
         ):
             error = refusal(loading, consumer, ticket, prompt, cache)
             assert error.field.endswith(field)
@@ -393,6 +511,70 @@ def test_hold_rejects_caches_that_do_not_fit() -> None:
             assert field == caught.value.field
         assert () == producer.held
         assert all(32 == len(free) for free in held._buffer._free.values())
+
+
+def filled(network: Any, tokens: int = 29) -> Any:
+    """Return a cache of all tokens of a prompt, which forgets nothing."""
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        network(prompt_of(tokens), past_key_values=cache)
+    return cache
+
+
+def interrupted(network: Any) -> Any:
+    """Return a cache whose last layer has fewer tokens, after an interrupt of the model."""
+    cache = transformers.StaticCache(config=network.config, max_cache_len=64)
+    with torch.no_grad():
+        network(prompt_of(29), past_key_values=cache)
+    cache.layers[-1].reset()
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("cache", "field"),
+    [
+        (lambda: filled(network_of("llama")), "cache of 'layers.0'.keys"),
+        (lambda: filled(network_of("llama", "float16")), "cache of 'layers.0'.keys"),
+        (lambda: filled(network_of("llama", "bfloat16", head_dim=16)), "cache of 'layers.0'.keys"),
+        (
+            lambda: filled(network_of("llama", "bfloat16", num_key_value_heads=1)),
+            "cache of 'layers.0'.keys",
+        ),
+        (lambda: interrupted(network_of("llama", "bfloat16")), "cache.layers"),
+    ],
+    ids=["wider dtype", "other dtype", "head size", "heads", "lengths"],
+)
+def test_hold_rejects_a_full_cache_of_another_model(cache: Any, field: str) -> None:
+    """The model computes nothing, so it does not notice."""
+    with FakeNixl(), side("p", network_of("llama", "bfloat16")) as (held, producer):
+        with pytest.raises(SpecError) as caught:
+            held.hold(producer, "r", prompt_of(29), cache())
+        assert field == caught.value.field
+
+
+def test_hold_rejects_tokens_that_the_model_has_added() -> None:
+    """Prompt tuning computes virtual tokens before those of the caller."""
+    network = network_of("llama")
+    forward = network.forward
+
+    def tuned(input_ids: Any, **more: Any) -> Any:
+        return forward(torch.cat([input_ids[:, :1], input_ids], dim=1), **more)
+
+    network.forward = tuned
+    with FakeNixl(), side("p", network) as (held, producer):
+        with pytest.raises(SpecError) as caught:
+            held.hold(producer, "r", prompt_of(29))
+        assert ("cache", "30 tokens") == (caught.value.field, caught.value.value)
+
+
+def test_hold_rejects_a_prompt_beyond_the_positions_of_the_model() -> None:
+    """LongRoPE turns its keys by other angles than those that were probed."""
+    network = network_of("llama", rope_parameters=LONG, max_position_embeddings=32)
+    with FakeNixl(), side("p", network) as (held, producer):
+        held.hold(producer, "r", prompt_of(32))
+        with pytest.raises(SpecError) as caught:
+            held.hold(producer, "r", prompt_of(33))
+        assert "input_ids" == caught.value.field
 
 
 @pytest.mark.parametrize(

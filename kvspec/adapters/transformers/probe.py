@@ -10,6 +10,9 @@ How it works:
     embedding, do not depend on the position. Each element of a key that differs between two
     positions is therefore rotated. `rotation_of` finds out which elements are rotated together.
 
+    An attention sink takes a part of the attention, which is rounded differently at each position.
+    Experts would multiply this difference. So all positions get the attention of position 0.
+
     Modules of the model have buffers of inverse frequencies. The frequencies of a layer are those
     by which its computed keys turn, at each of the positions. With LongRoPE the model uses other
     frequencies if a prompt is long: the keys turn by the buffer at position 1, but not at the last
@@ -19,14 +22,16 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 
 from kvspec.adapters.attention_modules import KEY_NORMS
-from kvspec.adapters.rotation import Rows, rotation_of, turns_by
+from kvspec.adapters.rotation import ROUNDINGS, Rows, rotation_of, turns_by
 from kvspec.errors import SpecError
 from kvspec.ownership.dtypes import dtype_name
 from kvspec.specs import FullAttentionSpec, KeyContent, MLAAttentionSpec, SlidingWindowSpec
@@ -51,7 +56,7 @@ _LIMIT = 2048
 
 
 def layer_specs(network: Network, block_size: int) -> list[AttentionLayer]:
-    """Return what each layer of *network* stores. It computes 24 tokens with the model.
+    """Return what each layer of *network* stores. It computes 48 tokens with the model.
 
     Args:
         network: A causal language model of transformers, in evaluation mode.
@@ -60,17 +65,18 @@ def layer_specs(network: Network, block_size: int) -> list[AttentionLayer]:
     Raises:
         SpecError: If a layer is of an unknown kind, or its keys are not rotated in a known order.
     """
-    training = getattr(network, "training", None)
-    if training is not False:
-        raise SpecError("network.training", training, "False: call network.eval() first")
+    check_evaluation(network)
     config, attention = network.config.get_text_config(), dict[int, list[Any]]()
     for module in network.modules():
         if type(module).__name__.endswith("Attention"):
             attention.setdefault(getattr(module, "layer_idx", -1), []).append(module)
     # Position 0 is the last one: some rotary modules change with the length of a prompt, and a
     # short prompt resets them.
-    positions = (getattr(config, "max_position_embeddings", _LIMIT) - 1, 1, 0)
-    caches = [_cache_at(network, position) for position in positions]
+    positions = ((max_tokens(network) or _LIMIT) - 1, 1, 0)
+    with _equal_attention(chain.from_iterable(attention.values())):
+        _cache_at(network, 0)
+        caches = [_cache_at(network, position) for position in positions]
+    _check_context(network, caches[1])
     tables = list(_frequencies(network))
     specs: list[AttentionLayer] = []
     for number, found in enumerate(zip(*caches, strict=True)):
@@ -86,6 +92,12 @@ def layer_specs(network: Network, block_size: int) -> list[AttentionLayer]:
         spec = _spec(field, modules[0], found, block_size, sliding=sliding)
         specs.append(_with_rotation(f"{field}.keys", spec, found, positions, tables))
     return specs
+
+
+def max_tokens(network: Network) -> int | None:
+    """Return the number of positions that *network* is made for, or None if it has no limit."""
+    most: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+    return most
 
 
 def _frequencies(network: Network) -> Iterator[dict[str, Any]]:
@@ -143,13 +155,68 @@ def _with_rotation(
     return spec
 
 
-def _cache_at(network: Network, position: int) -> list[Any]:
-    """Return the cache layers of prompts that have one token each, at *position*."""
+def check_evaluation(network: Network) -> None:
+    """Raise `SpecError` unless all modules of *network* are in evaluation mode."""
+    training = getattr(network, "training", None)
+    if training is False:
+        training = any(module.training for module in network.modules())
+    if training is not False:
+        wanted = "False in all modules: call network.eval() first"
+        raise SpecError("network.training", training, wanted)
+
+
+@contextmanager
+def _equal_attention(modules: Iterable[Network]) -> Iterator[None]:
+    """Replace each later output of the attention *modules* by the first one."""
+    outputs: dict[Network, Any] = {}
+
+    def hook(module: Network, _: object, output: Any) -> Any:  # noqa: ANN401
+        if not isinstance(output, tuple):
+            return outputs.setdefault(module, output)
+        return (outputs.setdefault(module, output[0]), *output[1:])
+
+    hooks = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _check_context(network: Network, alone: list[Any]) -> None:
+    """Raise `SpecError` if keys depend on later tokens, or not on the positions of the probe.
+
+    Args:
+        network: The model. It computes prompts with one first token and other second tokens. A
+            consumer computes the last token by itself, so the first keys must be equal.
+        alone: The second tokens alone, at position 1. Their keys in the first layer are equal,
+            unless the model ignores positions, and counts tokens instead.
+    """
+    import torch  # noqa: PLC0415 - as below
+
+    layers = _cache_at(network, 0, 1)
+    for number, layer in enumerate(layers):
+        field, rounding = f"cache.layers[{number}].keys", torch.finfo(layer.keys.dtype).eps
+        first, second = layer.keys.float().unbind(dim=2)
+        most = ROUNDINGS * rounding * layer.keys.abs().max()
+        # Experts may compute the tokens of some prompts with other roundings.
+        if (first - first[:1]).abs().amax(dim=(1, 2))[1:].min() > most:
+            raise SpecError(field, "keys that depend on later tokens", "those of a causal model")
+        if number == 0 and (second - alone[0].keys[:, :, 0].float()).abs().max() > most:
+            raise SpecError(field, "keys that ignore position_ids", "keys at their positions")
+
+
+def _cache_at(network: Network, *positions: int) -> list[Any]:
+    """Return the cache layers of prompts with a token at each of *positions*.
+
+    Only the last tokens of the prompts differ.
+    """
     import torch  # noqa: PLC0415 - a caller with a model has loaded torch
 
     vocabulary = network.get_input_embeddings().weight.shape[0]
-    tokens = torch.linspace(0, vocabulary - 1, _PROMPTS).long()[:, None].to(network.device)
-    at = torch.full_like(tokens, position)
+    at = torch.tensor([positions] * _PROMPTS, device=network.device)
+    tokens = torch.zeros_like(at)
+    tokens[:, -1] = torch.linspace(0, vocabulary - 1, _PROMPTS).long()
     try:
         with torch.no_grad():
             output = network.base_model(input_ids=tokens, position_ids=at, use_cache=True)
@@ -157,14 +224,18 @@ def _cache_at(network: Network, position: int) -> list[Any]:
         message = f"{type(error).__name__}: {error}"
         wanted = "a causal language model that computes the keys of one token"
         raise SpecError("network", message, wanted) from error
-    check_cache("network.past_key_values", output.past_key_values)
-    return list(output.past_key_values.layers)
+    cache: Cached = getattr(output, "past_key_values", None)
+    check_cache("network.past_key_values", cache)
+    return list(cache.layers)
 
 
 def check_cache(field: str, cache: Cached) -> None:
     """Raise `SpecError` unless *cache* consists of known layers."""
     if type(cache).__name__ not in ("DynamicCache", "StaticCache"):
         raise SpecError(field, type(cache).__name__, "a DynamicCache or a StaticCache")
+    # It copies its layers to host memory in the background, so their rows may not be there yet.
+    if cache.offloading:
+        raise SpecError(f"{field}.offloading", cache.offloading, "False")
     for number, layer in enumerate(cache.layers):
         if type(layer).__name__ not in KINDS:
             wanted = f"one of {', '.join(KINDS)}; not yet: states, indexers and quantised layers"
@@ -183,6 +254,9 @@ def _spec(
     import torch  # noqa: PLC0415 - as above
 
     keys, values = found[-1].keys, found[-1].values
+    if (keys.shape[1], keys.dtype) != (values.shape[1], values.dtype):
+        wanted = f"the {keys.shape[1]} heads of the keys, of {keys.dtype}"
+        raise SpecError(f"{field}.values", (values.shape[1], values.dtype), wanted)
     # The cache of MLA has the latent as its keys and the rotated part as its values.
     sizes = [getattr(attention, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim")]
     latent = keys.shape[1] == 1 and sizes == [keys.shape[-1], values.shape[-1]] and not sliding

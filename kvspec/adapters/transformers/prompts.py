@@ -24,22 +24,30 @@ How it works:
 from __future__ import annotations
 
 from typing import Any, TypeAlias
-from weakref import WeakSet
 
-from kvspec.adapters.prompt_buffer import PromptBuffer, groups_of, name_layers
-from kvspec.adapters.transformers.probe import SLIDING, Network, check_cache, layer_specs
+from kvspec.adapters.prompt_buffer import PromptBuffer, Tables, groups_of, name_layers
+from kvspec.adapters.transformers.probe import (
+    SLIDING,
+    AttentionLayer,
+    Network,
+    check_cache,
+    check_evaluation,
+    layer_specs,
+    max_tokens,
+)
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.session import PrefillTicket, Session
-from kvspec.specs import MLAAttentionSpec, SlidingWindowSpec
+from kvspec.specs import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 # transformers and torch are not imported here. These are a `Cache`, and a tensor.
 Cache: TypeAlias = Any
 Tensor: TypeAlias = Any
 
-# Caches with zeros for tokens that a window has passed. A consumer must never read these.
-_WITH_ZEROS: WeakSet[Any] = WeakSet()
+# The attribute of a cache with zeros for tokens that a window has passed. A consumer must never
+# read these. A copy of the cache has the attribute, too.
+_HAS_ZEROS = "kvspec_has_zeros"
 
 
 class Prompts:
@@ -118,10 +126,13 @@ class Prompts:
             cache = DynamicCache()
         elif (known := self._check(cache)) > len(tokens):
             raise SpecError("cache", known, f"at most the {len(tokens)} tokens of the prompt")
-        elif cache in _WITH_ZEROS:
+        elif hasattr(cache, _HAS_ZEROS):
             wanted = "a cache that has all tokens, because the model has windows"
             raise SpecError("cache", "one that `load` has filled", wanted)
         sampled, end = self._compute(tokens, cache, top_logprobs), len(tokens)
+        # A wrapper of the model may have added tokens of its own, such as those of prompt tuning.
+        if (computed := self._check(cache)) != end:
+            raise SpecError("cache", f"{computed} tokens", f"the {end} tokens of the prompt")
         layers = zip(self._layers, cache.layers, strict=True)
         rows = {name: self._rows(name, layer, end) for name, layer in layers}
         self._buffer.reclaim(session)
@@ -141,6 +152,10 @@ class Prompts:
 
     def _compute(self, tokens: list[int], cache: Cache, top_logprobs: int) -> dict[str, Any]:
         """Compute the tokens that *cache* lacks. Return what was sampled after the last one."""
+        check_evaluation(self._network)
+        # LongRoPE turns the keys of a longer prompt by other angles than those that were probed.
+        if (most := max_tokens(self._network)) is not None and len(tokens) > most:
+            raise SpecError("input_ids", f"{len(tokens)} tokens", f"at most the model's {most}")
         count = positive_int("top_logprobs", top_logprobs, least=0)
         prompt = _torch().tensor([tokens], device=self._network.device)
         with _torch().no_grad():
@@ -203,22 +218,32 @@ class Prompts:
                 wanted = f"at least {needed}, the tokens to load"
                 raise SpecError(f"cache of {name!r}.max_cache_len", most, wanted)
         with self._buffer.loaded(session, ticket, end, timeout) as tables:
-            for number, (name, spec) in enumerate(self._layers.items()):
-                live, dtype = spec.live_tokens(end), getattr(_torch(), spec.dtype)
-                padded: list[Tensor] = []
-                for part in spec.parts:
-                    found = _torch().from_numpy(self._buffer.read(tables, name, part.name, live))
-                    rows = found.view(dtype).transpose(0, 1)[None].to(self._network.device)
-                    # Zeros stand for the tokens that a window has passed. So the layer counts
-                    # them, and it forgets them itself.
-                    padded.append(rows.new_zeros((*rows.shape[:2], end, rows.shape[3])))
-                    padded[-1][:, :, live.start :] = rows
-                if isinstance(spec, MLAAttentionSpec) and spec.key_content is not None:
-                    cut = spec.key_content.rotary_start
-                    padded = [padded[0][..., :cut], padded[0][..., cut:]]
-                if live.start:
-                    _WITH_ZEROS.add(cache)
-                cache.update(*padded, number)
+            number_of_layers = len(cache.layers)
+            try:
+                for number, (name, spec) in enumerate(self._layers.items()):
+                    cache.update(*self._padded(tables, name, end), number)
+                    if spec.live_tokens(end).start:
+                        setattr(cache, _HAS_ZEROS, True)
+            except BaseException:
+                # A model would take the number of tokens of the first layer for that of all layers.
+                cache.reset()
+                del cache.layers[number_of_layers:]
+                raise
+
+    def _padded(self, tables: Tables, name: str, end: int) -> list[Tensor]:
+        """Return the keys and values of a loaded layer, [1, heads, tokens, size]."""
+        spec = self._layers[name]
+        live, padded = spec.live_tokens(end), list[Tensor]()
+        for part in spec.parts:
+            found = _torch().from_numpy(self._buffer.read(tables, name, part.name, live))
+            rows = found.view(_dtype(spec)).transpose(0, 1)[None].to(self._network.device)
+            # Zeros stand for the tokens that a window has passed. So the layer counts them, and it
+            # forgets them itself.
+            padded.append(rows.new_zeros((*rows.shape[:2], end, rows.shape[3])))
+            padded[-1][:, :, live.start :] = rows
+        if isinstance(spec, MLAAttentionSpec):
+            padded = [*padded[0].split(_sizes(spec), dim=-1)]
+        return padded
 
     def _check(self, cache: Cache) -> int:
         """Return the number of tokens in *cache*. Raise `SpecError` if it is of another model."""
@@ -230,10 +255,45 @@ class Prompts:
         if sliding and (len(sliding) != len(windows) or any(map(bool.__gt__, sliding, windows))):
             wanted = f"layers with windows {windows}: create it with config=network.config"
             raise SpecError("cache.layers", sliding, wanted)
-        keys = cache.layers[0].keys if sliding else None
-        if keys is not None and keys.shape[0] != 1:
-            raise SpecError("cache.batch_size", keys.shape[0], "1")
-        return int(cache.get_seq_length())
+        for (name, spec), layer in zip(self._layers.items(), cache.layers, strict=False):
+            _check_layer(f"cache of {name!r}", spec, layer)
+        # An interrupted computation leaves more tokens in the first layers.
+        lengths = {int(layer.get_seq_length()) for layer in cache.layers} or {0}
+        if len(lengths) > 1:
+            raise SpecError("cache.layers", f"{sorted(lengths)} tokens", "equal numbers of tokens")
+        return lengths.pop()
+
+
+def _check_layer(field: str, spec: AttentionLayer, layer: Cache) -> None:
+    """Raise `SpecError` if the tensors of a layer of a cache do not have the rows of *spec*."""
+    if (window := getattr(layer, "sliding_window", None)) is not None:
+        wanted = getattr(spec, "sliding_window", None)
+        if window != wanted:
+            raise SpecError(f"{field}.sliding_window", window, f"{wanted}, as the model has")
+    for name, size in zip(("keys", "values"), _sizes(spec), strict=True):
+        tensor = getattr(layer, name)
+        if tensor is None or not tensor.numel():
+            continue
+        batch, heads, _, found = tensor.shape
+        if batch != 1:
+            raise SpecError("cache.batch_size", batch, "1")
+        rows = heads, found, tensor.dtype
+        if (expected := (spec.parts[0].units, size, _dtype(spec))) != rows:
+            wanted = f"{expected}, the heads, elements and dtype of the model"
+            raise SpecError(f"{field}.{name}", rows, wanted)
+
+
+def _sizes(spec: AttentionLayer) -> tuple[int, int]:
+    """Return the elements of a row of keys and of a row of values."""
+    if isinstance(spec, FullAttentionSpec):
+        return spec.head_size, spec.head_size_v or spec.head_size
+    # The cache of MLA has the latent as its keys and the rotated part as its values.
+    cut = spec.key_content.rotary_start if spec.key_content is not None else 0
+    return cut, spec.head_size - cut
+
+
+def _dtype(spec: AttentionLayer) -> Any:  # noqa: ANN401 - a dtype of torch
+    return getattr(_torch(), spec.dtype)
 
 
 def _torch() -> Any:  # noqa: ANN401 - a module
