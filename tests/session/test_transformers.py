@@ -476,7 +476,8 @@ def test_load_rejects_caches_and_tickets_that_do_not_fit() -> None:
         ):
             poisoned = attrs.evolve(ticket, **changed)
             assert field == refusal(loading, consumer, poisoned, prompt, empty).field
-        for tokens in (prompt[:, :1], prompt.repeat(2, 1), "text", []):
+        padded = torch.nn.functional.pad(prompt, (2, 0))
+        for tokens in (prompt[:, :1], prompt.repeat(2, 1), "text", [], padded):
             assert "input_ids" == refusal(loading, consumer, ticket, tokens, empty).field
         assert 0 == empty.get_seq_length()
         loading.load(consumer, ticket, prompt, empty)
@@ -565,6 +566,17 @@ def test_hold_rejects_tokens_that_the_model_has_added() -> None:
         with pytest.raises(SpecError) as caught:
             held.hold(producer, "r", prompt_of(29))
         assert ("cache", "30 tokens") == (caught.value.field, caught.value.value)
+
+
+def test_hold_rejects_padding_unless_it_is_the_end_token() -> None:
+    """`generate` masks the padding of a prompt. It does not mask an end token."""
+    network, padded = network_of("llama"), torch.nn.functional.pad(prompt_of(9), (2, 0))
+    with FakeNixl(), side("p", network) as (held, producer):
+        with pytest.raises(SpecError) as caught:
+            held.hold(producer, "r", padded)
+        assert "input_ids" == caught.value.field
+        network.generation_config.eos_token_id = [7, 0]
+        assert generated(network, padded)[0][0] == held.hold(producer, "r", padded).first_token
 
 
 def test_hold_rejects_a_prompt_beyond_the_positions_of_the_model() -> None:

@@ -72,7 +72,7 @@ def layer_specs(network: Network, block_size: int) -> list[AttentionLayer]:
             attention.setdefault(getattr(module, "layer_idx", -1), []).append(module)
     # Position 0 is the last one: some rotary modules change with the length of a prompt, and a
     # short prompt resets them.
-    positions = ((max_tokens(network) or _LIMIT) - 1, 1, 0)
+    positions = (_max_tokens(network) - 1, 1, 0)
     with _equal_attention(chain.from_iterable(attention.values())):
         _cache_at(network, 0)
         caches = [_cache_at(network, position) for position in positions]
@@ -94,19 +94,33 @@ def layer_specs(network: Network, block_size: int) -> list[AttentionLayer]:
     return specs
 
 
-def max_tokens(network: Network) -> int | None:
-    """Return the number of positions that *network* is made for, or None if it has no limit."""
-    most: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+def longest_prompt(network: Network) -> int | None:
+    """Return the length up to which the probe knows the rotation, or None for any length.
+
+    LongRoPE uses other frequencies in a longer prompt.
+    """
+    kinds = chain.from_iterable(map(_rope_types, network.modules()))
+    return _max_tokens(network) if any("longrope" in kind for kind in kinds) else None
+
+
+def _max_tokens(network: Network) -> int:
+    """Return the number of positions that the config of *network* has."""
+    most: int = getattr(network.config.get_text_config(), "max_position_embeddings", _LIMIT)
     return most
+
+
+def _rope_types(module: Network) -> list[str]:
+    """Return the kinds of rotary embedding of a rotary module. Other modules have none."""
+    kinds = getattr(module, "rope_type", [])
+    return [*map(str, kinds.values() if isinstance(kinds, dict) else [kinds])]
 
 
 def _frequencies(network: Network) -> Iterator[dict[str, Any]]:
     """Yield the frequencies and the magnitude of each rotary module, as fields of `KeyContent`."""
     for name, module in network.named_modules():
-        kinds = getattr(module, "rope_type", None)
-        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+        kinds = _rope_types(module)
         # It computes new frequencies for each length beyond the last position.
-        if any("dynamic" in str(kind) for kind in kinds):
+        if any("dynamic" in kind for kind in kinds):
             wanted = "frequencies that do not depend on the length of a prompt"
             raise SpecError(f"network.{name}.rope_type", kinds, wanted)
         for buffer, values in module.named_buffers(recurse=False):
@@ -226,6 +240,10 @@ def _cache_at(network: Network, *positions: int) -> list[Any]:
         raise SpecError("network", message, wanted) from error
     cache: Cached = getattr(output, "past_key_values", None)
     check_cache("network.past_key_values", cache)
+    lengths = {int(layer.get_seq_length()) for layer in cache.layers}
+    if lengths != {len(positions)}:
+        wanted = f"{len(positions)} in each layer, as in the prompt"
+        raise SpecError("network.past_key_values.get_seq_length()", sorted(lengths), wanted)
     return list(cache.layers)
 
 

@@ -33,7 +33,7 @@ from kvspec.adapters.transformers.probe import (
     check_cache,
     check_evaluation,
     layer_specs,
-    max_tokens,
+    longest_prompt,
 )
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
@@ -121,7 +121,7 @@ class Prompts:
         """
         from transformers import DynamicCache  # noqa: PLC0415 - a caller with a model has loaded it
 
-        tokens = _tokens(input_ids)
+        tokens = self._prompt(input_ids)
         if cache is None:
             cache = DynamicCache()
         elif (known := self._check(cache)) > len(tokens):
@@ -150,12 +150,21 @@ class Prompts:
             self._buffer.give(tables)
             raise
 
+    def _prompt(self, input_ids: Tensor) -> list[int]:
+        """Return the tokens of one prompt."""
+        tokens, settings = _tokens(input_ids), getattr(self._network, "generation_config", None)
+        pad, end = (getattr(settings, f"{name}_token_id", None) for name in ("pad", "eos"))
+        # `generate` masks these tokens, and counts no positions for them. A ticket has no mask.
+        if pad in tokens and pad not in (end if isinstance(end, list) else [end]):
+            raise SpecError("input_ids", f"padding (token {pad})", "a prompt without padding")
+        return tokens
+
     def _compute(self, tokens: list[int], cache: Cache, top_logprobs: int) -> dict[str, Any]:
         """Compute the tokens that *cache* lacks. Return what was sampled after the last one."""
         check_evaluation(self._network)
-        # LongRoPE turns the keys of a longer prompt by other angles than those that were probed.
-        if (most := max_tokens(self._network)) is not None and len(tokens) > most:
-            raise SpecError("input_ids", f"{len(tokens)} tokens", f"at most the model's {most}")
+        if (most := longest_prompt(self._network)) is not None and len(tokens) > most:
+            wanted = f"at most {most}: the rotation of a longer prompt is another one"
+            raise SpecError("input_ids", f"{len(tokens)} tokens", wanted)
         count = positive_int("top_logprobs", top_logprobs, least=0)
         prompt = _torch().tensor([tokens], device=self._network.device)
         with _torch().no_grad():
@@ -207,7 +216,7 @@ class Prompts:
                 empty or of another model, or if too few blocks are free.
             TransferError: If the load fails. Its `__cause__` names what does not fit.
         """
-        tokens = _tokens(input_ids)
+        tokens = self._prompt(input_ids)
         ticket.check(tokens, session.me.engine_id)
         if known := self._check(cache):
             raise SpecError("cache", f"{known} tokens", "an empty cache")
