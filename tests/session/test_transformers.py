@@ -579,6 +579,16 @@ def test_hold_rejects_padding_unless_it_is_the_end_token() -> None:
         assert generated(network, padded)[0][0] == held.hold(producer, "r", padded).first_token
 
 
+def test_hold_rejects_the_place_of_an_image() -> None:
+    """The tokens of two images are equal."""
+    network, prompt = network_of("llama"), prompt_of(9)
+    network.config.image_token_id = int(prompt[0, 4])
+    with FakeNixl(), side("p", network) as (held, producer):
+        with pytest.raises(SpecError) as caught:
+            held.hold(producer, "r", prompt)
+        assert "input_ids" == caught.value.field
+
+
 def test_hold_rejects_a_prompt_beyond_the_positions_of_the_model() -> None:
     """LongRoPE turns its keys by other angles than those that were probed."""
     network = network_of("llama", rope_parameters=LONG, max_position_embeddings=32)

@@ -23,6 +23,7 @@ How it works:
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeAlias
 
 from kvspec.adapters.prompt_buffer import PromptBuffer, Tables, groups_of, name_layers
@@ -48,6 +49,9 @@ Tensor: TypeAlias = Any
 # The attribute of a cache with zeros for tokens that a window has passed. A consumer must never
 # read these. A copy of the cache has the attribute, too.
 _HAS_ZEROS = "kvspec_has_zeros"
+
+# The fields of a config with the tokens that stand for parts of an image, a film or a sound.
+_MEDIA = re.compile("(image|video|audio)_token_(id|index)")
 
 
 class Prompts:
@@ -157,6 +161,10 @@ class Prompts:
         # `generate` masks these tokens, and counts no positions for them. A ticket has no mask.
         if pad in tokens and pad not in (end if isinstance(end, list) else [end]):
             raise SpecError("input_ids", f"padding (token {pad})", "a prompt without padding")
+        # The tokens do not identify an image, and its positions are not in a cache.
+        for name, token in vars(self._network.config).items():
+            if _MEDIA.fullmatch(name) and token in tokens:
+                raise SpecError("input_ids", f"{name} {token}", "a prompt of text only")
         return tokens
 
     def _compute(self, tokens: list[int], cache: Cache, top_logprobs: int) -> dict[str, Any]:
