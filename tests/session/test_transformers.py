@@ -579,6 +579,18 @@ def test_hold_rejects_padding_unless_it_is_the_end_token() -> None:
         assert generated(network, padded)[0][0] == held.hold(producer, "r", padded).first_token
 
 
+@pytest.mark.parametrize("top_logprobs", [0, 1, 5, 20])
+def test_first_token_of_equal_logits_is_that_of_the_model(top_logprobs: int) -> None:
+    """The best two logits are often equal in bfloat16."""
+    network, prompt = network_of("llama", "bfloat16", tie_word_embeddings=False), prompt_of(9)
+    torch.nn.init.zeros_(network.lm_head.weight)
+    alone, _ = generated(network, prompt)
+    with FakeNixl(), side("p", network) as (held, producer):
+        ticket = held.hold(producer, "r", prompt, top_logprobs=top_logprobs)
+    assert alone[0] == ticket.first_token
+    assert top_logprobs == len(ticket.first_logprobs or ())
+
+
 def test_hold_rejects_the_place_of_an_image() -> None:
     """The tokens of two images are equal."""
     network, prompt = network_of("llama"), prompt_of(9)

@@ -181,9 +181,11 @@ class Prompts:
                 self._network.base_model(prompt[:, known:-1], past_key_values=cache)
             if cache.get_seq_length() == len(tokens):
                 return {}
-            logits = self._network(prompt[:, -1:], past_key_values=cache).logits[0, -1]
-        values, ids = logits.float().log_softmax(-1).topk(max(count, 1))
-        pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
+            logits = self._network(prompt[:, -1:], past_key_values=cache).logits[0, -1].float()
+        # Of equal logits, `generate` chooses the first one, and `topk` any. In bfloat16, the best
+        # two are often equal.
+        ids = logits.sort(descending=True, stable=True).indices[: max(count, 1)]
+        pairs = [*zip(ids.tolist(), logits.log_softmax(-1)[ids].tolist(), strict=True)]
         return {"first_token": pairs[0][0], "first_logprobs": pairs[:count]}
 
     def _rows(self, name: str, layer: Cache, end: int) -> dict[str, Tensor]:
