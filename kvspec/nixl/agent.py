@@ -254,7 +254,8 @@ class Agent:
         message = f"nixl {step} failed: {kind} ({error}): {state.advice}"
         if state is TransferState.UNAVAILABLE:
             # UCX lists the devices that it accepts in a line of its own.
-            message += "; UCX_NET_DEVICES or UCX_TLS may be wrong; NIXL_LOG_LEVEL=DEBUG names the library"
+            message += "; UCX_NET_DEVICES or UCX_TLS may be wrong"
+            message += "; NIXL_LOG_LEVEL=DEBUG names the library"
         return TransferError(message, rank=peer or self.name, request=request, state=state)
 
     def register(self, memory: Memory) -> None:
