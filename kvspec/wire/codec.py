@@ -1,4 +1,4 @@
-"""Encode and decode handshakes and messages. No other module knows their bytes.
+"""Encode and decode handshakes and messages: their heads, versions and limits.
 
 Invariant: any bytes give a valid object, or a `WireError` with the path of the fault. An encoded
 object is decoded to an equal one. Strangers choose the bytes, so sizes, counts and nesting are
@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from kvspec.errors import SpecError, WireError
-from kvspec.inputs import instance
+from kvspec.inputs import MOST, instance
 from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.handshake import MAX_TRANSPORT, Handshake
@@ -40,7 +40,7 @@ VERSION = 10
 MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
 """Bytes of one handshake after decompression."""
 MAX_MESSAGE = 16384
-"""Bytes of one message about a request; the longest names fit."""
+"""Bytes of one message about a request. The longest names fit, but not many parts of an extent."""
 
 _MAGIC = b"kvspec-handshake\n"
 _MESSAGE = b"kvspec-message\n"
@@ -104,7 +104,7 @@ def decode_handshake(data: bytes) -> Handshake:
     Raises:
         WireError: If *data* is not a handshake of this version.
     """
-    fields = unpack("message", _HANDSHAKES, _decompressed(data))
+    fields = unpack("handshake", _HANDSHAKES, _decompressed(data))
     decoder = Decoder()
     engine = decoder.value("engine", fields.engine)
     replica_policy = decoder.value("replica_policy", fields.replica_policy)
@@ -147,7 +147,8 @@ def _body(path: str, magic: bytes, data: bytes) -> bytes:
 def encode_message(message: Message) -> bytes:
     """Return *message* as bytes.
 
-    A message whose fields keep their bounds has at most `MAX_MESSAGE` bytes.
+    A message whose fields keep their bounds has at most `MAX_MESSAGE` bytes. `extents_of` bounds
+    the parts of an extent.
     """
     return _MESSAGE + _VERSION + pack(message)
 
@@ -161,4 +162,10 @@ def decode_message(data: bytes) -> AnyMessage:
     body = _body("message", _MESSAGE, data)
     if len(data) > MAX_MESSAGE:
         raise WireError("message", f"{len(data)} bytes", f"at most {MAX_MESSAGE}")
-    return unpack("message", _MESSAGES, body)
+    message = unpack("message", _MESSAGES, body)
+    for side in ("by", "to"):
+        rank = getattr(message, side).rank
+        places = rank.pp, rank.pcp, rank.tp
+        if min(places) < 0 or max(places) > MOST:
+            raise WireError(f"message.{side}.rank", places, f"coordinates from 0 to {MOST}")
+    return message

@@ -27,7 +27,6 @@ How it works:
 from __future__ import annotations
 
 import secrets
-import sys
 from typing import Annotated, Any, NewType, TypeVar, get_args
 
 import msgspec
@@ -41,16 +40,16 @@ from kvspec.ownership.stripes import WHOLE, Stripe
 from kvspec.ownership.tokens import BlockCyclic
 from kvspec.wire.handshake import MAX_NAME as MAX_ENGINE_ID
 from kvspec.wire.handshake import is_name
-from kvspec.wire.packing import Count
+from kvspec.wire.packing import Count, Seconds, WireStruct
 
 MAX_REQUEST = 1024
 """Bytes of a request's id. A receiver of a message counts characters."""
 MAX_NAME = 1024
-"""Bytes of the name of a layer or a part in an extent, characters of a name in `LayerProgress`."""
+"""Characters of the name of a group, a layer or a part, as in a handshake."""
 MAX_READERS = 2**20
 """Readers of one request on one producer rank."""
 MAX_POSITION = 2**62
-"""Positions and sizes stay below this, so that sums of two of them fit into 64 bits."""
+"""Positions and sizes are at most this, so that sums of two of them fit into 64 bits."""
 NONCE = range(8, 65)
 """Bytes of a nonce."""
 NEW_NONCE = 16
@@ -67,15 +66,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 M = TypeVar("M", bound="Message")
 
 
-class WireStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of the values that travel as an array of their fields, in the order of the class."""
-
-
 class RankAddress(WireStruct, frozen=True):
     """One rank of one incarnation of an engine.
 
-    It does not check itself, because this process creates one for each message. A rank that a
-    stranger sends is only compared with the known ranks.
+    It does not check its rank, because this process creates one for each message.
+    `decode_message` checks the rank of a message that arrived.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=MAX_ENGINE_ID)]
@@ -121,8 +116,8 @@ class Extent(WireStruct, frozen=True, kw_only=True):
         block: Tokens of one block of the stripe.
     """
 
-    layer: str
-    parts: tuple[str, ...]
+    layer: Name
+    parts: tuple[Name, ...]
     units: range
     tokens: range
     rows: range = EMPTY
@@ -132,15 +127,13 @@ class Extent(WireStruct, frozen=True, kw_only=True):
     block: Annotated[int, Meta(ge=1, le=MAX_POSITION)] = 1
 
     def __post_init__(self) -> None:
-        is_name("layer", self.layer, MAX_NAME)
-        for name in instance("parts", self.parts, tuple):
-            is_name("parts", name, MAX_NAME)
         if not self.parts or len(set(self.parts)) < len(self.parts):
             raise SpecError("parts", self.parts, "at least one name, each once")
         for field, least in (("units", 1), ("tokens", 1), ("rows", 0)):
             span = getattr(self, field)
-            if not 0 <= span.start <= span.stop - least <= MAX_POSITION or span.step != 1:
-                raise SpecError(field, span, f"a range of at least {least} below {MAX_POSITION}")
+            whole = 0 <= span.start <= span.stop - least and span.stop <= MAX_POSITION
+            if not whole or span.step != 1:
+                raise SpecError(field, span, f"a range of at least {least}, up to {MAX_POSITION}")
         for side in ("producer", "consumer"):
             for name, least in (("interleave", 1), ("size", 1), ("rank", 0)):
                 number = getattr(getattr(self, side), name)
@@ -226,7 +219,7 @@ class Lease(Message, tag="lease", frozen=True, kw_only=True):
         lease: Seconds, from when the heartbeat was sent.
     """
 
-    lease: Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+    lease: Seconds
 
 
 class Valid(Message, tag="valid", frozen=True):

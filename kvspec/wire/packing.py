@@ -5,18 +5,25 @@ Invariant: any bytes give a value of the given class, or a `WireError` with the 
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kvspec.errors import SpecError, WireError
+from kvspec.inputs import MOST
 
 S = TypeVar("S")
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 # Characters of a text in an error. A stranger chose the text, and it must stay readable.
 MAX_SHOWN = 1024
+
+
+class WireStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of the values that travel as an array of their fields, in the order of the class."""
 
 
 def _plain(span: range) -> tuple[int, int]:
@@ -56,7 +63,9 @@ def unpack(path: str, decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         problem, _, place = str(error).partition(" - at `")
-        where = place[:MAX_SHOWN].rstrip("`").removeprefix("$.") or path
+        where = place[:MAX_SHOWN].rstrip("`")
+        # Fields of a map have names. The elements of an array have only numbers.
+        where = where.removeprefix("$.") if where.startswith("$.") else path + where[1:]
         # A value that checks itself raised SpecError, which has the field and its value.
         if isinstance(error.__cause__, SpecError):
             refuse(where, error.__cause__, path)

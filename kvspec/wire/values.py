@@ -145,16 +145,18 @@ class Decoder:
             raise WireError(path, word if isinstance(word, str) else "another key", known)
         content = self.value(path, plain, depth)
         if word == "map":
-            entries = Frozen(dict(content))
-            keys = all(isinstance(key, str | int | RankId) for key in entries)
-            if keys and len(entries) == len(content):
-                return entries
-        elif [int, int, int] == [*map(type, content)]:
+            if isinstance(content, tuple) and all(map(_is_entry, content)):
+                entries = Frozen(dict(content))
+                if len(entries) == len(content):
+                    return entries
+        elif isinstance(content, tuple) and [int, int, int] == [*map(type, content)]:
             if word == "rank":
                 return RankId(*content)
             self._charge(path, abs(content[1] - content[0]))
             return range(*content)
-        expected = "pairs, each key once" if word == "map" else f"the three ints of a {word}"
+        expected = (
+            "the pairs of a map, each key once" if word == "map" else f"the three ints of a {word}"
+        )
         raise WireError(path, content, expected)
 
     def _charge(self, path: str, steps: int) -> None:
@@ -171,6 +173,13 @@ def _is_scalar(plain: Plain) -> bool:
     if isinstance(plain, int):
         return -MOST <= plain <= MOST
     return plain is None or (isinstance(plain, float) and math.isfinite(plain))
+
+
+def _is_entry(pair: Plain) -> bool:
+    """Return whether *pair* is a key and a value of a map."""
+    # The types are compared exactly, because True is an int in Python, but no key.
+    is_pair = isinstance(pair, tuple) and len(pair) == 2  # noqa: PLR2004 - key and value
+    return is_pair and type(pair[0]) in (str, int, RankId)
 
 
 def _work(kind: type[Any], fields: Mapping[str, Any]) -> int:

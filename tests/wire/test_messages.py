@@ -14,12 +14,13 @@ from refused import refusal
 import kvspec
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic
-from kvspec.wire.codec import decode_message, encode_message
+from kvspec.wire.codec import MAX_MESSAGE, decode_message, encode_message
 from kvspec.wire.messages import (
     MESSAGES,
     ChecksumRequest,
     Extent,
     Key,
+    LayerProgress,
     Message,
     RankAddress,
     key_of,
@@ -32,6 +33,8 @@ KEY = Key("cmpl-1", b"8 bytes!")
 HEAD = len(b"kvspec-message\n") + 2
 WORDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=9)
 COUNTS = st.integers(0, 2**20 - 1)
+# A letter of three bytes. Limits of names in messages count letters.
+WIDE = "\N{CJK UNIFIED IDEOGRAPH-5C64}"
 PARTIES = st.builds(
     RankAddress, WORDS, st.integers(0, 2**63 - 1), st.builds(kvspec.RankId, COUNTS, COUNTS, COUNTS)
 )
@@ -173,56 +176,60 @@ AT = {"pp": 0, "pcp": 0, "tp": 0}
         (b"kvspec-message\n\0\2" + HEARTBEAT[HEAD:], "version", 2),
         (b"kvspec-answer_\n\0\7" + HEARTBEAT[HEAD:], "message", b"kvspec-answer_\n\0\7"),
         (HEARTBEAT[: HEAD - 1], "message", HEARTBEAT[: HEAD - 1]),
-        (HEARTBEAT[:HEAD] + b"\x91" * 5000, "$[0]", ...),
+        (HEARTBEAT[:HEAD] + b"\x91" * 5000, "message[0]", ...),
         (HEARTBEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message", ...),
-        (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "$[2][2]", ...),
-        (changed(BY, ["decode", 1, AT | {"tp": "0"}]), "$[2][2].tp", ...),
-        (changed(BY, ["decode", 1, AT, 0]), "$[2]", ...),
-        (changed(KIND, "shout"), "$[0]", ...),
-        (changed(KIND, "checksum_request"), "$[6]", ...),
+        (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "message[2][2]", ...),
+        (changed(BY, ["decode", 1, AT | {"tp": "0"}]), "message[2][2].tp", ...),
+        (changed(BY, ["decode", 1, AT, 0]), "message[2]", ...),
+        (changed(BY, ["decode", 1, AT | {"tp": -1}]), "message.by.rank", (0, 0, -1)),
+        (changed(TO, ["prefill", 1, AT | {"pp": 2**63}]), "message.to.rank", (2**63, 0, 0)),
+        (changed(KIND, "shout"), "message[0]", ...),
+        (changed(KIND, "checksum_request"), "message[6]", ...),
         (changed(KIND, "valid"), "message", ...),
-        (changed(KEYED, ["", b"8 bytes!"]), "$[1][0]", ...),
-        (changed(KEYED, ["x" * 1025, b"8 bytes!"]), "$[1][0]", ...),
-        (changed(KEYED, [b"x", b"8 bytes!"]), "$[1][0]", ...),
-        (changed(KEYED, ["x", b"short"]), "$[1][1]", ...),
-        (changed(KEYED, ["x", bytes(65)]), "$[1][1]", ...),
-        (changed(BY, ["decode", -1, AT]), "$[2][1]", ...),
-        (changed(TO, ["", 1, AT]), "$[3][0]", ...),
-        (changed(TO, ["x" * 256, 1, AT]), "$[3][0]", ...),
-        (changed(ATTEMPT, 2**64 - 1), "$[4]", ...),
-        (changed(NUMBER, -1), "$[5]", ...),
-        (changed(OWN, 0), "$[6]", ...),
-        (changed(OWN, 2**20 + 1), "$[6]", ...),
+        (changed(KEYED, ["", b"8 bytes!"]), "message[1][0]", ...),
+        (changed(KEYED, ["x" * 1025, b"8 bytes!"]), "message[1][0]", ...),
+        (changed(KEYED, [b"x", b"8 bytes!"]), "message[1][0]", ...),
+        (changed(KEYED, ["x", b"short"]), "message[1][1]", ...),
+        (changed(KEYED, ["x", bytes(65)]), "message[1][1]", ...),
+        (changed(BY, ["decode", -1, AT]), "message[2][1]", ...),
+        (changed(TO, ["", 1, AT]), "message[3][0]", ...),
+        (changed(TO, ["x" * 256, 1, AT]), "message[3][0]", ...),
+        (changed(ATTEMPT, 2**64 - 1), "message[4]", ...),
+        (changed(NUMBER, -1), "message[5]", ...),
+        (changed(OWN, 0), "message[6]", ...),
+        (changed(OWN, 2**20 + 1), "message[6]", ...),
         (own("heartbeat", slice(7, 7), [1]), "message", ...),
         (own("heartbeat", slice(6, 7), []), "message", ...),
-        (own("lease", 6, float("nan"), lease=1.0), "$[6]", ...),
-        (own("lease", 6, float("inf"), lease=1.0), "$[6]", ...),
-        (own("lease", 6, -1.0, lease=1.0), "$[6]", ...),
-        (own("progress", 6, "", **LAYER), "$[6]", ...),
-        (own("progress", 7, "x" * 1025, **LAYER), "$[7]", ...),
-        (own("progress", 8, 2**63, **LAYER), "$[8]", ...),
-        (own("checksum", 6, bytes(9), total=bytes(8)), "$[6]", ...),
-        (own("checksum", 6, bytes(7), total=bytes(8)), "$[6]", ...),
-        (own("pushed", 6, bytes(15), pushed=bytes(16)), "$[6]", ...),
-        (own("pushed", 6, bytes(17), pushed=bytes(16)), "$[6]", ...),
-        (own("pushed", 6, 1.5, pushed=bytes(16)), "$[6]", ...),
-        (asked(0, ""), "$[6].layer", ""),
-        (asked(0, []), "$[6][0]", ...),
-        (asked(0, "\N{LATIN SMALL LETTER E WITH ACUTE}" * 1024), "$[6].layer", ...),
-        (asked(1, []), "$[6].parts", ()),
-        (asked(1, ["k", "k"]), "$[6].parts", ("k", "k")),
-        (asked(1, [""] * 5000), "$[6].parts", ""),
-        (asked(2, [2, 2]), "$[6].units", range(2, 2)),
+        (own("lease", 6, float("nan"), lease=1.0), "message[6]", ...),
+        (own("lease", 6, float("inf"), lease=1.0), "message[6]", ...),
+        (own("lease", 6, -1.0, lease=1.0), "message[6]", ...),
+        (own("progress", 6, "", **LAYER), "message[6]", ...),
+        (own("progress", 7, "x" * 1025, **LAYER), "message[7]", ...),
+        (own("progress", 8, 2**63, **LAYER), "message[8]", ...),
+        (own("checksum", 6, bytes(9), total=bytes(8)), "message[6]", ...),
+        (own("checksum", 6, bytes(7), total=bytes(8)), "message[6]", ...),
+        (own("pushed", 6, bytes(15), pushed=bytes(16)), "message[6]", ...),
+        (own("pushed", 6, bytes(17), pushed=bytes(16)), "message[6]", ...),
+        (own("pushed", 6, 1.5, pushed=bytes(16)), "message[6]", ...),
+        (asked(0, ""), "message[6][0]", ...),
+        (asked(0, []), "message[6][0]", ...),
+        (asked(0, WIDE * 1025), "message[6][0]", ...),
+        (asked(1, []), "message[6].parts", ()),
+        (asked(1, ["k", "k"]), "message[6].parts", ("k", "k")),
+        (asked(1, [""] * 5000), "message[6][1][0]", ...),
+        (asked(1, ["k", WIDE * 1025]), "message[6][1][1]", ...),
+        (asked(2, [2, 2]), "message[6].units", range(2, 2)),
         (asked(2, 7), ..., ...),
         (asked(2, [1]), ..., ...),
-        (asked(3, [0, 2**63 - 1]), "$[6].tokens", range(2**63 - 1)),
-        (asked(3, [9, 0]), "$[6].tokens", range(9, 0)),
-        (asked(4, [1, 0]), "$[6].rows", range(1, 0)),
-        (asked(5, {"rank": 0, "size": 0, "interleave": 1}), "$[6].producer.size", 0),
-        (asked(6, {"rank": 0, "size": 1, "interleave": 0}), "$[6].consumer.interleave", 0),
-        (asked(7, {"first": 1, "step": 1}), "$[6][7].stripe.first", 1),
-        (asked(8, 0), "$[6][8]", ...),
-        (asked(8, -1), "$[6][8]", ...),
+        (asked(3, [0, 2**63 - 1]), "message[6].tokens", range(2**63 - 1)),
+        (asked(3, [9, 0]), "message[6].tokens", range(9, 0)),
+        (asked(3, [2**62, 2**62 + 1]), "message[6].tokens", range(2**62, 2**62 + 1)),
+        (asked(4, [1, 0]), "message[6].rows", range(1, 0)),
+        (asked(5, {"rank": 0, "size": 0, "interleave": 1}), "message[6].producer.size", 0),
+        (asked(6, {"rank": 0, "size": 1, "interleave": 0}), "message[6].consumer.interleave", 0),
+        (asked(7, {"first": 1, "step": 1}), "message[6][7].stripe.first", 1),
+        (asked(8, 0), "message[6][8]", ...),
+        (asked(8, -1), "message[6][8]", ...),
     ],
 )
 def test_decode_message_rejects_malformed_bytes(data: Any, path: str, value: Any) -> None:
@@ -247,19 +254,43 @@ def test_key_of_rejects_names_that_new_remote_id_cannot_return(remote_id: Any) -
     assert ("remote_id", remote_id) == (error.field, error.value)
 
 
-def test_new_remote_id_rejects_invalid_ids_and_longest_messages_fit() -> None:
+def test_new_remote_id_rejects_invalid_ids() -> None:
     """An id is a text of 1 to 1,024 bytes."""
     for name in ("", "x" * 1025, b"x", 7):
         error = refusal(lambda name=name: new_remote_id(name))
         assert ("request_id", name) == (error.field, error.value)
         assert "1024" in error.expected
-    long = message_of(
-        "progress", key=Key("x" * 1024, bytes(64)), group="g" * 1024, layer="l" * 1024, upto=9
+
+
+def test_longest_names_that_a_handshake_accepts_fit_into_messages() -> None:
+    """A handshake limits the names of groups, layers and parts to 1,024 letters of any length."""
+    wide = "\N{GRINNING FACE}"
+    far = [
+        replace(
+            address, engine_id=wide * 255, epoch=2**63 - 1, rank=kvspec.RankId(*[2**63 - 1] * 3)
+        )
+        for address in (P[0], D[0])
+    ]
+    more: dict[str, Any] = {"key": Key(wide * 1024, bytes(64)), "by": far[0], "to": far[1]}
+    more |= {"attempt": 2**63 - 1, "number": 2**63 - 1}
+    name = wide * 1024
+    most = BlockCyclic(2**62, 2**62, 2**62)
+    extent = Extent(
+        layer=name,
+        parts=(name,),
+        units=range(2**62 - 1, 2**62),
+        tokens=range(2**62 - 1, 2**62),
+        rows=range(2**62 - 1, 2**62),
+        producer=most,
+        consumer=most,
+        stripe=Stripe(2**63 - 2, 2**63 - 1),
+        block=2**62,
     )
-    far = [replace(address, engine_id="e" * 255, epoch=2**62) for address in (P[0], D[0])]
-    data = encode_message(replace(long, by=far[0], to=far[1]))
-    assert 3500 < len(data) < 4096
-    most = replace(ASKED, layer="x" * 1024, parts=("k" * 1024, "v" * 1024))
-    key = Key("x" * 1024, bytes(64))
-    asking = ChecksumRequest(key=key, by=far[1], to=far[0], extent=most)
-    assert 4500 < len(encode_message(asking)) < 8192
+    longest = [
+        LayerProgress(**more, group=name, layer=name, upto=2**63 - 1),
+        ChecksumRequest(**more, extent=extent),
+    ]
+    for message in longest:
+        data = encode_message(message)
+        assert 12 << 10 < len(data) <= MAX_MESSAGE
+        assert message == decode_message(data)
