@@ -15,12 +15,10 @@ import socket
 import struct
 import uuid
 
-import msgspec
-
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import MOST, instance
 from kvspec.wire.handshake import MAX_NAME, is_name
-from kvspec.wire.packing import decoder_of, pack, unpack
+from kvspec.wire.packing import WireStruct, decoder_of, pack, unpack
 from kvspec.wire.seal import Secret
 
 MIN_SECRET = 16  # bytes
@@ -30,7 +28,7 @@ _INNER = struct.Struct("<16sQ")  # how NIXL's bytes begin: a tag, and the length
 _TAG = b"nixlSerDes|Agent"
 
 
-class Envelope(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class Envelope(WireStruct, frozen=True, kw_only=True):
     """The introduction of one agent.
 
     Attributes:

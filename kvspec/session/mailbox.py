@@ -22,7 +22,9 @@ How it works:
     recorded answer returns nothing. The asker answers only the ranks that it is asking at present.
     Otherwise anyone could forward a challenge and use the answer.
 
-    A connection becomes trusted by the right answer, or by a message that is not a copy (`_learn`).
+    A connection becomes trusted by the right answer, or by a message (`_learn`): one that is newer,
+    one of a rank without an open route, or one of a rank whose route was dialled. In the last two
+    cases it may be a copy, so a stranger can get one trusted connection for each such rank.
     Questions do not count, since anyone can replay them.
 """
 
@@ -31,14 +33,12 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, TypeVar
 
 import attrs
-import msgspec
 from msgspec import Meta
 
 from kvspec.completion.ledger import Refused, Tell
@@ -59,6 +59,7 @@ from kvspec.wire.codec import (
 )
 from kvspec.wire.handshake import MAX_NAME, Handshake, is_name
 from kvspec.wire.messages import LayerProgress, Message, RankAddress, ReaderStatus
+from kvspec.wire.packing import Seconds, WireStruct, decoder_of, pack, unpack
 from kvspec.wire.seal import Secret
 
 MESSAGE = b"kvspec-message-1\n"
@@ -73,7 +74,7 @@ LINGER = 2 * ASK_AGAIN
 
 A process with another secret or version closes the connection at each question.
 """
-REST = 1e-2
+LOOK_AGAIN = 1e-2
 """Seconds between two looks for an introduction."""
 CHALLENGE_AGAIN = 0.25
 """Seconds before a route is challenged again.
@@ -81,8 +82,8 @@ CHALLENGE_AGAIN = 0.25
 It is less than `ASK_AGAIN`. So if a challenge is lost, the next question is answered. A replayed
 stream of questions is answered this often, so that it fills no queue.
 """
-NONCE = 16
-"""Bytes of a challenge."""
+CHALLENGE_BYTES = 16
+"""Random bytes of a challenge."""
 MAX_CHALLENGES = 1 << 12
 """Challenges that wait for an answer; more than the connections that a `TcpChannel` accepts."""
 MAX_ROUTES = 1 << 16
@@ -95,20 +96,21 @@ _PURPOSES = MESSAGE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION
 _WANTED = f"a sealed message of version {VERSION}"
 _SEALED = "the complete bytes that Session.introduction returned"
 
-Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
-Fields = tuple[
-    Annotated[str, Meta(min_length=1, max_length=MAX_NAME)],
-    Seconds,
-    Seconds,
-    Annotated[bytes, Meta(max_length=MAX_HANDSHAKE)],
-]
-"""The body of an introduction: address, lease, heartbeat and handshake."""
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Fields)
 A = TypeVar("A")
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+class Introduction(WireStruct, frozen=True):
+    """The body of an introduction."""
+
+    address: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+    lease: Seconds
+    heartbeat: Seconds
+    handshake: Annotated[bytes, Meta(max_length=MAX_HANDSHAKE)]
+
+
+_INTRODUCTIONS = decoder_of(Introduction)
 
 
 @attrs.frozen(kw_only=True)
@@ -135,8 +137,8 @@ class Introduced:
     def seal(self, secret: Secret) -> bytes:
         """Return the bytes for peers."""
         address, shake = is_name("address", self.address), encode_handshake(self.handshake)
-        body = _ENCODER.encode((address, self.lease, self.heartbeat, shake))
-        return secret.seal(INTRODUCTION, body)
+        body = Introduction(address, self.lease, self.heartbeat, shake)
+        return secret.seal(INTRODUCTION, pack(body))
 
 
 def epoch_of(epoch: int | None, cache: RankCache) -> int:
@@ -155,14 +157,15 @@ def epoch_of(epoch: int | None, cache: RankCache) -> int:
 def introduced(sealed: object, secret: Secret) -> Introduced:
     """Return the rank that *sealed* introduces. Raises `WireError` for any other bytes."""
     body = secret.unseal("introduction", INTRODUCTION, sealed, _SEALED)
-    try:
-        address, lease, heartbeat, shake = _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError("introduction", f"{len(body)} bytes", rule=str(error)) from None
-    if not address.isprintable():
-        raise WireError("introduction.address", address, "a printable text")
-    found = decode_handshake(shake)
-    return Introduced(handshake=found, address=address, lease=lease, heartbeat=heartbeat)
+    fields = unpack("introduction", _INTRODUCTIONS, body)
+    if not fields.address.isprintable():
+        raise WireError("introduction.address", fields.address, "a printable text")
+    return Introduced(
+        handshake=decode_handshake(fields.handshake),
+        address=fields.address,
+        lease=fields.lease,
+        heartbeat=fields.heartbeat,
+    )
 
 
 def _lacking(_route: str) -> bool:
@@ -348,7 +351,7 @@ class Messages:
                         again = now + ASK_AGAIN
                         for address in missing:
                             self._channel.send(address, self._secret.seal(QUESTION, b""))
-                self._channel.wait(REST)
+                self._channel.wait(LOOK_AGAIN)
                 step()
             return [answer for at in asked if (answer := self._asked[at]) is not None]
         finally:
@@ -430,7 +433,7 @@ class Messages:
             return
         # A repeated challenge keeps its bytes. If each one were new, a slow answer would always be
         # too late: the asker asks again before the answer arrives.
-        nonce = nonce or secrets.token_bytes(NONCE)
+        nonce = nonce or secrets.token_bytes(CHALLENGE_BYTES)
         _keep(self._challenges, route, (nonce, now), MAX_CHALLENGES)
         self._channel.send(route, self._secret.seal(CHALLENGE, nonce))
 

@@ -187,6 +187,14 @@ def test_metadata_with_a_name_that_is_not_utf8_is_refused() -> None:
     assert "metadata" == caught.value.path
 
 
+def test_metadata_with_an_unknown_member_is_refused() -> None:
+    """As in every other array of fields."""
+    body = msgspec.msgpack.encode(("far", nixl_bytes(b"far"), 8, 0))
+    with pytest.raises(WireError) as caught:
+        opened(Secret(SECRET).seal(b"kvspec-nixl-3\n", body), SECRET)
+    assert "metadata" == caught.value.path
+
+
 def test_metadata_with_invalid_bytes_after_the_name_is_refused_by_nixl() -> None:
     """Only NIXL can check these bytes. The rank then still accepts the intact metadata."""
     with NixlRank("near", polled=True) as near, NixlRank("far") as far:

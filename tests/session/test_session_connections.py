@@ -79,7 +79,7 @@ def test_connect_rejects_introductions_that_do_not_fit(pair: tuple[Side, Side]) 
     for introductions, kind, field in (
         ([sealed(first, "h:1", 30.0, 5.0, other_version), *others], WireError, "version"),
         ([sealed(first, "h:1", 30.0, 5.0, handshake[:-1]), *others], WireError, "handshake"),
-        ([sealed(first, "h" * 256, 30.0, 5.0, handshake), *others], WireError, "introduction"),
+        ([sealed(first, "h" * 256, 30.0, 5.0, handshake), *others], WireError, "introduction[0]"),
         ([first.nixl.secret.seal(INTRODUCTION, b""), *others], WireError, "introduction"),
         ([foreign, *others], WireError, "introduction"),
         ([good[:-1], *others], WireError, "introduction"),
