@@ -46,6 +46,7 @@ from kvspec.plan.plan import TransferPlan
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import RemoteEngine
 from kvspec.wire.messages import (
+    MAX_NAME,
     SUM,
     Checksum,
     ChecksumRequest,
@@ -58,6 +59,9 @@ from kvspec.wire.messages import (
 TURN = 0.02
 # Contents in one extent, each of one part of one unit at one token. They have about 4 MiB.
 MOST = 1 << 14
+# Bytes of the names of the parts in one extent, each with its MessagePack head. One name of any
+# length fits, and so does a message with it.
+MOST_NAMES = 4 * MAX_NAME + 3
 # Requests that wait for an answer. The reader of a request beyond the limit asks again.
 MAX_ASKED = 1 << 16
 # Checksums that are kept of one held request, so that a repeated question costs nothing.
@@ -273,9 +277,11 @@ def extents_of(
 
 
 def _small(extent: Extent) -> Iterator[Extent]:
-    """Yield *extent* in pieces that each take a short time."""
+    """Yield *extent* in pieces that each take a short time and fit into a message."""
     rows = len(extent.rows) or len(extent.tokens)
-    if len(extent.parts) * len(extent.units) * rows <= MOST or extent.halves is None:
+    names = sum(3 + len(name.encode()) for name in extent.parts)
+    small = len(extent.parts) * len(extent.units) * rows <= MOST and names <= MOST_NAMES
+    if small or extent.halves is None:
         yield extent
     else:
         for half in extent.halves:

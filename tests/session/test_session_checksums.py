@@ -29,11 +29,12 @@ from kvspec.session.checksums import ChecksumAnswers, checksum_of
 from kvspec.session.mailbox import MESSAGE
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
-from kvspec.wire.codec import encode_message
+from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import (
     Checksum,
     ChecksumRequest,
     Extent,
+    Key,
     Message,
     RankAddress,
     key_of,
@@ -473,3 +474,24 @@ def corrupt(flight: FakeFlight) -> None:
     """Land a transfer with one wrong byte."""
     flight.land()
     flight.spoil()
+
+
+def test_extents_of_many_parts_with_long_names_fit_into_messages() -> None:
+    """A peer refuses a longer message, so the extents are cut by their parts."""
+    names = [f"{number}{letter * 1023}" for letter in "a\N{GRINNING FACE}" for number in range(9)]
+    names += [f"p{number}" for number in range(4000)]
+    parts = [
+        kvspec.Part(name=name, units=1, states=1, content_bytes=1, tokens_per_state=0)
+        for name in names
+    ]
+    spec = kvspec.MambaSpec(state_parts=parts)
+    group = kvspec.KVCacheGroup(name="state", layers=["l" * 1024], spec=spec)
+    plan = kvspec.plan_transfer(*[kvspec.EngineSpec(groups=[group])] * 2)
+    asked = request(tokens=1, producer_blocks={"state": [0]}, consumer_blocks={"state": [0]})
+    address = RankAddress("e" * 255, 2**63 - 1, kvspec.RankId())
+    key, covered = Key("r" * 1024, bytes(64)), list[str]()
+    for extent in checksums.extents_of(plan, asked, kvspec.RankId(), kvspec.RankId()):
+        message = ChecksumRequest(key, address, address, 2**63 - 1, 2**63 - 1, extent=extent)
+        assert message == decode_message(encode_message(message))
+        covered += extent.parts
+    assert names == covered
