@@ -88,8 +88,9 @@ class Channel(Protocol):
     """The channel of a session. Implement it over the messages that your engine already has.
 
     A route is an address, or the channel's own name for the origin of a message. Each connection
-    keeps one route, and no other connection may get it: a session sends its introduction only to
-    the route that it has challenged. A channel may also have these methods:
+    keeps one route. No other connection may get it, except a new one to the same address: a session
+    sends its introduction only to the route that it has challenged. A channel may also have these
+    methods:
 
     - `reaches(route) -> bool`: whether a connection is established, for addresses and for routes of
       received messages. If it returns False, the session does not wait for that peer, and the next

@@ -24,8 +24,8 @@ How it works:
 
     A connection becomes trusted by the right answer, or by a message (`_learn`): one that is newer,
     one of a rank without an open route, or one of a rank whose route was dialled. In the last two
-    cases it may be a copy, so a stranger can get one trusted connection for each such rank.
-    Questions do not count, since anyone can replay them.
+    cases a stranger may have recorded the message. Questions do not count, since anyone can replay
+    them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Invariant: a message contains the request's id, nonce and attempt, and the incarnations of sender
 and receiver. So it is never taken for a message of another request, attempt or incarnation. Each
-question of a reader has its own number, so a late answer is never taken for the answer to a later
-question.
+question of a reader has a number that no other question of its kind has. So a late answer is never
+taken for the answer to a later question.
 
 How it works:
     The classes form a tagged union of `msgspec`: the tag is the first element of the array, and
@@ -107,8 +107,8 @@ class Extent(WireStruct, frozen=True, kw_only=True):
         layer: Name of the layer.
         parts: Names of the parts.
         units: Units of the model.
-        tokens: Positions of tokens, in the count of the group. For a state, the last of them is the
-            token that it has seen.
+        tokens: Positions of tokens, in the count of the group. For a state, the last token that it
+            has seen.
         rows: Rows of a state. Empty for tokens.
         producer: Tokens that the producer's context rank owns.
         consumer: Tokens that the consumer's context rank owns.
@@ -168,11 +168,11 @@ class Message(WireStruct, frozen=True):
         by: Sender.
         to: Receiver.
         attempt: Number of the attempt to read the request. It grows with each attempt.
-        number: Number of the question, unique among all questions of a reader. Each heartbeat has
-            a new number. A repeated `done` or checksum request keeps its number. `Lease`, `Valid`,
-            `Gone` and the answers to a checksum request have the number of their question.
-            `StopWriting`, `PushDone` and `PushStopped` have 0. `LayerProgress` has the number of
-            the reader's last message.
+        number: Number of the question. A reader has one counter for heartbeats and `done`, and one
+            for checksum requests. Each heartbeat has a new number. A repeated `done` or checksum
+            request keeps its number. `Lease`, `Valid`, `Gone` and the answers to a checksum request
+            have the number of their question. `StopWriting`, `PushDone` and `PushStopped` have 0.
+            `LayerProgress` has the number of the reader's last heartbeat.
     """
 
     key: Key

@@ -21,16 +21,22 @@ from hypothesis import given
 from shakes import handshakes, opened
 
 import kvspec
+from kvspec.completion.producer import MAX_INCARNATIONS
+from kvspec.engines.stages import MOST_DIGITS
+from kvspec.inputs import MOST_MEMBERS
 from kvspec.memory.rank_cache import Memory, Region
+from kvspec.ownership.dtypes import ITEMSIZE, dtype_name
+from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.session.checksums import checksum_of
 from kvspec.session.mailbox import introduced
 from kvspec.session.ticket import PrefillTicket, content_of
+from kvspec.specs.uniform import _MAY_DIFFER
 from kvspec.wire import codec
 from kvspec.wire.codec import decode_message, encode_handshake, encode_message
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import MESSAGES, Extent, Message
 from kvspec.wire.seal import MAC, Secret
-from kvspec.wire.values import KINDS
+from kvspec.wire.values import KINDS, MAX_DEPTH, VALUE, Decoder, encode
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
@@ -49,7 +55,8 @@ FRAMES = {
 SECRET = Secret(b"16 bytes or more")
 EXAMPLE_MESSAGES = sorted(name for name in FRAMES if name in MESSAGES)
 SIZE = 4
-LIMITS = re.findall(r"^\| `([\w.]+)` \| `(MAX_\w+)` \| (\d+) \|$", PAGE, re.MULTILINE)
+LIMITS = re.findall(r"^\| `([\w.]+)` \| `(MAX_\w+)` \| (\d+) \| .+ \|$", PAGE, re.MULTILINE)
+ARRAYS = dict(re.findall(r"^# (\w+): .*\n((?:[^#\n].*\n)+)", BLOCKS["arrays"], re.MULTILINE))
 
 
 def section(title: str) -> str:
@@ -82,7 +89,7 @@ def purposes() -> set[str]:
     """Return every purpose in the package: bytes that begin with `kvspec-` and end a line."""
     found: set[str] = set()
     for path in sorted((ROOT / "kvspec").rglob("*.py")):
-        found |= set(re.findall(r'b"(kvspec-[a-z]+-\d+\\n)"', path.read_text(encoding="utf-8")))
+        found |= set(re.findall(r'b"(kvspec-[a-z-]+-\d+\\n)"', path.read_text(encoding="utf-8")))
     return found
 
 
@@ -147,6 +154,21 @@ def test_message_of_page_decodes_and_encodes_to_same_bytes(name: str) -> None:
     message = decode_message(body(name))
     assert name == message.kind
     assert encode_message(message) == body(name)
+
+
+@pytest.mark.parametrize("name", sorted(ARRAYS))
+def test_array_of_page_decodes_and_encodes_to_same_bytes(name: str) -> None:
+    """The arrays without a frame are messages under the head of the others."""
+    head = b"kvspec-message\n" + codec.VERSION.to_bytes(2, "big")
+    data = head + bytes.fromhex(ARRAYS[name])
+    message = decode_message(data)
+    assert name == message.kind
+    assert data == encode_message(message)
+
+
+def test_page_has_an_example_of_every_kind_of_message() -> None:
+    """Each kind has a frame or an array."""
+    assert sorted(MESSAGES) == sorted([*EXAMPLE_MESSAGES, *ARRAYS])
 
 
 def test_explanations_of_messages_name_every_field_in_order() -> None:
@@ -293,3 +315,73 @@ def test_history_of_page_ends_with_version_of_code() -> None:
     for head in (b"kvspec-handshake\n", b"kvspec-message\n"):
         frame = FRAMES["introduction" if b"handshake" in head else "heartbeat"]
         assert head + codec.VERSION.to_bytes(2, "big") in frame
+
+
+def test_page_lists_every_dtype_with_its_bytes() -> None:
+    """The table of dtypes, and the other names that a receiver accepts."""
+    rows = re.findall(r"^\| (\d) \| ((?:`\w+`(?:, )?)+) \|$", section("Plain values"), re.MULTILINE)
+    shown = {name: int(size) for size, names in rows for name in re.findall(r"\w+", names)}
+    assert ITEMSIZE == shown
+    aliases = re.findall(r"`(\w+)`\s+for\s+`(\w+)`", section("Plain values"))
+    assert ["half", "float", "fp8"] == [alias for alias, _ in aliases]
+    assert all(dtype_name(alias) == dtype_name(f"torch.{alias}") == name for alias, name in aliases)
+
+
+def test_page_states_the_limits_of_descriptions() -> None:
+    """Numbers that the text contains, but no table."""
+    rules = section("Valid descriptions")
+    assert f"at most {MAX_RANKS:,}" in rules
+    assert f"at most 2^{MOST_MEMBERS.bit_length() - 1} members" in rules
+    assert f"at most {MOST_DIGITS} digits" in rules
+    assert f"and {MAX_INCARNATIONS} have come" in section("Readers of a request")
+    (row,) = (line for line in re.split(r"^- ", rules, flags=re.MULTILINE) if "Uniform" in line)
+    assert _MAY_DIFFER == set(re.findall(r"`(\w+)`", row.partition("except")[2]))
+
+
+def steps(plain: Any) -> int:
+    """Return the steps of a plain value without those of groups and engines, as the page says."""
+    if isinstance(plain, list):
+        return VALUE + sum(map(steps, plain))
+    if not isinstance(plain, dict):
+        return VALUE
+    ((word, content),) = plain.items()
+    if word in KINDS:
+        return VALUE + sum(map(steps, content.values()))
+    span = abs(content[1] - content[0]) if word == "range" else 0
+    return VALUE + steps(content) + span
+
+
+@given(handshakes())
+def test_work_of_page_is_work_of_code(shake: Handshake) -> None:
+    """The formulas of the page give the steps that a decoder counts."""
+    engine, decoder = shake.engine, Decoder()
+    for each in (engine, shake.replica_policy):
+        decoder.value("value", encode(each))
+    work = steps(encode(engine)) + steps(encode(shake.replica_policy))
+    layers, parts = sum(len(group.layers) for group in engine.groups), 0
+    for group in engine.groups:
+        kinds = {group.spec.of_layer(layer).parts for layer in group.layers}
+        own = 1 if isinstance(group.spec, kvspec.UniformTypeKVCacheSpecs) else len(*kinds)
+        work += len(group.layers) * (own + len(group.excluded))
+        parts += sum(map(len, kinds))
+    sizes = engine.parallel
+    ranks = sizes.tp_size * sizes.pcp_size if sizes.context_size > 1 else 1
+    stages = sum(map(len, sizes.stages or ()))
+    work += layers * (parts + sizes.pp_size + stages) + parts * sizes.tp_size * ranks
+    assert decoder._work == work
+
+
+def test_depth_of_page_is_depth_of_code() -> None:
+    """An object is one level, and a map is three."""
+    assert "`{kind: {field: 1}}` is one" in section("Plain values")
+    for value, levels in (({"Part": {}}, 1), ([1], 1), ({"map": [["k", 1]]}, 3)):
+        for around in (MAX_DEPTH - levels, MAX_DEPTH - levels + 1):
+            plain: Any = value
+            for _ in range(around):
+                plain = [plain]
+            try:
+                Decoder().value("value", plain)
+                deep = False
+            except kvspec.WireError as error:
+                deep = "deep" in error.expected
+            assert deep == (around + levels > MAX_DEPTH)
