@@ -96,13 +96,17 @@ class Contents:
         )
 
     def tamper(self, after: Storage) -> None:
-        """Change one byte of the last token, or of the state, of the first request."""
-        tables = self.job.moves[0].consumer_blocks
-        for (group, _, _), view in self._views(after).items():
-            own = tables[group].block_ids
-            if len(own) and view.shape[1]:
-                view[own[-1], 0, (self.job.tokens - 1) % view.shape[2], 0] ^= 0xFF
+        """Change one byte that must have one value: of the last row that arrives, if there is one.
+
+        Other bytes of the same block may have any value, for example behind the last token.
+        """
+        views = self._views(after)
+        for rows, _ in self._rows():
+            for at in np.flatnonzero(rows.live)[-1:] if len(rows.units) else ():
+                views[rows.key][rows.block[at], 0, rows.row[at], 0] ^= 0xFF
                 return
+        name, free = next(iter(self.after(after)[1].items()))
+        after[name][np.argmin(free)] ^= 0xFF
 
     def _rows(self) -> Iterator[tuple[Rows, Bytes]]:
         """Yield the rows of all requests, with their true bytes."""

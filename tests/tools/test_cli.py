@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import LLAMA
+from hypothesis import given
+from hypothesis import strategies as st
 from refused import has_in_order
 
 import kvspec
@@ -30,7 +32,7 @@ from kvspec.run.contents import MAX_LINES, Contents, Storage
 from kvspec.run.job import Job
 from kvspec.run.limits import check_memory
 from kvspec.run.report import Compared, Failure, Moved, RankReport, Report
-from kvspec.testing import logical_views
+from kvspec.testing import Case, logical_views, strategies
 
 pytest.importorskip("typer", reason="needs the cli extra")
 
@@ -341,6 +343,26 @@ def test_contents_report_a_changed_byte_of_a_spare_block() -> None:
     assert 1 == judged.wrong
     facts = ["tp0", "state", "s", "ssm", "0", "outside", f"block {spare}"]
     assert has_in_order(facts, line)
+
+
+@given(case=strategies.cases(), tokens=st.integers(1, 60), cached=st.integers(0, 60))
+def test_contents_find_the_tampered_byte_of_any_consumer(
+    case: Case, tokens: int, cached: int
+) -> None:
+    """The changed byte is one that is judged, whatever the first consumer rank holds."""
+    engines = {"producer": case.producer, "consumer": case.consumer}
+    job = Job(**engines, tokens=tokens, cached=min(cached, tokens), requests=1)
+    rank = job.consumer.parallel.ranks[0]
+    cache = kvspec.plan_memory(job.consumer, rank, job.num_blocks("consumer"))
+    groups = [group for group in job.consumer.groups if job.consumer.layers_at(group, rank.pp)]
+    sizes = {
+        group.name: memory.length for group, memory in zip(groups, cache.memory, strict=True)
+    }
+    contents = Contents(job, "consumer", rank)
+    before = contents.before(sizes)
+    right, _ = contents.after(before)
+    contents.tamper(right)
+    assert 1 == contents.judge(before, right).wrong
 
 
 def test_contents_report_many_wrong_bytes_in_few_lines() -> None:
