@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 import attrs
@@ -24,7 +26,7 @@ from kvspec.run.job import Job
 from kvspec.run.limits import devices_of
 from kvspec.run.rank_server import words_of
 from kvspec.run.report import Failure, RankReport, Report
-from kvspec.run.transfer_rank import Arguments, StageError, TransferRank, lead
+from kvspec.run.transfer_rank import STAGES, Arguments, StageError, TransferRank, lead
 
 REST = 0.02  # seconds between two looks at the store
 LEAVE = 5.0  # seconds for which the first rank, which may keep the store, waits for the others
@@ -121,10 +123,15 @@ def run_launched(job: Job, place: Place) -> Report:
     _ = job.plan  # planning is a check
     devices = devices_of(job.device)
     rank = LaunchedRank(job, place, devices[place.local % len(devices)], deadline)
+    reports: SimpleQueue[Report] = SimpleQueue()
+    # torch waits without end for a store whose process hangs, so another thread waits for torch.
+    # The thread cannot be ended, but it does not keep the process.
+    Thread(target=rank.run, args=(reports.put,), daemon=True).start()
     try:
-        return lead(job, rank.through)
-    finally:
-        rank.leave()
+        return reports.get(timeout=job.timeout + 2 * LEAVE)
+    except Empty:
+        why = f"no answer of the store at {place.address}:{place.port}: its process hangs"
+        return Report.of(job, (), (rank.failure(place.number, why),), {})
 
 
 class LaunchedRank:
@@ -135,15 +142,23 @@ class LaunchedRank:
         self.ranks = list(job.ranks())
         self.store: Any = None  # torch's store
         self.server: TransferRank | None = None
+        self.stage = STAGES[0]
+
+    def run(self, put: Callable[[Report], None]) -> None:
+        """Do all stages, leave the store, and *put* the report."""
+        report = lead(self.job, self.through)
+        self.leave()
+        put(report)
 
     def through(self, stage: str, arguments: Arguments) -> list[Any]:
         """Do one stage, and return the answers of all ranks. See `Through`."""
+        self.stage = stage
         try:
             self.store = self.store or self._open()
             self.store.check([])  # A rank without a store need not start.
             answer = self._answer(stage, arguments)
             self.store.set(f"{stage}/{self.place.number}", msgspec.json.encode(answer))
-            self._wait(stage)
+            self._wait()
             if stage not in ANSWERS:
                 return []
             answers = (self.store.get(f"{stage}/{number}") for number in range(self.place.size))
@@ -154,7 +169,7 @@ class LaunchedRank:
             where = f"{self.place.address}:{self.place.port}"
             words = str(error).partition("\n")[0]
             why = f"no store at {where} (MASTER_ADDR, MASTER_PORT), or not any more: {words}"
-            raise StageError((self._failure(self.place.number, stage, why),)) from error
+            raise StageError((self.failure(self.place.number, why),)) from error
 
     def leave(self) -> None:
         """Leave the store, the first rank last, since its process may keep the store."""
@@ -193,14 +208,14 @@ class LaunchedRank:
                 self.server = TransferRank(*of_rank, own_host(place.address))
             return getattr(self.server, stage)(*arguments[side])
         except Exception as error:
-            failure = self._failure(place.number, stage, words_of(error))
+            failure = self.failure(place.number, words_of(error))
             with suppress(Exception):
                 self.store.set("failed", msgspec.json.encode(failure))
             raise StageError((failure,)) from error
 
-    def _wait(self, stage: str) -> None:
+    def _wait(self) -> None:
         """Wait for the answers of all ranks. Raise `StageError` if one fails or does not answer."""
-        keys = [f"{stage}/{number}" for number in range(self.place.size)]
+        keys = [f"{self.stage}/{number}" for number in range(self.place.size)]
         while not self.store.check(keys):
             if self.store.check(["failed"]):
                 failed = self.store.get("failed")
@@ -209,11 +224,12 @@ class LaunchedRank:
                 why = f"no answer within {self.job.timeout:g} s"
                 late = [n for n, key in enumerate(keys) if not self.store.check([key])]
                 if late:
-                    raise StageError(tuple(self._failure(n, stage, why) for n in late))
+                    raise StageError(tuple(self.failure(n, why) for n in late))
             time.sleep(REST)
 
-    def _failure(self, number: int, stage: str, why: str) -> Failure:
-        return Failure(*self.ranks[number], stage, why)
+    def failure(self, number: int, why: str) -> Failure:
+        """Return the failure of a rank in the present stage."""
+        return Failure(*self.ranks[number], self.stage, why)
 
 
 def own_host(store: str) -> str:

@@ -157,10 +157,7 @@ def test_report_names_a_rank_that_dies_or_hangs(number: signal.Signals) -> None:
     store = port()
     ranks = [rank_of("slurm", rank, store, "--timeout", "12") for rank in range(2)]
     try:
-        while not any("nixl" in line for line in mapped(ranks[1].pid)):
-            # Wait until the second process has loaded NIXL, shortly before its rank starts.
-            time.sleep(0.05)
-            assert ranks[1].poll() is None
+        wait_for_nixl(ranks[1])
         ranks[1].send_signal(number)
         status, output, errors = ended(ranks[0])
         assert status == 1
@@ -169,6 +166,29 @@ def test_report_names_a_rank_that_dies_or_hangs(number: signal.Signals) -> None:
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+def test_rank_ends_if_the_process_of_the_store_hangs() -> None:
+    """The second process reports it soon after the timeout, although torch waits without end."""
+    store = port()
+    ranks = [rank_of("slurm", rank, store, "--timeout", "6") for rank in range(2)]
+    try:
+        wait_for_nixl(ranks[1])
+        ranks[0].send_signal(signal.SIGSTOP)
+        status, output, errors = ended(ranks[1], 40)
+        assert (1, "") == (status, output)
+        assert has_in_order(["consumer tp0", f"127.0.0.1:{store}"], errors)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def wait_for_nixl(process: subprocess.Popen[str]) -> None:
+    """Wait until a process has loaded NIXL, after it has met the store and before its rank runs."""
+    while not any("nixl" in line for line in mapped(process.pid)):
+        time.sleep(0.05)
+        assert process.poll() is None
 
 
 def mapped(pid: int) -> list[str]:
