@@ -18,6 +18,7 @@ How it works:
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 
 import attrs
@@ -112,6 +113,7 @@ def prove(
 
     triples = rank_cases = 0
     faults: list[str] = []
+    jobs = min(jobs or os.cpu_count() or 1, max_heads)  # One task for each number of heads.
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet)
     try:
         # Tasks with the most heads take longest. If they ran last, most cores would be idle.

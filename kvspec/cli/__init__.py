@@ -6,6 +6,8 @@ process that imports the main module of its parent, and must start fast.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 
 # Exit status after Ctrl-C.
@@ -24,4 +26,13 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    app(prog_name="kvspec")
+    # A terminal of another encoding shows "?" for a character that it lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        app(prog_name="kvspec")
+    except OSError as error:  # Standard output is full, or the machine has no more processes.
+        sys.stderr.write(f"kvspec: {error}\n")
+        # Python writes the rest of the output when it ends, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(2)

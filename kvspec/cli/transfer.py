@@ -123,7 +123,8 @@ def transfer(
 def _checked(job: Job, kill: int, launcher: str) -> tuple[bool, Callable[[], Report | Figures]]:
     """Check that the run is possible. Return whether this process prints, and the run."""
     names = package_names()
-    if not any(map(find_spec, names)):
+    # `find_spec` imports the package of a name with a dot, which may be missing, too.
+    if not any(find_spec(name.partition(".")[0]) for name in names):
         rule = "is not installed: run pip install 'kvspec[nixl]'"
         raise SpecError("nixl", " or ".join(names), rule=rule)
     if kill and launcher:

@@ -254,10 +254,10 @@ def _load(source: ConfigSource) -> Mapping[str, object]:
     if not isinstance(source, (str, os.PathLike)):
         raise SpecError("config", source, "a dict or the path of a config.json")
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
     try:
+        path = path / "config.json" if path.is_dir() else path
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError("config", str(path), f"a readable JSON file ({error})") from error
     if not isinstance(loaded, dict):
         raise SpecError("config", str(path), "a JSON object")

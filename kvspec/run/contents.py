@@ -7,6 +7,7 @@ adds its own bytes. Bytes that no request may change are compared as well.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 import attrs
@@ -84,9 +85,11 @@ class Contents:
         lines: Iterator[str] = iter(())
         if faults:
             views = [self._views(storage) for storage in (wrong, must, after)]
-            lines = differences(
-                self.rank, [rows for rows, _ in self._rows()], views, wrong, must, after
-            )
+            # Nothing arrives at a producer.
+            arrives = self.side == "consumer"
+            of_parts = [replace(rows, live=rows.live & arrives) for rows, _ in self._rows()]
+            name = f"{self.side} {self.rank}"
+            lines = differences(name, of_parts, views, wrong, must, after)
         return Compared(
             judged=judged,
             arriving=arriving,

@@ -130,7 +130,8 @@ def run_launched(job: Job, place: Place) -> Report:
     try:
         return reports.get(timeout=job.timeout + 2 * LEAVE)
     except Empty:
-        why = f"no answer of the store at {place.address}:{place.port}: its process hangs"
+        where = f"the store at {place.address}:{place.port}"
+        why = f"neither {where} nor this rank answers within {job.timeout:g} s"
         return Report.of(job, (), (rank.failure(place.number, why),), {})
 
 
@@ -146,8 +147,12 @@ class LaunchedRank:
 
     def run(self, put: Callable[[Report], None]) -> None:
         """Do all stages, leave the store, and *put* the report."""
-        report = lead(self.job, self.through)
-        self.leave()
+        report, self.stage = lead(self.job, self.through), "close"
+        try:
+            self.leave()
+        except Exception as error:  # noqa: BLE001 - the report contains any error
+            failure = self.failure(self.place.number, words_of(error))
+            report = attrs.evolve(report, failures=(*report.failures, failure))
         put(report)
 
     def through(self, stage: str, arguments: Arguments) -> list[Any]:

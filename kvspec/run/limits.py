@@ -19,14 +19,25 @@ SHARE = 0.6
 """How much of the available memory a run may take."""
 
 
-def check_memory(caches: Collection[int], available: int | None = None) -> None:
-    """Raise `SpecError` if *caches*, bytes of each rank, need too much of the *available* bytes."""
+def check_memory(
+    caches: Collection[int], staging: int = 0, *, available: int | None = None
+) -> None:
+    """Check that a run fits into the *available* bytes.
+
+    Args:
+        caches: Bytes of the cache of each rank.
+        staging: Bytes of the staging buffers of all ranks.
+        available: Bytes of memory. Those of this machine by default.
+
+    Raises:
+        SpecError: If the run does not fit.
+    """
     free = available_bytes() if available is None else available
-    need = COPIES * sum(caches) + PROCESS_BYTES * len(caches)
+    need = COPIES * sum(caches) + PROCESS_BYTES * len(caches) + staging
     if free is not None and need > SHARE * free:
         why = f"{nbytes(sum(caches))} of cache on {len(caches)} ranks, {COPIES} times to compare it"
         expected = f"at most {SHARE:.0%} of the free {nbytes(free)}"
-        expected += ": fewer tokens, requests or ranks"
+        expected += ": fewer tokens, requests or ranks, or a smaller staging buffer"
         raise SpecError("memory", f"{nbytes(need)} ({why})", expected)
 
 

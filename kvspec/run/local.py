@@ -12,6 +12,8 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
+import attrs
+
 from kvspec.errors import KVSpecError
 from kvspec.run.job import SIDES, Job
 from kvspec.run.limits import check_memory, devices_of
@@ -20,7 +22,7 @@ from kvspec.run.report import Failure, Report
 from kvspec.run.transfer_rank import Arguments, StageError, TransferRank, lead
 
 GRACE = 0.3  # seconds after a failure in which failures of other ranks are collected
-LEAVE = 5.0  # seconds that a rank may take to close its session
+LEAVE = 20.0  # seconds that a rank may take to close its session
 
 
 def check_job(job: Job) -> list[str]:
@@ -34,7 +36,8 @@ def check_job(job: Job) -> list[str]:
         MismatchError: If the engines do not fit.
     """
     _ = job.plan  # planning is a check
-    check_memory(job.cache_bytes())
+    movers = len(job.engine(job.active).parallel.ranks)
+    check_memory(job.cache_bytes(), movers * job.staging << 20)
     return devices_of(job.device)
 
 
@@ -55,9 +58,7 @@ def run_transfer(job: Job) -> Report:
     """
     with LocalRanks(job, check_job(job)) as ranks:
         report = lead(job, ranks.through)
-        if not report.failures:
-            ranks.close()
-    return report
+        return report if report.failures else attrs.evolve(report, failures=ranks.close())
 
 
 class LocalRanks(Ranks):
@@ -65,7 +66,7 @@ class LocalRanks(Ranks):
 
     def __init__(self, job: Job, devices: list[str]) -> None:
         super().__init__()
-        self.job, self.deadline = job, time.monotonic() + job.timeout
+        self.job, self.seconds, self.deadline = job, job.timeout, time.monotonic() + job.timeout
         secret = secrets.token_bytes(16)
         for number, (side, rank) in enumerate(job.ranks()):
             arguments = job, side, rank, devices[number % len(devices)], self.deadline, secret
@@ -92,14 +93,17 @@ class LocalRanks(Ranks):
                     failures.append(Failure(*member, stage, why, died=died))
                     deadline = min(deadline, time.monotonic() + GRACE)
         if not failures:
-            why = f"no answer within {self.job.timeout:g} s"
+            why = f"no answer within {self.seconds:g} s"
             failures = [Failure(*member, stage, why) for _, member in waiting.values()]
         if failures:
             raise StageError(tuple(failures))
         return [answers[client] for client in self.ranks]
 
-    def close(self) -> None:
-        """Let all ranks close their sessions. A rank that does not is killed later."""
-        self.deadline = time.monotonic() + LEAVE
-        with suppress(StageError):
+    def close(self) -> tuple[Failure, ...]:
+        """Let all ranks close their sessions. Return the ranks that fail, and are killed later."""
+        self.seconds, self.deadline = LEAVE, time.monotonic() + LEAVE
+        try:
             self.through("close", dict.fromkeys(SIDES, ()))
+        except StageError as error:
+            return error.failures
+        return ()

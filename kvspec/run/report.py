@@ -161,7 +161,7 @@ class Report:
     @property
     def faults(self) -> tuple[str, ...]:
         """All faults of the run, one line each. Empty if the run is right."""
-        if self.failures:  # Then the run has no results.
+        if self.failures:  # Then the run has no results, or a rank failed to close.
             return tuple(map(str, self.failures))
         faults = []
         if self.wrong:
@@ -198,8 +198,9 @@ class Figures:
         failed: Loads that failed.
         gone: Loads whose engine was killed.
         faults: Kills and other injected faults.
+        unexplained: Failed loads of requests during which nothing was killed.
         lost: Requests that were not sent in time, never ended, or were never freed.
-        wrong: Wrong bytes of loads that are done.
+        wrong: Wrong bytes of loads that are done, and changed bytes of spare blocks.
         leaked: Objects that are left at the end.
         seconds: Seconds of the run.
         died: Rank that ended the run, because it died without a kill or gave no answer.
@@ -210,6 +211,7 @@ class Figures:
     failed: int = 0
     gone: int = 0
     faults: int = 0
+    unexplained: int = 0
     lost: int = 0
     wrong: int = 0
     leaked: int = 0
@@ -233,7 +235,8 @@ class Figures:
         """All faults of the run, one line each. Empty if everything recovered."""
         counts = (
             (self.lost, "requests were lost"),
-            (self.wrong, "bytes are wrong in loads that were called done"),
+            (self.unexplained, "loads failed although nothing was killed"),
+            (self.wrong, "bytes are wrong in loads that were called done, or in spare blocks"),
             (self.leaked, "things are left over"),
         )
         faults = [self.died] if self.died else []

@@ -284,12 +284,12 @@ def check(
         return []
     rows = list(rows_of(engine, rank, tables, request, source=source))
     views = [_views(engine, rank, storage, num_blocks) for storage in (wrong, must, after)]
-    lines = differences(rank, rows, views, wrong, must, after)
+    lines = differences(f"consumer {rank}", rows, views, wrong, must, after)
     return list(islice(lines, limit))
 
 
 def differences(
-    rank: RankId, rows_of_parts: list[Rows], views: list[Views], *flats: Storage
+    rank: str, rows_of_parts: list[Rows], views: list[Views], *flats: Storage
 ) -> Iterator[str]:
     """Yield a line for each wrong byte: in the rows of requests, then in other rows, then padding.
 
@@ -318,7 +318,7 @@ def differences(
                 where, live = request_rows.get((block, row), foreign)
                 left[rows.key][at] = 0
                 yield (
-                    f"consumer {rank}, group {group}, layer {layer}, part {part}, unit "
+                    f"{rank}, group {group}, layer {layer}, part {part}, unit "
                     f"{rows.units[unit]}, {where}, block {block}, byte {byte}: this byte must "
                     f"{'become' if live else 'stay'} {must_views[rows.key][at]:#04x}, but it is "
                     f"{after_views[rows.key][at]:#04x}"
@@ -327,7 +327,7 @@ def differences(
         for byte in np.flatnonzero(flat).tolist():
             flat[byte] = 0
             yield (
-                f"consumer {rank}, group {name}, byte {byte} of the storage (padding): this byte "
+                f"{rank}, group {name}, byte {byte} of the storage (padding): this byte "
                 f"must stay {must[name][byte]:#04x}, but it is {after[name][byte]:#04x}"
             )
 

@@ -144,6 +144,8 @@ def test_plan_draws_the_exchange(tmp_path: Path) -> None:
         (("plan", "--tokens", "-1"), "num_tokens=-1", "0"),
         (("plan", "--replica-policy", "x"), "replica_policy='x'", "spread"),
         (("plan", "--model", "qwen3-0.7b"), "model='qwen3-0.7b'", "Qwen3-"),
+        (("plan", "--model", "x" * 300), f"model='{'x' * 300}'", "Qwen3-"),
+        (("plan", "--model", f"{'x' * 300}.json"), f"config='{'x' * 300}.json'", "readable"),
         (("plan", "--model", "/no/config.json"), "config='/no/config.json'", "readable"),
         (("transfer", "--producer", "tp=0"), "producer.tp_size=0", "1"),
         (("transfer", "--consumer", "layout=LBX"), "consumer.layout='LBX'", "LBNHC"),
@@ -151,6 +153,7 @@ def test_plan_draws_the_exchange(tmp_path: Path) -> None:
         (("transfer", "--tokens", "0"), "tokens=0", "1"),
         (("transfer", "--tokens", "2000000000"), "tokens=2000000000", "1000000000"),
         (("transfer", "--tokens", "400000000"), "memory='667.6 TiB", "tokens"),
+        (("transfer", "--tokens", "9", "--staging", "65536"), "memory='19", "staging"),
         (("transfer", "--cached", "301"), "cached=301", "tokens=300"),
         (("transfer", "--requests", "0"), "requests=0", "1"),
         (("transfer", "--replica-policy", "x"), "replica_policy='x'", "spread"),
@@ -188,11 +191,39 @@ def test_command_with_wrong_option_prints_one_line_and_exits_with_2(
     assert word in result.stderr.partition(fact)[2]
 
 
+def test_command_prints_one_line_if_its_output_cannot_be_written() -> None:
+    """The exit status is 2."""
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = plan_in_a_process(full)
+    assert (2, 1) == (done.returncode, done.stderr.count("\n"))
+    assert has_in_order(["kvspec: ", "space"], done.stderr)
+
+
+def test_command_prints_to_a_terminal_without_unicode() -> None:
+    """Characters that it lacks become question marks."""
+    done = plan_in_a_process(subprocess.PIPE, PYTHONIOENCODING="ascii")
+    assert (0, "") == (done.returncode, done.stderr)
+    assert has_in_order(["Qwen3", "?", "predicted"], done.stdout)
+
+
+def plan_in_a_process(output: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `kvspec plan`, and write to *output*."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvspec.cli", "plan"],
+        env={"PYTHONPATH": str(REPO), **environment},
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("package", ["no_such_nixl", "no_such.nixl"])
 def test_transfer_without_nixl_prints_the_extra_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     """The command stops before it starts a process."""
-    monkeypatch.setenv("KVSPEC_NIXL_PACKAGE", "no_such_nixl")
+    monkeypatch.setenv("KVSPEC_NIXL_PACKAGE", package)
     result = run("transfer")
     assert 2 == result.exit_code
     assert "kvspec[nixl]" in result.stderr
@@ -220,7 +251,7 @@ def test_version_option_prints_the_version_of_the_package() -> None:
 
 def test_verify_prints_how_many_cases_it_tried() -> None:
     """4 x 4 TP pairs and 3 head counts are 48 triples, each on 1 to 4 consumer ranks."""
-    result = run("verify", "--max-tp", "4", "--max-heads", "3", "--jobs", "1")
+    result = run("verify", "--max-tp", "4", "--max-heads", "3", "--jobs", str(10**12))
     assert 0 == result.exit_code
     assert ["48", "120"] == re.findall(r"\b(\d+) (?:triples|consumer ranks)", result.stdout)
     assert "all exact" in result.stdout

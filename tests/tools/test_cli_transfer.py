@@ -9,14 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import builders
+import numpy as np
 import pytest
 from refused import has_in_order
 
@@ -32,9 +34,14 @@ from kvspec import (
     UniformTypeKVCacheSpecs,
 )
 from kvspec.nixl.agent import package_names
-from kvspec.run.job import Job
+from kvspec.run import local, recovery
+from kvspec.run.contents import Contents
+from kvspec.run.job import Job, Side
 from kvspec.run.local import LocalRanks, run_transfer
+from kvspec.run.rank_client import EngineClient
+from kvspec.run.recovery import Recovery
 from kvspec.run.report import Figures, Report
+from kvspec.run.request_rank import RequestRank
 from kvspec.run.transfer_rank import STAGES, Arguments
 
 pytestmark = [
@@ -227,6 +234,32 @@ def test_hanging_rank_fails_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> N
     assert "12" in failure.why
 
 
+def test_rank_that_dies_or_hangs_in_its_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are right, but the library may have crashed when the rank gave its memory back."""
+    monkeypatch.setattr(local, "LEAVE", 2.0)
+
+    def break_down() -> None:
+        os.kill(children()["consumer tp0"], signal.SIGKILL)
+        os.kill(children()["producer tp1"], signal.SIGSTOP)
+
+    before(monkeypatch, "close", break_down)
+    report = without_processes(run_transfer(pair([heads(2)], (2, 1))))
+    assert not report.ok
+    assert "SIGKILL" in report.faults[0]
+    assert ("close", 0) == (report.failures[0].stage, report.wrong)
+    assert report.judged
+
+
+def test_report_names_a_changed_byte_of_a_producer() -> None:
+    """No byte of a producer may change."""
+    job = pair([heads(2)], (1, 1), requests=1)
+    contents = Contents(job, "producer", kvspec.RankId())
+    held = contents.before({"g": job.cache_bytes()[0]})
+    judged = contents.judge(held, {"g": held["g"] ^ (np.arange(len(held["g"])) == 0)})
+    (line,) = judged.lines
+    assert has_in_order(["producer tp0", "l.0", "stay"], line)
+
+
 def test_failure_of_a_rank_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent receives the message of the error in the process."""
     monkeypatch.setenv("KVSPEC_NIXL_PACKAGE", "no_such_nixl")
@@ -389,6 +422,64 @@ def test_figures_without_a_finished_load_are_wrong() -> None:
     (wrong,) = attrs.evolve(served, done=0, failed=5).wrongs
     assert "done" in wrong
     assert attrs.evolve(served, requests=1, done=0, failed=0, gone=2).ok
+
+
+class Unconnected(Recovery):
+    """A run in which an engine that was killed is started, but not connected again."""
+
+    def start(self, side: Side) -> None:
+        """Start an engine. Only the first start connects it."""
+        again = side in self.engines
+        with patch.object(EngineClient, "connect") if again else nullcontext():
+            super().start(side)
+
+
+def test_loads_that_fail_after_a_restart_are_wrong() -> None:
+    """Only loads during which a rank was killed may fail."""
+    job = pair([heads(2)], (1, 1), requests=6)
+    figures = Unconnected(job).run(["kill producer"])
+    assert (0, 0, 0) == (figures.lost, figures.wrong, figures.leaked)
+    assert 0 < figures.unexplained <= figures.failed
+    assert any("nothing was killed" in wrong for wrong in figures.wrongs)
+
+
+def test_error_of_a_session_ends_a_run_with_kills() -> None:
+    """It is a failure of the run, not an invalid input."""
+    lost = kvspec.TransferError("no engine", state=kvspec.TransferState.PEER_LOST)
+    with patch.object(EngineClient, "connect", side_effect=lost):
+        figures = Recovery(pair([heads(2)], (1, 1))).run(["kill producer"])
+    assert (2, str(lost)) == (figures.lost, figures.died)
+
+
+def test_hanging_rank_ends_a_run_with_kills_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks get little more time than the job has."""
+    monkeypatch.setattr(recovery, "DRAIN", 2.0)
+
+    class Hanging(Recovery):
+        def send(self, faults: Sequence[str]) -> None:
+            os.kill(children()["consumer tp0"], signal.SIGSTOP)
+            super().send(faults)
+
+    began = time.monotonic()
+    figures = Hanging(pair([heads(2)], (1, 1), timeout=6.0)).run(["kill producer"])
+    assert time.monotonic() - began < 30
+    assert has_in_order(["consumer tp0", "answer"], figures.died)
+
+
+class SpillingRank(RequestRank):
+    """A rank whose transfers change a byte of a spare block, too."""
+
+    def hold(self, *request: Any, **more: Any) -> None:
+        """Hold a request."""
+        super().hold(*request, **more)
+        next(iter(self.views.values()))[-1, 0, 0, 0] = 0
+
+
+def test_changed_byte_of_a_spare_block_is_wrong() -> None:
+    """A run with kills looks at the blocks of no request at its end."""
+    with patch.object(EngineClient, "rank_type", SpillingRank):
+        figures = Recovery(pair([heads(2)], (1, 1))).run([])
+    assert (2, 1) == (figures.done, figures.wrong)
 
 
 def test_requests_that_are_not_sent_in_time_are_lost() -> None:
