@@ -6,6 +6,7 @@ words. No wait is longer than `SILENT`.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -48,7 +49,11 @@ class RankClient:
 
     What its libraries print goes to a file without a name, for the error when it dies. They print
     to standard error if the environment has a log level for UCX or NIXL.
+
+    `answer` waits until *deadline*, a time of the monotonic clock, and never longer than `SILENT`.
     """
+
+    deadline = math.inf
 
     def __init__(self, name: str, server_type: type[object], arguments: tuple[object, ...]) -> None:
         # The file has no name, so nothing is left of it even if this process is killed.
@@ -86,8 +91,9 @@ class RankClient:
             ConnectionResetError: If its process died.
             TimeoutError: If it did not answer in time.
         """
-        if not self.pipe.poll(SILENT):
-            raise TimeoutError(f"{self.name} did not answer within {SILENT:g} s")
+        left = max(0.0, min(SILENT, self.deadline - time.monotonic()))
+        if not self.pipe.poll(left):
+            raise TimeoutError(f"{self.name} did not answer within {left:.0f} s")
         try:
             answer = self.pipe.recv()
         except (EOFError, ConnectionError):

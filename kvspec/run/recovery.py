@@ -10,13 +10,14 @@ How it works:
     fail what concerned the old start.
 
     Each rank compares a load at once when it is done. `Figures` counts what went wrong: requests
-    that never end are lost, bytes of a load that is done may be wrong, and objects that exist at
-    the end are leaked.
+    that never end are lost, bytes of a load that is done may be wrong, a load may fail although
+    nothing was killed while it was open, and objects that exist at the end are leaked.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import secrets
 import time
@@ -34,6 +35,7 @@ from kvspec.run.rank_server import Launch
 from kvspec.run.report import Figures
 from kvspec.run.request_rank import RankStats
 from kvspec.session import new_remote_id
+from kvspec.session.load import LoadState
 
 LOG = logging.getLogger(__name__)
 KILLS = ("kill producer", "kill consumer")
@@ -110,6 +112,7 @@ class OpenRequest:
     remote_id: str
     holders: set[RankClient]
     loaders: set[RankClient]
+    may_fail: bool = False  # A fault was injected while it was open.
 
 
 class Recovery:
@@ -130,16 +133,18 @@ class Recovery:
         self.slots = list(range(SLOTS))  # the free ones
         self.open: dict[str, OpenRequest] = {}
         self.engines: dict[Side, EngineClient] = {}
+        self.deadline = math.inf
 
     def run(self, faults: Sequence[str]) -> Figures:
         """Send all requests, inject *faults* at some of them, and wait until all have ended."""
         began = time.monotonic()
+        self.deadline = began + self.job.timeout
         try:
             self.start("producer")
             self.start("consumer")
-            self.send(faults, began + self.job.timeout)
+            self.send(faults)
             self.end()
-        except (ConnectionError, TimeoutError) as error:
+        except (OSError, KVSpecError) as error:
             self.figures.died = str(error)
         finally:
             for engine in self.engines.values():
@@ -167,16 +172,18 @@ class Recovery:
             session={"replica_policy": self.job.replica_policy, **TIMES},
         )
         self.engines[side] = self.engine_type(self.job.engine(side), launch)
+        for rank in self.engines[side].ranks:
+            rank.deadline = self.deadline + DRAIN
         if len(self.engines) == len(SIDES):
             self.engines["consumer"].connect(self.engines["producer"])
             if self.pushed:
                 self.engines["producer"].connect(self.engines["consumer"], role="consumer")
 
-    def send(self, faults: Sequence[str], deadline: float) -> None:
-        """Send all requests that can be sent before the *deadline*."""
+    def send(self, faults: Sequence[str]) -> None:
+        """Send all requests that can be sent before the deadline."""
         at = self.drawn.sample(range(self.job.requests), len(faults))
         due = dict(zip(sorted(at), faults, strict=True))
-        while self.figures.requests < self.job.requests and time.monotonic() < deadline:
+        while self.figures.requests < self.job.requests and time.monotonic() < self.deadline:
             if self.slots:
                 self.admit(due.get(self.figures.requests, ""))
             self.look()
@@ -197,7 +204,10 @@ class Recovery:
         self.figures.requests += 1
         self.hold(opened, number)
         unanswered = self.move(opened, number)
-        self.figures.faults += fault != ""
+        if fault:
+            self.figures.faults += 1
+            for each in self.open.values():
+                each.may_fail = True
         self.inject(fault, opened, unanswered)
         self.collect(opened, unanswered)
 
@@ -237,8 +247,15 @@ class Recovery:
             try:
                 _ = rank.pipe.closed or rank.answer()
             except KVSpecError:  # The engine that it concerns was restarted meanwhile.
-                self.figures.failed += rank in opened.loaders
-                opened.loaders.discard(rank)
+                self.count(opened, rank, "failed")
+
+    def count(self, opened: OpenRequest, rank: RankClient, state: LoadState) -> None:
+        """Count the load of a rank if it is over."""
+        if state != "moving" and rank in opened.loaders:
+            opened.loaders.discard(rank)
+            self.figures.done += state == "done"
+            self.figures.failed += state == "failed"
+            self.figures.unexplained += state == "failed" and not opened.may_fail
 
     def inject(self, fault: str, opened: OpenRequest, unanswered: Unanswered) -> None:
         """Inject a fault while a request is open: kill a random rank and restart its engine."""
@@ -262,11 +279,8 @@ class Recovery:
         for name, opened in self.open.items():
             for rank in list(opened.loaders):
                 state, wrong = rank.ask("state", name)
-                if state != "moving":
-                    opened.loaders.discard(rank)
-                    self.figures.done += state == "done"
-                    self.figures.failed += state == "failed"
-                    self.figures.wrong += wrong
+                self.count(opened, rank, state)
+                self.figures.wrong += wrong
         for name, opened in list(self.open.items()):
             if not opened.holders and not opened.loaders:
                 self.slots.append(self.open.pop(name).slot)
@@ -284,5 +298,6 @@ class Recovery:
                 self.figures.leaked += 1
             left: list[RankStats] = engine.ask("left")
             for stats in left:
+                self.figures.wrong += stats.spilled
                 self.figures.leaked += stats.session.held + stats.nixl.transfers
                 self.figures.leaked += stats.threads > THREADS

@@ -17,6 +17,7 @@ from kvspec.nixl.rank import NixlStats
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.run.contents import true_rows
+from kvspec.run.job import SPARE_BLOCKS
 from kvspec.run.rank_server import Launch, RankServer, request_of
 from kvspec.session import Load
 from kvspec.session.load import LoadState
@@ -28,11 +29,12 @@ RUBBISH = 0xEE
 
 
 class RankStats(NamedTuple):
-    """Numbers of the objects that exist in a process."""
+    """Numbers of the objects that exist in a process, and of changed bytes in its spare blocks."""
 
     session: SessionStats
     nixl: NixlStats
     threads: int
+    spilled: int
 
     @property
     def active(self) -> int:
@@ -114,7 +116,10 @@ class RequestRank(RankServer):
 
     def left(self) -> RankStats:
         """Return the numbers of the objects that exist."""
-        return RankStats(self.session.stats(), self.nixl.stats(), threading.active_count())
+        spares = (view[-SPARE_BLOCKS:] for view in self.views.values())
+        spilled = sum(int(np.count_nonzero(spare != RUBBISH)) for spare in spares)
+        objects = self.session.stats(), self.nixl.stats(), threading.active_count()
+        return RankStats(*objects, spilled)
 
     def _spoil(self, request: TransferRequest, *, producer: bool) -> None:
         """Write rubbish into all blocks of a request."""
