@@ -18,7 +18,6 @@ How it works:
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 
 import attrs
@@ -113,7 +112,8 @@ def prove(
 
     triples = rank_cases = 0
     faults: list[str] = []
-    jobs = min(jobs or os.cpu_count() or 1, max_heads)  # One task for each number of heads.
+    if jobs is not None:
+        jobs = min(jobs, max_heads)  # The pool starts all processes, and there are no more tasks.
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet)
     try:
         # Tasks with the most heads take longest. If they ran last, most cores would be idle.

@@ -18,12 +18,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(transfer)
-app.command()(plan)
-app.command()(verify)
-app.command()(calibrate)
-app.command()(vectors)
-app.command()(view)
+for command in (transfer, plan, verify, calibrate, vectors, view):
+    app.command()(command)
 
 
 def _print_version(requested: bool) -> None:

@@ -52,7 +52,10 @@ def transfer(
     device: str = run_option(
         "cpu", metavar="cpu|cuda|cuda:N", help="Memory that holds the caches."
     ),
-    timeout: float = run_option(120.0, help="Time limit of the whole run in seconds."),
+    timeout: float = run_option(
+        120.0,
+        help="Time limit of the whole run in seconds. With --kill, of the sending of requests.",
+    ),
     tamper: bool = run_option(
         False,
         "--tamper",
@@ -83,7 +86,7 @@ def transfer(
     Each rank of both engines is a process with its own NIXL agent and memory.
 
     Exit status 0: every byte is right, and every request was loaded and freed by all ranks.
-    With --kill, 0 means: nothing is lost, wrong or leaked.
+    With --kill, 0 means: nothing is lost, wrong or leaked, and no load fails without a kill.
     Exit status 1: something is wrong. Exit status 2: invalid input.
     """
     with printing.reported_errors():

@@ -147,12 +147,8 @@ class LaunchedRank:
 
     def run(self, put: Callable[[Report], None]) -> None:
         """Do all stages, leave the store, and *put* the report."""
-        report, self.stage = lead(self.job, self.through), "close"
-        try:
-            self.leave()
-        except Exception as error:  # noqa: BLE001 - the report contains any error
-            failure = self.failure(self.place.number, words_of(error))
-            report = attrs.evolve(report, failures=(*report.failures, failure))
+        report = lead(self.job, self.through)
+        self.leave()
         put(report)
 
     def through(self, stage: str, arguments: Arguments) -> list[Any]:
@@ -179,13 +175,13 @@ class LaunchedRank:
     def leave(self) -> None:
         """Leave the store, the first rank last, since its process may keep the store."""
         with suppress(Exception):
+            if self.server is not None:
+                self.server.close()  # It did not, if the run has failed.
             self.store.set(f"left/{self.place.number}", b"")
             end = time.monotonic() + LEAVE
             left = [f"left/{number}" for number in range(self.place.size)]
             while self.place.number == 0 and time.monotonic() < end and not self.store.check(left):
                 time.sleep(REST)
-        if self.server is not None:
-            self.server.close()
 
     def _open(self) -> Any:  # noqa: ANN401 - torch's store
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # Otherwise it prints its own stack.

@@ -12,17 +12,14 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-import attrs
-
 from kvspec.errors import KVSpecError
-from kvspec.run.job import SIDES, Job
+from kvspec.run.job import Job
 from kvspec.run.limits import check_memory, devices_of
 from kvspec.run.rank_client import RankClient, Ranks
 from kvspec.run.report import Failure, Report
 from kvspec.run.transfer_rank import Arguments, StageError, TransferRank, lead
 
 GRACE = 0.3  # seconds after a failure in which failures of other ranks are collected
-LEAVE = 20.0  # seconds that a rank may take to close its session
 
 
 def check_job(job: Job) -> list[str]:
@@ -57,8 +54,7 @@ def run_transfer(job: Job) -> Report:
         MismatchError: If the engines do not fit. Then nothing has started.
     """
     with LocalRanks(job, check_job(job)) as ranks:
-        report = lead(job, ranks.through)
-        return report if report.failures else attrs.evolve(report, failures=ranks.close())
+        return lead(job, ranks.through)
 
 
 class LocalRanks(Ranks):
@@ -66,7 +62,7 @@ class LocalRanks(Ranks):
 
     def __init__(self, job: Job, devices: list[str]) -> None:
         super().__init__()
-        self.job, self.seconds, self.deadline = job, job.timeout, time.monotonic() + job.timeout
+        self.job, self.deadline = job, time.monotonic() + job.timeout
         secret = secrets.token_bytes(16)
         for number, (side, rank) in enumerate(job.ranks()):
             arguments = job, side, rank, devices[number % len(devices)], self.deadline, secret
@@ -93,17 +89,8 @@ class LocalRanks(Ranks):
                     failures.append(Failure(*member, stage, why, died=died))
                     deadline = min(deadline, time.monotonic() + GRACE)
         if not failures:
-            why = f"no answer within {self.seconds:g} s"
+            why = f"no answer within {self.job.timeout:g} s"
             failures = [Failure(*member, stage, why) for _, member in waiting.values()]
         if failures:
             raise StageError(tuple(failures))
         return [answers[client] for client in self.ranks]
-
-    def close(self) -> tuple[Failure, ...]:
-        """Let all ranks close their sessions. Return the ranks that fail, and are killed later."""
-        self.seconds, self.deadline = LEAVE, time.monotonic() + LEAVE
-        try:
-            self.through("close", dict.fromkeys(SIDES, ()))
-        except StageError as error:
-            return error.failures
-        return ()

@@ -22,6 +22,7 @@ import random
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import attrs
 
@@ -33,7 +34,6 @@ from kvspec.run.limits import check_memory
 from kvspec.run.rank_client import EngineClient, RankClient
 from kvspec.run.rank_server import Launch
 from kvspec.run.report import Figures
-from kvspec.run.request_rank import RankStats
 from kvspec.session import new_remote_id
 from kvspec.session.load import LoadState
 
@@ -292,12 +292,8 @@ class Recovery:
             self.look()
             time.sleep(5e-3)
         for engine in self.engines.values():
-            try:
+            with suppress(TimeoutError):  # What is active is counted.
                 engine.quiet()
-            except TimeoutError:
-                self.figures.leaked += 1
-            left: list[RankStats] = engine.ask("left")
-            for stats in left:
+            for stats in engine.ask("left"):
                 self.figures.wrong += stats.spilled
-                self.figures.leaked += stats.session.held + stats.nixl.transfers
-                self.figures.leaked += stats.threads > THREADS
+                self.figures.leaked += stats.active + (stats.threads > THREADS)

@@ -100,7 +100,7 @@ class Report:
     """The results of one run.
 
     Attributes:
-        ranks: Results of the ranks that finished.
+        ranks: Results of the ranks, if all have compared their bytes.
         failures: Ranks that failed.
         stages: Seconds of each stage, in order.
         loaded: How many requests all consumer ranks have loaded, and how many they must load. Each
@@ -161,9 +161,9 @@ class Report:
     @property
     def faults(self) -> tuple[str, ...]:
         """All faults of the run, one line each. Empty if the run is right."""
-        if self.failures:  # Then the run has no results, or a rank failed to close.
-            return tuple(map(str, self.failures))
-        faults = []
+        faults = [str(failure) for failure in self.failures]
+        if faults and not self.ranks:
+            return tuple(faults)
         if self.wrong:
             where = ", ".join(f"{e.side} {e.rank}" for e in self.ranks if e.compared.wrong)
             faults.append(f"{counted(self.wrong, 'wrong byte')}, on {where}")

@@ -14,6 +14,7 @@ How it works:
     transfer  pushes, or only serves reads; waits   loads each request until it is done
               until each request is freed
     compare   checks that no byte has changed       compares all bytes with the byte oracle
+    close     closes its session and its agent      closes its session and its agent
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from kvspec.run.rank_server import Launch, RankServer, request_of
 from kvspec.run.report import Failure, Moved, RankReport, Report
 from kvspec.session.load import Progress as Moving
 
-STAGES = ("start", "fill", "connect", "transfer", "compare")
+STAGES = ("start", "fill", "connect", "transfer", "compare", "close")
 """The stages of a run, in order. Each is a method of `TransferRank`."""
 
 Arguments = Mapping[Side, tuple[Any, ...]]
@@ -67,7 +68,7 @@ class StageError(KVSpecError):
 def lead(job: Job, through: Through) -> Report:
     """Lead all ranks through all stages, and return the report of the run."""
     seconds: dict[str, float] = {}
-    answers: list[Any] = []
+    reports: list[RankReport] = []
     nothing: Arguments = dict.fromkeys(SIDES, ())
     introductions = nothing
     for stage in STAGES:
@@ -76,14 +77,16 @@ def lead(job: Job, through: Through) -> Report:
         try:
             answers = through(stage, introductions if stage == "connect" else nothing)
         except StageError as error:
-            return Report.of(job, (), error.failures, seconds)
+            return Report.of(job, reports, error.failures, seconds)
         if stage == "start":
             ranks = list(zip(job.ranks(), answers, strict=True))
             introductions = {
                 side: ([own for (of, _), own in ranks if of == other_side(side)],) for side in SIDES
             }
+        elif stage == "compare":
+            reports = answers
         seconds[stage] = time.perf_counter() - began
-    return Report.of(job, answers, (), seconds)
+    return Report.of(job, reports, (), seconds)
 
 
 class TimedRank(NixlRank):

@@ -164,7 +164,9 @@ def test_from_config_reads_a_file_or_its_folder(tmp_path: Path) -> None:
     assert groups == models.from_config(file) == models.from_config(str(tmp_path))
 
 
-@pytest.mark.parametrize(("text", "word"), [("{", "readable"), ("[]", "object")])
+@pytest.mark.parametrize(
+    ("text", "word"), [("{", "readable"), ("[" * 200_000, "readable"), ("[]", "object")], ids=len
+)
 def test_from_config_rejects_file_without_an_object(tmp_path: Path, text: str, word: str) -> None:
     """The value of the error is the path."""
     file = tmp_path / "config.json"

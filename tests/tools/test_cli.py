@@ -381,14 +381,17 @@ def test_contents_find_the_tampered_byte_of_any_consumer(
     case: Case, tokens: int, cached: int
 ) -> None:
     """The changed byte is one that is judged, whatever the first consumer rank holds."""
-    engines = {"producer": case.producer, "consumer": case.consumer}
-    job = Job(**engines, tokens=tokens, cached=min(cached, tokens), requests=1)
+    job = Job(
+        producer=case.producer,
+        consumer=case.consumer,
+        tokens=tokens,
+        cached=min(cached, tokens),
+        requests=1,
+    )
     rank = job.consumer.parallel.ranks[0]
     cache = kvspec.plan_memory(job.consumer, rank, job.num_blocks("consumer"))
     groups = [group for group in job.consumer.groups if job.consumer.layers_at(group, rank.pp)]
-    sizes = {
-        group.name: memory.length for group, memory in zip(groups, cache.memory, strict=True)
-    }
+    sizes = {group.name: memory.length for group, memory in zip(groups, cache.memory, strict=True)}
     contents = Contents(job, "consumer", rank)
     before = contents.before(sizes)
     right, _ = contents.after(before)

@@ -34,7 +34,7 @@ from kvspec import (
     UniformTypeKVCacheSpecs,
 )
 from kvspec.nixl.agent import package_names
-from kvspec.run import local, recovery
+from kvspec.run import recovery
 from kvspec.run.contents import Contents
 from kvspec.run.job import Job, Side
 from kvspec.run.local import LocalRanks, run_transfer
@@ -236,14 +236,13 @@ def test_hanging_rank_fails_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_rank_that_dies_or_hangs_in_its_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes are right, but the library may have crashed when the rank gave its memory back."""
-    monkeypatch.setattr(local, "LEAVE", 2.0)
 
     def break_down() -> None:
         os.kill(children()["consumer tp0"], signal.SIGKILL)
         os.kill(children()["producer tp1"], signal.SIGSTOP)
 
     before(monkeypatch, "close", break_down)
-    report = without_processes(run_transfer(pair([heads(2)], (2, 1))))
+    report = without_processes(run_transfer(pair([heads(2)], (2, 1), timeout=15.0)))
     assert not report.ok
     assert "SIGKILL" in report.faults[0]
     assert ("close", 0) == (report.failures[0].stage, report.wrong)
