@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any
 
 from kvspec.analysis import simulate
-from kvspec.analysis.counts import Link, Pair, traffic
+from kvspec.analysis.counts import Pair, traffic
 from kvspec.analysis.explanation import carried, edge_tokens
 from kvspec.cli import options
 from kvspec.descriptors.table import build_table
@@ -31,7 +31,7 @@ from kvspec.ownership.replicas import POLICIES
 from kvspec.plan.plan import TransferPlan, plan_transfer
 
 # With these sizes, an answer takes a few seconds and a picture has less than a megabyte.
-MAX_RANKS, MAX_TOKENS = 256, 1 << 17
+MAX_RANKS, MAX_TOKENS, MAX_BLOCK = 256, 1 << 17, 1 << 12
 # GB/s of each link for the predicted time. The page states the number.
 SPEED = 50
 # A picture of a pair of ranks shows one block. Its cache needs only a few.
@@ -94,12 +94,13 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
     words = {side: question.get(side, "") for side in options.DEFAULTS}
     policy = question.get("policy", "spread")
     tokens = options.whole("tokens", question.get("tokens", "8192"), MAX_TOKENS)
-    catalogue.config(model)  # The command line would also read a file of this name.
-    producer, consumer = (_engine(side, model, words[side]) for side in words)
+    config = catalogue.config(model)  # The command line would also read a file of this name.
+    producer, consumer = (_engine(side, config, words[side]) for side in words)
     engines = producer, consumer
     chosen = options.replica_policy_of(policy, None, engines)
     plan = plan_transfer(producer, consumer, chosen)
     counts = traffic(plan, tokens)
+    busiest = counts.busiest
     pairs = list(counts.pairs)
     if "pair" in question:
         number = options.whole("pair", question["pair"], len(pairs) - 1)
@@ -112,7 +113,7 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
         "moved": nbytes(counts.total.nbytes),
         "bytes": counts.total.nbytes,
         "descriptors": counts.total.descriptors,
-        "busiest": _link(counts.busiest),
+        "busiest": f"{busiest.side} {busiest.rank}: {nbytes(busiest.load.nbytes)}",
         "predicted": f"{predicted * 1e3:,.2f} ms",
         "speed": SPEED,
         "edges": [
@@ -139,14 +140,16 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _engine(side: str, model: str, words: str) -> EngineSpec:
-    """Return the engine of one side, unless it has more ranks than a page can show."""
+def _engine(side: str, config: options.Model, words: str) -> EngineSpec:
+    """Return the engine of one side, unless its sizes are too large for a page."""
     fields = options.engine_words(side, words)
     sizes = [fields.get(name, 1) for name in ("tp_size", "pp_size", "dcp_size", "pcp_size")]
     # Context ranks of decoding divide the TP ranks, so this product is an upper bound.
     if (ranks := math.prod(map(int, sizes))) > MAX_RANKS:
         raise SpecError(side, ranks, f"sizes whose product is at most {MAX_RANKS}")
-    return options.engine(side, model, words)
+    if int(fields.get("block_size", 1)) > MAX_BLOCK:
+        raise SpecError(f"{side}.block_size", fields["block_size"], f"at most {MAX_BLOCK}")
+    return options.engine(side, config, words)
 
 
 def _command(model: str, words: Mapping[str, str], tokens: int, policy: str) -> str:
@@ -154,10 +157,6 @@ def _command(model: str, words: Mapping[str, str], tokens: int, policy: str) -> 
     given = [f"--{side}={text}" for side, text in words.items() if text]
     line = [f"--model={model}", *given, f"--tokens={tokens}", f"--replica-policy={policy}"]
     return shlex.join(["kvspec", "plan", *line])
-
-
-def _link(link: Link) -> str:
-    return f"{link.side} {link.rank}: {nbytes(link.load.nbytes)}"
 
 
 def _memory_picture(plan: TransferPlan, pair: Pair) -> str:

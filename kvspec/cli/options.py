@@ -26,6 +26,8 @@ from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.replicas import POLICIES, ReplicaPolicy, ReplicaPolicyName, Topology
 
 _BLOCK = 16
+Model = str | dict[str, object]
+"""A model: its name in the catalogue, the path of its config, or the config itself."""
 
 # Keys of the words that describe one engine, and the fields that they set.
 KEYS = {
@@ -76,9 +78,9 @@ RANKS_PER_NODE = typer.Option(
 AS_JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
 
 
-def model_groups(model: str, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of a model, by its name in the catalogue or the path of its config."""
-    if os.path.exists(model) or model.endswith(".json"):  # noqa: PTH110 - no error for any name
+def model_groups(model: Model, block_size: int) -> tuple[KVCacheGroup, ...]:
+    """Return the groups of a model."""
+    if not isinstance(model, str) or os.path.exists(model) or model.endswith(".json"):  # noqa: PTH110 - no error for any name
         return models.from_config(model, block_size=block_size)
     return models.from_config(catalogue.config(model), block_size=block_size)
 
@@ -115,7 +117,7 @@ def engine_pair(model: str, producer: str, consumer: str) -> tuple[EngineSpec, E
     return engine("producer", model, producer), engine("consumer", model, consumer)
 
 
-def engine(side: str, model: str, words: str) -> EngineSpec:
+def engine(side: str, model: Model, words: str) -> EngineSpec:
     """Return an engine that serves *model*, described by *words*. Errors name the *side*.
 
     >>> engine("producer", "Qwen3-0.6B", "tp=4,pp=2").parallel.tp_size

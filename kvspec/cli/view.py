@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import sys
 import webbrowser
 
 import typer
 
 from kvspec.cli import printing
+from kvspec.errors import SpecError
 
 
 def view(
@@ -19,21 +19,19 @@ def view(
 
     The server runs on this computer only. It ends with Ctrl-C.
     """
-    try:
-        import uvicorn  # noqa: PLC0415 - only this command needs it, and a server
+    with printing.reported_errors(), socket.socket() as listening:
+        try:
+            import uvicorn  # noqa: PLC0415 - only this command needs it, and a server
 
-        from kvspec.cli.view_server import HOSTS, app  # noqa: PLC0415 - see the line above
-    except ModuleNotFoundError as error:
-        sys.stderr.write(f"kvspec: {error.name} is not installed: pip install 'kvspec[view]'\n")
-        raise typer.Exit(printing.REFUSED) from None
-
-    with socket.socket() as listening:
+            from kvspec.cli.view_server import HOSTS, app  # noqa: PLC0415 - see the line above
+        except ModuleNotFoundError as error:
+            rule = "is not installed: run pip install 'kvspec[view]'"
+            raise SpecError("view", error.name, rule=rule) from None
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((HOSTS[0], port))
         except OSError as error:
-            sys.stderr.write(f"kvspec: port={port}: cannot be used: {error.strerror}\n")
-            raise typer.Exit(printing.REFUSED) from None
+            raise SpecError("port", port, rule=f"cannot be used: {error.strerror}") from None
         # The queue of the socket accepts the browser before the server runs.
         listening.listen()
         address = f"http://{HOSTS[0]}:{listening.getsockname()[1]}/"

@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 from xml.etree import ElementTree as ET
@@ -20,7 +21,7 @@ pytest.importorskip("typer", reason="needs the cli extra")
 from typer.testing import CliRunner
 
 from kvspec.cli import app as cli
-from kvspec.cli.answer import LAYOUTS, MAX_RANKS, answer, choices, page
+from kvspec.cli.answer import LAYOUTS, MAX_BLOCK, MAX_RANKS, answer, choices, page
 from kvspec.models import catalogue
 
 # 8 KV heads, 28 layers, keys and values of 128 bfloat16 elements.
@@ -49,6 +50,15 @@ def test_answer_draws_the_plan_and_the_memory_of_each_pair() -> None:
     assert all(ET.fromstring(picture).tag.endswith("svg") for picture in pictures)  # noqa: S314 - our own
 
 
+def test_answer_reads_no_file_of_the_name_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with that name is common where the models are stored."""
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert 16 * BYTES_OF_A_TOKEN == answer(QUESTION)["bytes"]
+
+
 def test_answer_names_a_command_that_prints_the_same_plan() -> None:
     found = answer(QUESTION)
     arguments = [*found["command"].split()[1:], "--json"]
@@ -65,6 +75,7 @@ def test_answer_names_a_command_that_prints_the_same_plan() -> None:
         ("consumer.layout", {"consumer": "layout=XYZ"}),
         ("consumer", {"consumer": "tp"}),
         ("producer", {"producer": f"tp={MAX_RANKS},pp=2"}),
+        ("consumer.block_size", {"consumer": f"block={MAX_BLOCK + 1}"}),
         ("tokens", {"tokens": "-1"}),
         ("tokens", {"tokens": "9" * 5000}),
         ("tokens", {"tokens": "٣"}),
