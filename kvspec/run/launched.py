@@ -32,6 +32,8 @@ REST = 0.02  # seconds between two looks at the store
 LEAVE = 5.0  # seconds for which the first rank, which may keep the store, waits for the others
 ANSWERS: dict[str, type] = {"start": bytes, "compare": RankReport}
 """The types of the answers that other processes read, by stage."""
+OPTIONS = ("tokens", "cached", "requests", "mode", "seed", "staging", "tamper")
+"""The fields of a job that all processes must agree on, besides the engines."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # An address of the documentation range (RFC 5737). No packet is sent to it.
 ELSEWHERE = "192.0.2.1"
@@ -205,6 +207,7 @@ class LaunchedRank:
         place, (side, rank) = self.place, self.ranks[self.place.number]
         try:
             if self.server is None:
+                self._check_options()
                 of_rank = self.job, side, rank, self.device, self.deadline, place.secret
                 self.server = TransferRank(*of_rank, own_host(place.address))
             return getattr(self.server, stage)(*arguments[side])
@@ -213,6 +216,17 @@ class LaunchedRank:
             with suppress(Exception):
                 self.store.set("failed", msgspec.json.encode(failure))
             raise StageError((failure,)) from error
+
+    def _check_options(self) -> None:
+        """Refuse another job than that of the first process that reached the store.
+
+        Otherwise a rank could compare less than the first process prints. `connect` compares the
+        engines.
+        """
+        own = {name: getattr(self.job, name) for name in OPTIONS}
+        first = self.store.compare_set("options", "", repr(own)).decode()
+        if first != repr(own):
+            raise SpecError("options", own, rule=f"differ from those of another process: {first}")
 
     def _wait(self) -> None:
         """Wait for the answers of all ranks. Raise `StageError` if one fails or does not answer."""

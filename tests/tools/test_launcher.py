@@ -134,6 +134,15 @@ def test_ranks_with_different_secrets_do_not_connect() -> None:
     assert has_in_order(["consumer tp0", "connect", "secret"], errors)
 
 
+def test_ranks_with_different_options_do_not_start() -> None:
+    """The consumer would have cached what the producer's report calls moved."""
+    store = port()
+    ranks = [rank_of("slurm", 0, store), rank_of("slurm", 1, store, "--cached", "200")]
+    (status, output, _), (other, silent, errors) = map(ended, ranks)
+    assert (1, 1, "") == (status, other, silent)
+    assert all(has_in_order(["start", "options", "cached"], text) for text in (output, errors))
+
+
 def test_report_names_a_missing_rank() -> None:
     """The first process prints the report soon after the timeout of the job."""
     began = time.monotonic()
