@@ -196,7 +196,7 @@ def test_load_fails_when_its_producer_dies_before_or_during_it(transport: str) -
             assert [DONE] == load(producer, consumer, "last")
             consumer.quiet()
             producer.quiet()
-            (_, nixl, threads) = consumer.ask("left")[0]
+            (_, nixl, threads, _) = consumer.ask("left")[0]
             assert (1, 2) == (nixl.peers, threads)
 
 
