@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 import kvspec
-from kvspec.completion.consumer import EVERYTHING, ConsumerLedger, LoadPlan
+from kvspec.completion.consumer import EVERYTHING, ConsumerLedger, LoadPlan, Step
 from kvspec.completion.ledger import Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.nixl import NixlRank
@@ -42,7 +42,7 @@ class Ledgers:
         self.producer.connect("D", 1)
         self.readers: dict[str, ConsumerLedger] = {}
         self.keys: dict[str, Key] = {}
-        self.loads: dict[tuple[str, str], str] = {}
+        self.steps: dict[tuple[str, str], Step] = {}
         self.numbers = itertools.count()
 
     def reader(self, name: str, now: float) -> ConsumerLedger:
@@ -55,11 +55,11 @@ class Ledgers:
         return self.readers[name]
 
     def hold(self, request: str, readers: Sequence[str], now: float) -> Iterator[Event]:
-        """Hold a request, and let each reader begin its load."""
+        """Hold a request, and let each reader begin to read."""
         key = self.keys[request] = Key(request, next(self.numbers).to_bytes(8, "big"))
         yield from self.events(self.producer.admit(key, now))
         for name in readers:
-            load = self.loads[request, name] = f"{request}.{next(self.numbers)}"
+            load = f"{request}.{next(self.numbers)}"
             plan = LoadPlan(
                 request_id=load,
                 key=key,
@@ -71,14 +71,13 @@ class Ledgers:
             ledger = self.reader(name, now)
             yield from self.events(ledger.begin(load, now, FOREVER))
             ledger.assign(plan)
+            self.steps[request, name] = ledger.start(load, PRODUCER)
             yield from self.events(ledger.connected(load, now))
 
     def read_by(self, request: str, reader: str, now: float) -> list[Event]:
-        """End the load of a reader, unless it has failed since the lease is over."""
-        ledger, load = self.readers[reader], self.loads[request, reader]
-        if ledger.open.get(load) != "moving":
-            return []
-        return list(self.events(ledger.finish(ledger.start(load, PRODUCER), now)))
+        """End the read of a reader. Its load may have failed before, because of an abort."""
+        step = self.steps.pop((request, reader), None)
+        return list(self.events(self.readers[reader].finish(step, now))) if step else []
 
     def notification(self, notice: bytes, now: float) -> list[Event]:
         """Pass a message to its ledger."""
