@@ -127,6 +127,10 @@ class Extent(WireStruct, frozen=True, kw_only=True):
     block: Annotated[int, Meta(ge=1, le=MAX_POSITION)] = 1
 
     def __post_init__(self) -> None:
+        names = [("parts", name) for name in instance("parts", self.parts, tuple)]
+        for field, name in [("layer", self.layer), *names]:
+            if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+                raise SpecError(field, name, f"a text of 1 to {MAX_NAME} characters")
         if not self.parts or len(set(self.parts)) < len(self.parts):
             raise SpecError("parts", self.parts, "at least one name, each once")
         for field, least in (("units", 1), ("tokens", 1), ("rows", 0)):
