@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -58,15 +58,22 @@ class World:
         return pickle.loads(self._objects[src])  # noqa: S301
 
     def run(self, calls: list[Callable[[], Any]]) -> None:
-        """Run the *calls*, one in each worker."""
+        """Run the *calls*, one in each worker. If one raises, the others wait no longer."""
+        errors: list[BaseException] = []
 
         def work(rank: int) -> None:
             self._own.rank = rank
-            calls[rank]()
+            try:
+                calls[rank]()
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+                raise
 
         with ThreadPoolExecutor(self.world_size) as threads:
-            for _ in threads.map(work, range(self.world_size)):
-                pass
+            wait([threads.submit(work, rank) for rank in range(self.world_size)])
+        if errors:  # The first one broke the barrier of the others.
+            raise errors[0]
 
 
 class Base:
