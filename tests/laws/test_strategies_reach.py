@@ -822,7 +822,7 @@ def test_cases_contain_each_hard_case_twice() -> None:
 @pytest.mark.slow
 def test_special_strategies_contain_each_hard_case_twice() -> None:
     """These cases need shared memory, content that cannot be cut, or equal sharding of tokens."""
-    assert {} == rare(SHARED, drawn(sharing_cases, TRIES // 3))
+    assert {} == rare(SHARED, drawn(sharing_cases))
     assert {} == rare(SPANNING, drawn(spanning_cases, TRIES // 3))
     assert {} == rare(INTERLEAVED, drawn(interleaved_cases, TRIES // 10))
 
