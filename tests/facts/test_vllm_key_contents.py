@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,6 +255,28 @@ def test_key_content_of_a_layer_in_two_modules_is_unknown() -> None:
     parents = [Parent(layer, rotary_emb=Rotary(64, 64, is_neox_style=neox)) for neox in (0, 1)]
     assert {} == key_contents_of(*read(layer, full()))
     del parents
+
+
+def test_search_for_modules_disturbs_no_other_thread() -> None:
+    """`tuple` raises SystemError if another thread has taken a reference to the tuple it fills."""
+    layer, going, errors = Layer(), [True], list[BaseException]()
+    parent = Parent(layer, rotary_emb=Rotary(64, 64, is_neox_style=True))
+
+    def work() -> None:
+        try:
+            while going:
+                tuple(number for number in range(2000) if number % 3)
+        except SystemError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(20):
+        assert {"layers.0.attn": HALVES} == key_contents_of(*read(layer, full()))
+    going.clear()
+    thread.join()
+    assert [] == errors
+    del parent
 
 
 def engine(contents: Any, *specs: Any, scales: Any = None) -> kvspec.EngineSpec:

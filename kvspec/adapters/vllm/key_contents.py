@@ -7,8 +7,8 @@ Invariant: only modules are read. The result lacks a layer whose modules do not 
 meaning. Then `whole_engine` requires it from the caller.
 
 How it works:
-    vLLM gives a connector the attention layers, but not the model. So `_parents` looks through the
-    objects of the process for the modules that contain these layers:
+    vLLM gives a connector the attention layers, but not the model. So `_parents` looks among the
+    objects that refer to these layers for the modules that contain them:
 
         Qwen3Attention                   rotary_emb: is_neox_style=True, rotary_dim=128
           attn (the attention layer)     k_norm: a module
@@ -96,14 +96,17 @@ def _parents(layers: Mapping[str, object]) -> dict[str, Any]:
     if torch is None or not layers:
         return {}
     names = {id(layer): name for name, layer in layers.items()}
+    modules, known = dict[int, Any](), [*layers.values()]
+    # A layer is in the dict `_modules` of its parent, which is in the `__dict__` of the parent.
+    # Python may leave that one out. `gc.get_objects` would be faster, but it also returns tuples
+    # that other threads are filling: their threads then fail.
+    for _ in range(3):
+        known = gc.get_referrers(*known)
+        # `type` and not `isinstance`: the latter runs code of any lazy object in the process.
+        modules |= {id(each): each for each in known if issubclass(type(each), torch.nn.Module)}
+        known = [each for each in known if issubclass(type(each), dict)]
     parents: dict[str, list[Any]] = {}
-    kinds, classes = set[type](), [torch.nn.Module]
-    while classes:
-        kinds.add(kind := classes.pop())
-        classes += [each for each in type.__subclasses__(kind) if each not in kinds]
-    # One expression, since a process has millions of objects. `type` and not `isinstance`: the
-    # latter runs code of any lazy object in the process.
-    for candidate in [each for each in gc.get_objects() if type(each) in kinds]:
+    for candidate in modules.values():
         # A module that nobody initialised has no children.
         for child in vars(candidate).get("_modules", {}).values():
             if id(child) in names:
