@@ -41,7 +41,8 @@ class Engine:
     """A vLLM engine with the *settings* that `vllm.LLM` takes, and an optional connector."""
 
     def __init__(self, settings: dict[str, Any], connector: dict[str, Any] | None) -> None:
-        from vllm import LLM  # noqa: PLC0415 - after the environment is set
+        import torch  # noqa: PLC0415 - after the environment is set
+        from vllm import LLM  # noqa: PLC0415
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.device_communicators import shm_broadcast  # noqa: PLC0415
         from vllm.model_executor.layers.rotary_embedding.base import (  # noqa: PLC0415
@@ -52,6 +53,8 @@ class Engine:
         # vLLM 0.32 on CPUs applies no rotary embedding to the keys of MLA: its kernel leaves the
         # strided view of three dimensions unchanged. Its own code in torch is right.
         RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+        # If the processor has AMX, vLLM prefers an MLA backend that refuses float32.
+        torch.cpu._is_amx_tile_supported = lambda: False  # noqa: SLF001
         multiproc_executor.get_mp_context = lambda: FORK
         shm_broadcast.sched_yield = lambda: time.sleep(REST_OF_WORKERS)
         if connector is not None:

@@ -53,16 +53,12 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 
 def settings(model: Path, tp: int, block: int, stages: int = 1) -> dict[str, Any]:
     """Return the settings in which engines differ."""
-    chosen = {
+    return {
         "model": str(model),
         "tensor_parallel_size": tp,
         "block_size": block,
         "pipeline_parallel_size": stages,
     }
-    if model.name.startswith("deepseek"):
-        # vLLM prefers the backend for AMX if the processor has it. That one computes in bfloat16.
-        chosen["attention_backend"] = "CPU_MLA"
-    return chosen
 
 
 def free_port() -> int:
