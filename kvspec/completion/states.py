@@ -8,8 +8,8 @@ Time ends each state of a request or a load except *draining*. *draining* has no
 when no transfer can write. A push in flight lasts until its transfers have ended. The producer
 remembers the request until its pushes have ended.
 
-No row sends `stop` or the messages about checksums: the session does. It sends `stop` at each
-heartbeat while a pushed load is *draining*.
+No row sends `stop` or the messages about checksums: the session does. While a pushed load is
+*draining*, it sends `stop` as often as it sent heartbeats before.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ PUSH: dict[tuple[str, str], Row] = {
 """The transitions of a push to one reader in one attempt, by state and event.
 
 *anew*: a reader sends a heartbeat although it was done with the attempt. It has started another
-load. *stopped* is a fence: this rank never writes to the reader in this attempt again.
+load, or the heartbeat is late, which does no harm. *stopped* is a fence: this rank never writes to
+the reader in this attempt again.
 """
 
 CONSUMER: dict[tuple[str, str], Row] = {

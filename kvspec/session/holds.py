@@ -1,7 +1,8 @@
 """The producer's half of a session: the requests that this rank holds, and its pushes.
 
-Invariant: each held request is reported once, when its blocks are free. Until then its blocks are
-reserved for it. The producer sends `pushed` or `stopped` only when no byte of the write can move.
+Invariant: each held request is reported once, when its blocks are free, unless the session closes
+first. Until then its blocks are reserved for it. The producer sends `pushed` or `stopped` only when
+no byte of the write can move.
 
 How it works:
     A held request is one record of the ledger, a `HeldRequest` of `kvspec.completion.producer`. Its
@@ -14,11 +15,11 @@ How it works:
         held      `hold` was called. Heartbeats extend the lease, at most until `longest` seconds
                   after `hold`. A reader that sends `done` receives `valid`. `record_progress`
                   informs the readers that follow. `push` writes to readers. Checksum requests are
-                  answered.
-        fenced    `abort` was called. Readers receive `gone`, but they may still read, so the blocks
-                  stay reserved. A `done` that was answered `valid` is answered so again when it is
-                  repeated. An abort only changes the answers to `heartbeat` and `done`: pushes,
-                  progress and checksums go on.
+                  answered, as in *fenced*. In other states the reader asks again.
+        fenced    `abort` was called, or the NIXL rank was closed. Readers receive `gone`, but they
+                  may still read, so the blocks stay reserved. A `done` that was answered `valid` is
+                  answered so again when it is repeated. An abort only changes the answers to
+                  `heartbeat` and `done`: pushes, progress and checksums go on.
         freed     As many readers as expected have come and are done, or the lease is over, even
                   during a push. `settled` reports the request, and the blocks can be reused. Its
                   answers are remembered for one more lease, and while a push is in flight.
@@ -32,9 +33,9 @@ How it works:
         writing   The write may be in flight. If the reader sends `stop`, the push is stopping.
         stopping  The session stops the write. The outcome is pushed or stopped.
         pushed    The last byte is written, and the reader was informed. A heartbeat of another load
-                  of the attempt is answered `stopped`: it may wait for other blocks.
-        stopped   The write failed and nothing is in flight, or there was no write. This rank never
-                  writes to the reader in this attempt again.
+                  of the attempt stops the push: that load may wait for other blocks.
+        stopped   The write failed and nothing is in flight, there was no write, or another load of
+                  the attempt has asked. This rank never writes to the reader in this attempt again.
 
     In the last two states, the reader receives the outcome again for each heartbeat or `stop`.
 

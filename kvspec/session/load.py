@@ -23,11 +23,13 @@ How it works:
     *draining*, and from there to *failed*: an error, a deadline, a cancellation, or the end of the
     session. If nothing is in flight, as before the producer is connected, *draining* ends at once.
     In *draining* the load sends no heartbeats and has no deadline. If it was pushed, it sends
-    `stop` again and again, until the producers have answered or are disconnected.
+    `stop` again and again. It ends when the producers have answered, `disconnect` was called, or a
+    newer start of the producer is connected. That a process has ended is not enough: its last bytes
+    may be on their way.
 
-    In *done* and *failed* the load repeats its last messages, `done` to each producer rank, until
-    all have answered or `patience` seconds are over. Until then the request id stays taken. A load
-    sends none if it fails with `again`.
+    From *verifying* on, the load repeats its last messages, `done` to each producer rank, until all
+    have answered. In *done* and *failed* it gives up after `patience` seconds. Until then the
+    request id stays taken. If the load has failed with `again`, it sends no more.
 
     A load that fails before its reads are posted sends none either. If a ticket names the producer,
     the session declines the request once that producer is connected, but not with `again`.
@@ -36,7 +38,7 @@ How it works:
 
     Data arrives in one of three ways. A load reads all of it at once, or it follows: then it reads
     each layer as far as the producer has written it. Or the producer pushes: then the load posts no
-    read, and waits until each producer rank has sent `pushed`.
+    read, and waits until each producer rank that has data for it has sent `pushed`.
 """
 
 from __future__ import annotations

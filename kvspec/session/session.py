@@ -589,6 +589,9 @@ class Session:
     def close(self, drain: float = 1.0) -> None:
         """Cancel all loads, wait until nothing moves, and disconnect all engines.
 
+        A pushed load whose producer does not answer within *drain* seconds stays "moving", and its
+        `wait` raises "closed".
+
         Waits at most *drain* seconds. After that, bytes in flight stop only when the caller closes
         the NIXL rank. Held requests are forgotten. Consumers that still read one fail, because this
         rank no longer answers. In a forked child nothing happens.
