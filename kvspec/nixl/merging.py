@@ -27,12 +27,11 @@ How it works:
     A selection has parts. Each part moves the same tiles of several runs of blocks, so NIXL joins
     the same tiles in each run whose tiles touch. Three facts are left to find:
 
-    1. Does it pay to merge descriptors across rows? Then the answer is None, and `pair` looks at
-       each id. One part of plain rows has next to nothing to merge: NIXL joins its tiles of one run
-       that touch.
-       Other small selections are merged, and the result is used if it pays. Of a large one, a
-       sample is merged: the first tiles of the first bunch of each part. A bunch
-       is a set of runs that interleave in memory, for example the layers of one block. All bunches
+    1. Does it pay to merge descriptors across rows? One part of plain rows has next to nothing to
+       merge: NIXL joins its tiles of one run that touch. `pair` merges any other small selection,
+       and the result is used if merging pays. For a large one, `pair` merges a sample: the first
+       tiles of the first bunch of each part. If that pays, `pair` looks at each id. A bunch is a
+       set of runs that interleave in memory, for example the layers of one block. All bunches
        of a part look alike, and descriptors of two bunches do not touch.
 
            bunches     A: runs 1, 2          B: runs 3, 4
@@ -355,7 +354,10 @@ def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
 def pair_selection(
     selection: Selection, local: StridedRows, remote: StridedRows, own: int, destination: str
 ) -> Pairing | None:
-    """Return the pairs of *selection*, or None if it pays to merge descriptors across rows.
+    """Return the pairs of *selection*, or None if `pair` has to look at each id.
+
+    That is the case for an empty selection, and for a large one whose descriptors should be merged
+    across rows.
 
     Args:
         selection: The selection.
@@ -365,9 +367,9 @@ def pair_selection(
         destination: The side that is written: "local" or "remote".
     """
     parts, count, nbytes = selection.parts, len(selection[own]), 0
-    alone = len(parts) == 1 and parts[0][0].rows.plain  # Nothing merges across rows.
     if not parts:
         return None
+    alone = len(parts) == 1 and parts[0][0].rows.plain  # Nothing merges across rows.
     if not alone and count <= SAMPLE:
         merged = pair(local, selection[own], remote, selection[1 - own], destination)
         if merged.joined is not None:

@@ -139,9 +139,9 @@ class RankAgreement(Generic[RankT]):
 
     @property
     def error(self) -> object:
-        """What the rank that failed first reported as its error, or None.
+        """The error that the first failed rank reported, or None.
 
-        The other ranks are often "cancelled" because of it.
+        Other ranks often fail later, because they were cancelled for that reason.
         """
         return next(iter(self._errors.values()), None)
 

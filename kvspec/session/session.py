@@ -83,6 +83,10 @@ class Session:
             for it. So more of them may be connected for a time.
         dead_tokens: As in `build_table`, for all engines that this session connects.
 
+    Attributes:
+        nixl: The NIXL agent of the rank.
+        cache: The KV cache of the rank.
+
     Raises:
         SpecError: If an argument is wrong.
         TransferError: If *nixl* is closed, or the default channel cannot listen.
@@ -384,7 +388,7 @@ class Session:
         return push
 
     def cancel(self, remote_id: str) -> None:
-        """Cancel the loads of a request, as `Load.cancel` does. If there are none, do nothing.
+        """Cancel the loads of a request, as `Load.cancel` does. Without such loads, do nothing.
 
         Raises:
             SpecError: If *remote_id* is not from `new_remote_id`.

@@ -91,7 +91,7 @@ def test_pairs_by_tile_equal_pairs_by_id(case: Case) -> None:
             if found.joined is not None:  # Merged across rows: paired by id, too.
                 assert all(map(np.array_equal, expected.joined or (), found.joined))
                 continue
-            # Of a large selection only a sample is merged, so it may miss a few joins.
+            # Only a sample of a large selection is merged, so a few joins may be missed.
             large = len(found.local_ids) > merging.SAMPLE
             assert expected.runs == found.runs or (large and expected.joined is not None)
             assert found.runs == posted(rows_of(table), found)

@@ -12,6 +12,7 @@ import kvspec
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.ledger import Tell
 from kvspec.completion.producer import ProducerLedger
+from kvspec.errors import TransferState
 from kvspec.wire.messages import Done, Heartbeat, Lease, Message, ReaderStatus, Valid
 
 
@@ -266,6 +267,15 @@ class InformsSourcesAlone(ConsumerLedger):
         """Leave out the other producer ranks."""
         informed = {rank: n for rank, n in plan.expected.items() if rank in plan.sources}
         super().assign(attrs.evolve(plan, expected=informed))
+
+
+class SendsNothingAfterGone(ConsumerLedger):
+    """Send no `done` to a producer rank that has answered a heartbeat with `gone`."""
+
+    def _fault(self, load: Any, why: str, state: TransferState, rank: Any = None) -> Any:
+        if state is TransferState.GONE and rank is not None and load.state == "moving":
+            self._drop(load.waiting, rank)
+        return super()._fault(load, why, state, rank)
 
 
 class IgnoresFailedReads(ConsumerLedger):

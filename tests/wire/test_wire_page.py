@@ -339,7 +339,7 @@ def test_page_states_the_limits_of_descriptions() -> None:
 
 
 def steps(plain: Any) -> int:
-    """Return the steps of a plain value without those of groups and engines, as the page says."""
+    """Return the steps of a plain value by the page's formula, without groups and engines."""
     if isinstance(plain, list):
         return VALUE + sum(map(steps, plain))
     if not isinstance(plain, dict):

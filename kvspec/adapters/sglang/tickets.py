@@ -84,10 +84,11 @@ def failure(room: int, why: str, secret: str | bytes | None = None) -> Params:
 
 def proof_of(room: int, size: int, secret: str | bytes | None = None) -> str:
     """Return the header `PROOF` for a body of *size* bytes."""
-    return Secret(secret_of(secret)).mac(SIZE_PURPOSE, _size_of(room, size)).hex()
+    return Secret(secret_of(secret)).mac(SIZE_PURPOSE, _proved(room, size)).hex()
 
 
-def _size_of(room: int, size: int) -> bytes:
+def _proved(room: int, size: int) -> bytes:
+    """Return the bytes that a proof covers."""
     return b"%d %d" % (room, size)
 
 
@@ -158,7 +159,7 @@ class TicketServer:
 
     def allows(self, room: int, size: int, proof: str) -> bool:
         """Return whether to read a body of *size* bytes."""
-        secret, body = Secret(secret_of(self._secret)), _size_of(room, size)
+        secret, body = Secret(secret_of(self._secret)), _proved(room, size)
         return size <= SMALL or secret.proves(proof, SIZE_PURPOSE, body)
 
     def found(self, rooms: Iterable[int]) -> bytes:

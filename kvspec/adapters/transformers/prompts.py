@@ -182,8 +182,8 @@ class Prompts:
             if cache.get_seq_length() == len(tokens):
                 return {}
             logits = self._network(prompt[:, -1:], past_key_values=cache).logits[0, -1].float()
-        # Of equal logits, `generate` chooses the first one, and `topk` any. In bfloat16, the best
-        # two are often equal.
+        # If the best logits are equal, `generate` chooses the first one, and `topk` any of them. In
+        # bfloat16 they are often equal.
         ids = logits.sort(descending=True, stable=True).indices[: max(count, 1)]
         pairs = [*zip(ids.tolist(), logits.log_softmax(-1)[ids].tolist(), strict=True)]
         return {"first_token": pairs[0][0], "first_logprobs": pairs[:count]}
