@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection
 
 import kvspec
 from kvspec.nixl import NixlRank
-from kvspec.session import PrefillTicket, Session, new_remote_id
+from kvspec.session import Session, new_remote_id
+from kvspec.tickets import PrefillTicket
 
 TOKENS, TABLE, LAYERS = 40, [5, 9, 2], ["layers.0", "layers.1"]
 

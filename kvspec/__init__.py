@@ -125,6 +125,7 @@ ON_DEMAND = frozenset(
         "nixl",
         "wire",
         "session",
+        "tickets",
         "testing",
         "testing.kit",
         "testing.laws",

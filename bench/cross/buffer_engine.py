@@ -12,7 +12,8 @@ import lines
 
 from kvspec.errors import KVSpecError
 from kvspec.nixl import NixlRank
-from kvspec.session import PrefillTicket, Session
+from kvspec.session import Session
+from kvspec.tickets import PrefillTicket
 
 LOGPROBS = 5
 # Tokens of a buffer.

@@ -19,7 +19,7 @@ from buffer_engine import BUFFER, LOADING, LOGPROBS, BufferEngine
 from gguf_models import write
 from llama_prompts import Prompts
 
-from kvspec.session import PrefillTicket
+from kvspec.tickets import PrefillTicket
 
 # Tokens of the context, which holds one prompt.
 CONTEXT = 512

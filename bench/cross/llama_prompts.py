@@ -43,7 +43,8 @@ from kvspec.adapters.prompt_buffer import PromptBuffer, groups_of, name_layers
 from kvspec.adapters.rotation import rotation_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.session import PrefillTicket, Session
+from kvspec.session import Session
+from kvspec.tickets import PrefillTicket
 from kvspec.specs import FullAttentionSpec
 
 # llama_cpp is not imported here. This is a `llama_context_p`.

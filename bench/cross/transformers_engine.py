@@ -10,7 +10,7 @@ import transformers
 from buffer_engine import BUFFER, LOADING, LOGPROBS, BufferEngine
 
 from kvspec.adapters.transformers import Prompts
-from kvspec.session import PrefillTicket
+from kvspec.tickets import PrefillTicket
 
 
 class Engine(BufferEngine):

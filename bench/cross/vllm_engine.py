@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import lines
 
-from kvspec.session import PrefillTicket
+from kvspec.tickets import PrefillTicket
 
 sys.path.append(str(Path(__file__).parents[1] / "vllm"))
 

@@ -34,7 +34,7 @@ from models import make
 from process import Failed, reason, started
 from scenarios import SCENARIOS, Scenario, beginnings
 
-from kvspec.session import PrefillTicket
+from kvspec.tickets import PrefillTicket
 
 # Tokens that the consumer decodes for each prompt.
 TOKENS = 16

@@ -32,8 +32,9 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.memory.allocation import allocate
 from kvspec.ownership.parallel import RankId
-from kvspec.session import Load, PrefillTicket, Session, content_of, new_remote_id
+from kvspec.session import Load, Session, new_remote_id
 from kvspec.specs import AttentionSpec, MLAAttentionSpec
+from kvspec.tickets import PrefillTicket, content_of
 
 _Spec = TypeVar("_Spec", bound=AttentionSpec)
 

@@ -21,8 +21,6 @@ from kvspec.wire.handshake import MAX_NAME, is_name
 from kvspec.wire.packing import WireStruct, decoder_of, pack, unpack
 from kvspec.wire.seal import Secret
 
-MIN_SECRET = 16  # bytes
-
 _MAGIC = b"kvspec-nixl-3\n"
 _INNER = struct.Struct("<16sQ")  # how NIXL's bytes begin: a tag, and the length of the agent's name
 _TAG = b"nixlSerDes|Agent"
@@ -57,33 +55,6 @@ def name_of(name: object, prefix: str) -> str:
     elif prefix:
         raise SpecError("name", name, rule="a name and a prefix cannot be combined")
     return is_name("name", name)
-
-
-def secret_of(secret: object) -> bytes:
-    """Return *secret*, or `KVSPEC_SECRET` of the environment if it is None, as bytes.
-
-    Empty bytes mean that only trusted programs reach the channel. There is no default: a rank that
-    authenticates nobody must be the decision of its caller.
-
-    Raises:
-        SpecError: If there is no secret, or it is too short to be one.
-    """
-    if secret is None and (secret := os.environ.get("KVSPEC_SECRET")) is None:
-        rule = (
-            "set KVSPEC_SECRET to the same random text for all ranks, or pass secret=b'' if only"
-            " trusted programs reach the channel"
-        )
-        raise SpecError("secret", None, rule=rule)
-    try:
-        key = secret.encode() if isinstance(secret, str) else secret
-    except UnicodeEncodeError:
-        raise SpecError("secret", "a str", "a str that UTF-8 can encode") from None
-    if not isinstance(key, bytes):
-        raise SpecError("secret", type(secret).__name__, "a str or bytes")
-    if secret != b"" and len(key) < MIN_SECRET:
-        wanted = f"at least {MIN_SECRET} bytes, or secret=b'' for a trusted channel"
-        raise SpecError("secret", f"{len(key)} bytes", wanted)
-    return key
 
 
 def opened(sealed: object, secret: bytes) -> Envelope:

@@ -34,11 +34,11 @@ from kvspec.memory.region import Memory, check_memory_type
 from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.memory import new_memories
 from kvspec.nixl.merging import OPERATIONS, Operation, Sides
-from kvspec.nixl.peers import Envelope, name_of, opened, secret_of
+from kvspec.nixl.peers import Envelope, name_of, opened
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging import Buffers, Staging
 from kvspec.nixl.transfer import InFlightTransfers, K, Transfer
-from kvspec.wire.seal import Secret
+from kvspec.wire.seal import Secret, secret_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -21,12 +21,12 @@ import attrs
 import msgspec
 
 from kvspec.errors import SpecError
-from kvspec.nixl.peers import MIN_SECRET
 from kvspec.run.job import Job
 from kvspec.run.limits import devices_of
 from kvspec.run.rank_server import words_of
 from kvspec.run.report import Failure, RankReport, Report
 from kvspec.run.transfer_rank import STAGES, Arguments, StageError, TransferRank, lead
+from kvspec.wire.seal import MIN_SECRET
 
 REST = 0.02  # seconds between two looks at the store
 LEAVE = 5.0  # seconds for which the first rank, which may keep the store, waits for the others

@@ -66,8 +66,8 @@ from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
 from kvspec.session.remotes import Connection, RemoteEngine
-from kvspec.session.ticket import PrefillTicket
 from kvspec.session.written import Blocks, blocks_of
+from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import Key
 
 log = logging.getLogger(__name__)

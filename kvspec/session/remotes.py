@@ -93,7 +93,7 @@ from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.session.background import SessionLock
 from kvspec.session.mailbox import Introduced, Messages, introduced
-from kvspec.session.ticket import PrefillTicket
+from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.handshake import disagreements, one_engine
 
 

@@ -32,7 +32,7 @@ from kvspec.session.loads import Loads, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged
 from kvspec.session.stats import SessionStats
-from kvspec.session.ticket import PrefillTicket
+from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import (
     ChecksumRequest,

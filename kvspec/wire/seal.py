@@ -10,9 +10,10 @@ import hmac
 
 import attrs
 
-from kvspec.errors import WireError
+from kvspec.errors import SpecError, WireError
 
 MAC = 32  # bytes of SHA-256
+MIN_SECRET = 16  # bytes
 
 
 @attrs.frozen
@@ -63,3 +64,34 @@ class Secret:
         if not hmac.compare_digest(sealed[len(purpose) : start], self.mac(purpose, body)):
             raise WireError(path, f"{len(sealed)} bytes, damaged or of another secret", expected)
         return body
+
+
+def secret_of(secret: object) -> bytes:
+    """Return *secret*, or `KVSPEC_SECRET` of the environment if it is None, as bytes.
+
+    Empty bytes mean that only trusted programs reach the channel. There is no default: a rank that
+    authenticates nobody must be the decision of its caller.
+
+    Raises:
+        SpecError: If there is no secret, or it is too short to be one.
+    """
+    if secret is None:
+        from os import environ  # noqa: PLC0415 - the only place of this layer with an effect
+
+        secret = environ.get("KVSPEC_SECRET")
+    if secret is None:
+        rule = (
+            "set KVSPEC_SECRET to the same random text for all ranks, or pass secret=b'' if only"
+            " trusted programs reach the channel"
+        )
+        raise SpecError("secret", None, rule=rule)
+    try:
+        key = secret.encode() if isinstance(secret, str) else secret
+    except UnicodeEncodeError:
+        raise SpecError("secret", "a str", "a str that UTF-8 can encode") from None
+    if not isinstance(key, bytes):
+        raise SpecError("secret", type(secret).__name__, "a str or bytes")
+    if secret != b"" and len(key) < MIN_SECRET:
+        wanted = f"at least {MIN_SECRET} bytes, or secret=b'' for a trusted channel"
+        raise SpecError("secret", f"{len(key)} bytes", wanted)
+    return key

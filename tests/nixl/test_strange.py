@@ -16,8 +16,9 @@ from strange import STRANGE
 import kvspec
 from kvspec import KVSpecError, RankId
 from kvspec.nixl import NixlRank, Staging
-from kvspec.session import PrefillTicket, TcpChannel, content_of, new_remote_id
+from kvspec.session import TcpChannel, new_remote_id
 from kvspec.testing import FakeNixl
+from kvspec.tickets import PrefillTicket, content_of
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
 

@@ -25,8 +25,9 @@ import kvspec
 from kvspec.adapters.transformers import prompts as adapter
 from kvspec.errors import SpecError
 from kvspec.nixl import NixlRank
-from kvspec.session import PrefillTicket, Session
+from kvspec.session import Session
 from kvspec.testing import FakeNixl
+from kvspec.tickets import PrefillTicket
 from tests.support.recorded_llama import PROMPT, STATES, RecordedLlama
 
 # Architectures, and whether flash attention is on. Without it, values are transposed.

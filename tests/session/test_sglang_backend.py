@@ -40,7 +40,7 @@ from kvspec.adapters.sglang.describing import (
     check_version,
     describe,
 )
-from kvspec.session import PrefillTicket
+from kvspec.tickets import PrefillTicket
 
 pytestmark = pytest.mark.nixl
 

@@ -13,7 +13,8 @@ from sglang_serving import wait
 
 import kvspec
 from kvspec.adapters.sglang import tickets
-from kvspec.session import PrefillTicket, new_remote_id
+from kvspec.session import new_remote_id
+from kvspec.tickets import PrefillTicket
 
 
 @contextlib.contextmanager

@@ -26,10 +26,11 @@ from session_faults import connecting_stops
 from two_engines import Side, ended, engine, freed, land, let_nothing_land, quiet, request, until
 
 from kvspec.adapters.sglang.tickets import failed
-from kvspec.session import Load, PrefillTicket, content_of, new_remote_id, session
+from kvspec.session import Load, new_remote_id, session
 from kvspec.session.remotes import Connection
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
+from kvspec.tickets import PrefillTicket, content_of
 
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
 

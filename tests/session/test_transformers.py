@@ -16,9 +16,10 @@ import kvspec
 from kvspec.adapters.transformers import Prompts
 from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import NixlRank
-from kvspec.session import PrefillTicket, Session, content_of
+from kvspec.session import Session
 from kvspec.specs.key_content import without_rotation
 from kvspec.testing import FakeNixl
+from kvspec.tickets import PrefillTicket, content_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -27,7 +27,8 @@ from vllm_serving import (
 import kvspec
 from kvspec.adapters.vllm import engine_spec, scheduler_side
 from kvspec.adapters.vllm.scheduler_side import Scheduling, Served
-from kvspec.session import PrefillTicket, new_remote_id
+from kvspec.session import new_remote_id
+from kvspec.tickets import PrefillTicket
 
 pytestmark = pytest.mark.nixl
 

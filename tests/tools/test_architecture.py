@@ -33,7 +33,7 @@ FOLDERS = (
     "engines",
     "plan memory models",
     "descriptors wire",
-    "analysis check completion nixl",
+    "analysis check completion nixl tickets",
     "draw session",
     ".",  # kvspec/__init__.py, which exports the public names
     "testing",
@@ -49,7 +49,7 @@ LAYER = {name: layer for layer, names in enumerate(FOLDERS) for name in names.sp
 
 CORE = {
     name
-    for names in FOLDERS[: FOLDERS.index("analysis check completion nixl")]
+    for names in FOLDERS[: FOLDERS.index("analysis check completion nixl tickets")]
     for name in names.split()
 }
 CORE |= {"analysis", "check", "draw"}

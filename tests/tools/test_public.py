@@ -35,7 +35,8 @@ FROZEN = """
     kvspec.models from_config
     kvspec.nixl NixlRank Staging Transfer
     kvspec.wire VERSION
-    kvspec.session Channel PrefillTicket Session Load TcpChannel new_remote_id
+    kvspec.session Channel Session Load TcpChannel new_remote_id
+    kvspec.tickets PrefillTicket
 """
 """Names that version 1.0 will keep. Each line has a module and its names."""
 
@@ -50,7 +51,8 @@ PROVISIONAL = """
     kvspec.draw plan_svg table_svg
     kvspec.models architectures
     kvspec.models.catalogue config names
-    kvspec.session RankAgreement content_of
+    kvspec.session RankAgreement
+    kvspec.tickets ContentIdentity MediaItem content_of explain_difference sampling_of
     kvspec.testing Case FakeNixl fill logical_views
     kvspec.testing.kit Counterexample Judgement Supports System SystemReport Verdict as_code judge
     kvspec.testing.laws KVSPEC LAWS Move PreparedLists System broken
@@ -67,7 +69,8 @@ WITHOUT_EXAMPLE = {
     "needs vLLM": ("kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine"),
     "needs transformers and a model": "kvspec.adapters.transformers.Prompts",
     "is a value that another public name returns or accepts": (
-        "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.session.PrefillTicket "
+        "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.tickets.PrefillTicket "
+        "kvspec.tickets.ContentIdentity kvspec.tickets.MediaItem "
         "kvspec.testing.kit.Counterexample kvspec.testing.kit.Judgement "
         "kvspec.testing.kit.SystemReport kvspec.testing.kit.Verdict"
     ),
@@ -77,7 +80,7 @@ WITHOUT_EXAMPLE = {
 }
 """Public classes and functions without an example in their docstring, by the reason."""
 
-MAX_FROZEN, MAX_PROVISIONAL = 60, 48
+MAX_FROZEN, MAX_PROVISIONAL = 60, 60
 
 
 def whole_names(table: str) -> list[str]:

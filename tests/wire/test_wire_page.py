@@ -29,8 +29,8 @@ from kvspec.ownership.dtypes import ITEMSIZE, dtype_name
 from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.session.checksums import checksum_of
 from kvspec.session.mailbox import introduced
-from kvspec.session.ticket import PrefillTicket, content_of
 from kvspec.specs.uniform import _MAY_DIFFER
+from kvspec.tickets.ticket import PrefillTicket, content_of
 from kvspec.wire import codec
 from kvspec.wire.codec import decode_message, encode_handshake, encode_message
 from kvspec.wire.handshake import Handshake

@@ -45,7 +45,8 @@ from kvspec.adapters.sglang.describing import (
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.nixl import NixlRank
-from kvspec.session import Load, PrefillTicket, Session, TcpChannel, content_of
+from kvspec.session import Load, Session, TcpChannel
+from kvspec.tickets import PrefillTicket, content_of
 from kvspec.wire.messages import NEW_NONCE, Key
 
 log = logging.getLogger(__name__)

@@ -42,9 +42,8 @@ import attrs
 
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import mapping
-from kvspec.nixl.peers import secret_of
-from kvspec.session import PrefillTicket
-from kvspec.wire.seal import Secret
+from kvspec.tickets import PrefillTicket
+from kvspec.wire.seal import Secret, secret_of
 
 log = logging.getLogger(__name__)
 

@@ -39,8 +39,9 @@ from kvspec.adapters.transformers.probe import (
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.session import PrefillTicket, Session
+from kvspec.session import Session
 from kvspec.specs import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from kvspec.tickets import PrefillTicket
 
 # transformers and torch are not imported here. These are a `Cache`, and a tensor.
 Cache: TypeAlias = Any

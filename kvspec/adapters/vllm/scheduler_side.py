@@ -36,7 +36,8 @@ from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.session import PrefillTicket, content_of, new_remote_id
+from kvspec.session import new_remote_id
+from kvspec.tickets import PrefillTicket, content_of
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import flag, positive_int, seconds
 from kvspec.nixl import NixlRank
-from kvspec.session import Load, PrefillTicket, Session, TcpChannel
+from kvspec.session import Load, Session, TcpChannel
 from kvspec.specs import KeyContent
+from kvspec.tickets import PrefillTicket
 from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import key_of
 

@@ -16,28 +16,26 @@ How it works:
 
     Some engines do not compute the last token again: their producer samples the first new token,
     and the consumer begins with it. `first_token` carries it. A consumer that needs it calls
-    `sampled`, which refuses a ticket without `first_token`.
+    `sampled`, which refuses a ticket without `first_token`, and a token that was sampled after
+    another prompt or with other settings.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from kvspec.descriptors.request import BlockTable, Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int, sequence
-from kvspec.nixl.peers import secret_of
+from kvspec.tickets.identity import ContentIdentity, content_of, differences
 from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import key_of
-from kvspec.wire.seal import Secret
+from kvspec.wire.seal import Secret, secret_of
 
 _NAMES = {
     "engine_id": "remote_engine_id",
@@ -49,6 +47,7 @@ _NAMES = {
     "first_token": "remote_first_token",
     "first_logprobs": "remote_first_logprobs",
     "tokens_digest": "remote_tokens_digest",
+    "sampling": "remote_sampling",
     "consumer": "remote_consumer",
 }
 """The name of each field in the parameters that a router carries, which contain no None."""
@@ -56,7 +55,13 @@ _ADDRESSES = "the addresses of the producer's ranks, each a str"
 _TABLE = "a list of the first token and the block ids"
 _LOGPROBS = "pairs of a token, an int >= 0, and its log probability, a finite number <= 0"
 _SEAL = "the seal of unchanged parameters, made with the same secret"
-PURPOSE = b"kvspec-prompt-1\n"
+PURPOSE = b"kvspec-prompt-2\n"
+
+
+def _content(value: object) -> ContentIdentity | None:
+    if isinstance(value, Mapping):
+        return ContentIdentity.from_params(value)
+    return None if value is None else instance("content", value, ContentIdentity)
 
 
 def _tables(value: Tables) -> Mapping[str, BlockTable]:
@@ -95,12 +100,14 @@ class PrefillTicket:
         computed_tokens: Number of tokens that the producer has computed, usually the whole prompt.
             The request of a consumer usually has one less.
         tables: Block tables of the producer, by group.
-        content: Checksum of these tokens from `content_of`, or "".
+        content: Everything on which the cache of these tokens depends. If it is None, each consumer
+            that calls `check` refuses the ticket.
         first_token: The first new token, if the producer has sampled it.
         first_logprobs: Tokens and their log probabilities at the place of *first_token*, in the
             order of the producer. None if it reports none.
         tokens_digest: `content_of` all tokens of the prompt, which *first_token* follows. *content*
             covers only the computed ones.
+        sampling: `sampling_of` the settings with which *first_token* was sampled.
         consumer: Name of the engine that the prompt is meant for, or None for any engine.
     """
 
@@ -109,21 +116,25 @@ class PrefillTicket:
     remote_id: str
     computed_tokens: int
     tables: Mapping[str, BlockTable] = attrs.field(converter=_tables)
-    content: str = ""
+    content: ContentIdentity | None = attrs.field(default=None, converter=_content)
     first_token: int | None = None
     first_logprobs: tuple[tuple[int, float], ...] | None = attrs.field(
         default=None, converter=_logprobs
     )
     tokens_digest: str | None = None
+    sampling: str | None = None
     consumer: str | None = None
 
     def __attrs_post_init__(self) -> None:
         is_name("engine_id", self.engine_id)
         key_of(self.remote_id)
         positive_int("computed_tokens", self.computed_tokens)
-        instance("content", self.content, str)
-        if self.tokens_digest is not None:
-            instance("tokens_digest", self.tokens_digest, str)
+        if self.content is not None and self.content.num_tokens != self.computed_tokens:
+            wanted = f"{self.computed_tokens}, the `computed_tokens` of the ticket"
+            raise SpecError("content.num_tokens", self.content.num_tokens, wanted)
+        for name in ("tokens_digest", "sampling"):
+            if getattr(self, name) is not None:
+                instance(name, getattr(self, name), str)
         if self.consumer is not None:
             is_name("consumer", self.consumer)
         if self.first_token is not None:
@@ -132,40 +143,47 @@ class PrefillTicket:
             rule = "requires a first_token, whose alternatives they are"
             raise SpecError("first_logprobs", self.first_logprobs, rule=rule)
 
-    def check(self, token_ids: Sequence[int], consumer: str | None = None) -> None:
-        """Compare *token_ids* with the content of the ticket.
-
-        Fields that the ticket lacks are not compared.
+    def check(self, content: ContentIdentity, consumer: str | None = None) -> None:
+        """Compare the content that a consumer was asked for with that of the ticket.
 
         Args:
-            token_ids: All tokens of the prompt that the consumer was asked for.
+            content: The content of the first `computed_tokens` tokens of the requested prompt. Each
+                field must be stated on both sides.
             consumer: Name of the consumer, or None if it does not matter.
 
         Raises:
-            SpecError: If the ticket is of another prompt, or for another consumer.
+            SpecError: If the ticket is of another content, or for another consumer. The field is
+                that of the content, such as "remote_content.adapter".
         """
-        tokens = _tokens(token_ids)
-        own = content_of(tokens[: self.computed_tokens])
-        if self.content not in ("", own):
-            raise SpecError(
-                "remote_content", self.content, f"{own}, the content of the requested prompt"
-            )
-        if self.tokens_digest not in (None, content_of(tokens)):
-            wanted = f"{content_of(tokens)}, of all tokens of the requested prompt"
-            raise SpecError("remote_tokens_digest", self.tokens_digest, wanted)
+        if self.content is None:
+            raise SpecError("remote_content", None, "a content that the producer states")
+        for name, difference in differences(content, self.content):
+            value = getattr(self.content, name)
+            raise SpecError(f"remote_content.{name}", value, rule=difference)
         if consumer is not None and self.consumer not in (None, consumer):
             wanted = f"{consumer!r}, the engine that has received the ticket"
             raise SpecError("remote_consumer", self.consumer, wanted)
 
-    def sampled(self) -> int:
+    def sampled(self, token_ids: Sequence[int], sampling: str | None) -> int:
         """Return the first new token, for a consumer that does not compute the prompt's last token.
 
+        Args:
+            token_ids: All tokens of the requested prompt.
+            sampling: `sampling_of` the settings of the request.
+
         Raises:
-            SpecError: If the producer has not sampled it.
+            SpecError: If the producer has not sampled it, or after another prompt, or with other
+                settings, or if a side does not state its settings.
         """
         if self.first_token is None:
             wanted = "the first new token: this consumer does not sample it itself"
             raise SpecError("remote_first_token", None, wanted)
+        if self.tokens_digest != (own := content_of(token_ids)):
+            wanted = f"{own}, of all tokens of the requested prompt"
+            raise SpecError("remote_tokens_digest", self.tokens_digest, wanted)
+        if sampling is None or self.sampling != sampling:
+            wanted = f"{sampling!r}, the sampling settings of this request, stated on both sides"
+            raise SpecError("remote_sampling", self.sampling, wanted)
         return self.first_token
 
     def check_held(self, request: TransferRequest) -> TransferRequest:
@@ -218,6 +236,8 @@ class PrefillTicket:
         params = {name: value for name, value in given.items() if value is not None}
         if self.first_logprobs is not None:
             params["remote_first_logprobs"] = [list(pair) for pair in self.first_logprobs]
+        if self.content is not None:
+            params["remote_content"] = self.content.to_params()
         tables = {name: [t.first_token, t.block_ids.tolist()] for name, t in self.tables.items()}
         return params | {"remote_addresses": list(self.addresses), "remote_block_ids": tables}
 
@@ -292,32 +312,3 @@ class PrefillTicket:
             producer_blocks=self.tables,
             consumer_blocks=blocks,
         )
-
-
-def content_of(token_ids: Sequence[int] | npt.NDArray[Any]) -> str:
-    """Return a checksum of a prompt's tokens. It detects that a router confused two prompts.
-
-    Args:
-        token_ids: The tokens.
-
-    Returns:
-        Hexadecimal digits.
-
-    Raises:
-        SpecError: If the tokens are not ints.
-
-    >>> content_of([1, 2, 3]) == content_of((1, 2, 3)) != content_of([1, 2])
-    True
-    """
-    return hashlib.sha256(_tokens(token_ids).astype("<i8").tobytes()).hexdigest()[:32]
-
-
-def _tokens(value: object) -> npt.NDArray[Any]:
-    """Return the tokens of a prompt as an array, or raise `SpecError`."""
-    try:
-        ids = np.asarray(value)
-    except (ValueError, TypeError):
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise SpecError("token_ids", value, "a sequence of ints")
-    return ids
