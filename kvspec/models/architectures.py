@@ -274,6 +274,8 @@ ROWS: tuple[Architecture, ...] = (
                 "state_size": "ssm_state_size",
             },
         ),
+        # vLLM, SGLang and transformers all keep its temporal state in float32.
+        defaults={"mamba_ssm_dtype": "float32"},
     ),
     Architecture(
         "GraniteMoeHybridForCausalLM granitemoehybrid",

@@ -29,7 +29,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.models.architectures import ROWS, Architecture
-from kvspec.models.fields import ModelConfig, kinds_of
+from kvspec.models.fields import ModelConfig, indexer_layers, kinds_of, quantised_cache
 from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
@@ -78,7 +78,8 @@ def from_config(
         config: A parsed ``config.json``, its path, or the path of its folder. For a multimodal
             model, the nested ``text_config`` is used.
         block_size: Tokens of one attention block.
-        dtype: Element type of the attention cache. By default the dtype of the config. Recurrent
+        dtype: Element type of the attention cache. By default the dtype of the config, or
+            float8_e4m3fn if a ModelOpt checkpoint declares an fp8 cache. Recurrent
             states have the same type, unless it is an 8-bit type. Engines use 8-bit types only for
             attention, so the states then have the dtype of the config, which must have one.
         ssm_dtype: Element type of the temporal state. By default the config's
@@ -101,10 +102,11 @@ def from_config(
     outer = _load(config)
     row, text, prefix = _resolve(outer)
     declared = _declared_dtype(text, outer, row.defaults)
-    if dtype is None and declared is None:
+    wanted = (quantised_cache(outer, text) or declared) if dtype is None else dtype
+    if wanted is None:
         rule = "the config has no dtype or torch_dtype, so pass dtype"
         raise SpecError("dtype", None, rule=rule)
-    cache = dtype_name(declared if dtype is None else dtype)
+    cache = dtype_name(wanted)
     states = cache if itemsize(cache) > 1 else declared
     read = ModelConfig(text, row.defaults)
     ssm = read.get("mamba_ssm_dtype") if ssm_dtype is None else ssm_dtype
@@ -207,16 +209,21 @@ class _Model:
         """Return latents and indexer keys as one group, because they share block tables.
 
         A key has 8-bit floats and one float32 scale for each 128 elements. A key of 128 elements
-        takes 128 + 4 = 132 bytes.
+        takes 128 + 4 = 132 bytes. A page has the keys of all tokens, then their scales. So a page
+        is no sequence of rows of 132 bytes, and moves only as a whole.
         """
         size = self.read.number("index_head_dim")
         if size % _INDEXER_BLOCK:
             raise SpecError("index_head_dim", size, f"a multiple of {_INDEXER_BLOCK}")
         content = size + size // _INDEXER_BLOCK * itemsize("float32")
-        keys = attrs.evolve(latent, head_size=size, state_content_bytes=content)
+        keys = attrs.evolve(
+            latent, head_size=size, state_content_bytes=content, page_format="opaque:indexer"
+        )
+        owners = set(indexer_layers(self.read, indices))
         specs: dict[str, LayerSpec] = {}
-        for layer, indexer in zip(layers, self._named(self.row.indexer, indices), strict=True):
-            specs |= {layer: latent, indexer: keys}
+        names = zip(indices, layers, self._named(self.row.indexer, indices), strict=True)
+        for index, layer, indexer in names:
+            specs |= {layer: latent} | ({indexer: keys} if index in owners else {})
         spec = UniformTypeKVCacheSpecs(specs=specs)
         return KVCacheGroup(name="mla", layers=spec.layers, spec=spec)
 
@@ -254,8 +261,18 @@ def _load(source: ConfigSource) -> Mapping[str, object]:
     if not isinstance(source, (str, os.PathLike)):
         raise SpecError("config", source, "a dict or the path of a config.json")
     path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    loaded = _read(path)
+    # Older versions of ModelOpt write the quantization into a file of its own, which vLLM reads.
+    beside = path.with_name("hf_quant_config.json")
+    if loaded.get("quantization_config") is None and beside.is_file():
+        loaded["quantization_config"] = _read(beside)
+    return loaded
+
+
+def _read(path: Path) -> dict[str, object]:
+    """Return the JSON object in *path*."""
     try:
-        path = path / "config.json" if path.is_dir() else path
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError("config", str(path), f"a readable JSON file ({error})") from error

@@ -15,7 +15,7 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -232,3 +232,65 @@ def kinds_of(read: ModelConfig, rule: KindRule) -> list[str]:
     if "use_sliding_window" in read.defaults and flag is not True and "sliding_attention" in types:
         raise SpecError("use_sliding_window", flag, "True, because of layer_types")
     return [_LAYER_TYPES[name] for name in types]
+
+
+def indexer_layers(read: ModelConfig, indices: Sequence[int]) -> list[int]:
+    """Return those of *indices* whose layers keep indexer keys. The others share earlier choices.
+
+    The source is vLLM's `DeepseekV32Attention` (models/deepseek_v32/attention.py).
+
+    >>> indexer_layers(ModelConfig({"index_topk_freq": 4}, {}), range(10))
+    [0, 1, 5, 9]
+    >>> indexer_layers(ModelConfig({"index_topk_pattern": "FSSF"}, {}), range(4))
+    [0, 3]
+    """
+    pattern = read.get("index_topk_pattern")
+    if pattern is not None:
+        # The engines accept one letter for each layer, as a text or a list. S shares.
+        letters = list(pattern) if isinstance(pattern, str | list) else []
+        if len(letters) < len(indices) or not all(letter in ("F", "S") for letter in letters):
+            expected = f"F or S for each of {len(indices)} layers"
+            raise SpecError("index_topk_pattern", pattern, expected)
+        return [index for index in indices if letters[index] == "F"]
+    every_n, skipped = read.get("index_topk_freq"), read.get("index_skip_topk_offset")
+    period = 1 if every_n is None else positive_int("index_topk_freq", every_n)
+    first = 2 if skipped is None else positive_int("index_skip_topk_offset", skipped, least=0)
+    return [index for index in indices if max(index - first + 1, 0) % period == 0]
+
+
+def quantised_cache(*configs: Mapping[str, object]) -> str | None:
+    """Return the type of the attention cache that a ModelOpt checkpoint declares, or None.
+
+    The source is vLLM's `get_kv_cache_quant_algo_string`. Other quantisation methods do not change
+    the cache.
+
+    Raises:
+        SpecError: If the checkpoint declares NVFP4, whose page depends on the engine.
+
+    >>> quantised_cache({"quantization_config": {
+    ...     "quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}})
+    'float8_e4m3fn'
+    """
+    given = next((config.get("quantization_config") for config in configs
+                  if config.get("quantization_config") is not None), None)  # fmt: skip
+    if not isinstance(given, Mapping):
+        return None
+    inner = given.get("quantization", given)
+    inner = inner if isinstance(inner, Mapping) else given
+    producer = inner.get("producer", given.get("producer"))
+    by_name = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    method = str(given.get("quant_method", ""))
+    if not (method.startswith("modelopt") or by_name):
+        return None
+    names = ("kv_cache_scheme", "kv_cache_quant_algo")
+    declared = next((value for name in names for place in (inner, given)
+                     if (value := place.get(name))), None)  # fmt: skip
+    if isinstance(declared, Mapping):
+        bits, is_float = declared.get("num_bits"), declared.get("type") == "float"
+        eight = bits == 8 and is_float and declared.get("dynamic") is False  # noqa: PLR2004
+        declared = "fp8" if eight else "nvfp4" if bits == 4 and is_float else None  # noqa: PLR2004
+    algorithm = declared.lower() if isinstance(declared, str) else None
+    if algorithm == "nvfp4":
+        rule = "the pages of an NVFP4 cache depend on the engine: pass the dtype of the cache"
+        raise SpecError("quantization_config", declared, rule=rule)
+    return "float8_e4m3fn" if algorithm == "fp8" else None

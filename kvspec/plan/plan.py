@@ -39,6 +39,7 @@ from kvspec.plan.cover import check_cover, check_whole
 from kvspec.plan.edges import Edge, edges_of
 from kvspec.plan.mismatches import mismatches
 from kvspec.plan.replica_groups import GroupPair, ReplicaGroup, group_pairs, replica_groups_of
+from kvspec.specs.state import is_of_common_rows
 
 
 @attrs.frozen(kw_only=True)
@@ -224,8 +225,8 @@ def plan_transfer(
         consumer: The engine that reads it.
         replica_policy: How to choose among producer ranks with the same content: the name of a
             policy or a `ReplicaPolicy`. Both engines must use the same policy.
-        common_states: Whether recurrent states may have more rows on one side, because of
-            speculative tokens. The rows that both sides have are moved. By default, a different
+        common_states: Whether conv states may have more rows on one side, because of speculative
+            tokens. The rows that both sides have are moved. By default, a different
             number of rows is a mismatch.
 
     Returns:
@@ -254,7 +255,7 @@ def plan_transfer(
     found = mismatches(producer, consumer)
     if common_states:
         # `replica_groups` reduces the spec of each state to the rows that both sides have.
-        found = tuple(mismatch for mismatch in found if not mismatch.field.endswith(".states"))
+        found = tuple(mismatch for mismatch in found if not is_of_common_rows(mismatch.field))
     if found:
         raise MismatchError(found)
     pairs = tuple(group_pairs(producer, consumer))

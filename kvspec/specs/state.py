@@ -48,6 +48,8 @@ from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.part import Part
 from kvspec.specs.layer import LayerSpec, is_size
 
+_CONV = "conv"  # How the names of all parts of a conv state begin.
+
 
 def _parts(value: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(
@@ -304,7 +306,9 @@ class MambaSpec(LayerSpec):
 def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:
     """Return *spec* with only the rows of recurrent states that *other* has as well.
 
-    An engine with more speculative tokens has more rows in its conv state. Specs of attention are
+    An engine with more speculative tokens has more rows in its conv state. Only parts whose names
+    begin with "conv" lose rows: in another part, such as a ring of rows by position, row i need not
+    mean the same on both sides. Specs of attention are
     returned unchanged: their numbers of rows differ only because the block sizes differ, and block
     sizes may differ.
 
@@ -319,12 +323,22 @@ def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:
     """
     if not isinstance(spec, MambaSpec):
         return spec
-    rows = {part.name: part.states for part in other.parts}
+    rows = {part.name: part.states for part in other.parts if part.name.startswith(_CONV)}
     least = [min(part.states, rows.get(part.name, part.states)) for part in spec.parts]
     if least == [part.states for part in spec.parts]:
         return spec
     parts = zip(spec.parts, least, strict=True)
     return attrs.evolve(spec, state_parts=[attrs.evolve(p, states=n) for p, n in parts])
+
+
+def is_of_common_rows(field: str) -> bool:
+    """Return whether the mismatch *field* is a number of rows that `common_rows` makes equal.
+
+    >>> is_of_common_rows("layers.0.conv_x.states"), is_of_common_rows("layers.0.ring.states")
+    (True, False)
+    """
+    *_, part, name = ("", *field.split("."))
+    return name == "states" and part.startswith(_CONV)
 
 
 def _conv_rows(conv_kernel: int, num_speculative_tokens: int) -> int:

@@ -31,6 +31,8 @@ _MAY_DIFFER = {
     "page_size_padded",
     "key_content",
     "scales_digest",
+    "page_format",
+    "page_block_size",
 }
 
 

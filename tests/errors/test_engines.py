@@ -428,6 +428,16 @@ def test_content_that_spans_heads_needs_equal_shardings() -> None:
     kvspec.plan_transfer(engine(packed, tp_size=2), engine(packed, tp_size=2))
 
 
+@pytest.mark.parametrize("rows", [(8, 16), (16, 8)])
+def test_plan_refuses_common_rows_of_a_ring(rows: tuple[int, int]) -> None:
+    """Row i of a ring is another position if the capacities differ, so no row is common."""
+    sides = [
+        engine(group(spec=opaque(name="ring", units=1, states=n, content_bytes=4))) for n in rows
+    ]
+    error = refusal(lambda: kvspec.plan_transfer(*sides, common_states=True), kvspec.MismatchError)
+    assert ["ring.states"] == [".".join(m.field.split(".")[-2:]) for m in error.mismatches]
+
+
 def test_plan_moves_common_rows_of_states_if_asked() -> None:
     """Speculative rows of one side are a mismatch, unless `common_states` leaves them out."""
     ours, theirs = engine(group(spec=state())), engine(group(spec=state(num_speculative_tokens=2)))

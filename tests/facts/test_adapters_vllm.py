@@ -185,6 +185,9 @@ def test_engine_spec_rejects_missing_unknown_or_unsuitable_backend(
 ULTRAQUANT = V1 + "ultraquant_attn.UltraQuantAttentionBackend"
 ULTRA = replace(PLAIN, dtype="uint8", state_content_bytes=20)
 
+OCTAVES = V1 + "rocm_octave_attn.RocmOctaveAttentionBackend"
+OCTAVE = replace(ULTRA, kv_quant_mode="OCTAVE_K3V4")
+
 PAGES = [
     (PLAIN, CPU, "vec", "keys-transposed"),
     (PLAIN, CPU, "vec16", "keys-transposed"),
@@ -195,6 +198,7 @@ PAGES = [
     (SCALED, like.MSA, None, "opaque:msa"),
     (ULTRA, ULTRAQUANT, None, "opaque:ultraquant"),
     (ULTRA, like.FLASH, None, "plain"),
+    (OCTAVE, OCTAVES, None, "opaque:octave-octave_k3v4"),
     (INDEXER, INDEX, "rows", "opaque:indexer"),
     (INDEXER, INDEX, "shuffled", "opaque:indexer-shuffled"),
     (PACKED, DS4, None, "opaque:deepseek"),
@@ -223,12 +227,12 @@ def test_page_format_follows_from_backend_and_variant(
 
 
 def test_plan_transfer_rejects_page_formats_with_equal_row_lengths() -> None:
-    """Rows of UltraQuant are as long as rows of int4, but their bytes mean other numbers."""
-    ultraquant, int4 = (
-        engine_spec(config((["layer.0"], ULTRA)), backends=name)
-        for name in (ULTRAQUANT, like.FLASH)
+    """Rows of UltraQuant and Octave are as long as rows of int4, but mean other numbers."""
+    packed, int4, octave = (
+        engine_spec(config((["layer.0"], spec)), backends=name)
+        for spec, name in ((ULTRA, ULTRAQUANT), (ULTRA, like.FLASH), (OCTAVE, OCTAVES))
     )
-    for pair in ((ultraquant, int4), (int4, ultraquant)):
+    for pair in itertools.permutations((packed, int4, octave), 2):
         error = refusal(lambda pair=pair: kvspec.plan_transfer(*pair), kvspec.MismatchError)
         assert ["layer.0.page_format"] == [mismatch.field for mismatch in error.mismatches]
 
@@ -685,6 +689,38 @@ FULL = like.FullAttentionSpec(**HEADS)
 WINDOW = like.SlidingWindowSpec(**HEADS, sliding_window=9)
 LATENT = like.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
 MAMBA = state("mamba2", ((40, 3), (4, 8, 4)))
+MIXED = [
+    ("DeepSeek-V3.2", like.MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16"),
+     V1 + "mla.flashmla_sparse.FlashMLASparseBackend", "plain"),
+    ("DeepSeek-V4", PACKED, DS4, "opaque:deepseek"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("latent", "backend", "expected"), [row[1:] for row in MIXED],
+                         ids=[row[0] for row in MIXED])  # fmt: skip
+def test_uniform_group_has_latents_and_indexer_pages(
+    latent: Any, backend: str, expected: str
+) -> None:
+    """VLLM puts both into one group. Each layer keeps the format of its own backend."""
+    names = ["layer.0.attn", "layer.0.indexer.k_cache"]
+    specs = dict(zip(names, (latent, INDEXER), strict=True))
+    group = like.UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
+    options = {
+        "backends": dict(zip(names, (backend, INDEX), strict=True)),
+        "variants": {names[1]: "rows"},
+    }
+    engines = [
+        engine_spec(config((names, group)), parallel=kvspec.ParallelConfig(tp_size=size), **options)
+        for size in (2, 1)
+    ]
+    own = engines[0].groups[0].spec
+    assert [expected, "opaque:indexer"] == [own.of_layer(name).page_format for name in names]
+    assert [latent.page_size_bytes, INDEXER.page_size_bytes] == [
+        own.of_layer(name).page_size_bytes() for name in names
+    ]
+    assert [] == moves(*engines, 150)
+
+
 BOTH = like.UniformTypeKVCacheSpecs(
     block_size=16, kv_cache_specs={"l.0": FULL, "l.1": replace(FULL, head_size=16)}
 )

@@ -10,6 +10,7 @@ import pytest
 from builders import LLAMA
 from refused import refusal
 
+import kvspec
 from kvspec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -107,7 +108,8 @@ def test_states_have_sizes_recorded_from_vllm(name: str, recorded: str) -> None:
     sizes = dict(STATES[recorded])
     make = getattr(MambaSpec, sizes.pop("kind"))
     *_, group = models.from_config(catalogue.config(name))
-    assert make(**sizes, dtype="bfloat16") == group.spec
+    # The recording has sizes only. The class decides the type of the temporal state.
+    assert make(**sizes, dtype="bfloat16", ssm_dtype=group.spec.ssm_dtype) == group.spec
 
 
 # Models with attention.
@@ -222,6 +224,98 @@ def test_deepseek_v32_has_indexer_keys_and_latents_in_one_group() -> None:
     assert [64 * 1152, 64 * 132] == pages
 
 
+def test_deepseek_v32_indexer_pages_move_only_whole() -> None:
+    """A page has all keys and then all scales, so no token is a row of 132 bytes."""
+    (group,) = models.from_config(catalogue.config("DeepSeek-V3.2"), block_size=64)
+    (page,) = group.spec.of_layer(group.layers[1]).parts
+    assert ("page", 64, 64 * 132) == (page.name, page.tokens_per_state, page.content_bytes)
+    sides = [
+        kvspec.EngineSpec(
+            groups=models.from_config(catalogue.config("DeepSeek-V3.2"), block_size=n)
+        )
+        for n in (64, 128)
+    ]
+    error = refusal(lambda: kvspec.plan_transfer(*sides), kvspec.MismatchError)
+    fields = {".".join(mismatch.field.split(".")[-2:]) for mismatch in error.mismatches}
+    assert {"page.content_bytes", "page.tokens_per_state"} == fields
+
+
+INDEX_CACHES = [
+    ({}, [*range(10)]),
+    ({"index_topk_freq": 4}, [0, 1, 5, 9]),
+    ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, [0, 4, 8]),
+    ({"index_topk_pattern": "FSSFSSSSSF"}, [0, 3, 9]),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), INDEX_CACHES)
+def test_index_cache_gives_only_some_layers_an_indexer(
+    fields: dict[str, Any], expected: list[int]
+) -> None:
+    """The numbers follow from vLLM's rule in models/deepseek_v32/attention.py."""
+    config = catalogue.config("DeepSeek-V3.2") | {"num_hidden_layers": 10} | fields
+    (group,) = models.from_config(config, block_size=64)
+    layers = [layer for layer in group.layers if layer.endswith("indexer.k_cache")]
+    assert expected == [int(layer.split(".")[2]) for layer in layers]
+    assert 10 + len(expected) == len(group.layers)
+
+
+@pytest.mark.parametrize("pattern", ["FS", "FSSFSSSSSX", 5, ["F"] * 3])
+def test_from_config_rejects_pattern_of_indexers_that_it_cannot_read(pattern: object) -> None:
+    config = catalogue.config("DeepSeek-V3.2") | {"num_hidden_layers": 10}
+    error = refusal(lambda: models.from_config(config | {"index_topk_pattern": pattern}))
+    assert ("index_topk_pattern", pattern) == (error.field, error.value)
+
+
+MODELOPT: list[dict[str, Any]] = [
+    {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+    {"quant_method": "modelopt_fp4", "quantization": {"kv_cache_quant_algo": "fp8"}},
+    {
+        "quant_method": "modelopt",
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+    },
+    {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}},
+]
+
+
+@pytest.mark.parametrize("quantisation", MODELOPT)
+def test_modelopt_checkpoint_with_fp8_cache_has_8_bit_keys(quantisation: dict[str, Any]) -> None:
+    """Engines take the type of the cache from the checkpoint if the caller passes none."""
+    config = LLAMA | {"quantization_config": quantisation}
+    assert "float8_e4m3fn" == spec_of(config).dtype
+    assert "bfloat16" == spec_of(config, dtype="bfloat16").dtype
+
+
+@pytest.mark.parametrize(
+    "quantisation",
+    [
+        {"quant_method": "fp8", "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "modelopt", "kv_cache_quant_algo": "int8"},
+        {"quant_method": "modelopt", "kv_cache_quant_algo": None},
+        {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "dynamic": True}},
+    ],
+)
+def test_other_quantisation_keeps_the_type_of_the_config(quantisation: dict[str, Any]) -> None:
+    assert spec_of(LLAMA).dtype == spec_of(LLAMA | {"quantization_config": quantisation}).dtype
+
+
+def test_from_config_refuses_checkpoint_with_nvfp4_cache() -> None:
+    config = LLAMA | {
+        "quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}
+    }
+    error = refusal(lambda: models.from_config(config))
+    assert ("quantization_config", "NVFP4") == (error.field, error.value)
+
+
+def test_quantisation_beside_the_config_counts(tmp_path: Path) -> None:
+    """Older versions of ModelOpt write hf_quant_config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    (group,) = models.from_config(tmp_path)
+    assert "float8_e4m3fn" == group.spec.dtype  # type: ignore[attr-defined]
+
+
 def test_from_config_rejects_indexer_key_with_partial_scale_block() -> None:
     """A scale belongs to 128 elements of the key."""
     config = catalogue.config("DeepSeek-V3.2") | {"index_head_dim": 96}
@@ -257,8 +351,9 @@ def test_nemotron_h_config_has_one_letter_for_each_layer() -> None:
     assert 24 == len(groups["mamba"].layers)
     assert "model.layers.7.mixer.attn" == groups["full"].layers[0]
     expected = MambaSpec.mamba2(
-        num_heads=128, head_dim=64, n_groups=8, state_size=128, conv_kernel=4, dtype="bfloat16"
-    )
+        num_heads=128, head_dim=64, n_groups=8, state_size=128, conv_kernel=4, dtype="bfloat16",
+        ssm_dtype="float32",  # The default of all engines for this class.
+    )  # fmt: skip
     assert expected == groups["mamba"].spec
 
 

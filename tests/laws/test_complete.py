@@ -301,9 +301,9 @@ def test_state_with_rows_of_the_consumer_alone_is_not_complete() -> None:
 
 
 def state(**rows: int) -> kvspec.MambaSpec:
-    """Return a state whose parts have these numbers of rows."""
+    """Return a conv state whose parts have these numbers of rows."""
     parts = (
-        kvspec.Part(name=name, units=1, states=count, content_bytes=1, tokens_per_state=0)
+        kvspec.Part(name=f"conv_{name}", units=1, states=count, content_bytes=1, tokens_per_state=0)
         for name, count in rows.items()
     )
     return kvspec.MambaSpec(state_parts=parts, block_size=4)

@@ -46,7 +46,6 @@ _ROWS = [
     "flex_attention.FlexAttentionBackend",
     "hpc_attn.HpcAttentionBackend",
     "rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend",
-    "rocm_octave_attn.RocmOctaveAttentionBackend",
     "mla.triton_mla.TritonMLABackend",
     "mla.flashmla.FlashMLABackend",
     "mla.flashmla_sparse.FlashMLASparseBackend",
@@ -74,6 +73,7 @@ _OTHERS = {
     "rocm_attn.RocmAttentionBackend": "x-packed",
     "cpu_attn.CPUAttentionBackend": "CPU's",
     "turboquant_attn.TurboQuantAttentionBackend": "TurboQuant's",
+    "rocm_octave_attn.RocmOctaveAttentionBackend": "Octave's",
     "ultraquant_attn.UltraQuantAttentionBackend": "opaque:ultraquant",
     "mla.indexer.DeepseekV32IndexerBackend": "indexer's",
     "mla.indexer.DeepseekV4IndexerBackend": "indexer's",
@@ -196,6 +196,9 @@ def _for_spec(form: str, spec: FieldReader) -> str:
         return "opaque:aiter" if spec.get("num_head_slots").value else ROWS
     if form == "FlashInfer's":
         return "scaled planes" if quantization(spec) == "NVFP4" else ROWS
+    # The bytes of a row mean other numbers in each mode. Rows of int4 may be as long.
+    if form == "Octave's":
+        return f"opaque:octave-{quantization(spec).lower()}"
     # DeepSeek V4 has fp8 records with their own bytes of a row, or plain latents.
     if form == "DeepSeek's":
         packed = spec.get("state_content_bytes").value is not None
@@ -219,6 +222,9 @@ def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
     # The two slots are all keys and all values of a rank, not two heads. If TP differs, a transfer
     # that divides the slots like heads sends one rank only keys and the other only values. No
     # length check finds this error. By its source, vLLM 0.33 makes it (we have not run it).
+    if form.startswith("opaque:octave-") and "OCTAVE" not in quantization(spec):
+        wanted = f"a backend that keeps {quantization(spec)}, as {spec.path} requires"
+        raise SpecError(field, name, wanted)
     if form in ("planes", "x-packed") and slots != 2:  # noqa: PLR2004 - keys and values
         raise SpecError(field, name, f"2 head slots in {spec.path}, keys and values, not {slots}")
     if form == "opaque:msa" and (heads is None or slots != 2 * heads):
@@ -230,7 +236,7 @@ PLANES = ("planes", "x-packed", "opaque:aiter")
 
 # Formats whose rows are packed bytes. Each has a name of its own, because the length of a row does
 # not identify the content: UltraQuant's rows are as long as int4's rows of a scale and codes.
-PACKED = ("opaque:turboquant", "opaque:ultraquant")
+PACKED = ("opaque:turboquant", "opaque:ultraquant", "opaque:octave")
 
 
 def packing(rank_spec: FieldReader, page_format: str) -> dict[str, Any]:

@@ -71,15 +71,22 @@ KINDS: dict[str, tuple[Callable[..., Any], Mapping[str, int | None]]] = {
     "MambaSpec": (MambaSpec, {}),
 }
 
-# vLLM's classes that kvspec does not move, and why. The caller can exclude their layers.
+# vLLM's classes that kvspec does not move, and why. The caller can exclude their layers, but for
+# those in `NOT_YET`.
 NOT_MOVED = {
     "EncoderOnlyAttentionSpec": "it keeps nothing between steps",
     "SinkFullAttentionSpec": "no block table of a request contains sink tokens",
-    "CircularBufferSpec": "scratch space is not cache",
     "RSWASpec": "its table has a gap in the middle, which no window describes",
     "HiddenStateCacheSpec": "hidden states are not keys and values",
     "HiSparseHotSpec": "it is a device's replica of a host's cache",
     "HiSparseResidentSpec": "it is a device's replica of a host's cache",
+}
+
+
+# vLLM's classes that a consumer needs and kvspec cannot move. Without their layers, the consumer
+# computes other tokens.
+NOT_YET = {
+    "CircularBufferSpec": "not yet: the consumer reads the rows of the open group in its ring",
 }
 
 
@@ -155,6 +162,7 @@ class RankSpecs:
         if name is None:
             cls = type(rank_spec.value).__name__
             why = f" (not moved: {NOT_MOVED[cls]})" if cls in NOT_MOVED else ""
+            why = f" ({NOT_YET[cls]})" if cls in NOT_YET else why
             raise SpecError(rank_spec.path, cls, f"one of {', '.join(KINDS)}{why}")
         page_format = self.format_of(layer, rank_spec)
         if name == "MambaSpec":
