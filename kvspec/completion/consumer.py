@@ -264,6 +264,11 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         """Number of steps that may still write."""
         return sum(len(load.steps) for load in list(self.records.values()))
 
+    @atomic
+    def question(self) -> int:
+        """Return a new number for a heartbeat that belongs to no load yet."""
+        return self._count("numbers", 1)
+
     def find(self, message: Message) -> str | None:
         """Return the id of the load that a producer's *message* is about."""
         by = message.by

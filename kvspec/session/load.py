@@ -46,6 +46,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import cached_property
@@ -60,7 +61,7 @@ from kvspec.completion.producer import Target
 from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError, TransferState
-from kvspec.inputs import instance
+from kvspec.inputs import instance, seconds
 from kvspec.nixl import Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
@@ -107,7 +108,9 @@ class Progress:
         key: Key,
         engine_id: str,
         step: Callable[[float], None],
+        closed: Callable[[], bool],
     ) -> None:
+        self._closed = closed
         self.request = instance("request", request, TransferRequest)
         self.key, self.remote_id = key, key.remote_id
         self.engine_id = engine_id
@@ -140,15 +143,28 @@ class Progress:
         self._step(0.0)
         return self.state
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> bool:
         """Poll until the state is "done".
 
+        Args:
+            timeout: Seconds to wait at most, or None for no limit. The load itself goes on.
+
+        Returns:
+            Whether it is done. False if *timeout* seconds have passed before.
+
         Raises:
+            SpecError: If *timeout* is no number of seconds.
             TransferError: The `error` if it failed. With state "closed" if the session was closed
                 before.
         """
+        longest = math.inf if timeout is None else seconds("timeout", timeout)
+        end = time.monotonic() + longest
         for rest in self._rests(LAST_WAIT, 0.0):
-            time.sleep(rest)
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(rest, left))
+        return True
 
     async def _ended(self) -> Self:
         # No poll if another task has just polled the session.
@@ -165,7 +181,7 @@ class Progress:
         while self.state == "moving":
             self._step(polled)
             if self.state == "moving":
-                if self.connected and self.remote.closed:
+                if self._closed():
                     why = "the session was closed before the end, so its blocks may be written"
                     name = self.request.request_id
                     raise TransferError(why, request=name, state=TransferState.CLOSED)
@@ -231,8 +247,9 @@ class Push(Progress):
         key: Key,
         remote: RemoteEngine,
         step: Callable[[float], None],
+        closed: Callable[[], bool],
     ) -> None:
-        super().__init__(request, key, remote.engine_id, step)
+        super().__init__(request, key, remote.engine_id, step, closed)
         self.remote = remote
         self.left: dict[Target, tuple[Transfer | None, bytes | None]] = {}
 
@@ -256,10 +273,11 @@ class Load(Progress):
         producer: RemoteEngine | Connection,
         options: LoadOptions,
         step: Callable[[float], None],
+        closed: Callable[[], bool],
         cancel: Callable[[Load], None],
         ticket: PrefillTicket | None = None,
     ) -> None:
-        super().__init__(request, key, producer.engine_id, step)
+        super().__init__(request, key, producer.engine_id, step, closed)
         self.options, self.ticket = options, ticket
         self.connection = producer if isinstance(producer, Connection) else None
         # By step: the transfer, or the digest of the push that is expected.

@@ -27,13 +27,11 @@ How it works:
     them. If the data must be compared, the ledger waits for that after the last step.
 
     A load whose producer is named by a ticket waits in `waiting` until the producer is connected. A
-    declined ticket waits too. A load that fails while it waits stays there, so that the producer
-    can be informed afterwards.
+    load that fails while it waits leaves a refusal in `errands`, which informs the producer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import time
@@ -60,6 +58,7 @@ from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.merging import Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
+from kvspec.session.errands import Errands
 from kvspec.session.load import LOST, Load, stop
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
@@ -82,6 +81,7 @@ TURN = 0.02  # Seconds that one poll spends on small transfers, and again on lar
 # for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
 # than the load.
 QUIET = 0.1
+NO_OPTIONS = LoadOptions()
 MAX_PUSHED = 1 << 14  # Names of pushed loads that are remembered. The oldest is forgotten.
 
 
@@ -90,12 +90,10 @@ Sources = Mapping[RankId, Mapping[Place, int]]
 
 
 class Waiting(NamedTuple):
-    """A load, or a request to decline, whose producer is being connected."""
+    """A load whose producer is being connected."""
 
     connection: Connection
-    key: Key
-    options: LoadOptions
-    load: Load | None = None
+    load: Load
 
 
 @attrs.define(eq=False)
@@ -105,7 +103,8 @@ class Loads:
     Attributes:
         ledger: The ledger.
         remotes: The connected engines.
-        waiting: Loads and refusals whose producer is being connected.
+        waiting: Loads whose producer is being connected.
+        errands: Tickets that are kept or declined.
     """
 
     ledger: ConsumerLedger
@@ -123,6 +122,10 @@ class Loads:
     # load of the attempt could take it for its own, although its blocks were reused in between.
     _pushed: dict[Name, None] = attrs.field(factory=dict)
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
+    errands: Errands = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.errands = Errands(self.ledger, self.remotes, self.messages, self.now, self.decline)
 
     @property
     def moving(self) -> bool:
@@ -199,7 +202,7 @@ class Loads:
             options=options,
         )
 
-    def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions) -> None:
+    def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions = NO_OPTIONS) -> None:
         """Inform the producer that this rank will not load a request."""
         # A name that no load has.
         name, now = f"decline {secrets.token_hex(8)}", self.now()
@@ -246,44 +249,41 @@ class Loads:
             self.ledger.fail(step, why, self.now(), quiet=flight is None, state=state)
 
     def wait_for(self, waiting: Waiting) -> None:
-        """Begin or decline a request when its producer is connected."""
+        """Begin a load when its producer is connected."""
         self.waiting.append(waiting)
         self.serve_waiting()
 
     def serve_waiting(self) -> None:
-        """Begin or decline whatever waited for a producer that is connected by now."""
+        """Begin the loads that waited for a producer that is connected by now."""
         for waiting in list(self.waiting):
             load = waiting.load
-            draining = load is not None and load.state == "moving" and load.error is not None
+            draining = load.state == "moving" and load.error is not None
             if waiting.connection.future.done() and not draining:
                 self._serve(waiting, load)
                 self.waiting.remove(waiting)
 
-    def _serve(self, waiting: Waiting, load: Load | None) -> None:
-        remote = None
+    def _serve(self, waiting: Waiting, load: Load) -> None:
         try:
             self.remotes.check_open()  # A closed session has cancelled the future.
             waiting.connection.future.result()
             remote = self.remotes.find("producer", waiting.connection.engine_id)
-            if load is not None and load.state == "moving":
+            if load.state == "moving":
                 self.begin(load, remote)
                 return
         except BaseException as error:
-            if load is not None:
-                self.give_up(load, error)
+            self.give_up(load, error)
             if not isinstance(error, Exception):  # An interrupt. Any other fails this load alone.
                 raise
-        if remote is not None and not waiting.options.again:
-            with contextlib.suppress(KVSpecError):
-                self.decline(remote, waiting.key, waiting.options)
+        if load.ticket is not None and not load.options.again and not self.remotes.closed:
+            self.errands.refuse(load.ticket)
 
     @property
     def _used(self) -> set[str]:
-        """Names of the producers of open loads, and of loads and refusals that wait.
+        """Names of the producers of open and waiting loads, and of errands.
 
         A refusal that was sent needs no producer: if the message is lost, the lease expires.
         """
-        names = {load.engine_id for load in self.loads.values()}
+        names = {load.engine_id for load in self.loads.values()} | self.errands.names
         return names | {waiting.connection.engine_id for waiting in self.waiting}
 
     def _follow(self, load: Load) -> None:
@@ -325,6 +325,8 @@ class Loads:
 
     def receive(self, message: Message) -> None:
         """Process a message of a producer."""
+        if self._find(message) is None and self.errands.answers(message):
+            return
         if isinstance(message, PushDone | PushStopped):
             self._end_push(message)
         elif isinstance(message, Checksum | ChecksumUnavailable):
@@ -348,6 +350,8 @@ class Loads:
         """Make progress on all loads, in turns."""
         self.act()
         self.serve_waiting()
+        if self.errands:
+            self.errands.move()
         if self.remotes.crowded:
             self.remotes.evict(self._used)
         for load in [load for load in self.loads.values() if load.advanced]:
@@ -411,6 +415,7 @@ class Loads:
         for load in list(self.loads.values()):
             if load.engine_id == engine_id:
                 self.cancel(load, f"{engine_id} was disconnected", TransferState.GONE)
+        self.errands.forget(engine_id)
         self._leave(engine_id)
         self.ledger.disconnect(engine_id)
 

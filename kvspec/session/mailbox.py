@@ -206,7 +206,8 @@ class Messages:
         # By rank: another route of a message of it, that of a copy or of a new connection.
         self._doubtful: OrderedDict[RankAddress, str] = OrderedDict()
         self.unsent: dict[object, Message] = {}
-        self._asked: dict[str, bytes | None] = {}
+        # The answers so far, for each `fetch` that waits.
+        self._asked: dict[object, dict[str, bytes | None]] = {}
         self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
         self._warned: set[str] = set()
         self._closed = False
@@ -328,15 +329,19 @@ class Messages:
         """
         asked = _addresses(addresses)
         self.resolve(asked)
-        begun, again = time.monotonic(), 0.0
-        self._asked = dict.fromkeys(asked)
+        answers: dict[str, bytes | None] = dict.fromkeys(asked)
+        begun, again = math.inf, 0.0
         since, last = dict.fromkeys(asked, begun), dict.fromkeys(asked, -math.inf)
+        call = object()
+        self._asked[call] = answers
         try:
-            while missing := [at for at, answer in self._asked.items() if answer is None]:
+            while missing := [at for at, answer in answers.items() if answer is None]:
                 with lock.held:
                     if self._closed:
                         raise TransferError("the session was closed", state=TransferState.CLOSED)
                     now = time.monotonic()
+                    # The time runs from the first question. Another call may hold the lock before.
+                    begun = min(begun, now)
                     for address in missing:
                         if self._reaches(address):
                             if now - last[address] > LINGER:
@@ -353,9 +358,9 @@ class Messages:
                             self._channel.send(address, self._secret.seal(QUESTION, b""))
                 self._channel.wait(LOOK_AGAIN)
                 step()
-            return [answer for at in asked if (answer := self._asked[at]) is not None]
+            return [answer for at in asked if (answer := answers[at]) is not None]
         finally:
-            self._asked = {}
+            del self._asked[call]
 
     def _open(self, route: str, received: object) -> Message | None:
         """Handle the bytes *received*. Return them if they are a message to this session.
@@ -378,7 +383,7 @@ class Messages:
             if message.to == self._me:
                 self._learn(message, route)
             return message
-        waits = route in self._asked and self._asked[route] is None
+        waits = [asked for asked in self._asked.values() if asked.get(route, b"") is None]
         if purpose == QUESTION:
             self._challenge(route)
         elif purpose == ANSWER and self._challenges.get(route, (b"",))[0] == body != b"":
@@ -388,7 +393,8 @@ class Messages:
         elif purpose == CHALLENGE and waits:
             self._channel.send(route, self._secret.seal(ANSWER, body))
         elif purpose == INTRODUCTION and waits:
-            self._asked[route] = data
+            for asked in waits:
+                asked[route] = data
         else:
             # Its seal is right: it is a copy, or it comes late. The connection stays, since an
             # introduction may be on its way.
@@ -419,7 +425,8 @@ class Messages:
         self.note(str(error))
         LOG.debug("refused a message from %s: %s", route, error)
         # Strangers could fill the log, so only peers that this session chose are worth a warning.
-        chosen = route in self._asked or route in self._addresses.values()
+        asked = any(route in asked for asked in self._asked.values())
+        chosen = asked or route in self._addresses.values()
         if chosen and route not in self._warned:
             self._warned.add(route)
             LOG.warning("%s sends messages that are refused: %s", route, error)

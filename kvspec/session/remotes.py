@@ -72,10 +72,11 @@ How it works:
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import attrs
 
@@ -177,7 +178,6 @@ class RemoteEngine:
         agents: Names of the connected NIXL agents.
         lost: Whether a transfer has failed in a way that requires a new connection.
         by_ticket: Whether only tickets have connected the engine in this role.
-        closed: Whether the session was closed, so that no message of the engine is received.
     """
 
     role: Role
@@ -190,7 +190,6 @@ class RemoteEngine:
     agents: set[str] = attrs.field(factory=set)
     lost: bool = False
     by_ticket: bool = False
-    closed: bool = False
 
     @property
     def engine_id(self) -> str:
@@ -312,7 +311,7 @@ class Connection:
 class Remotes:
     """The engines of one rank, by role and name. See the module docstring.
 
-    All methods but `connect` need the lock. The thread starts with the first ticket.
+    All methods but `connect` need the lock.
 
     Args:
         nixl: The NIXL rank.
@@ -340,8 +339,6 @@ class Remotes:
     ) -> None:
         self._nixl, self._lock, self._messages, self._most = nixl, lock, messages, most
         self._connect, self._disconnect, self._poll = connect, disconnect, poll
-        # One thread: a connection is then never opened while the same engine is disconnected.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-connect")
         self._connections: OrderedDict[str, Connection] = OrderedDict()
         self._connected: dict[tuple[Role, str], RemoteEngine] = {}
         self._coming: RemoteEngine | None = None
@@ -384,11 +381,25 @@ class Remotes:
         name, addresses = ticket.engine_id, ticket.addresses
         known = self._connections.get(name)
         if known is None or known.addresses != addresses or self._useless(known):
-            known = Connection(name, addresses, self._thread.submit(self._connect, name, addresses))
+            known = Connection(name, addresses, Future())
             known.future.add_done_callback(lambda _: self._lock.inside or self._poll())
+            # A thread for each producer: one that does not answer delays no other. It is a daemon,
+            # so that a process can end while it waits. An executor would be awaited at the exit.
+            threading.Thread(
+                target=self._open, args=(known,), name=f"kvspec-connect-{name}", daemon=True
+            ).start()
         self._connections[name] = known
         self._connections.move_to_end(name)
         return known
+
+    def _open(self, connection: Connection) -> None:
+        """Connect a producer, and put the result into the future. Runs in a thread of its own."""
+        try:
+            self._connect(connection.engine_id, connection.addresses)
+        except BaseException as error:  # noqa: BLE001 - each load that waits raises it
+            connection.future.set_exception(error)
+        else:
+            connection.future.set_result(None)
 
     def _useless(self, connection: Connection) -> bool:
         """Whether the producer must be connected again for the next load.
@@ -524,12 +535,14 @@ class Remotes:
         if self._closed:
             raise TransferError("the session was closed", state=TransferState.CLOSED)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the session was closed."""
+        return self._closed
+
     def close(self) -> None:
         """Forget all engines, and accept no others."""
         self._closed, self._coming = True, None
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        for remote in (*self._connected.values(), *self.leaving):
-            remote.closed = True
         for _, engine_id in tuple(self._connected):
             self.forget(engine_id)
 

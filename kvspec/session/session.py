@@ -181,10 +181,9 @@ class Session:
         Raises:
             TransferError: With state "timeout". Its `rank` is the address that did not answer.
         """
-        with self._connecting.held:
-            answer = seconds("timeout", timeout)
-            absent = answer if absent is None else seconds("absent", absent)
-            return self._messages.fetch(addresses, answer, absent, self.poll, self._lock)
+        answer = seconds("timeout", timeout)
+        absent = answer if absent is None else seconds("absent", absent)
+        return self._messages.fetch(addresses, answer, absent, self.poll, self._lock)
 
     def connect(
         self,
@@ -328,14 +327,17 @@ class Session:
         most = seconds("timeout", timeout)
         with self._lock.held:
             key, producer = self._producer(remote_id, ticket, engine_id)
-            load = Load(request, key, producer, options, self._step, self._cancel, ticket)
+            load = Load(
+                request, key, producer, options, self._step, self._is_closed, self._cancel, ticket
+            )
             load.on_progress = on_progress
             try:
                 self._loads.open(load, most)
                 if isinstance(producer, Connection):
-                    self._loads.wait_for(Waiting(producer, key, options, load))
+                    self._loads.wait_for(Waiting(producer, load))
                 else:
                     self._loads.begin(load, producer)
+                self._loads.errands.end(key)
                 self._wake()
                 # Return inside `try`: if the return is interrupted, `give_up` must end the load.
                 return load  # noqa: TRY300 - see above
@@ -382,7 +384,7 @@ class Session:
         """
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
-            push = Push(request, key_of(remote_id), remote, self._step)
+            push = Push(request, key_of(remote_id), remote, self._step, self._is_closed)
             self._holds.push(push, seconds("timeout", timeout), attempt)
             self._wake()
         return push
@@ -415,7 +417,8 @@ class Session:
         Args:
             remote_id: Name of a request that a connected producer holds.
             ticket: Or the ticket of the producer, which a thread connects first if necessary. If
-                that fails, the lease of the request expires.
+                that fails, the thread tries again for ten minutes. After that, the log and the
+                counter `refusals_lost` show it, and the lease of the request expires.
             engine_id: As in `load`.
             attempt: As in `load`.
 
@@ -425,11 +428,34 @@ class Session:
         """
         options = LoadOptions(attempt=attempt)
         with self._lock.held:
-            key, producer = self._producer(remote_id, ticket, engine_id)
-            if isinstance(producer, Connection):
-                self._loads.wait_for(Waiting(producer, key, options))
+            if ticket is None:
+                producer = self._remotes.find("producer", engine_id)
+                self._loads.decline(producer, key_of(remote_id), options)
             else:
-                self._loads.decline(producer, key, options)
+                self._remotes.check_open()
+                self._loads.errands.refuse(_ticket(ticket, remote_id, engine_id))
+            self._wake()
+
+    def keep(self, ticket: PrefillTicket, *, timeout: float) -> None:
+        """Ask the producer of *ticket* to hold the prompt until this rank loads or declines it.
+
+        Call it on all ranks when a scheduler receives a ticket that it cannot load yet. So the
+        producer may hold prompts for a short time, and a prompt in a long queue is not lost. Never
+        waits: a thread connects the producer if necessary.
+
+        Args:
+            ticket: The ticket of the producer.
+            timeout: Seconds after which this rank declines the ticket. A repeated call sets a new
+                time.
+
+        Raises:
+            SpecError: If an argument is wrong.
+            TransferError: With state "closed" if the session is closed.
+        """
+        most = seconds("timeout", timeout)
+        with self._lock.held:
+            self._remotes.check_open()
+            self._loads.errands.keep(_ticket(ticket, None, None), most)
             self._wake()
 
     def _producer(
@@ -438,10 +464,7 @@ class Session:
         """Return a request and its producer. That of a ticket may not be connected yet."""
         if ticket is None:
             return key_of(remote_id), self._remotes.find("producer", engine_id)
-        held = instance("ticket", ticket, PrefillTicket)
-        if remote_id is not None or engine_id is not None:
-            rule = "a ticket contains the remote_id and the engine_id"
-            raise SpecError("ticket", ticket, rule=rule)
+        held = _ticket(ticket, remote_id, engine_id)
         return key_of(held.remote_id), self._remotes.connection(held)
 
     @property
@@ -582,6 +605,7 @@ class Session:
             loads=len({*loads.open, *self._loads.loads}),
             steps=loads.steps,
             pushes=held.counts["pushes"],
+            errands=len(self._loads.errands),
             held=held.counts["held"],
             remembered=len(held.records),
             engines=len(self._remotes),
@@ -620,6 +644,7 @@ class Session:
         if self._background is not None:
             self._background.stop()
         with self._lock.held:
+            self._loads.errands.forget()
             self._remotes.close()
             self._holds.close()
             self._messages.close()
@@ -649,7 +674,8 @@ class Session:
             return BUSY
         if self._remotes.leaving:
             return LEAVING
-        due = [at for at in (self._holds.ledger.due, self._loads.ledger.due) if at is not None]
+        ledgers = self._holds.ledger.due, self._loads.ledger.due
+        due = [at for at in (*ledgers, self._loads.errands.due) if at is not None]
         return max(BUSY, min(due, default=math.inf) - self._clock())
 
     def _act(self) -> None:
@@ -674,6 +700,9 @@ class Session:
         if time.monotonic() - self._polled >= rest:
             self.poll()
 
+    def _is_closed(self) -> bool:
+        return self._remotes.closed
+
     def _connect_ranks(self, engine_id: str, addresses: tuple[str, ...]) -> None:
         """Connect the producer of a ticket. Runs in the thread of `Remotes`."""
         with self._lock.held:
@@ -681,3 +710,12 @@ class Session:
         found = self.fetch(addresses, ANSWER, absent=ABSENT)
         remote = judged(self._own, self.nixl, found, "producer", dead_tokens=self._dead_tokens)
         self._join(remote, ANSWER, ticket_of=engine_id)
+
+
+def _ticket(ticket: object, remote_id: object, engine_id: object) -> PrefillTicket:
+    """Return *ticket*, which contains the names of the request and of the engine."""
+    held = instance("ticket", ticket, PrefillTicket)
+    if remote_id is not None or engine_id is not None:
+        rule = "a ticket contains the remote_id and the engine_id"
+        raise SpecError("ticket", ticket, rule=rule)
+    return held

@@ -22,6 +22,7 @@ class Counters:
         bytes_written: Bytes that pushes of this rank have moved.
         messages_sent: Messages that were sent.
         messages_received: Messages that were received with a right seal.
+        refusals_lost: Declined tickets whose producer could not be reached.
         messages_refused: Messages that changed nothing, because they were late, repeated, forged
             or meant for another incarnation. A late `lease` of an open load does not count.
     """
@@ -34,6 +35,7 @@ class Counters:
     bytes_written: int = 0
     messages_sent: int = 0
     messages_received: int = 0
+    refusals_lost: int = 0
     messages_refused: int = 0
 
 
@@ -48,6 +50,7 @@ class SessionStats:
         loads: Loads that still send or expect messages.
         steps: Steps that may still write.
         pushes: Pushes to readers that the ledger remembers, because the readers may send again.
+        errands: Tickets that are kept, or whose refusal was not sent yet.
         held: Requests that are held for readers.
         remembered: Requests that the ledger still remembers.
         engines: Connected engines.
@@ -59,6 +62,7 @@ class SessionStats:
     loads: int = 0
     steps: int = 0
     pushes: int = 0
+    errands: int = 0
     held: int = 0
     remembered: int = 0
     engines: int = 0

@@ -197,7 +197,11 @@ class ContentIdentity:
         for name in ("num_tokens", "tokens"):
             if name not in params:
                 raise SpecError(f"content.{name}", None, "a stated value")
-        return ContentIdentity(**params)
+        try:
+            return ContentIdentity(**params)
+        except SpecError as error:
+            field = f"content.{error.field}"
+            raise SpecError(field, error.value, error.expected, rule=error.rule) from error
 
 
 _FIELDS = tuple(field.name for field in attrs.fields(ContentIdentity))

@@ -272,7 +272,8 @@ class PrefillTicket:
         try:
             ticket = PrefillTicket(**fields | {"tables": tables})
         except SpecError as error:
-            name = _NAMES.get(error.field, error.field)
+            first, dot, rest = error.field.partition(".")
+            name = f"{_NAMES.get(first, first)}{dot}{rest}"
             raise SpecError(name, error.value, error.expected, rule=error.rule) from error
         seal = params.get("remote_seal")
         if not Secret(secret_of(secret)).proves(seal, PURPOSE, ticket._sealed()):

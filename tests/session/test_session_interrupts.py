@@ -19,7 +19,6 @@ from kvspec import KVSpecError, TransferError
 from kvspec.completion import consumer, ledger, producer
 from kvspec.nixl import rank, transfer
 from kvspec.session import (
-    PrefillTicket,
     channel,
     checksums,
     holds,
@@ -33,6 +32,7 @@ from kvspec.session import (
 )
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
+from kvspec.tickets import PrefillTicket
 
 LINES = (
     ledger, consumer, producer, session, loads, load, remotes, holds,

@@ -30,15 +30,26 @@ from kvspec.session import Load, new_remote_id, session
 from kvspec.session.remotes import Connection
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
-from kvspec.tickets import PrefillTicket, content_of
+from kvspec.tickets import ContentIdentity, MediaItem, PrefillTicket, content_of
 
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
+
+
+TEXT: dict[str, Any] = {"weights": "", "adapter": "", "media": (), "embeddings": "", "salt": ""}
+"""The fields of a prompt of text."""
+
+
+def content(tokens: Any, count: int | None = None, **changed: Any) -> ContentIdentity:
+    """Return the content of a prompt of text, with some fields *changed*."""
+    return ContentIdentity.of(tokens, count, **TEXT | changed)
 
 
 def held(addresses: tuple[str, ...] = ("127.0.0.1:9",), **changed: Any) -> PrefillTicket:
     """Return a ticket of the producer "P"."""
     fields = {"engine_id": "P", "addresses": addresses, "remote_id": new_remote_id("p-1")}
-    return PrefillTicket(**{**fields, "computed_tokens": 14, "tables": BLOCKS, **changed})
+    count = changed.get("computed_tokens", 14)
+    fields |= {"computed_tokens": 14, "tables": BLOCKS, "content": content(range(count))}
+    return PrefillTicket(**{**fields, **changed})
 
 
 def test_ticket_is_equal_after_a_router_has_passed_it_on() -> None:
@@ -59,23 +70,21 @@ WRONG = [None, 5, "", [], [1], {"group0": [0]}, {"group0": 5}, {"group0": [0, ["
 @pytest.mark.parametrize("value", WRONG, ids=repr)
 @pytest.mark.parametrize("name", [*held().to_params()])
 def test_ticket_rejects_params_with_a_wrong_field(name: str, value: object) -> None:
-    """Two of the values are right for one field: a count of 5, and an unknown content."""
-    if (name, value) in (("remote_num_tokens", 5), ("remote_content", "")):
-        return
+    """A content of None is right, but the seal covers it."""
     with pytest.raises(SpecError) as caught:
         PrefillTicket.from_params({**held().to_params(), name: value})
     places = ("remote_", "block_ids", "first_token")
     assert any(part in caught.value.field for part in places)
-    assert ("remote_seal" == caught.value.field) == (name == "remote_seal")
+    sealed = (("remote_seal", value), ("remote_content", None))
+    assert ("remote_seal" == caught.value.field) == ((name, value) in sealed)
 
 
 LEGAL: dict[str, Any] = {
     "remote_engine_id": "Q",
     "remote_addresses": ["127.0.0.1:10"],
     "remote_request_id": new_remote_id("p-1"),
-    "remote_num_tokens": 15,
     "remote_block_ids": {"full": [0, [2, 1]], "window": [4, [3]]},
-    "remote_content": content_of([5]),
+    "remote_content": content(range(14), adapter="sql@1").to_params(),
     "remote_seal": "0" * 64,
 }
 
@@ -85,9 +94,10 @@ LEGAL: dict[str, Any] = {
 def test_ticket_rejects_params_with_a_changed_field(name: str, secret: bytes | None) -> None:
     """A legal value breaks the seal, too. Without a secret, the seal is a checksum."""
     good = held().to_params(secret)
-    assert set(LEGAL) == set(good)
+    # The count of tokens must be that of the content, so it cannot change alone.
+    assert set(LEGAL) | {"remote_num_tokens"} == set(good)
     PrefillTicket.from_params(good, secret)
-    for changed in (LEGAL[name], held(computed_tokens=9).to_params(secret)[name]):
+    for changed in (LEGAL[name], held(remote_id=new_remote_id("q")).to_params(secret)[name]):
         if changed != good[name]:
             params = good | {name: changed}
             with pytest.raises(SpecError) as caught:
@@ -156,21 +166,56 @@ def test_ticket_rejects_params_of_another_secret() -> None:
 
 
 def test_ticket_rejects_other_tokens_than_its_content() -> None:
-    """The first tokens of the prompt must be equal. A ticket without content accepts all."""
+    """The first tokens of the prompt must be equal."""
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
-    prompt = held(computed_tokens=7, content=content_of(tokens[:7]))
-    prompt.check(tokens)
-    prompt.check([*tokens[:7], 7])
-    held().check([])
-    for wrong in ([0, *tokens[1:]], [*tokens[:6], 0], tokens[:6], []):
+    own = content(tokens, 7)
+    prompt = held(computed_tokens=7, content=own)
+    prompt.check(own)
+    prompt.check(content([*tokens[:7], 7], 7))
+    for wrong in ([0, *tokens[1:]], [*tokens[:6], 0]):
         with pytest.raises(SpecError) as caught:
-            prompt.check(wrong)
-        assert ("remote_content", prompt.content) == (caught.value.field, caught.value.value)
+            prompt.check(content(wrong, 7))
+        assert ("remote_content.tokens", own.tokens) == (caught.value.field, caught.value.value)
+    with pytest.raises(SpecError) as caught:
+        prompt.check(content(tokens, 6))
+    assert ("remote_content.num_tokens", 7) == (caught.value.field, caught.value.value)
+
+
+OTHERS: dict[str, Any] = {
+    "weights": "2", "adapter": "sql@1f3a", "media": [MediaItem("cat", 1, 2)],
+    "embeddings": "e", "salt": "tenant",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*OTHERS])
+@pytest.mark.parametrize("side", ["producer", "consumer", "both"])
+def test_ticket_of_another_content_is_refused_by_the_name_of_the_field(
+    name: str, side: str
+) -> None:
+    """A field that one side does not state is refused, too, even if neither side does."""
+    for other in (OTHERS[name], None):
+        changed = content(range(14), **{name: other})
+        own, offered = content(range(14)), changed
+        if side != "producer":
+            own, offered = changed, changed if side == "both" else own
+        ticket = held(content=offered)
+        if side == "both" and other is not None:
+            ticket.check(own)
+            continue
+        with pytest.raises(SpecError) as caught:
+            ticket.check(own)
+        assert f"remote_content.{name}" == caught.value.field
+
+
+def test_ticket_without_content_is_refused() -> None:
+    with pytest.raises(SpecError) as caught:
+        held(content=None).check(content(range(14)))
+    assert ("remote_content", None) == (caught.value.field, caught.value.value)
 
 
 SAMPLED: dict[str, Any] = {
     "first_token": 5, "first_logprobs": ((5, -0.25), (7, -1.5)),
-    "tokens_digest": content_of([1, 2, 3]), "consumer": "D",
+    "tokens_digest": content_of([1, 2, 3]), "sampling": "greedy", "consumer": "D",
 }  # fmt: skip
 
 
@@ -179,7 +224,7 @@ def test_ticket_with_a_sampled_token_is_equal_after_a_router_has_passed_it_on() 
     ticket = held(**SAMPLED)
     params = json.loads(json.dumps(ticket.to_params()))
     assert ticket == PrefillTicket.from_params(params)
-    assert 5 == PrefillTicket.from_params(params).sampled()
+    assert 5 == PrefillTicket.from_params(params).sampled([1, 2, 3], "greedy")
     added = {f"remote_{name}" for name in SAMPLED}
     assert added == set(params) - set(held().to_params())
     assert set(held().to_params()) == set(held(**dict.fromkeys(SAMPLED)).to_params())
@@ -227,26 +272,47 @@ def test_ticket_rejects_alternatives_without_a_first_token() -> None:
 
 def test_ticket_without_a_first_token_is_refused_where_the_consumer_needs_it() -> None:
     with pytest.raises(SpecError) as caught:
-        held().sampled()
+        held().sampled([1, 2, 3], "greedy")
     assert ("remote_first_token", None) == (caught.value.field, caught.value.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "field"),
+    [
+        ({"sampling": "0" * 32}, "greedy", "remote_sampling"),
+        ({"sampling": None}, "greedy", "remote_sampling"),
+        ({}, None, "remote_sampling"),
+        ({"sampling": None}, None, "remote_sampling"),
+        ({"tokens_digest": None}, "greedy", "remote_tokens_digest"),
+        ({"tokens_digest": content_of([1, 2])}, "greedy", "remote_tokens_digest"),
+    ],
+)
+def test_first_token_of_another_request_is_refused(
+    changed: dict[str, Any], asked: str | None, field: str
+) -> None:
+    """Equal prompts with other sampling settings, or settings that a side does not state."""
+    with pytest.raises(SpecError) as caught:
+        held(**SAMPLED | changed).sampled([1, 2, 3], asked)
+    assert field == caught.value.field
 
 
 def test_ticket_rejects_another_last_token_and_another_consumer() -> None:
     """The content ends before the last token. The digest covers the token as well."""
     tokens = [3, 1, 4, 1]
-    content = {"computed_tokens": 3, "content": content_of(tokens[:3])}
-    ticket = held(**content, tokens_digest=content_of(tokens), consumer="D", first_token=5)
-    ticket.check(tokens)
-    ticket.check(tokens, "D")
-    held(**content).check(tokens, "E")
-    for arguments, field in (
-        (([*tokens[:3], 9],), "remote_tokens_digest"),
-        (([*tokens, 5],), "remote_tokens_digest"),
-        ((tokens, "E"), "remote_consumer"),
-    ):
+    first: dict[str, Any] = {"computed_tokens": 3, "content": content(tokens, 3)}
+    digest = content_of(tokens)
+    ticket = held(**first, tokens_digest=digest, consumer="D", first_token=5, sampling="greedy")
+    ticket.check(content(tokens, 3))
+    ticket.check(content(tokens, 3), "D")
+    held(**first).check(content(tokens, 3), "E")
+    assert 5 == ticket.sampled(tokens, "greedy")
+    for wrong in ([*tokens[:3], 9], [*tokens, 5]):
         with pytest.raises(SpecError) as caught:
-            ticket.check(*arguments)
-        assert field == caught.value.field
+            ticket.sampled(wrong, "greedy")
+        assert "remote_tokens_digest" == caught.value.field
+    with pytest.raises(SpecError) as caught:
+        ticket.check(content(tokens, 3), "E")
+    assert "remote_consumer" == caught.value.field
 
 
 def test_ticket_and_its_request_survive_a_pickle() -> None:
@@ -289,7 +355,8 @@ def test_ticket_keeps_its_tables_when_the_mapping_of_the_caller_changes() -> Non
     [
         ("engine_id", 3), ("engine_id", ""), ("addresses", "127.0.0.1:9"), ("addresses", []),
         ("addresses", [3]), ("remote_id", "p-1"), ("computed_tokens", 0), ("computed_tokens", True),
-        ("tables", None), ("tables", {"full": 3}), ("content", None),
+        ("tables", None), ("tables", {"full": 3}), ("content", 3), ("content", ""),
+        ("sampling", 3), ("tokens_digest", 3),
     ],
 )  # fmt: skip
 def test_ticket_rejects_wrong_fields(name: str, value: object) -> None:
@@ -310,7 +377,7 @@ def test_ticket_rejects_params_that_are_not_a_mapping(params: Any) -> None:
 @pytest.mark.parametrize("tokens", [[1.5], ["1"], None, 3, [2**70], [[1, 2], [3, 4]], [[1], []]])
 def test_content_rejects_values_that_are_not_a_sequence_of_ints(tokens: Any) -> None:
     """Otherwise 1.5 would have the content of 1, and two rows that of one row."""
-    for call in (content_of, held().check):
+    for call in (content_of, content):
         with pytest.raises(SpecError) as caught:
             call(tokens)
         assert "token_ids" == caught.value.field.partition("[")[0]
@@ -431,7 +498,7 @@ def test_producer_that_is_absent_fails_only_its_own_loads(sides: tuple[Side, Sid
         other.abort(gone.remote_id)
     lost = one.load(of("lost"), ticket=gone, timeout=9.0)
     before = connection(lost)
-    until(lambda: lost.poll() == "failed", producer)
+    until(lambda: lost.poll() == again.poll() == "failed", producer)
     assert ("gone", "timeout") == (error_of(lost).state, error_of(again).state)
     back = ticket_of(producer, "back")
     last = one.load(of("last"), ticket=back, timeout=9.0)
@@ -519,7 +586,7 @@ def small_load(side: Side, consumer: Side) -> Load:
     """Load a ticket of one block of *side*."""
     name = f"of {side.name}"
     asked = request(name, tokens=4, consumer_blocks={"full": [7], "window": [7]})
-    ticket = ticket_of(side, name, tables=asked.producer_blocks, computed_tokens=4)
+    ticket = ticket_of(side, name, tables=asked.producer_blocks, computed_tokens=4, content=None)
     return consumer.first.load(asked, ticket=ticket, timeout=9.0)
 
 
@@ -690,7 +757,7 @@ def test_producer_that_moved_is_connected_at_its_new_addresses(sides: tuple[Side
     one = consumer.first
     before = one.load(of("before"), ticket=held(), timeout=9.0)
     now = one.load(ASKED, ticket=ticket_of(producer, "p-1"), timeout=9.0)
-    until(lambda: now.poll() == "done", producer)
+    until(lambda: now.poll() == "done" and before.poll() != "moving", producer)
     assert ("failed", 1) == (before.poll(), one.stats().engines)
 
 

@@ -266,7 +266,13 @@ def connection_waits(
 
 def connecting_stops(session: Session, go_on: threading.Event) -> None:
     """Let *session* connect no producer of a ticket until *go_on* is set, at most 20 seconds."""
-    session._remotes._thread.submit(go_on.wait, 20.0)
+    connect = session._remotes._connect
+
+    def later(*given: Any) -> object:
+        go_on.wait(20.0)
+        return connect(*given)
+
+    session._remotes._connect = later
 
 
 def cache_is_on_a_device(session: Session) -> None:

@@ -1,0 +1,200 @@
+"""What a rank owes to the producers of tickets before a load: keep a prompt, or decline it.
+
+Invariant: each errand ends. A kept prompt is declined when its time is over. A refusal is tried
+again until it was sent over a connection, or until nobody can wait for it any more. Then the log
+and a counter show that it was lost.
+
+How it works:
+    A scheduler may have a ticket long before it has blocks for the prompt. `keep` sends heartbeats
+    meanwhile, so a producer needs only a short lease for prompts that nobody wants. An errand needs
+    a connection, which a thread opens:
+
+        connection        a kept prompt                    a refusal
+        is being opened   waits                            waits
+        has failed        tries again after a pause        tries again after a pause
+        is open           heartbeat, then one each         is passed to the ledger, which repeats
+                          `heartbeat` seconds              it until it is answered
+
+    A load of the ticket ends the errand. The load sends heartbeats of its own, with higher numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+
+import attrs
+
+from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan
+from kvspec.errors import KVSpecError, SpecError
+from kvspec.session.mailbox import Messages
+from kvspec.session.remotes import Connection, RemoteEngine, Remotes
+from kvspec.tickets.ticket import PrefillTicket
+from kvspec.wire.messages import Gone, Heartbeat, Key, Lease, Message, key_of
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LAST_PAUSE = 0.5, 30.0
+"""Seconds between attempts to reach a producer. Each pause is twice as long as the one before."""
+LONGEST_REFUSAL = 600.0
+"""Seconds for which a refusal is tried again. A lease is usually over much earlier."""
+
+
+@attrs.define(eq=False)
+class Errand:
+    """One kept or declined ticket.
+
+    Attributes:
+        ticket: The ticket.
+        until: When a kept prompt is declined, or a refusal is lost.
+        keeps: Whether the prompt is kept. Otherwise it is declined.
+        due: When to act next.
+        pause: Seconds until the next attempt, if this one fails.
+        connection: The attempt to connect that is awaited, or None.
+        why: Why the last attempt failed.
+    """
+
+    ticket: PrefillTicket
+    until: float
+    keeps: bool
+    due: float = 0.0
+    pause: float = FIRST_PAUSE
+    connection: Connection | None = None
+    why: object = None
+
+
+@attrs.define(eq=False)
+class Errands:
+    """The errands of one rank, by the name of the request. All methods need the session's lock.
+
+    Attributes:
+        ledger: Numbers the heartbeats.
+        remotes: The connected engines.
+        messages: Sends the heartbeats.
+        now: The clock.
+        decline: Passes a refusal to the ledger.
+    """
+
+    ledger: ConsumerLedger
+    remotes: Remotes
+    messages: Messages
+    now: Callable[[], float]
+    decline: Callable[[RemoteEngine, Key], None]
+    _errands: dict[Key, Errand] = attrs.field(factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._errands)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the producers that errands need."""
+        return {errand.ticket.engine_id for errand in self._errands.values()}
+
+    @property
+    def due(self) -> float:
+        """When the next errand must act. Infinite if none does."""
+        times = (
+            min(errand.until, errand.due if errand.connection is None else math.inf)
+            for errand in self._errands.values()
+        )
+        return min(times, default=math.inf)
+
+    def keep(self, ticket: PrefillTicket, timeout: float) -> None:
+        """Keep a prompt for *timeout* seconds. Repeating it changes only the time."""
+        known = self._errands.get(key_of(ticket.remote_id))
+        if known is not None and known.keeps:
+            known.until = self.now() + timeout
+            return
+        self._begin(Errand(ticket, self.now() + timeout, keeps=True))
+
+    def refuse(self, ticket: PrefillTicket) -> None:
+        """Decline a prompt, also if it is kept."""
+        self._begin(Errand(ticket, self.now() + LONGEST_REFUSAL, keeps=False))
+
+    def end(self, key: Key) -> None:
+        """Forget the errand of a request, because a load has begun."""
+        self._errands.pop(key, None)
+
+    def forget(self, engine_id: str | None = None) -> None:
+        """Forget the errands to an engine that has ended, or all errands."""
+        for key, errand in list(self._errands.items()):
+            if engine_id in (None, errand.ticket.engine_id):
+                del self._errands[key]
+
+    def answers(self, message: Message) -> bool:
+        """Return whether *message* is the answer to a heartbeat of a kept prompt, and process it.
+
+        After `gone`, no heartbeat is sent. A load of the ticket then learns the reason.
+        """
+        errand = self._errands.get(message.key)
+        if errand is None or not errand.keeps or not isinstance(message, Lease | Gone):
+            return False
+        if message.by.engine_id != errand.ticket.engine_id:
+            return False
+        if isinstance(message, Gone):
+            del self._errands[message.key]
+        return True
+
+    def move(self) -> None:
+        """Send what is due."""
+        now = self.now()
+        for key, errand in list(self._errands.items()):
+            if now >= errand.until:
+                self._end(key, errand)
+            elif errand.connection is not None and not errand.connection.future.done():
+                continue
+            elif errand.connection is not None or now >= errand.due:
+                self._run(key, errand, now)
+
+    def _begin(self, errand: Errand) -> None:
+        key = key_of(errand.ticket.remote_id)
+        self._errands[key] = errand
+        self._run(key, errand, self.now())
+
+    def _run(self, key: Key, errand: Errand, now: float) -> None:
+        try:
+            if errand.connection is None:
+                errand.connection = self.remotes.connection(errand.ticket)
+            if not errand.connection.future.done():
+                return
+            connection, errand.connection = errand.connection, None
+            connection.future.result()
+            remote = self.remotes.find("producer", errand.ticket.engine_id)
+        except KVSpecError as error:
+            errand.connection, errand.why = None, error
+            errand.due = now + errand.pause
+            errand.pause = min(2 * errand.pause, LAST_PAUSE)
+            return
+        if errand.keeps:
+            errand.due, errand.pause = now + self.ledger.heartbeat, FIRST_PAUSE
+            self._beat(key, remote)
+        else:
+            # A load of this ticket may still exchange its last messages. It informs the producer.
+            with contextlib.suppress(SpecError):
+                self.decline(remote, key)
+            del self._errands[key]
+
+    def _beat(self, key: Key, remote: RemoteEngine) -> None:
+        """Send a heartbeat to each rank of the producer that waits for this rank."""
+        engine_id, epoch = remote.incarnation
+        plan = LoadPlan(
+            request_id="", key=key, engine_id=engine_id, epoch=epoch, expected=remote.readers,
+            options=LoadOptions(),
+        )  # fmt: skip
+        number = self.ledger.question()
+        for rank, expected in remote.readers.items():
+            about = plan.about(self.ledger.me, rank, number)
+            self.messages.send(Heartbeat(*about, expected=expected))
+
+    def _end(self, key: Key, errand: Errand) -> None:
+        """Decline a prompt that was kept for its whole time, or give a refusal up."""
+        if errand.keeps:
+            log.info("%s is declined: it was kept for its whole time", key.request_id)
+            self.refuse(errand.ticket)
+            return
+        self.messages.counters.refusals_lost += 1
+        producer = f"{errand.ticket.engine_id} at {', '.join(errand.ticket.addresses)}"
+        log.warning("%s is not declined at %s: %s", key.request_id, producer, errand.why)
+        del self._errands[key]
