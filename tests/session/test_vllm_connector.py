@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from vllm_serving import (
 
 import kvspec
 from kvspec.adapters.vllm import engine_spec, scheduler_side
+from kvspec.adapters.vllm.content import content_of_request
 from kvspec.adapters.vllm.scheduler_side import Scheduling, Served
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
@@ -53,6 +56,7 @@ def params_of(num_tokens: int = 7) -> dict[str, Any]:
         remote_id=new_remote_id("p-1"),
         computed_tokens=num_tokens,
         tables={"group0": kvspec.BlockTable([1, 2])},
+        content=content_of_request(Request("p-1", num_tokens), num_tokens),
     )
     return {"do_remote_prefill": True, **prompt.to_params()}
 
@@ -166,6 +170,137 @@ def test_prompt_that_is_cached_is_declined() -> None:
         assert (0, False) == consumer.decode(Request("d-1", 13, params), *OTHERS, cached=12)
         until(lambda: {"p-1": 2} == producer.sent, producer, consumer)
         assert {} == consumer.received
+
+
+def test_request_that_the_front_end_rejects_is_declined(caplog: pytest.LogCaptureFixture) -> None:
+    """VLLM submits its ticket with the prompt [0], and aborts it at once."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        rejected = Request("d-1", 1, params, abort_immediately=True)
+        consumer.scheduler.on_new_request(rejected)
+        rejected.status.name = "FINISHED_ABORTED"
+        assert (False, None) == consumer.scheduler.request_finished_all_groups(rejected, ([], []))
+        until(lambda: producer.sent, producer, consumer, seconds=10.0)
+        assert {"p-1": 1} == producer.sent
+        assert not logged(caplog, "computed here")
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_rejected_copy_of_a_ticket_declines_nothing(*, loading: bool) -> None:
+    """Another request that was admitted uses the ticket: it waits, or it loads."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        moved = asked()
+        producer.fill(moved)
+        consumer.spoil(moved)
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        first, copy = Request("d-1", 14, params), Request("d-2", 1, params, abort_immediately=True)
+        if loading:
+            consumer.decode(first, *OTHERS)
+        else:
+            consumer.scheduler.on_new_request(first)
+        consumer.scheduler.on_new_request(copy)
+        copy.status.name = "FINISHED_ABORTED"
+        consumer.scheduler.request_finished_all_groups(copy, ([], []))
+        if not loading:
+            for _ in range(20):
+                consumer.step()
+                producer.step()
+            assert {} == producer.sent
+            consumer.load(first, *OTHERS)
+        until(lambda: consumer.received and producer.sent, producer, consumer)
+        assert {} == consumer.failed
+        assert [] == consumer.wrong(moved)
+
+
+def test_prompt_is_held_while_its_request_waits_in_the_queue() -> None:
+    """The queue takes four times as long as the producer holds a prompt that nobody wants."""
+    with Engine("p", hold=0.5, lease=0.5) as producer, Engine("d", lease=0.5) as consumer:
+        moved = asked()
+        producer.fill(moved)
+        consumer.spoil(moved)
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        request = Request("d-1", 14, params)
+        consumer.scheduler.on_new_request(request)
+        end = time.monotonic() + 2.0
+        until(lambda: time.monotonic() > end, producer, consumer)
+        assert {} == producer.sent
+        consumer.load(request, *OTHERS)
+        until(lambda: consumer.received and producer.sent, producer, consumer)
+        assert {} == consumer.failed
+        assert [] == consumer.wrong(moved)
+
+
+def test_request_that_is_aborted_while_it_loads_frees_both_sides() -> None:
+    """VLLM waits until the connector reports that nothing writes the blocks any more."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        request = Request("d-1", 14, params)
+        consumer.decode(request, *OTHERS)
+        request.status.name = "FINISHED_ABORTED"
+        consumer.scheduler.request_finished_all_groups(request, OTHERS)
+        until(lambda: consumer.received and producer.sent, producer, consumer)
+        assert ({"d-1": 1}, {"p-1": 1}) == (consumer.received, producer.sent)
+
+
+def image(identifier: str, offset: int = 2) -> Any:
+    """Return the feature of an image of three tokens."""
+    position = SimpleNamespace(offset=offset, length=3)
+    return SimpleNamespace(identifier=identifier, mm_position=position)
+
+
+def adapter(folder: Path, name: str, content: bytes) -> Any:
+    """Return the request for a LoRA adapter whose weights are *content*."""
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "adapter_model.safetensors").write_bytes(content)
+    return SimpleNamespace(lora_name=name, lora_path=str(folder / name), lora_int_id=1)
+
+
+def test_ticket_of_another_content_is_declined_by_the_name_of_the_field(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The tokens are equal. The image, the adapter, its weights or the tenant differ."""
+    one, two = adapter(tmp_path, "sql", b"1"), adapter(tmp_path, "chat", b"2")
+    hub = SimpleNamespace(lora_name="sql", lora_path="someone/sql", lora_int_id=1)
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("media", {"mm_features": [image("cat")]}, {"mm_features": [image("dog")]}),
+        ("media", {"mm_features": [image("cat")]}, {"mm_features": [image("cat", 3)]}),
+        ("media", {"mm_features": [image("cat")]}, {}),
+        ("media", {"mm_features": [SimpleNamespace()]}, {"mm_features": [SimpleNamespace()]}),
+        ("adapter", {"lora_request": one}, {}),
+        ("adapter", {}, {"lora_request": one}),
+        ("adapter", {"lora_request": one}, {"lora_request": two}),
+        ("adapter", {"lora_request": hub}, {"lora_request": hub}),
+        ("embeddings", {"prompt_embeds": object()}, {}),
+        ("salt", {"cache_salt": "a"}, {"cache_salt": "b"}),
+        ("salt", {"cache_salt": "a"}, {}),
+    ]
+    with Engine("p") as producer, Engine("d") as consumer:
+        for number, (field, held, wanted) in enumerate(cases):
+            params = producer.prefill(Request(f"p-{number}", 14, **held), *TABLES)
+            request = Request(f"d-{number}", 14, params, **wanted)
+            assert (0, False) == consumer.decode(request, [1], [1])
+            assert logged(caplog, f"d-{number}", f"remote_content.{field}")
+        until(lambda: len(cases) == len(producer.sent), producer, consumer)
+        assert {} == consumer.received
+
+
+def test_ticket_of_an_equal_content_is_fetched(tmp_path: Path) -> None:
+    """The same image, adapter and tenant. The adapter was loaded from two copies of its folder."""
+    (tmp_path / "copy").mkdir()
+    held, wanted = (
+        {
+            "lora_request": adapter(folder, "sql", b"weights"),
+            "mm_features": [image("cat")],
+            "cache_salt": "tenant",
+        }
+        for folder in (tmp_path, tmp_path / "copy")
+    )
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14, **held), *TABLES)
+        assert (13, True) == consumer.decode(Request("d-1", 14, params, **wanted), *OTHERS)
+        wanted["lora_request"] = adapter(tmp_path / "copy", "sql", b"new weights")
+        params = producer.prefill(Request("p-2", 14, **held), *TABLES)
+        assert (0, False) == consumer.decode(Request("d-2", 14, params, **wanted), [1], [1])
 
 
 def test_request_that_is_aborted_before_it_is_scheduled_is_declined() -> None:
@@ -285,7 +420,7 @@ def scheduling(spec: Any = None, *, ready: bool = True) -> Scheduling:
     [
         (HELD, 7),
         (params_of(14), 13),  # vLLM computes the last token.
-        (params_of(20), 13),
+        (params_of(20), 0),  # The prompt of the request is shorter.
         ({**HELD, "remote_num_tokens": 14}, 0),
         ({**HELD, "remote_block_ids": {"group0": [0, [3, 4]]}}, 0),
         ({**HELD, "remote_request_id": params_of()["remote_request_id"]}, 0),

@@ -164,6 +164,11 @@ class Request:
     num_computed_tokens: int = 0
     max_tokens: int = 16
     status: Any = field(default_factory=lambda: SimpleNamespace(name="FINISHED_LENGTH_CAPPED"))
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    prompt_embeds: Any = None
+    cache_salt: str | None = None
+    abort_immediately: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = list(range(self.tokens))
@@ -305,6 +310,10 @@ class Engine:
     def decode(self, request: Request, *tables: list[int], cached: int = 0) -> tuple[int, bool]:
         """Accept a request with *cached* local tokens. Return the tokens that vLLM will load."""
         self.scheduler.on_new_request(request)
+        return self.load(request, *tables, cached=cached)
+
+    def load(self, request: Request, *tables: list[int], cached: int = 0) -> tuple[int, bool]:
+        """Schedule a request that was accepted before. Return the tokens that vLLM will load."""
         count, waits = self.scheduler.get_num_new_matched_tokens(request, cached)
         blocks = SimpleNamespace(get_block_ids=lambda: tables)
         for manager, ids in zip(self.managers, tables, strict=True):

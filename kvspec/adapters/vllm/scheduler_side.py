@@ -1,20 +1,25 @@
 """The connector in vLLM's scheduler: it decides which requests are held, fetched and declined.
 
 Invariant: a consumer fetches a prompt once, all of it but the last token. The producer learns the
-outcome exactly once. If other requests bring the same parameters, their prompts are computed here.
-Parameters from a router are validated: if they are not a producer's answer
-about this very prompt, the prompt is computed here, as if they had not come.
+outcome exactly once. If other requests bring the same parameters, their prompts are computed here,
+and the ticket is not declined. Parameters from a router are validated: if they are not a producer's
+answer about this very request, the prompt is computed here, as if they had not come.
 
 How it works:
-    A request passes through the methods of two schedulers. `held`, `fetched` and `declined` are the
-    lists of `EngineStep` to which a method adds the request:
+    A request passes through the methods of two schedulers. `held`, `kept`, `fetched`, `declined`
+    and `cancelled` are the lists of `EngineStep` to which a method adds the request:
 
         producer    on_new_request                 removes the last token if `loses_a_token`
         producer    request_finished_all_groups    `held`, and returns a `PrefillTicket` as params
-        consumer    on_new_request                 validates the ticket and keeps it
+        consumer    on_new_request                 `kept`, or `declined` if it is of another prompt
         consumer    get_num_new_matched_tokens     returns the number of tokens to fetch
         consumer    update_state_after_alloc       `fetched`, or `declined` if nothing is missing
-        consumer    request_finished_all_groups    `declined`, if the request ends before that
+        consumer    request_finished_all_groups    `declined`, if the request ends before that, or
+                                                   `cancelled`, if it may still be loading
+
+    A kept ticket sends heartbeats, so a long queue does not lose the prompt, and a producer holds a
+    prompt that nobody wants for a short time only. If the front end rejects a request, vLLM submits
+    a request with the ticket, but without the prompt, and aborts it at once. It is declined, too.
 
     For example, a prompt has 40 tokens and the consumer has cached 16 of them. It fetches the
     tokens 16 to 38: 40 - 1 - 16 = 23 tokens. vLLM computes token 39 in any case.
@@ -31,6 +36,7 @@ from typing import Any
 
 import attrs
 
+from kvspec.adapters.vllm.content import content_of_request, sampling_of_request
 from kvspec.adapters.vllm.prefix_cache import Hashed, hashed_of, withhold
 from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.descriptors.request import TransferRequest
@@ -69,15 +75,19 @@ class EngineStep:
 
     Attributes:
         held: Requests that peers may read: the request id and the ticket for the peer.
+        kept: Tickets of requests that wait in the queue. Their producers shall hold the prompts.
         fetched: Transfers to begin: the producer's ticket and the request.
         declined: Tickets that are not used. Their producers may free the blocks.
         failed: Ids of requests that cannot be fetched.
+        cancelled: Ids of requests that have ended. If they still load, that is in vain.
     """
 
     held: list[tuple[str, PrefillTicket]] = attrs.field(factory=list)
+    kept: list[PrefillTicket] = attrs.field(factory=list)
     fetched: list[tuple[PrefillTicket, TransferRequest]] = attrs.field(factory=list)
     declined: list[PrefillTicket] = attrs.field(factory=list)
     failed: list[str] = attrs.field(factory=list)
+    cancelled: list[str] = attrs.field(factory=list)
 
 
 class Scheduling:
@@ -92,6 +102,7 @@ class Scheduling:
         self._hashed: dict[str, Hashed] | None = None
         self._tickets: dict[str, PrefillTicket] = {}  # Tickets not yet used or declined.
         self._used = dict[str, None]()  # The seals of the last tickets, in order of arrival.
+        self._fetching = set[str]()  # Ids of requests that were `fetched` and have not ended.
         self._shortened = set[str]()  # Ids of requests without the last token of their prompt.
         self._next = EngineStep()
 
@@ -109,14 +120,31 @@ class Scheduling:
         if params.get("do_remote_prefill"):
             try:
                 ticket = PrefillTicket.from_params(params)
-                # A router may mix up two prompts. The ticket has a digest of its tokens.
-                ticket.check(request.prompt_token_ids or ())
                 self._use(ticket, params["remote_seal"])
-                self._tickets[request.request_id] = ticket
             except SpecError as error:
                 log.warning("%s is computed here: %s", request.request_id, error)
+                return
+            self._accept(request, ticket)
         elif params.get("do_remote_decode") and self._ranks:
             self._shortened |= _shorten(request, self._ranks[0].engine)
+
+    def _accept(self, request: Any, ticket: PrefillTicket) -> None:
+        """Keep *ticket*, whose only user is *request*, or decline it."""
+        name = request.request_id
+        # vLLM aborts this request before it does anything else. Its prompt is a placeholder.
+        if getattr(request, "abort_immediately", False):
+            log.info("%s was rejected: its ticket is declined", name)
+            self._next.declined.append(ticket)
+            return
+        try:
+            # A router may mix up two requests.
+            ticket.check(content_of_request(request, ticket.computed_tokens))
+        except SpecError as error:
+            log.warning("%s is computed here: %s", name, error)
+            self._next.declined.append(ticket)
+            return
+        self._tickets[name] = ticket
+        self._next.kept.append(ticket)
 
     def _use(self, ticket: PrefillTicket, seal: str) -> None:
         """Remember that a request has *ticket*. Raise `SpecError` if another request has had it.
@@ -158,6 +186,7 @@ class Scheduling:
             transfer = ticket.request(name, end, tables, end - num_external_tokens)
             withhold(self._ranks[0].engine, transfer, self._hashed)
             self._next.fetched.append((ticket, transfer))
+            self._fetching.add(name)
         except SpecError as error:  # One request fails, and the engine goes on.
             log.error("%s: %s", name, error)  # noqa: TRY400
             self._next.failed.append(name)
@@ -176,6 +205,9 @@ class Scheduling:
         ticket = self._tickets.pop(request.request_id, None)
         if ticket is not None:
             self._next.declined.append(ticket)
+        if request.request_id in self._fetching:
+            self._fetching.remove(request.request_id)
+            self._next.cancelled.append(request.request_id)
         shortened = request.request_id in self._shortened
         self._shortened.discard(request.request_id)
         params = request.kv_transfer_params or {}
@@ -205,8 +237,10 @@ class Scheduling:
             addresses=tuple(rank.address for rank in self._ranks),
             remote_id=new_remote_id(request.request_id),
             computed_tokens=computed,
-            content=content_of((request.prompt_token_ids or ())[:computed]),
+            content=content_of_request(request, computed),
+            tokens_digest=content_of(request.prompt_token_ids or ()),
             first_token=int(sampled[0]) if sampled else None,
+            sampling=sampling_of_request(request),
         )
 
     def _tables(self, block_ids: Any, num_tokens: int) -> dict[str, Any]:

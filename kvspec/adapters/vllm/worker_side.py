@@ -33,6 +33,10 @@ from kvspec.wire.messages import key_of
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+# Seconds for which a ticket may wait in the queue. The scheduler declines it earlier if the request
+# ends, so this is only for a scheduler that has forgotten it.
+KEPT = 3600.0
+
 
 def _fits(_: object, setting: attrs.Attribute[Any], value: object) -> None:
     """Raise `SpecError` for a wrong setting. The type of its default determines the check."""
@@ -62,7 +66,8 @@ class Settings:
         public: The name by which peers reach this machine. *host* by default.
         model: The name of the model, which must be equal on both engines. vLLM's by default.
         revision: The revision of the model, which must be equal, too. vLLM's by default.
-        hold: Seconds for which a finished prompt waits for its first reader.
+        hold: Seconds for which a finished prompt waits for its first reader. A consumer renews it
+            from its queue.
         lease: Seconds for which it is held after the last message of a reader.
         timeout: Seconds within which a prompt must be read.
         verify: Whether to compare checksums of each prompt with the producer. Both engines must set
@@ -79,9 +84,9 @@ class Settings:
     public: str | None = attrs.field(default=None, validator=_fits)
     model: str = attrs.field(validator=_fits)
     revision: str | None = attrs.field(default=None, validator=_fits)
-    # A consumer may have a long queue before the prompt, so eight minutes. vLLM's NIXL connector
-    # holds blocks for the same time.
-    hold: float = attrs.field(default=480.0, validator=_fits)
+    # The consumer's scheduler renews the lease as soon as it has the ticket. So this is the time
+    # between the two halves of a request, as in vLLM's own connector (`kv_lease_duration`).
+    hold: float = attrs.field(default=30.0, validator=_fits)
     lease: float = attrs.field(default=30.0, validator=_fits)
     timeout: float = attrs.field(default=120.0, validator=_fits)
     verify: bool = attrs.field(default=False, validator=_fits)
@@ -186,6 +191,8 @@ class Serving:
                 # The request ends here. A reader of this remote id receives an error.
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
                 self._sent.add(request_id)
+        for ticket in step.kept:
+            self._session.keep(ticket, timeout=KEPT)
         for ticket in step.declined:
             self._session.decline(ticket=ticket)
         for ticket, request in step.fetched:
@@ -198,6 +205,10 @@ class Serving:
                 # For example, an earlier load of this request has not ended on all ranks.
                 log.error("%s is not read: %s", name, error)  # noqa: TRY400
                 self._failed.add(name)
+                self._session.decline(ticket=ticket)
+        for name in step.cancelled:
+            if name in self._loads:
+                self._loads[name].cancel()
         self._failed.update(step.failed)
 
     def _hold_blocks(self, request_id: str, ticket: PrefillTicket) -> None:
