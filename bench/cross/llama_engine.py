@@ -67,7 +67,7 @@ class Engine(BufferEngine):
         """Compute and hold a prompt."""
         self.forget()
         pairs = [*self.compute(prompt).items()]
-        sampled = {"first_token": pairs[0][0], "first_logprobs": pairs}
+        sampled = {"first_token": pairs[0][0], "first_logprobs": pairs, "sampling": "greedy"}
         ticket = self.prompts.hold(self.session, next(self.names), prompt, sampled)
         return {"ticket": ticket.to_params(), "why": None}
 

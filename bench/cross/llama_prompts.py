@@ -44,8 +44,8 @@ from kvspec.adapters.rotation import rotation_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.session import Session
-from kvspec.tickets import PrefillTicket
 from kvspec.specs import FullAttentionSpec
+from kvspec.tickets import ContentIdentity, PrefillTicket
 
 # llama_cpp is not imported here. This is a `llama_context_p`.
 Context: TypeAlias = Any
@@ -353,7 +353,8 @@ class Prompts:
                 is not empty or has too few cells, or too few blocks are free.
             TransferError: If the load fails. Its `__cause__` names what does not fit.
         """
-        ticket.check(tokens, session.me.engine_id)
+        content = ContentIdentity.of_text(tokens, ticket.computed_tokens)
+        ticket.check(content, session.me.engine_id)
         self._check_empty()
         end = min(ticket.computed_tokens, len(tokens) - 1)
         with self._buffer.loaded(session, ticket, end, timeout) as tables:

@@ -34,7 +34,7 @@ from kvspec.memory.allocation import allocate
 from kvspec.ownership.parallel import RankId
 from kvspec.session import Load, Session, new_remote_id
 from kvspec.specs import AttentionSpec, MLAAttentionSpec
-from kvspec.tickets import PrefillTicket, content_of
+from kvspec.tickets import ContentIdentity, PrefillTicket, content_of
 
 _Spec = TypeVar("_Spec", bound=AttentionSpec)
 
@@ -162,6 +162,7 @@ class PromptBuffer:
         tables: Tables,
         sampled: Mapping[str, Any] | None = None,
         *,
+        adapter: str | None = "",
         lease: float | None = None,
     ) -> PrefillTicket:
         """Hold a prompt whose rows lie in the blocks of *tables*, and return its ticket.
@@ -172,6 +173,7 @@ class PromptBuffer:
             tokens: All tokens of the prompt.
             tables: Tables from `take`. `reclaim` gives them back.
             sampled: The fields of the ticket that may be None, by name.
+            adapter: As in `ContentIdentity`.
             lease: As in `Session.hold`.
         """
         ticket = PrefillTicket(
@@ -180,7 +182,7 @@ class PromptBuffer:
             remote_id=new_remote_id(request_id),
             computed_tokens=len(tokens),
             tables=tables,
-            content=content_of(tokens),
+            content=ContentIdentity.of_text(tokens, adapter=adapter),
             tokens_digest=content_of(tokens),
             **(sampled or {}),
         )

@@ -83,8 +83,9 @@ class ContentIdentity:
     Attributes:
         num_tokens: Number of tokens.
         tokens: `content_of` their ids.
-        weights: Version of the weights: it changes when a running engine loads other weights. Two
-            engines must use the same texts. An engine that cannot name its weights leaves it None.
+        weights: Version of the weights, if a running engine has loaded other weights than those of
+            its model and revision. "" if it has not. Two engines must use the same texts. An engine
+            that cannot name its weights leaves it None.
         adapter: Name of the LoRA adapter and a digest or version of its weights, joined by "@".
             "" for the base model.
         media: Images, videos and audio that begin before the last of these tokens. () for none.
@@ -154,6 +155,38 @@ class ContentIdentity:
             salt=None if salt is None else _salt_digest(salt),
         )
 
+    @staticmethod
+    def of_text(
+        token_ids: Sequence[int] | npt.NDArray[Any],
+        num_tokens: int | None = None,
+        *,
+        weights: str = "",
+        adapter: str | None = "",
+    ) -> ContentIdentity:
+        """Return the identity of a prompt that is nothing but token ids, without a salt.
+
+        Args:
+            token_ids: As in `of`.
+            num_tokens: As in `of`.
+            weights: As in `ContentIdentity`. "" for those of the model and revision.
+            adapter: As in `ContentIdentity`. The base model by default.
+
+        Raises:
+            SpecError: As `of`.
+
+        >>> ContentIdentity.of_text([1, 2]).unstated
+        ()
+        """
+        return ContentIdentity.of(
+            token_ids,
+            num_tokens,
+            weights=weights,
+            adapter=adapter,
+            media=(),
+            embeddings="",
+            salt="",
+        )
+
     @property
     def unstated(self) -> tuple[str, ...]:
         """The names of the fields that are not stated."""
@@ -210,7 +243,9 @@ _FIELDS = tuple(field.name for field in attrs.fields(ContentIdentity))
 def _salt_digest(salt: str | bytes) -> str:
     """Return a digest of *salt*, or "" if it is empty."""
     text = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else salt
-    return hashlib.sha256(instance("salt", text, bytes)).hexdigest()[:32] if text else ""
+    if not isinstance(text, bytes):
+        raise SpecError("salt", salt, "a str or bytes")
+    return hashlib.sha256(text).hexdigest()[:32] if text else ""
 
 
 def explain_difference(own: ContentIdentity, other: ContentIdentity) -> str:

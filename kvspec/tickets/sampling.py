@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 
 from kvspec.errors import SpecError
@@ -54,20 +55,39 @@ def sampling_of(
     >>> sampling_of(0.5) == sampling_of(0.5, {"top_k": -1}) != sampling_of(0.7)
     True
     """
-    given: dict[str, object] = {"temperature": float(temperature)}
-    for name, value in mapping("settings", settings or {}, "names to values").items():
-        if name not in NEUTRAL:
+    given: dict[str, object] = {"temperature": _number("temperature", temperature)}
+    named = mapping("settings", {} if settings is None else settings, "names to values")
+    for name, value in named.items():
+        if not isinstance(name, str) or name not in NEUTRAL:
             raise SpecError("settings", name, f"one of {', '.join(NEUTRAL)}")
-        plain = 0 if name == "top_k" and value == -1 else value
-        if plain != NEUTRAL[name] and plain is not None:
-            given[name] = float(plain) if isinstance(NEUTRAL[name], float) else plain
+        neutral = NEUTRAL[name]
+        if value is None or name == "logit_bias":
+            plain = value or None
+        else:
+            plain = _number(f"settings[{name!r}]", value)
+        if name == "top_k" and plain == -1:
+            plain = 0.0
+        if plain is not None and plain != neutral:
+            given[name] = plain
     if given["temperature"] == 0 or given.get("top_k") == 1:
         given = {name: value for name, value in given.items() if name not in _RANDOM}
-    given |= {f"other {name}": value for name, value in (others or {}).items()}
+    extra = mapping("others", {} if others is None else others, "names to values")
+    given |= {f"other {name}": value for name, value in extra.items()}
     if not given:
         return "greedy"
     try:
         text = json.dumps(given, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise SpecError("settings", given, "values that JSON can represent") from error
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _number(field: str, value: object) -> float:
+    """Return *value* as a float. An int and an equal float are one setting."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise SpecError(field, value, "a finite number")
+    return number

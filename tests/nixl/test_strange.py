@@ -18,7 +18,7 @@ from kvspec import KVSpecError, RankId
 from kvspec.nixl import NixlRank, Staging
 from kvspec.session import TcpChannel, new_remote_id
 from kvspec.testing import FakeNixl
-from kvspec.tickets import PrefillTicket, content_of
+from kvspec.tickets import ContentIdentity, MediaItem, PrefillTicket, content_of, sampling_of
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
 
@@ -92,7 +92,7 @@ TABLE = kvspec.build_table(PLAN, *CACHES)
 REQUEST = make_request(20, [1, 2], [3, 4])
 TICKET_FIELDS: dict[str, Any] = {
     "engine_id": "P", "addresses": ["a:1"], "remote_id": new_remote_id("p"), "computed_tokens": 20,
-    "tables": {"g": [1, 2]}, "content": "",
+    "tables": {"g": [1, 2]}, "content": ContentIdentity.of_text(range(20)),
 }  # fmt: skip
 TICKET = PrefillTicket(**TICKET_FIELDS)
 CALLS: dict[str, Call] = {
@@ -122,7 +122,18 @@ CALLS: dict[str, Call] = {
     "request of a ticket": (TICKET.request, {
         "request_id": "r", "num_tokens": 20, "blocks": {"g": [3, 4]}, "cached": 0,
     }),
-    "tokens of a ticket": (TICKET.check, {"token_ids": [1, 2]}),
+    "content of a ticket": (ContentIdentity.of, {
+        "token_ids": [1, 2], "num_tokens": 1, "weights": "", "adapter": "", "media": [["a", 0, 1]],
+        "embeddings": "", "salt": "",
+    }),
+    "params of a content": (ContentIdentity.from_params, {
+        "given": ContentIdentity.of_text([1]).to_params(),
+    }),
+    "media": (MediaItem, {"identifier": "a", "start": 0, "length": 1}),
+    "sampled": (TICKET.sampled, {"token_ids": [1, 2], "sampling": "greedy"}),
+    "sampling_of": (sampling_of, {
+        "temperature": 0.5, "settings": {"top_p": 0.5}, "others": {"grammar": "x"},
+    }),
     "content_of": (content_of, {"token_ids": [1, 2]}),
     "new_remote_id": (new_remote_id, {"request_id": "r"}),
     "channel": (lambda **given: TcpChannel(**given).close(), {"port": 0, "public": ""}),

@@ -17,6 +17,7 @@ from kvspec.nixl import NixlRank
 from kvspec.session import Session
 from kvspec.testing import FakeNixl
 
+FIRST = {"first_token": 7, "sampling": "greedy"}
 TOKENS = list(range(100, 113))
 
 
@@ -79,7 +80,9 @@ def test_prompt_is_equal_in_another_buffer_after_a_load(
     """Both kinds of consumers read it: those of N - 1 tokens and those of N. All blocks return."""
     held, loading = (PromptBuffer(engine(size), 16) for size in sizes)
     with FakeNixl(), opened("p", held) as producer, opened("d", loading) as consumer:
-        ticket = held.hold(producer, "r", TOKENS, filled(held), {"first_token": 7})
+        ticket = held.hold(
+            producer, "r", TOKENS, filled(held), {"first_token": 7, "sampling": "greedy"}
+        )
         with loading.loaded(consumer, ticket, num_tokens, 10.0) as tables:
             for layer, part in parts(loading):
                 live = loading.engine.homes[layer].spec.live_tokens(num_tokens)
@@ -90,7 +93,7 @@ def test_prompt_is_equal_in_another_buffer_after_a_load(
         held.reclaim(producer)
     for buffer in (held, loading):
         assert all(sorted(free) == [*range(16)] for free in buffer._free.values())
-    assert 7 == ticket.sampled()
+    assert 7 == ticket.sampled(TOKENS, "greedy")
 
 
 def test_load_of_another_engine_fails_and_gives_its_blocks_back() -> None:

@@ -19,7 +19,7 @@ from kvspec.nixl import NixlRank
 from kvspec.session import Session
 from kvspec.specs.key_content import without_rotation
 from kvspec.testing import FakeNixl
-from kvspec.tickets import PrefillTicket, content_of
+from kvspec.tickets import ContentIdentity, PrefillTicket
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -133,7 +133,7 @@ def test_model_generates_the_same_after_a_load(name: str, tokens: int) -> None:
             found, logprobs = generated(network, prompt, cache)
             assert alone == found
             assert (logprobs - expected).abs().max() < 1e-5
-            assert alone[0] == read.sampled()
+            assert alone[0] == read.sampled(prompt[0].tolist(), "greedy")
             best = expected[0, 0].topk(2)
             assert best.indices.tolist() == [token for token, _ in read.first_logprobs or ()]
             assert best.values.tolist() == pytest.approx(
@@ -471,8 +471,11 @@ def test_load_rejects_caches_and_tickets_that_do_not_fit() -> None:
             error = refusal(loading, consumer, ticket, prompt, cache)
             assert error.field.endswith(field)
         for changed, field in (
-            ({"content": content_of([1])}, "remote_content"),
-            ({"tokens_digest": content_of([1])}, "remote_tokens_digest"),
+            (
+                {"content": ContentIdentity.of_text([1] * ticket.computed_tokens)},
+                "remote_content.tokens",
+            ),
+            ({"content": None}, "remote_content"),
             ({"consumer": "e"}, "remote_consumer"),
         ):
             poisoned = attrs.evolve(ticket, **changed)

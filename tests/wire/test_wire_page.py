@@ -30,7 +30,7 @@ from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.session.checksums import checksum_of
 from kvspec.session.mailbox import introduced
 from kvspec.specs.uniform import _MAY_DIFFER
-from kvspec.tickets.ticket import PrefillTicket, content_of
+from kvspec.tickets import ContentIdentity, PrefillTicket
 from kvspec.wire import codec
 from kvspec.wire.codec import decode_message, encode_handshake, encode_message
 from kvspec.wire.handshake import Handshake
@@ -190,9 +190,10 @@ def test_ticket_of_page_is_read_and_written_equal() -> None:
     params = json.loads(BLOCKS["ticket"])
     ticket = PrefillTicket.from_params(params, SECRET.key)
     assert params == ticket.to_params(SECRET.key)
-    assert content_of(range(40)) == ticket.content
+    assert ContentIdentity.of_text(range(40)) == ticket.content
+    assert ticket.content is not None
     tokens = np.arange(40, dtype="<i8").tobytes()
-    assert hashlib.sha256(tokens).hexdigest()[:32] == ticket.content
+    assert hashlib.sha256(tokens).hexdigest()[:32] == ticket.content.tokens
     assert list(params) == first_cells("Prefill tickets")
 
 

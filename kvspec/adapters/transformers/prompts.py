@@ -41,7 +41,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.session import Session
 from kvspec.specs import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
-from kvspec.tickets import PrefillTicket
+from kvspec.tickets import ContentIdentity, PrefillTicket, sampling_of
 
 # transformers and torch are not imported here. These are a `Cache`, and a tensor.
 Cache: TypeAlias = Any
@@ -53,6 +53,7 @@ _HAS_ZEROS = "kvspec_has_zeros"
 
 # The fields of a config with the tokens that stand for parts of an image, a film or a sound.
 _MEDIA = re.compile("(image|video|audio)_token_(id|index)")
+GREEDY = sampling_of(0.0)  # How the first token of a ticket is chosen.
 
 
 class Prompts:
@@ -150,10 +151,22 @@ class Prompts:
                     bytes_ = found.view(dtype=_torch().uint8).numpy()
                     self._buffer.write(tables, name, part, range(first, end), bytes_)
             sampled["consumer"] = consumer
-            return self._buffer.hold(session, request_id, tokens, tables, sampled, lease=lease)
+            return self._buffer.hold(
+                session, request_id, tokens, tables, sampled, adapter=self._adapter, lease=lease
+            )
         except BaseException:
             self._buffer.give(tables)
             raise
+
+    @property
+    def _adapter(self) -> str | None:
+        """The adapter of the model: "" for none, or None, because its weights have no name."""
+        loaded = getattr(self._network, "_hf_peft_config_loaded", False)
+        return None if loaded or hasattr(self._network, "peft_config") else ""
+
+    def _content(self, tokens: list[int], num_tokens: int) -> ContentIdentity:
+        """Return the content of the first tokens of a prompt for this model."""
+        return ContentIdentity.of_text(tokens, num_tokens, adapter=self._adapter)
 
     def _prompt(self, input_ids: Tensor) -> list[int]:
         """Return the tokens of one prompt."""
@@ -187,7 +200,8 @@ class Prompts:
         # bfloat16 they are often equal.
         ids = logits.sort(descending=True, stable=True).indices[: max(count, 1)]
         pairs = [*zip(ids.tolist(), logits.log_softmax(-1)[ids].tolist(), strict=True)]
-        return {"first_token": pairs[0][0], "first_logprobs": pairs[:count]}
+        first: dict[str, Any] = {"first_token": pairs[0][0], "sampling": GREEDY}
+        return first | {"first_logprobs": pairs[:count]}
 
     def _rows(self, name: str, layer: Cache, end: int) -> dict[str, Tensor]:
         """Return the rows of each part of a layer, [tokens, heads, size]."""
@@ -228,7 +242,7 @@ class Prompts:
             TransferError: If the load fails. Its `__cause__` names what does not fit.
         """
         tokens = self._prompt(input_ids)
-        ticket.check(tokens, session.me.engine_id)
+        ticket.check(self._content(tokens, ticket.computed_tokens), session.me.engine_id)
         if known := self._check(cache):
             raise SpecError("cache", f"{known} tokens", "an empty cache")
         end = min(ticket.computed_tokens, len(tokens) - 1)
