@@ -50,6 +50,7 @@ NAVIGATION = {
         "docs/cross-engine.md",
         "docs/launchers.md",
         "docs/commands.md",
+        "docs/metrics.md",
         "examples/README.md",
     ],
     "Rules": [

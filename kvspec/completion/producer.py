@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -187,6 +188,11 @@ class HeldRequest(Record, eq=False):
         return self.state in ("held", "fenced")
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks that its tables contain."""
+        return sum(len(table.block_ids) for table in self.blocks.values())
+
+    @property
     def complete(self) -> bool:
         """Whether all expected readers have come, and all readers are done."""
         if self.disputed or not self.incarnations:
@@ -268,8 +274,10 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     Attributes:
         counts: "held": requests whose blocks are not free. "pushes": pushes to readers that are
             remembered. "early": messages for requests that are not admitted yet.
+            "blocks": blocks of the held requests, as far as `admit` was passed them.
         freed: By remote id, how each request has ended that was freed: `done`, `expired` or
             `aborted`. The session takes them out.
+        ended: Number of requests that were freed, by how they have ended.
         most_early: Number of messages to keep for requests that are not admitted yet.
     """
 
@@ -280,6 +288,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.lease = seconds("lease", lease, LEAST_INTERVAL)
         self.longest = seconds("longest", longest)
         self.freed: dict[RemoteId, str] = {}
+        self.ended = Counter[str]()
 
     @property
     def held(self) -> tuple[Key, ...]:
@@ -326,6 +335,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request.kept_until = 0.0
         request.blocks = blocks or {}
         self._count("held", 1)
+        self._count("blocks", request.num_blocks)
         actions += self._step(request, "admit")
         self._save(key, request)
         return actions
@@ -556,10 +566,13 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     def _free(self, request: HeldRequest, _: None, before: str) -> list[HoldAction]:
         """Free a request. Remember its readers for a lease, because they may ask again."""
         self._count("held", -1)
+        self._count("blocks", -request.num_blocks)
         request.expires = self._now + self.lease
         request.blocks, request.checksums = dict[str, BlockTable](), dict[Extent, bytes]()
         how = "done" if request.complete else "expired"
-        self._put(self.freed, request.key.remote_id, "aborted" if before == "fenced" else how)
+        how = "aborted" if before == "fenced" else how
+        self._put(self.freed, request.key.remote_id, how)
+        self._put(self.ended, how, self.ended[how] + 1)
         return []
 
     def _push_message(self, request: HeldRequest, message: Message) -> list[HoldAction]:

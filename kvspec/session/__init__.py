@@ -3,6 +3,7 @@
 from kvspec.session.agreement import RankAgreement
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.load import Load
+from kvspec.session.prometheus import SessionCollector
 from kvspec.session.session import Session
 from kvspec.wire.messages import new_remote_id
 
@@ -11,6 +12,7 @@ __all__ = [
     "Load",
     "RankAgreement",
     "Session",
+    "SessionCollector",
     "TcpChannel",
     "new_remote_id",
 ]

@@ -53,7 +53,8 @@ from typing import Protocol
 import attrs
 
 from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.inputs import instance, positive_int
+from kvspec.inputs import instance
+from kvspec.session.ports import Ports, port_range, public_host
 
 MAX_MESSAGE = 8 << 20
 """Bytes of one message. An introduction is the longest."""
@@ -182,17 +183,21 @@ class TcpChannel:
 
     Args:
         host: Host to listen on.
-        port: Port to listen on. 0 selects a free one.
-        public: Host by which others reach this channel. By default, *host*. An IP address is best,
-            because others look a name up only when they connect.
+        port: Port to listen on, or a range of ports, of which the first free one is used. A range
+            is a pair of the first and the last port, a `range`, or a text such as "9000-9015". Give
+            a range if several ranks of one machine share the setting. 0 selects any free port.
+        public: Host name or IP address by which peers reach this machine, without a port. By
+            default, *host*. Peers look a name up only when they connect.
 
     Attributes:
         address: Host and port by which others reach this channel.
         lost: Number of messages that could not be sent.
 
     Raises:
-        SpecError: If others cannot reach the address of *host*, and *public* is not given.
-        TransferError: With state "unavailable" if the channel cannot listen there.
+        SpecError: If an argument is wrong, or peers cannot reach the address of *host* and *public*
+            is not given.
+        TransferError: With state "unavailable" if the channel cannot listen there, for example
+            because all ports are in use.
 
     >>> from contextlib import closing
     >>> with closing(TcpChannel("127.0.0.1")) as channel:
@@ -200,18 +205,12 @@ class TcpChannel:
     True
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, public: str = "") -> None:
-        positive_int("port", port, least=0, most=65535)
-        instance("public", public, str)
-        if not public and instance("host", host, str) in EVERYWHERE:
+    def __init__(self, host: str = "127.0.0.1", port: Ports = 0, *, public: str = "") -> None:
+        ports, reached = port_range(port), public_host(public)
+        if not reached and instance("host", host, str) in EVERYWHERE:
             raise SpecError("public", public, f"the host by which others reach {host!r}")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, port), family=family, backlog=128)
-        except (OSError, UnicodeError) as error:
-            message = f"cannot listen on {host}:{port}: {error}; give another host or port"
-            raise TransferError(message, rank=host, state=TransferState.UNAVAILABLE) from error
-        self.address = f"{public or host}:{self._listener.getsockname()[1]}"
+        self._listener = _listen(host, ports)
+        self.address = f"{reached or host}:{self._listener.getsockname()[1]}"
         self._waker, self._woken = socket.socketpair()
         # A spare descriptor. `_refuse` closes it when the process has no other.
         self._reserve = socket.socket()
@@ -511,6 +510,26 @@ class TcpChannel:
         if link.route in self._trusted:
             self._trusted.move_to_end(link.route)
         link.moved = time.monotonic()
+
+
+def _listen(host: str, ports: range) -> socket.socket:
+    """Listen on the first of *ports* that is free.
+
+    Raises:
+        TransferError: With state "unavailable" if none is free, or the host cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    where = f"{host}:{ports[0]}" if len(ports) == 1 else f"{host}, ports {ports[0]} to {ports[-1]}"
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=128)
+        except (OSError, UnicodeError) as error:
+            fault, in_use = error, getattr(error, "errno", None) == errno.EADDRINUSE
+        if not in_use:
+            break  # Another port would have the same fault.
+    why = "all these ports are in use" if in_use and len(ports) > 1 else fault
+    message = f"cannot listen on {where}: {why}; give another host or port"
+    raise TransferError(message, rank=host, state=TransferState.UNAVAILABLE) from fault
 
 
 def _share(most: int, part: int) -> int:

@@ -448,6 +448,7 @@ class Loads:
                 return
             load.bytes_moved += transfer.nbytes
             self.messages.counters.bytes_read += transfer.nbytes
+            self.messages.counters.descriptors_read += transfer.descriptors
         except TransferError as error:
             why, state = error.message, error.state
             load.fail(step.rank, why, state)
@@ -524,12 +525,12 @@ class Loads:
         elif isinstance(action, Ended) and load.state == "moving":
             self._locks.release(name)
             if action.state == "done":
-                self.messages.counters.load_seconds += self.now() - load.began
-                self.messages.counters.loads_done += 1
+                self.messages.counters.count_done(self.now() - load.began)
                 load.state = "done"
                 load.report_progress()
             else:
-                self.messages.counters.loads_failed += 1
+                state = TransferState.STOPPED if load.error is None else load.error.state
+                self.messages.counters.count_failed(state)
                 load.state = "failed"
         elif isinstance(action, Closed):
             self.loads.pop(name, None)

@@ -507,6 +507,7 @@ class Session:
                 raise TransferError("the NIXL rank was closed", state=TransferState.CLOSED)
             now = self._clock()
             self._holds.ledger.admit(key, now, lease=lease, blocks=tables)
+            self._messages.counters.holds_started += 1
             self._wake()
 
     def record_progress(
@@ -607,11 +608,17 @@ class Session:
             pushes=held.counts["pushes"],
             errands=len(self._loads.errands),
             held=held.counts["held"],
+            held_blocks=held.counts["blocks"],
             remembered=len(held.records),
             engines=len(self._remotes),
             leaving=len(self._remotes.leaving),
             sums=len(self._holds.answers.asked),
-            counters=attrs.evolve(self._messages.counters),
+            counters=attrs.evolve(
+                self._messages.counters,
+                holds_done=held.ended["done"],
+                holds_expired=held.ended["expired"],
+                holds_aborted=held.ended["aborted"],
+            ),
         )
 
     def close(self, drain: float = 1.0) -> None:

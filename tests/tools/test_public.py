@@ -51,7 +51,7 @@ PROVISIONAL = """
     kvspec.draw plan_svg table_svg
     kvspec.models architectures
     kvspec.models.catalogue config names
-    kvspec.session RankAgreement
+    kvspec.session RankAgreement SessionCollector
     kvspec.tickets ContentIdentity MediaItem content_of explain_difference sampling_of
     kvspec.testing Case FakeNixl fill logical_views
     kvspec.testing.kit Counterexample Judgement Supports System SystemReport Verdict as_code judge
@@ -64,7 +64,7 @@ WITHOUT_EXAMPLE = {
     "is a base class or a protocol": ("kvspec.KVSpecError kvspec.LayerSpec kvspec.session.Channel"),
     "needs NIXL or a second process": (
         "kvspec.nixl.NixlRank kvspec.nixl.Staging kvspec.nixl.Transfer "
-        "kvspec.session.Session kvspec.session.Load"
+        "kvspec.session.Session kvspec.session.Load kvspec.session.SessionCollector"
     ),
     "needs vLLM": ("kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine"),
     "needs transformers and a model": "kvspec.adapters.transformers.Prompts",
