@@ -1,0 +1,190 @@
+"""Clients: they ask, read, leave, and are judged against the answers of one engine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import attrs
+
+TOKENS = 8
+CLOSE = 1e-3
+"""Log probabilities that differ by less are equal."""
+PATH = "/v1/completions"
+
+
+def tokenizer(model: Path, vocabulary: int) -> None:
+    """Write a tokenizer into the folder of a model: the words ``t0``, ``t1`` and so on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - an engine has it
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    words = {f"t{number}": number for number in range(vocabulary)}
+    whole = Tokenizer(models.WordLevel(words, unk_token="t0"))  # noqa: S106 - a word
+    whole.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2"}
+    PreTrainedTokenizerFast(tokenizer_object=whole, **special).save_pretrained(model)
+
+
+def prompts(count: int, vocabulary: int, longest: int) -> list[list[int]]:
+    """Return random prompts of 1 to *longest* tokens. A third begins as another one does."""
+    drawn = random.Random(7)  # noqa: S311 - no secret
+    found: list[list[int]] = []
+    for _ in range(count):
+        size = drawn.choice([drawn.randint(1, 64), drawn.randint(65, longest)])
+        prompt = [drawn.randrange(3, vocabulary) for _ in range(size)]
+        if found and drawn.random() < 0.33:
+            other = drawn.choice(found)
+            shared = other[: drawn.randint(1, len(other))]
+            prompt = (shared + prompt)[:longest]
+        found.append(prompt)
+    return found
+
+
+def body_of(prompt: list[int]) -> dict[str, Any]:
+    """Return the greedy request of a prompt."""
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+@attrs.define
+class Outcome:
+    """The end of one request.
+
+    Attributes:
+        kind: What the client does: "stay", "leave" or "reject".
+        verdict: "same", "different", "left", "rejected", "failed" or "stuck".
+        first: Seconds until the first token, for answers that stream.
+        seconds: Seconds until the end.
+        why: More about a failure.
+    """
+
+    kind: str
+    verdict: str
+    first: float | None = None
+    seconds: float = 0.0
+    why: str = ""
+
+
+@attrs.define
+class Traffic:
+    """The requests of one row.
+
+    Attributes:
+        url: The router.
+        pool: The prompts.
+        answers: The tokens and log probabilities of one engine alone, for each prompt.
+        concurrency: Clients at the same time.
+        leaving: Share of clients that leave.
+        rejected: Share of requests that the decode engine rejects.
+        patience: Seconds after which a request is stuck.
+        seed: Seed of the draws.
+    """
+
+    url: str
+    pool: list[list[int]]
+    answers: list[tuple[list[int], list[float]]]
+    concurrency: int
+    leaving: float = 0.0
+    rejected: float = 0.0
+    patience: float = 120.0
+    seed: int = 0
+
+    async def run(self, count: int) -> list[Outcome]:
+        """Send *count* requests, and return how each has ended."""
+        drawn = random.Random(self.seed)  # noqa: S311 - no secret
+        places = asyncio.Semaphore(self.concurrency)
+        limits = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            connector=limits, timeout=aiohttp.ClientTimeout(total=None)
+        ) as client:
+            works = [
+                self._one(client, places, random.Random(drawn.random()), number)  # noqa: S311
+                for number in range(count)
+            ]
+            return [*await asyncio.gather(*works)]
+
+    async def _one(
+        self,
+        client: aiohttp.ClientSession,
+        places: asyncio.Semaphore,
+        drawn: random.Random,
+        number: int,
+    ) -> Outcome:
+        which = drawn.randrange(len(self.pool)) if drawn.random() < 0.5 else number
+        which %= len(self.pool)
+        body, stream = body_of(self.pool[which]), drawn.random() < 0.5
+        kind = drawn.choices(
+            ["leave", "reject", "stay"],
+            [self.leaving, self.rejected, 1 - self.leaving - self.rejected],
+        )[0]
+        if kind == "reject":
+            # The prefill half, with one token, is accepted.
+            body["max_tokens"] = 99_999
+        async with places:
+            begun = time.monotonic()
+            asked = asyncio.ensure_future(self._ask(client, body, stream=stream))
+            limit = self.patience
+            if kind == "leave":
+                # Before, between and after the two halves, as it happens.
+                limit = drawn.choice([0.0, 0.02, 0.1, 0.3, 1.0, 3.0])
+            done, _ = await asyncio.wait({asked}, timeout=limit)
+            took = time.monotonic() - begun
+            if not done:
+                asked.cancel()
+                await asyncio.wait({asked})
+                return Outcome(kind, "left" if kind == "leave" else "stuck", seconds=took)
+            return self._judge(kind, which, asked, took)
+
+    def _judge(self, kind: str, which: int, asked: Any, took: float) -> Outcome:  # noqa: ANN401
+        if (error := asked.exception()) is not None:
+            return Outcome(kind, "failed", seconds=took, why=f"{type(error).__name__}: {error}")
+        status, first, tokens, logprobs, why = asked.result()
+        if kind == "reject":
+            return Outcome(kind, "rejected" if status == 400 else "different", why=why)
+        if status != 200:
+            return Outcome(kind, "failed", seconds=took, why=f"{status} {why}")
+        expected, likely = self.answers[which]
+        close = len(likely) == len(logprobs) and all(
+            abs(a - b) < CLOSE for a, b in zip(likely, logprobs, strict=True)
+        )
+        same = tokens == expected and close
+        why = "" if same else f"prompt {which}: {tokens} for {expected}"
+        return Outcome(kind, "same" if same else "different", first, took, why)
+
+    async def _ask(
+        self, client: aiohttp.ClientSession, body: dict[str, Any], *, stream: bool
+    ) -> tuple[int, float | None, list[int], list[float], str]:
+        """Return the status, the seconds until the first token, tokens and log probabilities."""
+        begun = time.monotonic()
+        async with client.post(self.url + PATH, json={**body, "stream": stream}) as answer:
+            if answer.status != 200:
+                return answer.status, None, [], [], (await answer.text())[:300]
+            tokens, logprobs, first = list[int](), list[float](), None
+            if not stream:
+                (choice,) = (await answer.json())["choices"]
+                return 200, None, choice["token_ids"], choice["logprobs"]["token_logprobs"], ""
+            async for line in answer.content:
+                text = line.decode().removeprefix("data: ").strip()
+                if not text or text == "[DONE]":
+                    continue
+                event = json.loads(text)
+                if "error" in event:
+                    return 500, first, [], [], text[:300]
+                for choice in event["choices"]:
+                    if choice.get("token_ids"):
+                        first = first or time.monotonic() - begun
+                        tokens += choice["token_ids"]
+                        logprobs += choice["logprobs"]["token_logprobs"]
+            return 200, first, tokens, logprobs, ""
