@@ -125,6 +125,14 @@ def _tp(case: Case) -> Iterator[str]:
             yield f"{side} with more ranks than heads"
 
 
+CLASSES = (
+    *("equal", "multiple, producer larger", "multiple, consumer larger"),
+    *("other, producer larger", "other, consumer larger"),
+    *("producer with more ranks than heads", "consumer with more ranks than heads"),
+)
+"""All values of the axis "tp", so that a report shows those that were not drawn."""
+
+
 def _pp(case: Case) -> Iterator[str]:
     yield f"{case.producer.parallel.pp_size} to {case.consumer.parallel.pp_size}"
 

@@ -28,10 +28,12 @@ from hypothesis.errors import HypothesisException
 
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.testing import strategies
+from kvspec.testing.case import Case
 from kvspec.testing.kinds import KINDS, kinds_of
-from kvspec.testing.kit.axes import AXES, RELEASE, STEPS, Axis
+from kvspec.testing.kit.axes import AXES, CLASSES, RELEASE, STEPS, Axis
 from kvspec.testing.kit.code import reproduction
 from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError, place_of
+from kvspec.testing.kit.must_cases import moves_nothing, must_cases
 from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
 from kvspec.testing.laws import LAWS, Law, half_unanswered, unanswered
 from kvspec.testing.laws.release import Script, play
@@ -41,7 +43,6 @@ from kvspec.testing.pairs import sharing_kinds
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-    from kvspec.testing.case import Case
     from kvspec.testing.supports import Supports
 
 Pair = "tuple[Case, Case | None]"
@@ -174,7 +175,12 @@ def judge_axis(
     for narrow in axis.narrowed(system.supports, kinds_of(system.supports)):
         draws = _pairs(system, laws, narrow)
         tally = _Tally()
-        for pair in _drawn(draws, examples, seed):
+        pairs = _drawn(draws, examples, seed)
+        alone = [law for law in laws if not law.between]
+        if axis.name == "tp" and alone:
+            for case in must_cases(narrow):
+                tally.add(axis, (case, None), look(guard, alone, case), stuck=bool(guard.stuck))
+        for pair in pairs:
             tally.add(axis, pair, look(guard, laws, *pair), stuck=bool(guard.stuck))
         for law in laws:
             found = tally.wrong.get(law.number)
@@ -184,6 +190,7 @@ def judge_axis(
                 found = _shortest(guard, law, *found)
             example = None if found is None else _counterexample(guard, law, *found)
             judgements += tally.judgements(law, axis, example)
+            judgements += tally.not_drawn(law, axis)
     return judgements
 
 
@@ -326,6 +333,8 @@ def look(
         trials = [Trial(system, each) for each in (case, other) if each is not None]
         judges = {law.number: partial(_first, law, trials) for law in laws}
     verdicts: dict[int, tuple[Verdict, str]] = {}
+    # If nothing moves, a law holds for any answer. So it proves nothing.
+    idle = isinstance(case, Case) and moves_nothing(case)
     for number, first_fault in judges.items():
         guard.raised = None
         try:
@@ -345,8 +354,9 @@ def look(
             )
             verdicts[number] = Verdict.WRONG, words
         else:
-            right = fault is None
-            verdicts[number] = (Verdict.EXACT if right else Verdict.WRONG), str(fault or "")
+            right = Verdict.NOT_JUDGED if idle else Verdict.EXACT
+            words = "no token moves in this case" if idle else ""
+            verdicts[number] = (right, words) if fault is None else (Verdict.WRONG, str(fault))
     return verdicts
 
 
@@ -428,6 +438,15 @@ class _Tally:
             for number, (verdict, words) in verdicts.items():
                 self.counts.setdefault((number, value), Counter())[verdict] += 1
                 self.words.setdefault((number, value, verdict), words)
+
+    def not_drawn(self, law: Law, axis: Axis) -> Iterator[Judgement]:
+        """Yield a judgement for each class of TP sizes of which no case was judged."""
+        if axis.name != "tp":
+            return
+        drawn = {value for number, value in self.counts if number == law.number}
+        for value in CLASSES:
+            if value not in drawn:
+                yield Judgement(law=law, axis=axis.name, value=value, words="not drawn")
 
     def judgements(self, law: Law, axis: Axis, found: Counterexample | None) -> Iterator[Judgement]:
         """Yield the judgement of *law* for each value."""
