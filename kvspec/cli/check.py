@@ -14,8 +14,8 @@ from kvspec.cli.running import CONSUMER, NO_SECRET, PRODUCER, TIMEOUT, Running, 
 from kvspec.errors import KVSpecError, counted, nbytes
 from kvspec.inputs import positive_int, seconds
 from kvspec.nixl import NixlRank
-from kvspec.session.mailbox import Introduced
 from kvspec.session.deployment import move
+from kvspec.session.mailbox import Introduced
 
 
 def check(

@@ -15,9 +15,9 @@ import typer
 from kvspec.analysis.explanation import sizes
 from kvspec.cli import options, printing
 from kvspec.errors import KVSpecError, MismatchError, SpecError, counted, nbytes
+from kvspec.session.deployment import Deployment, ask, read_engine
 from kvspec.session.mailbox import Introduced
 from kvspec.session.ports import MAX_PORT, port_range
-from kvspec.session.deployment import Deployment, ask, read_engine
 from kvspec.wire.seal import Secret, secret_of
 
 MAX_ADDRESSES = 4096
