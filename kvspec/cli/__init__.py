@@ -1,4 +1,4 @@
-"""Run the commands of ``kvspec``: `transfer`, `plan`, `verify`, `calibrate`, `vectors` and `view`.
+"""Run the commands of ``kvspec``: see `kvspec.cli.app`.
 
 Invariant: importing this package does not import typer or rich. Each rank of `kvspec transfer` is a
 process that imports the main module of its parent, and must start fast.

@@ -6,19 +6,21 @@ import typer
 
 import kvspec
 from kvspec.cli.calibrate import calibrate
+from kvspec.cli.check import check
 from kvspec.cli.plan import plan
+from kvspec.cli.prove import prove
 from kvspec.cli.transfer import transfer
 from kvspec.cli.vectors import vectors
 from kvspec.cli.verify import verify
 from kvspec.cli.view import view
 
 app = typer.Typer(
-    help="Plan, move and verify KV cache transfers between two LLM serving engines.",
+    help="Plan, check and move KV cache transfers between two LLM serving engines.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (transfer, plan, verify, calibrate, vectors, view):
+for command in (check, verify, plan, transfer, calibrate, prove, vectors, view):
     app.command()(command)
 
 
@@ -34,5 +36,5 @@ def options(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """Plan, move and verify transfers of KV caches."""
+    """Plan, check and move transfers of KV caches."""
     del version  # Its callback has handled it.

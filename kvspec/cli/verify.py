@@ -1,52 +1,79 @@
-"""Implement `kvspec verify`: check the slices of all TP sizes and head counts up to a limit."""
+"""Implement `kvspec verify`: judge every byte that two running engines would exchange.
+
+Invariant: `kvspec.verify` judges with its own count of who owns what, not with that of the plan.
+"""
 
 from __future__ import annotations
 
-import time
-
 import typer
 
-from kvspec.check.proof import MAX_HEADS, MAX_TP, prove
-from kvspec.cli import options, printing
-from kvspec.ownership.replicas import POLICIES, known_policies
-
-# Number of counter-examples that are printed.
-MAX_FAULTS = 10
+from kvspec.check.verify import verify as first_fault
+from kvspec.cli import printing
+from kvspec.cli.running import CONSUMER, NO_SECRET, PRODUCER, TIMEOUT, Running
+from kvspec.errors import KVSpecError, SpecError
+from kvspec.inputs import positive_int, seconds
+from kvspec.session.deployment import Deployment
 
 
 def verify(
-    max_tp: int = typer.Option(
-        16, help=f"Largest tensor-parallel size of both sides, at most {MAX_TP}."
-    ),
-    max_heads: int = typer.Option(16, help=f"Largest number of KV heads, at most {MAX_HEADS}."),
-    jobs: int | None = typer.Option(None, help="Number of processes. Default: one for each core."),
-    ranks_per_node: int | None = options.RANKS_PER_NODE,
+    producer: list[str] = PRODUCER,
+    consumer: list[str] = CONSUMER,
+    tokens: int = typer.Option(1024, help="Tokens of the longest request."),
+    timeout: float = TIMEOUT,
+    no_secret: bool = NO_SECRET,
 ) -> None:
-    """Check that each consumer rank reads each of its heads exactly once, from an owner.
+    """Judge where each byte would go between two engines that run now.
 
-    The command tries every combination of producer TP, consumer TP and number of heads, with each
-    replica policy.
-    Exit status 0: all are exact. 1: there is a counter-example. 2: invalid input.
+    The command asks all ranks for their introductions, which contain the places of their caches in
+    memory. It computes the reads of several requests, and checks that each consumer rank receives
+    every byte exactly once, from a rank that owns it. No byte moves.
+    `kvspec check` is the shorter question whether the engines fit. `kvspec prove` tries all sizes.
+    Exit status 0: all bytes are right. 1: one is wrong, or the engines do not fit together.
+    2: invalid input.
     """
-    start = time.perf_counter()
     with printing.reported_errors():
-        policies = known_policies(None) if ranks_per_node is None else tuple(POLICIES)
-        printing.show_stages()
-        proof = prove(
-            max_tp,
-            max_heads,
-            jobs=jobs,
-            replica_policies=policies,
-            ranks_per_node=ranks_per_node,
-        )
-    console = printing.output()
-    tried = f"{proof.triples:,} triples (producer TP, consumer TP, heads), "
-    tried += f"{proof.rank_cases:,} consumer ranks, {time.perf_counter() - start:.1f} s, "
-    tried += f"policies: {', '.join(policies)}"
-    if proof.exact:
-        console.print(f"all exact: {tried}", style="bold green")
-        return
-    console.print(f"WRONG: {len(proof.faults):,} of {tried}", style="bold red")
-    for fault in proof.faults[:MAX_FAULTS]:
-        console.print(f"  {fault}")
-    raise typer.Exit(printing.WRONG)
+        most = seconds("timeout", timeout, 0.1)
+        positive_int("tokens", tokens)
+        if not producer or not consumer:
+            rule = "pass the addresses of both engines. `kvspec prove` needs none"
+            raise SpecError("producer, consumer", None, rule=rule)
+        running = Running(producer, consumer, no_secret=no_secret)
+        running.find(most)
+        made = running.compare()
+        if made is not None:
+            _judge(running, made, tokens)
+    running.end("yes: every byte would come once, and from its owner")
+
+
+def _judge(running: Running, made: Deployment, tokens: int) -> None:
+    """Judge requests of several lengths, and print the first wrong byte of each."""
+    blocks = {
+        engine.virtual_block(group)
+        for engine in (made.plan.producer, made.plan.consumer)
+        for group in engine.groups
+    }
+    # Lengths beside the ends of blocks are where mistakes are.
+    near = {size + more for size in blocks for more in (-1, 0, 1)}
+    lengths = sorted(size for size in {1, *near, tokens} if 0 < size <= tokens)
+    judged = set[int]()
+    for seed, length in enumerate(lengths):
+        try:
+            request = made.request(length, seed)
+            if request.num_tokens in judged:
+                continue  # The caches have no room for more.
+            judged.add(request.num_tokens)
+            fault = first_fault(
+                made.plan,
+                made.caches("producer"),
+                made.caches("consumer"),
+                request,
+                independent=True,
+                separate_processes=True,
+            )
+        except KVSpecError as error:
+            running.fault(f"a request of {length:,} tokens", error)
+            continue
+        if fault is not None:
+            running.fault(f"a request of {request.num_tokens:,} tokens", str(fault))
+    shown = ", ".join(map(str, sorted(judged)))
+    running.say(f"judged: requests of {shown} tokens, with blocks in random order")

@@ -261,7 +261,8 @@ def _load(source: ConfigSource) -> Mapping[str, object]:
     if not isinstance(source, (str, os.PathLike)):
         raise SpecError("config", source, "a dict or the path of a config.json")
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
+    # `Path.is_dir` raises for a name that is too long. Reading it then raises the right error.
+    path = path / "config.json" if os.path.isdir(path) else path  # noqa: PTH112 - see above
     loaded = _read(path)
     # Older versions of ModelOpt write the quantization into a file of its own, which vLLM reads.
     beside = path.with_name("hf_quant_config.json")

@@ -249,8 +249,8 @@ def judged(
     remote = next(iter(ranks.values()))
     sides = (remote, own.handshake) if role == "producer" else (own.handshake, remote)
     pairs = [(each, own) if role == "producer" else (own, each) for each in members]
-    late = {mismatch for pair in pairs if (mismatch := _late(*pair)) is not None}
-    if found := (*disagreements(*sides), *late):
+    delays = {mismatch for pair in pairs if (mismatch := late(*pair)) is not None}
+    if found := (*disagreements(*sides), *delays):
         raise MismatchError(found)
     plan = plan_transfer(sides[0].engine, sides[1].engine, own.handshake.replica_policy)
     partners = plan.sources(own.rank) if role == "producer" else plan.targets(own.rank)
@@ -267,7 +267,7 @@ def judged(
     return RemoteEngine(role, (remote.engine_id, remote.epoch), plan, by_rank, tables, readers)
 
 
-def _late(producer: Introduced, consumer: Introduced) -> Mismatch | None:
+def late(producer: Introduced, consumer: Introduced) -> Mismatch | None:
     """Return why heartbeats of *consumer* come too late for *producer*, or None.
 
     A message may be lost. With less than two heartbeats in a lease, one lost message would end the

@@ -38,10 +38,10 @@ pytest.importorskip("typer", reason="needs the cli extra")
 
 from typer.testing import CliRunner, Result
 
+from kvspec.check import proof as proof_module
 from kvspec.check.proof import Proof
 from kvspec.cli import app as cli
 from kvspec.cli import printing
-from kvspec.cli import verify as cli_verify
 
 REPO = Path(kvspec.__file__).parents[1]
 
@@ -169,12 +169,12 @@ def test_plan_draws_the_exchange(tmp_path: Path) -> None:
         (("plan", "--consumer", "tp=65537"), "consumer.ranks=65537", "65536"),
         (("plan", "--model", "gemma-3-1b", "--svg", ""), "svg=''", "file"),
         (("plan", "--svg", "/"), "svg='/'", "file"),
-        (("verify", "--max-tp", "100000000"), "max_tp=100000000", "256"),
-        (("verify", "--max-heads", "100000000"), "max_heads=100000000", "256"),
-        (("verify", "--max-tp", "0"), "max_tp=0", "1"),
-        (("verify", "--max-heads", "-3"), "max_heads=-3", "1"),
-        (("verify", "--jobs", "0"), "jobs=0", "1"),
-        (("verify", "--ranks-per-node", "0"), "ranks_per_node=0", "1"),
+        (("prove", "--max-tp", "100000000"), "max_tp=100000000", "256"),
+        (("prove", "--max-heads", "100000000"), "max_heads=100000000", "256"),
+        (("prove", "--max-tp", "0"), "max_tp=0", "1"),
+        (("prove", "--max-heads", "-3"), "max_heads=-3", "1"),
+        (("prove", "--jobs", "0"), "jobs=0", "1"),
+        (("prove", "--ranks-per-node", "0"), "ranks_per_node=0", "1"),
         *(((*command, "--replica-policy", "nearest"), "ranks_per_node=None", "--ranks-per-node")
           for command in (("plan",), ("transfer",))),
     ],
@@ -249,33 +249,33 @@ def test_version_option_prints_the_version_of_the_package() -> None:
     assert f"kvspec {kvspec.__version__}\n" == run("--version").stdout
 
 
-def test_verify_prints_how_many_cases_it_tried() -> None:
+def test_prove_prints_how_many_cases_it_tried() -> None:
     """4 x 4 TP pairs and 3 head counts are 48 triples, each on 1 to 4 consumer ranks."""
-    result = run("verify", "--max-tp", "4", "--max-heads", "3", "--jobs", str(10**12))
+    result = run("prove", "--max-tp", "4", "--max-heads", "3", "--jobs", str(10**12))
     assert 0 == result.exit_code
     assert ["48", "120"] == re.findall(r"\b(\d+) (?:triples|consumer ranks)", result.stdout)
     assert "all exact" in result.stdout
 
 
 @pytest.mark.parametrize(("more", "last"), [((), "stripe"), (("--ranks-per-node", "2"), "nearest")])
-def test_verify_prints_the_policies_that_it_tried(more: tuple[str, ...], last: str) -> None:
+def test_prove_prints_the_policies_that_it_tried(more: tuple[str, ...], last: str) -> None:
     """The policy nearest needs the option for nodes."""
-    result = run("verify", "--max-tp", "2", "--max-heads", "2", *more)
+    result = run("prove", "--max-tp", "2", "--max-heads", "2", *more)
     assert 0 == result.exit_code
     known = ("spread", "first", "stripe", "nearest")
     policies = " ".join(result.stdout.split()).rpartition(": ")[2]
     assert list(known[: known.index(last) + 1]) == policies.split(", ")
 
 
-def test_verify_fails_if_one_triple_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prove_fails_if_one_triple_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit status is 1, and standard output has the counter-example."""
 
     def prove(*_: object, **more: Any) -> Proof:
         assert ("spread", "first", "stripe") == more["replica_policies"]
         return Proof(9, 27, ("3 heads, TP 2 -> 3, spread: rank 1: heads 1.. missing",))
 
-    monkeypatch.setattr(cli_verify, "prove", prove)
-    result = run("verify")
+    monkeypatch.setattr(proof_module, "prove", prove)
+    result = run("prove")
     assert 1 == result.exit_code
     assert "1 of 9" in result.stdout
     assert "rank 1: heads 1.. missing" in result.stdout
