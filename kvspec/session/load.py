@@ -284,6 +284,7 @@ class Load(Progress):
         self.in_flight: dict[Step, Transfer | bytes] = {}
         self.pushes: dict[RankId, bytes] = {}  # Digest of each expected push.
         self.began = self.deadline = 0.0
+        self.seconds = 0.0  # From the start to the end of a load that is done.
         self.written = False  # Whether any byte may have been written.
         self.bytes_moved = 0  # By reads that have ended.
         self.advanced = False  # Whether the producer wrote more that is not read yet.

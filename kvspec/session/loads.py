@@ -525,7 +525,8 @@ class Loads:
         elif isinstance(action, Ended) and load.state == "moving":
             self._locks.release(name)
             if action.state == "done":
-                self.messages.counters.count_done(self.now() - load.began)
+                load.seconds = self.now() - load.began
+                self.messages.counters.count_done(load.seconds)
                 load.state = "done"
                 load.report_progress()
             else:

@@ -24,7 +24,7 @@ from kvspec.tickets import PrefillTicket
 
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
 ASKED = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-LEASE = 0.6
+LEASE = 1.2
 """Seconds. Each test waits several of them."""
 
 

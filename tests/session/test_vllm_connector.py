@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,15 +214,15 @@ def test_rejected_copy_of_a_ticket_declines_nothing(*, loading: bool) -> None:
 
 
 def test_prompt_is_held_while_its_request_waits_in_the_queue() -> None:
-    """The queue takes four times as long as the producer holds a prompt that nobody wants."""
-    with Engine("p", hold=0.5, lease=0.5) as producer, Engine("d", lease=0.5) as consumer:
+    """The queue takes three times as long as the producer holds a prompt that nobody wants."""
+    with Engine("p", hold=1.5, lease=1.5) as producer, Engine("d", lease=1.5) as consumer:
         moved = asked()
         producer.fill(moved)
         consumer.spoil(moved)
         params = producer.prefill(Request("p-1", 14), *TABLES)
         request = Request("d-1", 14, params)
         consumer.scheduler.on_new_request(request)
-        end = time.monotonic() + 2.0
+        end = time.monotonic() + 5.0
         until(lambda: time.monotonic() > end, producer, consumer)
         assert {} == producer.sent
         consumer.load(request, *OTHERS)
@@ -630,3 +631,60 @@ def test_second_request_of_a_held_id_is_freed_at_once(caplog: pytest.LogCaptureF
         consumer.decode(Request("d-1", 14, first), *OTHERS)
         until(lambda: consumer.received, producer, consumer)
         assert {} == consumer.failed
+
+
+def test_numbers_count_what_happened_since_the_last_call() -> None:
+    """VLLM asks each worker in each step, and adds the answers."""
+    with Engine("p", 2) as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        consumer.decode(Request("d-1", 14, params), *OTHERS)
+        until(lambda: consumer.received and len(producer.sent) == 1, producer, consumer)
+        until(lambda: {"p-1": 2} == producer.sent, producer, consumer)
+        (worker,) = consumer.workers
+        found = worker.get_kv_connector_stats().data
+        assert (1, {}, 0) == (len(found["seconds"]), found["failed"], found["held"])
+        assert found["bytes_read"] > 0
+        assert worker.get_kv_connector_stats() is None
+        held = [each.get_kv_connector_stats() for each in producer.workers]
+        both = held[0].aggregate(held[1])
+        assert (2, 0) == (both.data["holds_done"], both.data["held"])
+        assert {"Loads done": 0, "Holds expired": 0}.items() <= both.reduce().items()
+        late = consumer.decode(
+            Request("d-2", 14, attrs.evolve(PrefillTicket.from_params(params or {}),
+                                           addresses=("127.0.0.1:9",)).to_params()
+                    | {"do_remote_prefill": True}), *OTHERS)  # fmt: skip
+        assert (13, True) == late
+        until(lambda: consumer.failed, consumer)
+        assert 1 == sum(worker.get_kv_connector_stats().data["failed"].values())
+
+
+def test_connector_without_a_secret_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM asks for the layout before it loads the weights."""
+    monkeypatch.delenv("KVSPEC_SECRET")
+    connector = importlib.import_module(CONNECTOR).KvspecConnector
+    for call in (
+        lambda: connector.get_required_kvcache_layout(None),
+        lambda: made(configs("p", 0, 1, 4, {})[0], "WORKER", None),
+    ):
+        with pytest.raises(kvspec.SpecError) as caught:
+            call()
+        assert "KVSPEC_SECRET" == caught.value.field
+
+
+def test_tokens_of_a_prompt_count_as_those_of_a_peer() -> None:
+    connector = importlib.import_module(CONNECTOR).KvspecConnector
+    assert "p2p" == connector._cache_hit_source.value
+
+
+def test_lines_of_kvspec_have_the_place_of_those_of_vllm() -> None:
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvspec")
+    handler = logging.StreamHandler()
+    before = ours.handlers, ours.level, ours.propagate
+    theirs.addHandler(handler)
+    try:
+        importlib.import_module(CONNECTOR)._log_as_vllm_does()
+        assert handler in ours.handlers
+        assert not ours.propagate
+    finally:
+        theirs.removeHandler(handler)
+        ours.handlers, ours.level, ours.propagate = [], before[1], True

@@ -6,6 +6,7 @@ Only vLLM's base class and its callers are imitated. Sessions, NIXL and memory a
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 import json
 import pickle
@@ -79,6 +80,8 @@ class World:
 class Base:
     """The part of vLLM's `KVConnectorBase_V1` that the connector uses."""
 
+    _cache_hit_source: Any = None
+
     def __init__(self, _: Any, __: Any, kv_cache_config: Any) -> None:
         self._connector_metadata: Any = None
         self._kv_cache_config = kv_cache_config
@@ -121,13 +124,32 @@ class Results:
     failed_recving: set[str]
 
 
+@dataclass
+class Stats:
+    """The class `KVConnectorStats`."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class Source(enum.Enum):
+    """The class `CacheHitSource`."""
+
+    P2P = "p2p"
+    EXTERNAL = "external_unspecified"
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Make `import vllm` find the few names that the connector imports."""
+    Base._cache_hit_source = Source.EXTERNAL
     base = {"KVConnectorBase_V1": Base, "SupportsHMA": type("SupportsHMA", (), {})}
     modules = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base": base
         | {"KVConnectorTransferResults": Results},
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
+            "KVConnectorStats": Stats,
+            "KVConnectorPromMetrics": type("KVConnectorPromMetrics", (), {}),
+        },
         "vllm.distributed.parallel_state": {"get_world_group": lambda: WORLDS[-1]},
     }
     created: dict[str, ModuleType] = {}

@@ -8,7 +8,8 @@ Invariant: an error fails one request and never the engine. The log names the re
 How it works:
     vLLM constructs the connector once in its scheduler and once in each worker. The two call
     different methods. This class decides nothing. It only joins two classes with vLLM's base class,
-    and so it is the only module of kvspec that needs vLLM:
+    and so it is the only module of kvspec that needs vLLM. vLLM's front end calls class methods for
+    the metrics:
 
         `Scheduling` in the scheduler             `Serving` in a worker
         on_new_request                            register_kv_caches
@@ -23,12 +24,65 @@ How it works:
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 
+from kvspec.adapters.vllm.metrics import Numbers, PromMetrics, added, no_numbers, summary
 from kvspec.adapters.vllm.scheduler_side import Scheduling
-from kvspec.adapters.vllm.worker_side import Serving
+from kvspec.adapters.vllm.worker_side import Serving, check_secret
+
+
+def _log_as_vllm_does() -> None:
+    """Let the lines of kvspec have the format, the level and the place of vLLM's own lines."""
+    ours, theirs = logging.getLogger("kvspec"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:  # Otherwise the user has configured one of them.
+        ours.handlers, ours.level, ours.propagate = theirs.handlers, theirs.level, False
+
+
+_log_as_vllm_does()
+
+
+class KvspecStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]
+    """The numbers of some workers and steps. vLLM adds them and sends them as plain values."""
+
+    data: Numbers
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        self.data = no_numbers()
+
+    def aggregate(self, other: Any) -> KvspecStats:  # noqa: ANN401 - a KvspecStats
+        """Return the sum of these numbers and others."""
+        return KvspecStats(added(self.data or no_numbers(), other.data or no_numbers()))
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the numbers for a line of the log."""
+        return summary(self.data or no_numbers())
+
+    def is_empty(self) -> bool:
+        """Return whether nothing has happened."""
+        return (self.data or no_numbers()) == no_numbers()
+
+
+class KvspecPromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
+    """The metrics in ``/metrics``: see `kvspec.adapters.vllm.metrics`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401
+        metric_types: Any,  # noqa: ANN401
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[Any]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = PromMetrics(self, labelnames, per_engine_labelvalues)
+
+    def observe(self, transfer_stats_data: Numbers, engine_idx: int = 0) -> None:
+        """Record the numbers of one step."""
+        self._metrics.observe(transfer_stats_data, engine_idx)
 
 
 class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -40,6 +94,13 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
     for a layer delays all others of the batch.
     """
 
+    # A prompt comes from the memory of another engine. Older versions have no such sources.
+    _cache_hit_source = getattr(
+        type(base.KVConnectorBase_V1._cache_hit_source),
+        "P2P",
+        None,
+    )
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
         # The bases take different arguments, so `super().__init__` cannot serve all three.
         base.KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
@@ -50,6 +111,36 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ANN401, ARG003
         """Return False: a sleeping engine frees memory that peers may be reading."""
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ANN401, ARG003
+        """Require no layout. Raise `SpecError` if there is no secret.
+
+        vLLM calls it before it loads the weights, which may take minutes.
+        """
+        check_secret()
+        return None
+
+    def get_kv_connector_stats(self) -> KvspecStats | None:
+        """Return the numbers of this worker since the last call, or None if nothing happened."""
+        numbers = self.numbers()
+        return None if numbers is None else KvspecStats(numbers)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: Numbers | None = None) -> KvspecStats:
+        """Return the object for numbers that vLLM has sent as plain values."""
+        return KvspecStats(no_numbers() if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,  # noqa: ANN401
+        metric_types: Any,  # noqa: ANN401
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[Any]],
+    ) -> KvspecPromMetrics:
+        """Return the metrics of a front end."""
+        return KvspecPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ANN401, ARG002
         """Begin the transfers of this step."""

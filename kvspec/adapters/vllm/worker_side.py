@@ -17,6 +17,7 @@ import attrs
 
 from kvspec.adapters.attention_modules import configured_key_content
 from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.vllm.metrics import Numbers, WorkerNumbers
 from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.tensors import rank_cache, zero
@@ -29,6 +30,7 @@ from kvspec.specs import KeyContent
 from kvspec.tickets import PrefillTicket
 from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import key_of
+from kvspec.wire.seal import secret_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -107,14 +109,28 @@ class Settings:
         return Settings(**values)
 
 
+def check_secret() -> None:
+    """Raise `SpecError` if the environment has no secret."""
+    try:
+        secret_of(None)
+    except SpecError as error:
+        rule = (
+            "set this environment variable to the same random text, at least 16 bytes, for both"
+            " engines and all their workers"
+        )
+        raise SpecError("KVSPEC_SECRET", None, rule=rule) from error
+
+
 class Serving:
     """The session of one rank, and its loads."""
 
     _session: Session
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        check_secret()
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
+        self._numbers = WorkerNumbers()
         self._settings = Settings.of(vllm_config)
         self._served: Served | None = None
         self._open = contextlib.ExitStack()
@@ -236,12 +252,19 @@ class Serving:
         # Failed requests count as received, too: their loads have ended.
         return sent, ended | failed, failed
 
+    def numbers(self) -> Numbers | None:
+        """Return the numbers of this worker since the last call, or None if nothing happened."""
+        if self._served is None:
+            return None
+        return self._numbers.take(self._session.stats())
+
     def _complete(self, name: str, load: Load) -> bool:
         """Return whether a load that ended succeeded."""
         if load.error is not None:
             error = load.error.__cause__ or load.error
             log.error("%s: %s: %s", name, type(error).__name__, error)
             return False
+        self._numbers.load_is_done(load.seconds)
         # If this is set, vLLM zeroes new blocks, but not those that are loaded. So the bytes that
         # the load has not written are zeroed here.
         if self._kv_cache_config.needs_kv_cache_zeroing:
