@@ -34,6 +34,9 @@ from kvspec.adapters.vllm.metrics import Numbers, PromMetrics, added, no_numbers
 from kvspec.adapters.vllm.scheduler_side import Scheduling
 from kvspec.adapters.vllm.worker_side import Serving, check_secret
 
+# The sources of cached tokens. Older versions of vLLM have none.
+_SOURCES = type(getattr(base.KVConnectorBase_V1, "_cache_hit_source", None))
+
 
 def _log_as_vllm_does() -> None:
     """Let the lines of kvspec have the format, the level and the place of vLLM's own lines."""
@@ -94,12 +97,8 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
     for a layer delays all others of the batch.
     """
 
-    # A prompt comes from the memory of another engine. Older versions have no such sources.
-    _cache_hit_source = getattr(
-        type(base.KVConnectorBase_V1._cache_hit_source),
-        "P2P",
-        None,
-    )
+    # A prompt comes from the memory of another engine.
+    _cache_hit_source = getattr(_SOURCES, "P2P", None)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
         # The bases take different arguments, so `super().__init__` cannot serve all three.
