@@ -161,6 +161,26 @@ def traffic(plan: TransferPlan, num_tokens: int) -> Traffic:
     )
 
 
+def edge_descriptors(plan: TransferPlan, num_tokens: int) -> dict[tuple[Pair, str], int]:
+    """Return the descriptors of each pair of ranks and group of the consumer, as `traffic` counts.
+
+    Raises:
+        SpecError: As `traffic`.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, plan_transfer
+    >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
+    >>> engine = EngineSpec(groups=[KVCacheGroup(name="latent", layers=["l.0"], spec=spec)])
+    >>> [*edge_descriptors(plan_transfer(engine, engine), 100).values()]
+    [2]
+    """
+    counter = _DescriptorCounter(plan, num_tokens)
+    counts = dict[tuple[Pair, str], int]()
+    for edge in plan.edges:
+        pair = edge.producer, edge.consumer
+        counts[pair, edge.group] = counter.count(*pair, group=edge.group)
+    return counts
+
+
 def _by_rank(
     ranks: tuple[RankId, ...], pairs: dict[Pair, Amount], side: int
 ) -> dict[RankId, Amount]:
@@ -192,8 +212,11 @@ class _DescriptorCounter:
         self.known: dict[tuple[object, ...], int] = {}
         self.shapes = [_shapes(engine) for engine in engines]
 
-    def count(self, producer: RankId, consumer: RankId) -> int:
-        """Return the number of descriptors between two ranks."""
+    def count(self, producer: RankId, consumer: RankId, *, group: str | None = None) -> int:
+        """Return the number of descriptors between two ranks, perhaps of one group only."""
+        edges = [
+            edge for edge in self.plan.between(producer, consumer) if group in (None, edge.group)
+        ]
         # Neither the TP rank nor the global units of a slice change the number of descriptors.
         same_shape = tuple(
             (
@@ -202,14 +225,15 @@ class _DescriptorCounter:
                 edge.layers,
                 attrs.evolve(transfer_slice, remote_rank=0, global_range=range(0)),
             )
-            for edge in self.plan.between(producer, consumer)
+            for edge in edges
             for transfer_slice in edge.slices
         )
         key = same_shape, self.shapes[0][producer], self.shapes[1][consumer]
         if key not in self.known:
             source = plan_memory(self.plan.producer, producer, self.pools[0])
             target = plan_memory(self.plan.consumer, consumer, self.pools[1])
-            table = build_table(self.plan, source, target)
+            layers = [layer for edge in edges for layer in edge.layers]
+            table = build_table(self.plan, source, target, layers=layers)
             self.known[key] = len(table.descriptors(self.request))
         return self.known[key]
 

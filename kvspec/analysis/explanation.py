@@ -16,6 +16,7 @@ How it works:
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 
@@ -144,6 +145,63 @@ def carried(edge: Edge) -> Iterator[str]:
         layers = "" if piece.layers == edge.layers else f" of {layer_names(piece.layers)}"
         blocks = "" if piece.stripe.whole else f", {piece.stripe}"
         yield f"{'+'.join(piece.parts)} {units}{layers}{blocks}"
+
+
+def carried_heads(plan: TransferPlan, edge: Edge) -> Iterator[str]:
+    """Yield the parts, heads, layers and blocks that move over an edge.
+
+    A head is what tensor parallelism gives to a rank as a whole: a KV head, or the channels of one
+    head of a recurrent state. So all parts of a layer count the same heads, where `carried` counts
+    channels for some parts. Parts with equal heads are one line.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MambaSpec, ParallelConfig, plan_transfer
+    >>> spec = MambaSpec.mamba2(num_heads=4, head_dim=8, state_size=16, n_groups=1, conv_kernel=4,
+    ...     dtype="float32")
+    >>> group = KVCacheGroup(name="mamba", layers=["l.0"], spec=spec)
+    >>> engines = [EngineSpec(groups=[group], parallel=ParallelConfig(tp_size=n)) for n in (1, 2)]
+    >>> plan = plan_transfer(*engines)
+    >>> list(carried(plan.edges[1]))
+    ['conv_x units 16..31', 'conv_b+conv_c units 0..15', 'ssm units 2..3']
+    >>> list(carried_heads(plan, plan.edges[1]))
+    ['conv_x+ssm heads 2..3', 'conv_b+conv_c']
+    """
+    spec = plan.consumer.group(edge.group).spec
+    names: dict[tuple[object, ...], list[str]] = {}
+    for piece in edge.slices:
+        grains = {part.name: part for part in spec.of_layer(piece.layers[0]).parts}
+        layers = "" if piece.layers == edge.layers else f" of {layer_names(piece.layers)}"
+        blocks = "" if piece.stripe.whole else f", {piece.stripe}"
+        for name in piece.parts:
+            part, units = grains[name], piece.global_range
+            # Explicit shardings may divide a head.
+            whole = units.start % part.granularity == units.stop % part.granularity == 0
+            size = part.granularity if whole else 1
+            heads = range(units.start // size, units.stop // size)
+            only = len(heads) == part.units // size == 1
+            noun = "" if only else f" {_span('head' if whole else 'channel', np.array(heads))}"
+            names.setdefault((layers, blocks, noun), []).append(name)
+    for (layers, blocks, noun), parts in names.items():
+        yield f"{'+'.join(parts)}{noun}{layers}{blocks}"
+
+
+def layer_numbers(layers: tuple[str, ...]) -> str:
+    """Return the numbers of layers in short: a range, or the first, the last and how many.
+
+    >>> layer_numbers(("model.layers.0.attn", "model.layers.1.attn"))
+    '0..1'
+    >>> layer_numbers(tuple(f"layers.{number}" for number in (3, 7, 11)))
+    '3..11 (3)'
+    >>> layer_numbers(("first", "last"))
+    'first..last (2)'
+    """
+    found = [re.findall(r"[0-9]+", name) for name in layers]
+    numbers = [int(digits[0]) for digits in found if digits]
+    if len(numbers) < len(layers):
+        return layers[0] if len(layers) == 1 else f"{layers[0]}..{layers[-1]} ({len(layers)})"
+    if len(numbers) == 1:
+        return str(numbers[0])
+    whole = numbers == [*range(numbers[0], numbers[-1] + 1)]
+    return f"{numbers[0]}..{numbers[-1]}{'' if whole else f' ({len(numbers)})'}"
 
 
 def edge_tokens(plan: TransferPlan, edge: Edge) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvspec.analysis import simulate
 from kvspec.analysis.counts import Pair, traffic
-from kvspec.analysis.explanation import carried, edge_tokens
+from kvspec.analysis.explanation import carried_heads, edge_tokens
 from kvspec.cli import options
 from kvspec.descriptors.table import build_table
 from kvspec.draw import plan_svg, table_svg
@@ -122,7 +122,7 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
                 "producer": str(edge.producer),
                 "group": edge.group,
                 "layers": len(edge.layers),
-                "units": [f"{line}{edge_tokens(plan, edge)}" for line in carried(edge)],
+                "heads": [f"{line}{edge_tokens(plan, edge)}" for line in carried_heads(plan, edge)],
             }
             for edge in plan.edges
         ],

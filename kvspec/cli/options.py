@@ -10,6 +10,7 @@ How it works:
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from typing import Any, cast
 
@@ -76,6 +77,47 @@ RANKS_PER_NODE = typer.Option(
     + ".",
 )
 AS_JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
+
+
+def known_model(model: str) -> str:
+    """Return the model that *model* names. One that only resembles a name is printed.
+
+    A model of the catalogue is meant if it is the only one whose name has all words of *model*, in
+    the same order.
+
+    Raises:
+        SpecError: If several models have these words. It names them.
+
+    >>> known_model("Qwen3-0.6B"), known_model("falcon-mamba")
+    ('Qwen3-0.6B', 'falcon-mamba-7b')
+    """
+    if os.path.exists(model) or model.endswith(".json"):  # noqa: PTH110 - no error for any name
+        return model
+    words = _words(model)
+    found = [name for name in catalogue.names() if words and _occur(words, _words(name))]
+    exact = {
+        each.casefold() for name in catalogue.names() for each in (name, catalogue.repository(name))
+    }
+    if model.casefold() in exact or not found:
+        return model  # If the catalogue does not have it, its error suggests similar names.
+    if len(found) > 1:
+        rule = f"several models have these words: {', '.join(found)}"
+        raise SpecError("model", model, rule=rule)
+    typer.echo(
+        f"{model!r} is not in the catalogue, {found[0]} is: the plan is that of {found[0]}",
+        err=True,
+    )
+    return found[0]
+
+
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z]+|[0-9]+[a-z]*", name.rpartition("/")[2].casefold())
+
+
+def _occur(words: list[str], name: list[str]) -> bool:
+    """Whether all *words* occur in *name* in this order."""
+    rest = iter(name)
+    return all(word in rest for word in words)
 
 
 def model_groups(model: Model, block_size: int) -> tuple[KVCacheGroup, ...]:

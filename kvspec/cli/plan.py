@@ -12,10 +12,11 @@ import attrs
 import typer
 from rich.text import Text
 
-from kvspec.analysis.explanation import carried, edge_tokens
+from kvspec.analysis.counts import Pair, edge_descriptors
+from kvspec.analysis.explanation import carried_heads, edge_tokens, layer_numbers
 from kvspec.analysis.flows import flows
 from kvspec.analysis.kvbench import matrix_text, pattern_text, traffic_matrix
-from kvspec.analysis.simulation import PolicyLoad, Simulation, simulate
+from kvspec.analysis.simulation import LinkTime, PolicyLoad, Simulation, simulate
 from kvspec.cli import options, printing
 from kvspec.draw import plan_svg
 from kvspec.errors import SpecError, nbytes
@@ -51,17 +52,21 @@ def plan(
 ) -> None:
     """Show which rank reads what from which rank, and predict the time for each replica policy.
 
-    The first table has the units and the bytes that one consumer engine reads for one prompt.
-    A unit is a KV head, a latent, or a part of a recurrent state.
+    The first table has what one consumer engine reads for one prompt: layers, heads, bytes.
+    Heads are KV heads, or heads of a recurrent state.
+    Descriptors are counted for blocks of which no two are adjacent.
+    Short mean runs are slow without a staging buffer, see `kvspec calibrate`.
     The other tables compare all policies.
     The predicted time is that of the slowest link: load / speed.
     A real transfer takes longer.
     """
     with printing.reported_errors():
+        model = options.known_model(model)
         engines = options.engine_pair(model, producer, consumer)
         policy = options.replica_policy_of(replica_policy, ranks_per_node, engines)
         made = plan_transfer(*engines, policy)
         loads = _loads_of_edges(made, tokens)
+        counts = _descriptors(made, tokens)
         simulation = simulate(
             engines,
             num_tokens=tokens,
@@ -77,17 +82,22 @@ def plan(
     if as_json:
         summary = {"model": model, "num_tokens": tokens, "consumers": consumers}
         policies = {load.replica_policy: _policy(load) for load in simulation.policies}
-        edges = [attrs.asdict(e, recurse=False) | {"bytes": loads[_key(e)]} for e in made.edges]
+        edges = [
+            attrs.asdict(edge, recurse=False)
+            | {"bytes": loads[_key(edge)], "descriptors": counts.get(_pair_of(edge))}
+            for edge in made.edges
+        ]
         printing.as_json(summary | {"edges": edges, "policies": policies})
         return
     console = printing.output()
     printing.heading(console, model, *engines)
     moved = f"{nbytes(loads.total())} of {tokens:,} tokens to each engine"
     console.print(f"{moved}; replicas chosen by {made.policy_name!r}", soft_wrap=True)
-    names = ("consumer", "producer", "group", "units of the model", "bytes")
-    rows = [_row(made, edge, loads[_key(edge)]) for edge in made.edges]
-    printing.pairs(console, names, rows, ("bytes",))
-    _show_policies(simulation)
+    numbers = ("bytes", "descriptors", "mean run")
+    rows = [_row(made, edge, loads[_key(edge)], counts.get(_pair_of(edge))) for edge in made.edges]
+    names = ("consumer", "producer", "group", "layers", "heads of the model", *numbers)
+    printing.pairs(console, names, rows, numbers)
+    _show_policies(simulation, stages=_has_stages(made))
     links = f"{out_speed:g} GB/s out of and {in_speed:g} GB/s into each rank"
     note = f"predicted: time of the slowest link, with {links} (a lower bound)"
     console.print(note, style="dim", soft_wrap=True)
@@ -109,10 +119,29 @@ def _loads_of_edges(made: TransferPlan, tokens: int) -> Counter[tuple[object, ..
     return loads
 
 
-def _row(made: TransferPlan, edge: Edge, load: int) -> Iterable[str]:
-    tokens = edge_tokens(made, edge)
-    units = "\n".join(f"{line}{tokens}" for line in carried(edge))
-    return str(edge.consumer), str(edge.producer), edge.group, units, f"{load:,}"
+def _pair_of(edge: Edge) -> tuple[Pair, str]:
+    return (edge.producer, edge.consumer), edge.group
+
+
+def _descriptors(made: TransferPlan, tokens: int) -> dict[tuple[Pair, str], int]:
+    """Return the descriptors of each edge. Empty if the blocks are too many to count them."""
+    try:
+        return edge_descriptors(made, tokens)
+    except SpecError:
+        return {}
+
+
+def _has_stages(made: TransferPlan) -> bool:
+    return max(engine.parallel.pp_size for engine in (made.producer, made.consumer)) > 1
+
+
+def _row(made: TransferPlan, edge: Edge, load: int, count: int | None) -> Iterable[str]:
+    tokens, stages = edge_tokens(made, edge), _has_stages(made)
+    heads = "\n".join(f"{line}{tokens}" for line in carried_heads(made, edge))
+    ranks = (printing.rank_name(rank, stages=stages) for rank in (edge.consumer, edge.producer))
+    mean = nbytes(load // count) if count else "-"
+    numbers = f"{load:,}", "-" if count is None else f"{count:,}", mean
+    return *ranks, edge.group, layer_numbers(edge.layers), heads, *numbers
 
 
 def _draw(made: TransferPlan, file: str, model: str) -> None:
@@ -145,12 +174,14 @@ def _speed(field: str, value: float) -> float:
     return value * 1e9
 
 
-def _show_policies(simulation: Simulation) -> None:
+def _show_policies(simulation: Simulation, *, stages: bool) -> None:
     """Print the loads of every policy, and bars of the bytes out of the producer ranks."""
     console, first = printing.output(), simulation.policies[0]
     numbers = ("predicted", "busiest producer", "max / mean")
     best = simulation.best.seconds
-    rows = (_policy_row(load, best=load.seconds == best) for load in simulation.policies)
+    rows = (
+        _policy_row(load, best=load.seconds == best, stages=stages) for load in simulation.policies
+    )
     console.print(printing.table(("policy", *numbers, "slowest link"), rows, numbers))
     step = -(-len(first.out) // BARS)
     ranks = "each producer rank" if step == 1 else f"the busiest of {step} producer ranks each"
@@ -159,15 +190,20 @@ def _show_policies(simulation: Simulation) -> None:
     console.print(printing.table(("policy", f"bytes out of {ranks}"), bars))
 
 
-def _policy_row(load: PolicyLoad, *, best: bool) -> Iterable[str | Text]:
+def _policy_row(load: PolicyLoad, *, best: bool, stages: bool) -> Iterable[str | Text]:
     style = "bold green" if best else ""
     return (
         Text(load.replica_policy, style=style),
         Text(f"{load.seconds * 1e3:,.2f} ms", style=style),
-        f"{nbytes(load.busiest.load)} {load.busiest.rank}",
+        f"{nbytes(load.busiest.load)} {printing.rank_name(load.busiest.rank, stages=stages)}",
         f"{load.unevenness:.2f}",
-        f"{load.bottleneck}, {nbytes(load.bottleneck.load)}",
+        f"{_link(load.bottleneck, stages=stages)}, {nbytes(load.bottleneck.load)}",
     )
+
+
+def _link(link: LinkTime, *, stages: bool) -> str:
+    way = "out of" if link.side == "producer" else "into"
+    return f"{way} {link.side} {printing.rank_name(link.rank, stages=stages)}"
 
 
 def _bars(load: PolicyLoad, step: int, most: int) -> str:

@@ -82,11 +82,20 @@ def _engine(spec: EngineSpec) -> str:
 
 
 def _group(group: KVCacheGroup) -> str:
-    by_units: dict[int, list[str]] = {}
+    by_heads: dict[int, list[str]] = {}
     for part in group.spec.of_layer(group.layers[0]).parts:
-        by_units.setdefault(part.units // part.granularity, []).append(part.name)
-    units = "; ".join(f"{'+'.join(names)} {count}" for count, names in by_units.items())
-    return f"{len(group.layers)} {group.name} layers (units: {units})"
+        by_heads.setdefault(part.units // part.granularity, []).append(part.name)
+    heads = "; ".join(f"{'+'.join(names)} {count}" for count, names in by_heads.items())
+    return f"{len(group.layers)} {group.name} layers (heads: {heads})"
+
+
+def rank_name(rank: RankId, *, stages: bool) -> str:
+    """Return the name of a rank. With *stages*, the first stage has a name too.
+
+    >>> rank_name(RankId(tp=1), stages=True), rank_name(RankId(tp=1), stages=False)
+    ('pp0.tp1', 'tp1')
+    """
+    return f"pp0.{rank}" if stages and not rank.pp else str(rank)
 
 
 def table(

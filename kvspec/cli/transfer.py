@@ -90,6 +90,7 @@ def transfer(
     Exit status 1: something is wrong. Exit status 2: invalid input.
     """
     with printing.reported_errors():
+        model = options.known_model(model)
         engines = options.engine_pair(model, producer, consumer)
         job = Job(
             producer=engines[0],

@@ -48,7 +48,7 @@ REPO = Path(kvspec.__file__).parents[1]
 
 def run(*arguments: str) -> Result:
     """Run the command line in this process."""
-    return CliRunner().invoke(cli.app, arguments, prog_name="kvspec", env={"COLUMNS": "100"})
+    return CliRunner().invoke(cli.app, arguments, prog_name="kvspec", env={"COLUMNS": "130"})
 
 
 def rows(result: Result) -> list[list[str]]:
@@ -62,13 +62,79 @@ def test_plan_prints_sources_and_bytes_of_each_consumer() -> None:
     result = run("plan", "--model", "Qwen3-0.6B", "--tokens", "1")
     assert 0 == result.exit_code
     head = 28 * 2 * 128 * 2  # bytes of one head of a token: layers, k and v, elements, bfloat16
+    # Keys and values of a head lie side by side. Each layer and head is a descriptor.
     expected = [
-        ["tp0", "tp0", "full", "k+v", "units", "0..1", f"{2 * head:,}"],
-        ["tp1", "tp0", "full", "k+v", "units", "2..3", f"{2 * head:,}"],
-        ["tp1", "tp1", "full", "k+v", "unit", "4", f"{head:,}"],
-        ["tp2", "tp1", "full", "k+v", "units", "5..7", f"{3 * head:,}"],
+        f"tp0 tp0 full 0..27 k+v heads 0..1 {2 * head:,} 56 512 B",
+        f"tp1 tp0 full 0..27 k+v heads 2..3 {2 * head:,} 56 512 B",
+        f"tp1 tp1 full 0..27 k+v head 4 {head:,} 28 512 B",
+        f"tp2 tp1 full 0..27 k+v heads 5..7 {3 * head:,} 84 512 B",
     ]
-    assert expected == rows(result)
+    assert expected == list(map(" ".join, rows(result)))
+
+
+def test_plan_names_the_stage_and_the_layers_of_each_edge() -> None:
+    """With pipeline stages on one side, all ranks have the name of their stage."""
+    words = ("--producer", "tp=1,pp=2", "--consumer", "tp=1", "--tokens", "1")
+    result = run("plan", *words)
+    assert [] == rows(result)  # No rank is called tp0.
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [["pp0.tp0", "pp0.tp0", "full", "0..13"], ["pp0.tp0", "pp1.tp0", "full", "14..27"]] == [
+        cells[:4] for cells in lines if cells[:1] == ["pp0.tp0"]
+    ]
+    (spread,) = [line for line in result.stdout.splitlines() if "spread" in line and "ms" in line]
+    assert has_in_order(["KiB pp0.tp0", "into consumer pp0.tp0"], spread)
+
+
+def test_plan_counts_all_parts_of_a_layer_in_heads() -> None:
+    """The channels of conv_x are those of the heads of ssm."""
+    words = ("--model", "Nemotron-H-8B", "--producer", "tp=2", "--consumer", "tp=3")
+    output = run("plan", *words).stdout
+    assert "heads: conv_x+ssm 128; conv_b+conv_c 8" in output
+    cells = re.findall(r"(?:conv_x\+ssm|conv_b\+conv_c|k\+v) heads? [0-9.]+", output)
+    assert {"conv_x+ssm heads 42..63", "conv_x+ssm heads 64..84", "k+v head 4"} <= {*cells}
+    assert " unit" not in output
+
+
+def test_descriptors_of_edges_are_those_of_the_pair() -> None:
+    """The groups of a pair share no descriptor if they share no memory."""
+    from kvspec.analysis.counts import edge_descriptors  # noqa: PLC0415
+    from kvspec.cli.options import engine_pair  # noqa: PLC0415
+
+    plan = kvspec.plan_transfer(*engine_pair("gemma-3-1b", "tp=2,pp=2", "tp=3,block=32"))
+    counts = edge_descriptors(plan, 100)
+    pairs = dict.fromkeys((pair for pair, _ in counts), 0)
+    for (pair, _), count in counts.items():
+        pairs[pair] += count
+    assert pairs == {
+        pair: load.descriptors for pair, load in kvspec.traffic(plan, 100).pairs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("Llama-3-70B", "Llama-3.1-70B"),
+        ("meta-llama/Llama-3-8B", "Llama-3.1-8B"),
+        ("falcon-mamba", "falcon-mamba-7b"),
+        ("qwen3-4b", "Qwen3-4B-2507"),
+    ],
+)
+def test_plan_accepts_an_unambiguous_name_and_prints_it(given: str, found: str) -> None:
+    """Standard error says which model is meant."""
+    result = run("plan", "--model", given, "--tokens", "1")
+    assert (0, 1) == (result.exit_code, result.stderr.count("\n"))
+    assert found in result.stderr
+    assert result.stdout.startswith(found)
+
+
+def test_every_model_of_the_catalogue_is_found_by_its_own_names() -> None:
+    """None of them is taken for another one, and nothing is printed."""
+    from kvspec.cli.options import known_model  # noqa: PLC0415
+    from kvspec.models import catalogue  # noqa: PLC0415
+
+    for name in catalogue.names():
+        for own in (name, name.upper(), catalogue.repository(name)):
+            assert own == known_model(own)
 
 
 def edges_of(*options: str) -> list[dict[str, Any]]:
@@ -144,6 +210,9 @@ def test_plan_draws_the_exchange(tmp_path: Path) -> None:
         (("plan", "--tokens", "-1"), "num_tokens=-1", "0"),
         (("plan", "--replica-policy", "x"), "replica_policy='x'", "spread"),
         (("plan", "--model", "qwen3-0.7b"), "model='qwen3-0.7b'", "Qwen3-"),
+        (("plan", "--model", "llama"), "model='llama'", "Llama-3.1-70B, Llama-3.2-1B"),
+        (("plan", "--model", "Mistral-7B"), "model='Mistral-7B'", "v0.1, Mistral-7B-v0.2"),
+        (("plan", "--model", ""), "model=''", "catalogue"),
         (("plan", "--model", "x" * 300), f"model='{'x' * 300}'", "Qwen3-"),
         (("plan", "--model", f"{'x' * 300}.json"), f"config='{'x' * 300}.json'", "readable"),
         (("plan", "--model", "/no/config.json"), "config='/no/config.json'", "readable"),

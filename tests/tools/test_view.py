@@ -36,7 +36,7 @@ def test_answer_counts_the_bytes_and_names_the_heads_of_each_pair() -> None:
     assert [("tp0", "tp0"), ("tp0", "tp1"), ("tp1", "tp1"), ("tp1", "tp2")] == [
         (edge["producer"], edge["consumer"]) for edge in found["edges"]
     ]
-    assert ["k+v unit 4"] == found["edges"][2]["units"]
+    assert ["k+v head 4"] == found["edges"][2]["heads"]
     assert [] == found["unread"]
 
 
