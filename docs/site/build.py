@@ -45,6 +45,7 @@ NAVIGATION = {
         "docs/staging.md",
         "docs/adapters.md",
         "docs/vllm-pair.md",
+        "docs/serve-pair.md",
         "docs/sglang.md",
         "docs/transformers.md",
         "docs/cross-engine.md",

@@ -26,6 +26,7 @@ from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import flag, positive_int, seconds
 from kvspec.nixl import NixlRank
 from kvspec.session import Load, Session, TcpChannel
+from kvspec.session.ports import port_range
 from kvspec.specs import KeyContent
 from kvspec.tickets import PrefillTicket
 from kvspec.wire.handshake import is_name
@@ -45,7 +46,9 @@ def _fits(_: object, setting: attrs.Attribute[Any], value: object) -> None:
     # A float is a time in seconds and an int a size in MiB. A text may be None if its default is.
     # A bool is an int for Python, so it comes first.
     field = f"kv_connector_extra_config[{setting.name!r}]"
-    if isinstance(setting.default, bool):
+    if setting.name == "port":
+        port_range(value)
+    elif isinstance(setting.default, bool):
         flag(field, value)
     elif isinstance(setting.default, float):
         seconds(field, value)
@@ -65,6 +68,8 @@ class Settings:
 
     Attributes:
         host: The address at which the ranks of this machine listen.
+        port: The port of a rank, or a range such as "9000-9015", of which each rank of the machine
+            takes the first free one. 0 for any free port.
         public: The name by which peers reach this machine. *host* by default.
         model: The name of the model, which must be equal on both engines. vLLM's by default.
         revision: The revision of the model, which must be equal, too. vLLM's by default.
@@ -83,6 +88,7 @@ class Settings:
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_fits)
+    port: int | str = attrs.field(default=0, validator=_fits)
     public: str | None = attrs.field(default=None, validator=_fits)
     model: str = attrs.field(validator=_fits)
     revision: str | None = attrs.field(default=None, validator=_fits)
@@ -165,7 +171,7 @@ class Serving:
             epoch=epoch,
             model=settings.model,
             revision=settings.revision,
-            channel=TcpChannel(settings.host, public=settings.public or ""),
+            channel=TcpChannel(settings.host, settings.port, public=settings.public or ""),
             owner=kv_caches,
             lease=settings.lease,
             dead_tokens=settings.dead_tokens,
