@@ -68,6 +68,7 @@ class Server:
         self.name, self.port = name, port or free_port()
         self.url, self.log = f"http://127.0.0.1:{self.port}", folder / f"{name}.log"
         self._command, self._environment = command, environment or {}
+        self.log.unlink(missing_ok=True)
         self.start()
 
     def start(self) -> None:

@@ -489,6 +489,50 @@ def test_load_rejects_caches_and_tickets_that_do_not_fit() -> None:
         assert "cache" == refusal(loading, consumer, ticket, prompt, empty).field
 
 
+VISION: dict[str, Any] = {
+    "text_config": {
+        **HEADS, "head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3,
+        "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    },
+    "vision_config": {
+        "depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 32,
+        "out_hidden_size": 48,
+    },
+    "image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62,
+    "vision_end_token_id": 63,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
+def test_shift_of_an_earlier_image_is_refused(name: str) -> None:
+    """It would shift all positions of a prompt whose cache is not empty."""
+    torch.manual_seed(1)
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    network = kind(getattr(transformers, f"{name}Config")(**VISION)).eval()
+    network.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    prompt = torch.randint(3, 50, (1, 20))
+    alone, _ = generated(network, prompt)
+    with (
+        FakeNixl(),
+        side("p", network) as (held, producer),
+        side("d", network) as (loading, consumer),
+    ):
+        ticket = held.hold(producer, "r", prompt)
+        network.model.rope_deltas = torch.tensor([[-5]])
+        cache = transformers.DynamicCache(config=network.config.text_config)
+        for call in (
+            lambda: held.hold(producer, "r", prompt),
+            lambda: loading.load(consumer, ticket, prompt, cache),
+        ):
+            with pytest.raises(SpecError) as caught:
+                call()
+            assert ("network.rope_deltas", [[-5]]) == (caught.value.field, caught.value.value)
+        network.model.rope_deltas = None
+        loading.load(consumer, ticket, prompt, cache)
+        assert alone == generated(network, prompt, cache)[0]
+
+
 def test_hold_rejects_caches_that_do_not_fit() -> None:
     """A window has forgotten a token. A cache has more tokens, or two prompts. Blocks are few."""
     network, prompt = network_of("gemma3"), prompt_of(29)

@@ -175,6 +175,13 @@ class Prompts:
         # `generate` masks these tokens, and counts no positions for them. A ticket has no mask.
         if pad in tokens and pad not in (end if isinstance(end, list) else [end]):
             raise SpecError("input_ids", f"padding (token {pad})", "a prompt without padding")
+        # A prompt with an image leaves a shift of positions in the model. It is added to those of
+        # the next prompt whose cache is not empty, although text has no shift.
+        for module in self._network.modules():
+            shift = getattr(module, "rope_deltas", None)
+            if shift is not None and bool(shift.any()):
+                rule = "an earlier prompt with an image shifts the positions: set it to None"
+                raise SpecError("network.rope_deltas", shift.tolist(), rule=rule)
         # The tokens do not identify an image, and its positions are not in a cache.
         for name, token in vars(self._network.config).items():
             if _MEDIA.fullmatch(name) and token in tokens:
