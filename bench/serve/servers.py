@@ -158,7 +158,8 @@ def vllm(
     ]  # fmt: skip
     if connector is not None:
         command += ["--kv-transfer-config", json.dumps(connector)]
-    side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).with_name("site"))])
+    side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "PYTHONPATH": path}
     return Server(name, folder, command, side)
 
 

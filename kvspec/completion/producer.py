@@ -223,13 +223,14 @@ class HeldRequest(Record, eq=False):
     def repeats(self, message: ReaderStatus) -> bool:
         """Return whether *message* is a `done` that was answered before.
 
-        A greater number means another load of the attempt. The first load's answer does not hold
-        for it: the data that was valid may be gone.
+        Another number means another load of the attempt, perhaps of a second session with the same
+        name and epoch. The first load's answer does not hold for it: the data that was valid may be
+        gone.
         """
         reader = self.readers.get(message.by)
         if reader is None or not reader.done or not isinstance(message, Done):
             return False
-        return reader.message.attempt == message.attempt and message.number <= reader.message.number
+        return (reader.message.attempt, reader.message.number) == (message.attempt, message.number)
 
     def refusal(self, message: ReaderStatus) -> tuple[str, bool]:
         """Return why *message* is refused, or "", and whether it disputes the request.

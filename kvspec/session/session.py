@@ -8,6 +8,7 @@ its docstring states it.
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from typing import Self
@@ -46,6 +47,7 @@ from kvspec.wire.messages import (
 )
 
 LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
+FIRST_NUMBER = 1 << 48  # The first number of a question is drawn below this.
 ANSWER, ABSENT = 30.0, 2.0
 """Time limits in seconds for the producer of a ticket.
 
@@ -129,6 +131,9 @@ class Session:
         self.me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
         held_ledger = ProducerLedger(self.me, lease=lease, longest=longest)
         load_ledger = ConsumerLedger(self.me, heartbeat=heartbeat, patience=patience)
+        # If two sessions have one name and epoch by mistake, their numbers differ all the same. So
+        # an answer to one of them is never taken for an answer to the other.
+        load_ledger.counts["numbers"] = secrets.randbelow(FIRST_NUMBER)
         nixl.register(cache.memory, owner=(owner, cache.owner))
         shake = attrs.evolve(shake, transport=nixl.metadata())
         self.channel: Channel = TcpChannel() if channel is None else channel

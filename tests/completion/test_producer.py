@@ -423,3 +423,20 @@ def test_cleared_ledger_holds_nothing() -> None:
     )  # fmt: skip
     assert [] == ledger.end_push(KEY, target, WRITTEN, 2.0)
     assert not ledger.stopping(KEY, target)
+
+
+def test_done_of_another_session_is_not_answered_as_the_first_one() -> None:
+    """Two sessions of one name and epoch read the request, which breaks the rule for epochs.
+
+    The blocks were freed after the first `done`, so the data of the other session may be wrong.
+    """
+    for other in (1, 7, 9):
+        ledger = held()
+        for by in range(2):
+            ledger.receive(heartbeat(7, by), 0.0)
+        for by in range(2):
+            assert "valid" in kinds(ledger.receive(done(by, number=8), 1.0))
+        assert (KEY.remote_id in ledger.freed) is True
+        again = kinds(ledger.receive(done(0, number=8), 2.0))
+        assert ["valid"] == again
+        assert "valid" not in kinds(ledger.receive(done(0, number=other), 2.0))

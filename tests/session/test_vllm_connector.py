@@ -545,7 +545,7 @@ def test_producer_omits_the_last_token_when_vllm_frees_what_it_reads(
         ({"host": 5}, "host"),
         ({"lease": -1}, "lease"),
         ({"hold": "long"}, "hold"),
-        ({"port": 1}, "port"),
+        ({"ports": 1}, "ports"),
         ({"staging": -1}, "staging"),
         ({"staging": 1.5}, "staging"),
         ({"model": ""}, "model"),

@@ -122,7 +122,8 @@ class Scheduling:
                 ticket = PrefillTicket.from_params(params)
                 self._use(ticket, params["remote_seal"])
             except SpecError as error:
-                log.warning("%s is computed here: %s", request.request_id, error)
+                if not getattr(request, "abort_immediately", False):
+                    log.warning("%s is computed here: %s", request.request_id, error)
                 return
             self._accept(request, ticket)
         elif params.get("do_remote_decode") and self._ranks:

@@ -142,6 +142,7 @@ class Serving:
         self._open = contextlib.ExitStack()
         self._loads: dict[str, Load] = {}
         self._held: set[str] = set()  # Request ids.
+        self._cancelled: set[str] = set()  # Ids of requests that ended while they were loaded.
         self._sent: set[str] = set()
         self._failed: set[str] = set()
 
@@ -230,6 +231,7 @@ class Serving:
                 self._session.decline(ticket=ticket)
         for name in step.cancelled:
             if name in self._loads:
+                self._cancelled.add(name)
                 self._loads[name].cancel()
         self._failed.update(step.failed)
 
@@ -268,8 +270,11 @@ class Serving:
         """Return whether a load that ended succeeded."""
         if load.error is not None:
             error = load.error.__cause__ or load.error
-            log.error("%s: %s: %s", name, type(error).__name__, error)
+            level = logging.INFO if name in self._cancelled else logging.ERROR
+            self._cancelled.discard(name)
+            log.log(level, "%s: %s: %s", name, type(error).__name__, error)
             return False
+        self._cancelled.discard(name)
         self._numbers.load_is_done(load.seconds)
         # If this is set, vLLM zeroes new blocks, but not those that are loaded. So the bytes that
         # the load has not written are zeroed here.
