@@ -204,6 +204,7 @@ class Loads:
 
     def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions = NO_OPTIONS) -> None:
         """Inform the producer that this rank will not load a request."""
+        self.messages.counters.declines += 1
         # A name that no load has.
         name, now = f"decline {secrets.token_hex(8)}", self.now()
         plan = self._plan(remote, key, name, options, {})
