@@ -225,8 +225,8 @@ class TransferState(enum.StrEnum):
 
     PEER_LOST = (
         "peer_lost",
-        "the peer is lost, or the memory of this rank is gone, and the blocks are undefined",
-        "disconnect the peer and connect again",
+        "the peer cannot be reached, or the memory of this rank is gone",
+        "load with its next ticket, or disconnect the peer and connect again",
     )
     STALE_PEER = (
         "stale_peer",

@@ -166,7 +166,7 @@ def carried_heads(plan: TransferPlan, edge: Edge) -> Iterator[str]:
     ['conv_x+ssm heads 2..3', 'conv_b+conv_c']
     """
     spec = plan.consumer.group(edge.group).spec
-    names: dict[tuple[object, ...], list[str]] = {}
+    names: dict[tuple[str, str, str], list[str]] = {}
     for piece in edge.slices:
         grains = {part.name: part for part in spec.of_layer(piece.layers[0]).parts}
         layers = "" if piece.layers == edge.layers else f" of {layer_names(piece.layers)}"

@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected again."""
-VOID = "the contents of its `undefined_blocks` are void: compute them, or load the request again"
+VOID = "compute its `undefined_blocks`, or load the request again"
 LAST_SLEEP = 1e-2
 """Longest sleep of an awaiting task between polls. It exceeds that of `wait`: tasks may be many."""
 
@@ -211,7 +211,7 @@ class Progress:
         if self.error is None:
             known = "" if self.audit is None else self.audit.differs
             differs = f"; {known}" if known not in why else ""
-            carried = "" if rank is None else f"; {self.way} {rank}: {self._carried(rank)}"
+            carried = "" if rank is None else f". It moved {self.way} {rank}: {self._carried(rank)}"
             error = TransferError(
                 f"{why}{differs}{carried}{self._advice}",
                 rank=self.engine_id if rank is None else f"{self.engine_id} {rank}",

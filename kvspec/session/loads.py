@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -75,6 +76,7 @@ from kvspec.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
+MAX_LINE = 250  # Characters of the log line of a failed load.
 TURN = 0.02  # Seconds that one poll spends on small transfers, and again on large ones.
 # A transfer is large if it has several batches. While a load without a large transfer moves, each
 # poll posts only one batch of one large transfer. A small load needs about three polls, so it waits
@@ -204,6 +206,7 @@ class Loads:
 
     def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions = NO_OPTIONS) -> None:
         """Inform the producer that this rank will not load a request."""
+        self.messages.counters.declines += 1
         # A name that no load has.
         name, now = f"decline {secrets.token_hex(8)}", self.now()
         plan = self._plan(remote, key, name, options, {})
@@ -502,7 +505,9 @@ class Loads:
             if load.connection is not None and not load.connected:
                 where = f", at {', '.join(load.connection.addresses)}"
             load.fail(action.rank, action.why + where, action.state)
-            log.info("load %s from %s failed: %s", name, load.engine_id, load.error)
+            # The whole message names layers and heads, which are too many for a line of a log.
+            line = f"load {name} from {load.engine_id} failed ({action.state}): {action.why}{where}"
+            log.info("%s", textwrap.shorten(line, MAX_LINE, placeholder="..."))
             # A load of a ticket that has failed decides whether the next one connects its producer
             # again, which may wait behind other producers for half a minute:
             #

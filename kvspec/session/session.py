@@ -434,8 +434,8 @@ class Session:
         options = LoadOptions(attempt=attempt)
         with self._lock.held:
             if ticket is None:
-                producer = self._remotes.find("producer", engine_id)
-                self._loads.decline(producer, key_of(remote_id), options)
+                key = _named(remote_id)
+                self._loads.decline(self._remotes.find("producer", engine_id), key, options)
             else:
                 self._remotes.check_open()
                 self._loads.errands.refuse(_ticket(ticket, remote_id, engine_id))
@@ -468,7 +468,7 @@ class Session:
     ) -> tuple[Key, RemoteEngine | Connection]:
         """Return a request and its producer. That of a ticket may not be connected yet."""
         if ticket is None:
-            return key_of(remote_id), self._remotes.find("producer", engine_id)
+            return _named(remote_id), self._remotes.find("producer", engine_id)
         held = _ticket(ticket, remote_id, engine_id)
         return key_of(held.remote_id), self._remotes.connection(held)
 
@@ -722,6 +722,14 @@ class Session:
         found = self.fetch(addresses, ANSWER, absent=ABSENT)
         remote = judged(self._own, self.nixl, found, "producer", dead_tokens=self._dead_tokens)
         self._join(remote, ANSWER, ticket_of=engine_id)
+
+
+def _named(remote_id: object) -> Key:
+    """Return the request *remote_id*, which a caller without a ticket must pass."""
+    if remote_id is None:
+        rule = "pass remote_id or ticket: they name the producer's request"
+        raise SpecError("remote_id", None, rule=rule)
+    return key_of(remote_id)
 
 
 def _ticket(ticket: object, remote_id: object, engine_id: object) -> PrefillTicket:

@@ -40,6 +40,7 @@ class Counters:
         holds_done: Held requests that all readers have read, cancelled or declined.
         holds_expired: Held requests whose lease ended first.
         holds_aborted: Held requests that were given up by `abort`.
+        declines: Requests that this rank has declined, as a consumer.
         messages_sent: Messages that were sent.
         messages_received: Messages that were received with a right seal.
         refusals_lost: Declined tickets whose producer could not be reached.
@@ -63,6 +64,7 @@ class Counters:
     holds_done: int = 0
     holds_expired: int = 0
     holds_aborted: int = 0
+    declines: int = 0
     messages_sent: int = 0
     messages_received: int = 0
     refusals_lost: int = 0

@@ -145,6 +145,18 @@ def test_every_failed_state_has_a_series_before_the_first_failure(
     assert {(state.value,) for state in TransferState} == states
 
 
+def test_scrape_counts_declines(sides: tuple[Side, Side], scrape: Any) -> None:
+    """The producer counts such a request as done."""
+    producer, consumer = sides
+    consumer.first.decline(held(producer, "p-1"))
+    assert ["p-1", "p-1"] == freed(2, producer, consumer)
+    samples = scrape()
+    assert 1 == samples["kvspec_declines_total", "D", "tp0", ()]
+    assert 0 == samples["kvspec_declines_lost_total", "D", "tp0", ()]
+    assert 0 == samples["kvspec_tickets_pending", "D", "tp0", ()]
+    assert 1 == samples["kvspec_holds_ended_total", "P", "tp0", ("done",)]
+
+
 def test_scrape_does_not_wait_for_a_poll(sides: tuple[Side, Side], scrape: Any) -> None:
     """A poll holds the lock of its session."""
     with sides[1].first._lock.held:
