@@ -40,9 +40,9 @@ _SOURCES = type(getattr(base.KVConnectorBase_V1, "_cache_hit_source", None))
 
 def _log_as_vllm_does() -> None:
     """Let the lines of kvspec have the format, the level and the place of vLLM's own lines."""
-    ours, theirs = logging.getLogger("kvspec"), logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:  # Otherwise the user has configured one of them.
-        ours.handlers, ours.level, ours.propagate = theirs.handlers, theirs.level, False
+    own, engine = logging.getLogger("kvspec"), logging.getLogger("vllm")
+    if not own.handlers and engine.handlers:  # Otherwise the user has configured one of them.
+        own.handlers, own.level, own.propagate = engine.handlers, engine.level, False
 
 
 _log_as_vllm_does()
