@@ -47,6 +47,7 @@ from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import ReplicaPolicy, Topology
+from kvspec.ownership.slices import TPTransferSlice
 from kvspec.plan.mismatches import mismatches
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.specs import (
@@ -90,6 +91,7 @@ __all__ = [
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "SpecError",
+    "TPTransferSlice",
     "Topology",
     "TransferError",
     "TransferPlan",

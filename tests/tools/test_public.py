@@ -41,7 +41,7 @@ FROZEN = """
 """Names that version 1.0 will keep. Each line has a module and its names."""
 
 PROVISIONAL = """
-    kvspec scales_digest
+    kvspec TPTransferSlice scales_digest
     kvspec.adapters.sglang worker_rank
     kvspec.adapters.transformers Prompts
     kvspec.adapters.vllm WorkerInfo loses_a_token stages whole_engine worker_rank
@@ -69,6 +69,7 @@ WITHOUT_EXAMPLE = {
     "needs vLLM": ("kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine"),
     "needs transformers and a model": "kvspec.adapters.transformers.Prompts",
     "is a value that another public name returns or accepts": (
+        "kvspec.TPTransferSlice "
         "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.tickets.PrefillTicket "
         "kvspec.tickets.ContentIdentity kvspec.tickets.MediaItem "
         "kvspec.testing.kit.Counterexample kvspec.testing.kit.Judgement "
