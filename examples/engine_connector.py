@@ -18,7 +18,7 @@ from typing import Any
 import kvspec
 from kvspec.models import catalogue
 from kvspec.nixl import NixlRank
-from kvspec.session import RankAgreement, Session, new_remote_id
+from kvspec.session import RankAgreement, ReleaseAgreement, Session, new_remote_id
 from kvspec.tickets import PrefillTicket
 
 TOKENS, NULL = 200, 0
@@ -69,8 +69,10 @@ def main() -> None:
     os.environ.setdefault("KVSPEC_SECRET", secrets.token_hex())  # All ranks inherit it.
     prefill, decode = start("prefill", 2), start("decode", 3)
     common: Any = {"engine_id": "prefill", "addresses": [rank.address() for rank in prefill]}
+    releases = ReleaseAgreement(range(len(prefill)))
     for number in range(3):
         remote_id = new_remote_id(f"prompt-{number}")
+        releases.hold(remote_id)
         for rank in prefill:
             rank.hold(remote_id, lease=30, blocks=SENT)
             if number == 1:
@@ -89,9 +91,9 @@ def main() -> None:
                 loads[tp].cancel()
             time.sleep(0.01)
         # After a failure, an engine computes the blocks in `undefined_blocks` of each load again.
-        unsettled = set(range(len(prefill)))
-        while unsettled:  # The blocks are free when they are free on all ranks.
-            unsettled -= {tp for tp in unsettled if remote_id in prefill[tp].settled().freed}
+        while releases.held:  # The blocks are free when they are free on all ranks.
+            for tp, rank in enumerate(prefill):
+                releases.report(tp, rank.settled().freed)
         print(f"prompt {number}: {agreement.state}, and its blocks are free")
     for rank in (*decode, *prefill):
         rank.close()  # A process that continues closes `rank.nixl` next.

@@ -10,7 +10,15 @@ import contextlib
 import typer
 
 from kvspec.cli import printing
-from kvspec.cli.running import CONSUMER, NO_SECRET, PRODUCER, TIMEOUT, Running, show_pairs
+from kvspec.cli.running import (
+    CONSUMER,
+    MAX_TOKENS,
+    NO_SECRET,
+    PRODUCER,
+    TIMEOUT,
+    Running,
+    show_pairs,
+)
 from kvspec.errors import KVSpecError, counted, nbytes
 from kvspec.inputs import positive_int, seconds
 from kvspec.nixl import NixlRank
@@ -39,7 +47,7 @@ def check(
     """
     with printing.reported_errors():
         most = seconds("timeout", timeout, 0.1)
-        positive_int("tokens", tokens)
+        positive_int("tokens", tokens, most=MAX_TOKENS)
         running = Running(producer, consumer, no_secret=no_secret)
         running.find(most)
         made = running.compare()

@@ -22,6 +22,8 @@ from kvspec.wire.seal import Secret, secret_of
 
 MAX_ADDRESSES = 4096
 """Addresses of one side. Each is a question at the same time."""
+MAX_TOKENS = 1 << 17
+"""Tokens of a request. Judging more takes minutes."""
 SHORT_RUN = 4 << 10
 """Bytes. Shorter descriptors are slow on most networks."""
 

@@ -9,7 +9,7 @@ import typer
 
 from kvspec.check.verify import verify as first_fault
 from kvspec.cli import printing
-from kvspec.cli.running import CONSUMER, NO_SECRET, PRODUCER, TIMEOUT, Running
+from kvspec.cli.running import CONSUMER, MAX_TOKENS, NO_SECRET, PRODUCER, TIMEOUT, Running
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import positive_int, seconds
 from kvspec.session.deployment import Deployment
@@ -33,7 +33,7 @@ def verify(
     """
     with printing.reported_errors():
         most = seconds("timeout", timeout, 0.1)
-        positive_int("tokens", tokens)
+        positive_int("tokens", tokens, most=MAX_TOKENS)
         if not producer or not consumer:
             rule = "pass the addresses of both engines. `kvspec prove` needs none"
             raise SpecError("producer, consumer", None, rule=rule)

@@ -1,6 +1,6 @@
 """Sessions connect engines and move requests. Connectors are built on them."""
 
-from kvspec.session.agreement import RankAgreement
+from kvspec.session.agreement import RankAgreement, ReleaseAgreement
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.load import Load
 from kvspec.session.prometheus import SessionCollector
@@ -11,6 +11,7 @@ __all__ = [
     "Channel",
     "Load",
     "RankAgreement",
+    "ReleaseAgreement",
     "Session",
     "SessionCollector",
     "TcpChannel",

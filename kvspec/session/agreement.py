@@ -1,7 +1,8 @@
-"""Decide when all ranks of an engine agree on one load.
+"""Decide when all ranks of an engine agree on one load, or on freeing the blocks of a request.
 
 Each rank of an engine has its own load of a request, in its own process. A scheduler collects what
-the ranks report and passes it to a `RankAgreement`.
+the ranks report and passes it to a `RankAgreement`. Likewise, each rank of a producer settles a
+request on its own, and a `ReleaseAgreement` returns the requests that all ranks have settled.
 
 Invariant: the result depends only on the reports of the newest start of each rank, and not on their
 order. It is "done" only if every rank is done.
@@ -62,12 +63,8 @@ class RankAgreement(Generic[RankT]):
     """
 
     def __init__(self, ranks: Iterable[RankT]) -> None:
-        self._reports: dict[RankT, _Report] = {}
+        self._reports = dict.fromkeys(_ranks_of(ranks), _Report())
         self._errors: dict[RankT, object] = {}  # In the order in which the ranks have failed.
-        with contextlib.suppress(TypeError):  # No iterable, or a rank that cannot be hashed.
-            self._reports = dict.fromkeys(ranks, _Report())
-        if not self._reports:
-            raise SpecError("ranks", ranks, "at least one rank, each one hashable")
 
     def report(
         self,
@@ -144,6 +141,91 @@ class RankAgreement(Generic[RankT]):
         Other ranks often fail later, because they were cancelled for that reason.
         """
         return next(iter(self._errors.values()), None)
+
+
+class ReleaseAgreement(Generic[RankT]):
+    """The requests that all ranks of a producer hold, as a scheduler sees them.
+
+    Blocks that have the same ids on all ranks are free when all ranks have settled the request. It
+    is pure: it has no clock, no thread and no connection.
+
+    Args:
+        ranks: All ranks that hold the requests, such as `engine.parallel.ranks`, or numbers.
+
+    Raises:
+        SpecError: If there are no ranks.
+
+    >>> ranks = ReleaseAgreement(["tp0", "tp1"])
+    >>> ranks.hold("r-1")
+    >>> ranks.report("tp0", ["r-1"]), ranks.report("tp0", ["r-1"])
+    ((), ())
+    >>> ranks.report("tp1", ["r-1"]), ranks.held
+    (('r-1',), ())
+    """
+
+    def __init__(self, ranks: Iterable[RankT]) -> None:
+        self._ranks = _ranks_of(ranks)
+        self._holding: dict[str, set[RankT]] = {}
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The requests that a rank has not settled, the oldest first."""
+        return tuple(self._holding)
+
+    def hold(self, remote_id: str) -> None:
+        """Record that all ranks hold a request. Call it before the first rank can settle it.
+
+        Raises:
+            SpecError: If the request is held already.
+        """
+        if remote_id in self._holding:
+            raise SpecError("remote_id", remote_id, "a request that is not held yet")
+        self._holding[remote_id] = {*self._ranks}
+
+    def report(self, rank: RankT, freed: Iterable[str]) -> tuple[str, ...]:
+        """Return the requests whose blocks are free on all ranks now.
+
+        Args:
+            rank: One of the ranks of this object.
+            freed: `Session.settled().freed` of the rank. Repeated names change nothing.
+
+        Raises:
+            SpecError: If the engine does not have *rank*.
+        """
+        self._check(rank)
+        return self._released(rank, [name for name in freed if name in self._holding])
+
+    def restart(self, rank: RankT) -> tuple[str, ...]:
+        """Return the requests that are free because the process of *rank* has ended.
+
+        Its memory is gone, so it settles none of the requests that it held. Call it before the new
+        process holds any.
+
+        Raises:
+            SpecError: If the engine does not have *rank*.
+        """
+        self._check(rank)
+        return self._released(rank, self.held)
+
+    def _check(self, rank: RankT) -> None:
+        if not isinstance(rank, Hashable) or rank not in self._ranks:
+            raise SpecError("rank", rank, f"one of the ranks {', '.join(map(str, self._ranks))}")
+
+    def _released(self, rank: RankT, names: Iterable[str]) -> tuple[str, ...]:
+        for name in names:
+            self._holding[name].discard(rank)
+        free = tuple(name for name in dict.fromkeys(names) if not self._holding[name])
+        for name in free:
+            del self._holding[name]
+        return free
+
+
+def _ranks_of(ranks: Iterable[RankT]) -> tuple[RankT, ...]:
+    """Return the ranks of an engine, each once. Raises `SpecError` if there are none."""
+    with contextlib.suppress(TypeError):  # No iterable, or a rank that cannot be hashed.
+        if found := tuple(dict.fromkeys(ranks)):
+            return found
+    raise SpecError("ranks", ranks, "at least one rank, each one hashable")
 
 
 def _union(some: Iterable[Mapping[str, set[int]]]) -> dict[str, set[int]]:

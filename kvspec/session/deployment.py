@@ -62,24 +62,25 @@ def _ask_one(address: str, secret: Secret, timeout: float) -> Introduced:
     """Return the rank at an address. Raises `KVSpecError` if there is none."""
     channel = TcpChannel()
     messages = Messages(channel, secret, _nobody())
-    opened = closed = False
+    dialled = refused = closed = False
 
     def step() -> None:
-        nonlocal opened, closed
+        nonlocal dialled, refused, closed
+        dialled |= len(channel) > 0
         for _ in messages.receive():
             pass
-        reached = channel.reaches(address)
-        closed |= opened and not reached
-        opened |= reached
+        refused |= address in channel.refused()
+        # A peer may answer nonsense at once, so the connection need not last until this line.
+        closed |= dialled and not refused and len(channel) == 0
 
     try:
         absent = min(ABSENT, timeout)
-        (sealed,) = messages.fetch([address], timeout - absent / 2, absent, step, SessionLock())
+        (sealed,) = messages.fetch([address], timeout, absent, step, SessionLock())
         return introduced(sealed, secret)
     except TransferError as error:
         if error.state == TransferState.TIMEOUT and closed:
-            why = "closes the connection: it has another secret or version, or is no session"
-            message = f"the process at {address} {why}"
+            why = "it has another secret or version, or is no session"
+            message = f"the connection to {address} is closed by the process there: {why}"
             raise TransferError(message, state=TransferState.TIMEOUT) from error
         raise
     finally:

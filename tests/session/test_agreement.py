@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.session import RankAgreement
+from kvspec.session import RankAgreement, ReleaseAgreement
 
 RANKS = ("tp0", "tp1", "tp2")
 
@@ -145,4 +145,55 @@ def test_agreement_rejects_wrong_arguments() -> None:
     ):
         with pytest.raises(kvspec.SpecError) as caught:
             RankAgreement(ranks).report(**{"rank": "tp0", **report})
+        assert field == caught.value.field
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["hold", "report", "report", "report", "restart"]),
+        st.sampled_from(RANKS),
+        st.lists(st.sampled_from("abcd"), max_size=3),
+    ),
+    max_size=30,
+)
+
+
+@given(EVENTS)
+def test_blocks_are_free_once_and_only_after_all_ranks(events: list[Any]) -> None:
+    """The whole list of events decides, without any state."""
+    releases, held, free = ReleaseAgreement(RANKS), dict[str, int](), list[str]()
+    for at, (what, rank, names) in enumerate(events):
+        if what == "hold":
+            for name in {*names} - held.keys():
+                releases.hold(name)
+                held[name] = at
+            continue
+        found = releases.report(rank, names) if what == "report" else releases.restart(rank)
+        free += found
+        for name in [*held]:
+            since = events[held[name] + 1 : at + 1]
+            gone = {
+                by
+                for kind, by, some in since
+                if kind == "restart" or (kind == "report" and name in some)
+            }
+            assert (name in found) == (gone == {*RANKS})
+            if name in found:
+                del held[name]
+        assert {*releases.held} == {*held}
+        assert len(found) == len({*found})
+
+
+def test_release_agreement_rejects_wrong_arguments() -> None:
+    releases = ReleaseAgreement(RANKS)
+    releases.hold("a")
+    for call, field in (
+        (lambda: ReleaseAgreement([]), "ranks"),
+        (lambda: ReleaseAgreement([[]]), "ranks"),
+        (lambda: releases.report("tp9", []), "rank"),
+        (lambda: releases.restart([]), "rank"),
+        (lambda: releases.hold("a"), "remote_id"),
+    ):
+        with pytest.raises(kvspec.SpecError) as caught:
+            call()
         assert field == caught.value.field

@@ -189,7 +189,7 @@ def test_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("KVSPEC_SECRET", "another secret, as long")
         result = run("check", *named(producer, None), "--timeout=2")
     assert 1 == result.exit_code
-    assert 2 == result.stdout.count("closes the connection: it has another secret")
+    assert 2 == result.stdout.count("by the process there: it has another secret")
 
 
 def test_missing_secret_is_invalid_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_addresses_accept_names_ranges_and_ipv6() -> None:
 def test_commands_without_addresses_are_invalid_input() -> None:
     for arguments in (["check"], ["verify"], ["verify", "--producer=h:1"]):
         assert 2 == run(*arguments).exit_code
-    for option in ("--timeout=0", "--timeout=nan", "--tokens=0"):
+    for option in ("--timeout=0", "--timeout=nan", "--tokens=0", "--tokens=131073"):
         assert 2 == run("check", "--producer=127.0.0.1:9", option).exit_code
 
 

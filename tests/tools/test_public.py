@@ -51,7 +51,7 @@ PROVISIONAL = """
     kvspec.draw plan_svg table_svg
     kvspec.models architectures
     kvspec.models.catalogue config names
-    kvspec.session RankAgreement SessionCollector
+    kvspec.session RankAgreement ReleaseAgreement SessionCollector
     kvspec.tickets ContentIdentity MediaItem content_of explain_difference sampling_of
     kvspec.testing Case FakeNixl fill logical_views
     kvspec.testing.kit Counterexample Judgement Supports System SystemReport Verdict as_code judge
