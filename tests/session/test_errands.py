@@ -15,17 +15,12 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from two_engines import Side, engine, freed, request, until
+from tickets_kept import ASKED, LEASE, kept, ticket_of
+from two_engines import Side, engine, freed, until
 
 from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.session import errands, new_remote_id, session
+from kvspec.session import errands, session
 from kvspec.testing import FakeNixl
-from kvspec.tickets import PrefillTicket
-
-BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
-ASKED = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-LEASE = 1.2
-"""Seconds. Each test waits several of them."""
 
 
 @pytest.fixture
@@ -37,26 +32,6 @@ def sides() -> Iterator[tuple[Side, Side]]:
         Side("D", engine(2), polled=True, heartbeat=LEASE / 4, background=True) as consumer,
     ):
         yield producer, consumer
-
-
-def ticket_of(side: Side, name: str = "p", addresses: tuple[str, ...] = ()) -> PrefillTicket:
-    """Hold a prompt on all ranks for one lease, and return its ticket."""
-    remote_id = new_remote_id(name)
-    for one in side.sessions.values():
-        one.hold(remote_id, lease=LEASE)
-    return PrefillTicket(
-        engine_id=side.name,
-        addresses=addresses or (*side.addresses,),
-        remote_id=remote_id,
-        computed_tokens=14,
-        tables=BLOCKS,
-    )
-
-
-def kept(consumer: Side, ticket: PrefillTicket, timeout: float = 30.0) -> None:
-    """Keep *ticket* on all ranks."""
-    for one in consumer.sessions.values():
-        one.keep(ticket, timeout=timeout)
 
 
 def test_kept_prompt_is_loadable_long_after_its_lease(sides: tuple[Side, Side]) -> None:
