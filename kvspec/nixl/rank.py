@@ -352,14 +352,34 @@ class NixlRank:
         sides = local, local_ids, remote, remote_ids
         return self._in_flight.start("WRITE", {None: sides}, request, timeout)[None]
 
+    def pair(
+        self, operation: Operation, pairs: Mapping[K, Sides], *, request: str
+    ) -> dict[K, Transfer]:
+        """Check several reads or writes and pair their ids. That takes long. Nothing starts.
+
+        The agent is not locked meanwhile. Pass the transfers to `move` once, in place of the sides,
+        or drop them. They are not among the `transfers` until then, and keep no bytes busy.
+
+        Raises:
+            SpecError: As in `read`.
+            TransferError: As in `read`, or with state "closed" if a list was released.
+        """
+        return self._in_flight.pair(operation, pairs, request)
+
     def move(
-        self, operation: Operation, pairs: Mapping[K, Sides], *, request: str, timeout: float
+        self,
+        operation: Operation,
+        pairs: Mapping[K, Sides | Transfer],
+        *,
+        request: str,
+        timeout: float,
     ) -> dict[K, Transfer]:
         """Start several reads or writes. If one of them is wrong, none starts.
 
         Args:
             operation: "READ" or "WRITE".
-            pairs: Tuples (local list, local ids, remote list, remote ids), by any key. No pair may
+            pairs: Tuples (local list, local ids, remote list, remote ids), by any key. Or results
+                of `pair`: the first `poll` of such a transfer posts its first batch. No pair may
                 write bytes that another pair reads or writes. The key becomes the `key` of the
                 transfer. If the call is interrupted, its caller finds by the keys which of the
                 `transfers` were started.
@@ -377,7 +397,8 @@ class NixlRank:
             raise SpecError("operation", operation, " or ".join(OPERATIONS))
         checked = mapping("pairs", pairs, f"keys to {SIDES}")
         for sides in checked.values():
-            if not isinstance(sides, tuple) or len(sides) != 4:  # noqa: PLR2004 - as in SIDES
+            paired = isinstance(sides, Transfer)
+            if not paired and (not isinstance(sides, tuple) or len(sides) != 4):  # noqa: PLR2004 - as in SIDES
                 raise SpecError("pairs", sides, SIDES)
         return self._in_flight.start(operation, checked, request, timeout)
 

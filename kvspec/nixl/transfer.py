@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -55,6 +58,7 @@ class Transfer:
     handles = 0
     error: TransferError | None = None
     claimed = False  # Whether its bytes are recorded as busy.
+    claim: Claim | None = None  # Its name there, from the first attempt to record them.
     ticket: int | None = None  # Its place in the line for a slot of the buffer.
     stage: Stage | None = None
     posted: int | None = None
@@ -88,6 +92,10 @@ class Transfer:
             self.posted = 0
         self._pending = [*self.batches[::-1]]  # The next one is the last.
         self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # Batch and slot of each handle.
+
+    def __del__(self) -> None:
+        if self.claim is not None:  # It was paired, and never started.
+            self._all.release(self)
 
     def __repr__(self) -> str:
         name = f"{self.operation} {self.request!r} with {self.peer!r}"
@@ -290,8 +298,21 @@ class Transfer:
         return TransferError(message, rank=self.peer, request=self.request, state=state)
 
 
+class Claim:
+    """The owner of the bytes of a transfer. It does not keep the transfer alive."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = weakref.ref(transfer)
+
+    def __repr__(self) -> str:
+        return repr(self.transfer())
+
+
 class InFlightTransfers:
     """The transfers of one rank, from `start` until no byte of them can move any more.
+
+    Claiming a million ranges takes a second. So it has a lock of its own, and `pair` claims without
+    the lock of the agent, which each poll needs. A release is only noted: the next claim does it.
 
     Attributes:
         agent: The agent of the rank.
@@ -304,22 +325,31 @@ class InFlightTransfers:
         self.tickets = itertools.count()
         # Replaced whole, so that an interrupt leaves the old transfers or the new ones.
         self._known: tuple[Transfer, ...] = ()
-        self._busy: BusyRanges[Transfer] = BusyRanges()
+        self._claiming = threading.RLock()
+        self._busy: BusyRanges[Claim] = BusyRanges()
+        self._released = deque[Claim]()
 
     def __iter__(self) -> Iterator[Transfer]:
         """Yield the transfers that are not over, as far as they were polled."""
         return (transfer for transfer in self._known if not transfer.over)
 
     def start(
-        self, operation: Operation, pairs: Mapping[K, Sides], request: str, timeout: float
+        self,
+        operation: Operation,
+        pairs: Mapping[K, Sides | Transfer],
+        request: str,
+        timeout: float,
     ) -> dict[K, Transfer]:
-        """Start transfers, or none of them if bytes of one are busy. `poll` raises other errors."""
+        """Start transfers, or none of them if bytes of one are busy. `poll` raises other errors.
+
+        The first `poll` of a transfer that was paired before posts its first batch. The batches of
+        the others are posted here.
+        """
         if not isinstance(request, str):
             instance("request", request, str)
         timeout = seconds("timeout", timeout)
         made = {
-            key: Transfer(self, operation, sides, request, timeout, key)
-            for key, sides in pairs.items()
+            key: self._made(operation, sides, request, timeout, key) for key, sides in pairs.items()
         }
         started = [*made.values()]
         with self.agent.lock:
@@ -327,21 +357,66 @@ class InFlightTransfers:
             moving = self.reap() if self._known else ()
             every = (*moving, *started)
             try:
-                # The ranges of a transfer take time to compute. So a transfer that is alone claims
-                # none until a second one starts.
-                for transfer in every if len(every) > 1 else ():
-                    if not transfer.claimed:
-                        self._claim(transfer, started)
+                self._claim_all(moving, started)
                 self._known = every
             except BaseException:
                 for transfer in started:
-                    self._busy.release(transfer)
+                    self.release(transfer)
                 raise
-            for transfer in started:
-                transfer.step()
+            for key, transfer in made.items():
+                if pairs[key] is not transfer:
+                    transfer.step()
             if len(every) == 1 and every[0].over:  # A small one often ends at once.
                 self._known = ()
         return made
+
+    def _made(
+        self, operation: Operation, sides: Sides | Transfer, request: str, timeout: float, key: K
+    ) -> Transfer:
+        """Return the transfer of *sides*, which may have been paired before."""
+        if not isinstance(sides, Transfer):
+            return Transfer(self, operation, sides, request, timeout, key)
+        sides.key, sides.timeout = key, timeout
+        return sides
+
+    def pair(
+        self, operation: Operation, pairs: Mapping[K, Sides], request: str
+    ) -> dict[K, Transfer]:
+        """Return transfers whose bytes are claimed if others are in flight. Nothing starts."""
+        made = {
+            key: Transfer(self, operation, sides, request, math.inf, key)
+            for key, sides in pairs.items()
+        }
+        started = [*made.values()]
+        moving = self.reap() if self._known else ()
+        try:
+            self._claim_all(moving, started)
+        finally:
+            for transfer in moving:
+                # It may have ended meanwhile, and its release may have come before its claim.
+                if transfer not in self._known:
+                    self.release(transfer)
+        return made
+
+    def _claim_all(self, moving: Sequence[Transfer], started: Sequence[Transfer]) -> None:
+        """Claim the bytes of all transfers. Raise `TransferError` "busy" if any two share some.
+
+        The ranges of a transfer take time to compute. So a transfer that is alone claims none until
+        a second one starts.
+        """
+        every = (*moving, *started)
+        if len(every) == 1 or all(transfer.claimed for transfer in every):
+            return
+        with self._claiming:
+            for transfer in every:
+                if not transfer.claimed:
+                    self._claim(transfer, started)
+
+    def release(self, transfer: Transfer) -> None:
+        """Release the bytes of *transfer* before the next claim. Needs no lock."""
+        claim, transfer.claim, transfer.claimed = transfer.claim, None, False
+        if claim is not None:
+            self._released.append(claim)
 
     def _claim(self, transfer: Transfer, started: Sequence[Transfer]) -> None:
         """Claim the bytes of *transfer*. Raise `TransferError` "busy" if another one uses them.
@@ -350,20 +425,35 @@ class InFlightTransfers:
         error of the caller, so the message does not advise to wait.
         Addresses identify bytes: those of two devices of one memory type differ as well.
         """
-        self._busy.release(transfer)  # An interrupt may have left a part of an earlier claim.
+        self.release(transfer)  # An interrupt may have left a part of an earlier claim.
+        transfer.claim = claim = Claim(transfer)
         local, remote, nbytes = transfer.pairs.spans()
         near = ("", transfer.local.memory_type), local, local + nbytes
         far = (transfer.peer, transfer.remote.memory_type), remote, remote + nbytes
         source, target = (far, near) if transfer.operation == "READ" else (near, far)
-        conflict = self._busy.claim(transfer, *target)
-        conflict = conflict or self._busy.claim(transfer, *source, shared=True)
+        while True:
+            while self._released:
+                self._busy.release(self._released[0])
+                self._released.popleft()  # Last: an interrupt repeats the release.
+            conflict = self._busy.claim(claim, *target)
+            conflict = conflict or self._busy.claim(claim, *source, shared=True)
+            if conflict is None:
+                break
+            owner = conflict.owner.transfer()
+            if owner is not None and (owner in self._known or owner in started):
+                break
+            # That one is only paired. The first to start has the bytes: `start` claims all again.
+            self._busy.release(conflict.owner)
+            self._busy.release(claim)
+            if owner is not None:
+                self.release(owner)
         transfer.claimed = conflict is None
         if conflict is not None:
-            self._busy.release(transfer)
+            self.release(transfer)
             state = TransferState.BUSY
             message = f"{conflict.owner!r} moves some of the same bytes: {state.advice}"
-            if conflict.owner in started and transfer in started:
-                one, other = sorted((conflict.owner, transfer), key=started.index)
+            if owner is not None and owner in started and transfer in started:
+                one, other = sorted((owner, transfer), key=started.index)
                 message = (
                     f"pairs[{one.key!r}] and pairs[{other.key!r}] of this call move some of the"
                     " same bytes"
@@ -377,15 +467,14 @@ class InFlightTransfers:
             The other transfers.
         """
         with self.agent.lock:
-            moving = []
-            for transfer in self._known:
+            known = self._known
+            for transfer in known:
                 if transfer.error is not None:
                     transfer.reap()
-                if not transfer.over:
-                    moving.append(transfer)
-                else:  # Also if an interrupted claim has not set `claimed`.
-                    self._busy.release(transfer)
-            self._known = tuple(moving)
+            self._known = tuple(transfer for transfer in known if not transfer.over)
+            for transfer in known:
+                if transfer.over:  # After the change: `pair` looks whether it is still known.
+                    self.release(transfer)
             return self._known
 
     def free_slot(self, buffer: StagingBuffer, ticket: int | None) -> int | None:
@@ -434,4 +523,5 @@ class InFlightTransfers:
         """Release everything, in flight or not, and forget it."""
         for transfer in self._known:
             transfer.abandon()
-        self._known, self._busy = (), BusyRanges()
+        with self._claiming:
+            self._known, self._busy = (), BusyRanges()

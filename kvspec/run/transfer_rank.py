@@ -96,7 +96,12 @@ class TimedRank(NixlRank):
     ended: dict[Transfer, float]
 
     def move(
-        self, operation: Operation, pairs: Mapping[K, Sides], *, request: str, timeout: float
+        self,
+        operation: Operation,
+        pairs: Mapping[K, Sides | Transfer],
+        *,
+        request: str,
+        timeout: float,
     ) -> dict[K, Transfer]:
         """Start transfers, as `NixlRank` does, and record the time."""
         now = time.perf_counter()

@@ -17,8 +17,10 @@ How it works:
                           `wake`, the thread polls every `UNWOKEN` seconds
     ====================  =====================================================================
 
-    Other threads may poll too, and then they take messages and wake-ups that the thread waits for.
-    So each of them calls `wake` after its poll, because bytes may move now.
+    A `poll` of the caller does nothing while the thread works, so that the caller's thread does not
+    pay for transfers. A thread that connects an engine polls by itself, and then it takes messages
+    and wake-ups that this thread waits for. So it calls `wake` after its poll, because bytes may
+    move now.
 
     A poll that raises an unexpected error does not end the thread: loads and leases depend on it.
     The thread logs the error, and polls again after `IDLE` seconds, so that an error that stays
@@ -30,10 +32,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Generic, TypeVar
 
 from kvspec.errors import TransferError, TransferState
 from kvspec.session.channel import Channel
@@ -45,6 +49,7 @@ IDLE = 1.0
 UNWOKEN = 0.02
 """The same for a channel without `wake`."""
 
+T = TypeVar("T")
 _LOG = logging.getLogger("kvspec.session")
 _BOOT = getattr(time, "CLOCK_BOOTTIME", None)
 since_boot: Callable[[], float] = (
@@ -95,7 +100,12 @@ class SessionLock:
 
     @property
     def held(self) -> threading.RLock:
-        """The lock for a `with`.
+        """The lock for a `with`. Raises as `check`."""
+        self.check()
+        return self._lock
+
+    def check(self) -> None:
+        """Check that this thread may take the lock.
 
         Raises:
             TransferError: With state "forked" in a forked child, and "busy" if this thread holds
@@ -108,7 +118,6 @@ class SessionLock:
                 "handler; let the handler set a flag, and call the session when the call is over"
             )
             raise TransferError(message, state=TransferState.BUSY)
-        return self._lock
 
 
 class Background:
@@ -136,6 +145,11 @@ class Background:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
+    @property
+    def works(self) -> bool:
+        """Whether the thread polls, so that no other thread has to."""
+        return not self._ended.is_set()
+
     def wake(self) -> None:
         """End the rest if the thread must poll earlier. Call this with the lock."""
         if self._wake is not None and time.monotonic() + self._rest() < self._until:
@@ -159,3 +173,39 @@ class Background:
             except Exception:  # noqa: BLE001 - the thread must not end, and the log has the error
                 _LOG.exception("a poll in the background failed; the thread polls again")
                 self._ended.wait(IDLE)  # not in the channel, which may be what fails
+
+
+class Worker(Generic[T]):
+    """A thread that works on one thing after the other. It starts with the first thing.
+
+    The work takes long, and must not delay messages. So it has a thread of its own, which does not
+    hold the lock of the session. It is a daemon: a process can end in the middle of the work.
+
+    Args:
+        work: The work. An error is logged.
+    """
+
+    def __init__(self, work: Callable[[T], None]) -> None:
+        self._work = work
+        self._things: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, thing: T) -> None:
+        """Work on *thing* after all that were put before. Call this with the lock."""
+        self._things.put(thing)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="kvspec-loads", daemon=True)
+            self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Begin nothing new, and wait up to *timeout* seconds for the work."""
+        self._things.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _serve(self) -> None:
+        while (thing := self._things.get()) is not None:
+            try:
+                self._work(thing)
+            except Exception:  # noqa: BLE001 - the next load must start, and the log has the error
+                _LOG.exception("a load was not started; it fails at its deadline")

@@ -15,7 +15,8 @@ How it works:
         is open           heartbeat, then one each         is passed to the ledger, which repeats
                           `heartbeat` seconds              it until it is answered
 
-    A load of the ticket ends the errand. The load sends heartbeats of its own, with higher numbers.
+    A load of the ticket ends the errand when its own heartbeats begin, which have higher numbers.
+    Until then the prompt stays kept, however long the load waits for a connection.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import attrs
 
 from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan
 from kvspec.errors import KVSpecError, SpecError
+from kvspec.session.load import Load
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
 from kvspec.tickets.ticket import PrefillTicket
@@ -40,6 +42,10 @@ FIRST_PAUSE, LAST_PAUSE = 0.5, 30.0
 """Seconds between attempts to reach a producer. Each pause is twice as long as the one before."""
 LONGEST_REFUSAL = 600.0
 """Seconds for which a refusal is tried again. A lease is usually over much earlier."""
+
+
+Name = tuple[str, Key]
+"""The engine and the request of an errand."""
 
 
 @attrs.define(eq=False)
@@ -82,7 +88,8 @@ class Errands:
     messages: Messages
     now: Callable[[], float]
     decline: Callable[[RemoteEngine, Key], None]
-    _errands: dict[Key, Errand] = attrs.field(factory=dict)
+    # By engine and request: two tickets of one request may name two engines.
+    _errands: dict[Name, Errand] = attrs.field(factory=dict)
 
     def __len__(self) -> int:
         return len(self._errands)
@@ -102,10 +109,10 @@ class Errands:
         return min(times, default=math.inf)
 
     def keep(self, ticket: PrefillTicket, timeout: float) -> None:
-        """Keep a prompt for *timeout* seconds. Repeating it changes only the time."""
-        known = self._errands.get(key_of(ticket.remote_id))
+        """Keep a prompt for *timeout* seconds. Repeating it changes the time and the addresses."""
+        known = self._errands.get(_name(ticket))
         if known is not None and known.keeps:
-            known.until = self.now() + timeout
+            known.until, known.ticket = self.now() + timeout, ticket
             return
         self._begin(Errand(ticket, self.now() + timeout, keeps=True))
 
@@ -113,47 +120,55 @@ class Errands:
         """Decline a prompt, also if it is kept."""
         self._begin(Errand(ticket, self.now() + LONGEST_REFUSAL, keeps=False))
 
-    def end(self, key: Key) -> None:
+    def extend(self, load: Load) -> None:
+        """Prepare for *load*, which waits: do not decline its prompt, and keep it if it is kept."""
+        name = load.engine_id, load.key
+        known = self._errands.get(name)
+        if known is not None and known.keeps:
+            known.until = max(known.until, load.deadline)
+        else:
+            self.end(*name)
+
+    def end(self, engine_id: str, key: Key) -> None:
         """Forget the errand of a request, because a load has begun."""
-        self._errands.pop(key, None)
+        self._errands.pop((engine_id, key), None)
 
     def forget(self, engine_id: str | None = None) -> None:
         """Forget the errands to an engine that has ended, or all errands."""
-        for key, errand in list(self._errands.items()):
-            if engine_id in (None, errand.ticket.engine_id):
-                del self._errands[key]
+        for name in list(self._errands):
+            if engine_id in (None, name[0]):
+                del self._errands[name]
 
     def answers(self, message: Message) -> bool:
         """Return whether *message* is the answer to a heartbeat of a kept prompt, and process it.
 
         After `gone`, no heartbeat is sent. A load of the ticket then learns the reason.
         """
-        errand = self._errands.get(message.key)
+        name = message.by.engine_id, message.key
+        errand = self._errands.get(name)
         if errand is None or not errand.keeps or not isinstance(message, Lease | Gone):
             return False
-        if message.by.engine_id != errand.ticket.engine_id:
-            return False
         if isinstance(message, Gone):
-            del self._errands[message.key]
+            del self._errands[name]
         return True
 
     def move(self) -> None:
         """Send what is due."""
         now = self.now()
-        for key, errand in list(self._errands.items()):
+        for name, errand in list(self._errands.items()):
             if now >= errand.until:
-                self._end(key, errand)
+                self._end(name, errand)
             elif errand.connection is not None and not errand.connection.future.done():
                 continue
             elif errand.connection is not None or now >= errand.due:
-                self._run(key, errand, now)
+                self._run(name, errand, now)
 
     def _begin(self, errand: Errand) -> None:
-        key = key_of(errand.ticket.remote_id)
-        self._errands[key] = errand
-        self._run(key, errand, self.now())
+        name = _name(errand.ticket)
+        self._errands[name] = errand
+        self._run(name, errand, self.now())
 
-    def _run(self, key: Key, errand: Errand, now: float) -> None:
+    def _run(self, name: Name, errand: Errand, now: float) -> None:
         try:
             if errand.connection is None:
                 errand.connection = self.remotes.connection(errand.ticket)
@@ -169,12 +184,12 @@ class Errands:
             return
         if errand.keeps:
             errand.due, errand.pause = now + self.ledger.heartbeat, FIRST_PAUSE
-            self._beat(key, remote)
+            self._beat(name[1], remote)
         else:
             # A load of this ticket may still exchange its last messages. It informs the producer.
             with contextlib.suppress(SpecError):
-                self.decline(remote, key)
-            del self._errands[key]
+                self.decline(remote, name[1])
+            del self._errands[name]
 
     def _beat(self, key: Key, remote: RemoteEngine) -> None:
         """Send a heartbeat to each rank of the producer that waits for this rank."""
@@ -188,13 +203,18 @@ class Errands:
             about = plan.about(self.ledger.me, rank, number)
             self.messages.send(Heartbeat(*about, expected=expected))
 
-    def _end(self, key: Key, errand: Errand) -> None:
+    def _end(self, name: Name, errand: Errand) -> None:
         """Decline a prompt that was kept for its whole time, or give a refusal up."""
+        request_id = name[1].request_id
         if errand.keeps:
-            log.info("%s is declined: it was kept for its whole time", key.request_id)
+            log.info("%s is declined: it was kept for its whole time", request_id)
             self.refuse(errand.ticket)
             return
         self.messages.counters.refusals_lost += 1
         producer = f"{errand.ticket.engine_id} at {', '.join(errand.ticket.addresses)}"
-        log.warning("%s is not declined at %s: %s", key.request_id, producer, errand.why)
-        del self._errands[key]
+        log.warning("%s is not declined at %s: %s", request_id, producer, errand.why)
+        del self._errands[name]
+
+
+def _name(ticket: PrefillTicket) -> Name:
+    return ticket.engine_id, key_of(ticket.remote_id)

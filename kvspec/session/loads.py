@@ -16,8 +16,9 @@ How it works:
     `kvspec.session.load` describes the life of a load. These methods lead from state to state:
 
         open      -> connecting   the ledger and `loads` know the load; nothing else has happened
-        begin     -> moving       check everything, claim the blocks, start the steps, post the
-                                  reads, then let the ledger send the first heartbeats
+        prepare   -> connecting   check everything and select the data, without the lock
+        begin     -> moving       claim the blocks, start the steps, queue the reads, then let the
+                                  ledger send the first heartbeats
         give_up   -> draining     the start failed or was interrupted
         move                      poll the transfers; start what was written meanwhile
         receive                   give messages to the ledger; it may answer with actions
@@ -32,6 +33,7 @@ How it works:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import textwrap
@@ -53,6 +55,8 @@ from kvspec.completion.consumer import (
     Step,
 )
 from kvspec.completion.ledger import Action, Closed, Ended, Failed, Refused, Tell
+from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
@@ -63,7 +67,8 @@ from kvspec.session.errands import Errands
 from kvspec.session.load import LOST, Load, stop
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
-from kvspec.session.written import BlockLocks, pushed_of
+from kvspec.session.written import BlockLocks, Blocks, blocks_of, pushed_of
+from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import (
     Checksum,
     ChecksumUnavailable,
@@ -73,6 +78,7 @@ from kvspec.wire.messages import (
     PushDone,
     PushStopped,
     StopWriting,
+    key_of,
 )
 
 log = logging.getLogger(__name__)
@@ -92,10 +98,51 @@ Sources = Mapping[RankId, Mapping[Place, int]]
 
 
 class Waiting(NamedTuple):
-    """A load whose producer is being connected."""
+    """A load whose producer is being connected, or whose data is being selected."""
 
     connection: Connection
     load: Load
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """The part of the start of a load that takes long. No lock is held while it is computed.
+
+    Attributes:
+        remote: The producer.
+        request: The request, with the blocks of the producer.
+        plan: The plan in the ledger.
+        blocks: By group, the blocks that are written.
+        reads: The read from each producer rank. Nothing of it is posted.
+        pushes: For each producer rank, the digest of the push that is expected.
+        audit: The comparison of checksums, or None.
+    """
+
+    remote: RemoteEngine
+    request: TransferRequest
+    plan: LoadPlan
+    blocks: Blocks
+    reads: Mapping[RankId, Transfer]
+    pushes: dict[RankId, bytes]
+    audit: Audit | None
+
+    @property
+    def usable(self) -> Prepared:
+        """This object."""
+        return self
+
+
+@attrs.frozen(eq=False)
+class Unprepared:
+    """A load that could not be prepared, with the error."""
+
+    remote: RemoteEngine
+    error: Exception
+
+    @property
+    def usable(self) -> Prepared:
+        """Raises the error."""
+        raise self.error
 
 
 @attrs.define(eq=False)
@@ -107,6 +154,8 @@ class Loads:
         remotes: The connected engines.
         waiting: Loads whose producer is being connected.
         errands: Tickets that are kept or declined.
+        select: Passes a load whose producer is connected to a thread, which calls `serve`. If it is
+            None, `serve_waiting` calls `serve` at once.
     """
 
     ledger: ConsumerLedger
@@ -125,6 +174,7 @@ class Loads:
     _pushed: dict[Name, None] = attrs.field(factory=dict)
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
     errands: Errands = attrs.field(init=False)
+    select: Callable[[Waiting], None] | None = None
 
     def __attrs_post_init__(self) -> None:
         self.errands = Errands(self.ledger, self.remotes, self.messages, self.now, self.decline)
@@ -134,43 +184,68 @@ class Loads:
         """Whether anything is in flight, or is compared."""
         return any(load.in_flight or self.ledger.unverified(n) for n, load in self.loads.items())
 
-    def open(self, load: Load, timeout: float) -> None:
-        """Add *load* in the state *connecting*. It fails after *timeout* seconds.
+    def of(self, ticket: PrefillTicket) -> bool:
+        """Return whether a load of *ticket* is waiting or moving."""
+        name = ticket.engine_id, key_of(ticket.remote_id)
+        return any(
+            name == (load.engine_id, load.key) and load.state == "moving"
+            for load in self.loads.values()
+        )
 
-        Call `give_up` if this or `begin` raises.
-        """
+    def check_free(self, name: str) -> None:
+        """Raise `SpecError` if a load of the id *name* is open."""
         # An earlier load with this id may have ended in the ledger, but its actions are not carried
         # out yet.
         self.act()
-        name = load.request.request_id
         if name in self.loads:
             raise SpecError("request_id", name, FREE_ID)
-        load.began = self.now()
-        load.deadline = load.began + timeout
+
+    def open(self, load: Load) -> None:
+        """Add *load* in the state *connecting*. It fails at its deadline.
+
+        Call `give_up` if this or `begin` raises.
+        """
+        name, now = load.request.request_id, self.now()
+        self.check_free(name)
         self.loads[name] = load
-        self.ledger.begin(name, load.began, timeout)
+        self.ledger.begin(name, now, max(0.0, load.deadline - now))
         self.messages.counters.loads_started += 1
 
-    def begin(self, load: Load, remote: RemoteEngine) -> None:
-        """Start an open load whose producer is connected.
+    def prepare(self, load: Load, remote: RemoteEngine) -> Prepared:
+        """Check a load whose producer is connected, select its data and pair the descriptors.
 
-        Everything is checked before anything is posted. No message is sent before all is posted.
+        It changes nothing, and needs no lock. If *remote* is disconnected meanwhile, the result is
+        useless, or this raises.
         """
-        load.remote = remote
-        if load.ticket is not None:
-            load.request = load.ticket.check_held(load.request)
         request, options, name = load.request, load.options, load.request.request_id
+        if load.ticket is not None:
+            request = load.ticket.check_held(request)
+        audit = None
         if options.verify:
-            load.audit = Audit(
-                remote, request, self.ledger.me, self.nixl, self.cache, self.messages
-            )
-        lanes = remote.lanes
-        if options.pushed:
-            load.pushes = {rank: pushed_of(lane.table, request) for rank, lane in lanes.items()}
-        sides = remote.sides(request, () if options.pushed or options.follow else lanes)
-        whole = dict.fromkeys((*sides, *load.pushes), EVERYTHING)
-        sources = ends_of(load) if options.follow else whole
-        load.plan = self._plan(remote, load.key, name, options, sources)
+            audit = Audit(remote, request, self.ledger.me, self.nixl, self.cache, self.messages)
+        lanes = dict(remote.lanes)  # A disconnect in another thread clears it.
+        pushes = {
+            rank: pushed_of(lane.table, request) for rank, lane in lanes.items() if options.pushed
+        }
+        sides = {} if options.pushed else {r: lane.sides(request) for r, lane in lanes.items()}
+        moved = {rank: each for rank, each in sides.items() if len(each[1][0])}
+        sources: Sources = dict.fromkeys((*moved, *pushes), EVERYTHING)
+        if options.follow:
+            sources = {rank: ends_of(lanes[rank].table, request) for rank in moved}
+            moved = {}
+        plan = self._plan(remote, load.key, name, options, sources)
+        blocks = blocks_of(remote.plan, request)
+        reads = self.nixl.pair("READ", moved, request=name)
+        return Prepared(remote, request, plan, blocks, reads, pushes, audit)
+
+    def begin(self, load: Load, prepared: Prepared) -> None:
+        """Start an open load. Everything is checked before the first read can be posted.
+
+        Each poll posts reads. No message is sent before.
+        """
+        name, options = load.request.request_id, load.options
+        load.remote, load.request, load.plan = prepared.remote, prepared.request, prepared.plan
+        load.audit, load.pushes, load.blocks = prepared.audit, prepared.pushes, prepared.blocks
         if options.pushed and load.plan.name in self._pushed:
             wanted = "an attempt of this request that was not loaded with pushed=True before"
             raise SpecError("attempt", options.attempt, wanted)
@@ -180,12 +255,19 @@ class Loads:
             self._pushed[load.plan.name] = None
             if len(self._pushed) > MAX_PUSHED:
                 del self._pushed[next(iter(self._pushed))]
+        whole = *prepared.reads, *prepared.pushes
         steps = {rank: self.ledger.start(name, rank) for rank in whole}
         load.in_flight |= {steps[rank]: pushed for rank, pushed in load.pushes.items()}
-        load.in_flight |= self._read(load, {steps[rank]: each for rank, each in sides.items()})
+        reads = {steps[rank]: read for rank, read in prepared.reads.items()}
+        load.in_flight |= self._read(load, reads)
+        if self.select is None:  # Otherwise a thread polls soon.
+            for read in reads.values():
+                with contextlib.suppress(TransferError):  # The next poll raises it again.
+                    read.poll()
         self.ledger.connected(name, self.now())
+        self.errands.end(load.engine_id, load.key)
 
-    def _read(self, load: Load, pairs: Mapping[Step, Sides]) -> dict[Step, Transfer]:
+    def _read(self, load: Load, pairs: Mapping[Step, Sides | Transfer]) -> dict[Step, Transfer]:
         """Post the reads of some steps of *load*."""
         name, timeout = load.request.request_id, max(load.deadline - self.now(), 1e-3)
         return self.nixl.move("READ", pairs, request=name, timeout=timeout)
@@ -252,7 +334,11 @@ class Loads:
             self.ledger.fail(step, why, self.now(), quiet=flight is None, state=state)
 
     def wait_for(self, waiting: Waiting) -> None:
-        """Begin a load when its producer is connected."""
+        """Begin a load when its producer is connected.
+
+        Until then, its ticket stays kept if it was kept before.
+        """
+        self.errands.extend(waiting.load)
         self.waiting.append(waiting)
         self.serve_waiting()
 
@@ -262,23 +348,48 @@ class Loads:
             load = waiting.load
             draining = load.state == "moving" and load.error is not None
             if waiting.connection.future.done() and not draining:
-                self._serve(waiting, load)
+                if self.select is not None:
+                    self.select(waiting)
+                elif (remote := self.serve(waiting)) is not None:
+                    self.serve(waiting, self.prepared(load, remote))
                 self.waiting.remove(waiting)
 
-    def _serve(self, waiting: Waiting, load: Load) -> None:
+    def prepared(self, load: Load, remote: RemoteEngine) -> Prepared | Unprepared:
+        """Return the result of `prepare`, or its error. Needs no lock."""
+        try:
+            return self.prepare(load, remote)
+        except Exception as error:  # noqa: BLE001 - it is raised again where the load ends
+            return Unprepared(remote, error)
+
+    def serve(
+        self, waiting: Waiting, result: Prepared | Unprepared | None = None
+    ) -> RemoteEngine | None:
+        """Begin a load whose producer is connected, or end it.
+
+        Args:
+            waiting: The load.
+            result: The result of `prepared`. None in the first call.
+
+        Returns:
+            The engine for which to prepare the load before the next call, or None after the last.
+        """
+        load = waiting.load
         try:
             self.remotes.check_open()  # A closed session has cancelled the future.
             waiting.connection.future.result()
             remote = self.remotes.find("producer", waiting.connection.engine_id)
-            if load.state == "moving":
-                self.begin(load, remote)
-                return
+            if load.state == "moving" and load.error is None:
+                if result is None or result.remote is not remote:
+                    return remote
+                self.begin(load, result.usable)
+                return None
         except BaseException as error:
             self.give_up(load, error)
             if not isinstance(error, Exception):  # An interrupt. Any other fails this load alone.
                 raise
         if load.ticket is not None and not load.options.again and not self.remotes.closed:
             self.errands.refuse(load.ticket)
+        return None
 
     @property
     def _used(self) -> set[str]:
@@ -562,24 +673,16 @@ class Advance(NamedTuple):
     whole: bool
 
 
-def ends_of(load: Load) -> dict[RankId, dict[Place, int]]:
-    """Return the end of each layer that moves, for each rank that is read.
-
-    Raises as `DescriptorTable.select`: all tables that the load will need are checked now.
-    """
-    plan, request = load.remote.plan, load.request
-    ends: dict[RankId, dict[Place, int]] = {}
-    for rank, lane in load.remote.lanes.items():
-        if not len(lane.sides(request)[1][0]):
-            continue
-        ends[rank] = {
-            (edge.group, layer): request.total(spec)
-            for edge in plan.between(rank, lane.table.consumer.rank)
-            for layer in edge.layers
-            for spec in (plan.pair_of(edge).specs[layer],)
-            if request.wanted(edge.group, spec)
-        }
-    return ends
+def ends_of(table: DescriptorTable, request: TransferRequest) -> dict[Place, int]:
+    """Return the end of each layer that moves between the two ranks of *table*."""
+    plan = table.plan
+    return {
+        (edge.group, layer): request.total(spec)
+        for edge in plan.between(table.producer.rank, table.consumer.rank)
+        for layer in edge.layers
+        for spec in (plan.pair_of(edge).specs[layer],)
+        if request.wanted(edge.group, spec)
+    }
 
 
 def advances(readable: Mapping[RankId, Mapping[Place, range]], ends: Sources) -> Iterator[Advance]:

@@ -24,12 +24,12 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
-from kvspec.session.background import BUSY, Background, SessionLock, since_boot
+from kvspec.session.background import BUSY, Background, SessionLock, Worker, since_boot
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.holds import Holds, Settled
 from kvspec.session.load import Load, Push
-from kvspec.session.loads import Loads, Waiting
+from kvspec.session.loads import Loads, Prepared, Unprepared, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged
 from kvspec.session.stats import SessionStats
@@ -147,13 +147,15 @@ class Session:
         self._polled = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
-        calls = self._connect_ranks, self._disconnect, self.poll
+        calls = self._connect_ranks, self._disconnect, self._poll_now
         self._remotes = Remotes(nixl, self._lock, messages, *calls, most)
         self._holds = Holds(held_ledger, nixl, clock, messages, answers)
         self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._remotes)
         self._background: Background | None = None
         if in_background:
             self._background = Background(self._poll, self._rest, self.channel, self._lock)
+            self._starting = Worker(self._start)
+            self._loads.select = self._starting.put
 
     def __repr__(self) -> str:
         return f"<Session {self.me} at {self.channel.address}>"
@@ -188,7 +190,7 @@ class Session:
         """
         answer = seconds("timeout", timeout)
         absent = answer if absent is None else seconds("absent", absent)
-        return self._messages.fetch(addresses, answer, absent, self.poll, self._lock)
+        return self._messages.fetch(addresses, answer, absent, self._poll_now, self._lock)
 
     def connect(
         self,
@@ -287,7 +289,8 @@ class Session:
         Or pass the *ticket* of the producer. If this engine is not connected, or was lost, a thread
         connects it first. Each error of the producer and of the request is then in the `error` of
         the load. If such a load fails, the session informs the producer if it can. If not, the
-        lease of the request expires.
+        lease of the request expires. With *background*, a thread selects the data and posts the
+        reads, so the call never waits for that.
 
         Args:
             request: Tokens and blocks to move. `request_id` is the consumer's own. It must differ
@@ -330,25 +333,58 @@ class Session:
         if on_progress is not None and not callable(on_progress):
             raise SpecError("on_progress", on_progress, "a function of two numbers of bytes")
         most = seconds("timeout", timeout)
+        began = self._clock()
         with self._lock.held:
             key, producer = self._producer(remote_id, ticket, engine_id)
             load = Load(
                 request, key, producer, options, self._step, self._is_closed, self._cancel, ticket
             )
-            load.on_progress = on_progress
-            try:
-                self._loads.open(load, most)
-                if isinstance(producer, Connection):
+            load.on_progress, load.began, load.deadline = on_progress, began, began + most
+            if isinstance(producer, Connection):
+                try:
+                    self._loads.open(load)
                     self._loads.wait_for(Waiting(producer, load))
-                else:
-                    self._loads.begin(load, producer)
-                self._loads.errands.end(key)
-                self._wake()
-                # Return inside `try`: if the return is interrupted, `give_up` must end the load.
-                return load  # noqa: TRY300 - see above
-            except BaseException as error:
-                self._loads.give_up(load, error)
-                raise
+                    self._wake()
+                    # Return inside `try`: `give_up` must end the load if this is interrupted.
+                    return load  # noqa: TRY300 - see above
+                except BaseException as error:
+                    self._loads.give_up(load, error)
+                    raise
+            self._loads.check_free(load.request.request_id)
+        return self._begin(load, producer)
+
+    def _begin(self, load: Load, remote: RemoteEngine) -> Load:
+        """Begin a load from *remote*, and return it. The lock is not held while data is selected.
+
+        If the producer is connected again meanwhile, the data is selected again.
+        """
+        while True:
+            result = self._loads.prepared(load, remote)
+            with self._lock.held:
+                remote = self._remotes.find("producer", load.engine_id)
+                if remote is not result.remote:
+                    continue
+                prepared = result.usable
+                try:
+                    self._loads.open(load)
+                    self._loads.begin(load, prepared)
+                    self._wake()
+                    return load  # noqa: TRY300 - as in `load`
+                except BaseException as error:
+                    self._loads.give_up(load, error)
+                    raise
+
+    def _start(self, waiting: Waiting) -> None:
+        """Begin a load of a ticket. Runs in a thread of its own."""
+        result: Prepared | Unprepared | None = None
+        while True:
+            with self._lock.held:
+                remote = self._loads.serve(waiting, result)
+                if remote is None:
+                    if not self._remotes.closed:
+                        self._wake()
+                    return
+            result = self._loads.prepared(waiting.load, remote)
 
     def push(
         self,
@@ -417,7 +453,8 @@ class Session:
         """Inform the producer that this rank will not load a request in one attempt.
 
         Call it before the producer pushes. If other ranks of the engine try again, decline that
-        attempt too: the producer expects all ranks in each attempt.
+        attempt too: the producer expects all ranks in each attempt. While this rank has a load of
+        the *ticket*, nothing happens: the load informs the producer when it ends.
 
         Args:
             remote_id: Name of a request that a connected producer holds.
@@ -438,7 +475,9 @@ class Session:
                 self._loads.decline(self._remotes.find("producer", engine_id), key, options)
             else:
                 self._remotes.check_open()
-                self._loads.errands.refuse(_ticket(ticket, remote_id, engine_id))
+                declined = _ticket(ticket, remote_id, engine_id)
+                if not self._loads.of(declined):  # A load informs the producer by itself.
+                    self._loads.errands.refuse(declined)
             self._wake()
 
     def keep(self, ticket: PrefillTicket, *, timeout: float) -> None:
@@ -460,7 +499,9 @@ class Session:
         most = seconds("timeout", timeout)
         with self._lock.held:
             self._remotes.check_open()
-            self._loads.errands.keep(_ticket(ticket, None, None), most)
+            kept = _ticket(ticket, None, None)
+            if not self._loads.of(kept):  # A load sends heartbeats by itself.
+                self._loads.errands.keep(kept, most)
             self._wake()
 
     def _producer(
@@ -496,7 +537,8 @@ class Session:
                 request gets a new name, so both can be held at the same time.
             lease: Seconds in which the first reader must send a heartbeat. Each heartbeat extends
                 it, until `longest` seconds after this call. By default, the lease of the session.
-            blocks: The block tables of the request, by group. Loads with `verify` need them.
+            blocks: The block tables of the request, by group. Loads with `verify` need them. Their
+                checksums are of the bytes that are there: blocks that were never written pass.
 
         Raises:
             SpecError: If *remote_id* was held before, or *blocks* do not fit the engine.
@@ -561,6 +603,8 @@ class Session:
         """
         self.poll()
         freed, ledger = dict[RemoteId, str](), self._holds.ledger
+        if not ledger.freed and not self._messages.refused:
+            return Settled()  # Without the lock, for which a scheduler might wait.
         try:
             with self._lock.held:
                 freed, foreign = dict(ledger.freed), tuple(self._messages.refused)
@@ -576,7 +620,17 @@ class Session:
             raise
 
     def poll(self) -> None:
-        """Make progress on everything: messages, transfers and deadlines. Never waits."""
+        """Make progress on everything: messages, transfers and deadlines. Never waits.
+
+        With *background*, the thread does that, and this does nothing.
+        """
+        if self._background is not None and self._background.works:
+            self._lock.check()
+        else:
+            self._poll_now()
+
+    def _poll_now(self) -> None:
+        """Poll in this thread."""
         with self._lock.held:
             self._poll()
             if self._background is not None:
@@ -654,6 +708,7 @@ class Session:
                 break
             time.sleep(BUSY)
         if self._background is not None:
+            self._starting.stop(max(0.0, end - time.monotonic()))
             self._background.stop()
         with self._lock.held:
             self._loads.errands.forget()

@@ -7,25 +7,24 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from two_engines import Side, engine, freed, request, until
+from tickets_kept import ASKED, LEASE, kept, ticket_of
+from two_engines import Side, engine, freed, land, let_nothing_land, until
 
 from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.session import errands, new_remote_id, session
+from kvspec.session import errands, session
+from kvspec.session.loads import Loads
 from kvspec.testing import FakeNixl
-from kvspec.tickets import PrefillTicket
-
-BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
-ASKED = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-LEASE = 1.2
-"""Seconds. Each test waits several of them."""
+from kvspec.testing.fake_nixl import FakeFlight
 
 
 @pytest.fixture
@@ -37,26 +36,6 @@ def sides() -> Iterator[tuple[Side, Side]]:
         Side("D", engine(2), polled=True, heartbeat=LEASE / 4, background=True) as consumer,
     ):
         yield producer, consumer
-
-
-def ticket_of(side: Side, name: str = "p", addresses: tuple[str, ...] = ()) -> PrefillTicket:
-    """Hold a prompt on all ranks for one lease, and return its ticket."""
-    remote_id = new_remote_id(name)
-    for one in side.sessions.values():
-        one.hold(remote_id, lease=LEASE)
-    return PrefillTicket(
-        engine_id=side.name,
-        addresses=addresses or (*side.addresses,),
-        remote_id=remote_id,
-        computed_tokens=14,
-        tables=BLOCKS,
-    )
-
-
-def kept(consumer: Side, ticket: PrefillTicket, timeout: float = 30.0) -> None:
-    """Keep *ticket* on all ranks."""
-    for one in consumer.sessions.values():
-        one.keep(ticket, timeout=timeout)
 
 
 def test_kept_prompt_is_loadable_long_after_its_lease(sides: tuple[Side, Side]) -> None:
@@ -191,6 +170,124 @@ def test_silent_producer_delays_no_other(sides: tuple[Side, Side]) -> None:
         until(lambda: all(load.poll() != "moving" for load in loads), producer)
         assert [None, None] == [load.error for load in loads]
         assert 5.0 > time.monotonic() - begun
+
+
+def test_load_of_a_kept_prompt_that_is_cancelled_frees_it_at_once(
+    sides: tuple[Side, Side],
+) -> None:
+    producer, consumer = sides
+    ticket = ticket_of(producer, lease=30.0)
+    kept(consumer, ticket)
+    loads = [one.load(ASKED, ticket=ticket, timeout=9.0) for one in consumer.sessions.values()]
+    for load in loads:
+        load.cancel()
+    until(lambda: not any(one.held for one in producer.sessions.values()), producer)
+    assert [0, 0] == [one.stats().errands for one in consumer.sessions.values()]
+
+
+def test_prompt_that_one_rank_keeps_is_free_after_a_lease(sides: tuple[Side, Side]) -> None:
+    """The other rank neither reads nor declines. The first one stops to keep it."""
+    producer, consumer = sides
+    ticket = ticket_of(producer)
+    consumer.first.keep(ticket, timeout=3 * LEASE)
+    time.sleep(2 * LEASE)
+    assert ticket.remote_id in producer.first.held
+    until(lambda: not any(one.held for one in producer.sessions.values()), producer)
+
+
+@pytest.mark.parametrize("call", ["decline", "keep"])
+def test_call_beside_a_load_of_the_ticket_does_not_end_the_load(
+    call: str,
+) -> None:
+    """The scheduler calls twice, or too late. The reads take two leases."""
+    with (
+        FakeNixl() as net,
+        Side("P", engine(1), polled=False, lease=LEASE, background=True) as producer,
+        Side("D", engine(1), polled=True, heartbeat=LEASE / 4, background=True) as consumer,
+    ):
+        producer.fill(ASKED)
+        consumer.spoil(ASKED)
+        consumer.connect(producer)
+        ticket, one = ticket_of(producer), consumer.first
+        one.keep(ticket, timeout=LEASE)
+        let_nothing_land(net)
+        load = one.load(ASKED, ticket=ticket, timeout=9.0)
+        until(lambda: net.moving)
+        if call == "decline":
+            one.decline(ticket=ticket)
+        else:
+            one.keep(ticket, timeout=LEASE / 2)
+        time.sleep(2 * LEASE)
+        assert "moving" == load.poll()
+        assert ticket.remote_id in producer.first.held
+        net.fate = FakeFlight.land
+        land(net)
+        assert load.wait(9.0)
+        assert [] == consumer.wrong(ASKED)
+        assert 0 == one.stats().errands
+
+
+def test_prompt_stays_kept_while_its_load_waits(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of `keep` ends before the data is selected. The load has a time of its own."""
+    producer, consumer = sides
+    one, waits = consumer.first, threading.Event()
+    prepare = Loads.prepare
+
+    def slow(loads: Loads, *given: Any) -> Any:
+        waits.wait(20.0)
+        return prepare(loads, *given)
+
+    monkeypatch.setattr(Loads, "prepare", slow)
+    ticket = ticket_of(producer)
+    kept(consumer, ticket, timeout=LEASE)
+    loads = [one.load(ASKED, ticket=ticket, timeout=9.0) for one in consumer.sessions.values()]
+    time.sleep(3 * LEASE)
+    assert all(one.held for one in producer.sessions.values())
+    waits.set()
+    assert all(load.wait(9.0) for load in loads)
+    assert 0 == one.stats().errands
+
+
+def test_tickets_of_one_request_at_two_engines_are_two_errands(sides: tuple[Side, Side]) -> None:
+    """Declining one of them does not end the other."""
+    producer, consumer = sides
+    ticket = ticket_of(producer)
+    stranger = attrs.evolve(ticket, engine_id="nobody", addresses=("127.0.0.1:9",))
+    kept(consumer, ticket)
+    for one in consumer.sessions.values():
+        one.decline(ticket=stranger)
+    time.sleep(3 * LEASE)
+    assert all(one.held for one in producer.sessions.values())
+    loads = [one.load(ASKED, ticket=ticket, timeout=9.0) for one in consumer.sessions.values()]
+    assert all(load.wait(9.0) for load in loads)
+
+
+def test_producer_that_was_restarted_after_keep_fails_the_load_and_serves_the_next() -> None:
+    """The blocks are gone. The load says so soon, and a ticket of the new start connects it."""
+    with (
+        FakeNixl(),
+        Side("D", engine(1), polled=True, heartbeat=LEASE / 4, background=True) as consumer,
+    ):
+        one = consumer.first
+        with Side("P", engine(1), polled=False, lease=LEASE, background=True) as producer:
+            old = ticket_of(producer)
+            one.keep(old, timeout=30.0)
+            until(lambda: one.stats().counters.messages_received)
+        more: Any = {"epoch": 2, "polled": False, "lease": LEASE, "background": True}
+        with Side("P", engine(1), **more) as producer:
+            producer.fill(ASKED)
+            consumer.spoil(ASKED)
+            load = one.load(ASKED, ticket=old, timeout=3.0)
+            until(lambda: load.poll() == "failed")
+            assert load.error is not None
+            assert load.error.state in ("peer_lost", "stale_peer", "gone", "timeout")
+            new = ticket_of(producer, "new")
+            one.keep(new, timeout=30.0)
+            load = one.load(attrs.evolve(ASKED, request_id="s"), ticket=new, timeout=9.0)
+            assert load.wait(9.0)
+            assert [] == consumer.wrong(ASKED)
 
 
 def test_wait_ends_after_its_time_and_after_close(sides: tuple[Side, Side]) -> None:

@@ -364,7 +364,7 @@ def test_load_that_failed_starts_no_further_step() -> None:
 
 
 # Earlier deadlines pass before the producer writes anything.
-@pytest.mark.parametrize("timeout", range(7, 40))
+@pytest.mark.parametrize("timeout", range(8, 40))
 def test_load_that_follows_fails_alone_wherever_its_deadline_falls(timeout: int) -> None:
     """The time advances at each call of the clock, so the deadline falls between any two calls.
 

@@ -1,0 +1,55 @@
+"""A session with a low priority beside busy processes still answers in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+SPIN = "while True: pass"
+LOADS = """
+import os, sys, time
+os.nice(19)
+from tickets_kept import ASKED, kept, ticket_of
+from two_engines import Side, engine, until
+from kvspec.testing import FakeNixl
+
+# A heartbeat each half second, and a lease of two: the threads get little of the CPU.
+with (
+    FakeNixl(),
+    Side("P", engine(1), polled=False, lease=2.0, background=True) as producer,
+    Side("D", engine(1), polled=True, heartbeat=0.5, background=True) as consumer,
+):
+    producer.fill(ASKED)
+    consumer.spoil(ASKED)
+    tickets = [ticket_of(producer, f"p{number}", lease=4.0) for number in range(3)]
+    for ticket in tickets:
+        kept(consumer, ticket)
+    time.sleep(6.0)
+    for ticket in tickets:
+        load = consumer.first.load(ASKED, ticket=ticket, timeout=30.0)
+        assert load.wait(60.0), load
+        assert [] == consumer.wrong(ASKED)
+    assert consumer.first.stats().counters.loads_done == 3
+print("all are done")
+"""
+
+
+@pytest.mark.slow
+def test_prompts_stay_kept_while_other_processes_take_the_cpu() -> None:
+    """They wait for longer than a lease, and no heartbeat comes too late."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with contextlib.ExitStack() as stack:
+        for _ in range(os.cpu_count() or 1):
+            spinner = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", SPIN])  # noqa: S603 - our own code
+            )
+            stack.callback(spinner.kill)
+        done = subprocess.run(  # noqa: S603 - our own code
+            [sys.executable, "-c", LOADS],
+            env=environment, capture_output=True, text=True, timeout=120.0, check=False,
+        )  # fmt: skip
+    assert (0, "all are done\n") == (done.returncode, done.stdout), done.stderr
