@@ -14,6 +14,7 @@ from sglang_serving import (
     World,
     lowest,
     model,
+    pages_of,
     pair,
     receivers,
     request,
@@ -29,7 +30,6 @@ from kvspec.adapters.sglang import tickets
 from kvspec.adapters.sglang.backend import (
     BOOTSTRAPPING,
     FAILED,
-    LOWEST,
     SUCCESS,
     TRANSFERRING,
     WAITING,
@@ -40,6 +40,8 @@ from kvspec.adapters.sglang.describing import (
     check_version,
     describe,
 )
+from kvspec.adapters.sglang.lookups import Lookups
+from kvspec.adapters.sglang.sending import LOWEST
 from kvspec.tickets import PrefillTicket
 
 pytestmark = pytest.mark.nixl
@@ -48,15 +50,9 @@ TOKENS = list(range(100, 137))
 ROOM = 77
 
 
-def pages(engine: Engine, count: int) -> list[int]:
-    """Return pages for *count* tokens, in an order that is not ascending."""
-    number = -(-count // engine.page)
-    return [1 + place for place in range(number)][::-1]
-
-
 def prefill(engine: Engine, server: tickets.TicketServer, asked: Any, room: int = ROOM) -> Any:
     """Compute a prompt in two chunks on all ranks, and return the senders."""
-    own, count = pages(engine, len(asked.origin_input_ids)), len(asked.origin_input_ids)
+    own, count = pages_of(engine, len(asked.origin_input_ids)), len(asked.origin_input_ids)
     engine.fill(own, count, seed=room)
     made = senders(engine, server.address, room, asked)
     assert WAITING == lowest(made)
@@ -81,7 +77,7 @@ def test_prompt_moves_between_unequal_tp_and_page_sizes(
         got = receivers(second, server.address, ROOM, request(TOKENS, top=3))
         until(WAITING, got)
         assert TRANSFERRING == lowest(sent)
-        own = pages(second, len(TOKENS))
+        own = pages_of(second, len(TOKENS))
         for receiver in got:
             receiver.send_metadata(own, 2, [], 0)
         until(SUCCESS, got)
@@ -115,7 +111,7 @@ def test_infinite_log_probability_reaches_the_buffers_as_lowest_number() -> None
         prefill(first, server, asked)
         (receiver,) = receivers(second, server.address, ROOM, request(TOKENS, top=2))
         until(WAITING, [receiver])
-        receiver.send_metadata(pages(second, 37), 0, [], 0)
+        receiver.send_metadata(pages_of(second, 37), 0, [], 0)
         until(SUCCESS, [receiver])
         values = second.ranks[0].around.buffers.output_top_logprobs_val[0, :2].tolist()
         assert [0.0, LOWEST] == values
@@ -161,9 +157,10 @@ def test_load_fails_when_sender_is_aborted_after_publishing() -> None:
     with pair((1, 16), (1, 16)) as (first, second, server):
         (sent,) = prefill(first, server, request(TOKENS))
         got = receivers(second, server.address, ROOM, request(TOKENS))
+        wait(lambda: got[0]._lookup is not None and got[0]._lookup.ended)
         until(WAITING, got)
         sent.abort()
-        got[0].send_metadata(pages(second, 37), 0, [], 0)
+        got[0].send_metadata(pages_of(second, 37), 0, [], 0)
         until(FAILED, got)
         with pytest.raises(kvspec.TransferError) as caught:
             got[0].failure_exception()
@@ -194,34 +191,17 @@ def test_closed_session_fails_requests_and_raises_nothing_else() -> None:
         (late,) = senders(first, server.address, 5, request(TOKENS))
         late.init(3, 0)
         got = receivers(second, server.address, ROOM, request(TOKENS))
-        got += receivers(second, server.address, ROOM, request(TOKENS))
+        prefill(first, server, request(TOKENS), ROOM + 1)
+        got += receivers(second, server.address, ROOM + 1, request(TOKENS))
         until(WAITING, got)
         for engine in (first, second):
             engine.ranks[0].session.close()
-        got[0].send_metadata(pages(second, 37), 0, [], 0)
+        got[0].send_metadata(pages_of(second, 37), 0, [], 0)
         late.send([1, 2, 3], None, 37)
         for each in (sent, late, *got):
             each.abort()
             assert FAILED == each.poll()
             each.clear()
-
-
-def test_memory_of_failed_load_is_kept_until_it_has_stopped() -> None:
-    releases = SimpleNamespace(enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0)
-    with pair((1, 16), (1, 16), releases=releases) as (first, second, server):
-        prefill(first, server, request(TOKENS))
-        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
-        until(WAITING, [receiver])
-        receiver.send_metadata(pages(second, 37), 0, [], 0)
-        receiver.abort()
-        assert FAILED == receiver.poll()
-        receiver.ensure_abort_notified(force_arm=True)
-        manager = second.ranks[0]
-        wait(lambda: manager.is_abort_release_safe(ROOM, 0))
-        assert not receiver.abort_notified
-        manager.clear_deferred_abort_state(ROOM)
-        assert releases.enable_deferred_kv_release
-        assert releases.deferred_kv_release_timeout == float("inf")
 
 
 def ticket_of(params: dict[str, Any]) -> PrefillTicket:
@@ -233,8 +213,9 @@ def ticket_of(params: dict[str, Any]) -> PrefillTicket:
     ("changes", "asked", "field"),
     [
         ({"first_token": None, "first_logprobs": None}, request(TOKENS), "remote_first_token"),
-        ({}, request(TOKENS[::-1]), "remote_content"),
-        ({"content": "", "tokens_digest": None}, request(TOKENS[:-1]), "remote_num_tokens"),
+        ({}, request(TOKENS[::-1]), "remote_content.tokens"),
+        ({}, request(TOKENS[:-1]), "remote_num_tokens"),
+        ({}, request([*TOKENS, 7]), "remote_num_tokens"),
         ({"consumer": "another"}, request(TOKENS), "remote_consumer"),
         ({"first_logprobs": None}, request(TOKENS, top=1), "remote_first_logprobs"),
         ({}, request(TOKENS, top=9), "remote_first_logprobs"),
@@ -275,7 +256,7 @@ def test_ticket_is_deleted_when_its_prompt_was_read() -> None:
         (sent,) = prefill(first, server, request(TOKENS))
         (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
         until(WAITING, [receiver])
-        receiver.send_metadata(pages(second, 37), 0, [], 0)
+        receiver.send_metadata(pages_of(second, 37), 0, [], 0)
         until(SUCCESS, [receiver])
         until(SUCCESS, [sent])
         sent.clear()
@@ -295,10 +276,11 @@ def test_lookup_fails_without_ticket_or_server(limits: tuple[float, float]) -> N
     server = tickets.TicketServer("127.0.0.1", 0)
     if limits[1] < 1:
         server.close()
-    lookups = tickets.Lookups(limits[0], lambda _: None, absent=limits[1])
-    lookup = lookups.add(server.address, 3)
+    lookups = Lookups(limits[0], lambda _: None, absent=limits[1])
+    lookup = lookups.add(server.address, 3, "own")
     wait(lambda: lookup.ended)
-    assert isinstance(lookup.error, OSError)  # TimeoutError is one.
+    assert isinstance(lookup.error, kvspec.TransferError)
+    assert ("timeout" if limits[1] > 1 else "peer_lost") == lookup.error.state
     if limits[1] > 1:
         server.close()
 

@@ -13,6 +13,7 @@ from sglang_serving import wait
 
 import kvspec
 from kvspec.adapters.sglang import tickets
+from kvspec.adapters.sglang.lookups import Lookups
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
 
@@ -126,15 +127,15 @@ def test_lookup_ends_whatever_the_server_answers(answer: bytes) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        lookups = tickets.Lookups(0.1, lambda _: None)
+        lookups = Lookups(0.1, lambda _: None)
         for _ in range(2):
-            lookup = lookups.add(f"127.0.0.1:{listener.getsockname()[1]}", 1)
+            lookup = lookups.add(f"127.0.0.1:{listener.getsockname()[1]}", 1, "own")
             wait(lambda lookup=lookup: lookup.ended)
             assert lookup.error is not None
 
 
 def test_lookup_at_an_address_without_a_port_number_ends() -> None:
     """The address comes from a router."""
-    lookup = tickets.Lookups(0.1, lambda _: None).add("host:port", 1)
+    lookup = Lookups(0.1, lambda _: None).add("host:port", 1, "own")
     wait(lambda: lookup.ended)
     assert lookup.error is not None
