@@ -40,8 +40,9 @@ _UTILS = "sglang.srt.disaggregation.utils"
 _QUEUE: contextvars.ContextVar[Any] = contextvars.ContextVar("queue")
 
 
+@functools.cache
 def register() -> None:
-    """Add the backend to SGLang.
+    """Add the backend to SGLang. A second call does nothing.
 
     Raises:
         SpecError: If this version of SGLang was not tested.
