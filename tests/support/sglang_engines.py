@@ -227,6 +227,14 @@ class Engine:
         """Send a signal to all processes of the engine."""
         os.killpg(self.process.pid or 0, number)
 
+    def signal_schedulers(self, number: int) -> None:
+        """Send a signal to the processes with the engine's memory, not to its servers."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                title = (folder / "cmdline").read_bytes()
+                if b"scheduler" in title and os.getpgid(int(folder.name)) == self.process.pid:
+                    os.kill(int(folder.name), number)
+
     def close(self) -> None:
         """End the engine."""
         with contextlib.suppress(ProcessLookupError):

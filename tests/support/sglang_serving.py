@@ -109,9 +109,7 @@ SAMPLING = {
 }
 
 
-def request(
-    tokens: list[int], *, top: int | None = None, first: int = 5, **sampling: Any
-) -> Any:
+def request(tokens: list[int], *, top: int | None = None, first: int = 5, **sampling: Any) -> Any:
     """Return a request whose prompt is *tokens*. A prefill engine has sampled *first*."""
     values = [-0.5 - place for place in range(top or 0)]
     logprob = SimpleNamespace(

@@ -217,7 +217,6 @@ class Manager:
             for name in ("done", "expired", "aborted"):
                 ended = self._held & set(getattr(settled, name))
                 self._outcomes |= dict.fromkeys(ended, name)
-                self.metrics.holds[name] += len(ended)
         return self._outcomes.get(remote_id)
 
     def forget(self, remote_id: str) -> None:
@@ -240,7 +239,7 @@ class Manager:
                 post = None
             if time.monotonic() - observed > OBSERVED:
                 observed = time.monotonic()
-                self.metrics.observe(self.session.stats())
+                self.metrics.observe(self.session.stats().counters)
             if post is not None and not post.outdated:
                 self._put(post)
 

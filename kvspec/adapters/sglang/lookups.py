@@ -5,6 +5,7 @@ Invariant: a ticket that is found after its request has ended is declined once.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import threading
 import time
@@ -116,38 +117,36 @@ class Lookups:
 
     def _run(self, address: str) -> None:
         """Look for tickets at *address* until no request waits for one."""
-        connection: http.client.HTTPConnection | None = None
+        connection = http.client.HTTPConnection("")  # Not connected.
         reached = time.monotonic()
-        while True:
-            with self._lock:
-                waiting = [each for each in self._waiting[address] if not each.ended]
-                self._waiting[address] = waiting
-                if not waiting:
-                    del self._waiting[address]
-                    if connection is not None:
-                        connection.close()
-                    return
+        with contextlib.suppress(Exception):
+            connection = http.client.HTTPConnection(address, timeout=ANSWER)
+        while waiting := self._open(address):
             failure: Exception | None = None
-            found: list[tuple[Lookup, Params]] = []
             try:
-                connection = connection or http.client.HTTPConnection(address, timeout=ANSWER)
                 for start in range(0, len(waiting), MOST_ROOMS):
-                    found += self._ask(connection, waiting[start : start + MOST_ROOMS])
+                    for lookup, params in self._ask(
+                        connection, waiting[start : start + MOST_ROOMS]
+                    ):
+                        self._take(lookup, params)
                 reached = time.monotonic()
             except Exception as error:  # noqa: BLE001 - the address and the answer may be anything
-                if connection is not None:
-                    connection.close()  # The next request opens it again.
+                connection.close()  # The next request opens it again.
                 failure = error
-            if isinstance(failure, SpecError):  # The server has answered: the secrets differ.
-                for lookup in waiting:
-                    lookup.error = failure
-            for lookup, params in found:
-                self._take(lookup, params)
-            now = time.monotonic()
+            silent = time.monotonic() - reached
             for lookup in waiting:
-                if not lookup.ended and (now > lookup.deadline or now - reached > self._absent):
-                    lookup.error = self._late(address, lookup, failure, now - reached)
+                lookup.error = lookup.error or self._over(address, lookup, failure, silent)
             time.sleep(REST)
+        connection.close()
+
+    def _open(self, address: str) -> list[Lookup]:
+        """Return the requests that wait for a ticket at *address*. Forget it if there are none."""
+        with self._lock:
+            waiting = [each for each in self._waiting[address] if not each.ended]
+            self._waiting[address] = waiting
+            if not waiting:
+                del self._waiting[address]
+            return waiting
 
     def _ask(
         self, connection: http.client.HTTPConnection, waiting: list[Lookup]
@@ -168,19 +167,26 @@ class Lookups:
             found += [(question[room], params) for room, params in answer.items()]
         return found
 
-    def _late(
+    def _over(
         self, address: str, lookup: Lookup, failure: Exception | None, silent: float
-    ) -> TransferError:
-        """Return the error of a look-up that has waited too long."""
+    ) -> Exception | None:
+        """Return why *lookup* has ended without a ticket, or None if it has not."""
         request = f"room-{lookup.room}"
+        if lookup.ended:
+            return None
+        if isinstance(failure, SpecError):  # The server has answered: the secrets differ.
+            return failure
         if silent > self._absent:
             why = (
                 f"the prefill engine has probably ended: its ticket server {address} has not"
                 f" answered for {silent:.0f} s ({type(failure).__name__}: {failure})"
             )
             return TransferError(why, request=request, state=TransferState.PEER_LOST)
-        why = f"the prefill engine at {address} has published no ticket in {self._timeout:.0f} s"
-        return TransferError(why, request=request, state=TransferState.TIMEOUT)
+        if time.monotonic() > lookup.deadline:
+            limit = f"{self._timeout:.0f} s"
+            why = f"the prefill engine at {address} has published no ticket in {limit}"
+            return TransferError(why, request=request, state=TransferState.TIMEOUT)
+        return None
 
     def _take(self, lookup: Lookup, params: Params) -> None:
         """Take the ticket or the failure that was found."""

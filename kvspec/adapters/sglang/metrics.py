@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvspec.session import Load
-from kvspec.session.stats import SessionStats
+from kvspec.session.stats import Counters
 
 # The counters of a session that are exported, and what they count.
 COUNTERS = {
@@ -27,12 +27,13 @@ class Metrics:
 
     Attributes:
         declined: Tickets that this rank has declined.
-        holds: Prompts that this rank has held, by their outcome.
+        held: Prompts that wait for their readers.
+        holds: Prompts that are held no more, by their outcome.
         loads: Loads that have ended, by their state: "done", or that of the error.
     """
 
     def __init__(self, labels: Mapping[str, str] | None) -> None:
-        self.declined = 0
+        self.declined = self.held = 0
         self.holds: Counter[str] = Counter()
         self.loads: Counter[str] = Counter()
         self._labels = dict(labels or {})
@@ -62,18 +63,18 @@ class Metrics:
         """Count a load that has ended."""
         self.loads["done" if load.error is None else str(load.error.state)] += 1
 
-    def observe(self, stats: SessionStats) -> None:
+    def observe(self, counters: Counters) -> None:
         """Export all numbers."""
         if not self._exported:
             return
         for name in COUNTERS:
-            self._raise(f"kvspec_{name}", "", getattr(stats.counters, name))
+            self._raise(f"kvspec_{name}", "", getattr(counters, name))
         self._raise("kvspec_declined", "", self.declined)
         for state, number in list(self.loads.items()):
             self._raise("kvspec_loads", state, number)
         for outcome, number in list(self.holds.items()):
             self._raise("kvspec_holds", outcome, number)
-        self._held.labels(**self._labels).set(stats.held)
+        self._held.labels(**self._labels).set(self.held)
 
     def _raise(self, name: str, last: str, number: float) -> None:
         """Raise a counter to *number*. *last*: the value of its last label, if it has its own."""

@@ -65,6 +65,7 @@ class Sender(Transfer):
             if len(self._pages) >= self._expected:
                 self._publish(self._whole())
                 self._held = True
+                self.kv_mgr.metrics.held += 1
             elif self.kv_mgr.settings.overlap and self._tokens and not early:
                 ticket = self._chunks()
                 self._offered.append(ticket.remote_id)
@@ -114,12 +115,20 @@ class Sender(Transfer):
             outcome = self.kv_mgr.outcome(self._remote_id)
             if outcome is None:
                 return TRANSFERRING
+            self._settled(outcome)
             if outcome == "done":
                 self.conclude_state = SUCCESS
             else:
                 why = f"the prompt is {outcome}: no decode engine has read all of it"
                 self.fail(self.gone(why))
         return WAITING if self.conclude_state is None else self.conclude_state
+
+    def _settled(self, outcome: str) -> None:
+        """Count the prompt, once."""
+        if self._held:
+            self._held = False
+            self.kv_mgr.metrics.held -= 1
+            self.kv_mgr.metrics.holds[outcome] += 1
 
     def failure_exception(self) -> None:
         """Raise the error. All ranks call it if the request has failed on one of them."""
@@ -141,6 +150,7 @@ class Sender(Transfer):
         for remote_id in (*self._offered, self._remote_id):
             self.kv_mgr.forget(remote_id)
         self._offered.clear()
+        self._settled("aborted")
         if self.conclude_state == SUCCESS:
             room = self.bootstrap_room
             self.kv_mgr.publish(self, tickets.failure(room, "", self.nonce))
