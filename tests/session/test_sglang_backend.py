@@ -398,11 +398,32 @@ def test_layer_with_other_kv_heads_than_the_model_is_refused() -> None:
     assert caught.value.field.endswith("1.self_attn.total_num_kv_heads")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"unknown": 1}', '{"hold": -1}', '{"host": 7}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"port": "9-7"}',
+        '{"public": "a:1"}',
+        '{"overlap": 1}',
+        '{"unknown": 1}',
+        '{"hold": -1}',
+        '{"host": 7}',
+    ],
+)
 def test_wrong_settings_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSPEC_SGLANG", text)
     with pytest.raises(kvspec.SpecError):
         BackendSettings.of(settings())
+
+
+def test_each_rank_listens_on_a_port_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSPEC_SGLANG", '{"port": "21700-21890"}')
+    engine = Engine(2, 16, 1)
+    ports = [int(address.rpartition(":")[2]) for address in engine.ranks[0].addresses]
+    engine.close()
+    assert all(21700 <= port <= 21890 for port in ports)
+    assert 2 == len(set(ports))
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,7 +529,7 @@ def test_number_that_is_no_room_fails_both_halves(room: Any) -> None:
 def test_log_probability_that_is_no_number_fails_its_request(value: float, place: int) -> None:
     asked = request(TOKENS, top=2)
     asked.logprob.output_top_logprobs_val[0][place] = value
-    with pair((1, 16), (1, 16)) as (first, second, server):
+    with pair((1, 16), (1, 16)) as (first, _, server):
         (sent,) = prefill(first, server, asked)
         assert "output_token_logprobs" == refusal(sent).field
 

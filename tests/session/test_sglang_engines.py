@@ -1,6 +1,6 @@
-"""Two real engines of SGLang on a CPU serve requests as behind a router. A nightly workflow runs it.
+"""Two real engines of SGLang on a CPU serve requests as behind a router.
 
-Each answer is compared with that of one engine alone.
+A nightly workflow runs these tests. Each answer is compared with that of one engine alone.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ def test_killed_producer_is_named(started: Callable[..., Pair]) -> None:
 
 def update(engine: Engine, path: str, **more: Any) -> Any:
     """Load other weights from *path*."""
-    return engine.call("manage", method="update_weights_from_disk",
-                       kind="UpdateWeightFromDiskReqInput", model_path=path, **more).result(60)  # fmt: skip
+    names = {"method": "update_weights_from_disk", "kind": "UpdateWeightFromDiskReqInput"}
+    return engine.call("manage", **names, model_path=path, **more).result(60)
 
 
 def test_prompts_are_refused_while_the_weights_of_both_engines_differ(

@@ -85,10 +85,9 @@ class _Served:
         """Return the answer to a request, with the seconds until the first token."""
         begun = time.monotonic()
         try:
-            answers = await self._engine.async_generate(stream=True, **arguments)
             first, answer = None, None
-            async for answer in answers:
-                first = first or time.monotonic() - begun
+            async for latest in await self._engine.async_generate(stream=True, **arguments):
+                first, answer = first or time.monotonic() - begun, latest
         except Exception as error:  # noqa: BLE001 - the outcome of the request
             return {"error": f"{error}", "seconds": time.monotonic() - begun}
         assert answer is not None
@@ -115,8 +114,8 @@ class _Served:
         """Return SGLang's metrics, as its server does."""
         client = importlib.import_module("prometheus_client")
         registry = client.CollectorRegistry()
-        client.multiprocess = importlib.import_module("prometheus_client.multiprocess")
-        client.multiprocess.MultiProcessCollector(registry)
+        processes = importlib.import_module("prometheus_client.multiprocess")
+        processes.MultiProcessCollector(registry)
         return str(client.generate_latest(registry).decode())
 
 
@@ -191,9 +190,8 @@ class Engine:
         """Wait until the engine serves."""
         try:
             self._ready.result(300)
-        except BaseException:
-            print(self.output.read_text()[-5000:])
-            raise
+        except RuntimeError as error:
+            raise RuntimeError(self.log[-5000:]) from error
 
     def call(self, name: str, **arguments: Any) -> Future[Any]:
         """Begin a call of `_Served`."""

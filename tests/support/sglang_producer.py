@@ -9,7 +9,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from sglang_serving import Engine, pages_of, request, senders
 
@@ -22,7 +21,7 @@ PAGE = 16
 
 def start() -> tuple[subprocess.Popen[str], str]:
     """Start the process. Return it, and the address of its ticket server."""
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - this file
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
@@ -42,7 +41,7 @@ def main() -> None:
     """Run the process."""
     server = TicketServer("127.0.0.1", 0)
     engine = Engine(1, PAGE, int(server.address.rpartition(":")[2]))
-    print(server.address, flush=True)
+    print(server.address, flush=True)  # noqa: T201
     own = pages_of(engine, len(PROMPT))
     open_ = []
     for line in sys.stdin:
@@ -52,14 +51,13 @@ def main() -> None:
         sender.init(len(own), 0)
         sender.send(own, None, len(PROMPT))
         open_.append(sender)
-        while not server.found([room]) != b"{}":
+        while server.found([room]) == b"{}":
             time.sleep(0.01)
-        print(room, flush=True)
+        print(room, flush=True)  # noqa: T201
         for one in open_:
             if one.poll() == SUCCESS:
                 one.clear()
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

@@ -112,7 +112,7 @@ class Manager:
             epoch=self.epoch,
             model=settings.model,
             revision=settings.revision,
-            channel=TcpChannel(settings.host, public=settings.public or ""),
+            channel=TcpChannel(settings.host, settings.port, public=settings.public),
             owner=around.pool,
             lease=settings.lease,
             heartbeat=min(5.0, settings.lease / 4),

@@ -26,6 +26,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
+from kvspec.session.ports import port_range, public_host
 from kvspec.specs import KeyContent
 from kvspec.wire.handshake import is_name
 
@@ -66,6 +67,14 @@ def _seconds(_: object, setting: attrs.Attribute[Any], value: object) -> None:
     seconds(f"{VARIABLE}[{setting.name!r}]", value)
 
 
+def _ports(value: object) -> range:
+    return port_range(value, f"{VARIABLE}['port']")
+
+
+def _public(value: object) -> str:
+    return public_host(value, f"{VARIABLE}['public']")
+
+
 def _bool(_: object, setting: attrs.Attribute[Any], value: object) -> None:
     instance(f"{VARIABLE}[{setting.name!r}]", value, bool)
 
@@ -80,7 +89,9 @@ class BackendSettings:
 
     Attributes:
         host: The address at which the ranks of this machine listen.
-        public: The name by which peers reach this machine. *host* by default.
+        port: A port, or the first and the last port of a range, such as "9000-9015". Each rank of
+            this machine listens on the first free one. 0 selects any free one.
+        public: The host name or IP address by which peers reach this machine. *host* by default.
         engine_id: The name of this engine. By default, a new one at each start.
         model: The name of the model, which must be equal on both engines. SGLang's model path by
             default.
@@ -97,7 +108,8 @@ class BackendSettings:
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_name)
-    public: str | None = attrs.field(default=None, validator=_name)
+    port: range = attrs.field(default=range(1), converter=_ports)
+    public: str = attrs.field(default="", converter=_public)
     engine_id: str | None = attrs.field(default=None, validator=_name)
     model: str = attrs.field(validator=_name)
     revision: str | None = attrs.field(default=None, validator=_name)

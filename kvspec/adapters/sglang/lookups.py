@@ -5,7 +5,6 @@ Invariant: a ticket that is found after its request has ended is declined once.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import threading
 import time
@@ -117,27 +116,25 @@ class Lookups:
 
     def _run(self, address: str) -> None:
         """Look for tickets at *address* until no request waits for one."""
-        connection = http.client.HTTPConnection("")  # Not connected.
+        connection: http.client.HTTPConnection | None = None
         reached = time.monotonic()
-        with contextlib.suppress(Exception):
-            connection = http.client.HTTPConnection(address, timeout=ANSWER)
         while waiting := self._open(address):
             failure: Exception | None = None
             try:
+                connection = connection or http.client.HTTPConnection(address, timeout=ANSWER)
                 for start in range(0, len(waiting), MOST_ROOMS):
-                    for lookup, params in self._ask(
-                        connection, waiting[start : start + MOST_ROOMS]
-                    ):
-                        self._take(lookup, params)
+                    self._ask(connection, waiting[start : start + MOST_ROOMS])
                 reached = time.monotonic()
             except Exception as error:  # noqa: BLE001 - the address and the answer may be anything
-                connection.close()  # The next request opens it again.
                 failure = error
+                if connection is not None:
+                    connection.close()  # The next request opens it again.
             silent = time.monotonic() - reached
             for lookup in waiting:
                 lookup.error = lookup.error or self._over(address, lookup, failure, silent)
             time.sleep(REST)
-        connection.close()
+        if connection is not None:
+            connection.close()
 
     def _open(self, address: str) -> list[Lookup]:
         """Return the requests that wait for a ticket at *address*. Forget it if there are none."""
@@ -148,10 +145,8 @@ class Lookups:
                 del self._waiting[address]
             return waiting
 
-    def _ask(
-        self, connection: http.client.HTTPConnection, waiting: list[Lookup]
-    ) -> list[tuple[Lookup, Params]]:
-        """Return what the server has for *waiting*. Two requests may wait for one room."""
+    def _ask(self, connection: http.client.HTTPConnection, waiting: list[Lookup]) -> None:
+        """Take what the server has for *waiting*."""
         # One question names each room once, so requests that share a room are asked apart.
         questions: list[dict[int, Lookup]] = []
         for lookup in waiting:
@@ -160,12 +155,10 @@ class Lookups:
             if question is None:
                 questions.append(question := {})
             question[lookup.room] = lookup
-        found = []
         for question in questions:
             names = {room: (each.name, each.known) for room, each in question.items()}
-            answer = claim(connection, names, self._secret)
-            found += [(question[room], params) for room, params in answer.items()]
-        return found
+            for room, params in claim(connection, names, self._secret).items():
+                self._take(question[room], params)
 
     def _over(
         self, address: str, lookup: Lookup, failure: Exception | None, silent: float
