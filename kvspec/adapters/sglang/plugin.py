@@ -135,22 +135,22 @@ def _refuse(scheduler: Any, room: Any, why: str) -> None:
     """Let the decode half learn that a prefill engine will not compute its prompt."""
     manager = manager_of(scheduler)
     prefills = getattr(scheduler, "disagg_prefill_bootstrap_queue", None) is not None
-    if manager is None or not prefills or type(room) is not int or manager.has_room(room):
-        return
-    manager.refused(room, why)
+    if manager is not None and prefills and type(room) is int and not manager.has_room(room):
+        manager.refused(room, why)
 
 
 def _request_added(_: Any, scheduler: Any, req: Any, is_retracted: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002
     """Refuse the room of a request that got no sender, such as one that is too long."""
     reason = req.finished_reason or req.to_finish
-    if req.disagg_kv_sender is None and hasattr(reason, "message"):
+    fake = req.bootstrap_host == frontend_hooks.FAKE  # SGLang's own test requests.
+    if req.disagg_kv_sender is None and hasattr(reason, "message") and not fake:
         _refuse(scheduler, req.bootstrap_room, str(reason.message))
 
 
 def _request_handled(_: Any, scheduler: Any, recv_req: Any, **_more: Any) -> None:
     """Refuse the room of a request that was rejected before it came to a queue."""
     waiting = {req.rid for req in scheduler.grammar_manager.grammar_queue}
-    if recv_req.rid not in waiting:
+    if recv_req.rid not in waiting and recv_req.bootstrap_host != frontend_hooks.FAKE:
         _refuse(scheduler, recv_req.bootstrap_room, "the prefill engine has rejected the request")
 
 

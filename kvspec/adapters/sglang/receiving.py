@@ -34,7 +34,7 @@ from kvspec.adapters.sglang.backend import (
 from kvspec.adapters.sglang.content import identity_of, sampling_text
 from kvspec.adapters.sglang.lookups import Lookup
 from kvspec.descriptors.request import BlockTable
-from kvspec.errors import KVSpecError, SpecError
+from kvspec.errors import SpecError
 from kvspec.session import Load
 from kvspec.tickets import PrefillTicket
 
@@ -78,7 +78,7 @@ class Receiver(Transfer):
         if self.conclude_state is None:
             try:
                 state = self._state()
-            except (KVSpecError, AttributeError, OSError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - it would end SGLang's scheduler
                 self.fail(error)
                 state = FAILED
             if state not in (FAILED, SUCCESS):

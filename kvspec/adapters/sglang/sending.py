@@ -14,7 +14,7 @@ from kvspec.adapters.sglang import tickets
 from kvspec.adapters.sglang.backend import FAILED, SUCCESS, TRANSFERRING, WAITING, Manager, Transfer
 from kvspec.adapters.sglang.content import identity_of, sampling_text
 from kvspec.descriptors.request import BlockTable
-from kvspec.errors import KVSpecError, SpecError
+from kvspec.errors import SpecError
 from kvspec.tickets import PrefillTicket, content_of
 
 # The lowest number of SGLang's buffers, which have the type float32.
@@ -70,7 +70,7 @@ class Sender(Transfer):
                 ticket = self._chunks()
                 self._offered.append(ticket.remote_id)
                 self._publish(ticket)
-        except (KVSpecError, AttributeError, IndexError) as error:
+        except Exception as error:  # noqa: BLE001 - it would end SGLang's scheduler
             self.fail(error)
 
     def _publish(self, ticket: PrefillTicket) -> None:
