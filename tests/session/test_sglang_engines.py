@@ -170,6 +170,15 @@ def test_only_one_of_two_requests_gets_the_ticket_of_a_room(pair: Pair) -> None:
     assert ["bootstrap_room" in each["error"] for each in got if "error" in each] == [True]
 
 
+def test_request_of_sglang_itself_takes_no_room(pair: Pair) -> None:
+    """SGLang tests its health with requests that need no other engine."""
+    room = next(rooms)
+    got = pair.prefill.generate(PROMPT, 2, room, "2.2.2.2:1").result(60)
+    assert "tokens" in got
+    want = pair.alone.generate(PROMPT, 4).result(60)["tokens"]
+    assert want == pair.both(PROMPT, 4, room)[1].get("tokens")
+
+
 @pytest.mark.parametrize("room", [0, -1, 10**20, "none"])
 def test_room_out_of_range_fails_both_halves_at_once(room: Any, pair: Pair) -> None:
     innocent = next(rooms)

@@ -159,7 +159,7 @@ def claimed(server: tickets.TicketServer, room: int, name: str, known: str = "")
     """Claim *room* for the request *name*, and return the parameters that it gets, or None."""
     connection = http.client.HTTPConnection(server.address)
     with contextlib.closing(connection):
-        return tickets.claim(connection, {room: (name, known)}).get(room)
+        return tickets.claim(connection, {room: (name, known)})[1].get(room)
 
 
 def test_room_is_claimed_once() -> None:
@@ -233,7 +233,18 @@ def test_wrong_room_fails_no_other_room_of_the_same_question(room: str) -> None:
             body = json.dumps({room: ["a", ""], "7": ["b", ""]}).encode()
             proof = {tickets.PROOF: tickets.proof_of_claims(body)}
             connection.request("POST", tickets.CLAIMS, body, proof)
-            assert ["7"] == list(json.loads(connection.getresponse().read()))
+            assert ["7"] == list(json.loads(connection.getresponse().read())["rooms"])
+
+
+def test_lookup_fails_at_once_if_its_prefill_engine_was_restarted() -> None:
+    with ticket_server() as (server, address):
+        lookup = Lookups(60.0, lambda _: None).add(server.address, 7, "own")
+        wait(lambda: lookup.server != "")
+    again = tickets.TicketServer(*address)
+    wait(lambda: lookup.ended)
+    again.close()
+    assert isinstance(lookup.error, kvspec.TransferError)
+    assert "stale_peer" == lookup.error.state
 
 
 def test_lookup_with_another_secret_fails_at_once() -> None:

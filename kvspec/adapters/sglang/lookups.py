@@ -38,6 +38,7 @@ class Lookup:
         room: The room of the request.
         name: The name with which the request claims the room.
         deadline: When the look-up fails.
+        server: The start of the server that was asked first. A later start has lost the room.
         ticket: The newest ticket that was found. It may be of the first chunks only.
         error: The reason why no ticket will come.
         given_up: Whether the request has ended, so that its ticket is declined.
@@ -46,6 +47,7 @@ class Lookup:
     room: int
     name: str
     deadline: float
+    server: str = ""
     ticket: PrefillTicket | None = None
     error: Exception | None = None
     given_up: bool = False
@@ -157,8 +159,15 @@ class Lookups:
             question[lookup.room] = lookup
         for question in questions:
             names = {room: (each.name, each.known) for room, each in question.items()}
-            for room, params in claim(connection, names, self._secret).items():
-                self._take(question[room], params)
+            server, answer = claim(connection, names, self._secret)
+            for room, lookup in question.items():
+                lookup.server = lookup.server or server
+                if lookup.server != server:
+                    why = "the prefill engine was restarted, so it has lost the prompt"
+                    name, state = f"room-{room}", TransferState.STALE_PEER
+                    lookup.error = TransferError(why, request=name, state=state)
+                elif room in answer:
+                    self._take(lookup, answer[room])
 
     def _over(
         self, address: str, lookup: Lookup, failure: Exception | None, silent: float

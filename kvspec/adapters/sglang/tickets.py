@@ -49,11 +49,14 @@ How it works:
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -216,6 +219,7 @@ class TicketServer:
     ) -> None:
         secret_of(secret)  # Raises if there is none.
         self._secret, self._keep = secret, keep
+        self._name = uuid.uuid4().hex.encode()
         self._entries: dict[int, _Entry] = {}
         self._lock = threading.Lock()
         owner = self
@@ -289,7 +293,7 @@ class TicketServer:
         return _answer({room: each.body for room, each in known.items() if each and each.whole})
 
     def claimed(self, body: bytes, proof: str) -> bytes:
-        """Claim rooms, and return the parameters of those that have an entry, as JSON.
+        """Claim rooms. Return the name of this server's start, and what it has, as JSON.
 
         Args:
             body: An object with a name and a known ticket for each room, as JSON.
@@ -314,12 +318,13 @@ class TicketServer:
                     found[room] = json.dumps(failure(room, why, secret=self._secret)).encode()
                 elif entry.ticket != known or entry.why is not None:
                     found[room] = entry.body
-        return _answer(found)
+        return b'{"server": "%b", "rooms": %b}' % (self._name, _answer(found))
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end all connections."""
         self._http.shutdown()
         self._http.server_close()
+        self._http.disconnect()
 
 
 def _answer(bodies: Mapping[int, bytes | None]) -> bytes:
@@ -353,6 +358,14 @@ class _Bounded(ThreadingHTTPServer):
         with self._lock:
             self._hosts.pop(request, None)
         super().close_request(request)
+
+    def disconnect(self) -> None:
+        """End all connections: their threads would answer for a server that is closed."""
+        with self._lock:
+            requests = list(self._hosts)
+        for request in requests:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
         """Log nothing on the standard error: a stranger can break a connection at any time."""
@@ -490,8 +503,8 @@ def claim(
     connection: http.client.HTTPConnection,
     names: Mapping[int, tuple[str, str]],
     secret: str | bytes | None = None,
-) -> dict[int, Params]:
-    """Claim rooms at a server, and return the parameters of those that have an entry. Waits.
+) -> tuple[str, dict[int, Params]]:
+    """Claim rooms at a server. Waits.
 
     Args:
         connection: A connection to the server.
@@ -499,13 +512,16 @@ def claim(
             that it knows, or "".
         secret: As in `PrefillTicket.to_params`.
 
+    Returns:
+        The name of the server's start, and the parameters of the rooms that have an entry.
+
     Raises:
         SpecError: If the server refuses the request.
         OSError: If it cannot be reached.
     """
     body = json.dumps({str(room): pair for room, pair in names.items()}).encode()
     answer = _ask(connection, "POST", CLAIMS, body, {PROOF: proof_of_claims(body, secret)})
-    return {int(room): params for room, params in answer.items()}
+    return answer["server"], {int(room): params for room, params in answer["rooms"].items()}
 
 
 def _ask(
