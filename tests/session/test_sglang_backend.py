@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import sglang_like as like
 from sglang_serving import (
     HEADS,
+    LAYERS,
+    SIZE,
     Engine,
     World,
     lowest,
     model,
+    pages_of,
     pair,
     receivers,
     request,
@@ -29,7 +33,6 @@ from kvspec.adapters.sglang import tickets
 from kvspec.adapters.sglang.backend import (
     BOOTSTRAPPING,
     FAILED,
-    LOWEST,
     SUCCESS,
     TRANSFERRING,
     WAITING,
@@ -40,6 +43,8 @@ from kvspec.adapters.sglang.describing import (
     check_version,
     describe,
 )
+from kvspec.adapters.sglang.lookups import Lookups
+from kvspec.adapters.sglang.sending import LOWEST
 from kvspec.tickets import PrefillTicket
 
 pytestmark = pytest.mark.nixl
@@ -48,15 +53,9 @@ TOKENS = list(range(100, 137))
 ROOM = 77
 
 
-def pages(engine: Engine, count: int) -> list[int]:
-    """Return pages for *count* tokens, in an order that is not ascending."""
-    number = -(-count // engine.page)
-    return [1 + place for place in range(number)][::-1]
-
-
 def prefill(engine: Engine, server: tickets.TicketServer, asked: Any, room: int = ROOM) -> Any:
     """Compute a prompt in two chunks on all ranks, and return the senders."""
-    own, count = pages(engine, len(asked.origin_input_ids)), len(asked.origin_input_ids)
+    own, count = pages_of(engine, len(asked.origin_input_ids)), len(asked.origin_input_ids)
     engine.fill(own, count, seed=room)
     made = senders(engine, server.address, room, asked)
     assert WAITING == lowest(made)
@@ -81,7 +80,7 @@ def test_prompt_moves_between_unequal_tp_and_page_sizes(
         got = receivers(second, server.address, ROOM, request(TOKENS, top=3))
         until(WAITING, got)
         assert TRANSFERRING == lowest(sent)
-        own = pages(second, len(TOKENS))
+        own = pages_of(second, len(TOKENS))
         for receiver in got:
             receiver.send_metadata(own, 2, [], 0)
         until(SUCCESS, got)
@@ -115,7 +114,7 @@ def test_infinite_log_probability_reaches_the_buffers_as_lowest_number() -> None
         prefill(first, server, asked)
         (receiver,) = receivers(second, server.address, ROOM, request(TOKENS, top=2))
         until(WAITING, [receiver])
-        receiver.send_metadata(pages(second, 37), 0, [], 0)
+        receiver.send_metadata(pages_of(second, 37), 0, [], 0)
         until(SUCCESS, [receiver])
         values = second.ranks[0].around.buffers.output_top_logprobs_val[0, :2].tolist()
         assert [0.0, LOWEST] == values
@@ -161,9 +160,10 @@ def test_load_fails_when_sender_is_aborted_after_publishing() -> None:
     with pair((1, 16), (1, 16)) as (first, second, server):
         (sent,) = prefill(first, server, request(TOKENS))
         got = receivers(second, server.address, ROOM, request(TOKENS))
+        wait(lambda: got[0]._lookup is not None and got[0]._lookup.ended)
         until(WAITING, got)
         sent.abort()
-        got[0].send_metadata(pages(second, 37), 0, [], 0)
+        got[0].send_metadata(pages_of(second, 37), 0, [], 0)
         until(FAILED, got)
         with pytest.raises(kvspec.TransferError) as caught:
             got[0].failure_exception()
@@ -194,34 +194,17 @@ def test_closed_session_fails_requests_and_raises_nothing_else() -> None:
         (late,) = senders(first, server.address, 5, request(TOKENS))
         late.init(3, 0)
         got = receivers(second, server.address, ROOM, request(TOKENS))
-        got += receivers(second, server.address, ROOM, request(TOKENS))
+        prefill(first, server, request(TOKENS), ROOM + 1)
+        got += receivers(second, server.address, ROOM + 1, request(TOKENS))
         until(WAITING, got)
         for engine in (first, second):
             engine.ranks[0].session.close()
-        got[0].send_metadata(pages(second, 37), 0, [], 0)
+        got[0].send_metadata(pages_of(second, 37), 0, [], 0)
         late.send([1, 2, 3], None, 37)
         for each in (sent, late, *got):
             each.abort()
             assert FAILED == each.poll()
             each.clear()
-
-
-def test_memory_of_failed_load_is_kept_until_it_has_stopped() -> None:
-    releases = SimpleNamespace(enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0)
-    with pair((1, 16), (1, 16), releases=releases) as (first, second, server):
-        prefill(first, server, request(TOKENS))
-        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
-        until(WAITING, [receiver])
-        receiver.send_metadata(pages(second, 37), 0, [], 0)
-        receiver.abort()
-        assert FAILED == receiver.poll()
-        receiver.ensure_abort_notified(force_arm=True)
-        manager = second.ranks[0]
-        wait(lambda: manager.is_abort_release_safe(ROOM, 0))
-        assert not receiver.abort_notified
-        manager.clear_deferred_abort_state(ROOM)
-        assert releases.enable_deferred_kv_release
-        assert releases.deferred_kv_release_timeout == float("inf")
 
 
 def ticket_of(params: dict[str, Any]) -> PrefillTicket:
@@ -233,8 +216,9 @@ def ticket_of(params: dict[str, Any]) -> PrefillTicket:
     ("changes", "asked", "field"),
     [
         ({"first_token": None, "first_logprobs": None}, request(TOKENS), "remote_first_token"),
-        ({}, request(TOKENS[::-1]), "remote_content"),
-        ({"content": "", "tokens_digest": None}, request(TOKENS[:-1]), "remote_num_tokens"),
+        ({}, request(TOKENS[::-1]), "remote_content.tokens"),
+        ({}, request(TOKENS[:-1]), "remote_num_tokens"),
+        ({}, request([*TOKENS, 7]), "remote_num_tokens"),
         ({"consumer": "another"}, request(TOKENS), "remote_consumer"),
         ({"first_logprobs": None}, request(TOKENS, top=1), "remote_first_logprobs"),
         ({}, request(TOKENS, top=9), "remote_first_logprobs"),
@@ -275,7 +259,7 @@ def test_ticket_is_deleted_when_its_prompt_was_read() -> None:
         (sent,) = prefill(first, server, request(TOKENS))
         (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
         until(WAITING, [receiver])
-        receiver.send_metadata(pages(second, 37), 0, [], 0)
+        receiver.send_metadata(pages_of(second, 37), 0, [], 0)
         until(SUCCESS, [receiver])
         until(SUCCESS, [sent])
         sent.clear()
@@ -295,10 +279,11 @@ def test_lookup_fails_without_ticket_or_server(limits: tuple[float, float]) -> N
     server = tickets.TicketServer("127.0.0.1", 0)
     if limits[1] < 1:
         server.close()
-    lookups = tickets.Lookups(limits[0], lambda _: None, absent=limits[1])
-    lookup = lookups.add(server.address, 3)
+    lookups = Lookups(limits[0], lambda _: None, absent=limits[1])
+    lookup = lookups.add(server.address, 3, "own")
     wait(lambda: lookup.ended)
-    assert isinstance(lookup.error, OSError)  # TimeoutError is one.
+    assert isinstance(lookup.error, kvspec.TransferError)
+    assert ("timeout" if limits[1] > 1 else "peer_lost") == lookup.error.state
     if limits[1] > 1:
         server.close()
 
@@ -413,11 +398,32 @@ def test_layer_with_other_kv_heads_than_the_model_is_refused() -> None:
     assert caught.value.field.endswith("1.self_attn.total_num_kv_heads")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"unknown": 1}', '{"hold": -1}', '{"host": 7}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"port": "9-7"}',
+        '{"public": "a:1"}',
+        '{"overlap": 1}',
+        '{"unknown": 1}',
+        '{"hold": -1}',
+        '{"host": 7}',
+    ],
+)
 def test_wrong_settings_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSPEC_SGLANG", text)
     with pytest.raises(kvspec.SpecError):
         BackendSettings.of(settings())
+
+
+def test_each_rank_listens_on_a_port_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSPEC_SGLANG", '{"port": "21700-21890"}')
+    engine = Engine(2, 16, 1)
+    ports = [int(address.rpartition(":")[2]) for address in engine.ranks[0].addresses]
+    engine.close()
+    assert all(21700 <= port <= 21890 for port in ports)
+    assert 2 == len(set(ports))
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,3 +434,190 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         found.model,
         found.key_content,
     )
+
+
+def refusal(transfer: Any) -> kvspec.SpecError:
+    """Return the error of a transfer that has failed."""
+    until(FAILED, [transfer])
+    with pytest.raises(kvspec.SpecError) as caught:
+        transfer.failure_exception()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 1 << 30},
+        {"top_k": 1 << 30, "temperature": 0.5},
+        {"logit_bias": {"7": 2.0}},
+        {"repetition_penalty": 1.1},
+        {"min_new_tokens": 3},
+        {"json_schema": "{}"},
+        {"regex": "a+"},
+        {"custom_params": {"thinking_budget": 3}},
+    ],
+)
+def test_first_token_of_other_sampling_settings_is_refused(changes: dict[str, Any]) -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        prefill(first, server, request(TOKENS))
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS, **changes))
+        assert "remote_sampling" == refusal(receiver).field
+
+
+def test_settings_of_greedy_sampling_that_change_nothing_are_equal() -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        prefill(first, server, request(TOKENS, top_p=0.5))
+        got = receivers(second, server.address, ROOM, request(TOKENS, temperature=0.7))
+        until(WAITING, got)
+
+
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt", "input_embeds", "lora_id", "session"])
+def test_prompt_of_other_content_is_refused(name: str) -> None:
+    asked = request(TOKENS)
+    setattr(asked, name, [[1.0]] if name == "input_embeds" else "other")
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        prefill(first, server, request(TOKENS))
+        (receiver,) = receivers(second, server.address, ROOM, asked)
+        field = {"input_embeds": "embeddings", "lora_id": "", "session": ""}.get(name, "salt")
+        assert (f"remote_content.{field}" if field else name) == refusal(receiver).field
+
+
+@pytest.mark.parametrize("image", [2, None])
+def test_prompt_with_another_image_is_refused(image: int | None) -> None:
+    """An image without a hash is unknown, so it is equal to none."""
+
+    def asked(number: int | None) -> Any:
+        found = request(TOKENS)
+        item = SimpleNamespace(hash=number, offsets=[(3, 5)], modality="IMAGE")
+        found.multimodal_inputs = SimpleNamespace(mm_items=[item])
+        return found
+
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        prefill(first, server, asked(1))
+        (receiver,) = receivers(second, server.address, ROOM, asked(image))
+        assert "remote_content.media" == refusal(receiver).field
+        prefill(first, server, asked(1), 5)
+        until(WAITING, receivers(second, server.address, 5, asked(1)))
+
+
+def test_room_in_use_is_refused_at_both_ends_until_its_request_is_over() -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        (sent,) = prefill(first, server, request(TOKENS))
+        (again,) = senders(first, server.address, ROOM, request(TOKENS))
+        assert "bootstrap_room" == refusal(again).field
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        (late,) = receivers(second, server.address, ROOM, request(TOKENS))
+        assert "bootstrap_room" == refusal(late).field
+        late.clear()
+        receiver.clear()
+        sent.abort()
+        (free,) = senders(first, server.address, ROOM, request(TOKENS))
+        assert WAITING == free.poll()
+
+
+@pytest.mark.parametrize("room", [0, -1, 10**20, None])
+def test_number_that_is_no_room_fails_both_halves(room: Any) -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        (sent,) = senders(first, server.address, room, request(TOKENS))
+        (got,) = receivers(second, server.address, room, request(TOKENS))
+        for half in (sent, got):
+            assert "bootstrap_room" == refusal(half).field
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1])
+def test_log_probability_that_is_no_number_fails_its_request(value: float, place: int) -> None:
+    asked = request(TOKENS, top=2)
+    asked.logprob.output_top_logprobs_val[0][place] = value
+    with pair((1, 16), (1, 16)) as (first, _, server):
+        (sent,) = prefill(first, server, asked)
+        assert "output_token_logprobs" == refusal(sent).field
+
+
+@pytest.mark.parametrize("token", [1000, 1 << 31, 1 << 40])
+def test_first_token_outside_of_the_vocabulary_is_refused(token: int) -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        prefill(first, server, request(TOKENS, first=token))
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        assert "remote_first_token" == refusal(receiver).field
+
+
+def test_more_log_probabilities_than_the_buffers_hold_are_refused() -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        prefill(first, server, request(TOKENS, top=130))
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS, top=2))
+        assert "remote_first_logprobs" == refusal(receiver).field
+
+
+def test_prompt_is_kept_while_its_decode_engine_has_no_memory() -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        first.ranks[0].settings = attrs.evolve(first.ranks[0].settings, hold=1.0)
+        (sent,) = prefill(first, server, request(TOKENS))
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        wait(lambda: receiver._lookup is not None and receiver._lookup.ended)
+        until(WAITING, [receiver])
+        deadline = time.monotonic() + 2.5
+        while time.monotonic() < deadline:
+            assert (TRANSFERRING, WAITING) == (sent.poll(), receiver.poll())
+            time.sleep(0.05)
+        receiver.send_metadata(pages_of(second, 37), 0, [], 0)
+        until(SUCCESS, [receiver])
+        second.check(pages_of(second, 37), len(TOKENS), seed=ROOM)
+
+
+def test_chunks_are_loaded_before_the_whole_prompt_is_computed() -> None:
+    """Pages of 4 and 16 tokens: a load begins inside of a page of the consumer."""
+    with pair((1, 4), (2, 16)) as (first, second, server):
+        own, taken = pages_of(first, 37), pages_of(second, 37)
+        first.fill(own, 37, seed=ROOM)
+        (sent,) = senders(first, server.address, ROOM, request(TOKENS))
+        sent.init(len(own), 0)
+        sent.send(own[:3], None, 12)
+        got = receivers(second, server.address, ROOM, request(TOKENS))
+        until(WAITING, got)
+        for receiver in got:
+            receiver.send_metadata(taken, 0, [], 0)
+
+        def arrived(count: int) -> bool:
+            assert TRANSFERRING == lowest(got)
+            return all(receiver._arrived == count for receiver in got)
+
+        wait(lambda: arrived(12))
+        sent.send(own[3:7], None, 16)
+        wait(lambda: arrived(28))
+        assert WAITING == sent.poll()
+        sent.send(own[7:], None, 9)
+        until(SUCCESS, got)
+        until(SUCCESS, [sent])
+        second.check(taken, 37, seed=ROOM)
+        whole = 37 * LAYERS * 2 * SIZE * 4
+        assert [whole] * 2 == [each.session.stats().counters.bytes_read for each in second.ranks]
+
+
+def test_load_of_chunks_that_fails_is_made_good_by_the_whole_prompt() -> None:
+    with pair((1, 4), (1, 4)) as (first, second, server):
+        own = pages_of(first, 37)
+        first.fill(own, 37, seed=ROOM)
+        (sent,) = senders(first, server.address, ROOM, request(TOKENS))
+        sent.init(len(own), 0)
+        sent.send(own[:3], None, 12)
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        until(WAITING, [receiver])
+        first.ranks[0].session.abort(sent._offered[0])
+        receiver.send_metadata(own, 0, [], 0)
+        wait(lambda: receiver.poll() == TRANSFERRING and receiver._load is None)
+        sent.send(own[3:], None, 25)
+        until(SUCCESS, [receiver])
+        second.check(own, 37, seed=ROOM)
+
+
+def test_update_of_weights_fails_all_requests_by_name() -> None:
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        (sent,) = prefill(first, server, request(TOKENS))
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        for half, engine in ((sent, first), (receiver, second)):
+            engine.ranks[0].weights_changing()
+            assert "weight_version" == refusal(half).field
+            half.clear()
+        (late,) = senders(first, server.address, 5, request(TOKENS))
+        assert "weight_version" == refusal(late).field

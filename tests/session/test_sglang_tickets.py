@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from sglang_serving import wait
 
 import kvspec
 from kvspec.adapters.sglang import tickets
+from kvspec.adapters.sglang.lookups import Lookups
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
 
@@ -126,15 +130,125 @@ def test_lookup_ends_whatever_the_server_answers(answer: bytes) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        lookups = tickets.Lookups(0.1, lambda _: None)
+        lookups = Lookups(0.1, lambda _: None)
         for _ in range(2):
-            lookup = lookups.add(f"127.0.0.1:{listener.getsockname()[1]}", 1)
+            lookup = lookups.add(f"127.0.0.1:{listener.getsockname()[1]}", 1, "own")
             wait(lambda lookup=lookup: lookup.ended)
             assert lookup.error is not None
 
 
 def test_lookup_at_an_address_without_a_port_number_ends() -> None:
     """The address comes from a router."""
-    lookup = tickets.Lookups(0.1, lambda _: None).add("host:port", 1)
+    lookup = Lookups(0.1, lambda _: None).add("host:port", 1, "own")
     wait(lambda: lookup.ended)
     assert lookup.error is not None
+
+
+def ticket(room: int, nonce: bytes = b"n" * 16, chunks: int | None = None) -> PrefillTicket:
+    """Return a ticket of the request *nonce* in *room*."""
+    return PrefillTicket(
+        engine_id="p",
+        addresses=("127.0.0.1:9",),
+        remote_id=tickets.key_in(room, nonce, chunks).remote_id,
+        computed_tokens=3,
+        tables={"full": kvspec.BlockTable([1])},
+    )
+
+
+def claimed(server: tickets.TicketServer, room: int, name: str, known: str = "") -> Any:
+    """Claim *room* for the request *name*, and return the parameters that it gets, or None."""
+    connection = http.client.HTTPConnection(server.address)
+    with contextlib.closing(connection):
+        return tickets.claim(connection, {room: (name, known)})[1].get(room)
+
+
+def test_room_is_claimed_once() -> None:
+    with ticket_server() as (server, _):
+        assert claimed(server, 7, "first") is None
+        tickets.put(server.address, 7, ticket(7).to_params())
+        assert "another request" in str(tickets.failed(7, claimed(server, 7, "second")))
+        assert ticket(7) == PrefillTicket.from_params(claimed(server, 7, "first"))
+        assert claimed(server, 7, "first", ticket(7).remote_id) is None  # It is known.
+
+
+def test_claim_without_the_secret_is_refused() -> None:
+    with ticket_server() as (server, _), pytest.raises(kvspec.SpecError) as caught:
+        server.claimed(b'{"7": ["stranger", ""]}', tickets.proof_of_claims(b"{}"))
+    assert tickets.PROOF == caught.value.field
+
+
+def test_claimed_ticket_is_not_replaced_by_that_of_another_request() -> None:
+    other = ticket(7, b"m" * 16)
+    with ticket_server() as (server, _):
+        claimed(server, 7, "first")
+        tickets.put(server.address, 7, ticket(7).to_params())
+        for strange in (other.to_params(), tickets.failure(7, "why", b"m" * 16)):
+            with pytest.raises(kvspec.SpecError):
+                tickets.put(server.address, 7, strange)
+        tickets.put(server.address, 7, tickets.failure(7, "", b"m" * 16))  # Deletes nothing.
+        assert ticket(7) == PrefillTicket.from_params(claimed(server, 7, "first"))
+        tickets.put(server.address, 7, tickets.failure(7, "", b"n" * 16))
+        assert {} == tickets.get(server.address, [7])
+
+
+def test_room_that_two_requests_use_fails_for_both_if_nobody_has_claimed_it() -> None:
+    with ticket_server() as (server, _):
+        tickets.put(server.address, 7, ticket(7).to_params())
+        with pytest.raises(kvspec.SpecError):
+            tickets.put(server.address, 7, ticket(7, b"m" * 16).to_params())
+        assert "two requests" in str(tickets.failed(7, claimed(server, 7, "first")))
+
+
+def test_tickets_of_chunks_reach_the_consumer_only() -> None:
+    with ticket_server() as (server, _):
+        tickets.put(server.address, 7, ticket(7, chunks=0).to_params())
+        assert {} == tickets.get(server.address, [7])
+        got = PrefillTicket.from_params(claimed(server, 7, "first"))
+        assert not tickets.is_whole(got)
+        tickets.put(server.address, 7, ticket(7).to_params())
+        assert tickets.is_whole(PrefillTicket.from_params(tickets.get(server.address, [7])[7]))
+
+
+@pytest.mark.parametrize("room", [0, -1, 10**20, None, True, "7"])
+def test_number_that_is_no_room_is_refused(room: Any) -> None:
+    with ticket_server() as (server, _):
+        for use in (
+            lambda: tickets.put(server.address, room, {}),
+            lambda: tickets.get(server.address, [7, room]),
+            lambda: Lookups(1.0, lambda _: None).add(server.address, room, "own"),
+        ):
+            with pytest.raises(kvspec.SpecError) as caught:
+                use()
+            assert "bootstrap_room" == caught.value.field
+
+
+@pytest.mark.parametrize("room", ["0", "-1", "1" * 20, "x", "1" * 5000, ""])
+def test_wrong_room_fails_no_other_room_of_the_same_question(room: str) -> None:
+    with ticket_server() as (server, _):
+        tickets.put(server.address, 7, tickets.failure(7, "why"))
+        connection = http.client.HTTPConnection(server.address)
+        with contextlib.closing(connection):
+            connection.request("GET", f"{tickets.PATH}{room},7")
+            assert ["7"] == list(json.loads(connection.getresponse().read()))
+            body = json.dumps({room: ["a", ""], "7": ["b", ""]}).encode()
+            proof = {tickets.PROOF: tickets.proof_of_claims(body)}
+            connection.request("POST", tickets.CLAIMS, body, proof)
+            assert ["7"] == list(json.loads(connection.getresponse().read())["rooms"])
+
+
+def test_lookup_fails_at_once_if_its_prefill_engine_was_restarted() -> None:
+    with ticket_server() as (server, address):
+        lookup = Lookups(60.0, lambda _: None).add(server.address, 7, "own")
+        wait(lambda: lookup.server != "")
+    again = tickets.TicketServer(*address)
+    wait(lambda: lookup.ended)
+    again.close()
+    assert isinstance(lookup.error, kvspec.TransferError)
+    assert "stale_peer" == lookup.error.state
+
+
+def test_lookup_with_another_secret_fails_at_once() -> None:
+    with ticket_server() as (server, _):
+        lookup = Lookups(60.0, lambda _: None, secret="x" * 20).add(server.address, 7, "own")
+        wait(lambda: lookup.ended)
+        assert isinstance(lookup.error, kvspec.SpecError)

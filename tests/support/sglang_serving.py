@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import sglang_like as like
 
-from kvspec.adapters.sglang import backend
+from kvspec.adapters.sglang.backend import Manager as OwnManager
 from kvspec.adapters.sglang.describing import ONLY, Surroundings
+from kvspec.adapters.sglang.receiving import Receiver
+from kvspec.adapters.sglang.sending import Sender
 from kvspec.adapters.sglang.tickets import TicketServer
 
 HEADS, SIZE, LAYERS = 2, 8, 2
@@ -84,7 +86,30 @@ class Buffers:
         self.output_top_logprobs_idx = np.zeros((4, 128), np.int64)
 
 
-def request(tokens: list[int], *, top: int | None = None, first: int = 5) -> Any:
+# SGLang's names of the settings of sampling, with values for the most probable token.
+SAMPLING = {
+    "temperature": 1.0,
+    "top_k": 1,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "sampling_seed": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+    "stop_token_ids": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "custom_params": None,
+    "watermark": None,
+    "ebnf_full_assistant": False,
+}
+
+
+def request(tokens: list[int], *, top: int | None = None, first: int = 5, **sampling: Any) -> Any:
     """Return a request whose prompt is *tokens*. A prefill engine has sampled *first*."""
     values = [-0.5 - place for place in range(top or 0)]
     logprob = SimpleNamespace(
@@ -95,7 +120,12 @@ def request(tokens: list[int], *, top: int | None = None, first: int = 5) -> Any
         output_top_logprobs_idx=[[first + place for place in range(top)]] if top else [],
     )
     return SimpleNamespace(
-        origin_input_ids=tokens, output_ids=[first], return_logprob=top is not None, logprob=logprob
+        origin_input_ids=tokens,
+        output_ids=[first],
+        return_logprob=top is not None,
+        logprob=logprob,
+        sampling_params=SimpleNamespace(**SAMPLING | sampling),
+        vocab_size=1000,
     )
 
 
@@ -136,6 +166,8 @@ def surroundings(world: World, rank: int, tp_size: int, page: int, **changes: An
         "gather": lambda value: world.gather(rank, value),
         "buffers": Buffers(),
         "releases": None,
+        "weight_version": lambda: "default",
+        "labels": None,
     }
     return Surroundings(**fields | changes)
 
@@ -146,8 +178,8 @@ class Engine:
     def __init__(self, tp_size: int, page: int, port: int, **changes: Any) -> None:
         world, mode = World(tp_size), SimpleNamespace(value="decode")
 
-        def start(rank: int) -> backend.Manager:
-            class Manager(backend.Manager):
+        def start(rank: int) -> OwnManager:
+            class Manager(OwnManager):
                 def surroundings(self, *_: Any) -> Surroundings:
                     return surroundings(world, rank, tp_size, page, **changes)
 
@@ -213,21 +245,27 @@ def pair(
         yield engines[0], engines[1], server
 
 
-def senders(engine: Engine, address: str, room: int, asked: Any) -> list[backend.Sender]:
+def senders(engine: Engine, address: str, room: int, asked: Any) -> list[Sender]:
     """Create the senders of a request on all ranks."""
-    made = [backend.Sender(manager, address, room) for manager in engine.ranks]
+    made = [Sender(manager, address, room) for manager in engine.ranks]
     for sender in made:
         sender.request = asked
     return made
 
 
-def receivers(engine: Engine, address: str, room: int, asked: Any) -> list[backend.Receiver]:
+def receivers(engine: Engine, address: str, room: int, asked: Any) -> list[Receiver]:
     """Create the receivers of a request on all ranks."""
-    made = [backend.Receiver(manager, address, room) for manager in engine.ranks]
+    made = [Receiver(manager, address, room) for manager in engine.ranks]
     for receiver in made:
         receiver.request = asked
         receiver.init(0)
     return made
+
+
+def pages_of(engine: Engine, count: int) -> list[int]:
+    """Return pages for *count* tokens, in an order that is not ascending."""
+    number = -(-count // engine.page)
+    return [1 + place for place in range(number)][::-1]
 
 
 def lowest(transfers: Any) -> int:

@@ -23,9 +23,10 @@ from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.sglang.engine import FULL, WINDOW, engine_spec, parallel_config, read_pools
 from kvspec.adapters.sglang.tensors import rank_cache
 from kvspec.errors import SpecError
-from kvspec.inputs import mapping, seconds
+from kvspec.inputs import instance, mapping, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
+from kvspec.session.ports import port_range, public_host
 from kvspec.specs import KeyContent
 from kvspec.wire.handshake import is_name
 
@@ -48,6 +49,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "enable_lora": (None, False),
     "enable_pd_role_switch": (False,),
     "enable_return_hidden_states": (False,),
+    "enable_memory_saver": (False,),
     "disaggregation_decode_allocation_policy": ("early",),
     "disaggregation_enable_kv_checksum": (False,),
     "disaggregation_decode_host_receive_threshold": (1, 1.0),
@@ -65,6 +67,18 @@ def _seconds(_: object, setting: attrs.Attribute[Any], value: object) -> None:
     seconds(f"{VARIABLE}[{setting.name!r}]", value)
 
 
+def _ports(value: object) -> range:
+    return port_range(value, f"{VARIABLE}['port']")
+
+
+def _public(value: object) -> str:
+    return public_host(value, f"{VARIABLE}['public']")
+
+
+def _bool(_: object, setting: attrs.Attribute[Any], value: object) -> None:
+    instance(f"{VARIABLE}[{setting.name!r}]", value, bool)
+
+
 def _key_content(value: object) -> KeyContent | None:
     return configured_key_content(f"{VARIABLE}['key_content']", value)
 
@@ -75,30 +89,36 @@ class BackendSettings:
 
     Attributes:
         host: The address at which the ranks of this machine listen.
-        public: The name by which peers reach this machine. *host* by default.
+        port: A port, or the first and the last port of a range, such as "9000-9015". Each rank of
+            this machine listens on the first free one. 0 selects any free one.
+        public: The host name or IP address by which peers reach this machine. *host* by default.
         engine_id: The name of this engine. By default, a new one at each start.
         model: The name of the model, which must be equal on both engines. SGLang's model path by
             default.
         revision: The revision of the model, which must be equal, too.
         layer_name: The peers' name of a layer, with ``{}`` in place of its number.
-        hold: Seconds for which a finished prompt waits for its first reader.
+        hold: Seconds for which a finished prompt waits for its first reader. A decode engine that
+            has found the ticket sends messages from then on, also while its queue is long.
         lease: Seconds for which it is held after the last message of a reader.
         waiting: Seconds for which a decode engine waits for a ticket.
         timeout: Seconds within which a prompt must be read.
+        overlap: Whether a decode engine reads each chunk of a prompt while the next is computed.
         key_content: The fields of the `KeyContent` of all layers. It is required only if the
             modules of the model do not show how keys are rotated.
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_name)
-    public: str | None = attrs.field(default=None, validator=_name)
+    port: range = attrs.field(default=range(1), converter=_ports)
+    public: str = attrs.field(default="", converter=_public)
     engine_id: str | None = attrs.field(default=None, validator=_name)
     model: str = attrs.field(validator=_name)
     revision: str | None = attrs.field(default=None, validator=_name)
     layer_name: str = attrs.field(default="model.layers.{}.self_attn.attn", validator=_name)
-    hold: float = attrs.field(default=480.0, validator=_seconds)
+    hold: float = attrs.field(default=30.0, validator=_seconds)
     lease: float = attrs.field(default=30.0, validator=_seconds)
     waiting: float = attrs.field(default=300.0, validator=_seconds)
     timeout: float = attrs.field(default=120.0, validator=_seconds)
+    overlap: bool = attrs.field(default=True, validator=_bool)
     key_content: KeyContent | None = attrs.field(default=None, converter=_key_content)
 
     @staticmethod
@@ -136,6 +156,8 @@ class Surroundings:
         gather: A function that returns the values of all ranks, in order of rank.
         buffers: SGLang's metadata buffers.
         releases: The queue that frees the memory of failed transfers. None for prefill.
+        weight_version: A function that returns the name of the weights.
+        labels: The labels of SGLang's metrics. None if it exports none.
     """
 
     pool: Any
@@ -149,6 +171,8 @@ class Surroundings:
     gather: Callable[[Any], list[Any]]
     buffers: Any
     releases: Any
+    weight_version: Callable[[], str]
+    labels: dict[str, str] | None
 
 
 def check_version(version: str) -> None:

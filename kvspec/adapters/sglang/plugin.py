@@ -7,12 +7,17 @@ Invariant: another version of SGLang than the tested one is refused, and nothing
 
 How it works:
     SGLang finds `register` by the entry point group ``sglang.srt.plugins``, in each of its
-    processes. It adds a value to two lists of backends, and four hooks:
+    processes. It adds a value to two lists of backends, and hooks:
 
         get_kv_class                    returns the classes of kvspec for the new backend
         both _init_kv_manager           the manager sees the queue, which has the token pool
         create_sender and               the sender and the receiver see their request, with its
         _create_receiver_and_enqueue    tokens
+        handle_generate_request and     the decode half learns that the prompt was rejected
+        _add_request_to_queue
+        update_weights_from_* and       requests that are served fail, and the weights have no name
+        begin_weight_update             until SGLang knows a new one
+        TokenizerManager                what cannot be served is refused in the server's process
 """
 
 # ruff: noqa: ANN401, PLC0415 - SGLang is imported only inside an SGLang process
@@ -23,21 +28,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from kvspec.adapters.sglang import backend, tickets
+from kvspec.adapters.sglang import backend, frontend_hooks, tickets
 from kvspec.adapters.sglang.describing import Surroundings, check_version
+from kvspec.adapters.sglang.receiving import Receiver
+from kvspec.adapters.sglang.sending import Sender
 
 NAME = "kvspec"
-_UTILS, _PREFILL, _DECODE = (
-    f"sglang.srt.disaggregation.{module}"
-    for module in ("utils", "prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue")
-)
+_UTILS = "sglang.srt.disaggregation.utils"
 
 # The queue whose manager is being constructed.
 _QUEUE: contextvars.ContextVar[Any] = contextvars.ContextVar("queue")
 
 
+@functools.cache
 def register() -> None:
-    """Add the backend to SGLang.
+    """Add the backend to SGLang. A second call does nothing.
 
     Raises:
         SpecError: If this version of SGLang was not tested.
@@ -66,11 +71,35 @@ def register() -> None:
         return _classes()[class_type.name]
 
     HookRegistry.register(f"{_UTILS}.get_kv_class", get_kv_class, HookType.AROUND)
-    for queue in (_PREFILL, _DECODE):
-        HookRegistry.register(f"{queue}._init_kv_manager", _with_queue, HookType.AROUND)
-    HookRegistry.register(f"{_PREFILL}.create_sender", _sender_created, HookType.AFTER)
-    created = f"{_DECODE}._create_receiver_and_enqueue"
-    HookRegistry.register(created, _receiver_created, HookType.AFTER)
+    for target, (kind, hook) in _hooks().items():
+        HookRegistry.register(f"sglang.srt.{target}", hook, HookType[kind])
+
+
+def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Return the methods of SGLang that are hooked, each with the kind of its hook."""
+    prefill = "disaggregation.prefill.PrefillBootstrapQueue"
+    decode = "disaggregation.decode.DecodePreallocQueue"
+    weights = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    frontend = "managers.tokenizer_manager.TokenizerManager"
+    scheduler = "managers.scheduler.Scheduler"
+    found: dict[str, tuple[str, Callable[..., Any]]] = {
+        f"{prefill}._init_kv_manager": ("AROUND", _with_queue),
+        f"{decode}._init_kv_manager": ("AROUND", _with_queue),
+        f"{prefill}.create_sender": ("AFTER", _sender_created),
+        f"{decode}._create_receiver_and_enqueue": ("AFTER", _receiver_created),
+        f"{scheduler}.handle_generate_request": ("AFTER", _request_handled),
+        f"{scheduler}._add_request_to_queue": ("AFTER", _request_added),
+        f"{scheduler}.record_weight_version_change": ("AFTER", _weights_named),
+        f"{scheduler}.flush_cache": ("AFTER", _cache_flushed),
+        f"{weights}.begin_weight_update": ("BEFORE", _weights_changing),
+        f"{weights}.check_weights": ("AROUND", _weights_checked),
+        f"{frontend}.generate_request": ("AROUND", frontend_hooks.generate),
+        f"{frontend}._handle_batch_request": ("AROUND", frontend_hooks.handle_batch),
+        f"{frontend}.release_memory_occupation": ("AROUND", frontend_hooks.release_memory),
+    }
+    for source in ("disk", "distributed", "tensor", "ipc"):
+        found[f"{weights}.update_weights_from_{source}"] = ("AROUND", _weights_updated)
+    return found
 
 
 def _with_queue(original: Callable[..., Any], queue: Any) -> Any:
@@ -82,18 +111,90 @@ def _with_queue(original: Callable[..., Any], queue: Any) -> Any:
 
 
 def _sender_created(_: bool, queue: Any, req: Any, num_kv_heads: int) -> None:  # noqa: ARG001, FBT001
-    if isinstance(req.disagg_kv_sender, backend.Sender):
+    if isinstance(req.disagg_kv_sender, Sender):
         req.disagg_kv_sender.request = req
 
 
-def _receiver_created(result: Any, queue: Any, req: Any, is_rebootstrap: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002
-    if isinstance(result.kv_receiver, backend.Receiver):
+def _receiver_created(result: Any, queue: Any, req: Any, is_rebootstrap: bool = False) -> None:  # noqa: FBT001, FBT002
+    if isinstance(result.kv_receiver, Receiver):
         result.kv_receiver.request = req
+        if is_rebootstrap:
+            queue.kv_manager.submit_prefill_recompute(result.kv_receiver, None)
+
+
+def manager_of(scheduler: Any) -> backend.Manager | None:
+    """Return the manager of *scheduler*, or None if it has another backend."""
+    for name in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+        manager = getattr(getattr(scheduler, name, None), "kv_manager", None)
+        if isinstance(manager, backend.Manager):
+            return manager
+    return None
+
+
+def _refuse(scheduler: Any, room: Any, why: str) -> None:
+    """Let the decode half learn that a prefill engine will not compute its prompt."""
+    manager = manager_of(scheduler)
+    prefills = getattr(scheduler, "disagg_prefill_bootstrap_queue", None) is not None
+    if manager is not None and prefills and type(room) is int and not manager.has_room(room):
+        manager.refused(room, why)
+
+
+def _request_added(_: Any, scheduler: Any, req: Any, is_retracted: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002
+    """Refuse the room of a request that got no sender, such as one that is too long."""
+    reason = req.finished_reason or req.to_finish
+    fake = req.bootstrap_host == frontend_hooks.FAKE  # SGLang's own test requests.
+    if req.disagg_kv_sender is None and hasattr(reason, "message") and not fake:
+        _refuse(scheduler, req.bootstrap_room, str(reason.message))
+
+
+def _request_handled(_: Any, scheduler: Any, recv_req: Any, **_more: Any) -> None:
+    """Refuse the room of a request that was rejected before it came to a queue."""
+    waiting = {req.rid for req in scheduler.grammar_manager.grammar_queue}
+    if recv_req.rid not in waiting and recv_req.bootstrap_host != frontend_hooks.FAKE:
+        _refuse(scheduler, recv_req.bootstrap_room, "the prefill engine has rejected the request")
+
+
+def _weights_changing(manager: Any, *_: Any, **__: Any) -> None:
+    if (own := manager_of(manager.scheduler)) is not None:
+        own.weights_changing()
+
+
+def _weights_updated(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    own = manager_of(manager.scheduler)
+    if own is None:
+        return original(manager, recv_req)
+    before = own.weights.named, own.weights.clean
+    own.weights_changing()
+    result = original(manager, recv_req)
+    if result.success and recv_req.flush_cache:
+        own.weights.clean = True
+    # SGLang loads the old weights again if those of a folder do not fit.
+    unflushed = "cache was not flushed" in result.message
+    if not result.success and original.__name__ == "update_weights_from_disk" and not unflushed:
+        own.weights.named, own.weights.clean = before
+    return result
+
+
+def _weights_checked(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    own = manager_of(manager.scheduler)
+    if own is not None and recv_req.action not in ("checksum", "snapshot", "compare"):
+        own.weights_changing()
+    return original(manager, recv_req)
+
+
+def _weights_named(_: Any, scheduler: Any, new_version: str | None) -> None:
+    if new_version is not None and (own := manager_of(scheduler)) is not None:
+        own.weights.named = True
+
+
+def _cache_flushed(success: bool, scheduler: Any, *_: Any, **__: Any) -> None:  # noqa: FBT001
+    if success and (own := manager_of(scheduler)) is not None:
+        own.weights.clean = True
 
 
 def _surroundings(args: Any, mode: Any) -> Surroundings:
     """Return the objects of the rank whose manager is being constructed."""
-    from sglang.srt.runtime_context import get_disagg, get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
     queue, parallel = _QUEUE.get(), get_parallel()
     runner = queue.scheduler.tp_worker.model_runner
@@ -110,7 +211,16 @@ def _surroundings(args: Any, mode: Any) -> Surroundings:
         gather=parallel.attn_tp_group.all_gather_object,
         buffers=queue.metadata_buffers,
         releases=queue.transfer_queue if decodes else None,
+        weight_version=lambda: str(get_serving().weight_version),
+        labels=_labels(queue.scheduler),
     )
+
+
+def _labels(scheduler: Any) -> dict[str, str] | None:
+    """Return the labels of SGLang's metrics, or None if it exports none."""
+    if not scheduler.metrics_reporter.enable_metrics:
+        return None
+    return {name: str(value) for name, value in scheduler.metrics_collector.labels.items()}
 
 
 @functools.cache
@@ -124,10 +234,10 @@ def _classes() -> dict[str, type]:
     class Manager(backend.Manager, conn.BaseKVManager):  # type: ignore[misc]
         surroundings = staticmethod(_surroundings)
 
-    class Sender(backend.Sender, conn.BaseKVSender):  # type: ignore[misc]
+    class OwnSender(Sender, conn.BaseKVSender):  # type: ignore[misc]
         get_transfer_metric = metric
 
-    class Receiver(backend.Receiver, conn.BaseKVReceiver):  # type: ignore[misc]
+    class OwnReceiver(Receiver, conn.BaseKVReceiver):  # type: ignore[misc]
         pass
 
     class BootstrapServer(tickets.TicketServer, conn.BaseKVBootstrapServer):  # type: ignore[misc]
@@ -135,7 +245,7 @@ def _classes() -> dict[str, type]:
 
     return {
         "MANAGER": Manager,
-        "SENDER": Sender,
-        "RECEIVER": Receiver,
+        "SENDER": OwnSender,
+        "RECEIVER": OwnReceiver,
         "BOOTSTRAP_SERVER": BootstrapServer,
     }

@@ -4,24 +4,44 @@ SGLang has no parameters that travel with a request from a prefill engine to a d
 router gives both engines a *room*: a number. So the prefill engine stores its `PrefillTicket` under
 the room, at the bootstrap server, and the decode engine fetches it there.
 
-Invariant: a server stores only tickets and failures that are sealed with its secret. An entry is
-deleted after `keep` seconds. It keeps a bounded number of connections, and of each of them at most
-`SMALL` bytes, unless the peer has proved that it has the secret.
+Invariant: a room belongs to one request. The ticket of another request never replaces the first
+one, and only one consumer gets it. A server stores only tickets and failures that are sealed with
+its secret. An entry is deleted after `keep` seconds. The server keeps a bounded number of
+connections, and of each of them at most `SMALL` bytes, unless the peer has proved that it has the
+secret.
 
 How it works:
-    The interface is two methods on one path:
+    The interface is three methods:
 
         PUT /kvspec/tickets/ROOM           store the parameters of a ticket, or of a failure
         GET /kvspec/tickets/ROOM[,ROOM]    an object with the rooms that have an entry
+        POST /kvspec/claims                the same, for one consumer that claims these rooms
 
     The body of PUT is `PrefillTicket.to_params()`, or `failure(room, why)` if the prompt will not
-    be computed. A later PUT replaces the entry. So a router uses a new room for each attempt. It
-    can call both methods, so that one side is an engine of another maker. If the body is larger
-    than `SMALL`, the header `PROOF` must be `proof_of` its room and size.
+    be computed. A router can call both PUT and GET, so that one side is an engine of another maker.
+
+    The body of POST is an object. For each room it has the name of the consumer's request, and the
+    `remote_id` of the ticket that it knows, or "". The first name that claims a room has it. Others
+    get a failure. A room can be claimed before its ticket exists. A known ticket is left out of the
+    answer.
+
+    The prefill engine may publish several tickets of one request: one for each chunk that was
+    computed so far, without the first token, and then the whole one. Each replaces the one before.
+    They have the same nonce in their `remote_id`, so the server knows that they are of the same
+    request. Only POST returns those of chunks.
+
+        state of a room     PUT of its own request    PUT of another request
+        empty, or claimed   stored                    stored
+        ticket, unclaimed   stored                    the room fails for both requests
+        ticket, claimed     stored                    refused
+        failed              refused                   refused
+
+    If a body is larger than `SMALL`, the header `PROOF` must be `proof_of` its room and size. The
+    same header of a POST is `proof_of_claims`.
 
     >>> secret = "a secret of all engines"
     >>> server = TicketServer("127.0.0.1", 0, secret=secret)
-    >>> put(server.address, 7, failure(7, "aborted", secret), secret)
+    >>> put(server.address, 7, failure(7, "aborted", secret=secret), secret)
     >>> list(get(server.address, [7, 8]))
     [7]
     >>> server.close()
@@ -29,27 +49,33 @@ How it works:
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import attrs
 
 from kvspec.errors import KVSpecError, SpecError
-from kvspec.inputs import mapping
+from kvspec.inputs import mapping, positive_int, sequence
 from kvspec.tickets import PrefillTicket
+from kvspec.wire.messages import Key, key_of
 from kvspec.wire.seal import Secret, secret_of
 
 log = logging.getLogger(__name__)
 
 PATH = "/kvspec/tickets/"
-PURPOSE = b"kvspec-room-1\n"
+CLAIMS = "/kvspec/claims"
+PURPOSE = b"kvspec-room-2\n"
 SIZE_PURPOSE = b"kvspec-room-size-1\n"
+CLAIM_PURPOSE = b"kvspec-room-claim-1\n"
 PROOF = "Kvspec-Proof"
 
 # The largest body of a PUT, and the largest one without a proof. A ticket of a million tokens in
@@ -60,30 +86,73 @@ LARGEST, SMALL = 64 << 20, 1 << 20
 MOST_CONNECTIONS, MOST_OF_ONE = 1024, 256
 # Seconds until a body must be complete.
 PATIENCE = 30.0
-# The most rooms in one GET.
+# The largest room.
+MOST = (1 << 63) - 1
+# The most rooms in one request.
 MOST_ROOMS = 256
 # Seconds to wait for an answer of the server.
 ANSWER = 5.0
-# Seconds between two looks for the tickets of waiting requests.
-REST = 0.01
-# Seconds after which a server that cannot be reached is taken for dead.
-ABSENT = 15.0
+# The beginning of the name of a request of which only the first chunks are computed.
+CHUNKS = "chunks"
 
 Params = dict[str, Any]
 
 
-def failure(room: int, why: str, secret: str | bytes | None = None) -> Params:
+def check_room(room: object) -> int:
+    """Return *room* if it is a room: 0 < room < 2**63. SGLang uses 0 for a room that is unset.
+
+    Raises:
+        SpecError: If it is not.
+    """
+    return positive_int("bootstrap_room", room, most=MOST)
+
+
+def room_of(text: str) -> int | None:
+    """Return the room in *text*, or None if there is none."""
+    # Python would take long to convert a number of many digits.
+    if not text.isascii() or not text.isdecimal() or len(text) > 20:  # noqa: PLR2004
+        return None
+    return room if 0 < (room := int(text)) <= MOST else None
+
+
+def key_in(room: int, nonce: bytes, chunks: int | None = None) -> Key:
+    """Return the name of a request in *room*. *chunks*: only so many of its chunks."""
+    part = "" if chunks is None else f"{CHUNKS}-{chunks}-"
+    return Key(f"{part}room-{room}", nonce)
+
+
+def is_whole(ticket: PrefillTicket) -> bool:
+    """Return whether *ticket* is of the whole prompt, not only of its first chunks."""
+    return not key_of(ticket.remote_id).request_id.startswith(CHUNKS)
+
+
+def failure(room: int, why: str, nonce: bytes = b"", secret: str | bytes | None = None) -> Params:
     """Return the parameters that state that the prompt of *room* will not be computed.
 
-    If *why* is empty, the server deletes the entry instead: the prompt was read.
+    Args:
+        room: The room.
+        why: The reason. If it is empty, the server deletes the entry: the prompt was read.
+        nonce: The nonce of the request, if it has one.
+        secret: As in `PrefillTicket.to_params`.
     """
-    seal = Secret(secret_of(secret)).mac(PURPOSE, json.dumps([room, why]).encode()).hex()
-    return {"remote_failure": why, "remote_seal": seal}
+    owner = nonce.hex()
+    seal = Secret(secret_of(secret)).mac(PURPOSE, _failed(room, why, owner)).hex()
+    return {"remote_failure": why, "remote_owner": owner, "remote_seal": seal}
+
+
+def _failed(room: int, why: str, owner: str) -> bytes:
+    """Return the bytes that the seal of a failure covers."""
+    return json.dumps([room, why, owner]).encode()
 
 
 def proof_of(room: int, size: int, secret: str | bytes | None = None) -> str:
-    """Return the header `PROOF` for a body of *size* bytes."""
+    """Return the header `PROOF` for a PUT with a body of *size* bytes."""
     return Secret(secret_of(secret)).mac(SIZE_PURPOSE, _proved(room, size)).hex()
+
+
+def proof_of_claims(body: bytes, secret: str | bytes | None = None) -> str:
+    """Return the header `PROOF` for a POST with *body*."""
+    return Secret(secret_of(secret)).mac(CLAIM_PURPOSE, body).hex()
 
 
 def _proved(room: int, size: int) -> bytes:
@@ -97,13 +166,39 @@ def failed(room: int, params: Mapping[str, Any], secret: str | bytes | None = No
     Raises:
         SpecError: If the seal is wrong.
     """
-    why = params.get("remote_failure")
+    why, owner = params.get("remote_failure"), params.get("remote_owner", "")
     if not isinstance(why, str):
         return None
     seal = params.get("remote_seal")
-    if not Secret(secret_of(secret)).proves(seal, PURPOSE, json.dumps([room, why]).encode()):
+    sealed = isinstance(owner, str) and Secret(secret_of(secret)).proves(
+        seal, PURPOSE, _failed(room, why, owner)
+    )
+    if not sealed:
         raise SpecError("remote_seal", seal, "the seal of unchanged parameters")
     return why
+
+
+@attrs.define
+class _Entry:
+    """What a server knows of one room.
+
+    Attributes:
+        stored: When it was stored.
+        body: The parameters as JSON, or None.
+        ticket: The `remote_id` of the ticket, or "".
+        owner: The nonce of the request, in hexadecimal digits. "" if it is unknown.
+        why: The reason if the room has failed.
+        whole: Whether *body* is of the whole prompt, or of a failure.
+        claim: The consumer's request that has the room.
+    """
+
+    stored: float
+    body: bytes | None = None
+    ticket: str = ""
+    owner: str = ""
+    why: str | None = None
+    whole: bool = False
+    claim: str | None = None
 
 
 class TicketServer:
@@ -124,7 +219,8 @@ class TicketServer:
     ) -> None:
         secret_of(secret)  # Raises if there is none.
         self._secret, self._keep = secret, keep
-        self._entries: dict[int, tuple[float, bytes]] = {}
+        self._name = uuid.uuid4().hex.encode()
+        self._entries: dict[int, _Entry] = {}
         self._lock = threading.Lock()
         owner = self
 
@@ -138,23 +234,52 @@ class TicketServer:
         self._thread.start()
 
     def store(self, room: int, body: bytes) -> None:
-        """Store the parameters in *body*. Raise `SpecError` unless they are sealed."""
+        """Store the parameters in *body*.
+
+        Raises:
+            SpecError: If they are not sealed, or the room belongs to another request.
+        """
+        check_room(room)
         try:
             params = mapping("body", json.loads(body), "parameter names to values")
         except (ValueError, RecursionError) as error:  # `SpecError` is a ValueError.
             raise SpecError("body", f"{len(body)} bytes", "parameters as JSON") from error
-        why = failed(room, params, self._secret)
+        why, name, whole = failed(room, params, self._secret), "", True
         if why is None:
-            PrefillTicket.from_params(params, self._secret)
-        now = time.monotonic()
-        old = now - self._keep
+            ticket = PrefillTicket.from_params(params, self._secret)
+            name, whole = ticket.remote_id, is_whole(ticket)
+        owner = key_of(name).nonce.hex() if name else params.get("remote_owner", "")
         with self._lock:
-            self._entries.pop(room, None)
-            # The entries are in the order of their times, because each is inserted last.
-            while self._entries and self._entries[first := next(iter(self._entries))][0] < old:
-                del self._entries[first]
-            if why != "":
-                self._entries[room] = now, body
+            self._delete_old()
+            old = self._entries.get(room)
+            stranger = old is not None and old.body is not None and old.owner != owner
+            if why == "":
+                if not stranger:
+                    self._entries.pop(room, None)
+            elif old is not None and old.why is not None:
+                if why is None:
+                    rule = f"the room was given up: {old.why}"
+                    raise SpecError("bootstrap_room", room, rule=rule)
+            elif stranger and old is not None and old.claim is not None:
+                rule = "the room belongs to another request, which is not yet over"
+                raise SpecError("bootstrap_room", room, rule=rule)
+            else:
+                if stranger and why is None:
+                    # Nobody can tell for which of both a consumer will ask.
+                    why = "two requests have used this room"
+                    body = json.dumps(failure(room, why, secret=self._secret)).encode()
+                claim = None if old is None else old.claim
+                # Entries are in the order of their times, so each is inserted last.
+                self._entries.pop(room, None)
+                self._entries[room] = _Entry(time.monotonic(), body, name, owner, why, whole, claim)
+                if stranger:
+                    raise SpecError("bootstrap_room", room, rule=f"{why}")
+
+    def _delete_old(self) -> None:
+        """Delete the entries that are too old. The lock is held."""
+        old = time.monotonic() - self._keep
+        while self._entries and self._entries[first := next(iter(self._entries))].stored < old:
+            del self._entries[first]
 
     def allows(self, room: int, size: int, proof: str) -> bool:
         """Return whether to read a body of *size* bytes."""
@@ -162,15 +287,50 @@ class TicketServer:
         return size <= SMALL or secret.proves(proof, SIZE_PURPOSE, body)
 
     def found(self, rooms: Iterable[int]) -> bytes:
-        """Return the entries of *rooms* that exist, as JSON."""
+        """Return the whole tickets and failures of *rooms* that exist, as JSON."""
         with self._lock:
-            known = [(room, self._entries[room][1]) for room in rooms if room in self._entries]
-        return b"{" + b", ".join(b'"%d": %b' % entry for entry in known) + b"}"
+            known = {room: self._entries.get(room) for room in rooms}
+        return _answer({room: each.body for room, each in known.items() if each and each.whole})
+
+    def claimed(self, body: bytes, proof: str) -> bytes:
+        """Claim rooms. Return the name of this server's start, and what it has, as JSON.
+
+        Args:
+            body: An object with a name and a known ticket for each room, as JSON.
+            proof: `proof_of_claims` for *body*.
+
+        Raises:
+            SpecError: If the proof is wrong, or the body.
+        """
+        if not Secret(secret_of(self._secret)).proves(proof, CLAIM_PURPOSE, body):
+            raise SpecError(PROOF, proof[:100], "the proof of the claims")
+        found: dict[int, bytes | None] = {}
+        names = mapping("claims", json.loads(body), "rooms to names").items()
+        valid = {room: name for text, name in names if (room := room_of(text)) is not None}
+        with self._lock:
+            self._delete_old()
+            for room, pair in valid.items():
+                name, known = (str(each) for each in sequence("claims", pair, "two names"))
+                entry = self._entries.setdefault(room, _Entry(time.monotonic()))
+                entry.claim = entry.claim or name
+                if entry.claim != name:
+                    why = "another request has claimed this room"
+                    found[room] = json.dumps(failure(room, why, secret=self._secret)).encode()
+                elif entry.ticket != known or entry.why is not None:
+                    found[room] = entry.body
+        return b'{"server": "%b", "rooms": %b}' % (self._name, _answer(found))
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end all connections."""
         self._http.shutdown()
         self._http.server_close()
+        self._http.disconnect()
+
+
+def _answer(bodies: Mapping[int, bytes | None]) -> bytes:
+    """Return the bodies that exist, as an object in JSON."""
+    known = [b'"%d": %b' % (room, body) for room, body in bodies.items() if body is not None]
+    return b"{" + b", ".join(known) + b"}"
 
 
 class _Bounded(ThreadingHTTPServer):
@@ -199,6 +359,14 @@ class _Bounded(ThreadingHTTPServer):
             self._hosts.pop(request, None)
         super().close_request(request)
 
+    def disconnect(self) -> None:
+        """End all connections: their threads would answer for a server that is closed."""
+        with self._lock:
+            requests = list(self._hosts)
+        for request in requests:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
         """Log nothing on the standard error: a stranger can break a connection at any time."""
         log.debug("a connection of %s has failed", client_address)
@@ -219,21 +387,39 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.tickets.found(rooms))
 
     def do_PUT(self) -> None:
-        rooms, length = self._rooms(), self.headers.get("Content-Length", "")
-        # Python would take long to convert a number of many digits.
-        known = length.isdecimal() and len(length) < 10 and int(length) <= LARGEST  # noqa: PLR2004
-        if rooms is None or len(rooms) != 1 or not known:
+        rooms, length = self._rooms(), self._length(LARGEST)
+        if rooms is None or len(rooms) != 1 or length is None:
             self._refuse(400)
-        elif not self.tickets.allows(rooms[0], int(length), self.headers.get(PROOF, "")):
+        elif not self.tickets.allows(rooms[0], length, self.headers.get(PROOF, "")):
             self._refuse(401)
         else:
-            body = self._body(int(length))
+            body = self._body(length)
             try:
                 self.tickets.store(rooms[0], body)
             except KVSpecError as error:
                 self._answer(403, json.dumps({"error": str(error)[:1000]}).encode())
             else:
                 self._answer(200, b"{}")
+
+    def do_POST(self) -> None:
+        length = self._length(SMALL)
+        if self.path != CLAIMS or length is None:
+            self._refuse(400)
+            return
+        body = self._body(length)
+        try:
+            answer = self.tickets.claimed(body, self.headers.get(PROOF, ""))
+        except (ValueError, RecursionError) as error:  # `SpecError` is a ValueError.
+            self._answer(403, json.dumps({"error": str(error)[:1000]}).encode())
+        else:
+            self._answer(200, answer)
+
+    def _length(self, most: int) -> int | None:
+        """Return the size of the body, or None if it is unknown or too large."""
+        length = self.headers.get("Content-Length", "")
+        # Python would take long to convert a number of many digits.
+        known = length.isdecimal() and len(length) < 10 and int(length) <= most  # noqa: PLR2004
+        return int(length) if known else None
 
     def _refuse(self, status: int) -> None:
         """Answer without reading the body. The connection cannot go on then."""
@@ -256,13 +442,12 @@ class _Handler(BaseHTTPRequestHandler):
         return bytes(body)
 
     def _rooms(self) -> list[int] | None:
-        """Return the rooms in the path, or None if there are none."""
-        numbers = self.path.removeprefix(PATH).split(",")
-        valid = self.path.startswith(PATH) and len(numbers) <= MOST_ROOMS
-        # A room has 64 bits.
-        if not valid or not all(n.isascii() and n.isdecimal() and len(n) <= 20 for n in numbers):  # noqa: PLR2004
+        """Return the rooms in the path, or None if there are none. Others in it are left out."""
+        texts = self.path.removeprefix(PATH).split(",")
+        if not self.path.startswith(PATH) or len(texts) > MOST_ROOMS:
             return None
-        return [int(number) for number in numbers]
+        # One wrong room does not fail the others, which may be of other requests.
+        return [room for text in texts if (room := room_of(text)) is not None] or None
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -285,9 +470,10 @@ def put(address: str, room: int, params: Params, secret: str | bytes | None = No
         secret: As in `PrefillTicket.to_params`.
 
     Raises:
-        SpecError: If the server refuses them.
+        SpecError: If the room is not valid, or the server refuses them.
         OSError: If it cannot be reached.
     """
+    check_room(room)
     connection = http.client.HTTPConnection(address, timeout=ANSWER)
     try:
         body = json.dumps(params).encode()
@@ -304,16 +490,38 @@ def get(address: str, rooms: Iterable[int]) -> dict[int, Params]:
         SpecError: If the server refuses the request.
         OSError: If it cannot be reached.
     """
+    numbers = ",".join(str(check_room(room)) for room in rooms)
     connection = http.client.HTTPConnection(address, timeout=ANSWER)
     try:
-        return _get(connection, rooms)
+        answer = _ask(connection, "GET", PATH + numbers)
+        return {int(room): params for room, params in answer.items()}
     finally:
         connection.close()
 
 
-def _get(connection: http.client.HTTPConnection, rooms: Iterable[int]) -> dict[int, Params]:
-    answer = _ask(connection, "GET", PATH + ",".join(map(str, rooms)))
-    return {int(room): params for room, params in answer.items()}
+def claim(
+    connection: http.client.HTTPConnection,
+    names: Mapping[int, tuple[str, str]],
+    secret: str | bytes | None = None,
+) -> tuple[str, dict[int, Params]]:
+    """Claim rooms at a server. Waits.
+
+    Args:
+        connection: A connection to the server.
+        names: For each room the name of the consumer's request, and the `remote_id` of the ticket
+            that it knows, or "".
+        secret: As in `PrefillTicket.to_params`.
+
+    Returns:
+        The name of the server's start, and the parameters of the rooms that have an entry.
+
+    Raises:
+        SpecError: If the server refuses the request.
+        OSError: If it cannot be reached.
+    """
+    body = json.dumps({str(room): pair for room, pair in names.items()}).encode()
+    answer = _ask(connection, "POST", CLAIMS, body, {PROOF: proof_of_claims(body, secret)})
+    return answer["server"], {int(room): params for room, params in answer["rooms"].items()}
 
 
 def _ask(
@@ -336,124 +544,9 @@ def _ask(
     return answer
 
 
-@attrs.define(eq=False)
-class Lookup:
-    """A request that waits for its ticket.
-
-    Attributes:
-        room: The room of the request.
-        deadline: When the look-up fails.
-        ticket: The ticket, when it was found.
-        error: The reason why no ticket will come.
-        given_up: Whether the request has ended, so that its ticket is declined.
-    """
-
-    room: int
-    deadline: float
-    ticket: PrefillTicket | None = None
-    error: Exception | None = None
-    given_up: bool = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether there is a ticket or an error."""
-        return self.ticket is not None or self.error is not None
-
-    def result(self) -> PrefillTicket | None:
-        """Return the ticket, or None if it is not there yet. Raise if no ticket will come."""
-        if self.error is not None:
-            raise self.error
-        return self.ticket
-
-
-class Lookups:
-    """Fetch tickets in a thread for each server, so that no step of an engine waits for a server.
-
-    Args:
-        timeout: Seconds after which a look-up fails.
-        decline: A function that declines a ticket of a request that has ended.
-        absent: Seconds after which a look-up fails if the server cannot be reached.
-        secret: As in `PrefillTicket.from_params`.
-    """
-
-    def __init__(
-        self,
-        timeout: float,
-        decline: Callable[[PrefillTicket], None],
-        *,
-        absent: float = ABSENT,
-        secret: str | bytes | None = None,
-    ) -> None:
-        self._timeout, self._absent = timeout, absent
-        self._decline, self._secret = decline, secret
-        self._waiting: dict[str, list[Lookup]] = {}
-        self._lock = threading.Lock()
-
-    def add(self, address: str, room: int) -> Lookup:
-        """Begin to look for the ticket of *room*."""
-        lookup = Lookup(room, time.monotonic() + self._timeout)
-        with self._lock:
-            if address in self._waiting:
-                self._waiting[address].append(lookup)
-                return lookup
-            self._waiting[address] = [lookup]
-        name = f"kvspec-tickets-{address}"
-        threading.Thread(target=self._run, args=(address,), name=name, daemon=True).start()
-        return lookup
-
-    def give_up(self, lookup: Lookup) -> None:
-        """Decline the ticket of *lookup*, now or when it is found. A second call does nothing."""
-        with self._lock:
-            ticket = None if lookup.given_up else lookup.ticket
-            lookup.given_up = True
-        if ticket is not None:
-            self._decline(ticket)
-
-    def _run(self, address: str) -> None:
-        """Look for tickets at *address* until no request waits for one."""
-        connection: http.client.HTTPConnection | None = None
-        reached = time.monotonic()
-        while True:
-            with self._lock:
-                waiting = [each for each in self._waiting[address] if not each.ended]
-                self._waiting[address] = waiting
-                if not waiting:
-                    del self._waiting[address]
-                    if connection is not None:
-                        connection.close()
-                    return
-            error: Exception = TimeoutError("the prefill engine has published no ticket")
-            found: dict[int, Params] = {}
-            try:
-                connection = connection or http.client.HTTPConnection(address, timeout=ANSWER)
-                for start in range(0, len(waiting), MOST_ROOMS):
-                    rooms = [lookup.room for lookup in waiting[start : start + MOST_ROOMS]]
-                    found |= _get(connection, rooms)
-                reached = time.monotonic()
-            except Exception as failure_:  # noqa: BLE001 - the address and the answer may be anything
-                if connection is not None:
-                    connection.close()  # The next request opens it again.
-                error = failure_
-            now = time.monotonic()
-            for lookup in waiting:
-                if lookup.room in found:
-                    self._end(lookup, found[lookup.room])
-                elif now > lookup.deadline or now - reached > self._absent:
-                    lookup.error = error
-            time.sleep(REST)
-
-    def _end(self, lookup: Lookup, params: Params) -> None:
-        """Take the ticket or the failure that was found."""
-        try:
-            why = failed(lookup.room, params, self._secret)
-            if why is not None:
-                rule = f"the prefill engine failed: {why}"
-                raise SpecError("remote_failure", lookup.room, rule=rule)  # noqa: TRY301
-            ticket = PrefillTicket.from_params(params, self._secret)
-        except Exception as error:  # noqa: BLE001 - the parameters may be anything
-            lookup.error = error
-            return
-        with self._lock:
-            lookup.ticket, given_up = ticket, lookup.given_up
-        if given_up:
-            self._decline(ticket)
+def own_address(server_args: Any) -> str:  # noqa: ANN401
+    """Return the address of this engine's server, which runs on the same machine."""
+    host = server_args.host
+    if host in ("0.0.0.0", "::", "", None):  # noqa: S104 - compared, not bound
+        host = "127.0.0.1"
+    return f"{host}:{server_args.disaggregation_bootstrap_port}"

@@ -1,0 +1,123 @@
+"""Refuse in SGLang's server process what its two engines cannot exchange.
+
+The server process tokenizes requests. What it refuses reaches no scheduler, so nothing is held.
+
+Invariant: a refusal is a `ValueError`, which SGLang answers with status 400.
+"""
+
+# ruff: noqa: ANN401 - requests and managers are of SGLang's classes, which are not imported
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+from kvspec.adapters.sglang import tickets
+from kvspec.errors import KVSpecError, SpecError
+
+log = logging.getLogger(__name__)
+
+NAME = "kvspec"
+# The host with which SGLang's own test requests say that they need no other engine.
+FAKE = "2.2.2.2"
+# The most log probabilities that SGLang's metadata buffers can hold for a token.
+MOST_LOGPROBS = 128
+
+
+def role(server_args: Any) -> str:
+    """Return "prefill" or "decode" for an engine with this backend, or ""."""
+    mode = getattr(server_args, "disaggregation_mode", "null")
+    own = getattr(server_args, "disaggregation_transfer_backend", "") == NAME
+    return mode if own and mode in ("prefill", "decode") else ""
+
+
+def _each(value: Any) -> list[Any]:
+    """Return the values for all prompts of a request. SGLang takes a list, or one for all."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def rooms_of(obj: Any) -> list[Any]:
+    """Return the rooms of all prompts of a request to the server."""
+    return _each(getattr(obj, "bootstrap_room", None))
+
+
+def check(obj: Any) -> None:
+    """Raise `SpecError` if no pair of engines can serve the request *obj*."""
+    if FAKE in _each(getattr(obj, "bootstrap_host", None)):
+        return
+    for room in rooms_of(obj):
+        tickets.check_room(room)
+    for count in _each(getattr(obj, "top_logprobs_num", None)):
+        if count is not None and count > MOST_LOGPROBS:
+            wanted = f"at most {MOST_LOGPROBS}, as SGLang's buffers between engines hold"
+            raise SpecError("top_logprobs_num", count, wanted)
+    for own in _each(getattr(obj, "sampling_params", None)):
+        copies = own.get("n") if isinstance(own, dict) else getattr(own, "n", None)
+        if copies not in (None, 1):
+            raise SpecError("n", copies, "1: each answer needs a room of its own")
+
+
+async def generate(
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
+) -> AsyncGenerator[Any, None]:
+    """Refuse a request, or pass it on. Let the other half learn of a refusal."""
+    own = role(manager.server_args)
+    try:
+        if own:
+            check(obj)
+        # Close the original at once if the caller closes this generator: the client has left.
+        async with contextlib.aclosing(original(manager, obj, request)) as responses:
+            async for response in responses:
+                yield response
+    except ValueError as error:
+        if own:
+            await asyncio.to_thread(_refused, own, manager.server_args, obj, error)
+        raise
+
+
+async def handle_batch(
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, *more: Any
+) -> AsyncGenerator[Any, None]:
+    """Refuse several answers to one prompt, which would share a room."""
+    copies = getattr(obj, "parallel_sample_num", 1)
+    if role(manager.server_args) and copies != 1:
+        raise SpecError("n", copies, "1: each answer needs a room of its own")
+    async with contextlib.aclosing(original(manager, obj, *more)) as responses:
+        async for response in responses:
+            yield response
+
+
+async def release_memory(
+    original: Callable[..., Any], manager: Any, obj: Any, *more: Any, **named: Any
+) -> Any:
+    """Refuse to give up memory that NIXL has registered."""
+    if role(manager.server_args):
+        rule = "not with kvspec: other engines may read and write this memory"
+        raise SpecError("release_memory_occupation", True, rule=rule)  # noqa: FBT003
+    return await original(manager, obj, *more, **named)
+
+
+def _refused(own: str, server_args: Any, obj: Any, error: Exception) -> None:
+    """Publish the refusal of all rooms of *obj*. Waits."""
+    for room, address in _servers(own, server_args, obj):
+        try:
+            why = f"the {own} engine has rejected the request: {error}"[:1000]
+            tickets.put(address, room, tickets.failure(room, why))
+        except (KVSpecError, OSError) as late:
+            # The other half waits until its own limit, or the room has a ticket.
+            log.debug("The refusal of room %d is not published: %s", room, late)
+
+
+def _servers(own: str, server_args: Any, obj: Any) -> Iterator[tuple[int, str]]:
+    """Yield the valid rooms of *obj*, each with the address of its ticket server."""
+    hosts, ports = (_each(getattr(obj, f"bootstrap_{name}", None)) for name in ("host", "port"))
+    for place, room in enumerate(rooms_of(obj)):
+        host, port = hosts[place % len(hosts)], ports[place % len(ports)]
+        if type(room) is not int or not 0 < room <= tickets.MOST or host == FAKE:
+            continue
+        if own == "prefill":
+            yield room, tickets.own_address(server_args)
+        elif host is not None:
+            yield room, f"{host}:{port or server_args.disaggregation_bootstrap_port}"
