@@ -43,7 +43,7 @@ import attrs
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import mapping
 from kvspec.tickets import PrefillTicket
-from kvspec.wire.seal import Secret, secret_of
+from kvspec.wire.seal import secret_of
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +77,13 @@ def failure(room: int, why: str, secret: str | bytes | None = None) -> Params:
 
     If *why* is empty, the server deletes the entry instead: the prompt was read.
     """
-    seal = Secret(secret_of(secret)).mac(PURPOSE, json.dumps([room, why]).encode()).hex()
+    seal = secret_of(secret).mac(PURPOSE, json.dumps([room, why]).encode()).hex()
     return {"remote_failure": why, "remote_seal": seal}
 
 
 def proof_of(room: int, size: int, secret: str | bytes | None = None) -> str:
     """Return the header `PROOF` for a body of *size* bytes."""
-    return Secret(secret_of(secret)).mac(SIZE_PURPOSE, _proved(room, size)).hex()
+    return secret_of(secret).mac(SIZE_PURPOSE, _proved(room, size)).hex()
 
 
 def _proved(room: int, size: int) -> bytes:
@@ -101,7 +101,7 @@ def failed(room: int, params: Mapping[str, Any], secret: str | bytes | None = No
     if not isinstance(why, str):
         return None
     seal = params.get("remote_seal")
-    if not Secret(secret_of(secret)).proves(seal, PURPOSE, json.dumps([room, why]).encode()):
+    if not secret_of(secret).proves(seal, PURPOSE, json.dumps([room, why]).encode()):
         raise SpecError("remote_seal", seal, "the seal of unchanged parameters")
     return why
 
@@ -158,7 +158,7 @@ class TicketServer:
 
     def allows(self, room: int, size: int, proof: str) -> bool:
         """Return whether to read a body of *size* bytes."""
-        secret, body = Secret(secret_of(self._secret)), _proved(room, size)
+        secret, body = secret_of(self._secret), _proved(room, size)
         return size <= SMALL or secret.proves(proof, SIZE_PURPOSE, body)
 
     def found(self, rooms: Iterable[int]) -> bytes:
