@@ -80,7 +80,7 @@ def _move(running: Running, timeout: float) -> None:
 
     try:
         with contextlib.closing(
-            NixlRank(prefix="check-", secret=running.secret.key, polled=True)
+            NixlRank(prefix="check-", secret=running.secret, polled=True)
         ) as nixl:
             move(ranks, nixl, timeout, report)
     except KVSpecError as error:

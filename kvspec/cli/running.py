@@ -18,7 +18,7 @@ from kvspec.errors import KVSpecError, MismatchError, SpecError, counted, nbytes
 from kvspec.session.deployment import Deployment, ask, read_engine
 from kvspec.session.mailbox import Introduced
 from kvspec.session.ports import MAX_PORT, port_range
-from kvspec.wire.seal import Secret, secret_of
+from kvspec.wire.seal import secret_of
 
 MAX_ADDRESSES = 4096
 """Addresses of one side. Each is a question at the same time."""
@@ -82,7 +82,7 @@ class Running:
         if not self._asked:
             rule = "pass the addresses of the producer, of the consumer, or of both"
             raise SpecError("producer", None, rule=rule)
-        self.secret = Secret(secret_of(b"" if no_secret else None))
+        self.secret = secret_of(b"" if no_secret else None)
         self.console = printing.output()
         self.engines: dict[str, tuple[Introduced, ...]] = {}
         self.faults: list[str] = []

@@ -39,9 +39,9 @@ class Envelope(WireStruct, frozen=True, kw_only=True):
     metadata: bytes
     probe: int
 
-    def seal(self, secret: bytes) -> bytes:
+    def seal(self, secret: Secret) -> bytes:
         """Return the sealed bytes. A peer with the same *secret* detects any change."""
-        return Secret(secret).seal(_MAGIC, pack(self))
+        return secret.seal(_MAGIC, pack(self))
 
 
 _ENVELOPES = decoder_of(Envelope)
@@ -57,10 +57,10 @@ def name_of(name: object, prefix: str) -> str:
     return is_name("name", name)
 
 
-def opened(sealed: object, secret: bytes) -> Envelope:
+def opened(sealed: object, secret: Secret) -> Envelope:
     """Return what was sealed, or raise `WireError`."""
     wanted = "the complete bytes that NixlRank.metadata() returned"
-    body = Secret(secret).unseal("metadata", _MAGIC, sealed, wanted)
+    body = secret.unseal("metadata", _MAGIC, sealed, wanted)
     peer = unpack("metadata", _ENVELOPES, body)
     name = peer.name.encode()
     if not 0 < len(name) <= MAX_NAME:

@@ -87,8 +87,8 @@ class NixlRank:
             random part. So a restarted peer is never taken for its predecessor.
         prefix: Begin of the default name.
         secret: Key that authenticates introductions. By default, the environment variable
-            `KVSPEC_SECRET`, which then must be set. `b""` is for channels that only trusted
-            programs can reach. NIXL neither authenticates nor encrypts the data.
+            `KVSPEC_SECRET`, or the file that `KVSPEC_SECRET_FILE` names. `b""` is for channels that
+            only trusted programs can reach. NIXL neither authenticates nor encrypts the data.
         polled: Create the agent without a progress thread. Bytes then move only inside `poll`,
             `wait` and `notifications`. That suits a rank that starts all its transfers. A rank
             whose memory peers read or write needs the thread.
@@ -106,14 +106,14 @@ class NixlRank:
         name: str | None = None,
         *,
         prefix: str = "",
-        secret: str | bytes | None = None,
+        secret: Secret | str | bytes | None = None,
         polled: bool = False,
         telemetry: bool = False,
         staging: Staging | int | None = None,
     ) -> None:
         self.name = name_of(name, prefix)
         self.polled, timed = flag("polled", polled), flag("telemetry", telemetry)
-        self.secret = Secret(secret_of(secret))
+        self.secret = secret_of(secret)
         if staging is not None and not isinstance(staging, Staging):
             staging = Staging(buffer=staging)
         self._agent = Agent(self.name, progress_thread=not polled, telemetry=timed)
@@ -201,7 +201,7 @@ class NixlRank:
         """
         metadata = bytes(self._agent.call("metadata", "getLocalMD"))
         probe = self._probe.ctypes.data
-        return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self.secret.key)
+        return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self.secret)
 
     def connect(self, metadata: bytes, timeout: float = 10.0) -> str:
         """Load the metadata of a peer and open the connection.
@@ -225,7 +225,7 @@ class NixlRank:
                 polled rank also raises the errors of `read`.
         """
         timeout = seconds("timeout", timeout)
-        peer = opened(metadata, self.secret.key)
+        peer = opened(metadata, self.secret)
         if peer.name == self.name:
             message = f"{peer.name!r} is this rank's own name: connect with another rank's metadata"
             raise TransferError(message, rank=peer.name, state=TransferState.STALE_PEER)

@@ -450,7 +450,7 @@ class Remotes:
         try:
             for rank, table in remote.tables.items():
                 metadata = remote.ranks[rank].handshake.transport
-                agent = opened(metadata, self._nixl.secret.key).name
+                agent = opened(metadata, self._nixl.secret).name
                 # Before the call: after an interrupt in it, `leave` must know the agent.
                 remote.agents.add(agent)
                 try:

@@ -216,19 +216,18 @@ class PrefillTicket:
             wanted = f"at most {self.computed_tokens}, the `computed_tokens` of the ticket"
             raise SpecError("num_tokens", num_tokens, wanted)
 
-    def to_params(self, secret: str | bytes | None = None) -> dict[str, Any]:
+    def to_params(self, secret: Secret | str | bytes | None = None) -> dict[str, Any]:
         """Return the ticket as plain values that JSON can represent.
 
         They can be entries of vLLM's `kv_transfer_params`.
 
         Args:
-            secret: Key of the seal, as in `NixlRank`. By default, the environment variable
-                `KVSPEC_SECRET`.
+            secret: Key of the seal, as in `NixlRank`, with the same default.
 
         Returns:
             The parameters for `from_params`.
         """
-        seal = Secret(secret_of(secret)).mac(PURPOSE, self._sealed()).hex()
+        seal = secret_of(secret).mac(PURPOSE, self._sealed()).hex()
         return {**self._params(), "remote_seal": seal}
 
     def _params(self) -> dict[str, Any]:
@@ -246,7 +245,9 @@ class PrefillTicket:
         return json.dumps(self._params(), sort_keys=True).encode()
 
     @staticmethod
-    def from_params(given: Mapping[str, Any], secret: str | bytes | None = None) -> PrefillTicket:
+    def from_params(
+        given: Mapping[str, Any], secret: Secret | str | bytes | None = None
+    ) -> PrefillTicket:
         """Return the ticket in *given*. Other entries of *given* are ignored.
 
         With an empty *secret*, the seal detects only accidental changes.
@@ -276,7 +277,7 @@ class PrefillTicket:
             name = f"{_NAMES.get(first, first)}{dot}{rest}"
             raise SpecError(name, error.value, error.expected, rule=error.rule) from error
         seal = params.get("remote_seal")
-        if not Secret(secret_of(secret)).proves(seal, PURPOSE, ticket._sealed()):
+        if not secret_of(secret).proves(seal, PURPOSE, ticket._sealed()):
             raise SpecError("remote_seal", seal, _SEAL)
         return ticket
 

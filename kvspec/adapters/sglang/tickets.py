@@ -67,7 +67,7 @@ from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import mapping, positive_int, sequence
 from kvspec.tickets import PrefillTicket
 from kvspec.wire.messages import Key, key_of
-from kvspec.wire.seal import Secret, secret_of
+from kvspec.wire.seal import secret_of
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def failure(room: int, why: str, nonce: bytes = b"", secret: str | bytes | None 
         secret: As in `PrefillTicket.to_params`.
     """
     owner = nonce.hex()
-    seal = Secret(secret_of(secret)).mac(PURPOSE, _failed(room, why, owner)).hex()
+    seal = secret_of(secret).mac(PURPOSE, _failed(room, why, owner)).hex()
     return {"remote_failure": why, "remote_owner": owner, "remote_seal": seal}
 
 
@@ -147,12 +147,12 @@ def _failed(room: int, why: str, owner: str) -> bytes:
 
 def proof_of(room: int, size: int, secret: str | bytes | None = None) -> str:
     """Return the header `PROOF` for a PUT with a body of *size* bytes."""
-    return Secret(secret_of(secret)).mac(SIZE_PURPOSE, _proved(room, size)).hex()
+    return secret_of(secret).mac(SIZE_PURPOSE, _proved(room, size)).hex()
 
 
 def proof_of_claims(body: bytes, secret: str | bytes | None = None) -> str:
     """Return the header `PROOF` for a POST with *body*."""
-    return Secret(secret_of(secret)).mac(CLAIM_PURPOSE, body).hex()
+    return secret_of(secret).mac(CLAIM_PURPOSE, body).hex()
 
 
 def _proved(room: int, size: int) -> bytes:
@@ -170,7 +170,7 @@ def failed(room: int, params: Mapping[str, Any], secret: str | bytes | None = No
     if not isinstance(why, str):
         return None
     seal = params.get("remote_seal")
-    sealed = isinstance(owner, str) and Secret(secret_of(secret)).proves(
+    sealed = isinstance(owner, str) and secret_of(secret).proves(
         seal, PURPOSE, _failed(room, why, owner)
     )
     if not sealed:
@@ -283,7 +283,7 @@ class TicketServer:
 
     def allows(self, room: int, size: int, proof: str) -> bool:
         """Return whether to read a body of *size* bytes."""
-        secret, body = Secret(secret_of(self._secret)), _proved(room, size)
+        secret, body = secret_of(self._secret), _proved(room, size)
         return size <= SMALL or secret.proves(proof, SIZE_PURPOSE, body)
 
     def found(self, rooms: Iterable[int]) -> bytes:
@@ -302,7 +302,7 @@ class TicketServer:
         Raises:
             SpecError: If the proof is wrong, or the body.
         """
-        if not Secret(secret_of(self._secret)).proves(proof, CLAIM_PURPOSE, body):
+        if not secret_of(self._secret).proves(proof, CLAIM_PURPOSE, body):
             raise SpecError(PROOF, proof[:100], "the proof of the claims")
         found: dict[int, bytes | None] = {}
         names = mapping("claims", json.loads(body), "rooms to names").items()

@@ -120,6 +120,8 @@ def check_secret() -> None:
     try:
         secret_of(None)
     except SpecError as error:
+        if error.value is not None:
+            raise
         rule = (
             "set this environment variable to the same random text, at least 16 bytes, for both"
             " engines and all their workers"
