@@ -57,8 +57,7 @@ BaseManager.register("opened", exposed=("poll", "cancel"))
 def start(name: str, tp_size: int) -> list[Any]:
     """Start all ranks of an engine with one epoch. NIXL does not survive a fork: spawn them."""
     epoch = time.time_ns()
-    spawn = multiprocessing.get_context("spawn")
-    managers: list[Any] = [BaseManager(ctx=spawn) for _ in range(tp_size)]
+    managers = [BaseManager(ctx=multiprocessing.get_context("spawn")) for _ in range(tp_size)]
     for manager in managers:
         manager.start()
     return [manager.rank(name, tp_size, tp, epoch) for tp, manager in enumerate(managers)]
@@ -71,8 +70,7 @@ def main() -> None:
     common: Any = {"engine_id": "prefill", "addresses": [rank.address() for rank in prefill]}
     releases = ReleaseAgreement(range(len(prefill)))
     for number in range(3):
-        remote_id = new_remote_id(f"prompt-{number}")
-        releases.hold(remote_id)
+        releases.hold(remote_id := new_remote_id(f"prompt-{number}"))
         for rank in prefill:
             rank.hold(remote_id, lease=30, blocks=SENT)
             if number == 1:
@@ -81,14 +79,13 @@ def main() -> None:
         params = json.dumps(PrefillTicket(**common).to_params())  # What the router passes on.
         ticket = PrefillTicket.from_params(json.loads(params))
         request = ticket.request(remote_id, TOKENS - 1, RECEIVED)
-        given: Any = {"ticket": ticket, "timeout": 20, "verify": True}
-        loads = {tp: rank.load(request, **given) for tp, rank in enumerate(decode)}
+        loads = [rank.load(request, ticket=ticket, timeout=20, verify=True) for rank in decode]
         agreement = RankAgreement(loads)
         while agreement.state == "moving":  # In each step of the decode engine.
-            for tp, load in loads.items():
-                agreement.report(tp, load.poll())
-            for tp in agreement.to_cancel:
-                loads[tp].cancel()
+            for load in loads:
+                agreement.report(load, load.poll())
+            for load in agreement.to_cancel:
+                load.cancel()
             time.sleep(0.01)
         # After a failure, an engine computes the blocks in `undefined_blocks` of each load again.
         while releases.held:  # The blocks are free when they are free on all ranks.
