@@ -224,6 +224,19 @@ def test_prompt_waits_for_a_decode_engine_with_a_long_queue(
     assert waited > SHORT["hold"] + SHORT["lease"] + 1, "the queue was too short for this test"
 
 
+def test_request_that_sglang_would_compute_again_fails_by_name(pair: Pair) -> None:
+    """SGLang retracts all requests of a decode engine before it updates the weights."""
+    _, running = pair.begin(PROMPT, 300)
+    time.sleep(3.0)
+    for method, kind, fields in (
+        ("pause_generation", "PauseGenerationReqInput", {"mode": "retract"}),
+        ("continue_generation", "ContinueGenerationReqInput", {}),
+    ):
+        pair.decode.call("manage", method=method, kind=kind, **fields).result(20)
+    assert "is_rebootstrap" in running.result(20)["error"]
+    pair.works()
+
+
 def test_memory_is_not_released_while_other_engines_use_it(pair: Pair) -> None:
     for engine in (pair.prefill, pair.decode):
         released = engine.call("manage", method="release_memory_occupation",

@@ -62,6 +62,10 @@ EFFECTS = {"torch", "nixl", "ctypes", "socket", "threading", "subprocess", "time
 HEAVY = ("torch", "nixl", "nixl_cu12", "nixl_cu13", "msgspec", "hypothesis", "typer", "rich")
 
 UNTYPED = {
+    "kvspec.adapters.sglang.frontend_hooks.release_memory": "SGLang decides what it passes",
+    "kvspec.adapters.sglang.plugin._cache_flushed": "SGLang decides what it passes",
+    "kvspec.adapters.sglang.plugin._request_handled": "SGLang decides what it passes",
+    "kvspec.adapters.sglang.plugin._weights_changing": "SGLang decides what it passes",
     "kvspec.adapters.vllm.connector.start_load_kv": "vLLM decides what it passes to this hook",
     "kvspec.adapters.vllm.connector.save_kv_layer": "vLLM decides what it passes to this hook",
     "kvspec.run.rank_client.ask": "the arguments of a command that another process runs",

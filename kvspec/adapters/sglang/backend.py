@@ -42,7 +42,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvspec.adapters.sglang import tickets
-from kvspec.adapters.sglang.content import Weights
 from kvspec.adapters.sglang.describing import (
     BackendSettings,
     Surroundings,
@@ -50,7 +49,8 @@ from kvspec.adapters.sglang.describing import (
     describe,
 )
 from kvspec.adapters.sglang.lookups import Lookups
-from kvspec.adapters.sglang.metrics import Metrics
+from kvspec.adapters.sglang.request_identity import Weights
+from kvspec.adapters.sglang.session_metrics import Metrics
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.nixl import NixlRank
 from kvspec.session import Load, Session, TcpChannel
@@ -125,7 +125,7 @@ class Manager:
         self._count, self._polled = 0, 0.0
         self._outcomes: dict[str, str] = {}
         self._held: set[str] = set()
-        self._rooms: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
+        self._rooms: weakref.WeakValueDictionary[int, RequestHalf] = weakref.WeakValueDictionary()
         self._releasing: dict[int, list[Load]] = {}
         self._outbox: queue.SimpleQueue[_Post] = queue.SimpleQueue()
         threading.Thread(target=self._post, name="kvspec-outbox", daemon=True).start()
@@ -151,13 +151,13 @@ class Manager:
         """Return True: nothing about an engine must be known before its tickets."""
         return True
 
-    def submit_prefill_recompute(self, receiver: Transfer, payload: Any) -> None:  # noqa: ARG002
+    def submit_prefill_recompute(self, receiver: RequestHalf, payload: Any) -> None:  # noqa: ARG002
         """Fail a request that SGLang would compute again with new weights."""
         receiver.fail(SpecError("is_rebootstrap", True, rule="not yet run with kvspec"))  # noqa: FBT003
 
     # ---- requests of both roles
 
-    def enter(self, transfer: Transfer) -> bytes:
+    def enter(self, transfer: RequestHalf) -> bytes:
         """Give *transfer* its room, and return the nonce of its request.
 
         The nonce is the same on all ranks, which create equal transfers in equal order. If the
@@ -177,7 +177,7 @@ class Manager:
             transfer.fail(error)
         return hashlib.sha256(text.encode()).digest()[:NEW_NONCE]
 
-    def leave(self, transfer: Transfer) -> None:
+    def leave(self, transfer: RequestHalf) -> None:
         """Let another request have the room of *transfer*, which has ended."""
         if self._rooms.get(transfer.bootstrap_room) is transfer:
             del self._rooms[transfer.bootstrap_room]
@@ -196,7 +196,7 @@ class Manager:
         self.session.hold(remote_id, lease=self.settings.hold)
         self._held.add(remote_id)
 
-    def publish(self, transfer: Transfer, what: PrefillTicket | tickets.Params) -> None:
+    def publish(self, transfer: RequestHalf, what: PrefillTicket | tickets.Params) -> None:
         """Send *what* to the server of this engine, from its first rank, in a thread."""
         if self.around.tp_rank == 0:
             self._outbox.put(_Post(transfer.bootstrap_room, transfer, what))
@@ -286,7 +286,7 @@ class _Post(NamedTuple):
     """What is to be published for a room."""
 
     room: int
-    transfer: Transfer | None
+    transfer: RequestHalf | None
     what: PrefillTicket | tickets.Params
 
     @property
@@ -300,7 +300,7 @@ class _Post(NamedTuple):
         return self.what.to_params() if isinstance(self.what, PrefillTicket) else self.what
 
 
-class Transfer:
+class RequestHalf:
     """The state that a sender and a receiver have in common."""
 
     # SGLang's request. A hook sets it after it has created the transfer.

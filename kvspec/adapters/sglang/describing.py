@@ -21,6 +21,7 @@ from kvspec.adapters.attention_modules import (
 )
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.sglang.engine import FULL, WINDOW, engine_spec, parallel_config, read_pools
+from kvspec.adapters.sglang.request_identity import STARTED
 from kvspec.adapters.sglang.tensors import rank_cache
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, seconds
@@ -171,8 +172,8 @@ class Surroundings:
     gather: Callable[[Any], list[Any]]
     buffers: Any
     releases: Any
-    weight_version: Callable[[], str]
-    labels: dict[str, str] | None
+    weight_version: Callable[[], str] = lambda: STARTED
+    labels: dict[str, str] | None = None
 
 
 def check_version(version: str) -> None:

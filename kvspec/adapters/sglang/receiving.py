@@ -29,10 +29,10 @@ from kvspec.adapters.sglang.backend import (
     TRANSFERRING,
     WAITING,
     Manager,
-    Transfer,
+    RequestHalf,
 )
-from kvspec.adapters.sglang.content import identity_of, sampling_text
 from kvspec.adapters.sglang.lookups import Lookup
+from kvspec.adapters.sglang.request_identity import identity_of, sampling_text
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.session import Load
@@ -42,7 +42,7 @@ from kvspec.tickets import PrefillTicket
 MOST_TOKENS = 1 << 31
 
 
-class Receiver(Transfer):
+class Receiver(RequestHalf):
     """One request on one rank of a decode engine."""
 
     require_staging = False

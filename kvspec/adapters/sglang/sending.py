@@ -10,9 +10,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import attrs
+
 from kvspec.adapters.sglang import tickets
-from kvspec.adapters.sglang.backend import FAILED, SUCCESS, TRANSFERRING, WAITING, Manager, Transfer
-from kvspec.adapters.sglang.content import identity_of, sampling_text
+from kvspec.adapters.sglang.backend import (
+    FAILED,
+    SUCCESS,
+    TRANSFERRING,
+    WAITING,
+    Manager,
+    RequestHalf,
+)
+from kvspec.adapters.sglang.request_identity import identity_of, sampling_text
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.tickets import PrefillTicket, content_of
@@ -21,7 +30,7 @@ from kvspec.tickets import PrefillTicket, content_of
 LOWEST = -3.4e38
 
 
-class Sender(Transfer):
+class Sender(RequestHalf):
     """One request on one rank of a prefill engine."""
 
     def __init__(
@@ -89,15 +98,16 @@ class Sender(Transfer):
         request, tokens = self.request, self.request.origin_input_ids
         if len(tokens) != self._tokens:
             raise SpecError("num_kv_tokens", self._tokens, f"{len(tokens)}, as the prompt has")
-        return self._ticket(
-            self._remote_id,
+        return attrs.evolve(
+            self._ticket(self._remote_id),
             tokens_digest=content_of(tokens),
             sampling=sampling_text(request),
             first_token=int(request.output_ids[0]),
             first_logprobs=_logprobs(request) if request.return_logprob else None,
         )
 
-    def _ticket(self, remote_id: str, **sampled: Any) -> PrefillTicket:
+    def _ticket(self, remote_id: str) -> PrefillTicket:
+        """Return the ticket of all tokens that were computed so far."""
         table = BlockTable(self._pages)
         return PrefillTicket(
             engine_id=self.kv_mgr.engine_id,
@@ -106,7 +116,6 @@ class Sender(Transfer):
             computed_tokens=self._tokens,
             tables=dict.fromkeys(self.kv_mgr.groups, table),
             content=identity_of(self.request, self.kv_mgr.weights.stated, self._tokens),
-            **sampled,
         )
 
     def poll(self) -> int:
