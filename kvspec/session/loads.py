@@ -105,7 +105,7 @@ class Waiting(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class Prepared:
+class PreparedLoad:
     """The part of the start of a load that takes long. No lock is held while it is computed.
 
     Attributes:
@@ -127,20 +127,20 @@ class Prepared:
     audit: Audit | None
 
     @property
-    def usable(self) -> Prepared:
+    def usable(self) -> PreparedLoad:
         """This object."""
         return self
 
 
 @attrs.frozen(eq=False)
-class Unprepared:
+class UnpreparedLoad:
     """A load that could not be prepared, with the error."""
 
     remote: RemoteEngine
     error: Exception
 
     @property
-    def usable(self) -> Prepared:
+    def usable(self) -> PreparedLoad:
         """Raises the error."""
         raise self.error
 
@@ -211,7 +211,7 @@ class Loads:
         self.ledger.begin(name, now, max(0.0, load.deadline - now))
         self.messages.counters.loads_started += 1
 
-    def prepare(self, load: Load, remote: RemoteEngine) -> Prepared:
+    def prepare(self, load: Load, remote: RemoteEngine) -> PreparedLoad:
         """Check a load whose producer is connected, select its data and pair the descriptors.
 
         It changes nothing, and needs no lock. If *remote* is disconnected meanwhile, the result is
@@ -236,9 +236,9 @@ class Loads:
         plan = self._plan(remote, load.key, name, options, sources)
         blocks = blocks_of(remote.plan, request)
         reads = self.nixl.pair("READ", moved, request=name)
-        return Prepared(remote, request, plan, blocks, reads, pushes, audit)
+        return PreparedLoad(remote, request, plan, blocks, reads, pushes, audit)
 
-    def begin(self, load: Load, prepared: Prepared) -> None:
+    def begin(self, load: Load, prepared: PreparedLoad) -> None:
         """Start an open load. Everything is checked before the first read can be posted.
 
         Each poll posts reads. No message is sent before.
@@ -354,15 +354,15 @@ class Loads:
                     self.serve(waiting, self.prepared(load, remote))
                 self.waiting.remove(waiting)
 
-    def prepared(self, load: Load, remote: RemoteEngine) -> Prepared | Unprepared:
+    def prepared(self, load: Load, remote: RemoteEngine) -> PreparedLoad | UnpreparedLoad:
         """Return the result of `prepare`, or its error. Needs no lock."""
         try:
             return self.prepare(load, remote)
         except Exception as error:  # noqa: BLE001 - it is raised again where the load ends
-            return Unprepared(remote, error)
+            return UnpreparedLoad(remote, error)
 
     def serve(
-        self, waiting: Waiting, result: Prepared | Unprepared | None = None
+        self, waiting: Waiting, result: PreparedLoad | UnpreparedLoad | None = None
     ) -> RemoteEngine | None:
         """Begin a load whose producer is connected, or end it.
 

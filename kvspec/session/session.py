@@ -29,7 +29,7 @@ from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.holds import Holds, Settled
 from kvspec.session.load import Load, Push
-from kvspec.session.loads import Loads, Prepared, Unprepared, Waiting
+from kvspec.session.loads import Loads, PreparedLoad, UnpreparedLoad, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged
 from kvspec.session.stats import SessionStats
@@ -153,9 +153,12 @@ class Session:
         self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._remotes)
         self._background: Background | None = None
         if in_background:
-            self._background = Background(self._poll, self._rest, self.channel, self._lock)
-            self._starting = Worker(self._start)
-            self._loads.select = self._starting.put
+            self._open_threads()
+
+    def _open_threads(self) -> None:
+        self._starting = Worker(self._start)
+        self._loads.select = self._starting.put
+        self._background = Background(self._poll, self._rest, self.channel, self._lock)
 
     def __repr__(self) -> str:
         return f"<Session {self.me} at {self.channel.address}>"
@@ -376,7 +379,7 @@ class Session:
 
     def _start(self, waiting: Waiting) -> None:
         """Begin a load of a ticket. Runs in a thread of its own."""
-        result: Prepared | Unprepared | None = None
+        result: PreparedLoad | UnpreparedLoad | None = None
         while True:
             with self._lock.held:
                 remote = self._loads.serve(waiting, result)

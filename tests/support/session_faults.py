@@ -147,16 +147,16 @@ def failed_load_ends_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def only_the_first_source_is_read(patch: pytest.MonkeyPatch) -> None:
     """Read one of the producer ranks, and no other."""
-    begin = Loads.begin
+    prepare = Loads.prepare
 
-    def first(self: Any, load: Any, remote: Any) -> None:
+    def first(self: Any, load: Any, remote: Any) -> Any:
         lanes, remote.lanes = remote.lanes, dict([*remote.lanes.items()][:1])
         try:
-            begin(self, load, remote)
+            return prepare(self, load, remote)
         finally:
             remote.lanes = lanes
 
-    patch.setattr(Loads, "begin", first)
+    patch.setattr(Loads, "prepare", first)
 
 
 def seals_are_not_checked(patch: pytest.MonkeyPatch) -> None:
