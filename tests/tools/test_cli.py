@@ -449,7 +449,7 @@ def test_contents_report_a_changed_byte_of_a_spare_block() -> None:
 def test_contents_find_the_tampered_byte_of_any_consumer(
     case: Case, tokens: int, cached: int
 ) -> None:
-    """The changed byte is one that is judged, whatever the first consumer rank holds."""
+    """The changed byte is one that is judged, whatever the first consumer rank with layers holds."""
     job = Job(
         producer=case.producer,
         consumer=case.consumer,
@@ -457,7 +457,12 @@ def test_contents_find_the_tampered_byte_of_any_consumer(
         cached=min(cached, tokens),
         requests=1,
     )
-    rank = job.consumer.parallel.ranks[0]
+    # A pipeline stage without layers has no memory.
+    rank = next(
+        rank
+        for rank in job.consumer.parallel.ranks
+        if any(job.consumer.layers_at(group, rank.pp) for group in job.consumer.groups)
+    )
     cache = kvspec.plan_memory(job.consumer, rank, job.num_blocks("consumer"))
     groups = [group for group in job.consumer.groups if job.consumer.layers_at(group, rank.pp)]
     sizes = {group.name: memory.length for group, memory in zip(groups, cache.memory, strict=True)}
