@@ -8,6 +8,7 @@ its docstring states it.
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from typing import Self
@@ -44,6 +45,7 @@ from kvspec.wire.messages import (
     StopWriting,
     key_of,
 )
+from kvspec.wire.versions import START
 
 LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
 ANSWER, ABSENT = 30.0, 2.0
@@ -125,6 +127,7 @@ class Session:
             replica_policy=ReplicaPolicy() if replica_policy is None else replica_policy,
             model=model,
             revision=revision,
+            start=secrets.token_bytes(START),
         )
         self.me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
         held_ledger = ProducerLedger(self.me, lease=lease, longest=longest)
@@ -233,6 +236,7 @@ class Session:
                     self._remotes.check_wanted(name)
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
+                self._messages.check_starts(remote.incarnation, remote.ranks.values())
                 self._loads.connect(name, epoch)
                 self._holds.ledger.connect(name, epoch)
                 self._remotes.forget(name, remote)
@@ -256,6 +260,7 @@ class Session:
         self._loads.disconnect(engine_id)
         self._holds.ledger.disconnect(engine_id)
         self._remotes.forget(engine_id)
+        self._messages.forget(engine_id)
 
     def load(
         self,
