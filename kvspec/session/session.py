@@ -47,6 +47,7 @@ from kvspec.wire.messages import (
 )
 from kvspec.wire.versions import START
 
+DISCARD = 1.0  # Seconds between two looks for hellos of NIXL peers.
 LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
 ANSWER, ABSENT = 30.0, 2.0
 """Time limits in seconds for the producer of a ticket.
@@ -142,7 +143,7 @@ class Session:
             heartbeat=load_ledger.heartbeat,
         )
         self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
-        self._polled = 0.0
+        self._polled = self._next_discard = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         calls = self._connect_ranks, self._disconnect, self.poll
@@ -238,7 +239,9 @@ class Session:
                     return known.plan
                 self._messages.check_starts(remote.incarnation, remote.ranks.values())
                 self._loads.connect(name, epoch)
-                self._holds.ledger.connect(name, epoch)
+                as_consumer = remote.role == "consumer"
+                readers = remote.plan.notifiers(self._own.rank) if as_consumer else None
+                self._holds.ledger.connect(name, epoch, readers)
                 self._remotes.forget(name, remote)
             self._remotes.connect(remote, timeout)
             return remote.plan
@@ -599,6 +602,9 @@ class Session:
             self._remotes.leave()
         self._messages.flush()
         self._polled = time.monotonic()
+        if self._polled >= self._next_discard and not self.nixl.closed:
+            self._next_discard = self._polled + DISCARD
+            self.nixl.discard_hellos()
 
     def stats(self) -> SessionStats:
         """Return the numbers of unfinished things, and counters.
