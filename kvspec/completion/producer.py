@@ -21,6 +21,10 @@ How it works:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
+        of a connected engine, and no rank of its plan   refuse
+        of a connected engine, and another `expected`    refuse
+            than that of the plan
+        a new reader, and 4096 have come already         refuse
         first message of its incarnation, 16 are known   refuse, and dispute the request
         first message of its incarnation                 accept
         a later attempt than the incarnation's last      accept
@@ -32,7 +36,8 @@ How it works:
         anything else                                    accept
 
     An attempt is later, earlier or the same compared with the incarnation's last attempt. The limit
-    of 16 is `MAX_INCARNATIONS`. A new reader has sent no message before.
+    of 16 is `MAX_INCARNATIONS`, and 4096 is `MAX_KEPT_READERS`. The latter does not bound a
+    connected engine: its plan does. A new reader has sent no message before.
 
     For example, ranks A, B and C of one engine read, and each sends `expected=2`:
 
@@ -72,6 +77,7 @@ from kvspec.completion.states import PRODUCER, PUSH
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
+from kvspec.ownership.parallel import RankId
 from kvspec.wire.messages import (
     Done,
     Extent,
@@ -95,6 +101,9 @@ Place = tuple[str, str]
 Target = tuple[int, RankAddress]
 # Incarnations of engines that may read one request. The limit bounds the memory.
 MAX_INCARNATIONS = 16
+# Readers to keep of one request, and of all requests, if their engines are not connected. Each
+# takes about 1 KiB, and each progress of a layer is sent to all readers of the request.
+MAX_KEPT_READERS, MAX_ALL_READERS = 1 << 12, 1 << 16
 # Push records of all requests. Beyond the limit, `stop` gets no answer, so the reader keeps its
 # blocks and repeats `stop`. An answer `stopped` that is not recorded would be unsafe: a later push
 # could write into reused blocks.
@@ -290,6 +299,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.longest = seconds("longest", longest)
         self.freed: dict[RemoteId, str] = {}
         self.ended = Counter[str]()
+        # By connected engine: the ranks that read from this rank, and how many of them send `done`.
+        self._plans: dict[tuple[str, int], frozenset[RankId]] = {}
 
     @property
     def held(self) -> tuple[Key, ...]:
@@ -351,6 +362,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         current = self.epochs.get(message.by.engine_id, message.by.epoch) == message.by.epoch
         if not current and not isinstance(message, StopWriting):
             return [*actions, Refused(message, "it is from another incarnation of that engine")]
+        if isinstance(message, ReaderStatus) and (why := self._unplanned(message)):
+            return [*actions, Refused(message, why)]
         known = self._change(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
         actions += self._push_message(request, message)
@@ -433,8 +446,11 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return actions + self._push(request, target, event, pushed)
 
     @atomic
-    def connect(self, engine_id: str, epoch: int) -> None:
+    def connect(self, engine_id: str, epoch: int, readers: Iterable[RankId] | None = None) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
+
+        *readers*: if the plan of the engine is known, its ranks that read requests of this rank.
+        Messages of its other ranks are refused.
 
         Requests that an earlier incarnation reads are held until their lease is over, because that
         incarnation may still read.
@@ -443,6 +459,33 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             SpecError: If *epoch* is less than before.
         """
         self._connect(engine_id, epoch)
+        if readers is not None:
+            self._put(self._plans, (engine_id, epoch), frozenset(readers))
+
+    def _unplanned(self, message: ReaderStatus) -> str:
+        """Return why the plan, or the bounds of readers without a plan, refuse *message*, or ""."""
+        by, why = message.by, ""
+        planned = self._plans.get((by.engine_id, by.epoch))
+        if planned is not None:
+            if by.rank not in planned:
+                why = "the plan has no such reader of this rank"
+            elif message.expected != len(planned):
+                why = f"it expects {message.expected} readers, the plan {len(planned)}"
+            return why
+        request = self.records.get(message.key)
+        if request is None or by in request.readers or by in request.early:
+            return ""
+        if len(request.readers) + len(request.early) >= MAX_KEPT_READERS:
+            return f"{MAX_KEPT_READERS} readers of engines that are not connected read it already"
+        if self.counts["readers"] >= MAX_ALL_READERS:
+            why = f"{MAX_ALL_READERS} readers of all requests are known already"
+        return why
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget an engine."""
+        super().disconnect(engine_id)
+        for name in [name for name in self._plans if name[0] == engine_id]:
+            del self._plans[name]
 
     def clear(self) -> None:
         """Forget all requests, without actions."""
@@ -489,6 +532,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         actions: list[HoldAction] = act(request, message, before) if act else []
         if row.state == "forgotten":
             self._count("pushes", -len(request.pushes))
+            self._count("readers", -len(request.readers))
             self._drop(self.records, request.key)
         return actions
 
@@ -502,6 +546,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         before, after = request.readers.get(message.by), HeldReader(message, answer)
         first = before is None or before.message.attempt < engine.attempt
         engine.come += first and message.attempt == engine.attempt
+        self._count("readers", before is None)
         engine.reading += (not after.done) - (before is not None and not before.done)
         self._put(request.readers, message.by, after)
 

@@ -426,22 +426,33 @@ class NixlRank:
         this rank connects to the sender, up to 4,096 of them and 4 MiB. The others are lost.
         """
         with self._agent.lock:
-            arrived, early, size = list[tuple[str, bytes]](), list[tuple[str, bytes]](), 0
-            received: dict[str, list[bytes]] = self._agent.call(
-                "notifications", "getNotifs", {}, []
-            )
-            new = [(sender, payload) for sender, some in received.items() for payload in some]
-            for sender, payload in self._early + new:
-                if sender in self._lists and payload != HELLO:
-                    arrived.append((sender, payload))
-                elif payload != HELLO:
-                    size += len(payload)
-                    if len(early) < MAX_KEPT and size <= MAX_KEPT_BYTES:
-                        early.append((sender, payload))
-                    else:
-                        size -= len(payload)  # Smaller ones may still fit.
-            self._early = early
+            arrived, self._early = self._arrived()
             return arrived
+
+    def discard_hellos(self) -> None:
+        """Discard the hellos that have arrived, and keep the other notifications.
+
+        NIXL keeps each notification until it is read, and each `connect` of a peer sends a hello.
+        """
+        with self._agent.lock:
+            arrived, early = self._arrived()
+            self._early = arrived + early
+
+    def _arrived(self) -> tuple[list[tuple[str, bytes]], list[tuple[str, bytes]]]:
+        """Take all notifications out of NIXL. Return those of connected peers, and of others."""
+        arrived, early, size = list[tuple[str, bytes]](), list[tuple[str, bytes]](), 0
+        received: dict[str, list[bytes]] = self._agent.call("notifications", "getNotifs", {}, [])
+        new = [(sender, payload) for sender, some in received.items() for payload in some]
+        for sender, payload in self._early + new:
+            if sender in self._lists and payload != HELLO:
+                arrived.append((sender, payload))
+            elif payload != HELLO:
+                size += len(payload)
+                if len(early) < MAX_KEPT and size <= MAX_KEPT_BYTES:
+                    early.append((sender, payload))
+                else:
+                    size -= len(payload)  # Smaller ones may still fit.
+        return arrived, early
 
     def close(self, drain: float = 1.0) -> None:
         """Release everything in the order that NIXL needs. In a forked child, do nothing.

@@ -11,7 +11,7 @@ How it works:
     ==========  ============  ====================================================
     from        message       body
     ==========  ============  ====================================================
-    asker       QUESTION      empty
+    asker       QUESTION      the versions that the asker reads
     answerer    CHALLENGE     random bytes, made for this route
     asker       ANSWER        the same bytes
     answerer    INTRODUCTION  the answerer's address, lease, heartbeat and handshake
@@ -26,6 +26,20 @@ How it works:
     one of a rank without an open route, or one of a rank whose route was dialled. In the last two
     cases a stranger may have recorded the message. Questions do not count, since anyone can replay
     them.
+
+    A message contains the random start of its sender's session. The first message or introduction
+    of a rank decides which session has its name. Messages and introductions of another session with
+    that name are refused. Otherwise two live sessions of one name could read one request, and the
+    producer would take the end of one for the end of the other:
+
+        first known             then                      result
+        ----------------------  ------------------------  --------------------------------
+        message with start A    message with start B      refused, noted and logged
+        introduction with A     message with start B      refused, noted and logged
+        message or introduction introduction with B       `Session.connect` raises `SpecError`
+        with start A
+
+    `Session.disconnect` forgets the start. A newer epoch is another name.
 """
 
 from __future__ import annotations
@@ -51,16 +65,17 @@ from kvspec.session.channel import Channel
 from kvspec.session.stats import Counters
 from kvspec.wire.codec import (
     MAX_HANDSHAKE,
-    VERSION,
     decode_handshake,
     decode_message,
     encode_handshake,
     encode_message,
+    sender_of,
 )
 from kvspec.wire.handshake import MAX_NAME, Handshake, is_name
 from kvspec.wire.messages import LayerProgress, Message, RankAddress, ReaderStatus
 from kvspec.wire.packing import Seconds, WireStruct, decoder_of, pack, unpack
 from kvspec.wire.seal import Secret
+from kvspec.wire.versions import OLDEST, OWN, RANGED, VERSION, Versions
 
 MESSAGE = b"kvspec-message-1\n"
 QUESTION = b"kvspec-question-2\n"
@@ -88,12 +103,20 @@ MAX_CHALLENGES = 1 << 12
 """Challenges that wait for an answer; more than the connections that a `TcpChannel` accepts."""
 MAX_ROUTES = 1 << 16
 """Ranks whose route is remembered. The one that was silent longest is forgotten."""
+WARN_AGAIN = 60.0
+"""Seconds before the same warning is logged again."""
+MAX_WARNED = 16
+"""Number of different warnings about peers in that time."""
 MAX_REFUSED = 256
 """Number of refusal reasons to keep."""
 LOG = logging.getLogger("kvspec.session")
 
 _PURPOSES = MESSAGE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION
-_WANTED = f"a sealed message of version {VERSION}"
+_WANTED = f"a sealed message of version {OWN}"
+_OTHER_VERSION = (
+    "a peer at %s speaks version %s of the wire format, and this session %s: upgrade the engine"
+    " with the older release"
+)
 _SEALED = "the complete bytes that Session.introduction returned"
 
 A = TypeVar("A")
@@ -111,6 +134,8 @@ class Introduction(WireStruct, frozen=True):
 
 
 _INTRODUCTIONS = decoder_of(Introduction)
+_VERSIONS = decoder_of(Versions)
+_QUESTION = pack(OWN)
 
 
 @attrs.frozen(kw_only=True)
@@ -134,9 +159,10 @@ class Introduced:
         """The rank."""
         return self.handshake.rank
 
-    def seal(self, secret: Secret) -> bytes:
-        """Return the bytes for peers."""
-        address, shake = is_name("address", self.address), encode_handshake(self.handshake)
+    def seal(self, secret: Secret, version: int = VERSION) -> bytes:
+        """Return the bytes for peers that read *version*."""
+        address = is_name("address", self.address)
+        shake = encode_handshake(self.handshake, version)
         body = Introduction(address, self.lease, self.heartbeat, shake)
         return secret.seal(INTRODUCTION, pack(body))
 
@@ -189,6 +215,7 @@ class Messages:
         except BaseException:
             channel.close()
             raise
+        self._own = own
         self.refused: deque[str] = deque(maxlen=MAX_REFUSED)
         shake = own.handshake
         self._me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
@@ -208,8 +235,13 @@ class Messages:
         self.unsent: dict[object, Message] = {}
         # The answers so far, for each `fetch` that waits.
         self._asked: dict[object, dict[str, bytes | None]] = {}
-        self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
+        # By route: the bytes, when they were sent, and the version of the introduction.
+        self._challenges: OrderedDict[str, tuple[bytes, float, int]] = OrderedDict()
+        # By rank: the start of its session, and the version that it reads.
+        self._introduced: dict[RankAddress, tuple[bytes, int]] = {}  # those of connected engines
+        self._heard: OrderedDict[RankAddress, tuple[bytes, int]] = OrderedDict()
         self._warned: set[str] = set()
+        self._warned_at: dict[object, float] = {}
         self._closed = False
 
     def close(self) -> None:
@@ -224,11 +256,33 @@ class Messages:
 
     def connect(self, incarnation: tuple[str, int], ranks: Iterable[Introduced]) -> None:
         """Store the addresses of the *ranks* of one incarnation of an engine."""
-        own = {RankAddress(*incarnation, rank.rank): rank.address for rank in ranks}
+        members = {RankAddress(*incarnation, rank.rank): rank for rank in ranks}
+        own = {rank: member.address for rank, member in members.items()}
         known = own.items() <= self._addresses.items()
+        self._introduced |= {
+            rank: (member.handshake.start, OWN.common(member.handshake.versions) or VERSION)
+            for rank, member in members.items()
+        }
         self._addresses |= own
         if not known:
             LOG.info("connected to %s, epoch %d: %d ranks", *incarnation, len(own))
+
+    def check_starts(self, incarnation: tuple[str, int], ranks: Iterable[Introduced]) -> None:
+        """Raise `SpecError` if another session is known as one of *ranks* of an incarnation."""
+        for member in ranks:
+            rank = RankAddress(*incarnation, member.rank)
+            start, _ = self._introduced.get(rank) or self._heard.get(rank) or (b"", 0)
+            if start not in (b"", member.handshake.start):
+                rule = (
+                    f"{_twice(rank)} If the other session has ended, call"
+                    f" disconnect({rank.engine_id!r:.80}) first"
+                )
+                raise SpecError("introductions", str(rank), rule=rule)
+
+    def forget(self, engine_id: str) -> None:
+        """Forget which sessions the ranks of an engine were that has ended."""
+        for rank in [rank for rank in self._heard if rank.engine_id == engine_id]:
+            del self._heard[rank]
 
     def disconnect(self, incarnations: Iterable[tuple[str, int]]) -> None:
         """Forget the addresses of some incarnations of engines."""
@@ -239,6 +293,9 @@ class Messages:
             }
             if len(kept) < len(self._addresses):
                 self._addresses = kept
+                self._introduced = {
+                    to: known for to, known in self._introduced.items() if to in kept
+                }
                 self._warned.intersection_update(kept.values())
                 LOG.info("disconnected from %s, epoch %d", *gone)
 
@@ -294,7 +351,9 @@ class Messages:
             route = self._addresses.get(to) or self._routes.get(to, (None, 0))[0]
             LOG.debug("send %s to %s at %s", message, to, route)
             if route is not None:
-                sealed = self._secret.seal(MESSAGE, encode_message(message))
+                _, version = self._introduced.get(to) or self._heard.get(to) or (b"", VERSION)
+                data = encode_message(message, self._own.handshake.start, version)
+                sealed = self._secret.seal(MESSAGE, data)
                 batches.setdefault(route, []).append(sealed)
                 if to not in self._addresses and (other := self._doubtful.get(to)) is not None:
                     batches.setdefault(other, []).append(sealed)
@@ -355,7 +414,7 @@ class Messages:
                     if now >= again:
                         again = now + ASK_AGAIN
                         for address in missing:
-                            self._channel.send(address, self._secret.seal(QUESTION, b""))
+                            self._channel.send(address, self._secret.seal(QUESTION, _QUESTION))
                 self._channel.wait(LOOK_AGAIN)
                 step()
             return [answer for at in asked if (answer := answers[at]) is not None]
@@ -379,17 +438,16 @@ class Messages:
         kind = purpose.decode().split("-")[1]
         body = self._secret.unseal(kind, purpose, data, _WANTED)
         if purpose == MESSAGE:
-            message = decode_message(body)
-            if message.to == self._me:
-                self._learn(message, route)
-            return message
+            return self._message(body, route)
         waits = [asked for asked in self._asked.values() if asked.get(route, b"") is None]
         if purpose == QUESTION:
-            self._challenge(route)
+            self._challenge(route, body)
         elif purpose == ANSWER and self._challenges.get(route, (b"",))[0] == body != b"":
-            del self._challenges[route]
+            version = self._challenges.pop(route)[2]
             self._trust(route)
-            self._channel.send(route, self.introduction)
+            older = version != VERSION
+            sealed = self._own.seal(self._secret, version) if older else self.introduction
+            self._channel.send(route, sealed)
         elif purpose == CHALLENGE and waits:
             self._channel.send(route, self._secret.seal(ANSWER, body))
         elif purpose == INTRODUCTION and waits:
@@ -400,6 +458,31 @@ class Messages:
             # introduction may be on its way.
             self.note(f"{kind} from {route}: none is expected")
         return None
+
+    def _message(self, body: bytes, route: str) -> Message | None:
+        """Return the message in *body*, unless another session of its sender's name is known."""
+        message, (start, version) = decode_message(body), sender_of(body)
+        if message.to == self._me:
+            by = message.by
+            known, _ = self._introduced.get(by) or self._heard.get(by) or (start, version)
+            if known != start:
+                why = f"{message}: {_twice(by)}"
+                self.note(why)
+                self._warn(by, "refused %s", why)
+                return None
+            if by not in self._introduced:
+                _keep(self._heard, by, (start, version), MAX_ROUTES)
+            self._learn(message, route)
+        return message
+
+    def _warn(self, about: object, text: str, *values: object) -> None:
+        """Log a warning, about one thing once a minute, and about few things in a minute."""
+        now = time.monotonic()
+        recent = {key: at for key, at in self._warned_at.items() if now - at < WARN_AGAIN}
+        if about not in recent and len(recent) < MAX_WARNED:
+            recent[about] = now
+            LOG.warning(text, *values)
+        self._warned_at = recent
 
     def _learn(self, message: Message, route: str) -> None:
         """Trust the route of a message, and answer its sender there, unless it may be a copy.
@@ -424,6 +507,9 @@ class Messages:
         """Record why a message is refused, and disconnect its sender."""
         self.note(str(error))
         LOG.debug("refused a message from %s: %s", route, error)
+        if error.path == "version":
+            # The seal was right, so this is a peer.
+            self._warn(error.value, _OTHER_VERSION, route, error.value, OWN)
         # Strangers could fill the log, so only peers that this session chose are worth a warning.
         asked = any(route in asked for asked in self._asked.values())
         chosen = asked or route in self._addresses.values()
@@ -432,16 +518,24 @@ class Messages:
             LOG.warning("%s sends messages that are refused: %s", route, error)
         self._reject(route)
 
-    def _challenge(self, route: str) -> None:
-        """Send a challenge to *route*, unless one was sent just now."""
+    def _challenge(self, route: str, body: bytes) -> None:
+        """Send a challenge to *route*, unless one was sent just now.
+
+        *body* has the versions of the asker. An asker of version 10 sends none.
+        """
+        before = Versions(OLDEST, RANGED - 1)
+        asker = unpack("question", _VERSIONS, body) if body else before
+        version = OWN.common(asker)
+        if version is None:
+            self._warn(asker, _OTHER_VERSION, route, asker, OWN)
         now = time.monotonic()
-        nonce, sent = self._challenges.get(route, (b"", 0.0))
+        nonce, sent, _ = self._challenges.get(route, (b"", 0.0, 0))
         if nonce and now - sent < CHALLENGE_AGAIN:
             return
         # A repeated challenge keeps its bytes. If each one were new, a slow answer would always be
         # too late: the asker asks again before the answer arrives.
         nonce = nonce or secrets.token_bytes(CHALLENGE_BYTES)
-        _keep(self._challenges, route, (nonce, now), MAX_CHALLENGES)
+        _keep(self._challenges, route, (nonce, now, version or VERSION), MAX_CHALLENGES)
         self._channel.send(route, self._secret.seal(CHALLENGE, nonce))
 
 
@@ -451,6 +545,14 @@ def _keep(entries: OrderedDict[K, V], key: K, value: V, most: int) -> None:
     entries.move_to_end(key)
     if len(entries) > most:
         entries.popitem(last=False)
+
+
+def _twice(rank: RankAddress) -> str:
+    """Return the rule that two sessions of *rank* break."""
+    return (
+        f"another session is known as {rank!s:.80} of epoch {rank.epoch}. Each start of an engine"
+        " needs a larger epoch."
+    )
 
 
 def _addresses(value: object) -> tuple[str, ...]:

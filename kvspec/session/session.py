@@ -45,7 +45,9 @@ from kvspec.wire.messages import (
     StopWriting,
     key_of,
 )
+from kvspec.wire.versions import START
 
+DISCARD = 1.0  # Seconds between two looks for hellos of NIXL peers.
 LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
 FIRST_NUMBER = 1 << 48  # The first number of a question is drawn below this.
 ANSWER, ABSENT = 30.0, 2.0
@@ -127,6 +129,7 @@ class Session:
             replica_policy=ReplicaPolicy() if replica_policy is None else replica_policy,
             model=model,
             revision=revision,
+            start=secrets.token_bytes(START),
         )
         self.me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
         held_ledger = ProducerLedger(self.me, lease=lease, longest=longest)
@@ -144,7 +147,7 @@ class Session:
             heartbeat=load_ledger.heartbeat,
         )
         self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
-        self._polled = 0.0
+        self._polled = self._next_discard = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         calls = self._connect_ranks, self._disconnect, self._poll_now
@@ -243,8 +246,11 @@ class Session:
                     self._remotes.check_wanted(name)
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
+                self._messages.check_starts(remote.incarnation, remote.ranks.values())
                 self._loads.connect(name, epoch)
-                self._holds.ledger.connect(name, epoch)
+                as_consumer = remote.role == "consumer"
+                readers = remote.plan.notifiers(self._own.rank) if as_consumer else None
+                self._holds.ledger.connect(name, epoch, readers)
                 self._remotes.forget(name, remote)
             self._remotes.connect(remote, timeout)
             return remote.plan
@@ -266,6 +272,7 @@ class Session:
         self._loads.disconnect(engine_id)
         self._holds.ledger.disconnect(engine_id)
         self._remotes.forget(engine_id)
+        self._messages.forget(engine_id)
 
     def load(
         self,
@@ -656,6 +663,9 @@ class Session:
             self._remotes.leave()
         self._messages.flush()
         self._polled = time.monotonic()
+        if self._polled >= self._next_discard and not self.nixl.closed:
+            self._next_discard = self._polled + DISCARD
+            self.nixl.discard_hellos()
 
     def stats(self) -> SessionStats:
         """Return the numbers of unfinished things, and counters.

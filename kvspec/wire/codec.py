@@ -6,12 +6,15 @@ bounded before anything large is built, and each value passes the constructor th
 passes.
 
 How it works:
-    A message is a head, the version, and the MessagePack array of its class in
-    `kvspec.wire.messages`. A handshake is a head, the version, and one zlib stream. The stream
-    contains a MessagePack map with the fields of `HandshakeFields`:
+    A message is a head, the version, the start of the sender's session, and the MessagePack array
+    of its class in `kvspec.wire.messages`. A handshake is a head, the version, and one zlib stream.
+    The stream contains a MessagePack map with the fields of `HandshakeFields`:
 
         engine             plain values, see `kvspec.wire.values`
         everything else    itself
+
+    Version 10 is written and read too. Its messages have no start, and its handshakes have neither
+    `start` nor `versions`.
 
     A cache has thousands of regions, and nearly all their attributes are equal. zlib shortens them
     to a few bytes each. `RankCache` checks the regions.
@@ -20,7 +23,7 @@ How it works:
 from __future__ import annotations
 
 import zlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import attrs
 import msgspec
@@ -34,9 +37,8 @@ from kvspec.wire.handshake import MAX_TRANSPORT, Handshake
 from kvspec.wire.messages import AnyMessage, Message
 from kvspec.wire.packing import Count, decoder_of, pack, refuse, unpack
 from kvspec.wire.values import MAX_TEXT, Decoder, Plain, encode
+from kvspec.wire.versions import NO_START, OWN, RANGED, START, VERSION, Versions
 
-VERSION = 10
-"""The version of the format; any change to it, or to what is meant by it, takes the next."""
 MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
 """Bytes of one handshake after decompression."""
 MAX_MESSAGE = 16384
@@ -44,15 +46,15 @@ MAX_MESSAGE = 16384
 
 _MAGIC = b"kvspec-handshake\n"
 _MESSAGE = b"kvspec-message\n"
-_VERSION = VERSION.to_bytes(2, "big")
+_VERSION = 2  # Bytes of the version.
 _SAME = ("library", "engine_id", "epoch", "model", "revision", "transport")
 """Fields that are equal in a `Handshake` and in its `HandshakeFields`."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
-class HandshakeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A handshake as it is sent."""
+class HandshakeFields10(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A handshake as version 10 sends it."""
 
     library: Text
     engine_id: Text
@@ -67,19 +69,32 @@ class HandshakeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
 
 
+class HandshakeFields(HandshakeFields10, frozen=True, forbid_unknown_fields=True):
+    """A handshake as it is sent."""
+
+    start: Annotated[bytes, Meta(min_length=START, max_length=START)]
+    versions: Versions
+
+
+_HANDSHAKES_10 = decoder_of(HandshakeFields10)
 _HANDSHAKES = decoder_of(HandshakeFields)
 _MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = decoder_of(AnyMessage)  # type: ignore[arg-type]
 
 
-def encode_handshake(handshake: Handshake) -> bytes:
-    """Return *handshake* as bytes.
+def encode_handshake(handshake: Handshake, version: int = VERSION) -> bytes:
+    """Return *handshake* as bytes, in a *version* of `OWN`.
 
     Raises:
         SpecError: If a peer could not decode it.
     """
     shake = instance("handshake", handshake, Handshake)
+    kind: type[HandshakeFields10] = HandshakeFields
+    more: dict[str, Any] = {"start": shake.start, "versions": shake.versions}
+    if version < RANGED:
+        kind, more = HandshakeFields10, {}
+        shake = attrs.evolve(shake, start=NO_START, versions=Versions(version, version))
     try:
-        fields = HandshakeFields(
+        fields = kind(
             rank=shake.rank,
             engine=encode(shake.engine),
             replica_policy=encode(shake.replica_policy),
@@ -87,8 +102,9 @@ def encode_handshake(handshake: Handshake) -> bytes:
             # The receiver derives the segments from the engine.
             regions=tuple(attrs.evolve(each, segments=()) for each in shake.cache.regions),
             **{name: getattr(shake, name) for name in _SAME},
+            **more,
         )
-        data = _MAGIC + _VERSION + zlib.compress(pack(fields))
+        data = _MAGIC + version.to_bytes(_VERSION, "big") + zlib.compress(pack(fields))
         read = decode_handshake(data)
     # A number of more than 64 bits, a text that UTF-8 cannot encode, or what a peer would refuse.
     except (OverflowError, UnicodeEncodeError, WireError) as error:
@@ -102,9 +118,18 @@ def decode_handshake(data: bytes) -> Handshake:
     """Return the handshake in *data*.
 
     Raises:
-        WireError: If *data* is not a handshake of this version.
+        WireError: If *data* is not a handshake of a version of `OWN`.
     """
-    fields = unpack("handshake", _HANDSHAKES, _decompressed(data))
+    version, body = _opened("handshake", _MAGIC, data)
+    more: dict[str, Any] = {"versions": Versions(version, version)}
+    if version < RANGED:
+        fields = unpack("handshake", _HANDSHAKES_10, _decompressed(body))
+    else:
+        fields = newer = unpack("handshake", _HANDSHAKES, _decompressed(body))
+        more = {"start": newer.start, "versions": newer.versions}
+        if version not in newer.versions:
+            expected = f"a range with {version}, the version of the handshake"
+            raise WireError("handshake.versions", str(newer.versions), expected)
     decoder = Decoder()
     engine = decoder.value("engine", fields.engine)
     replica_policy = decoder.value("replica_policy", fields.replica_policy)
@@ -113,14 +138,14 @@ def decode_handshake(data: bytes) -> Handshake:
             cache=RankCache(engine, fields.rank, fields.regions, fields.memory),
             replica_policy=replica_policy,
             **{name: getattr(fields, name) for name in _SAME},
+            **more,
         )
     except SpecError as error:
         refuse("handshake", error, "a handshake")
 
 
-def _decompressed(data: bytes) -> bytes:
-    """Return the fields in *data* as MessagePack, at most `MAX_HANDSHAKE` bytes."""
-    body = _body("handshake", _MAGIC, data)
+def _decompressed(body: bytes) -> bytes:
+    """Return the fields in *body* as MessagePack, at most `MAX_HANDSHAKE` bytes."""
     stream = zlib.decompressobj()
     try:
         # A few bytes can describe gigabytes: never take more than the limit out of the stream.
@@ -129,43 +154,54 @@ def _decompressed(data: bytes) -> bytes:
         raise WireError("handshake", str(error), "a zlib stream") from None
     if not stream.eof or stream.unused_data:
         expected = f"one complete zlib stream of at most {MAX_HANDSHAKE} bytes"
-        raise WireError("handshake", f"{len(data)} bytes", expected)
+        raise WireError("handshake", f"{len(body)} bytes", expected)
     return fields
 
 
-def _body(path: str, magic: bytes, data: bytes) -> bytes:
-    """Return what follows the head *magic* and the version in *data*."""
-    end = len(magic) + len(_VERSION)
+def _opened(path: str, magic: bytes, data: bytes) -> tuple[int, bytes]:
+    """Return the version in *data*, and what follows it and the head *magic*."""
+    end = len(magic) + _VERSION
     if len(data) < end or not data.startswith(magic):
         raise WireError(path, data[:end], f"the complete bytes that encode_{path} returned")
     version = int.from_bytes(data[len(magic) : end], "big")
-    if version != VERSION:
-        raise WireError("version", version, f"{VERSION}: both engines need the same version")
-    return data[end:]
+    if version not in OWN:
+        raise WireError("version", version, f"{OWN}: upgrade the engine with the older release")
+    return version, data[end:]
 
 
-def encode_message(message: Message) -> bytes:
-    """Return *message* as bytes.
+def encode_message(message: Message, start: bytes = NO_START, version: int = VERSION) -> bytes:
+    """Return *message* as bytes, in a *version* of `OWN`. *start* is that of the sender's session.
 
     A message whose fields keep their bounds has at most `MAX_MESSAGE` bytes. `extents_of` bounds
     the parts of an extent.
     """
-    return _MESSAGE + _VERSION + pack(message)
+    head = _MESSAGE + version.to_bytes(_VERSION, "big")
+    return head + (start if version >= RANGED else b"") + pack(message)
 
 
 def decode_message(data: bytes) -> AnyMessage:
-    """Return the message in *data*.
+    """Return the message in *data*. `sender_of` returns the rest.
 
     Raises:
-        WireError: If *data* is not a message of this version.
+        WireError: If *data* is not a message of a version of `OWN`.
     """
-    body = _body("message", _MESSAGE, data)
+    version, body = _opened("message", _MESSAGE, data)
     if len(data) > MAX_MESSAGE:
         raise WireError("message", f"{len(data)} bytes", f"at most {MAX_MESSAGE}")
-    message = unpack("message", _MESSAGES, body)
+    message = unpack("message", _MESSAGES, body[START:] if version >= RANGED else body)
     for side in ("by", "to"):
         rank = getattr(message, side).rank
         places = rank.pp, rank.pcp, rank.tp
         if min(places) < 0 or max(places) > MOST:
             raise WireError(f"message.{side}.rank", places, f"coordinates from 0 to {MOST}")
     return message
+
+
+def sender_of(data: bytes) -> tuple[bytes, int]:
+    """Return the start of the session that sent the message in *data*, and the version of *data*.
+
+    Raises:
+        WireError: If *data* is not a message of a version of `OWN`.
+    """
+    version, body = _opened("message", _MESSAGE, data)
+    return (body[:START] if version >= RANGED else NO_START), version

@@ -19,6 +19,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.mismatches import differing, mismatches
 from kvspec.version import __version__
+from kvspec.wire.versions import NO_START, OWN, START, Versions
 
 MAX_NAME = 255
 """Bytes of an engine's name, a model's, a revision's."""
@@ -50,6 +51,9 @@ class Handshake:
         model: The caller's name of the weights. Both engines must have the same.
         revision: The caller's revision of the weights. Both engines must have the same.
         library: Version of kvspec that wrote the handshake. By default, this version.
+        start: Random bytes of this start of the session. Two live sessions of one engine, epoch and
+            rank differ in them.
+        versions: The versions of the wire format that the session reads.
     """
 
     engine_id: str
@@ -60,6 +64,8 @@ class Handshake:
     model: str | None = None
     revision: str | None = None
     library: str = __version__
+    start: bytes = NO_START
+    versions: Versions = OWN
 
     def __attrs_post_init__(self) -> None:
         is_name("engine_id", self.engine_id)
@@ -68,6 +74,9 @@ class Handshake:
             if getattr(self, name) is not None:
                 is_name(name, getattr(self, name))
         positive_int("epoch", self.epoch, least=0)
+        instance("versions", self.versions, Versions)
+        if len(instance("start", self.start, bytes)) != START:
+            raise SpecError("start", f"{len(self.start)} bytes", f"{START} bytes")
         instance("cache", self.cache, RankCache)
         instance("replica_policy", self.replica_policy, ReplicaPolicy)
         if len(instance("transport", self.transport, bytes)) > MAX_TRANSPORT:

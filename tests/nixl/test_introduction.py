@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -207,3 +208,17 @@ def test_metadata_with_invalid_bytes_after_the_name_is_refused_by_nixl() -> None
         ranks = Pair(near, far)
         ranks.read(0, 9).wait()
         assert np.array_equal(ranks.remote[:512], ranks.local[:512])
+
+
+def test_session_keeps_no_hello_of_a_peer_that_connects_often() -> None:
+    """Other notifications of the peer are kept, in order."""
+    with NixlRank(secret=SECRET) as near, NixlRank(secret=SECRET) as far:
+        near.connect(far.metadata())
+        for number in range(20):
+            far.connect(near.metadata())
+            far.notify(near.name, b"%d" % number)
+        end = time.monotonic() + 10.0
+        while near.stats().notifications < 20 and time.monotonic() < end:
+            near.discard_hellos()
+        assert 20 == near.stats().notifications
+        assert [(far.name, b"%d" % number) for number in range(20)] == near.notifications()

@@ -16,7 +16,7 @@ from kvspec.errors import SpecError, TransferError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from two_engines import BLOCKS, Side, ended, engine, request, until
+from two_engines import BLOCKS, Side, ended, engine, request, start_of, until
 
 from kvspec.session import Load, new_remote_id
 from kvspec.session.mailbox import MESSAGE
@@ -279,7 +279,7 @@ def test_progress_of_an_unknown_layer_moves_nothing(pair: tuple[Side, Side]) -> 
         message = LayerProgress(
             key=key, by=by.me, to=session.me, group="full", layer="l.9", upto=14
         )
-        sealed = by.nixl.secret.seal(MESSAGE, encode_message(message))
+        sealed = by.nixl.secret.seal(MESSAGE, encode_message(message, start_of(by)))
         by.channel.send(session.channel.address, sealed)
         until(
             lambda session=session, before=before: (

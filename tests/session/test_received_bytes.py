@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from two_engines import Direct, Side, engine, request
+from two_engines import Direct, Side, engine, request, start_of
 
 import kvspec
 from kvspec.session import TcpChannel, new_remote_id
 from kvspec.session.mailbox import ANSWER, CHALLENGE, INTRODUCTION, MAX_REFUSED, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl
-from kvspec.wire.codec import encode_message
+from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import (
     MESSAGES,
     Done,
@@ -29,9 +29,13 @@ from kvspec.wire.messages import (
     StopWriting,
     key_of,
 )
+from kvspec.wire.packing import pack
 from kvspec.wire.seal import Secret
+from kvspec.wire.versions import NO_START, OWN, VERSION
 
 REMOTE_ID = new_remote_id("r")
+ASK = pack(OWN)
+HEAD = b"kvspec-message\n" + VERSION.to_bytes(2, "big")
 RANK = kvspec.RankId()
 RANKS = (RANK, kvspec.RankId(tp=7))
 PARTIES = st.builds(
@@ -84,6 +88,14 @@ ANY_MESSAGES = st.one_of(
 )
 
 
+def of_a_rank(starts: dict[str, bytes], purpose: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """Return a drawn message with the start of its sender's session."""
+    if body.startswith(HEAD + NO_START):
+        start = starts.get(decode_message(body).by.engine_id, NO_START)
+        body = HEAD + start + body.removeprefix(HEAD + NO_START)
+    return purpose, body
+
+
 @given(st.lists(st.tuples(st.sampled_from("PD"), ANY_MESSAGES), max_size=40))
 @settings(max_examples=50)
 def test_arbitrary_messages_change_nothing(messages: list[tuple[str, Any]]) -> None:
@@ -97,8 +109,11 @@ def test_arbitrary_messages_change_nothing(messages: list[tuple[str, Any]]) -> N
         producer.hold(REMOTE_ID, blocks=request().producer_blocks)
         (load,) = consumer.load(request(), REMOTE_ID, timeout=1e9)
         stranger, secret = Direct("stranger"), producer.sessions[RANK].nixl.secret
+        starts = {"P": start_of(producer.first), "D": start_of(consumer.first)}
         for to, message in messages:
-            data = message if isinstance(message, bytes) else secret.seal(*message)
+            data = (
+                message if isinstance(message, bytes) else secret.seal(*of_a_rank(starts, *message))
+            )
             stranger.send(to, data)
             producer.poll()
             assert load.poll() != "done"
@@ -110,13 +125,13 @@ def test_peer_without_secret_gets_no_answer() -> None:
     """A question that is sealed with another secret is recorded, and not answered."""
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
         stranger = Direct("stranger")
-        stranger.send("P", Secret(b"another secret, as long").seal(QUESTION, b""))
-        stranger.send("P", Secret(b"").seal(QUESTION, b""))
+        stranger.send("P", Secret(b"another secret, as long").seal(QUESTION, ASK))
+        stranger.send("P", Secret(b"").seal(QUESTION, ASK))
         foreign = producer.sessions[RANK].settled().foreign
         assert 2 == len([each for each in foreign if "damaged or of another secret" in each])
         assert [] == stranger.receive()
         secret = producer.sessions[RANK].nixl.secret
-        stranger.send("P", secret.seal(QUESTION, b""))
+        stranger.send("P", secret.seal(QUESTION, ASK))
         stranger.send("P", secret.seal(ANSWER, challenge(producer, stranger, secret)))
         producer.poll()
         assert producer.introductions == [data for _, data in stranger.receive()]
@@ -143,6 +158,7 @@ class Readers:
 
     def __init__(self, producer: Side) -> None:
         self.producer, self.secret = producer, producer.sessions[RANK].nixl.secret
+        self.start = NO_START
         self.routes = {name: Direct(name) for name in ("reader", "copy", "again")}
         producer.hold(REMOTE_ID)
 
@@ -153,7 +169,7 @@ class Readers:
         own |= {"expected": 1} if issubclass(kind, ReaderStatus) else {}
         receiver = RankAddress(to, 1, RANK)
         asked = kind(key_of(REMOTE_ID), RankAddress("D", 1, RANK), receiver, 0, number, **own)
-        self.routes[name].send("P", self.secret.seal(MESSAGE, encode_message(asked)))
+        self.routes[name].send("P", self.secret.seal(MESSAGE, encode_message(asked, self.start)))
         self.producer.poll()
         return [each for each, route in self.routes.items() if route.receive()]
 
@@ -209,7 +225,7 @@ def test_connection_of_a_rank_that_was_dialled_is_trusted(watched: Watched) -> N
         with Side("D", engine(1), polled=False, channel=Direct("D")) as consumer:
             session.connect(consumer.introductions, role="consumer")
             answers = Direct.channels["D"]
-            readers.routes["D"] = answers
+            readers.routes["D"], readers.start = answers, start_of(consumer.first)
             readers.answered("D", number=1)
             readers.answered("again", StopWriting)
             assert "again" in watched.trusted
@@ -264,14 +280,14 @@ def test_answer_counts_once_and_only_on_the_connection_that_was_challenged() -> 
         secret, one, other = session.nixl.secret, Direct("one"), Direct("other")
         nonces = []
         for asker in (one, other):
-            asker.send("P", secret.seal(QUESTION, b""))
+            asker.send("P", secret.seal(QUESTION, ASK))
             nonces.append(challenge(producer, asker, secret))
         answer = secret.seal(ANSWER, nonces[0])
         for asker, answers in ((other, []), (one, producer.introductions), (one, []), (other, [])):
             asker.send("P", answer)
             producer.poll()
             assert answers == [data for _, data in asker.receive()]
-        one.send("P", secret.seal(QUESTION, b""))
+        one.send("P", secret.seal(QUESTION, ASK))
         assert challenge(producer, one, secret) not in nonces
 
 
@@ -331,7 +347,7 @@ def test_questions_in_a_row_get_one_challenge(monkeypatch: pytest.MonkeyPatch) -
 
         def asked(count: int) -> list[bytes]:
             for _ in range(count):
-                stranger.send("P", secret.seal(QUESTION, b""))
+                stranger.send("P", secret.seal(QUESTION, ASK))
             producer.poll()
             return [data for _, data in stranger.receive()]
 
@@ -348,7 +364,7 @@ def test_challenges_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         secret = producer.sessions[RANK].nixl.secret
         askers = [Direct(name) for name in "abc"]
         for asker in askers:
-            asker.send("P", secret.seal(QUESTION, b""))
+            asker.send("P", secret.seal(QUESTION, ASK))
         nonces = [challenge(producer, asker, secret) for asker in askers]
         for asker, nonce in zip(askers, nonces, strict=True):
             asker.send("P", secret.seal(ANSWER, nonce))
@@ -384,7 +400,7 @@ def test_late_copy_with_right_seal_does_not_disconnect() -> None:
         stranger, secret = TcpChannel(), session.nixl.secret
         for purpose in (ANSWER, CHALLENGE):
             stranger.send(session.channel.address, secret.seal(purpose, bytes(16)))
-        stranger.send(session.channel.address, secret.seal(QUESTION, b""))
+        stranger.send(session.channel.address, secret.seal(QUESTION, ASK))
         came: list[bytes] = []
         end = time.monotonic() + 5.0
         while not came and time.monotonic() < end:

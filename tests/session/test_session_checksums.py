@@ -20,7 +20,7 @@ from kvspec.errors import SpecError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from two_engines import BLOCKS, Direct, Side, engine, request, until
+from two_engines import BLOCKS, Direct, Side, engine, request, start_of, until
 
 from kvspec.check import digests
 from kvspec.completion.producer import ProducerLedger
@@ -320,7 +320,7 @@ def test_checksum_is_requested_again_once_in_each_heartbeat() -> None:
         assert ([1, 1, 2, 2, 3], numbers * 3) == (counts, [message.number for message in asked])
         other = producer.first
         answer = replace(asked[0].answer(Checksum, total=bytes(8)), number=0, by=other.me)
-        sealed = other.nixl.secret.seal(MESSAGE, encode_message(answer))
+        sealed = other.nixl.secret.seal(MESSAGE, encode_message(answer, start_of(other)))
         other.channel.send(session.channel.address, sealed)
         recorded: list[str] = []
         until(lambda: recorded.extend(session.settled().foreign) or recorded, producer)

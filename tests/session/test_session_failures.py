@@ -14,6 +14,7 @@ from two_engines import (
     let_nothing_land,
     quiet,
     request,
+    start_of,
     until,
 )
 
@@ -333,7 +334,7 @@ def test_loads_fail_when_their_producer_is_killed(net: FakeNixl, pair: tuple[Sid
 
 def send(sender: Session, message: Message, to: Session) -> list[str]:
     """Send a sealed *message*, and return what the receiver recorded about it."""
-    sealed = sender.nixl.secret.seal(MESSAGE, encode_message(message))
+    sealed = sender.nixl.secret.seal(MESSAGE, encode_message(message, start_of(sender)))
     sender.channel.send(to.channel.address, sealed)
     recorded: list[str] = []
     until(lambda: sender.poll() or recorded.extend(to.settled().foreign) or recorded)

@@ -354,6 +354,11 @@ def until(true: Callable[[], Any], *sides: Side, seconds: float = 20.0) -> None:
         time.sleep(2e-4)  # Other threads and processes of the test need the core.
 
 
+def start_of(session: Session) -> bytes:
+    """Return the start that the messages of *session* contain."""
+    return introduced(session.introduction, session.nixl.secret).handshake.start
+
+
 def ended(loads: list[Load], *sides: Side) -> list[str]:
     """Wait until all of *loads* have ended, and return their states."""
     until(lambda: all(load.state != "moving" for load in loads), *sides)

@@ -53,6 +53,7 @@ PROVISIONAL = """
     kvspec.models.catalogue config names
     kvspec.session RankAgreement ReleaseAgreement SessionCollector
     kvspec.tickets ContentIdentity MediaItem content_of explain_difference sampling_of
+    kvspec.wire Secret
     kvspec.testing Case FakeNixl fill logical_views
     kvspec.testing.kit Counterexample Judgement Supports System SystemReport Verdict as_code judge
     kvspec.testing.laws KVSPEC LAWS Move PreparedLists System broken

@@ -22,8 +22,9 @@ from kvspec.testing import strategies
 from kvspec.wire.codec import decode_handshake, encode_handshake
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
 from kvspec.wire.values import KINDS
+from kvspec.wire.versions import NO_START, OLDEST, RANGED, VERSION, Versions
 
-GOLDEN = Path(__file__).with_name("handshake_10.hex")
+GOLDEN = Path(__file__).parent
 
 
 def engine(layers: int = 3, tp: int = 2, **more: Any) -> kvspec.EngineSpec:
@@ -109,11 +110,16 @@ def test_handshake_of_a_large_rank_is_small() -> None:
     assert sizes[0] < 30_000
 
 
-def test_stored_handshake_of_this_version_decodes_equal() -> None:
+@pytest.mark.parametrize("version", range(OLDEST, VERSION + 1))
+def test_stored_handshake_of_each_version_decodes_equal(version: int) -> None:
     """If this fails, the format has changed and needs a new `VERSION`."""
-    kept = bytes.fromhex(GOLDEN.read_text(encoding="ascii"))
-    assert golden() == decode_handshake(kept)
-    assert opened(kept) == opened(encode_handshake(golden()))
+    kept = bytes.fromhex((GOLDEN / f"handshake_{version}.hex").read_text(encoding="ascii"))
+    wanted = golden()
+    if version < RANGED:
+        own = Versions(version, version)
+        wanted = attrs.evolve(wanted, start=NO_START, versions=own)
+    assert wanted == decode_handshake(kept)
+    assert opened(kept) == opened(encode_handshake(golden(), version))
 
 
 DEAL = [range(3), range(3, 4)]
@@ -142,6 +148,7 @@ def golden() -> Handshake:
             "nearest", 1, kvspec.Topology(producer=nodes, consumer=nodes)
         ),
         transport=b"agent",
+        start=b"sixteen in count",
         model="llama",
         revision="1",
     )
@@ -390,7 +397,7 @@ def test_decode_handshake_rejects_impossible_fields(
         (DATA[:18], "handshake", DATA[:18]),
         (b"x" + DATA, "handshake", b"x" + DATA[:18]),
         (DATA[:17] + b"\0\6" + DATA[19:], "version", 6),
-        (DATA[:19], "handshake", "19 bytes"),
+        (DATA[:19], "handshake", "0 bytes"),
         (DATA[:-1], "handshake", ...),
         (DATA + b"\0", "handshake", ...),
         (DATA[:19] + b"\x91" * 5000, "handshake", ...),

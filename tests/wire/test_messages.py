@@ -26,11 +26,12 @@ from kvspec.wire.messages import (
     key_of,
     new_remote_id,
 )
+from kvspec.wire.versions import START
 
 P = [RankAddress("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
 D = [RankAddress("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]
 KEY = Key("cmpl-1", b"8 bytes!")
-HEAD = len(b"kvspec-message\n") + 2
+HEAD = len(b"kvspec-message\n") + 2 + START
 WORDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=9)
 COUNTS = st.integers(0, 2**20 - 1)
 # A letter of three bytes. Limits of names in messages count letters.
@@ -173,9 +174,10 @@ AT = {"pp": 0, "pcp": 0, "tp": 0}
         (HEARTBEAT[:-1], "message", ...),
         (HEARTBEAT + b"x", "message", ...),
         (HEARTBEAT + bytes(17000), "message", f"{len(HEARTBEAT) + 17000} bytes"),
-        (b"kvspec-message\n\0\2" + HEARTBEAT[HEAD:], "version", 2),
-        (b"kvspec-answer_\n\0\7" + HEARTBEAT[HEAD:], "message", b"kvspec-answer_\n\0\7"),
-        (HEARTBEAT[: HEAD - 1], "message", HEARTBEAT[: HEAD - 1]),
+        (b"kvspec-message\n\0\2" + HEARTBEAT[HEAD - START :], "version", 2),
+        (b"kvspec-answer_\n\0\7" + HEARTBEAT[HEAD - START :], "message", b"kvspec-answer_\n\0\7"),
+        (HEARTBEAT[: HEAD - START - 1], "message", HEARTBEAT[: HEAD - START - 1]),
+        (HEARTBEAT[: HEAD - 1], "message", ...),
         (HEARTBEAT[:HEAD] + b"\x91" * 5000, "message[0]", ...),
         (HEARTBEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message", ...),
         (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "message[2][2]", ...),

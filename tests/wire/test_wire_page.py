@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,11 +33,12 @@ from kvspec.session.mailbox import introduced
 from kvspec.specs.uniform import _MAY_DIFFER
 from kvspec.tickets import ContentIdentity, PrefillTicket
 from kvspec.wire import codec
-from kvspec.wire.codec import decode_message, encode_handshake, encode_message
+from kvspec.wire.codec import decode_message, encode_handshake, encode_message, sender_of
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import MESSAGES, Extent, Message
 from kvspec.wire.seal import MAC, Secret
 from kvspec.wire.values import KINDS, MAX_DEPTH, VALUE, Decoder, encode
+from kvspec.wire.versions import NO_START, OLDEST, VERSION
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
@@ -104,9 +106,9 @@ def test_frame_of_page_has_length_and_mac(name: str) -> None:
     assert SECRET.seal(head, rest[MAC:]) == sealed(name)
 
 
-def test_question_of_page_is_empty_and_answer_repeats_challenge() -> None:
+def test_question_of_page_has_versions_and_answer_repeats_challenge() -> None:
     """The bodies of the first three frames are as described."""
-    assert b"" == body("question")
+    assert [OLDEST, VERSION] == msgspec.msgpack.decode(body("question"))
     assert body("challenge") == body("answer") == bytes(range(16))
 
 
@@ -153,13 +155,13 @@ def test_message_of_page_decodes_and_encodes_to_same_bytes(name: str) -> None:
     """The library reads each message and writes exactly these bytes."""
     message = decode_message(body(name))
     assert name == message.kind
-    assert encode_message(message) == body(name)
+    assert encode_message(message, *sender_of(body(name))) == body(name)
 
 
 @pytest.mark.parametrize("name", sorted(ARRAYS))
 def test_array_of_page_decodes_and_encodes_to_same_bytes(name: str) -> None:
     """The arrays without a frame are messages under the head of the others."""
-    head = b"kvspec-message\n" + codec.VERSION.to_bytes(2, "big")
+    head = b"kvspec-message\n" + VERSION.to_bytes(2, "big") + NO_START
     data = head + bytes.fromhex(ARRAYS[name])
     message = decode_message(data)
     assert name == message.kind
@@ -312,10 +314,10 @@ def test_page_lists_every_limit_of_its_modules() -> None:
 
 def test_history_of_page_ends_with_version_of_code() -> None:
     """The history has each version once, and the example has the last one."""
-    assert [str(number + 1) for number in range(codec.VERSION)] == first_cells("Versions")
+    assert [str(number + 1) for number in range(VERSION)] == first_cells("Versions")
     for head in (b"kvspec-handshake\n", b"kvspec-message\n"):
         frame = FRAMES["introduction" if b"handshake" in head else "heartbeat"]
-        assert head + codec.VERSION.to_bytes(2, "big") in frame
+        assert head + VERSION.to_bytes(2, "big") in frame
 
 
 def test_page_lists_every_dtype_with_its_bytes() -> None:
