@@ -449,7 +449,7 @@ def test_contents_report_a_changed_byte_of_a_spare_block() -> None:
 def test_contents_find_the_tampered_byte_of_any_consumer(
     case: Case, tokens: int, cached: int
 ) -> None:
-    """The changed byte is one that is judged, whatever the first consumer rank with layers holds."""
+    """The changed byte is judged, whatever the first consumer rank with layers holds."""
     job = Job(
         producer=case.producer,
         consumer=case.consumer,
