@@ -13,8 +13,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
-# One cannot read more at a time.
-MAX_LINES = 100
+# A router and a supervisor are whole programs. One cannot read more at a time.
+MAX_LINES = 150
 
 
 def run(name: str, *arguments: str | Path) -> Sequence[str]:
@@ -71,6 +71,19 @@ def test_engine_connector_moves_prompts_and_survives_an_abort() -> None:
         f"prompt {number}: {state}, and its blocks are free"
         for number, state in enumerate(("done", "failed", "done"))
     ] == run("engine_connector.py")
+
+
+@pytest.mark.nixl
+def test_supervisor_serves_every_job_after_killed_ranks() -> None:
+    """A ticket of the old start and an aborted one fail. New ones are loaded."""
+    pytest.importorskip("nixl_cu13", reason="needs nixl")
+    assert [
+        "job 1, old ticket: failed",
+        "job 1, new ticket: done",
+        "job 2, from the queue: done",
+        "job 3, aborted ticket: failed",
+        "job 3, new ticket: done",
+    ] == run("supervisor.py")
 
 
 @pytest.mark.nixl
