@@ -613,6 +613,15 @@ def test_metadata_of_a_worker_contains_its_public_host(settings: dict[str, str],
         assert host == metadata.address.rpartition(":")[0]
 
 
+def test_connector_refuses_an_engine_that_receives_weights() -> None:
+    """No connector learns when vLLM's workers load other weights (vLLM 0.32)."""
+    vllm_config, config = configs("p", 0, 1, 4, {})
+    vllm_config.weight_transfer_config = SimpleNamespace(backend="nccl")
+    for role in ("SCHEDULER", "WORKER"):
+        with pytest.raises(kvspec.SpecError, match="weight_transfer_config"):
+            made(vllm_config, role, config)
+
+
 def test_connector_does_not_support_sleep_mode() -> None:
     """A sleeping engine releases memory whose addresses its peers know (vLLM 0.33)."""
     connector = importlib.import_module(CONNECTOR).KvspecConnector

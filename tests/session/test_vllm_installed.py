@@ -159,3 +159,14 @@ def test_backend_that_vllm_makes_for_chunks_has_the_pages_of_its_base() -> None:
     assert ".".join(CPUAttentionBackend.full_cls_name()) == full_name("backend", chunks)
     other = encoder_only_attention.create_encoder_only_attention_backend(CPUAttentionBackend)
     assert full_name("backend", other) not in FORMATS
+
+
+def test_engine_that_may_receive_weights_is_refused() -> None:
+    """The field is that of vLLM's own config, without which no worker updates its weights."""
+    from vllm.config import VllmConfig, WeightTransferConfig  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.worker_side import check_weights  # noqa: PLC0415
+
+    check_weights(VllmConfig())
+    with pytest.raises(kvspec.SpecError, match="weight_transfer_config"):
+        check_weights(VllmConfig(weight_transfer_config=WeightTransferConfig(backend="nccl")))

@@ -129,6 +129,16 @@ def check_secret() -> None:
         raise SpecError("KVSPEC_SECRET", None, rule=rule) from error
 
 
+def check_weights(vllm_config: Any) -> None:
+    """Raise `SpecError` if vLLM was configured to receive other weights while it runs."""
+    # vLLM updates weights in its workers. No connector learns of it, so a prompt that was computed
+    # with old weights would be read by an engine with new ones.
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    if transfer is not None:
+        rule = "is not supported: tickets would not show with which weights a prompt was computed"
+        raise SpecError("weight_transfer_config", transfer, rule=rule)
+
+
 class Serving:
     """The session of one rank, and its loads."""
 
@@ -136,6 +146,7 @@ class Serving:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         check_secret()
+        check_weights(vllm_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._numbers = WorkerNumbers()
