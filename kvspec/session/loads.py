@@ -244,8 +244,9 @@ class Loads:
         Each poll posts reads. No message is sent before.
         """
         name, options = load.request.request_id, load.options
-        load.remote, load.request, load.plan = prepared.remote, prepared.request, prepared.plan
-        load.audit, load.pushes, load.blocks = prepared.audit, prepared.pushes, prepared.blocks
+        load.request, load.plan, load.blocks = prepared.request, prepared.plan, prepared.blocks
+        load.audit, load.pushes = prepared.audit, prepared.pushes
+        load.remote = prepared.remote  # Last: `connected` means that all the others are set.
         if options.pushed and load.plan.name in self._pushed:
             wanted = "an attempt of this request that was not loaded with pushed=True before"
             raise SpecError("attempt", options.attempt, wanted)

@@ -96,6 +96,8 @@ class Session:
         TransferError: If *nixl* is closed, or the default channel cannot listen.
     """
 
+    _background: Background | None = None
+
     def __init__(
         self,
         nixl: NixlRank,
@@ -154,7 +156,6 @@ class Session:
         self._remotes = Remotes(nixl, self._lock, messages, *calls, most)
         self._holds = Holds(held_ledger, nixl, clock, messages, answers)
         self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._remotes)
-        self._background: Background | None = None
         if in_background:
             self._open_threads()
 
