@@ -41,7 +41,7 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
-from kvspec.errors import TransferState
+from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import positive_int
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.handshake import is_name
@@ -192,7 +192,14 @@ class Ledger(Generic[K, R, A]):
 
     def _connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation; raise `SpecError` if *epoch* is less than before."""
-        positive_int("epoch", epoch, least=self.epochs.get(is_name("engine_id", engine_id), 0))
+        known = self.epochs.get(is_name("engine_id", engine_id), 0)
+        if positive_int("epoch", epoch, least=0) < known:
+            rule = (
+                f"must be at least {known}, the epoch of {engine_id!r:.80} that was connected."
+                " Was its clock set back? Restart it with a larger epoch, or, if the other start"
+                f" has ended, call disconnect({engine_id!r:.80})"
+            )
+            raise SpecError("epoch", epoch, rule=rule)
         self._put(self.epochs, engine_id, epoch)
 
     def _put(self, entries: dict[E, T], key: E, entry: T) -> None:

@@ -341,19 +341,28 @@ class RowSet:
 
     def posted(self, tiles: Tiles) -> int:
         """Return the number of descriptors that NIXL posts for *tiles* of all runs."""
-        joined = np.count_nonzero(self.next_ids(tiles)) if self._touching_runs else 0
-        return len(self) * len(tiles) - self._touching_runs * int(joined)
+        joined = int(np.count_nonzero(self.joins(tiles, touches=True)))
+        return len(self) * len(tiles) - int(np.count_nonzero(self.touches)) * joined
+
+    def joins(self, tiles: Tiles, *, touches: bool) -> npt.NDArray[np.bool_]:
+        """Return whether NIXL joins each tile with the tile before it, shape (tiles - 1,).
+
+        *touches* is that of the run, in `touches`.
+        """
+        if not touches or not self.touches.any():
+            return np.zeros(max(0, len(tiles) - 1), bool)
+        return self.next_ids(tiles)
 
     @cached_property
-    def _touching_runs(self) -> int:
-        """Runs in which consecutive ids of a row are adjacent bytes on both sides."""
-        touches = self.length == self.producer.stride
-        return int(np.count_nonzero(touches & (self.length == self.consumer.stride)))
+    def touches(self) -> npt.NDArray[np.bool_]:
+        """For each run, whether consecutive ids of a row are adjacent bytes on both sides."""
+        equal = (self.length == self.producer.stride) & (self.length == self.consumer.stride)
+        return np.broadcast_to(equal, len(self))
 
     @property
     def touching(self) -> bool:
         """Whether consecutive ids are adjacent bytes in all runs, so that NIXL joins them."""
-        return self._touching_runs == len(self)
+        return bool(self.touches.all())
 
     @cached_property
     def plain(self) -> bool:

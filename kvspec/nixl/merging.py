@@ -394,12 +394,10 @@ def _posted(parts: Sequence[Picked]) -> int:
     return sum(entry.rows.posted(tiles) for entry, tiles in parts)
 
 
-def _firsts(picked: Picked) -> Ints:
-    """Return the first tile of each descriptor that NIXL posts for one run."""
+def _firsts(picked: Picked, *, touches: bool) -> Ints:
+    """Return the first tile of each descriptor that NIXL posts for a run that *touches*."""
     entry, tiles = picked
-    if not entry.rows.touching:
-        return np.arange(len(tiles))
-    return starts_of(entry.rows.next_ids(tiles))
+    return starts_of(entry.rows.joins(tiles, touches=touches))
 
 
 def _merging_pays(
@@ -422,7 +420,10 @@ def _merging_pays(
     for entry, tiles in parts:
         runs = entry.bunch
         count = min(len(tiles), max(1, SAMPLE // (runs * len(parts))))
-        posted += runs * int(np.count_nonzero(_firsts((entry, tiles)) < count))
+        touching = int(np.count_nonzero(entry.rows.touches[:runs]))
+        for number, touches in ((touching, True), (runs - touching, False)):
+            firsts = _firsts((entry, tiles), touches=touches) if number else np.arange(0)
+            posted += number * int(np.count_nonzero(firsts < count))
         ids = entry.starts[:, :runs] + tiles.ids[:, None, :count].astype(np.int32)
         sample.append(ids.reshape(2, -1))
     ids = np.concatenate(sample, axis=1)
@@ -449,11 +450,20 @@ def _cut(parts: Sequence[Picked]) -> Iterator[slice]:
         rows, count = picked[0].rows, len(picked[1])
         length = rows.size or int(rows.length.max())
         # At most *count* descriptors are posted for one run. Join them only if that is too many.
-        firsts = _firsts(picked) if count > MAX_DESCRIPTORS else np.arange(count)
-        runs = min(MAX_DESCRIPTORS // len(firsts), MAX_BYTES // (count * length))
-        within = [slice(0, runs * count)] if runs else [*cut(firsts, np.full(count, length))]
+        long = count > MAX_DESCRIPTORS
+        firsts = {
+            touches: _firsts(picked, touches=touches) if long else np.arange(count)
+            for touches in set(rows.touches.tolist())
+        }
+        posted = max(map(len, firsts.values()))
+        runs = min(MAX_DESCRIPTORS // posted, MAX_BYTES // (count * length))
+        within = {
+            touches: [slice(0, runs * count)] if runs else [*cut(each, np.full(count, length))]
+            for touches, each in firsts.items()
+        }
         stop = start + len(rows) * count
-        for run in range(start, stop, max(runs, 1) * count):
-            for each in within:
+        for number in range(0, len(rows), max(runs, 1)):
+            run = start + number * count
+            for each in within[bool(rows.touches[number])]:
                 yield slice(run + each.start, min(run + each.stop, stop))
         start = stop

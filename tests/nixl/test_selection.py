@@ -304,3 +304,35 @@ def test_selection_of_another_table_is_refused() -> None:
                 rank.read(local, ids[0], remote, ids[1], request="r", timeout=1)
             assert "remote_ids" == caught.value.field
         rank.read(local, mine, remote, mine, request="r", timeout=10).wait()
+
+
+def padded(descriptors: int) -> Case:
+    """Return a request of two layers whose pages are equal. The content of one fills its page."""
+    sizes = {"block_size": 4, "total_num_kv_heads": 1, "dtype": "uint8"}
+    specs = {
+        "l.0": kvspec.FullAttentionSpec(**sizes, head_size=8),
+        "l.1": kvspec.FullAttentionSpec(**sizes, head_size=4, page_size_padded=64),
+    }
+    spec = kvspec.UniformTypeKVCacheSpecs(specs=specs)
+    group = kvspec.KVCacheGroup(name="g", layers=[*specs], spec=spec)
+    engine = kvspec.EngineSpec(groups=[group])
+    blocks = [*range(1, 2 * descriptors + 3)]
+    return builders.case(engine, engine, builders.request(4 * len(blocks), blocks, blocks))
+
+
+@pytest.mark.parametrize("descriptors", [1, 2, 5])
+def test_handles_cut_no_joined_run_of_a_layer_beside_one_with_padding(
+    monkeypatch: pytest.MonkeyPatch, descriptors: int
+) -> None:
+    """NIXL joins the blocks of the layer whose content fills the page, and not of the other."""
+    monkeypatch.setattr(merging, "MAX_DESCRIPTORS", descriptors)
+    case = padded(descriptors)
+    for _, _, table in world(case).tables():
+        found, _ = both(table, case.request, "consumer")
+        assert found is not None
+        assert found.joined is None
+        rows = rows_of(table)
+        assert 1 + len(case.request.producer_blocks["g"].block_ids) == found.runs
+        assert found.runs == posted(rows, found)
+        for batch in found.batches:
+            assert posted(rows, found, batch) <= descriptors

@@ -11,6 +11,7 @@ from two_engines import Direct, Side, engine, land, let_nothing_land, request
 
 from kvspec.errors import SpecError
 from kvspec.session import Load, new_remote_id
+from kvspec.session.mailbox import ANSWER, CHALLENGE, MAX_WARNED, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl
 
 LEASE, HEARTBEAT, PATIENCE = 10.0, 2.0, 15.0
@@ -167,3 +168,71 @@ def test_answer_of_a_second_session_with_one_name_is_refused() -> None:
             assert "failed" == load.state
             refused = consumer.first.settled().foreign
             assert any("another session is known as P" in why for why in refused)
+
+
+def test_producer_with_a_lower_epoch_is_refused_with_what_to_do() -> None:
+    """Its clock was set back. `disconnect` accepts it."""
+    clock = Clock()
+    with (
+        FakeNixl(),
+        side("D", clock, "D") as consumer,
+        side("P", clock, "P1", epoch=9) as first,
+        side("P", clock, "P2", epoch=3) as lower,
+    ):
+        consumer.connect(first)
+        with pytest.raises(SpecError, match="clock") as caught:
+            consumer.connect(lower)
+        assert ("epoch", 3) == (caught.value.field, caught.value.value)
+        assert "disconnect('P')" in caught.value.rule
+        consumer.first.disconnect("P")
+        consumer.connect(lower)
+
+
+@pytest.mark.parametrize("body", [b"\x92\x0c\x0d", b"\x92\x01\x09"])
+def test_question_of_another_version_is_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture, body: bytes
+) -> None:
+    """The warning has both ranges. The asker gets an introduction that it refuses by name."""
+    clock = Clock()
+    with FakeNixl(), side("P", clock, "P") as producer, caplog.at_level(logging.WARNING):
+        secret, asker = producer.first.nixl.secret, Direct("asker")
+        for _ in range(3):
+            asker.send("P", secret.seal(QUESTION, body))
+            producer.poll()
+            ((_, sealed),) = asker.receive()
+            answer = secret.unseal("challenge", CHALLENGE, sealed, "a challenge")
+            asker.send("P", secret.seal(ANSWER, answer))
+            producer.poll()
+            assert producer.introductions == [data for _, data in asker.receive()]
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "10 to 11" in line
+        assert "upgrade" in line
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"\x92\x0b\x0a", b"\x92\x00\x0b", b"\x91\x0a", b"\x93\x0a\x0b\x0c", b"rubbish", b"\xc0",
+     b"\x92\x0a\xcf" + b"\xff" * 8, b"\x92\x0a\xcd\xff\xff" * 99],
+)  # fmt: skip
+def test_question_with_bad_versions_is_refused(body: bytes) -> None:
+    """Inverted, out of bounds, or no array of two numbers. Nothing is sent."""
+    clock = Clock()
+    with FakeNixl(), side("P", clock, "P") as producer:
+        asker = Direct("asker")
+        asker.send("P", producer.first.nixl.secret.seal(QUESTION, body))
+        assert 1 == len(producer.first.settled().foreign)
+        assert [] == asker.receive()
+
+
+def test_message_of_another_version_is_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Only a peer with the secret can cause the line, and many versions cause few."""
+    clock = Clock()
+    with FakeNixl(), side("P", clock, "P") as producer, caplog.at_level(logging.WARNING):
+        for version in [9, 9, 9, *range(12, 90)]:
+            body = b"kvspec-message\n" + version.to_bytes(2, "big") + bytes(40)
+            Direct("D").send("P", producer.first.nixl.secret.seal(MESSAGE, body))
+            producer.poll()
+        assert MAX_WARNED == len(caplog.records)
+        assert 1 == sum("version 9 " in record.getMessage() for record in caplog.records)
