@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import hmac
-from pathlib import Path
 
 import attrs
 
@@ -158,6 +157,8 @@ def _of_environment() -> Secret:
 @functools.cache  # A process reads it once, so that all its parts are in the same step.
 def _of_file(path: str) -> Secret:
     """Return the secrets in the lines of a file: the first one seals, all are accepted."""
+    from pathlib import Path  # noqa: PLC0415 - an effect, as `environ`
+
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_SECRET_FILE + 1)
