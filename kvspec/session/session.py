@@ -131,7 +131,6 @@ class Session:
             replica_policy=ReplicaPolicy() if replica_policy is None else replica_policy,
             model=model,
             revision=revision,
-            start=secrets.token_bytes(START),
         )
         self.me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
         held_ledger = ProducerLedger(self.me, lease=lease, longest=longest)
@@ -140,7 +139,7 @@ class Session:
         # an answer to one of them is never taken for an answer to the other.
         load_ledger.counts["numbers"] = secrets.randbelow(FIRST_NUMBER)
         nixl.register(cache.memory, owner=(owner, cache.owner))
-        shake = attrs.evolve(shake, transport=nixl.metadata())
+        shake = attrs.evolve(shake, transport=nixl.metadata(), start=secrets.token_bytes(START))
         self.channel: Channel = TcpChannel() if channel is None else channel
         self._own = Introduced(
             handshake=shake,
