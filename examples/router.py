@@ -83,7 +83,10 @@ class Router:
     ) -> web.StreamResponse:
         """Pass the answer of the decode engine on, without the ticket."""
         if answer.content_type != "text/event-stream":
-            found = await answer.json()
+            text = await answer.read()
+            if answer.content_type != "application/json":
+                return web.Response(body=text, status=answer.status)
+            found = json.loads(text)
             if isinstance(found, dict):
                 found.pop("kv_transfer_params", None)
             return web.json_response(found, status=answer.status)
@@ -92,6 +95,8 @@ class Router:
         try:
             async for line in answer.content:
                 await response.write(without_ticket(line))
+        except aiohttp.ClientConnectionResetError:
+            return response  # The client has left.
         except aiohttp.ClientError as error:
             # The client has read a part of the answer. It sees the end of the stream as an error.
             await response.write(f"data: {json.dumps({'error': str(error)})}\n\n".encode())

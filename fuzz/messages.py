@@ -36,6 +36,7 @@ from kvspec.wire.messages import (
     StopWriting,
     Valid,
 )
+from kvspec.wire.versions import START
 
 DRAWN = st.randoms(use_true_random=False)
 RANKS = [kvspec.RankId(tp=tp) for tp in range(3)]
@@ -44,8 +45,8 @@ KEYS = [Key(f"request {n % 2}", bytes([n] * 8)) for n in range(4)]
 PLACE = ("full", "layers.0")
 EXTENT = Extent(layer=PLACE[1], parts=("k", "v"), units=range(2), tokens=range(3, 9))
 TRUE = Valid(key=KEYS[0], by=P[0], to=D[0])
-# The magic string and two bytes of the wire version. Every message begins with them.
-HEAD = encode_message(TRUE)[: len(b"kvspec-message\n") + 2]
+# The magic string, two bytes of the wire version, and the start. Every message begins with them.
+HEAD = encode_message(TRUE)[: len(b"kvspec-message\n") + 2 + START]
 # Values at the edges of each wire type, and words that are valid in another field.
 VALUES: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 9, 2**20, 2**31, 2**63 - 1, 2**64 - 1, 0.0, 1e9, -1.0, float("nan"),

@@ -247,7 +247,7 @@ def indexer_layers(read: ModelConfig, indices: Sequence[int]) -> list[int]:
     pattern = read.get("index_topk_pattern")
     if pattern is not None:
         # The engines accept one letter for each layer, as a text or a list. S shares.
-        letters = list(pattern) if isinstance(pattern, str | list) else []
+        letters: list[object] = [*pattern] if isinstance(pattern, (str, list)) else []
         if len(letters) < len(indices) or not all(letter in ("F", "S") for letter in letters):
             expected = f"F or S for each of {len(indices)} layers"
             raise SpecError("index_topk_pattern", pattern, expected)

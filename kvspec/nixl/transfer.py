@@ -431,6 +431,7 @@ class InFlightTransfers:
         near = ("", transfer.local.memory_type), local, local + nbytes
         far = (transfer.peer, transfer.remote.memory_type), remote, remote + nbytes
         source, target = (far, near) if transfer.operation == "READ" else (near, far)
+        owner = None
         while True:
             while self._released:
                 self._busy.release(self._released[0])

@@ -227,12 +227,13 @@ class Loads:
         pushes = {
             rank: pushed_of(lane.table, request) for rank, lane in lanes.items() if options.pushed
         }
-        sides = {} if options.pushed else {r: lane.sides(request) for r, lane in lanes.items()}
+        readable = () if options.pushed else lanes.items()
+        sides = {rank: lane.sides(request) for rank, lane in readable}
         moved = {rank: each for rank, each in sides.items() if len(each[1][0])}
         sources: Sources = dict.fromkeys((*moved, *pushes), EVERYTHING)
         if options.follow:
             sources = {rank: ends_of(lanes[rank].table, request) for rank in moved}
-            moved = {}
+            moved.clear()
         plan = self._plan(remote, load.key, name, options, sources)
         blocks = blocks_of(remote.plan, request)
         reads = self.nixl.pair("READ", moved, request=name)

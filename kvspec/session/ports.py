@@ -40,7 +40,7 @@ def port_range(value: object, field: str = "port") -> range:
         first, last = value[0], value[-1]
     elif isinstance(value, str):
         first, last = _numbers(field, value)
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, (tuple, list)):
         ends = sequence(field, value, "two ports, the first and the last")
         if len(ends) != 2:  # noqa: PLR2004 - the first and the last
             raise SpecError(field, value, WANTED)

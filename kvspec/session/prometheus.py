@@ -38,12 +38,20 @@ class Metric(NamedTuple):
 
 def _sum(name: str, help_: str, field: str) -> Metric:
     """Return the metric of one field of the counters."""
-    return Metric(name, "counter", help_, lambda stats: {(): getattr(stats.counters, field)})
+
+    def read(stats: SessionStats) -> dict[tuple[str, ...], float]:
+        return {(): getattr(stats.counters, field)}
+
+    return Metric(name, "counter", help_, read)
 
 
 def _now(name: str, help_: str, field: str) -> Metric:
     """Return the metric of one number of the present."""
-    return Metric(name, "gauge", help_, lambda stats: {(): getattr(stats, field)})
+
+    def read(stats: SessionStats) -> dict[tuple[str, ...], float]:
+        return {(): getattr(stats, field)}
+
+    return Metric(name, "gauge", help_, read)
 
 
 def _failed(stats: SessionStats) -> dict[tuple[str, ...], float]:
@@ -139,7 +147,8 @@ class SessionCollector:
 
 def _buckets(counters: Counters) -> list[tuple[str, float]]:
     """Return the bounds of the histogram, each with the number of loads up to it."""
-    bounds, total, buckets = [*map(str, SECONDS), "+Inf"], 0, []
+    bounds, total = [*map(str, SECONDS), "+Inf"], 0
+    buckets = list[tuple[str, float]]()
     for bound, count in zip(bounds, counters.seconds_histogram, strict=True):
         total += count
         buckets.append((bound, float(total)))

@@ -65,12 +65,15 @@ class MediaItem:
 def _media(value: object) -> tuple[MediaItem, ...] | None:
     if value is None:
         return None
-    items = []
+    items = list[MediaItem]()
     for item in sequence("media", value, _MEDIA):
-        fields = (item,) if isinstance(item, MediaItem) else sequence("media", item, _MEDIA)
-        if not isinstance(item, MediaItem) and len(fields) != 3:  # noqa: PLR2004 - see MediaItem
+        if isinstance(item, MediaItem):
+            items.append(item)
+            continue
+        fields = sequence("media", item, _MEDIA)
+        if len(fields) != 3:  # noqa: PLR2004 - see MediaItem
             raise SpecError("media", item, _MEDIA)
-        items.append(item if isinstance(item, MediaItem) else MediaItem(*fields))
+        items.append(MediaItem(*fields))
     return tuple(sorted(items, key=lambda item: (item.start, item.length, item.identifier)))
 
 

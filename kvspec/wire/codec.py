@@ -91,7 +91,7 @@ def encode_handshake(handshake: Handshake, version: int = VERSION) -> bytes:
     kind: type[HandshakeFields10] = HandshakeFields
     more: dict[str, Any] = {"start": shake.start, "versions": shake.versions}
     if version < RANGED:
-        kind, more = HandshakeFields10, {}
+        kind, more = HandshakeFields10, dict[str, Any]()
         shake = attrs.evolve(shake, start=NO_START, versions=Versions(version, version))
     try:
         fields = kind(

@@ -61,11 +61,11 @@ def test_dtype_of_8_bits_needs_a_declared_dtype_for_states() -> None:
 
 def test_temporal_state_may_have_its_own_dtype() -> None:
     """It comes from the argument, or from either key of the config."""
-    plain = contents("Nemotron-H-8B", "mamba")
-    wide = contents("Nemotron-H-8B", "mamba", ssm_dtype="float32")
+    plain = contents("Bamba-9B", "mamba")
+    wide = contents("Bamba-9B", "mamba", ssm_dtype="float32")
     assert plain | {"ssm": 2 * plain["ssm"]} == wide
     for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
-        assert wide == contents("Nemotron-H-8B", "mamba", also={key: "float32"})
+        assert wide == contents("Bamba-9B", "mamba", also={key: "float32"})
 
 
 # Errors

@@ -566,7 +566,9 @@ def test_unwritten_ranges_have_rows_of_states_that_do_not_move(
         builders.engine(
             kvspec.MambaSpec(
                 state_parts=[
-                    kvspec.Part(name="s", units=1, states=rows, content_bytes=1, tokens_per_state=0)
+                    kvspec.Part(
+                        name="conv_s", units=1, states=rows, content_bytes=1, tokens_per_state=0
+                    )
                 ],
                 block_size=4,
             )

@@ -124,7 +124,7 @@ def test_order_of_an_answer_may_differ_between_two_calls(question: str) -> None:
         return list(ask(*arguments))[:: 1 - next(numbers) % 2 * 2]
 
     judgements = judged(describing(**{question: answer}), 1, 5, 10)
-    assert {Verdict.EXACT} == {j.verdict for j in judgements}
+    assert {Verdict.EXACT} == {j.verdict for j in judgements if j.words != "not drawn"}
 
 
 def ended(*_: object) -> Any:
@@ -325,7 +325,7 @@ def test_whole_connector_that_copies_exactly_keeps_its_laws() -> None:
     system = describing(connector=copying(lambda a, b, n: (a, b, n)))
     judgements = judged(system, 1, 10, 11)
     assert {1, 10, 11} == {j.law.number for j in judgements}
-    assert {Verdict.EXACT} == {j.verdict for j in judgements}
+    assert {Verdict.EXACT} == {j.verdict for j in judgements if j.words != "not drawn"}
 
 
 def test_guard_bytes_find_a_write_after_the_memory() -> None:
@@ -380,8 +380,7 @@ def test_report_states_that_half_of_law_7_was_not_judged() -> None:
     system = describing(tells=KVSPEC.tells)
     report = judge(system, profile=TINY, axes=[TP], laws=laws.LAWS[6:7])
     assert Verdict.EXACT in {judgement.verdict for judgement in report.judgements}
-    (reason,) = report.reasons(Verdict.NOT_JUDGED)
-    assert "half" in reason
+    assert any("half" in reason for reason in report.reasons(Verdict.NOT_JUDGED))
 
 
 def test_judge_does_not_call_a_law_exact_that_had_nothing_to_try() -> None:
@@ -444,7 +443,11 @@ def test_judge_goes_on_after_each_fault_and_reports_all_laws() -> None:
     report = judge(system, profile=TINY, axes=[TP])
     judged_laws = {j.law.number for j in report.wrong}
     assert {1, 8, 10, 11} <= judged_laws
-    silent = {j.law.number for j in report.judgements if j.verdict is Verdict.NOT_JUDGED}
+    silent = {
+        j.law.number
+        for j in report.judgements
+        if j.verdict is Verdict.NOT_JUDGED and j.words != "not drawn"
+    }
     assert {2, 7, 12, 13} == silent
 
 

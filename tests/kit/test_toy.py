@@ -44,7 +44,11 @@ def test_toy_keeps_its_laws(system: Any) -> None:
     assert {"kinds", "tp", "layouts", "prefixes", "everything", ""} == {
         judgement.axis for judgement in report.judgements
     }
-    silent = {j.law.number for j in report.judgements if j.verdict is Verdict.NOT_JUDGED}
+    silent = {
+        j.law.number
+        for j in report.judgements
+        if j.verdict is Verdict.NOT_JUDGED and j.words != "not drawn"
+    }
     assert {2, 7, 12, 13} == silent
 
 

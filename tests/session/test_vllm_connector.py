@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import time
@@ -28,8 +29,8 @@ from vllm_serving import (
 )
 
 import kvspec
-from kvspec.adapters.vllm import engine_spec, scheduler_side
-from kvspec.adapters.vllm.content import content_of_request
+from kvspec.adapters.vllm import content, engine_spec, scheduler_side
+from kvspec.adapters.vllm.content import content_of_request, sampling_of_request
 from kvspec.adapters.vllm.scheduler_side import Scheduling, Served
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
@@ -697,3 +698,66 @@ def test_lines_of_kvspec_have_the_place_of_those_of_vllm() -> None:
     finally:
         theirs.removeHandler(handler)
         ours.handlers, ours.level, ours.propagate = [], before[1], True
+
+
+def test_metrics_of_a_front_end_have_the_numbers_of_all_steps() -> None:
+    """They are read as Prometheus reads them."""
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    types = [
+        functools.partial(getattr(client, name), registry=registry)
+        for name in ("Gauge", "Counter", "Histogram")
+    ]
+    connector = importlib.import_module(CONNECTOR).KvspecConnector
+    metrics = connector.build_prom_metrics(None, types, ["model"], {0: ["tiny"]})
+    empty = connector.build_kv_connector_stats()
+    assert empty.is_empty()
+    step = dict(empty.data) | {"seconds": [0.002, 0.2], "failed": {"gone": 2}, "bytes_read": 7}
+    step |= {"held": 3, "holds_expired": 1}
+    stats = connector.build_kv_connector_stats(step)
+    assert not stats.is_empty()
+    assert {
+        "Loads done": 2,
+        "Loads failed": 2,
+        "Holds expired": 1,
+    }.items() <= stats.reduce().items()
+    for _ in range(2):
+        metrics.observe(stats.data, 0)
+    text = client.generate_latest(registry).decode()
+    for line in (
+        'vllm:kvspec_load_seconds_count{model="tiny"} 4.0',
+        'vllm:kvspec_failed_loads_total{model="tiny",state="gone"} 4.0',
+        'vllm:kvspec_bytes_read_total{model="tiny"} 14.0',
+        'vllm:kvspec_expired_holds_total{model="tiny"} 2.0',
+        'vllm:kvspec_held_prompts{model="tiny"} 3.0',
+    ):
+        assert line in text
+    stats.reset()
+    assert stats.is_empty()
+
+
+def test_embeddings_and_sampling_of_a_request_are_stated() -> None:
+    """The rows of the first tokens count, and which positions they replace."""
+    torch = pytest.importorskip("torch")
+    rows = torch.arange(12.0).reshape(4, 3)
+    cases = [rows, rows.clone(), rows + 1, rows.to(torch.float64), rows[:, :2]]
+    found = [
+        content_of_request(Request("r", 4, prompt_embeds=each), 3).embeddings for each in cases
+    ]
+    assert found[0] == found[1]
+    assert 4 == len({*found})
+    later = rows.clone()
+    later[3] = 9
+    request = Request("r", 4, prompt_embeds=later)
+    assert found[0] == content_of_request(request, 3).embeddings
+    request.prompt_token_ids = None  # type: ignore[assignment]
+    assert 3 == content_of_request(request, 3).num_tokens
+    names = (*content._SETTINGS, *content._OTHERS)
+    neutral = SimpleNamespace(**dict.fromkeys(names), temperature=0.0)
+    asked = SimpleNamespace(sampling_params=neutral)
+    assert "greedy" == sampling_of_request(asked)
+    neutral.structured_outputs = {"json": "{}"}
+    assert sampling_of_request(asked) not in (None, "greedy")
+    neutral.top_p = "high"
+    assert sampling_of_request(asked) is None
+    assert sampling_of_request(SimpleNamespace()) is None

@@ -131,6 +131,14 @@ class Stats:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+class PromBase:
+    """The class `KVConnectorPromMetrics`: it keeps the classes of the metrics."""
+
+    def __init__(self, _: Any, types: Any, __: Any, labels: dict[int, list[Any]]) -> None:
+        self._gauge_cls, self._counter_cls, self._histogram_cls = types
+        self.per_engine_labelvalues = labels
+
+
 class Source(enum.Enum):
     """The class `CacheHitSource`."""
 
@@ -148,7 +156,7 @@ def installed() -> Iterator[None]:
         | {"KVConnectorTransferResults": Results},
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
             "KVConnectorStats": Stats,
-            "KVConnectorPromMetrics": type("KVConnectorPromMetrics", (), {}),
+            "KVConnectorPromMetrics": PromBase,
         },
         "vllm.distributed.parallel_state": {"get_world_group": lambda: WORLDS[-1]},
     }

@@ -21,9 +21,12 @@ RUNS = {
     "gpt-oss: windows, 48 and 32 tokens, cached inside a block, pushed": (
         "gpt-oss-20b", "tp=2,block=48", "tp=2,pp=2,block=32,layout=LBNHC", 300, 33, "push",
     ),
-    "DeepSeek-V3.2: latent and indexer keys, context ranks, kernel blocks": (
-        "DeepSeek-V3.2", "tp=2,dcp=2,interleave=8,block=64", "tp=3,block=32,kernel=16", 150, 0,
+    "DeepSeek-V3: latents, context ranks, kernel blocks": (
+        "DeepSeek-V3", "tp=2,dcp=2,interleave=8,block=64", "tp=3,block=32,kernel=16", 150, 0,
         "pull",
+    ),
+    "DeepSeek-V3.2: latents and whole pages of indexer keys, context ranks": (
+        "DeepSeek-V3.2", "tp=2,dcp=2,interleave=64,block=64", "tp=3,block=64", 150, 0, "pull",
     ),
     "Qwen3-Next: attention and gated delta nets at unequal TP and PP": (
         "Qwen3-Next-80B-A3B", "tp=4", "tp=1,pp=2,block=48", 60, 0, "pull",

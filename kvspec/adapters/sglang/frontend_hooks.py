@@ -35,7 +35,7 @@ def role(server_args: Any) -> str:
 
 def _each(value: Any) -> list[Any]:
     """Return the values for all prompts of a request. SGLang takes a list, or one for all."""
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return [*value] if isinstance(value, (list, tuple)) else [value]
 
 
 def rooms_of(obj: Any) -> list[Any]:

@@ -155,7 +155,8 @@ class Lookups:
             free = (each for each in questions if lookup.room not in each)
             question = next(free, None)
             if question is None:
-                questions.append(question := {})
+                question = dict[int, Lookup]()
+                questions.append(question)
             question[lookup.room] = lookup
         for question in questions:
             names = {room: (each.name, each.known) for room, each in question.items()}

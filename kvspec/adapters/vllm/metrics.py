@@ -63,7 +63,7 @@ class WorkerNumbers:
         before, seconds = self._before, self._seconds
         if not seconds and now == {name: before[name] for name in now}:
             return None
-        self._before, self._seconds = now, []
+        self._before, self._seconds = now, list[float]()
         failed = {
             state: count - before["failed"].get(state, 0) for state, count in now["failed"].items()
         }
