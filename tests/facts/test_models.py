@@ -240,6 +240,17 @@ def test_deepseek_v32_indexer_pages_move_only_whole() -> None:
     assert {"page.content_bytes", "page.tokens_per_state"} == fields
 
 
+def test_slices_of_a_uniform_group_are_those_of_its_layers() -> None:
+    """Latents and indexer pages have one unit each, which each rank reads from one replica."""
+    (group,) = models.from_config(
+        catalogue.config("DeepSeek-V3.2") | {"num_hidden_layers": 2}, block_size=64
+    )
+    slices = group.spec.get_tp_transfer_slices(1, 2, 4)
+    assert {("latent",), ("page",)} == {each.parts for each in slices}
+    assert set(group.layers) == {layer for each in slices for layer in each.layers}
+    assert {range(1)} == {each.global_range for each in slices}
+
+
 INDEX_CACHES = [
     ({}, [*range(10)]),
     ({"index_topk_freq": 4}, [0, 1, 5, 9]),
