@@ -694,7 +694,7 @@ class Session:
         )
 
     def close(self, drain: float = 1.0) -> None:
-        """Cancel all loads, wait until nothing moves, and disconnect all engines.
+        """Let all loads fail with "closed", wait until nothing moves, and disconnect all engines.
 
         A pushed load whose producer does not answer within *drain* seconds stays "moving", and its
         `wait` raises "closed".
@@ -708,11 +708,9 @@ class Session:
             return
         with self._lock.held:
             for load in list(self._loads.loads.values()):
-                if load.connected:
-                    self._loads.cancel(load)
-                else:
-                    why = "the session was closed before its producer was connected"
-                    self._loads.cancel(load, why, TransferState.CLOSED)
+                where = "" if load.connected else " before its producer was connected"
+                why = f"the session was closed{where}"
+                self._loads.cancel(load, why, TransferState.CLOSED)
         while True:
             with self._lock.held:
                 self._poll()
