@@ -105,7 +105,7 @@ def test_wait_raises_when_session_is_closed(pair: tuple[Side, Side]) -> None:
     waiter.start()
     session.close(drain=0.01)
     waiter.join(5.0)
-    assert (["closed"], "moving", "stopped") == (states, load.poll(), load.error.state)
+    assert (["closed"], "moving", "closed") == (states, load.poll(), load.error.state)
 
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])

@@ -137,7 +137,7 @@ def test_closed_session_fails_its_loads_and_disconnects(pair: tuple[Side, Side])
     session.close()
     assert "failed" == load.poll()
     assert load.error is not None
-    assert "stopped" == load.error.state
+    assert "closed" == load.error.state
     assert (0, 0) == (len(session.nixl.peers), session.nixl.stats().transfers)
     assert 0 == len(session.channel)  # type: ignore[arg-type]
     session.nixl.close()
