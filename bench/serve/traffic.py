@@ -156,11 +156,11 @@ class Traffic:
         if status != 200:
             return Outcome(kind, "failed", seconds=took, why=f"{status} {why}")
         expected, likely = self.answers[which]
-        close = len(likely) == len(logprobs) and all(
-            abs(a - b) < CLOSE for a, b in zip(likely, logprobs, strict=True)
-        )
-        same = tokens == expected and close
-        why = "" if same else f"prompt {which}: {tokens} for {expected}"
+        same, why = tokens == expected and len(likely) == len(logprobs), ""
+        if same:
+            apart = max(abs(a - b) for a, b in zip(likely, logprobs, strict=True))
+            same, why = apart < CLOSE, f", log probabilities {apart:.1g} apart"
+        why = "" if same else f"prompt {which}: {tokens} for {expected}{why}"
         return Outcome(kind, "same" if same else "different", first, took, why)
 
     async def _ask(
