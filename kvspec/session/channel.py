@@ -75,7 +75,7 @@ FRAMES = 256
 TURN = 32
 """Messages of one trusted or dialled peer that one poll returns. A stranger gets an eighth."""
 RESOLVED = 1 << 16
-"""Addresses that `resolve` has looked up. The oldest is forgotten."""
+"""Addresses that `resolve` has looked up, or that `ended` knows. The oldest is forgotten."""
 REST = 0.025
 """Seconds for which the listener rests after `ACCEPTS` connections, or without descriptors."""
 STALL = 10.0
@@ -99,6 +99,8 @@ class Channel(Protocol):
     - `refused() -> list[str]`: addresses where no process listens, as attempts to connect have
       shown since the last call. Loads that read from such a rank fail. Without it, they fail at
       their timeouts if all bytes have arrived before the process of the producer ends.
+    - `ended(address) -> int`: how many established connections to an address have ended. Without
+      it, an error cannot distinguish a process that closes each connection from a silent one.
     - `resolve(address)`: look up the host of an address. It may wait. The session calls it before
       it connects, and holds no lock meanwhile.
     - `trust(route)`: a message from *route* has shown that its sender knows the secret.
@@ -231,6 +233,7 @@ class TcpChannel:
         self._resolved: dict[str, tuple[int, tuple[object, ...]]] = {}
         self._numbers = itertools.count()
         self._refused = set[str]()
+        self._ended: dict[str, int] = {}
         self._rests_until = 0.0  # when the listener's rest ends
         self._next_check = 0.0
         self._closed = False
@@ -293,6 +296,10 @@ class TcpChannel:
         """
         refused, self._refused = [*self._refused], set[str]()
         return refused
+
+    def ended(self, address: str) -> int:
+        """Return how many established connections to *address* have ended, on either side."""
+        return self._ended.get(address, 0)
 
     def trust(self, route: str) -> None:
         """Keep the connection of *route* when strangers connect: it has shown a right seal."""
@@ -420,6 +427,10 @@ class TcpChannel:
             with contextlib.suppress(KeyError, ValueError):  # an interrupted call did it already
                 self._selector.unregister(link.socket)
             link.socket.close()
+            if link.most == MAX_MESSAGE and not link.connecting:
+                self._ended[link.route] = self._ended.pop(link.route, 0) + 1
+                if len(self._ended) > RESOLVED:
+                    del self._ended[next(iter(self._ended))]
             for links in (self._strangers, self._trusted, self._turns):
                 links.pop(link.route, None)
             self.lost += bool(link.unsent)

@@ -4,14 +4,15 @@ Invariant: a probe changes nothing in the engines that it asks. It is no engine 
 connects to it. Every question ends: with an introduction, or with a sentence that says why not.
 
 How it works:
-    `ask` sends the questions of `Session.fetch` to each address, all at once. `read_engine` checks
-    that the answers are those of all ranks of one engine. `Deployment.of` compares two engines as
-    `Session.connect` does, but for all pairs of ranks. `move` reads memory of producer ranks over
-    NIXL.
+    `ask` sends the questions of `Session.fetch` to all addresses, over one channel. `read_engine`
+    checks that the answers are those of all ranks of one engine. `Deployment.of` compares two
+    engines as `Session.connect` does, but for all pairs of ranks. `move` reads memory of producer
+    ranks over NIXL.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import queue
 import threading
 import time
@@ -58,71 +59,88 @@ def _nobody() -> Introduced:
     return Introduced(handshake=shake, address="probe", lease=30.0, heartbeat=5.0)
 
 
-def _ask_one(address: str, secret: Secret, timeout: float) -> Introduced:
-    """Return the rank at an address. Raises `KVSpecError` if there is none."""
-    channel = TcpChannel()
-    messages = Messages(channel, secret, _nobody())
-    dialled = refused = closed = False
-
-    def step() -> None:
-        nonlocal dialled, refused, closed
-        dialled |= len(channel) > 0
-        for _ in messages.receive():
-            pass
-        refused |= address in channel.refused()
-        # A peer may answer nonsense at once, so the connection need not last until this line.
-        closed |= dialled and not refused and len(channel) == 0
-
-    try:
-        absent = min(ABSENT, timeout)
-        (sealed,) = messages.fetch([address], timeout, absent, step, SessionLock())
-        return introduced(sealed, secret)
-    except TransferError as error:
-        if error.state == TransferState.TIMEOUT and closed:
-            why = "it has another secret or version, or is no session"
-            message = f"the connection to {address} is closed by the process there: {why}"
-            raise TransferError(message, state=TransferState.TIMEOUT) from error
-        raise
-    finally:
-        messages.close()
-
-
 def ask(addresses: Iterable[str], secret: Secret, timeout: float) -> dict[str, Answer]:
     """Ask the ranks at *addresses*, all at once.
 
     Args:
         addresses: Addresses of channels.
         secret: The secret of the ranks.
-        timeout: Seconds after which each question ends. A system that looks a host name up for
-            longer does not extend it.
+        timeout: Seconds to look all host names up, and then to wait for the answers.
 
     Returns:
         For each address, the rank there, or the error.
     """
     asked = tuple(dict.fromkeys(addresses))
-    answers = queue.SimpleQueue[tuple[str, Answer]]()
+    channel = TcpChannel()
+    messages = Messages(channel, secret, _nobody())
 
-    def serve(address: str) -> None:
+    def step() -> None:
+        for _ in messages.receive():
+            pass
+
+    try:
+        known = _looked_up(asked, messages, timeout)
+        sealed = messages.ask(
+            tuple(at for at in asked if at in known),
+            timeout, min(ABSENT, timeout), step, SessionLock(), each=True,
+        )  # fmt: skip
+        return {address: _judged(address, sealed, secret, timeout) for address in asked}
+    finally:
+        messages.close()
+
+
+def _judged(
+    address: str, sealed: Mapping[str, bytes | TransferError], secret: Secret, timeout: float
+) -> Answer:
+    """Return the rank that answered at an address, or the error."""
+    answer = sealed.get(address)
+    if answer is None:
+        why = f"the look-up of its host name takes longer than {timeout:g} s"
+        return TransferError(why, rank=address, state=TransferState.TIMEOUT)
+    if isinstance(answer, TransferError):
+        return answer
+    try:
+        return introduced(answer, secret)
+    except KVSpecError as error:
+        return error
+
+
+def _looked_up(addresses: Iterable[str], messages: Messages, timeout: float) -> set[str]:
+    """Look the hosts of *addresses* up, and return those that were looked up in time.
+
+    Only here is a time limit around other work. The questions limit their own time. A limit around
+    them would end first on a busy machine, and hide what each address has answered.
+    """
+    by_host: dict[str, list[str]] = {}
+    for address in addresses:
+        by_host.setdefault(address.rpartition(":")[0], []).append(address)
+    ready = queue.SimpleQueue[str]()
+
+    def look_up(host: str) -> None:
         try:
-            answers.put((address, _ask_one(address, secret, timeout)))
-        except KVSpecError as error:
-            answers.put((address, error))
+            messages.resolve(by_host[host])
+        finally:
+            ready.put(host)
 
     # Threads that the interpreter does not wait for: a look-up of a name cannot be interrupted.
-    for address in asked:
-        threading.Thread(target=serve, args=(address,), daemon=True).start()
-    end, found = time.monotonic() + timeout + ABSENT, dict[str, Answer]()
-    while len(found) < len(asked):
+    waiting = {host for host in by_host if not _is_ip(host)}
+    for host in waiting:
+        threading.Thread(target=look_up, args=(host,), daemon=True).start()
+    known, end = by_host.keys() - waiting, time.monotonic() + timeout
+    while len(known) < len(by_host):
         try:
-            address, answer = answers.get(timeout=max(0.0, end - time.monotonic()))
+            known.add(ready.get(timeout=max(0.0, end - time.monotonic())))
         except queue.Empty:
             break
-        found[address] = answer
-    why = f"no answer within {timeout:g} s: its host name may be looked up still"
-    return {
-        address: found.get(address) or TransferError(why, rank=address, state=TransferState.TIMEOUT)
-        for address in asked
-    }
+    return {address for host in known for address in by_host[host]}
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def read_engine(answers: Iterable[Introduced]) -> tuple[Introduced, ...]:

@@ -225,6 +225,7 @@ class Messages:
             getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
         )
         self._refused: Callable[[], list[str]] = getattr(channel, "refused", list)
+        self._ended: Callable[[str], int] = getattr(channel, "ended", lambda _: 0)
         # Whether a connection is established. Without the method, every message names its route.
         self._keeps: Callable[[str], object] = getattr(channel, "reaches", lambda _: False)
         self._addresses: dict[RankAddress, str] = {}  # those of connected engines
@@ -234,7 +235,7 @@ class Messages:
         self._doubtful: OrderedDict[RankAddress, str] = OrderedDict()
         self.unsent: dict[object, Message] = {}
         # The answers so far, for each `fetch` that waits.
-        self._asked: dict[object, dict[str, bytes | None]] = {}
+        self._asked: dict[object, dict[str, bytes | TransferError | None]] = {}
         # By route: the bytes, when they were sent, and the version of the introduction.
         self._challenges: OrderedDict[str, tuple[bytes, float, int]] = OrderedDict()
         # By rank: the start of its session, and the version that it reads.
@@ -388,10 +389,26 @@ class Messages:
         """
         asked = _addresses(addresses)
         self.resolve(asked)
-        answers: dict[str, bytes | None] = dict.fromkeys(asked)
-        begun, again = math.inf, 0.0
-        since, last = dict.fromkeys(asked, begun), dict.fromkeys(asked, -math.inf)
-        call = object()
+        answers = self.ask(asked, timeout, absent, step, lock, each=False)
+        return [answer for answer in answers.values() if isinstance(answer, bytes)]
+
+    def ask(
+        self,
+        addresses: tuple[str, ...],
+        timeout: float,
+        absent: float,
+        step: Callable[[], None],
+        lock: SessionLock,
+        *,
+        each: bool,
+    ) -> dict[str, bytes | TransferError]:
+        """Do the same as `fetch` for addresses whose hosts were looked up.
+
+        *each*: return the error of each address, instead of raising the first one.
+        """
+        answers: dict[str, bytes | TransferError | None] = dict.fromkeys(addresses)
+        limits = _Limits(self._reaches, self._ended, timeout, absent, addresses)
+        again, call = 0.0, object()
         self._asked[call] = answers
         try:
             while missing := [at for at, answer in answers.items() if answer is None]:
@@ -399,25 +416,18 @@ class Messages:
                     if self._closed:
                         raise TransferError("the session was closed", state=TransferState.CLOSED)
                     now = time.monotonic()
-                    # The time runs from the first question. Another call may hold the lock before.
-                    begun = min(begun, now)
                     for address in missing:
-                        if self._reaches(address):
-                            if now - last[address] > LINGER:
-                                since[address] = now
-                            last[address] = now
-                        reached = now - last[address] <= LINGER
-                        start = since[address] if reached else max(begun, last[address])
-                        most = timeout if reached else absent
-                        if now - start >= most or now - begun >= timeout + absent:
-                            raise _silent(address, most, reached=reached)
+                        if (error := limits.look(address, now)) is not None and not each:
+                            raise error
+                        answers[address] = error
                     if now >= again:
                         again = now + ASK_AGAIN
                         for address in missing:
-                            self._channel.send(address, self._secret.seal(QUESTION, _QUESTION))
+                            if answers[address] is None:
+                                self._channel.send(address, self._secret.seal(QUESTION, _QUESTION))
                 self._channel.wait(LOOK_AGAIN)
                 step()
-            return [answer for at in asked if (answer := answers[at]) is not None]
+            return {at: answer for at, answer in answers.items() if answer is not None}
         finally:
             del self._asked[call]
 
@@ -439,7 +449,9 @@ class Messages:
         body = self._secret.unseal(kind, purpose, data, _WANTED)
         if purpose == MESSAGE:
             return self._message(body, route)
-        waits = [asked for asked in self._asked.values() if asked.get(route, b"") is None]
+        # A copy: other threads, which do not hold the lock, begin and end a `fetch` meanwhile.
+        every = tuple(self._asked.values())
+        waits = [asked for asked in every if asked.get(route, b"") is None]
         if purpose == QUESTION:
             self._challenge(route, body)
         elif purpose == ANSWER and self._challenges.get(route, (b"",))[0] == body != b"":
@@ -511,7 +523,7 @@ class Messages:
             # The seal was right, so this is a peer.
             self._warn(error.value, _OTHER_VERSION, route, error.value, OWN)
         # Strangers could fill the log, so only peers that this session chose are worth a warning.
-        asked = any(route in asked for asked in self._asked.values())
+        asked = any(route in asked for asked in tuple(self._asked.values()))
         chosen = asked or route in self._addresses.values()
         if chosen and route not in self._warned:
             self._warned.add(route)
@@ -563,10 +575,53 @@ def _addresses(value: object) -> tuple[str, ...]:
     return found
 
 
-def _silent(address: str, seconds: float, *, reached: bool) -> TransferError:
-    """Return the error that no introduction came from *address*."""
-    why = "no process accepts connections there"
-    if reached:
-        why = "the process there is silent: it is stopped or busy, or has another secret or version"
-    message = f"no introduction from {address} within {seconds} s: {why}"
-    return TransferError(message, rank=address, state=TransferState.TIMEOUT)
+class _Limits:
+    """The time limits of some questions. They run from the first question.
+
+    Another call may hold the lock of the session before.
+
+    Args:
+        reaches: As in `Channel`.
+        ended: As in `Channel`.
+        timeout: Seconds to wait while a rank is reached.
+        absent: Seconds to wait while it is not.
+        addresses: The addresses of the ranks.
+    """
+
+    def __init__(
+        self,
+        reaches: Callable[[str], bool],
+        ended: Callable[[str], int],
+        timeout: float,
+        absent: float,
+        addresses: Iterable[str],
+    ) -> None:
+        self._reaches, self._ended = reaches, ended
+        self._timeout, self._absent = timeout, absent
+        self._begun = math.inf
+        self._since = dict.fromkeys(addresses, math.inf)  # since when each one is reached
+        self._last = dict.fromkeys(addresses, -math.inf)  # when each one was reached last
+        self._ends = {address: ended(address) for address in addresses}
+
+    def look(self, address: str, now: float) -> TransferError | None:
+        """Return the error of a question whose time is over, or None."""
+        self._begun = min(self._begun, now)
+        if self._reaches(address):
+            if now - self._last[address] > LINGER:
+                self._since[address] = now
+            self._last[address] = now
+        reached = now - self._last[address] <= LINGER
+        start = self._since[address] if reached else max(self._begun, self._last[address])
+        most = self._timeout if reached else self._absent
+        if now - start < most and now - self._begun < self._timeout + self._absent:
+            return None
+        why = "no process accepts connections there"
+        if self._ended(address) > self._ends[address]:
+            why = (
+                "the connection is closed by the process there: it has another secret or version,"
+                " is no session, or has ended"
+            )
+        elif reached:
+            why = "the process there is silent: it is stopped or busy"
+        message = f"no introduction from {address} within {most} s: {why}"
+        return TransferError(message, rank=address, state=TransferState.TIMEOUT)

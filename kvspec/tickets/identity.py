@@ -29,16 +29,30 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, mapping, positive_int, sequence
+from kvspec.inputs import MOST, instance, mapping, positive_int, sequence
 
 IDENTITY_VERSION = 1
 """The version of the definition of `ContentIdentity.digest`. It is part of each digest."""
 _MEDIA = "media items, each with an identifier, a first token and a number of tokens"
 
 
+def _text(field: str, value: object) -> str:
+    """Return *value* if it is a text that UTF-8 can encode.
+
+    JSON shows two halves of a surrogate pair and the character that they make as the same escapes.
+    So two texts would have one digest.
+    """
+    text = instance(field, value, str)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SpecError(field, text, "a text that UTF-8 can encode") from None
+    return text
+
+
 def _text_or_none(_: object, field: attrs.Attribute[Any], value: object) -> None:
     if value is not None:
-        instance(field.name, value, str)
+        _text(field.name, value)
 
 
 @attrs.frozen
@@ -56,7 +70,7 @@ class MediaItem:
     length: int = attrs.field()
 
     def __attrs_post_init__(self) -> None:
-        if not instance("media.identifier", self.identifier, str):
+        if not _text("media.identifier", self.identifier):
             raise SpecError("media.identifier", "", "a text that identifies the item")
         positive_int("media.start", self.start, least=0)
         positive_int("media.length", self.length)
@@ -317,4 +331,7 @@ def tokens_of(value: object) -> npt.NDArray[Any]:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise SpecError("token_ids", value, "a sequence of ints")
+    # A checksum is of 64-bit numbers with a sign. A larger one would become a negative one.
+    if ids.size and ids.dtype == np.uint64 and ids.max() > MOST:
+        raise SpecError("token_ids", int(ids.max()), f"ints of at most {MOST}")
     return ids

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from kvspec.errors import SpecError
-from kvspec.inputs import mapping
+from kvspec.inputs import instance, mapping
 
 NEUTRAL: Mapping[str, object] = {
     "top_k": 0,
@@ -72,22 +72,29 @@ def sampling_of(
     if given["temperature"] == 0 or given.get("top_k") == 1:
         given = {name: value for name, value in given.items() if name not in _RANDOM}
     extra = mapping("others", {} if others is None else others, "names to values")
+    for name in extra:
+        instance("others", name, str)  # 1 and "1" would have one name.
     given |= {f"other {name}": value for name, value in extra.items()}
     if not given:
         return "greedy"
     try:
         text = json.dumps(given, sort_keys=True, allow_nan=False)
+        # Two halves of a surrogate pair and the character that they make have the same escapes.
+        json.dumps(given, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SpecError("settings", given, "values that JSON can represent") from error
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _number(field: str, value: object) -> float:
-    """Return *value* as a float. An int and an equal float are one setting."""
+    """Return *value* as a float. An int and an equal float are one setting.
+
+    An int that no float equals stays an int. Otherwise two large seeds would be one.
+    """
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
         number = math.nan
     if isinstance(value, bool) or not math.isfinite(number):
         raise SpecError(field, value, "a finite number")
-    return number
+    return value if isinstance(value, int) and value != number else number

@@ -81,3 +81,22 @@ def test_fetch_fails_early_when_the_process_closes_each_connection(
     error, seconds = refused(pair[1], address, timeout=60.0, absent=0.2)
     assert "accepts" in error.message
     assert seconds < 5.0
+
+
+def test_fetch_that_begins_in_another_thread_does_not_disturb_a_message(
+    pair: tuple[Side, Side],
+) -> None:
+    """Each producer of a ticket has a thread, which begins and ends its own questions."""
+    messages = pair[1].first._messages
+
+    class Begins(dict[str, Any]):
+        """Answers that another thread looks at just when a message has come."""
+
+        def get(self, *_: object) -> bytes:
+            messages._asked[object()] = {}
+            return b""
+
+    messages._asked[object()] = Begins()
+    challenge = messages._secret.seal(b"kvspec-challenge-1\n", b"c" * 16)
+    assert messages._open("nowhere", challenge) is None
+    messages._asked.clear()

@@ -12,11 +12,11 @@ import pytest
 SPIN = "while True: pass"
 LOADS = """
 import os, sys, time
-os.nice(19)
 from tickets_kept import ASKED, kept, ticket_of
 from two_engines import Side, engine, until
 from kvspec.testing import FakeNixl
 
+os.nice(19)
 # A heartbeat each half second, and a lease of two: the threads get little of the CPU.
 with (
     FakeNixl(),
@@ -38,9 +38,32 @@ print("all are done")
 """
 
 
+ASKS = """
+import os, socket, sys, threading
+from kvspec.session.deployment import ask
+from kvspec.wire.seal import Secret
+
+server = socket.create_server(("127.0.0.1", 0))
+
+def babble():
+    while True:
+        made, _ = server.accept()
+        made.sendall(b"x" * (1 << 16))
+        made.close()
+
+threading.Thread(target=babble, daemon=True).start()
+os.nice(19)
+address = f"127.0.0.1:{server.getsockname()[1]}"
+(answer,) = ask([address], Secret(b"of sixteen bytes"), 1.0).values()
+assert "is no session" in str(answer), answer
+print("all are done")
+"""
+
+
 @pytest.mark.slow
-def test_prompts_stay_kept_while_other_processes_take_the_cpu() -> None:
-    """They wait for longer than a lease, and no heartbeat comes too late."""
+@pytest.mark.parametrize("code", [LOADS, ASKS], ids=["loads", "asks"])
+def test_process_that_gets_little_of_the_cpu_does_all_of_its_work(code: str) -> None:
+    """Prompts stay kept for longer than a lease. A process that is no session is named so."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with contextlib.ExitStack() as stack:
         for _ in range(os.cpu_count() or 1):
@@ -49,7 +72,7 @@ def test_prompts_stay_kept_while_other_processes_take_the_cpu() -> None:
             )
             stack.callback(spinner.kill)
         done = subprocess.run(  # noqa: S603 - our own code
-            [sys.executable, "-c", LOADS],
+            [sys.executable, "-c", code],
             env=environment, capture_output=True, text=True, timeout=120.0, check=False,
         )  # fmt: skip
     assert (0, "all are done\n") == (done.returncode, done.stdout), done.stderr

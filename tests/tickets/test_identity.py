@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvspec.errors import SpecError
-from kvspec.tickets import ContentIdentity, MediaItem, explain_difference, sampling_of
+from kvspec.tickets import (
+    ContentIdentity,
+    MediaItem,
+    content_of,
+    explain_difference,
+    sampling_of,
+)
 from kvspec.tickets.identity import differences
 
 BASE: dict[str, Any] = {
@@ -79,7 +85,8 @@ def test_media_behind_the_first_tokens_are_left_out() -> None:
         ({"media": [("", 0, 1)]}, "media.identifier"), ({"media": [("a", -1, 1)]}, "media.start"),
         ({"media": [("a", 0, 0)]}, "media.length"), ({"media": [("a", 0)]}, "media"),
         ({"media": "cat"}, "media"), ({"salt": 3}, "salt"), ({"weights": 3}, "weights"),
-        ({"adapter": b"x"}, "adapter"),
+        ({"adapter": b"x"}, "adapter"), ({"adapter": "\ud83d\ude00"}, "adapter"),
+        ({"media": [("\ud800", 0, 1)]}, "media.identifier"),
     ],
 )  # fmt: skip
 def test_content_rejects_wrong_arguments(changed: dict[str, Any], field: str) -> None:
@@ -110,6 +117,7 @@ def test_long_differences_are_shortened() -> None:
     [
         ({"beam": 2}, None), ({3: 1}, None), ({"top_p": "high"}, None), ({"top_k": True}, None),
         ({"min_p": 10**400}, None), (None, {"grammar": object()}), (None, {"x": float("nan")}),
+        (None, {1: "x"}), (None, {"grammar": "\ud83d\ude00"}),
     ],
 )  # fmt: skip
 def test_sampling_rejects_what_it_cannot_name(settings: Any, others: Any) -> None:
@@ -126,3 +134,16 @@ def test_settings_that_change_nothing_are_left_out() -> None:
     }
     assert 3 == len(texts)
     assert sampling_of(1, {"top_k": 5}) == sampling_of(1.0, {"top_k": 5.0})
+
+
+def test_large_seeds_that_round_to_one_float_are_two_settings() -> None:
+    texts = {sampling_of(1.0, {"seed": seed}) for seed in (2**53, 2**53 + 1, 2**64 - 1, 2**64 - 2)}
+    assert 4 == len(texts)
+
+
+def test_token_id_beyond_64_bits_with_a_sign_is_refused() -> None:
+    """Its checksum would be that of a negative id."""
+    with pytest.raises(SpecError) as caught:
+        content_of([2**64 - 1])
+    assert "token_ids" == caught.value.field
+    assert content_of([2**63 - 1]) != content_of([-1])

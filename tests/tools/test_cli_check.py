@@ -296,6 +296,45 @@ def test_whatever_is_at_an_address_is_named_in_time(there: Any, words: str) -> N
     assert time.monotonic() - start < 20.0
 
 
+@pytest.mark.parametrize(("there", "words"), [(web, "is no session"), (silent, "silent")])
+def test_slow_machine_does_not_change_the_words(
+    monkeypatch: pytest.MonkeyPatch, there: Any, words: str
+) -> None:
+    """The command gets the CPU so seldom that each look at its connections takes seconds."""
+    receive = TcpChannel.receive
+
+    def slow(channel: TcpChannel) -> list[tuple[str, bytes]]:
+        time.sleep(1.3)
+        return receive(channel)
+
+    monkeypatch.setattr(TcpChannel, "receive", slow)
+    with there() as address:
+        result = run("check", f"--producer={address}", "--timeout=1.5")
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("NO:")]
+    assert words in line
+    assert "host name" not in line
+
+
+def test_more_addresses_than_descriptors_for_each_are_asked() -> None:
+    """A channel for each address would need seven descriptors for each, and a thread."""
+    with ExitStack() as stack:
+        words = ",".join(stack.enter_context(silent()) for _ in range(64))
+        threads = threading.active_count()
+        descriptors = Path("/proc/self/fd")
+        before, counts = len([*descriptors.iterdir()]), list[tuple[int, int]]()
+        receive = TcpChannel.receive
+
+        def counted(channel: TcpChannel) -> list[tuple[str, bytes]]:
+            counts.append((len([*descriptors.iterdir()]), threading.active_count()))
+            return receive(channel)
+
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(TcpChannel, "receive", counted)
+        result = run("check", f"--producer={words}", "--timeout=1")
+    assert 64 == result.stdout.count("silent")
+    assert before + 80 > max(opened for opened, _ in counts)
+    assert threads + 2 > max(active for _, active in counts)
+
+
 def test_all_addresses_are_asked_at_once() -> None:
     """Eight silent processes take as long as one."""
     start = time.monotonic()
