@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -190,16 +191,21 @@ def served(row: Row, name: str, folder: Path, options: argparse.Namespace) -> di
             front.url, pool, answers, row.concurrency, row.leaving, row.rejected, seed=len(row.name)
         )
         empty = [held(each, blocks) for each, blocks in zip(engines, row.blocks, strict=True)]
-        begun = time.monotonic()
         before = samples(place / "consumer.samples")
-        fault = threading.Thread(
-            target=_fault, args=(row.fault, engines, network, begun), daemon=True
-        )
-        fault.start()
-        outcomes = asyncio.run(traffic.run(options.requests))
-        took = time.monotonic() - begun
+        count = options.requests if name == "KvspecConnector" else options.others
+        parts = _parts(count, options.others, fault=bool(row.fault))
+        outcomes, begun = [], time.monotonic()
+        for number, part in enumerate(parts):
+            work = None
+            if number == FAULT and row.fault:
+                work = threading.Thread(target=_fault, args=(row.fault, engines, network))
+                work.start()
+            outcomes.append(asyncio.run(traffic.run(part)))
+            if not number:
+                took = time.monotonic() - begun
+            if work is not None:
+                work.join()
         share = spent(before, samples(place / "consumer.samples"))
-        fault.join()
         time.sleep(REST[name])
         at_rest = [
             max(0.0, held(each, blocks) - before)
@@ -229,11 +235,27 @@ def _restart(*engines: Server) -> None:
         engine.ready()
 
 
-def _fault(fault: str, engines: list[Server], network: Network | None, begun: float) -> None:
-    """Do what the row says, ten seconds after the first request."""
-    if fault:
-        time.sleep(max(0.0, begun + 10.0 - time.monotonic()))
-        FAULTS[fault](engines, network)
+FAULT = 1
+"""The part of the requests in which the fault happens."""
+
+
+def _parts(count: int, others: int, *, fault: bool) -> list[range]:
+    """Return the requests in parts that are sent one after the other.
+
+    With a fault, they are the requests before, while and after it happens. Those after it must not
+    fail. Otherwise, the first part has the requests that all connectors serve. Times are measured
+    there.
+    """
+    first = count // 3 if fault else min(count, others)
+    second = 2 * count // 3 if fault else count
+    ends = (0, first, second, count)
+    return [range(*each) for each in itertools.pairwise(ends)]
+
+
+def _fault(fault: str, engines: list[Server], network: Network | None) -> None:
+    """Do what the row says while requests are served."""
+    time.sleep(0.5)
+    FAULTS[fault](engines, network)
 
 
 def samples(folder: Path) -> Counter[str]:
@@ -254,18 +276,20 @@ def spent(before: Counter[str], after: Counter[str]) -> float | None:
 def _numbers(
     row: Row,
     name: str,
-    outcomes: list[Outcome],
+    parts: list[list[Outcome]],
     took: float,
     at_rest: list[float],
     *,
     alive: bool,
     tracebacks: int,
 ) -> dict[str, Any]:
+    outcomes = [*itertools.chain(*parts)]
     verdicts = Counter(each.verdict for each in outcomes)
-    firsts = sorted(each.first for each in outcomes if each.first is not None)
+    firsts = sorted(each.first for each in parts[0] if each.first is not None)
     # Requests that a killed engine served may fail. They must not hang or differ.
+    failed = [each for each in (parts[-1] if row.fault else outcomes) if each.verdict == "failed"]
     right = not verdicts["different"] and not verdicts["stuck"] and not any(at_rest) and alive
-    right &= bool(verdicts["same"]) and (bool(row.fault) or not verdicts["failed"])
+    right &= bool(verdicts["same"]) and not failed
     right &= bool(row.fault) or not tracebacks
     return {
         "row": row.name,
@@ -275,7 +299,7 @@ def _numbers(
         "tracebacks": tracebacks,
         "first median": statistics.median(firsts) if firsts else None,
         "first p99": firsts[int(0.99 * (len(firsts) - 1))] if firsts else None,
-        "a second": len(outcomes) / took,
+        "a second": len(parts[0]) / took,
         "right": right,
         "why": [each.why for each in outcomes if each.verdict in ("different", "failed")][:3],
     }
@@ -321,7 +345,8 @@ def main(write: Callable[[str], object] = print) -> int:
     names = [row.name for row in ROWS]
     parser.add_argument("--row", nargs="+", choices=names, default=names)
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--requests", type=int, default=100, help="requests of each row")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of a row of kvspec")
+    parser.add_argument("--others", type=int, default=100, help="requests of another connector")
     parser.add_argument("--connector", nargs="+", choices=[*CONNECTORS], default=[*CONNECTORS])
     parser.add_argument("--folder", type=Path, help="for models, answers and logs")
     parser.add_argument("--proxy", type=Path, help="vLLM's toy_proxy_server.py, for its row")
@@ -334,13 +359,19 @@ def main(write: Callable[[str], object] = print) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write(f"logs and models: {folder}\n\n{HEAD}")
     found = []
-    for row in (row for row in ROWS if row.name in options.row):
-        if (why := _missing(row, options)) is not None:
-            write(f"    {row.name}: not run: {why}")
+    rows = {row.name: row for row in ROWS}
+    for row in (rows[each] for each in options.row):
+        if (missing := _missing(row, options)) is not None:
+            write(f"    {row.name}: not run: {missing}")
             continue
         for name in options.connector:
-            found.append(served(row, name, folder, options))
-            write(line(found[-1]))
+            try:
+                found.append(served(row, name, folder, options))
+                write(line(found[-1]))
+            except (OSError, RuntimeError) as error:  # An engine has ended, or answers no more.
+                why = [f"{type(error).__name__}: {error}"]
+                found.append({"row": row.name, "connector": name, "right": False, "why": why})
+                write(f"| {row.name} | {name} | {'- | ' * 12}WRONG |")
             for why in found[-1]["why"]:
                 write(f"    {why}")
             if options.json:

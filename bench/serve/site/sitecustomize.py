@@ -54,7 +54,7 @@ def _sample(folder: str) -> None:
         frame = sys._current_frames().get(main or 0)  # noqa: SLF001 - the only way
         if frame is None:
             continue
-        at = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        at = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
         kind = "waits" if any(each in at for each in _WAITS) else "other"
         while frame is not None:
             if any(each in frame.f_code.co_filename for each in CONNECTOR):
