@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import concurrent.futures
+import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -26,14 +29,14 @@ import attrs
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
 
 import models
-from servers import CONNECTORS, Server, router, running, vllm
+from servers import CONNECTORS, CONTEXT, Network, Server, router, running, toy_proxy, vllm
 from traffic import Outcome, Traffic, body_of, prompts, tokenizer
 
 LEASE = 10.0
 """Seconds of `hold` and `lease` of kvspec in all rows, so that a row ends soon."""
 REST = {"KvspecConnector": LEASE + 5.0, "NixlConnector": 35.0}
 """Seconds after the last request until the engines must hold nothing. vLLM's lease is 30 s."""
-POOL, LONGEST = 60, 900
+POOL, LONGEST = 60, 1400
 
 
 @attrs.frozen(kw_only=True)
@@ -49,7 +52,10 @@ class Row:
         concurrency: Clients at the same time.
         leaving: Share of clients that leave.
         rejected: Share of requests that the decode engine rejects.
-        fault: What happens after some requests: "", "kill prefill" or "kill decode".
+        fault: What happens after some requests, a key of `FAULTS`, or "".
+        more: More arguments of both engines.
+        multi: Whether each engine has its connector inside vLLM's MultiConnector.
+        proxy: Whether vLLM's own toy proxy is the router.
     """
 
     name: str
@@ -61,10 +67,16 @@ class Row:
     leaving: float = 0.0
     rejected: float = 0.0
     fault: str = ""
+    more: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    multi: tuple[bool, bool] = (False, False)
+    proxy: bool = False
 
 
+# The ExampleConnector of vLLM stores whole prompts: it knows no chunks and no several groups.
+_WHOLE = ("--max-num-batched-tokens", str(16 * CONTEXT), "--disable-hybrid-kv-cache-manager")
 ROWS = (
     Row(name="one client", concurrency=1),
+    Row(name="8 clients", concurrency=8),
     Row(name="16 clients", concurrency=16),
     Row(name="32 clients leave, small pool", concurrency=32, leaving=0.2, blocks=(128, 1024)),
     Row(name="32 clients leave, small decode pool", concurrency=32, leaving=0.2, blocks=(512, 96)),
@@ -77,7 +89,27 @@ ROWS = (
     Row(name="states", model="lfm2-2", leaving=0.2),
     Row(name="prefill killed and restarted", leaving=0.1, fault="kill prefill"),
     Row(name="decode killed and restarted", leaving=0.1, fault="kill decode"),
+    Row(name="both killed and restarted", leaving=0.1, fault="kill both"),
+    Row(name="TP rank killed", tp=(2, 1), leaving=0.1, fault="kill rank"),
+    Row(name="network cut for 10 s", leaving=0.1, fault="cut network"),
+    Row(name="DP 2 to 1", leaving=0.2, more=(("--data-parallel-size", "2"), ())),
+    Row(name="prefill in MultiConnector", leaving=0.2, more=(_WHOLE, ()), multi=(True, False)),
+    Row(name="decode in MultiConnector", leaving=0.2, more=((), _WHOLE), multi=(False, True)),
+    Row(name="toy proxy of vLLM", leaving=0.2, proxy=True),
 )
+
+
+def serving_model(name: str, folder: Path) -> Path:
+    """Return the folder of a model with a tokenizer, for prompts that are longer than elsewhere."""
+    model = models.make(name, folder)
+    config = json.loads((model / "config.json").read_text())
+    if config["max_position_embeddings"] < CONTEXT:
+        (model / "config.json").write_text(
+            json.dumps(config | {"max_position_embeddings": CONTEXT})
+        )
+    if not (model / "tokenizer.json").is_file():
+        tokenizer(model, models.VOCABULARY)
+    return model
 
 
 def reference(model: Path, folder: Path, pool: list[list[int]]) -> list[tuple[Any, Any]]:
@@ -98,50 +130,82 @@ def reference(model: Path, folder: Path, pool: list[list[int]]) -> list[tuple[An
 def held(server: Server, blocks: int) -> float:
     """Return the blocks in use, from the engine's own metrics.
 
-    The gauges change when an engine steps, so two requests come first. The last one needs a block.
-    So the number at rest is compared with that of the same call before the first request.
+    The gauges change when an engine steps, so requests come first, several at once for engines with
+    data parallel ranks. Each needs a block, so the least of three readings counts, and the number
+    at rest is compared with that of the same call before the first request.
     """
-    for _ in range(2):
-        server.post("/v1/completions", {"model": "tiny", "prompt": [5, 6], "max_tokens": 1})
-    usage = server.metrics().get("vllm:kv_cache_usage_perc", float("nan"))
-    return float(round(usage * blocks))
+    ask = {"model": "tiny", "prompt": [5, 6], "max_tokens": 1}
+    least = float("inf")
+    for _ in range(3):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            for answer in [pool.submit(server.post, "/v1/completions", ask) for _ in range(4)]:
+                answer.result()
+        usage = server.metrics().get("vllm:kv_cache_usage_perc", float("nan"))
+        least = min(least, float(round(usage * blocks)))
+    return least
 
 
-def connector(name: str, role: str) -> dict[str, Any]:
+def connector(name: str, role: str, place: Path, *, multi: bool, host: str) -> dict[str, Any]:
     """Return the ``--kv-transfer-config`` of one engine."""
     config = CONNECTORS[name] | {"kv_role": f"kv_{role}", "engine_id": role}
     if name == "KvspecConnector":
-        config["kv_connector_extra_config"] = {"hold": LEASE, "lease": LEASE, "timeout": 60.0}
-    return config
+        more = {"hold": LEASE, "lease": LEASE, "timeout": 60.0, "host": host}
+        config["kv_connector_extra_config"] = more
+    if not multi:
+        return config
+    stored = {"shared_storage_path": str(place / f"{role}-stored")}
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    both = [config, other | {"kv_connector_extra_config": stored}]
+    outer = {"kv_connector": "MultiConnector", "kv_role": f"kv_{role}", "engine_id": role}
+    return outer | {"kv_connector_extra_config": {"connectors": both}}
 
 
-def served(row: Row, name: str, folder: Path, count: int) -> dict[str, Any]:
+def served(row: Row, name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Serve one row with the connector *name*, and return its numbers."""
-    model = models.make(row.model, folder)
-    if not (model / "tokenizer.json").is_file():
-        tokenizer(model, models.VOCABULARY)
+    model = serving_model(row.model, folder)
     pool = prompts(POOL, models.VOCABULARY, LONGEST)
     answers = reference(model, folder, pool)
     place = folder / f"{row.name.replace(' ', '-').replace(',', '')}-{name}"
     place.mkdir(parents=True, exist_ok=True)
-    engines = [
-        vllm(role, place, model, connector(name, role), blocks=blocks, tp=tp, block_size=size)
-        for role, blocks, tp, size in zip(
-            ("producer", "consumer"), row.blocks, row.tp, row.block_sizes, strict=True
-        )
-    ]
-    front = router(place, *engines)
-    with running(*engines, front):
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network()) if row.fault == "cut network" else None
+        engines = [
+            vllm(
+                role,
+                place,
+                model,
+                connector(name, role, place, multi=row.multi[side], host=host),
+                blocks=row.blocks[side],
+                tp=row.tp[side],
+                block_size=row.block_sizes[side],
+                more=row.more[side],
+                host=host,
+                inside=network.names[side] if network else "",
+            )
+            for side, role in enumerate(("producer", "consumer"))
+            for host in [network.HOSTS[side] if network else "127.0.0.1"]
+        ]
+        front = toy_proxy(options.proxy, place, *engines) if row.proxy else router(place, *engines)
+        stack.enter_context(running(*engines, front))
         traffic = Traffic(
             front.url, pool, answers, row.concurrency, row.leaving, row.rejected, seed=len(row.name)
         )
         empty = [held(each, blocks) for each, blocks in zip(engines, row.blocks, strict=True)]
-        begun = time.monotonic()
-        fault = threading.Thread(target=_fault, args=(row.fault, engines, begun), daemon=True)
-        fault.start()
-        outcomes = asyncio.run(traffic.run(count))
-        took = time.monotonic() - begun
-        fault.join()
+        before = samples(place / "consumer.samples")
+        count = options.requests if name == "KvspecConnector" else options.others
+        parts = _parts(count, options.others, fault=bool(row.fault))
+        outcomes, begun = [], time.monotonic()
+        for number, part in enumerate(parts):
+            work = None
+            if number == FAULT and row.fault:
+                work = threading.Thread(target=_fault, args=(row.fault, engines, network))
+                work.start()
+            outcomes.append(asyncio.run(traffic.run(part)))
+            if not number:
+                took = time.monotonic() - begun
+            if work is not None:
+                work.join()
+        share = spent(before, samples(place / "consumer.samples"))
         time.sleep(REST[name])
         at_rest = [
             max(0.0, held(each, blocks) - before)
@@ -149,34 +213,83 @@ def served(row: Row, name: str, folder: Path, count: int) -> dict[str, Any]:
         ]
         alive = all(each.alive for each in engines)
         tracebacks = sum(each.tracebacks for each in engines)
-    return _numbers(row, name, outcomes, took, at_rest, alive=alive, tracebacks=tracebacks)
+    numbers = _numbers(row, name, outcomes, took, at_rest, alive=alive, tracebacks=tracebacks)
+    return numbers | {"share": share}
 
 
-def _fault(fault: str, engines: list[Server], begun: float) -> None:
-    """Kill an engine after ten seconds, and start it again."""
-    if fault:
-        time.sleep(max(0.0, begun + 10.0 - time.monotonic()))
-        engine = engines[fault == "kill decode"]
+FAULTS: dict[str, Callable[[list[Server], Network | None], object]] = {
+    "kill prefill": lambda engines, _: _restart(engines[0]),
+    "kill decode": lambda engines, _: _restart(engines[1]),
+    "kill both": lambda engines, _: _restart(*engines),
+    "kill rank": lambda engines, _: (engines[0].kill_rank(), _restart(engines[0])),
+    "cut network": lambda _, network: network and network.cut(10.0),
+}
+
+
+def _restart(*engines: Server) -> None:
+    for engine in engines:
         engine.kill()
+    for engine in engines:
         engine.start()
+    for engine in engines:
         engine.ready()
+
+
+FAULT = 1
+"""The part of the requests in which the fault happens."""
+
+
+def _parts(count: int, others: int, *, fault: bool) -> list[range]:
+    """Return the requests in parts that are sent one after the other.
+
+    With a fault, they are the requests before, while and after it happens. Those after it must not
+    fail. Otherwise, the first part has the requests that all connectors serve. Times are measured
+    there.
+    """
+    first = count // 3 if fault else min(count, others)
+    second = 2 * count // 3 if fault else count
+    ends = (0, first, second, count)
+    return [range(*each) for each in itertools.pairwise(ends)]
+
+
+def _fault(fault: str, engines: list[Server], network: Network | None) -> None:
+    """Do what the row says while requests are served."""
+    time.sleep(0.5)
+    FAULTS[fault](engines, network)
+
+
+def samples(folder: Path) -> Counter[str]:
+    """Return the sums of all samples of an engine's workers: see `site/sitecustomize.py`."""
+    sums = Counter[str]()
+    for file in folder.glob("*.json"):
+        with contextlib.suppress(ValueError):  # Half written, or of a killed process.
+            sums.update(json.loads(file.read_text()))
+    return sums
+
+
+def spent(before: Counter[str], after: Counter[str]) -> float | None:
+    """Return the share of the connector in the samples in which the main thread worked."""
+    connector, other = (after[name] - before[name] for name in ("connector", "other"))
+    return connector / (connector + other) if connector + other else None
 
 
 def _numbers(
     row: Row,
     name: str,
-    outcomes: list[Outcome],
+    parts: list[list[Outcome]],
     took: float,
     at_rest: list[float],
     *,
     alive: bool,
     tracebacks: int,
 ) -> dict[str, Any]:
+    outcomes = [*itertools.chain(*parts)]
     verdicts = Counter(each.verdict for each in outcomes)
-    firsts = sorted(each.first for each in outcomes if each.first is not None)
+    firsts = sorted(each.first for each in parts[0] if each.first is not None)
     # Requests that a killed engine served may fail. They must not hang or differ.
+    failed = [each for each in (parts[-1] if row.fault else outcomes) if each.verdict == "failed"]
     right = not verdicts["different"] and not verdicts["stuck"] and not any(at_rest) and alive
-    right &= bool(verdicts["same"]) and (bool(row.fault) or not verdicts["failed"])
+    right &= bool(verdicts["same"]) and not failed
     right &= bool(row.fault) or not tracebacks
     return {
         "row": row.name,
@@ -186,7 +299,7 @@ def _numbers(
         "tracebacks": tracebacks,
         "first median": statistics.median(firsts) if firsts else None,
         "first p99": firsts[int(0.99 * (len(firsts) - 1))] if firsts else None,
-        "a second": len(outcomes) / took,
+        "a second": len(parts[0]) / took,
         "right": right,
         "why": [each.why for each in outcomes if each.verdict in ("different", "failed")][:3],
     }
@@ -202,15 +315,28 @@ def line(numbers: dict[str, Any]) -> str:
         numbers["row"], numbers["connector"], *(numbers[each] for each in VERDICTS),
         "/".join(f"{blocks:.0f}" for blocks in numbers["held"]), numbers["tracebacks"],
         "-" if first is None else f"{first:.3f}", "-" if last is None else f"{last:.3f}",
-        f"{numbers['a second']:.1f}", "right" if numbers["right"] else "WRONG",
+        f"{numbers['a second']:.1f}",
+        "-" if numbers["share"] is None else f"{numbers['share']:.1%}",
+        "right" if numbers["right"] else "WRONG",
     ]  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
 
 
 HEAD = (
     "| row | connector | same | different | stuck | failed | left | rejected | held at rest "
-    "| tracebacks | first token median s | p99 s | requests/s | |\n" + "|---" * 14 + "|"
+    "| tracebacks | first token median s | p99 s | requests/s | connector in D | |\n"
+    + "|---" * 15
+    + "|"
 )
+
+
+def _missing(row: Row, options: argparse.Namespace) -> str | None:
+    """Return why this row cannot run here, or None."""
+    if row.proxy and options.proxy is None:
+        return "--proxy is not given"
+    if row.fault == "cut network" and not Network.possible():
+        return "network namespaces need the rights of root"
+    return None
 
 
 def main(write: Callable[[str], object] = print) -> int:
@@ -219,9 +345,11 @@ def main(write: Callable[[str], object] = print) -> int:
     names = [row.name for row in ROWS]
     parser.add_argument("--row", nargs="+", choices=names, default=names)
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--requests", type=int, default=100, help="requests of each row")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of a row of kvspec")
+    parser.add_argument("--others", type=int, default=100, help="requests of another connector")
     parser.add_argument("--connector", nargs="+", choices=[*CONNECTORS], default=[*CONNECTORS])
     parser.add_argument("--folder", type=Path, help="for models, answers and logs")
+    parser.add_argument("--proxy", type=Path, help="vLLM's toy_proxy_server.py, for its row")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     options = parser.parse_args()
     if options.list:
@@ -231,10 +359,19 @@ def main(write: Callable[[str], object] = print) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write(f"logs and models: {folder}\n\n{HEAD}")
     found = []
-    for row in (row for row in ROWS if row.name in options.row):
+    rows = {row.name: row for row in ROWS}
+    for row in (rows[each] for each in options.row):
+        if (missing := _missing(row, options)) is not None:
+            write(f"    {row.name}: not run: {missing}")
+            continue
         for name in options.connector:
-            found.append(served(row, name, folder, options.requests))
-            write(line(found[-1]))
+            try:
+                found.append(served(row, name, folder, options))
+                write(line(found[-1]))
+            except (OSError, RuntimeError) as error:  # An engine has ended, or answers no more.
+                why = [f"{type(error).__name__}: {error}"]
+                found.append({"row": row.name, "connector": name, "right": False, "why": why})
+                write(f"| {row.name} | {name} | {'- | ' * 12}WRONG |")
             for why in found[-1]["why"]:
                 write(f"    {why}")
             if options.json:

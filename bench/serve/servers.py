@@ -15,9 +15,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 STARTING = 420.0  # Seconds until a server answers.
+CONTEXT = 2048  # Tokens of the longest request of an engine.
+DEVICE = "serve0"  # The network device of an engine in a namespace of its own.
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -55,6 +57,9 @@ class Server:
         command: The program and its arguments, without the port.
         environment: More variables.
         port: The port, so that a server that restarts keeps its address.
+        host: The address at which it listens.
+        inside: The network namespace in which it runs, or "".
+        health: The path that answers when the server is ready.
     """
 
     def __init__(
@@ -64,10 +69,14 @@ class Server:
         command: list[str],
         environment: dict[str, str] | None = None,
         port: int = 0,
+        host: str = "127.0.0.1",
+        inside: str = "",
+        health: str = "/health",
     ) -> None:
-        self.name, self.port = name, port or free_port()
-        self.url, self.log = f"http://127.0.0.1:{self.port}", folder / f"{name}.log"
-        self._command, self._environment = command, environment or {}
+        self.name, self.host, self.port = name, host, port or free_port()
+        self.url, self.log = f"http://{host}:{self.port}", folder / f"{name}.log"
+        self._health, self._environment = self.url + health, environment or {}
+        self._command = ["ip", "netns", "exec", inside, *command] if inside else command
         self.log.unlink(missing_ok=True)
         self.start()
 
@@ -90,7 +99,7 @@ class Server:
                 raise RuntimeError(f"{self.name} ended: {self.log}")
             with (
                 contextlib.suppress(OSError),
-                urllib.request.urlopen(f"{self.url}/health", timeout=5),  # noqa: S310
+                urllib.request.urlopen(self._health, timeout=5),  # noqa: S310
             ):
                 return
             time.sleep(0.5)
@@ -101,6 +110,24 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def kill_rank(self) -> None:
+        """Kill the worker of the last rank alone. vLLM then ends the others, and is killed after.
+
+        The worker of a rank is the process whose title ends with "_TP" and the number.
+        """
+        ranks: dict[int, int] = {}
+        for status in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                found = re.search(rb"Worker\S*?_TP(\d+)", status.read_bytes())
+                if found and os.getsid(int(status.parent.name)) == self.process.pid:
+                    ranks[int(found[1])] = int(status.parent.name)
+        if len(ranks) < 2:
+            raise RuntimeError(f"{self.name} has workers {ranks}, and the row kills one of several")
+        os.kill(ranks[max(ranks)], signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=30)
+        self.kill()
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 60.0) -> dict[str, Any]:
         """Return the answer to one request."""
@@ -143,24 +170,39 @@ def vllm(
     block_size: int = 32,
     tp: int = 1,
     more: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
+    inside: str = "",
 ) -> Server:
     """Start the server of ``vllm serve`` on a CPU.
 
     *connector* is its ``--kv-transfer-config``. The command itself looks for a package of the name
-    "vllm", and the one for CPUs has another name.
+    "vllm", and the one for CPUs has another name. With *inside*, it runs in this network namespace
+    and listens at *host*.
     """
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", str(block_size),
+        "--max-model-len", str(CONTEXT), "--max-num-seqs", "16", "--block-size", str(block_size),
         "--num-gpu-blocks-override", str(blocks), "--tensor-parallel-size", str(tp),
-        "--host", "127.0.0.1", "--no-disable-hybrid-kv-cache-manager", *more,
+        "--host", host, "--no-disable-hybrid-kv-cache-manager", *more,
     ]  # fmt: skip
     if connector is not None:
         command += ["--kv-transfer-config", json.dumps(connector)]
     path = os.pathsep.join([str(ROOT), str(Path(__file__).with_name("site"))])
     side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "PYTHONPATH": path}
-    return Server(name, folder, command, side)
+    side["KVSPEC_SERVE_SAMPLES"] = str(folder / f"{name}.samples")
+    if inside:
+        side |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_HOST_IP": host}
+        side["UCX_NET_DEVICES"] = DEVICE
+    return Server(name, folder, command, side, host=host, inside=inside)
+
+
+def toy_proxy(program: Path, folder: Path, prefill: Server, decode: Server) -> Server:
+    """Start vLLM's own ``toy_proxy_server.py``, which no package contains."""
+    engines = ["--prefiller-hosts", prefill.host, "--prefiller-ports", str(prefill.port)]
+    engines += ["--decoder-hosts", decode.host, "--decoder-ports", str(decode.port)]
+    command = [sys.executable, str(program), *engines]
+    return Server("router", folder, command, health="/healthcheck")
 
 
 def router(folder: Path, prefill: Server, decode: Server) -> Server:
@@ -168,6 +210,62 @@ def router(folder: Path, prefill: Server, decode: Server) -> Server:
     program = [sys.executable, str(ROOT / "examples" / "router.py")]
     engines = ["--prefill", prefill.url, "--decode", decode.url]
     return Server("router", folder, [*program, *engines], {"PYTHONPATH": str(ROOT)})
+
+
+class Network:
+    """Two network namespaces on one bridge, whose link to each other can be cut.
+
+    This process reaches both at all times. It needs the rights of root.
+    """
+
+    HOSTS = ("10.213.7.2", "10.213.7.3")
+
+    def __init__(self) -> None:
+        self._bridge, self.names = "kvserve", ("kvserve-p", "kvserve-d")
+
+    def __enter__(self) -> Self:
+        self._remove()
+        self._ip(f"link add {self._bridge} type bridge")
+        self._ip(f"addr add 10.213.7.1/24 dev {self._bridge}")
+        self._ip(f"link set {self._bridge} up")
+        for name, host in zip(self.names, self.HOSTS, strict=True):
+            self._ip(f"netns add {name}")
+            self._ip(f"link add {name} type veth peer name {DEVICE} netns {name}")
+            self._ip(f"link set {name} master {self._bridge} up")
+            self._ip(f"-n {name} addr add {host}/24 dev {DEVICE}")
+            self._ip(f"-n {name} link set {DEVICE} up")
+            self._ip(f"-n {name} link set lo up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def cut(self, seconds: float) -> None:
+        """Drop all packets between the two: isolated ports of a bridge do not reach each other."""
+        for state in ("on", "off"):
+            for name in self.names:
+                self._ip(f"link set dev {name} type bridge_slave isolated {state}")
+            if state == "on":
+                time.sleep(seconds)
+
+    @staticmethod
+    def possible() -> bool:
+        """Return whether this process may make namespaces."""
+        try:
+            with Network():
+                return True
+        except (OSError, subprocess.CalledProcessError):
+            return False
+
+    def _remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+
+    @staticmethod
+    def _ip(command: str) -> None:
+        subprocess.run(["ip", *command.split()], capture_output=True, check=True)
 
 
 @contextlib.contextmanager

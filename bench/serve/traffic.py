@@ -101,17 +101,16 @@ class Traffic:
     patience: float = 120.0
     seed: int = 0
 
-    async def run(self, count: int) -> list[Outcome]:
-        """Send *count* requests, and return how each has ended."""
-        drawn = random.Random(self.seed)  # noqa: S311 - no secret
+    async def run(self, numbers: range) -> list[Outcome]:
+        """Send the requests of these numbers, and return how each has ended."""
         places = asyncio.Semaphore(self.concurrency)
         limits = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(
             connector=limits, timeout=aiohttp.ClientTimeout(total=None)
         ) as client:
             works = [
-                self._one(client, places, random.Random(drawn.random()), number)  # noqa: S311
-                for number in range(count)
+                self._one(client, places, random.Random(f"{self.seed} {number}"), number)  # noqa: S311
+                for number in numbers
             ]
             return [*await asyncio.gather(*works)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm_serving import (
     SIZE,
     WORLDS,
     Engine,
+    Factory,
     Request,
     World,
     configs,
@@ -734,6 +736,27 @@ def test_metrics_of_a_front_end_have_the_numbers_of_all_steps() -> None:
         assert line in text
     stats.reset()
     assert stats.is_empty()
+
+
+def test_request_beside_a_connector_of_one_group_is_held_and_cancelled() -> None:
+    """MultiConnector calls another method if one of its connectors knows one group only."""
+    side = scheduling()
+    producer = Request("p-1", 14, {"do_remote_decode": True}, num_computed_tokens=14)
+    held, params = side.request_finished(producer, [1, 2, 3, 4])
+    assert (True, 14) == (held, PrefillTicket.from_params(params or {}).computed_tokens)
+    consumer = Request("d-1", 14, params)
+    side.on_new_request(consumer)
+    assert (False, None) == side.request_finished(consumer, [])
+    step = side.build_connector_meta(None)
+    assert (["p-1"], 1) == ([name for name, _ in step.held], len(step.declined))
+
+
+def test_connector_is_registered_so_that_multiconnector_finds_its_numbers() -> None:
+    """A second import, such as that of a new process's front end, changes nothing."""
+    for _ in range(2):
+        sys.modules.pop(CONNECTOR, None)
+        importlib.import_module(CONNECTOR)
+        assert f"{CONNECTOR}.KvspecConnector" == Factory.registry["KvspecConnector"]
 
 
 def test_embeddings_and_sampling_of_a_request_are_stated() -> None:

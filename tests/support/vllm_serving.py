@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 import vllm_like as like
@@ -93,6 +93,10 @@ class Base:
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Take the scheduler's manager of the caches."""
 
+    def request_finished(self, _: Any, __: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Hold nothing, as a connector that does not override it."""
+        return False, None
+
 
 @dataclass
 class Manager:
@@ -139,6 +143,19 @@ class PromBase:
         self.per_engine_labelvalues = labels
 
 
+class Factory:
+    """The part of `KVConnectorFactory` by which MultiConnector finds the class of its numbers."""
+
+    registry: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        """Register a class by its name."""
+        if name in cls.registry:
+            raise ValueError(f"Connector '{name}' is already registered.")
+        cls.registry[name] = f"{module_path}.{class_name}"
+
+
 class Source(enum.Enum):
     """The class `CacheHitSource`."""
 
@@ -158,6 +175,7 @@ def installed() -> Iterator[None]:
             "KVConnectorStats": Stats,
             "KVConnectorPromMetrics": PromBase,
         },
+        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": Factory},
         "vllm.distributed.parallel_state": {"get_world_group": lambda: WORLDS[-1]},
     }
     created: dict[str, ModuleType] = {}

@@ -24,9 +24,11 @@ How it works:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 
@@ -157,3 +159,9 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
 
     def wait_for_save(self) -> None:
         """Do nothing: no write is in progress, because the consumer reads."""
+
+
+# In a MultiConnector, vLLM's front end looks for the class of the numbers by its name alone. It
+# fails, and so does the engine, if the name is unknown.
+with contextlib.suppress(ValueError):  # It is registered already.
+    KVConnectorFactory.register_connector("KvspecConnector", __name__, "KvspecConnector")

@@ -222,6 +222,16 @@ class Scheduling:
         self._next.held.append((request.request_id, held))
         return True, {"do_remote_prefill": True, "do_remote_decode": False, **held.to_params()}
 
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return the same for a request of one group.
+
+        vLLM's MultiConnector calls this if another of its connectors supports one group only. The
+        base class would hold nothing, and never decline a ticket.
+        """
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def _hold(self, request: Any, block_ids: Any, *, whole: bool) -> PrefillTicket:
         """Return the ticket of a request. *whole* is whether vLLM has computed all of its prompt.
 
