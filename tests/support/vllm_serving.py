@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 import vllm_like as like
@@ -139,6 +139,19 @@ class PromBase:
         self.per_engine_labelvalues = labels
 
 
+class Factory:
+    """The class `KVConnectorFactory`: it finds classes that have no path by their names."""
+
+    registry: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        """Register a class. Raise `ValueError` if the name is known."""
+        if name in cls.registry:
+            raise ValueError(name)
+        cls.registry[name] = f"{module_path}.{class_name}"
+
+
 class Source(enum.Enum):
     """The class `CacheHitSource`."""
 
@@ -152,6 +165,7 @@ def installed() -> Iterator[None]:
     Base._cache_hit_source = Source.EXTERNAL
     base = {"KVConnectorBase_V1": Base, "SupportsHMA": type("SupportsHMA", (), {})}
     modules = {
+        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": Factory},
         "vllm.distributed.kv_transfer.kv_connector.v1.base": base
         | {"KVConnectorTransferResults": Results},
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
