@@ -33,6 +33,7 @@ from vllm_serving import (
 import kvspec
 from kvspec.adapters.vllm import content, engine_spec, scheduler_side
 from kvspec.adapters.vllm.content import content_of_request, sampling_of_request
+from kvspec.adapters.vllm.metrics import _COUNTERS, WorkerNumbers
 from kvspec.adapters.vllm.scheduler_side import Scheduling, Served
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
@@ -407,14 +408,15 @@ def logged(caplog: pytest.LogCaptureFixture, *facts: str) -> bool:
     return any(all(fact in line for fact in facts) for line in lines)
 
 
-def scheduling(spec: Any = None, *, ready: bool = True) -> Scheduling:
+def scheduling(spec: Any = None, *, ready: bool = True, name: str = "d") -> Scheduling:
     """Return the scheduler's side of an engine with one layer. Its workers may be *ready*."""
     spec = spec or like.FullAttentionSpec(**like.HEADS)
     config = like.config((["l"], spec))
-    side = Scheduling(config)
+    vllm_config, _ = configs(name, 0, 1, 4, {})
+    side = Scheduling(vllm_config, config)
     if ready:
         engine = engine_spec(config, backends=like.FLASH)
-        rank = Served(engine=engine, engine_id="p", address="127.0.0.1:9")
+        rank = Served(engine=engine, engine_id=name, address="127.0.0.1:9")
         side.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
     return side
 
@@ -472,6 +474,82 @@ def test_samples_of_one_prompt_read_it_once_and_compute_the_others(
         assert ({"0_d-1": 1}, {}) == (consumer.received, consumer.failed)
         assert {"p-1": 1} == producer.sent
         assert all(logged(caplog, name, "remote_request_id") for name in ("1_d-1", "2_d-1"))
+
+
+def test_samples_that_go_to_several_engines_read_their_prompt_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With data parallelism, vLLM passes the samples to engines that do not know each other."""
+    with Engine("p") as producer, Engine("d_dp0") as first, Engine("d_dp1") as second:
+        moved = asked()
+        producer.fill(moved)
+        first.spoil(moved)
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        assert (0, False) == second.decode(Request("1_d-1", 14, params), [1], [1])
+        assert logged(caplog, "1_d-1", "remote_request_id")
+        until(lambda: True, producer, second)
+        assert (13, True) == first.decode(Request("0_d-1", 14, params), *OTHERS)
+        until(lambda: first.received and producer.sent, producer, first, second)
+        assert ({}, {}) == (first.failed, second.failed)
+        assert [] == first.wrong(moved)
+
+
+def test_ticket_of_the_engine_itself_is_not_fetched(caplog: pytest.LogCaptureFixture) -> None:
+    """A router that has one engine sends both halves of a request to it."""
+    with Engine("p", hold=1.0) as engine:
+        params = engine.prefill(Request("p-1", 14), *TABLES)
+        for request in (
+            Request("d-1", 14, params),
+            Request("d-2", 1, dict(params or {}), abort_immediately=True),
+        ):
+            assert (0, False) == engine.decode(request, *OTHERS)
+            engine.scheduler.request_finished_all_groups(request, OTHERS)
+        assert logged(caplog, "d-1", "computed here")
+        until(lambda: engine.sent, engine)
+        (worker,) = engine.workers
+        assert 0 == worker._session.stats().counters.refusals_lost
+        assert ({"p-1": 1}, {}, {}) == (engine.sent, engine.received, engine.failed)
+
+
+def test_fewer_tokens_than_offered_are_fetched_from_the_front() -> None:
+    """VLLM rounds the number down for some models. Then it computes the last tokens itself."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        request = Request("d-1", 14, params)
+        consumer.scheduler.on_new_request(request)
+        assert (9, True) == consumer.scheduler.get_num_new_matched_tokens(request, 4)
+        blocks = SimpleNamespace(get_block_ids=lambda: OTHERS)
+        consumer.scheduler.update_state_after_alloc(request, blocks, 4)
+        ((_, transfer),) = consumer.scheduler.build_connector_meta(None).fetched
+        assert (4, 8) == (transfer.cached_tokens, transfer.num_tokens)
+
+
+def test_ranks_of_another_connector_are_refused() -> None:
+    """A `MultiConnector` passes the metadata of its first connector to all of them."""
+    with pytest.raises(kvspec.SpecError, match="connectors"):
+        scheduling().set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
+
+
+def test_vllm_finds_the_connector_by_its_name() -> None:
+    """A `MultiConnector` reads the numbers of its connectors by their names."""
+    factory = sys.modules["vllm.distributed.kv_transfer.kv_connector.factory"]
+    importlib.import_module(CONNECTOR)._register()  # A second time, which changes nothing.
+    name = f"{CONNECTOR}.KvspecConnector"
+    assert name == factory.KVConnectorFactory.registry["KvspecConnector"]
+
+
+def test_adapter_whose_files_change_while_it_is_loaded_is_unknown(tmp_path: Path) -> None:
+    """VLLM has the old weights in memory until they are displaced by those of another adapter."""
+    loaded = adapter(tmp_path, "sql", b"old")
+    loaded.lora_int_id = 77
+    before = content_of_request(Request("r", 4, lora_request=loaded), 4).adapter
+    adapter(tmp_path, "sql", b"new weights")
+    assert content_of_request(Request("r", 4, lora_request=loaded), 4).adapter is None
+    loaded.load_inplace = True
+    changed = content_of_request(Request("r", 4, lora_request=loaded), 4).adapter
+    loaded.load_inplace, loaded.lora_int_id = False, 78
+    assert changed == content_of_request(Request("r", 4, lora_request=loaded), 4).adapter
+    assert changed not in (None, before)
 
 
 def test_scheduler_forgets_old_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,9 +704,18 @@ def test_connector_refuses_an_engine_that_receives_weights() -> None:
 
 
 def test_connector_does_not_support_sleep_mode() -> None:
-    """A sleeping engine releases memory whose addresses its peers know (vLLM 0.33)."""
+    """A sleeping engine releases memory whose addresses its peers know.
+
+    VLLM 0.33 asks the connector, and vLLM 0.32 does not.
+    """
     connector = importlib.import_module(CONNECTOR).KvspecConnector
     assert not connector.supports_sleep_mode(None)
+    vllm_config, config = configs("p", 0, 1, 4, {})
+    vllm_config.model_config.enable_sleep_mode = True
+    calls = [lambda role=role: made(vllm_config, role, config) for role in ("SCHEDULER", "WORKER")]
+    for call in (*calls, lambda: connector.get_required_kvcache_layout(vllm_config)):
+        with pytest.raises(kvspec.SpecError, match="enable_sleep_mode"):
+            call()
 
 
 def test_second_request_of_a_held_id_is_freed_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -715,7 +802,7 @@ def test_metrics_of_a_front_end_have_the_numbers_of_all_steps() -> None:
     empty = connector.build_kv_connector_stats()
     assert empty.is_empty()
     step = dict(empty.data) | {"seconds": [0.002, 0.2], "failed": {"gone": 2}, "bytes_read": 7}
-    step |= {"held": 3, "holds_expired": 1}
+    step |= {"held": 2, "holds_expired": 1}
     stats = connector.build_kv_connector_stats(step)
     assert not stats.is_empty()
     assert {
@@ -731,7 +818,7 @@ def test_metrics_of_a_front_end_have_the_numbers_of_all_steps() -> None:
         'vllm:kvspec_failed_loads_total{model="tiny",state="gone"} 4.0',
         'vllm:kvspec_bytes_read_total{model="tiny"} 14.0',
         'vllm:kvspec_expired_holds_total{model="tiny"} 2.0',
-        'vllm:kvspec_held_prompts{model="tiny"} 3.0',
+        'vllm:kvspec_held_prompts{model="tiny"} 4.0',
     ):
         assert line in text
     stats.reset()
@@ -740,15 +827,15 @@ def test_metrics_of_a_front_end_have_the_numbers_of_all_steps() -> None:
 
 def test_request_beside_a_connector_of_one_group_is_held_and_cancelled() -> None:
     """MultiConnector calls another method if one of its connectors knows one group only."""
-    side = scheduling()
+    prefill, decode = scheduling(name="p"), scheduling()
     producer = Request("p-1", 14, {"do_remote_decode": True}, num_computed_tokens=14)
-    held, params = side.request_finished(producer, [1, 2, 3, 4])
+    held, params = prefill.request_finished(producer, [1, 2, 3, 4])
     assert (True, 14) == (held, PrefillTicket.from_params(params or {}).computed_tokens)
+    assert ["p-1"] == [name for name, _ in prefill.build_connector_meta(None).held]
     consumer = Request("d-1", 14, params)
-    side.on_new_request(consumer)
-    assert (False, None) == side.request_finished(consumer, [])
-    step = side.build_connector_meta(None)
-    assert (["p-1"], 1) == ([name for name, _ in step.held], len(step.declined))
+    decode.on_new_request(consumer)
+    assert (False, None) == decode.request_finished(consumer, [])
+    assert 1 == len(decode.build_connector_meta(None).declined)
 
 
 def test_connector_is_registered_so_that_multiconnector_finds_its_numbers() -> None:
@@ -757,6 +844,30 @@ def test_connector_is_registered_so_that_multiconnector_finds_its_numbers() -> N
         sys.modules.pop(CONNECTOR, None)
         importlib.import_module(CONNECTOR)
         assert f"{CONNECTOR}.KvspecConnector" == Factory.registry["KvspecConnector"]
+
+
+def test_held_prompts_are_those_of_all_workers_if_only_one_has_news() -> None:
+    """VLLM adds the numbers of the workers that have some. The others hold what they held."""
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    types = [
+        functools.partial(getattr(client, name), registry=registry)
+        for name in ("Gauge", "Counter", "Histogram")
+    ]
+    connector = importlib.import_module(CONNECTOR).KvspecConnector
+    front = connector.build_prom_metrics(None, types, ["model"], {0: ["tiny"]})
+    counters = SimpleNamespace(**dict.fromkeys(_COUNTERS, 0), failed_by_state={})
+    workers, seen = (WorkerNumbers(), WorkerNumbers()), []
+    for held in ((1, 1), (2, 2), (1, 2), (1, 1), (1, 0), (0, 0)):
+        numbers = [
+            worker.take(SimpleNamespace(counters=counters, held=count))
+            for worker, count in zip(workers, held, strict=True)
+        ]
+        for each in numbers:
+            if each is not None:
+                front.observe(connector.build_kv_connector_stats(each).data, 0)
+        seen.append(registry.get_sample_value("vllm:kvspec_held_prompts", {"model": "tiny"}))
+    assert [2, 4, 3, 2, 1, 0] == seen
 
 
 def test_embeddings_and_sampling_of_a_request_are_stated() -> None:

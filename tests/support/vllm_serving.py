@@ -169,13 +169,13 @@ def installed() -> Iterator[None]:
     Base._cache_hit_source = Source.EXTERNAL
     base = {"KVConnectorBase_V1": Base, "SupportsHMA": type("SupportsHMA", (), {})}
     modules = {
+        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": Factory},
         "vllm.distributed.kv_transfer.kv_connector.v1.base": base
         | {"KVConnectorTransferResults": Results},
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
             "KVConnectorStats": Stats,
             "KVConnectorPromMetrics": PromBase,
         },
-        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": Factory},
         "vllm.distributed.parallel_state": {"get_world_group": lambda: WORLDS[-1]},
     }
     created: dict[str, ModuleType] = {}

@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 
 from kvspec.adapters.vllm.metrics import Numbers, PromMetrics, added, no_numbers, summary
 from kvspec.adapters.vllm.scheduler_side import Scheduling
-from kvspec.adapters.vllm.worker_side import Serving, check_secret
+from kvspec.adapters.vllm.worker_side import Serving, check_secret, check_weights
 
 # The sources of cached tokens. Older versions of vLLM have none.
 _SOURCES = type(getattr(base.KVConnectorBase_V1, "_cache_hit_source", None))
@@ -47,7 +47,18 @@ def _log_as_vllm_does() -> None:
         own.handlers, own.level, own.propagate = engine.handlers, engine.level, False
 
 
+def _register() -> None:
+    """Let vLLM find the class by its name alone.
+
+    Inside a `MultiConnector`, vLLM's front end reads the numbers of each connector by the name of
+    its class. A name that is not registered raises an error there, which ends the front end.
+    """
+    with contextlib.suppress(ValueError):  # It is registered already.
+        KVConnectorFactory.register_connector("KvspecConnector", __name__, "KvspecConnector")
+
+
 _log_as_vllm_does()
+_register()
 
 
 class KvspecStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]
@@ -105,7 +116,7 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
         # The bases take different arguments, so `super().__init__` cannot serve all three.
         base.KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        Scheduling.__init__(self, kv_cache_config)
+        Scheduling.__init__(self, vllm_config, kv_cache_config)
         Serving.__init__(self, vllm_config, kv_cache_config)
 
     @classmethod
@@ -114,12 +125,13 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
         return False
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ANN401, ARG003
-        """Require no layout. Raise `SpecError` if there is no secret.
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ANN401
+        """Require no layout. Raise `SpecError` if there is no secret, or for refused settings.
 
         vLLM calls it before it loads the weights, which may take minutes.
         """
         check_secret()
+        check_weights(vllm_config)
         return None
 
     def get_kv_connector_stats(self) -> KvspecStats | None:
@@ -159,9 +171,3 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
 
     def wait_for_save(self) -> None:
         """Do nothing: no write is in progress, because the consumer reads."""
-
-
-# In a MultiConnector, vLLM's front end looks for the class of the numbers by its name alone. It
-# fails, and so does the engine, if the name is unknown.
-with contextlib.suppress(ValueError):  # It is registered already.
-    KVConnectorFactory.register_connector("KvspecConnector", __name__, "KvspecConnector")

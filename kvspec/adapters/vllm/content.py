@@ -25,6 +25,8 @@ _SETTINGS = (
 _OTHERS = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget")
 # The digests of adapters, by the sizes and times of their files. An adapter is read once.
 _digests: dict[tuple[object, ...], str] = {}
+# The sizes and times of the files of an adapter when this process first had a request for it.
+_first_seen: dict[tuple[object, ...], tuple[object, ...]] = {}
 
 
 def content_of_request(request: Any, num_tokens: int, weights: str | None = "") -> ContentIdentity:
@@ -66,7 +68,12 @@ def sampling_of_request(request: Any) -> str | None:
 
 
 def _adapter(lora: Any) -> str | None:
-    """Return the name and a digest of an adapter, "" for none, or None if its files are unknown."""
+    """Return the name and a digest of an adapter, "" for none, or None if its files are unknown.
+
+    vLLM reads an adapter once and keeps it in memory, perhaps until other adapters displace it. If
+    its files change later, nobody knows which ones this engine has. So the adapter is unknown until
+    it is loaded under another id or path, or with `load_inplace`, which reads it in each step.
+    """
     if lora is None:
         return ""
     name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
@@ -76,6 +83,10 @@ def _adapter(lora: Any) -> str | None:
         files = sorted(each for each in _files(Path(path)))
         known = tuple((str(each), *_stamp(each)) for each in files)
         if not files:
+            return None
+        loaded = getattr(lora, "lora_int_id", None), name, path
+        in_place = getattr(lora, "load_inplace", False)
+        if not in_place and _first_seen.setdefault(loaded, known) != known:
             return None
         if known not in _digests:
             _digests[known] = _digest_of(files)

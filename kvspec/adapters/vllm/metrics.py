@@ -2,6 +2,8 @@
 
 Invariant: each number is counted once, in the worker where it happened. vLLM adds the numbers of
 all workers, and sends them to its front end. The numbers of a step are those since the last one.
+`held` is a difference, too. In most steps only some workers have numbers, and a sum of the prompts
+that these hold now would leave out those of the others.
 
     name                            type        what it counts
     ------------------------------  ----------  ---------------------------------------------------
@@ -35,7 +37,7 @@ _COUNTERS = {
 _BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 Numbers = dict[str, Any]
-"""Plain values: `seconds` of loads, `failed` by state, `held`, and the counters by name."""
+"""Plain values: `seconds` of loads, `failed` by state, the change of `held`, and the counters."""
 
 
 def no_numbers() -> Numbers:
@@ -65,10 +67,12 @@ class WorkerNumbers:
             return None
         self._before, self._seconds = now, list[float]()
         failed = {
-            state: count - before["failed"].get(state, 0) for state, count in now["failed"].items()
+            state: more
+            for state, count in now["failed"].items()
+            if (more := count - before["failed"].get(state, 0))
         }
-        differences = {name: now[name] - before[name] for name in _COUNTERS}
-        return {"seconds": seconds, "failed": failed, "held": now["held"], **differences}
+        differences = {name: now[name] - before[name] for name in (*_COUNTERS, "held")}
+        return {"seconds": seconds, "failed": failed, **differences}
 
 
 def added(first: Numbers, second: Numbers) -> Numbers:
@@ -101,6 +105,7 @@ class PromMetrics:
 
     def __init__(self, base: Any, labelnames: list[str], labels: dict[int, list[Any]]) -> None:
         self._labels = labels
+        self._holds = dict.fromkeys(labels, 0)
         self._seconds = base._histogram_cls(  # noqa: SLF001 - vLLM's own subclasses read it
             name="vllm:kvspec_load_seconds",
             documentation="Seconds of loads of prompts that are done.",
@@ -115,7 +120,8 @@ class PromMetrics:
         self._held = base._gauge_cls(  # noqa: SLF001
             name="vllm:kvspec_held_prompts",
             documentation="Prompts whose blocks are held for other engines, over all workers.",
-            multiprocess_mode="mostrecent",
+            # Each process of the front end has received a part of the changes.
+            multiprocess_mode="sum",
             labelnames=labelnames,
         )
         self._counters = {
@@ -140,4 +146,6 @@ class PromMetrics:
             self._failed.labels(*values, state).inc(count)
         for name, counter in self._counters.items():
             counter.labels(*values).inc(numbers[name])
-        self._held.labels(*values).set(numbers["held"])
+        # vLLM's gauge for Ray has no `inc`.
+        self._holds[engine] += numbers["held"]
+        self._held.labels(*values).set(self._holds[engine])

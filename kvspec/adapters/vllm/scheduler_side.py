@@ -32,6 +32,7 @@ How it works:
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import attrs
@@ -96,18 +97,30 @@ class Scheduling:
     vLLM calls the methods, and their names are vLLM's. *request* and *blocks* are objects of vLLM.
     """
 
-    def __init__(self, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._kv_cache_config = kv_cache_config
+        engine_id = vllm_config.kv_transfer_config.engine_id
+        self._one_of_several = re.search(r"_dp\d+$", engine_id) is not None
         self._ranks: tuple[Served, ...] = ()
         self._hashed: dict[str, Hashed] | None = None
         self._tickets: dict[str, PrefillTicket] = {}  # Tickets not yet used or declined.
+        self._cached: dict[str, int] = {}  # Leading tokens of their requests that vLLM has.
         self._used = dict[str, None]()  # The seals of the last tickets, in order of arrival.
         self._fetching = set[str]()  # Ids of requests that were `fetched` and have not ended.
         self._shortened = set[str]()  # Ids of requests without the last token of their prompt.
         self._next = EngineStep()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Served]) -> None:
-        """Take the ranks of this engine, after all have registered their caches."""
+        """Take the ranks of this engine, after all have registered their caches.
+
+        Raises:
+            SpecError: If they describe ranks of another connector.
+        """
+        for rank in metadata.values():
+            # vLLM's `MultiConnector` passes what its first connector returns to all of them.
+            if not isinstance(rank, Served):
+                wanted = "KvspecConnector before all connectors that shake hands"
+                raise SpecError("connectors", type(rank).__name__, wanted)
         self._ranks = tuple(metadata.values())
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -120,7 +133,7 @@ class Scheduling:
         if params.get("do_remote_prefill"):
             try:
                 ticket = PrefillTicket.from_params(params)
-                self._use(ticket, params["remote_seal"])
+                self._use(request.request_id, ticket, params["remote_seal"])
             except SpecError as error:
                 if not getattr(request, "abort_immediately", False):
                     log.warning("%s is computed here: %s", request.request_id, error)
@@ -132,6 +145,11 @@ class Scheduling:
     def _accept(self, request: Any, ticket: PrefillTicket) -> None:
         """Keep *ticket*, whose only user is *request*, or decline it."""
         name = request.request_id
+        if self._ranks and ticket.engine_id == self._ranks[0].engine_id:
+            # No engine connects to itself. The blocks are in its prefix cache, if it has one. They
+            # are held until the lease is over.
+            log.warning("%s is computed here: its ticket is of this engine", name)
+            return
         # vLLM aborts this request before it does anything else. Its prompt is a placeholder.
         if getattr(request, "abort_immediately", False):
             log.info("%s was rejected: its ticket is declined", name)
@@ -147,12 +165,16 @@ class Scheduling:
         self._tickets[name] = ticket
         self._next.kept.append(ticket)
 
-    def _use(self, ticket: PrefillTicket, seal: str) -> None:
+    def _use(self, name: str, ticket: PrefillTicket, seal: str) -> None:
         """Remember that a request has *ticket*. Raise `SpecError` if another request has had it.
 
         For n samples of one prompt, vLLM makes n requests with equal parameters. The ticket belongs
         to the first. A second load of it would fail, and to decline it would end the first load.
         """
+        # With data parallelism, the samples go to several schedulers, which do not know each other.
+        if self._one_of_several and re.match(r"[1-9]\d*_", name):
+            wanted = "the ticket of this sample: it belongs to the first of several samples"
+            raise SpecError("remote_request_id", ticket.remote_id, wanted)
         # Tickets of one remote id may differ, for example in addresses. The seal covers all fields.
         if seal in self._used:
             wanted = "a ticket that no other request has brought, such as another sample"
@@ -166,7 +188,10 @@ class Scheduling:
     ) -> tuple[int, bool]:
         """Return the number of tokens to fetch, and whether the request waits for them."""
         ticket = self._tickets.get(request.request_id)
-        count = max(0, _end(request, ticket) - num_computed_tokens) if ticket else 0
+        if ticket is None:
+            return 0, False
+        self._cached[request.request_id] = num_computed_tokens
+        count = max(0, _end(request, ticket) - num_computed_tokens)
         return count, count > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
@@ -178,13 +203,15 @@ class Scheduling:
         ticket, name = self._tickets.pop(request.request_id, None), request.request_id
         if ticket is None:
             return
+        # vLLM may load fewer tokens than it was offered. Then the last ones are missing.
+        cached = self._cached.pop(name, 0)
         if not num_external_tokens:
             self._next.declined.append(ticket)
             return
-        end = _end(request, ticket)
+        end = cached + num_external_tokens
         try:
             tables = self._tables(blocks.get_block_ids(), end)
-            transfer = ticket.request(name, end, tables, end - num_external_tokens)
+            transfer = ticket.request(name, end, tables, cached)
             withhold(self._ranks[0].engine, transfer, self._hashed)
             self._next.fetched.append((ticket, transfer))
             self._fetching.add(name)
@@ -204,6 +231,7 @@ class Scheduling:
         """Return whether vLLM must keep the blocks for a peer, and the parameters for the peer."""
         # A request that ends with an unused ticket was aborted before it was scheduled.
         ticket = self._tickets.pop(request.request_id, None)
+        self._cached.pop(request.request_id, None)
         if ticket is not None:
             self._next.declined.append(ticket)
         if request.request_id in self._fetching:

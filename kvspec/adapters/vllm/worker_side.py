@@ -130,13 +130,17 @@ def check_secret() -> None:
 
 
 def check_weights(vllm_config: Any) -> None:
-    """Raise `SpecError` if vLLM was configured to receive other weights while it runs."""
+    """Raise `SpecError` if vLLM may receive other weights, or sleep, while it runs."""
     # vLLM updates weights in its workers. No connector learns of it, so a prompt that was computed
     # with old weights would be read by an engine with new ones.
     transfer = getattr(vllm_config, "weight_transfer_config", None)
     if transfer is not None:
         rule = "is not supported: tickets would not show with which weights a prompt was computed"
         raise SpecError("weight_transfer_config", transfer, rule=rule)
+    # vLLM 0.32 asks no connector whether it may sleep.
+    if getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False):
+        rule = "is not supported: a sleeping engine frees memory that its peers may be reading"
+        raise SpecError("enable_sleep_mode", True, rule=rule)  # noqa: FBT003
 
 
 class Serving:
