@@ -716,3 +716,17 @@ def test_prompt_that_the_decode_engine_rejects_is_declined_once(early: bool) -> 
             rejected(second, server.address)
         until(SUCCESS, sent)
         wait(lambda: [1, 1] == [manager.metrics.declined for manager in second.ranks])
+
+
+def test_ticket_is_published_again_if_its_server_does_not_answer_at_once() -> None:
+    """On a busy machine, the server needs more time than one attempt has."""
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        host, _, port = server.address.partition(":")
+        server.close()
+        (sent,) = prefill(first, server, request(TOKENS))
+        for _ in range(50):
+            assert TRANSFERRING == sent.poll()
+            time.sleep(0.01)
+        again = tickets.TicketServer(host, int(port))
+        until(WAITING, receivers(second, again.address, ROOM, request(TOKENS)))
+        again.close()

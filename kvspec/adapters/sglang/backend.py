@@ -66,6 +66,9 @@ FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 REST = 0.001
 # Seconds between two looks at the numbers of the session.
 OBSERVED = 1.0
+# Seconds for which a ticket is published again and again if the server does not answer, and the
+# pause before each attempt.
+PATIENCE, PAUSE = 15.0, 0.1
 
 
 class _OneEngine:
@@ -164,7 +167,8 @@ class Manager:
         The nonce is the same on all ranks, which create equal transfers in equal order. If the
         transfer is refused, it has failed.
         """
-        room, nonce = transfer.bootstrap_room, self._nonce(transfer.bootstrap_room)
+        self._count += 1
+        room, nonce = transfer.bootstrap_room, self._nonce(transfer.bootstrap_room, self._count)
         try:
             tickets.check_room(room)
             if room in self._rooms:
@@ -176,10 +180,9 @@ class Manager:
             transfer.fail(error)
         return nonce
 
-    def _nonce(self, room: object) -> bytes:
-        """Return the nonce of the next request."""
-        self._count += 1
-        text = f"{self.engine_id} {self.epoch} {room} {self._count}"
+    def _nonce(self, room: object, request: object) -> bytes:
+        """Return the nonce of a request, which is the same on all ranks."""
+        text = f"{self.engine_id} {self.epoch} {room} {request}"
         return hashlib.sha256(text.encode()).digest()[:NEW_NONCE]
 
     def owns(self, transfer: RequestHalf) -> bool:
@@ -253,10 +256,19 @@ class Manager:
                 self._put(post)
 
     def _put(self, post: _Post) -> None:
+        deadline = time.monotonic() + PATIENCE
         try:
-            tickets.put(self.server, post.room, post.params())
+            while True:
+                try:
+                    return tickets.put(self.server, post.room, post.params())
+                except OSError:
+                    # The server runs on this machine, which is perhaps busy.
+                    if post.outdated or time.monotonic() > deadline:
+                        raise
+                    time.sleep(PAUSE)
         except (KVSpecError, OSError) as error:
-            if isinstance(post.what, PrefillTicket) and post.transfer is not None:
+            ticket = isinstance(post.what, PrefillTicket) and not post.outdated
+            if ticket and post.transfer is not None:
                 # Nobody will find the ticket, so the prompt need not wait for its lease.
                 post.transfer.fail(error)
             log.warning("The ticket of room %d is not published: %s", post.room, error)
@@ -266,10 +278,10 @@ class Manager:
     def reject(self, request: str, room: int, address: str) -> None:
         """Decline the prompt of *room* at the server *address*, although it has no receiver.
 
-        All ranks call it in equal order. A second call for the same *request* does nothing.
+        A second call for the same *request* does nothing.
         """
         if request != self._rejected:
-            self._rejected, name = request, self._nonce(room).hex()
+            self._rejected, name = request, self._nonce(room, f"rejected {request}").hex()
             self.lookups.give_up(self.lookups.add(address, room, name))
 
     def _keep(self, ticket: PrefillTicket) -> None:
