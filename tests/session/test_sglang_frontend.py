@@ -101,3 +101,34 @@ def test_passes_that_are_launched_until_now_are_those_of_the_forward_stream() ->
     for without in ({"device": "cpu"}, {"enable_overlap": False}):
         assert plugin._forwards(SimpleNamespace(**vars(scheduler) | without))()
     assert ["forward"] == recorded
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_memory_is_not_released_while_other_engines_use_it(role: str) -> None:
+    async def original(*_: Any) -> None:
+        raise AssertionError("it was released")
+
+    settings = SimpleNamespace(disaggregation_mode=role, disaggregation_transfer_backend="kvspec")
+    manager = SimpleNamespace(server_args=settings)
+    with pytest.raises(kvspec.SpecError) as caught:
+        asyncio.run(frontend_hooks.release_memory(original, manager, None))
+    assert "release_memory_occupation" == caught.value.field
+
+
+def test_several_answers_to_one_prompt_are_refused() -> None:
+    """SGLang may have given all of them the same room by then."""
+
+    async def original(*_: Any) -> AsyncGenerator[str, None]:
+        yield "answer"
+
+    async def responses() -> list[str]:
+        settings = SimpleNamespace(
+            disaggregation_mode="decode", disaggregation_transfer_backend="kvspec"
+        )
+        asked = SimpleNamespace(parallel_sample_num=2)
+        manager = SimpleNamespace(server_args=settings)
+        return [each async for each in frontend_hooks.handle_batch(original, manager, asked)]
+
+    with pytest.raises(kvspec.SpecError) as caught:
+        asyncio.run(responses())
+    assert "n" == caught.value.field
