@@ -29,7 +29,7 @@ from sglang_serving import (
 )
 
 import kvspec
-from kvspec.adapters.sglang import tickets
+from kvspec.adapters.sglang import plugin, tickets
 from kvspec.adapters.sglang.backend import (
     BOOTSTRAPPING,
     FAILED,
@@ -44,6 +44,7 @@ from kvspec.adapters.sglang.describing import (
     describe,
 )
 from kvspec.adapters.sglang.lookups import Lookups
+from kvspec.adapters.sglang.request_identity import Weights
 from kvspec.adapters.sglang.sending import LOWEST
 from kvspec.tickets import PrefillTicket
 
@@ -621,3 +622,111 @@ def test_update_of_weights_fails_all_requests_by_name() -> None:
             half.clear()
         (late,) = senders(first, server.address, 5, request(TOKENS))
         assert "weight_version" == refusal(late).field
+
+
+def test_load_begins_after_the_forward_passes_that_may_write_its_memory() -> None:
+    """With an overlap schedule, a pass of the memory's last owner may still run on the GPU."""
+    ended: list[bool] = []
+    with pair((1, 16), (1, 16), forwards=lambda: lambda: bool(ended)) as (first, second, server):
+        prefill(first, server, request(TOKENS))
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        until(WAITING, [receiver])
+        own = pages_of(second, 37)
+        receiver.send_metadata(own, 0, [], 0)
+        for _ in range(100):
+            assert TRANSFERRING == receiver.poll()
+            time.sleep(0.005)
+        second.fill(own, 37, seed=1)  # The pass writes.
+        ended.append(True)
+        until(SUCCESS, [receiver])
+        second.check(own, 37, seed=ROOM)
+
+
+def test_prompt_is_kept_while_sglang_polls_no_request() -> None:
+    """SGLang polls none while it is paused, or while retracted requests wait for memory."""
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        first.ranks[0].settings = attrs.evolve(first.ranks[0].settings, hold=1.0)
+        (receiver,) = receivers(second, server.address, ROOM, request(TOKENS))
+        (sent,) = prefill(first, server, request(TOKENS))
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline:
+            assert TRANSFERRING == sent.poll()
+            time.sleep(0.05)
+        until(WAITING, [receiver])
+        receiver.send_metadata(pages_of(second, 37), 0, [], 0)
+        until(SUCCESS, [receiver])
+        second.check(pages_of(second, 37), len(TOKENS), seed=ROOM)
+
+
+def test_prompt_of_a_receiver_that_is_refused_is_declined() -> None:
+    with pair((1, 16), (2, 16)) as (first, second, server):
+        for manager in second.ranks:
+            manager.weights_changing()
+        sent = prefill(first, server, request(TOKENS))
+        for receiver in receivers(second, server.address, ROOM, request(TOKENS)):
+            assert "weight_version" == refusal(receiver).field
+        until(SUCCESS, sent)
+
+
+def test_name_of_the_first_weights_names_no_others() -> None:
+    """An engine that has started with the same name would accept their prompts."""
+    version = "default"
+    weights = Weights(lambda: version)
+    assert "" == weights.stated
+    weights.named = False
+    weights.name(version)
+    assert weights.stated is None
+    with pytest.raises(kvspec.SpecError) as caught:
+        weights.check()
+    assert "weight_version" == caught.value.field
+    version = "two"
+    weights.name(version)
+    assert "two" == weights.stated
+
+
+def rejected(engine: Engine, address: str) -> None:
+    """Let the schedulers of a decode engine reject a request, as too long ones."""
+    host, _, port = address.partition(":")
+    asked = SimpleNamespace(
+        rid="r",
+        bootstrap_host=host,
+        bootstrap_port=int(port),
+        bootstrap_room=ROOM,
+        finished_reason=SimpleNamespace(message="too long"),
+        to_finish=None,
+        disagg_kv_sender=None,
+    )
+    for manager in engine.ranks:
+        scheduler = SimpleNamespace(
+            disagg_prefill_bootstrap_queue=None,
+            disagg_decode_prealloc_queue=SimpleNamespace(kv_manager=manager),
+            grammar_manager=SimpleNamespace(grammar_queue=[]),
+        )
+        plugin._request_added(None, scheduler, asked)
+        plugin._request_handled(None, scheduler, asked)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_prompt_that_the_decode_engine_rejects_is_declined_once(early: bool) -> None:
+    with pair((1, 16), (2, 16)) as (first, second, server):
+        if early:
+            rejected(second, server.address)
+        sent = prefill(first, server, request(TOKENS))
+        if not early:
+            rejected(second, server.address)
+        until(SUCCESS, sent)
+        wait(lambda: [1, 1] == [manager.metrics.declined for manager in second.ranks])
+
+
+def test_ticket_is_published_again_if_its_server_does_not_answer_at_once() -> None:
+    """On a busy machine, the server needs more time than one attempt has."""
+    with pair((1, 16), (1, 16)) as (first, second, server):
+        host, _, port = server.address.partition(":")
+        server.close()
+        (sent,) = prefill(first, server, request(TOKENS))
+        for _ in range(50):
+            assert TRANSFERRING == sent.poll()
+            time.sleep(0.01)
+        again = tickets.TicketServer(host, int(port))
+        until(WAITING, receivers(second, again.address, ROOM, request(TOKENS)))
+        again.close()

@@ -55,10 +55,20 @@ def test_hooks_of_both_queues_are_applied() -> None:
         prefill.PrefillBootstrapQueue.create_sender,
         decode.DecodePreallocQueue._init_kv_manager,
         decode.DecodePreallocQueue._create_receiver_and_enqueue,
+        decode._bootstrap_addr,
     ):
         assert hasattr(method, "__wrapped__")
     assert hasattr(prefill.get_kv_class, "__wrapped__")
     assert hasattr(decode.get_kv_class, "__wrapped__")
+
+
+@pytest.mark.parametrize("host", [None, 7, "127.0.0.1"])
+def test_address_that_sglang_cannot_read_raises_nothing(host: Any) -> None:
+    """An error would end the scheduler. The look-up at this address fails one request."""
+    from sglang.srt.disaggregation import decode  # noqa: PLC0415
+
+    asked = SimpleNamespace(bootstrap_host=host, bootstrap_port=1)
+    assert f"{host}:1" == decode._bootstrap_addr(asked)
 
 
 def test_states_are_those_of_sglang() -> None:

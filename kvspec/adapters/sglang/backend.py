@@ -66,6 +66,9 @@ FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 REST = 0.001
 # Seconds between two looks at the numbers of the session.
 OBSERVED = 1.0
+# Seconds for which a ticket is published again and again if the server does not answer, and the
+# pause before each attempt.
+PATIENCE, PAUSE = 15.0, 0.1
 
 
 class _OneEngine:
@@ -119,10 +122,11 @@ class Manager:
             background=True,
         )
         self.addresses: list[str] = around.gather(self.session.channel.address)
-        self.lookups = Lookups(settings.waiting, self._decline)
+        self.lookups = Lookups(settings.waiting, self._decline, keep=self._keep)
         self.weights = Weights(around.weight_version)
         self.metrics = Metrics(around.labels)
         self._count, self._polled = 0, 0.0
+        self._rejected = ""
         self._outcomes: dict[str, str] = {}
         self._held: set[str] = set()
         self._rooms: weakref.WeakValueDictionary[int, RequestHalf] = weakref.WeakValueDictionary()
@@ -164,8 +168,7 @@ class Manager:
         transfer is refused, it has failed.
         """
         self._count += 1
-        room = transfer.bootstrap_room
-        text = f"{self.engine_id} {self.epoch} {room} {self._count}"
+        room, nonce = transfer.bootstrap_room, self._nonce(transfer.bootstrap_room, self._count)
         try:
             tickets.check_room(room)
             if room in self._rooms:
@@ -175,11 +178,20 @@ class Manager:
             self.weights.check()
         except KVSpecError as error:
             transfer.fail(error)
+        return nonce
+
+    def _nonce(self, room: object, request: object) -> bytes:
+        """Return the nonce of a request, which is the same on all ranks."""
+        text = f"{self.engine_id} {self.epoch} {room} {request}"
         return hashlib.sha256(text.encode()).digest()[:NEW_NONCE]
+
+    def owns(self, transfer: RequestHalf) -> bool:
+        """Return whether *transfer* has its room."""
+        return self._rooms.get(transfer.bootstrap_room) is transfer
 
     def leave(self, transfer: RequestHalf) -> None:
         """Let another request have the room of *transfer*, which has ended."""
-        if self._rooms.get(transfer.bootstrap_room) is transfer:
+        if self.owns(transfer):
             del self._rooms[transfer.bootstrap_room]
 
     def weights_changing(self) -> None:
@@ -203,7 +215,7 @@ class Manager:
 
     def refused(self, room: int, why: str) -> None:
         """Publish that the prompt of *room* is refused, although it has no sender."""
-        if self.around.tp_rank == 0 and room in range(1, tickets.MOST + 1):
+        if self.around.tp_rank == 0 and tickets.is_room(room):
             self._outbox.put(_Post(room, None, tickets.failure(room, why[:1000])))
 
     def has_room(self, room: int) -> bool:
@@ -244,18 +256,36 @@ class Manager:
                 self._put(post)
 
     def _put(self, post: _Post) -> None:
+        deadline = time.monotonic() + PATIENCE
         try:
-            tickets.put(self.server, post.room, post.params())
+            while True:
+                try:
+                    return tickets.put(self.server, post.room, post.params())
+                except OSError:
+                    # The server runs on this machine, which is perhaps busy.
+                    if post.outdated or time.monotonic() > deadline:
+                        raise
+                    time.sleep(PAUSE)
         except (KVSpecError, OSError) as error:
-            if isinstance(post.what, PrefillTicket) and post.transfer is not None:
+            ticket = isinstance(post.what, PrefillTicket) and not post.outdated
+            if ticket and post.transfer is not None:
                 # Nobody will find the ticket, so the prompt need not wait for its lease.
                 post.transfer.fail(error)
             log.warning("The ticket of room %d is not published: %s", post.room, error)
 
     # ---- decode
 
-    def keep(self, ticket: PrefillTicket) -> None:
-        """Let the producer keep a prompt until its load begins, however long the queue is."""
+    def reject(self, request: str, room: int, address: str) -> None:
+        """Decline the prompt of *room* at the server *address*, although it has no receiver.
+
+        A second call for the same *request* does nothing.
+        """
+        if request != self._rejected:
+            self._rejected, name = request, self._nonce(room, f"rejected {request}").hex()
+            self.lookups.give_up(self.lookups.add(address, room, name))
+
+    def _keep(self, ticket: PrefillTicket) -> None:
+        """Let the producer keep a prompt until its load begins. The thread of look-ups calls it."""
         try:
             self.session.keep(ticket, timeout=self.settings.waiting)
         except KVSpecError as error:

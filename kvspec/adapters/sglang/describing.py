@@ -159,6 +159,8 @@ class Surroundings:
         releases: The queue that frees the memory of failed transfers. None for prefill.
         weight_version: A function that returns the name of the weights.
         labels: The labels of SGLang's metrics. None if it exports none.
+        forwards: A function that returns whether all forward passes have ended that were launched
+            before it was made.
     """
 
     pool: Any
@@ -174,6 +176,12 @@ class Surroundings:
     releases: Any
     weight_version: Callable[[], str] = lambda: STARTED
     labels: dict[str, str] | None = None
+    forwards: Callable[[], Callable[[], bool]] = lambda: _nothing_runs
+
+
+def _nothing_runs() -> bool:
+    """Return True: the forward passes of this engine end before their results are processed."""
+    return True
 
 
 def check_version(version: str) -> None:

@@ -15,7 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from kvspec.adapters.sglang import tickets
-from kvspec.errors import KVSpecError, SpecError
+from kvspec.errors import SpecError
+from kvspec.inputs import positive_int
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ NAME = "kvspec"
 FAKE = "2.2.2.2"
 # The most log probabilities that SGLang's metadata buffers can hold for a token.
 MOST_LOGPROBS = 128
+# The largest port.
+MOST_PORT = 65535
 
 
 def role(server_args: Any) -> str:
@@ -38,17 +41,33 @@ def _each(value: Any) -> list[Any]:
     return [*value] if isinstance(value, (list, tuple)) else [value]
 
 
-def rooms_of(obj: Any) -> list[Any]:
-    """Return the rooms of all prompts of a request to the server."""
-    return _each(getattr(obj, "bootstrap_room", None))
+def _places(obj: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the room of each prompt of *obj*, with the host and the port of its ticket server."""
+    rooms, hosts, ports = (
+        _each(getattr(obj, f"bootstrap_{name}", None)) for name in ("room", "host", "port")
+    )
+    # Without a room or a host there is no prompt, or SGLang refuses the request.
+    for place in range(max(len(rooms), len(hosts), len(ports))):
+        yield tuple(each[place % len(each)] if each else None for each in (rooms, hosts, ports))  # type: ignore[misc]
 
 
-def check(obj: Any) -> None:
-    """Raise `SpecError` if no pair of engines can serve the request *obj*."""
-    if FAKE in _each(getattr(obj, "bootstrap_host", None)):
-        return
-    for room in rooms_of(obj):
+def check(side: str, obj: Any) -> None:
+    """Raise `SpecError` if no pair of engines can serve the request *obj*.
+
+    Args:
+        side: The role of this engine.
+        obj: The request. Its rooms, hosts and ports are one for all prompts, or a list.
+    """
+    for room, host, port in _places(obj):
+        if host == FAKE:  # SGLang's own test requests. They use the buffers, but no other engine.
+            continue
         tickets.check_room(room)
+        # SGLang's scheduler would end if it cannot read them.
+        if side == "decode" and not (isinstance(host, str) and host):
+            wanted = "the host name or IP address of the prefill engine's bootstrap server"
+            raise SpecError("bootstrap_host", host, wanted)
+        if port is not None:
+            positive_int("bootstrap_port", port, most=MOST_PORT)
     for count in _each(getattr(obj, "top_logprobs_num", None)):
         if count is not None and count > MOST_LOGPROBS:
             wanted = f"at most {MOST_LOGPROBS}, as SGLang's buffers between engines hold"
@@ -66,7 +85,7 @@ async def generate(
     own = role(manager.server_args)
     try:
         if own:
-            check(obj)
+            check(own, obj)
         # Close the original at once if the caller closes this generator: the client has left.
         async with contextlib.aclosing(original(manager, obj, request)) as responses:
             async for response in responses:
@@ -105,19 +124,17 @@ def _refused(own: str, server_args: Any, obj: Any, error: Exception) -> None:
         try:
             why = f"the {own} engine has rejected the request: {error}"[:1000]
             tickets.put(address, room, tickets.failure(room, why))
-        except (KVSpecError, OSError) as late:
+        except Exception as late:  # noqa: BLE001 - the client names the address
             # The other half waits until its own limit, or the room has a ticket.
             log.debug("The refusal of room %d is not published: %s", room, late)
 
 
 def _servers(own: str, server_args: Any, obj: Any) -> Iterator[tuple[int, str]]:
     """Yield the valid rooms of *obj*, each with the address of its ticket server."""
-    hosts, ports = (_each(getattr(obj, f"bootstrap_{name}", None)) for name in ("host", "port"))
-    for place, room in enumerate(rooms_of(obj)):
-        host, port = hosts[place % len(hosts)], ports[place % len(ports)]
-        if type(room) is not int or not 0 < room <= tickets.MOST or host == FAKE:
+    for room, host, port in _places(obj):
+        if not tickets.is_room(room) or host == FAKE:
             continue
         if own == "prefill":
             yield room, tickets.own_address(server_args)
-        elif host is not None:
+        elif isinstance(host, str) and host:
             yield room, f"{host}:{port or server_args.disaggregation_bootstrap_port}"

@@ -75,6 +75,9 @@ class Lookups:
     Args:
         timeout: Seconds after which a look-up fails.
         decline: A function that declines a ticket of a request that has ended.
+        keep: A function that lets the producer of a ticket keep the prompt. The thread calls it for
+            the ticket of a whole prompt, because SGLang polls no request while it is paused, or
+            while retracted requests wait for memory.
         absent: Seconds after which a look-up fails if the server cannot be reached.
         secret: As in `PrefillTicket.from_params`.
     """
@@ -84,11 +87,12 @@ class Lookups:
         timeout: float,
         decline: Callable[[PrefillTicket], None],
         *,
+        keep: Callable[[PrefillTicket], None] = lambda _: None,
         absent: float = ABSENT,
         secret: str | bytes | None = None,
     ) -> None:
         self._timeout, self._absent = timeout, absent
-        self._decline, self._secret = decline, secret
+        self._decline, self._keep, self._secret = decline, keep, secret
         self._waiting: dict[str, list[Lookup]] = {}
         self._lock = threading.Lock()
 
@@ -202,6 +206,8 @@ class Lookups:
         except Exception as error:  # noqa: BLE001 - the parameters may be anything
             lookup.error = error
             return
+        if is_whole(ticket) and not lookup.given_up:
+            self._keep(ticket)  # Before anybody can decline it.
         with self._lock:
             lookup.ticket, given_up = ticket, lookup.given_up
         if given_up and is_whole(ticket):

@@ -10,6 +10,7 @@ How it works:
     processes. It adds a value to two lists of backends, and hooks:
 
         get_kv_class                    returns the classes of kvspec for the new backend
+        decode's _bootstrap_addr        an address that SGLang cannot read fails one request
         both _init_kv_manager           the manager sees the queue, which has the token pool
         create_sender and               the sender and the receiver see their request, with its
         _create_receiver_and_enqueue    tokens
@@ -83,6 +84,7 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
     frontend = "managers.tokenizer_manager.TokenizerManager"
     scheduler = "managers.scheduler.Scheduler"
     found: dict[str, tuple[str, Callable[..., Any]]] = {
+        "disaggregation.decode._bootstrap_addr": ("AROUND", _bootstrap_addr),
         f"{prefill}._init_kv_manager": ("AROUND", _with_queue),
         f"{decode}._init_kv_manager": ("AROUND", _with_queue),
         f"{prefill}.create_sender": ("AFTER", _sender_created),
@@ -131,27 +133,39 @@ def manager_of(scheduler: Any) -> backend.Manager | None:
     return None
 
 
-def _refuse(scheduler: Any, room: Any, why: str) -> None:
-    """Let the decode half learn that a prefill engine will not compute its prompt."""
-    manager = manager_of(scheduler)
-    prefills = getattr(scheduler, "disagg_prefill_bootstrap_queue", None) is not None
-    if manager is not None and prefills and type(room) is int and not manager.has_room(room):
+def _refuse(scheduler: Any, request: Any, why: str) -> None:
+    """Let the other half learn that an engine has rejected *request*."""
+    manager, room = manager_of(scheduler), request.bootstrap_room
+    fake = request.bootstrap_host == frontend_hooks.FAKE  # SGLang's own test requests.
+    if manager is None or fake or not tickets.is_room(room) or manager.has_room(room):
+        return
+    if scheduler.disagg_prefill_bootstrap_queue is not None:
         manager.refused(room, why)
+    else:
+        # The prefill engine may have computed the prompt already.
+        manager.reject(request.rid, room, f"{request.bootstrap_host}:{request.bootstrap_port}")
 
 
-def _request_added(_: Any, scheduler: Any, req: Any, is_retracted: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002
-    """Refuse the room of a request that got no sender, such as one that is too long."""
+def _request_added(_: Any, scheduler: Any, req: Any, is_retracted: bool = False) -> None:  # noqa: FBT001, FBT002
+    """Refuse the room of a request that came to no queue, such as one that is too long."""
     reason = req.finished_reason or req.to_finish
-    fake = req.bootstrap_host == frontend_hooks.FAKE  # SGLang's own test requests.
-    if req.disagg_kv_sender is None and hasattr(reason, "message") and not fake:
-        _refuse(scheduler, req.bootstrap_room, str(reason.message))
+    if req.disagg_kv_sender is None and hasattr(reason, "message") and not is_retracted:
+        _refuse(scheduler, req, str(reason.message))
 
 
 def _request_handled(_: Any, scheduler: Any, recv_req: Any, **_more: Any) -> None:
     """Refuse the room of a request that was rejected before it came to a queue."""
     waiting = {req.rid for req in scheduler.grammar_manager.grammar_queue}
-    if recv_req.rid not in waiting and recv_req.bootstrap_host != frontend_hooks.FAKE:
-        _refuse(scheduler, recv_req.bootstrap_room, "the prefill engine has rejected the request")
+    if recv_req.rid not in waiting:
+        _refuse(scheduler, recv_req, "the prefill engine has rejected the request")
+
+
+def _bootstrap_addr(original: Callable[..., str], req: Any) -> str:
+    """Return the address of the ticket server. An error here would end SGLang's scheduler."""
+    try:
+        return original(req)
+    except Exception:  # noqa: BLE001 - the host may be anything, and the look-up will fail
+        return f"{req.bootstrap_host}:{req.bootstrap_port}"
 
 
 def _weights_changing(manager: Any, *_: Any, **__: Any) -> None:
@@ -183,8 +197,8 @@ def _weights_checked(original: Callable[..., Any], manager: Any, recv_req: Any) 
 
 
 def _weights_named(_: Any, scheduler: Any, new_version: str | None) -> None:
-    if new_version is not None and (own := manager_of(scheduler)) is not None:
-        own.weights.named = True
+    if (own := manager_of(scheduler)) is not None:
+        own.weights.name(new_version)
 
 
 def _cache_flushed(success: bool, scheduler: Any, *_: Any, **__: Any) -> None:  # noqa: FBT001
@@ -213,7 +227,17 @@ def _surroundings(args: Any, mode: Any) -> Surroundings:
         releases=queue.transfer_queue if decodes else None,
         weight_version=lambda: str(get_serving().weight_version),
         labels=_labels(queue.scheduler),
+        forwards=functools.partial(_forwards, queue.scheduler),
     )
+
+
+def _forwards(scheduler: Any) -> Callable[[], bool]:
+    """Return a function: whether the forward passes that are launched until now have ended."""
+    if scheduler.device == "cpu" or not scheduler.enable_overlap:
+        return lambda: True  # A pass has ended when its result is processed.
+    ended = scheduler.device_module.Event()
+    ended.record(scheduler.forward_stream)
+    return ended.query  # type: ignore[no-any-return]
 
 
 def _labels(scheduler: Any) -> dict[str, str] | None:

@@ -1,6 +1,7 @@
 """One request on one rank of a decode engine of SGLang.
 
 Invariant: SGLang frees the memory of a failed request only after no load of any rank can write it.
+A load begins only after no forward pass can write its memory any more.
 
 How it works:
     SGLang's `pop_transferred` sees a failed request on all ranks at once, because it takes the
@@ -13,12 +14,22 @@ How it works:
         `is_abort_release_safe`     of the manager: True when no load is moving any more
 
     SGLang frees the memory when the last answer is True on all ranks.
+
+    With its overlap schedule, SGLang frees the memory of a request that has ended while one more
+    forward pass of it runs on the GPU. That pass writes a token into memory that may belong to
+    another request by then:
+
+        CPU    launch n + 1   result n: A ends, free its pages   allocate them to B, send_metadata
+        GPU    ---- n ----    -------------- n + 1: writes a token of A ------------|  load of B
+
+    So the load of B begins after the passes that were launched before `send_metadata`.
 """
 
 # ruff: noqa: ANN401 - buffers and requests are of SGLang's classes, which are not imported
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from kvspec.adapters.sglang import tickets
@@ -62,16 +73,20 @@ class Receiver(RequestHalf):
         self._pages: list[int] | None = None
         self._first = self._arrived = 0
         self._aux = -1
+        # Whether the forward passes that may write the pages have ended.
+        self._unwritten: Callable[[], bool] | None = None
         # Whether the load of the whole prompt has begun: the producer learns how it ends.
         self._read = False
         self._armed = False
 
     def init(self, prefill_dp_rank: int) -> None:  # noqa: ARG002
-        """Begin to look for the ticket of the request."""
-        if self.conclude_state is None:
+        """Begin to look for the ticket of the request. If it has failed, decline the ticket."""
+        if self.kv_mgr.owns(self):
             name = self.nonce.hex()
             lookups = self.kv_mgr.lookups
             self._lookup = lookups.add(self.bootstrap_addr, self.bootstrap_room, name)
+            if self.conclude_state is not None:
+                self._stop()
 
     def poll(self) -> int:
         """Return the state of this rank."""
@@ -112,6 +127,9 @@ class Receiver(RequestHalf):
                     raise load.error
                 self._write(ticket)
                 return True
+        if self._unwritten is not None and not self._unwritten():
+            return False
+        self._unwritten = None
         if self._ticket is not None and self._ticket is not self._loading:
             return self._begin(self._ticket)
         return False
@@ -156,7 +174,6 @@ class Receiver(RequestHalf):
             wanted = f"less than {min(vocabulary, MOST_TOKENS)}, the tokens of the model"
             raise SpecError("remote_first_token", first, wanted)
         self._check_logprobs(ticket, first)
-        self.kv_mgr.keep(ticket)
 
     def _check_logprobs(self, ticket: PrefillTicket, first: int) -> None:
         """Raise `SpecError` if *ticket* has not the log probabilities that the request wants."""
@@ -187,6 +204,7 @@ class Receiver(RequestHalf):
         self._aux = -1 if aux_index is None else aux_index
         self._pages = [int(page) for page in kv_indices]
         self._first = self._arrived = decode_prefix_len or 0
+        self._unwritten = self.kv_mgr.around.forwards()
         self.poll()
 
     def _write(self, ticket: PrefillTicket) -> None:

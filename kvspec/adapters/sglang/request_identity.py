@@ -13,7 +13,7 @@ How it works:
         event                                        named        clean
         the engine has started                       yes          yes
         weights are about to change                  no           no
-        a version is recorded                        yes          as before
+        a version is recorded, not "default"         yes          as before
         the update flushed the cache, or a flush     as before    yes
         `/flush_cache` succeeded later               as before    yes
 
@@ -74,10 +74,17 @@ class Weights:
         version = self.version()
         return "" if version == STARTED else version
 
+    def name(self, version: str | None) -> None:
+        """Take *version* as the name of the weights, unless it names those of the start."""
+        self.named = self.named or version not in (None, STARTED)
+
     def check(self) -> None:
         """Raise `SpecError` if no prompt can be exchanged."""
         if not self.named:
-            rule = "the weights were updated: pass weight_version, equal on both engines"
+            rule = (
+                "the weights were updated: pass weight_version, equal on both engines, and not"
+                f" {STARTED!r}, which names those of the start"
+            )
             raise SpecError("weight_version", self.version(), rule=rule)
         if not self.clean:
             rule = "the weights were updated, and the cache was not flushed: call /flush_cache"

@@ -107,6 +107,11 @@ def check_room(room: object) -> int:
     return positive_int("bootstrap_room", room, most=MOST)
 
 
+def is_room(room: object) -> bool:
+    """Return whether *room* is one, as `check_room` requires."""
+    return type(room) is int and 0 < room <= MOST
+
+
 def room_of(text: str) -> int | None:
     """Return the room in *text*, or None if there is none."""
     # Python would take long to convert a number of many digits.
