@@ -153,7 +153,7 @@ def missing(members: Sequence[Introduced]) -> str:
 
 
 def described(side: str, members: tuple[Introduced, ...]) -> str:
-    """Return one line about an engine: its name, ranks, sizes, model and version."""
+    """Return one line about an engine: its name, ranks, sizes, model and versions."""
     shake = members[0].handshake
     engine = shake.engine
     ranks = counted(len(members), "rank")
@@ -162,7 +162,8 @@ def described(side: str, members: tuple[Introduced, ...]) -> str:
     memory = sum(each.length for member in members for each in member.handshake.cache.memory)
     return (
         f"{side} {shake.engine_id}: {ranks}, {sizes(engine.parallel)}, layout {engine.layout}, "
-        f"{nbytes(memory)} of caches, {model}{revision}, kvspec {shake.library}"
+        f"{nbytes(memory)} of caches, {model}{revision}, kvspec {shake.library}, "
+        f"wire versions {shake.versions}"
     )
 
 

@@ -56,7 +56,7 @@ import attrs
 from msgspec import Meta
 
 from kvspec.completion.ledger import Refused, Tell
-from kvspec.errors import SpecError, TransferError, TransferState, WireError
+from kvspec.errors import SpecError, TransferError, TransferState, WireError, counted
 from kvspec.inputs import instance, sequence
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
@@ -266,7 +266,7 @@ class Messages:
         }
         self._addresses |= own
         if not known:
-            LOG.info("connected to %s, epoch %d: %d ranks", *incarnation, len(own))
+            LOG.info("connected to %s, epoch %d: %s", *incarnation, counted(len(own), "rank"))
 
     def check_starts(self, incarnation: tuple[str, int], ranks: Iterable[Introduced]) -> None:
         """Raise `SpecError` if another session is known as one of *ranks* of an incarnation."""

@@ -671,6 +671,16 @@ def test_worker_clears_the_unwritten_ranges_of_a_load() -> None:
         assert (0, 1) == consumer.scheduler.get_loaded_kv_cache_group_ids(None)
 
 
+def test_each_rank_logs_the_address_at_which_it_listens(caplog: pytest.LogCaptureFixture) -> None:
+    """With a range of ports, an operator cannot know it, and `kvspec check` needs it."""
+    caplog.set_level("INFO", "kvspec")
+    with Engine("p", 2) as engine:
+        for rank, worker in zip(("tp0", "tp1"), engine.workers, strict=True):
+            assert logged(
+                caplog, f"rank {rank} of p listens at {worker.get_handshake_metadata().address}"
+            )
+
+
 def test_worker_without_caches_has_no_handshake_metadata() -> None:
     """Its session is opened by `register_kv_caches`."""
     vllm_config, config = configs("p", 0, 1, 4, {})

@@ -29,6 +29,7 @@ from kvspec.cli.running import addresses
 from kvspec.errors import SpecError
 from kvspec.session import TcpChannel
 from kvspec.testing import FakeNixl
+from kvspec.wire.versions import OWN
 
 REPO = Path(kvspec.__file__).parents[1]
 KEY = "the secret of these tests"
@@ -79,6 +80,7 @@ def test_check_accepts_engines_that_fit() -> None:
     assert 0 == result.exit_code, result.output
     assert "producer P: 2 ranks, TP 2" in result.stdout
     assert "consumer D: 1 rank, TP 1" in result.stdout
+    assert 2 == result.stdout.count(f"kvspec {kvspec.__version__}, wire versions {OWN}")
     rows = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["tp0"]]
     assert [["tp0", "tp0", "3"], ["tp0", "tp1", "3"]] == [row[:3] for row in rows]
     assert "no byte was moved" in result.stdout

@@ -121,7 +121,10 @@ class Manager:
             heartbeat=min(5.0, settings.lease / 4),
             background=True,
         )
-        self.addresses: list[str] = around.gather(self.session.channel.address)
+        address = self.session.channel.address
+        # With a range of ports, only this line shows which one the rank has.
+        log.info("rank %s of %s listens at %s", cache.rank, self.engine_id, address)
+        self.addresses: list[str] = around.gather(address)
         self.lookups = Lookups(settings.waiting, self._decline, keep=self._keep)
         self.weights = Weights(around.weight_version)
         self.metrics = Metrics(around.labels)

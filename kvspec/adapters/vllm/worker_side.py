@@ -200,6 +200,8 @@ class Serving:
         )
         self._open.callback(self._session.close)
         address = self._session.channel.address
+        # With a range of ports, only this line shows which one the rank has.
+        log.info("rank %s of %s listens at %s", cache.rank, engine_id, address)
         self._served = Served(engine=engine, engine_id=engine_id, address=address)
 
     def _all_workers(self, own: T) -> list[T]:
