@@ -309,6 +309,14 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         load.unverified = plan.options.verify and bool(load.sources)
 
     @atomic
+    def make_last(self, request_id: str) -> None:
+        """Record that no other attempt follows a load, so that a failure is sent."""
+        load = self._change(request_id)
+        if load is not None and load.plan.options.again:
+            options = attrs.evolve(load.plan.options, again=False)
+            load.plan = attrs.evolve(load.plan, options=options)
+
+    @atomic
     def connected(self, request_id: str, now: float) -> list[Action]:
         """Record that all reads of a load are posted. Its heartbeats begin. Return actions.
 

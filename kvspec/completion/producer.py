@@ -104,6 +104,9 @@ MAX_INCARNATIONS = 16
 # Readers to keep of one request, and of all requests, if their engines are not connected. Each
 # takes about 1 KiB, and each progress of a layer is sent to all readers of the request.
 MAX_KEPT_READERS, MAX_ALL_READERS = 1 << 12, 1 << 16
+# Readers of freed requests to remember, so that their last message can be answered again. They must
+# not count as above: a busy producer frees more requests in a lease, and would refuse new readers.
+MAX_PAST_READERS = 1 << 16
 # Push records of all requests. Beyond the limit, `stop` gets no answer, so the reader keeps its
 # blocks and repeats `stop`. An answer `stopped` that is not recorded would be unsafe: a later push
 # could write into reused blocks.
@@ -284,7 +287,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     Attributes:
         counts: "held": requests whose blocks are not free. "pushes": pushes to readers that are
             remembered. "early": messages for requests that are not admitted yet.
-            "blocks": blocks of the held requests, as far as `admit` was passed them.
+            "blocks": blocks of the held requests, as far as `admit` was passed them. "readers":
+            readers of held requests. "past": readers of freed requests that are remembered.
         freed: By remote id, how each request has ended that was freed: `done`, `expired` or
             `aborted`. The session takes them out.
         ended: Number of requests that were freed, by how they have ended.
@@ -532,7 +536,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         actions: list[HoldAction] = act(request, message, before) if act else []
         if row.state == "forgotten":
             self._count("pushes", -len(request.pushes))
-            self._count("readers", -len(request.readers))
+            self._count("past", -len(request.readers))
             self._drop(self.records, request.key)
         return actions
 
@@ -610,8 +614,16 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return [Tell(message.answer(reader.answer if reader else Gone))]
 
     def _free(self, request: HeldRequest, _: None, before: str) -> list[HoldAction]:
-        """Free a request. Remember its readers for a lease, because they may ask again."""
+        """Free a request. Remember its readers for a lease, because they may ask again.
+
+        If too many are remembered, a reader that did not receive its answer receives `gone`. The
+        readers of a push are needed: they show which load of the attempt a message is about.
+        """
         self._count("held", -1)
+        self._count("readers", -len(request.readers))
+        if self.counts["past"] + len(request.readers) > MAX_PAST_READERS and not request.pushes:
+            request.readers = dict[RankAddress, HeldReader]()
+        self._count("past", len(request.readers))
         self._count("blocks", -request.num_blocks)
         request.expires = self._now + self.lease
         request.blocks, request.checksums = dict[str, BlockTable](), dict[Extent, bytes]()

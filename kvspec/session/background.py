@@ -194,8 +194,13 @@ class Worker(Generic[T]):
         """Work on *thing* after all that were put before. Call this with the lock."""
         self._things.put(thing)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="kvspec-loads", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="kvspec-loads", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # The system has no more threads. The next call tries again.
+                _LOG.exception("a load is not started yet; it fails at its deadline")
+            else:
+                self._thread = thread
 
     def stop(self, timeout: float) -> None:
         """Begin nothing new, and wait up to *timeout* seconds for the work."""

@@ -21,7 +21,6 @@ How it works:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from collections.abc import Callable
 import attrs
 
 from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan
-from kvspec.errors import KVSpecError, SpecError
 from kvspec.session.load import Load
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
@@ -56,6 +54,7 @@ class Errand:
         ticket: The ticket.
         until: When a kept prompt is declined, or a refusal is lost.
         keeps: Whether the prompt is kept. Otherwise it is declined.
+        attempt: The attempt that is declined.
         due: When to act next.
         pause: Seconds until the next attempt, if this one fails.
         connection: The attempt to connect that is awaited, or None.
@@ -65,6 +64,7 @@ class Errand:
     ticket: PrefillTicket
     until: float
     keeps: bool
+    attempt: int = 0
     due: float = 0.0
     pause: float = FIRST_PAUSE
     connection: Connection | None = None
@@ -80,14 +80,14 @@ class Errands:
         remotes: The connected engines.
         messages: Sends the heartbeats.
         now: The clock.
-        decline: Passes a refusal to the ledger.
+        decline: Passes a refusal to the ledger. It raises if a load has the same name.
     """
 
     ledger: ConsumerLedger
     remotes: Remotes
     messages: Messages
     now: Callable[[], float]
-    decline: Callable[[RemoteEngine, Key], None]
+    decline: Callable[[RemoteEngine, Key, LoadOptions], None]
     # By engine and request: two tickets of one request may name two engines.
     _errands: dict[Name, Errand] = attrs.field(factory=dict)
 
@@ -116,9 +116,9 @@ class Errands:
             return
         self._begin(Errand(ticket, self.now() + timeout, keeps=True))
 
-    def refuse(self, ticket: PrefillTicket) -> None:
-        """Decline a prompt, also if it is kept."""
-        self._begin(Errand(ticket, self.now() + LONGEST_REFUSAL, keeps=False))
+    def refuse(self, ticket: PrefillTicket, attempt: int = 0) -> None:
+        """Decline a prompt in one attempt, also if it is kept."""
+        self._begin(Errand(ticket, self.now() + LONGEST_REFUSAL, keeps=False, attempt=attempt))
 
     def extend(self, load: Load) -> None:
         """Prepare for *load*, which waits: do not decline its prompt, and keep it if it is kept."""
@@ -177,7 +177,11 @@ class Errands:
             connection, errand.connection = errand.connection, None
             connection.future.result()
             remote = self.remotes.find("producer", errand.ticket.engine_id)
-        except KVSpecError as error:
+            if not errand.keeps:
+                # This raises `SpecError` while a load of this attempt ends. Not each one informs
+                # the producer, so the refusal is sent after it.
+                self.decline(remote, name[1], LoadOptions(attempt=errand.attempt))
+        except Exception as error:  # noqa: BLE001 - the session's poll must go on
             errand.connection, errand.why = None, error
             errand.due = now + errand.pause
             errand.pause = min(2 * errand.pause, LAST_PAUSE)
@@ -186,9 +190,6 @@ class Errands:
             errand.due, errand.pause = now + self.ledger.heartbeat, FIRST_PAUSE
             self._beat(name[1], remote)
         else:
-            # A load of this ticket may still exchange its last messages. It informs the producer.
-            with contextlib.suppress(SpecError):
-                self.decline(remote, name[1])
             del self._errands[name]
 
     def _beat(self, key: Key, remote: RemoteEngine) -> None:

@@ -184,13 +184,23 @@ class Loads:
         """Whether anything is in flight, or is compared."""
         return any(load.in_flight or self.ledger.unverified(n) for n, load in self.loads.items())
 
-    def of(self, ticket: PrefillTicket) -> bool:
-        """Return whether a load of *ticket* is waiting or moving."""
+    def of(self, ticket: PrefillTicket) -> list[Load]:
+        """Return the loads of *ticket* that wait or move."""
         name = ticket.engine_id, key_of(ticket.remote_id)
-        return any(
-            name == (load.engine_id, load.key) and load.state == "moving"
+        return [
+            load
             for load in self.loads.values()
-        )
+            if name == (load.engine_id, load.key) and load.state == "moving"
+        ]
+
+    def give_up_ticket(self, ticket: PrefillTicket, attempt: int) -> None:
+        """Decline *ticket*, unless a load of it informs the producer by itself when it ends."""
+        loads = self.of(ticket)
+        for load in loads:
+            load.options = attrs.evolve(load.options, again=False)
+            self.ledger.make_last(load.request.request_id)
+        if not loads:
+            self.errands.refuse(ticket, attempt)
 
     def check_free(self, name: str) -> None:
         """Raise `SpecError` if a load of the id *name* is open."""
@@ -253,6 +263,8 @@ class Loads:
             raise SpecError("attempt", options.attempt, wanted)
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
+        if not options.again:  # `give_up_ticket` may have changed it after the plan was made.
+            self.ledger.make_last(name)
         if options.pushed:  # After the last check, because a refused load uses nothing up.
             self._pushed[load.plan.name] = None
             if len(self._pushed) > MAX_PUSHED:
@@ -290,7 +302,6 @@ class Loads:
 
     def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions = NO_OPTIONS) -> None:
         """Inform the producer that this rank will not load a request."""
-        self.messages.counters.declines += 1
         # A name that no load has.
         name, now = f"decline {secrets.token_hex(8)}", self.now()
         plan = self._plan(remote, key, name, options, {})
@@ -298,6 +309,7 @@ class Loads:
         self.ledger.begin(name, now, 0.0)
         self.ledger.assign(plan)
         self.ledger.connected(name, now)
+        self.messages.counters.declines += 1
 
     def cancel(
         self, load: Load, why: str = "cancelled", state: TransferState = TransferState.STOPPED
@@ -389,8 +401,10 @@ class Loads:
             self.give_up(load, error)
             if not isinstance(error, Exception):  # An interrupt. Any other fails this load alone.
                 raise
-        if load.ticket is not None and not load.options.again and not self.remotes.closed:
-            self.errands.refuse(load.ticket)
+        wanted = load.ticket is None or load.options.again or self.remotes.closed
+        # Another load of the ticket may have begun meanwhile. It needs the prompt.
+        if load.ticket is not None and not wanted and self.of(load.ticket) in ([], [load]):
+            self.errands.refuse(load.ticket, load.options.attempt)
         return None
 
     @property

@@ -19,13 +19,14 @@ How it works:
     incarnation of an engine in one role. `Remotes` keeps it in one of three places:
 
         place           contents                                 next
-        `_coming`       the engine that is being connected       `_connected` by `connect`
+        `_coming`       engines that are being connected         `_connected` by `connect`
         `_connected`    one engine for each role and name        `leaving`  by `forget`
         `leaving`       old engines whose lanes still exist      removed by `leave`
 
-    Opening lanes takes long, so `connect` does it without the lock. If `forget` is called
-    meanwhile, it clears `_coming`. Then `connect` finds another value there and gives the engine
-    up.
+    Opening lanes takes long, so `connect` does it without the lock. Engines of several names are
+    connected at the same time: one whose network is cut delays no other. If `forget` is called
+    meanwhile, it removes the engine from `_coming`. Then `connect` does not find it there and gives
+    it up.
 
     An interrupt between two lines leaves no engine outside of these places, and no address without
     an engine. So each step comes in an order that the next call can repeat:
@@ -325,6 +326,7 @@ class Remotes:
 
     Attributes:
         leaving: Old engines whose lanes still exist, because bytes move over them.
+        closing: Whether the session is being closed, so that nothing new may begin.
     """
 
     def __init__(
@@ -341,9 +343,9 @@ class Remotes:
         self._connect, self._disconnect, self._poll = connect, disconnect, poll
         self._connections: OrderedDict[str, Connection] = OrderedDict()
         self._connected: dict[tuple[Role, str], RemoteEngine] = {}
-        self._coming: RemoteEngine | None = None
+        self._coming: dict[str, RemoteEngine] = {}  # by name
         self.leaving: list[RemoteEngine] = []
-        self._closed = False
+        self.closing = self._closed = False
 
     def __len__(self) -> int:
         return len(self._connected)
@@ -385,9 +387,16 @@ class Remotes:
             known.future.add_done_callback(lambda _: self._lock.inside or self._poll())
             # A thread for each producer: one that does not answer delays no other. It is a daemon,
             # so that a process can end while it waits. An executor would be awaited at the exit.
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._open, args=(known,), name=f"kvspec-connect-{name}", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # The system has no more threads for this process.
+                why = f"{name} is not connected: {error}"
+                known.future.set_exception(
+                    TransferError(why, rank=name, state=TransferState.UNAVAILABLE)
+                )
         self._connections[name] = known
         self._connections.move_to_end(name)
         return known
@@ -431,8 +440,7 @@ class Remotes:
             for name in self._connections
             if (remote := self._connected.get(("producer", name))) is None or remote.by_ticket
         ]
-        coming = None if self._coming is None else self._coming.engine_id
-        free = [name for name in tickets if name not in used and name != coming]
+        free = [name for name in tickets if name not in used and name not in self._coming]
         for name in free[: max(0, len(tickets) - self._most)]:
             if ("consumer", name) not in self._connected:
                 self._disconnect(name)
@@ -443,6 +451,8 @@ class Remotes:
 
     def connect(self, remote: RemoteEngine, timeout: float) -> None:
         """Open a lane to each rank that has a table, and store *remote* as connected. This is slow.
+
+        The caller makes sure that only one engine of each name is connected at a time.
 
         If *remote* was disconnected meanwhile, or anything else fails, no lane stays open.
         """
@@ -469,15 +479,16 @@ class Remotes:
 
     def _replace(self, remote: RemoteEngine) -> None:
         self.check_open()
-        if self._coming is not remote:
+        if self._coming.get(remote.engine_id) is not remote:
             raise _disconnected(remote.engine_id)
         self._connected[remote.role, remote.engine_id] = remote
-        self._coming = None
+        del self._coming[remote.engine_id]
         self._messages.connect(remote.incarnation, remote.ranks.values())
 
     def _give_up(self, remote: RemoteEngine) -> None:
         """Close the lanes of *remote*, unless it is connected: then an interrupt came too late."""
-        self._coming = None
+        if self._coming.get(remote.engine_id) is remote:
+            del self._coming[remote.engine_id]
         if remote not in self._connected.values():
             self.leaving.append(remote)
             self.leave()
@@ -499,8 +510,7 @@ class Remotes:
             self._check_idle(new, dropped)
             # The caller of `Session.connect` still wants the engine if a ticket connects it again.
             new.by_ticket &= all(old.by_ticket for old in dropped if old.role == new.role)
-        if self._coming is not None and self._coming.engine_id == engine_id:
-            self._coming = None
+        self._coming.pop(engine_id, None)
         remaining = {old.incarnation for old in self._connected.values() if old not in dropped}
         # Before the engines: after an interrupt in between, the next `connect` or `disconnect`
         # repeats this. No later call removes the addresses of an engine that is forgotten.
@@ -509,7 +519,7 @@ class Remotes:
         if new is None:
             self._connections.pop(engine_id, None)
         else:
-            self._coming = new
+            self._coming[engine_id] = new
 
     def _drop(self, *dropped: RemoteEngine) -> None:
         """Let engines leave that are connected."""
@@ -531,8 +541,8 @@ class Remotes:
             raise TransferError(message, rank=new.engine_id, state=TransferState.BUSY)
 
     def check_open(self) -> None:
-        """Raise `TransferError` "closed" if the session was closed."""
-        if self._closed:
+        """Raise `TransferError` "closed" if the session was closed, or is being closed."""
+        if self.closing or self._closed:
             raise TransferError("the session was closed", state=TransferState.CLOSED)
 
     @property
@@ -542,7 +552,8 @@ class Remotes:
 
     def close(self) -> None:
         """Forget all engines, and accept no others."""
-        self._closed, self._coming = True, None
+        self._closed = True
+        self._coming.clear()
         for _, engine_id in tuple(self._connected):
             self.forget(engine_id)
 
@@ -552,8 +563,7 @@ class Remotes:
             if remote in self.leaving:  # The next call repeats this after an interrupt.
                 del self._connected[key]
         for remote in tuple(self.leaving):
-            coming = () if self._coming is None else (self._coming,)
-            users = (*self._connected.values(), *coming)
+            users = (*self._connected.values(), *self._coming.values())
             if remote.lost:
                 for user in users:
                     user.lost |= bool(user.agents & remote.agents)

@@ -48,6 +48,7 @@ from kvspec.wire.messages import (
 from kvspec.wire.versions import START
 
 DISCARD = 1.0  # Seconds between two looks for hellos of NIXL peers.
+CONNECTING = 64  # Locks for connecting, so that different engines rarely wait for each other.
 LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
 FIRST_NUMBER = 1 << 48  # The first number of a question is drawn below this.
 ANSWER, ABSENT = 30.0, 2.0
@@ -147,7 +148,8 @@ class Session:
             lease=held_ledger.lease,
             heartbeat=load_ledger.heartbeat,
         )
-        self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
+        self._lock, self._clock = SessionLock(), clock
+        self._connecting = tuple(SessionLock() for _ in range(CONNECTING))
         self._polled = self._next_discard = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
@@ -214,7 +216,7 @@ class Session:
             introductions: Introductions of all ranks of the engine.
             role: Role of that engine for this rank.
             timeout: Seconds to wait for the connections. The call may first wait for another
-                `connect` or `fetch` of this session.
+                `connect` of the same engine.
 
         Returns:
             The plan.
@@ -235,8 +237,8 @@ class Session:
         self, remote: RemoteEngine, timeout: float, ticket_of: str | None = None
     ) -> TransferPlan:
         """Connect an engine that fits. *ticket_of*: its name, if a ticket contains it."""
-        with self._connecting.held:
-            name, epoch = remote.incarnation
+        name, epoch = remote.incarnation
+        with self._connecting[hash(name) % CONNECTING].held:
             remote.by_ticket = ticket_of is not None
             if ticket_of not in (None, name):
                 raise SpecError("engine_id", ticket_of, f"{name}, the engine at these addresses")
@@ -464,7 +466,8 @@ class Session:
 
         Call it before the producer pushes. If other ranks of the engine try again, decline that
         attempt too: the producer expects all ranks in each attempt. While this rank has a load of
-        the *ticket*, nothing happens: the load informs the producer when it ends.
+        the *ticket*, the load informs the producer when it ends, also if it was called with
+        `again`.
 
         Args:
             remote_id: Name of a request that a connected producer holds.
@@ -485,9 +488,7 @@ class Session:
                 self._loads.decline(self._remotes.find("producer", engine_id), key, options)
             else:
                 self._remotes.check_open()
-                declined = _ticket(ticket, remote_id, engine_id)
-                if not self._loads.of(declined):  # A load informs the producer by itself.
-                    self._loads.errands.refuse(declined)
+                self._loads.give_up_ticket(_ticket(ticket, remote_id, engine_id), attempt)
             self._wake()
 
     def keep(self, ticket: PrefillTicket, *, timeout: float) -> None:
@@ -707,6 +708,7 @@ class Session:
         if self._lock.forked:
             return
         with self._lock.held:
+            self._remotes.closing = True  # Nothing new begins between the next polls.
             for load in list(self._loads.loads.values()):
                 where = "" if load.connected else " before its producer was connected"
                 why = f"the session was closed{where}"

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from refused import refusal
 
 import kvspec
+from kvspec.completion import producer
 from kvspec.completion.ledger import Refused, Tell
 from kvspec.completion.producer import MAX_KEPT_READERS, ProducerLedger
 from kvspec.wire.messages import (
@@ -484,3 +485,19 @@ def test_readers_of_engines_that_are_not_connected_are_bounded() -> None:
     ledger.tick(100.0)
     ledger.tick(200.0)
     assert 0 == ledger.counts["readers"]
+
+
+def test_readers_of_freed_requests_keep_no_new_reader_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy producer frees thousands of requests within one lease."""
+    monkeypatch.setattr(producer, "MAX_ALL_READERS", 8)
+    monkeypatch.setattr(producer, "MAX_PAST_READERS", 8)
+    ledger, last = held(), list[Any]()
+    for number in range(30):
+        key = Key(f"cmpl-{number}", b"other id")
+        ledger.admit(key, 0.0)
+        last = ledger.receive(done(key=key, expected=1), 0.0)
+        assert ["valid"] == kinds(last)
+    assert (0, 8) == (ledger.counts["readers"], ledger.counts["past"])
+    ledger.tick(100.0)
+    ledger.tick(200.0)
+    assert 0 == ledger.counts["past"]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from lines import Other, between_lines
-from two_engines import Side, engine, request, until
+from tickets_kept import ASKED, ticket_of
+from two_engines import Side, engine, land, request, until
 
 from kvspec.errors import MismatchError, SpecError, TransferError
 from kvspec.ownership.replicas import Role
@@ -160,3 +161,25 @@ def test_slow_name_server_does_not_stop_session(
         polls += 1
         time.sleep(1e-3)
     assert polls > 100
+
+
+def test_engine_that_cannot_be_reached_over_nixl_delays_no_other() -> None:
+    """It answers messages, but a firewall closes the ports of its NIXL agent."""
+    with (
+        FakeNixl() as net,
+        Side("P", engine(1), polled=False, background=True) as cut,
+        Side("Q", engine(1), polled=False, background=True) as healthy,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+        agent, one = cut.first.nixl.name, consumer.first
+        net.fate = lambda flight: (
+            None if agent in {life.name for life in flight.between} else flight.land()
+        )
+        one.keep(ticket_of(cut), timeout=60.0)
+        until(lambda: net.moving)
+        healthy.fill(ASKED)
+        consumer.spoil(ASKED)
+        load = one.load(ASKED, ticket=ticket_of(healthy), timeout=5.0)
+        assert load.wait(10.0)
+        assert [] == consumer.wrong(ASKED)
+        land(net)

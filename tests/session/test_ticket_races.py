@@ -1,0 +1,209 @@
+"""Calls about one ticket that come at the same time as other calls about it, or out of order."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+from tickets_kept import ASKED, LEASE, ticket_of
+from two_engines import Side, engine, land, let_nothing_land, until
+
+from kvspec.errors import TransferError
+from kvspec.session.loads import Loads
+from kvspec.testing import FakeNixl
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    """Yield two engines of one rank that are not connected. Leases of tickets are long."""
+    with (
+        FakeNixl(),
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+        yield producer, consumer
+
+
+def delayed(side: Side, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let the thread that connects wait for the event."""
+    goes_on, known = threading.Event(), side.first._remotes
+    connect = known._connect
+
+    def later(*given: Any) -> Any:
+        goes_on.wait(20.0)
+        return connect(*given)
+
+    monkeypatch.setattr(known, "_connect", later)
+    return goes_on
+
+
+def renamed(name: str) -> Any:
+    return attrs.evolve(ASKED, request_id=name)
+
+
+def test_load_that_was_cancelled_does_not_decline_the_ticket_of_the_next(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preempted request is admitted again, while its producer is still being connected."""
+    producer, consumer = sides
+    goes_on = delayed(consumer, monkeypatch)
+    ticket = ticket_of(producer, lease=30.0)
+    producer.fill(ASKED)
+    consumer.spoil(ASKED)
+    first = consumer.first.load(renamed("r1"), ticket=ticket, timeout=20.0)
+    first.cancel()
+    second = consumer.first.load(renamed("r2"), ticket=ticket, timeout=20.0)
+    goes_on.set()
+    until(lambda: second.poll() != "moving")
+    assert second.error is None
+    assert [] == consumer.wrong(ASKED)
+    until(lambda: not producer.first.held)
+    assert 0 == consumer.first.stats().counters.declines
+
+
+def test_two_cancelled_loads_decline_their_ticket(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = sides
+    goes_on = delayed(consumer, monkeypatch)
+    ticket = ticket_of(producer, lease=60.0)
+    for name in ("r1", "r2"):
+        consumer.first.load(renamed(name), ticket=ticket, timeout=20.0).cancel()
+    goes_on.set()
+    until(lambda: not producer.first.held)
+    until(lambda: not consumer.first.stats().errands)
+
+
+def test_ticket_is_declined_after_a_later_attempt() -> None:
+    """The producer refuses what is older than the last attempt of the reader."""
+    with (
+        FakeNixl() as net,
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+        let_nothing_land(net)
+        ticket = ticket_of(producer, lease=60.0)
+        load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0, attempt=1, again=True)
+        until(lambda: net.moving)
+        load.cancel()
+        land(net)
+        until(lambda: not consumer.first.stats().loads)
+        assert ("failed", True) == (load.state, bool(producer.first.held))
+        consumer.first.decline(ticket=ticket, attempt=1)
+        until(lambda: not producer.first.held)
+
+
+def test_decline_reaches_a_load_whose_bytes_still_move() -> None:
+    """The load had announced another attempt. The decline takes that back."""
+    with (
+        FakeNixl() as net,
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+        let_nothing_land(net)
+        ticket = ticket_of(producer, lease=60.0)
+        load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0, again=True)
+        until(lambda: net.moving)
+        load.cancel()
+        consumer.first.decline(ticket=ticket)
+        land(net)
+        until(lambda: not producer.first.held)
+
+
+def test_decline_beside_a_failing_load_with_another_attempt_ahead_is_sent(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load keeps the request for the next attempt, so it informs nobody itself."""
+    producer, consumer = sides
+    goes_on = delayed(consumer, monkeypatch)
+    ticket = ticket_of(producer, lease=60.0)
+    load = consumer.first.load(ASKED, ticket=ticket, timeout=20.0, again=True)
+    consumer.first.decline(ticket=ticket)
+    load.cancel()
+    goes_on.set()
+    until(lambda: not producer.first.held)
+
+
+def test_unexpected_error_of_connecting_breaks_no_poll(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = sides
+    known, connect, calls = consumer.first._remotes, consumer.first._remotes._connect, []
+
+    def fails(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise OSError("too many open files")
+        return connect(*given)
+
+    monkeypatch.setattr(known, "_connect", fails)
+    ticket = ticket_of(producer, lease=60.0)
+    consumer.first.decline(ticket=ticket)
+    until(lambda: not producer.first.held)
+    assert 2 == len(calls)
+    assert [] == [record for record in caplog.records if record.exc_info]
+
+
+def test_process_without_threads_fails_its_load_and_tries_again(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = sides
+    ticket = ticket_of(producer, lease=60.0)
+
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvspec-connect"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0)
+        until(lambda: load.poll() != "moving")
+        assert isinstance(load.error, TransferError)
+        assert "unavailable" == load.error.state
+    until(lambda: not producer.first.held)
+
+
+def test_load_that_begins_while_its_session_closes_has_ended_after_close(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler's thread calls `load` between two polls of `close`."""
+    producer, consumer = sides
+    producer.first.hold("p", lease=60.0) if False else None
+    ticket, one = ticket_of(producer, lease=60.0), consumer.first
+    move, late = Loads.move, list[Any]()
+    closing = threading.Event()
+
+    def slow(loads: Loads) -> None:
+        move(loads)
+        if loads is one._loads and closing.is_set() and not late:
+            late.append(None)
+            threading.Thread(target=begin).start()
+
+    def begin() -> None:
+        try:
+            late[0] = one.load(ASKED, ticket=ticket, timeout=60.0)
+        except TransferError as error:
+            late[0] = error
+
+    monkeypatch.setattr(Loads, "move", slow)
+    delayed(consumer, monkeypatch)
+    blocked = one.load(renamed("r0"), ticket=ticket, timeout=60.0)
+    closing.set()
+    one.close(drain=LEASE)
+    until(lambda: late and late[0] is not None)
+    assert "failed" == blocked.state
+    if not isinstance(late[0], TransferError):
+        assert "failed" == late[0].state
+    else:
+        assert "closed" == late[0].state
+    assert 0 == one.stats().loads
