@@ -90,9 +90,13 @@ class Router:
             if isinstance(found, dict):
                 found.pop("kv_transfer_params", None)
             return web.json_response(found, status=answer.status)
+        first = await answer.content.readline()
+        if first.startswith(b'data: {"error"'):  # vLLM's status is 200, and no token has come.
+            raise EngineError(f"decode: {first.decode().strip()}")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
+            await response.write(without_ticket(first))
             async for line in answer.content:
                 await response.write(without_ticket(line))
         except aiohttp.ClientConnectionResetError:
