@@ -139,7 +139,7 @@ def served(row: Row, name: str, folder: Path, count: int) -> dict[str, Any]:
         begun = time.monotonic()
         fault = threading.Thread(target=_fault, args=(row.fault, engines, begun), daemon=True)
         fault.start()
-        outcomes = asyncio.run(traffic.run(count))
+        outcomes = asyncio.run(traffic.run(range(count)))
         took = time.monotonic() - begun
         fault.join()
         time.sleep(REST[name])
