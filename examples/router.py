@@ -27,7 +27,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 ATTEMPTS = 2
 # Fields that the prefill half must not have: it computes the prompt and one token.
 _OF_DECODE = ("stream", "stream_options", "min_tokens")
-_ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 _ONE_TOKEN = ("max_tokens", "max_completion_tokens")
 
 
@@ -59,9 +59,7 @@ class Router:
 
     async def attempt(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Send both halves once."""
-        half = {name: value for name, value in body.items() if name not in _OF_DECODE}
-        half |= {name: 1 for name in _ONE_TOKEN if name in body} or {"max_tokens": 1}
-        asked = {**half, "stream": False, "kv_transfer_params": _ASK}
+        asked = {**prefill_half(body), "kv_transfer_params": ASK}
         async with self.client.post(next(self.prefill) + request.path, json=asked) as answer:
             found = await answer.read()
             if answer.status >= 500:  # noqa: PLR2004 - an error of the engine
@@ -112,6 +110,13 @@ class EngineError(Exception):
     """An engine answered 5xx."""
 
 
+def prefill_half(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the request of a client for one token, without a stream."""
+    half = {name: value for name, value in body.items() if name not in _OF_DECODE}
+    half |= {name: 1 for name in _ONE_TOKEN if name in body} or {"max_tokens": 1}
+    return half | {"stream": False}
+
+
 def without_ticket(line: bytes) -> bytes:
     """Return one line of a stream without the ticket."""
     if b'"kv_transfer_params"' not in line:
@@ -129,7 +134,12 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
-    router, app = Router(options.prefill, options.decode), web.Application(client_max_size=1 << 26)
+    serve(Router(options.prefill, options.decode), options)
+
+
+def serve(router: Router, options: argparse.Namespace) -> None:
+    """Serve with *router* until interrupted."""
+    app = web.Application(client_max_size=1 << 26)
     app.cleanup_ctx.append(router.run)
     for path in PATHS:
         app.router.add_post(path, router.handle)

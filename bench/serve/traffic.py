@@ -19,14 +19,16 @@ PATH = "/v1/completions"
 
 
 def tokenizer(model: Path, vocabulary: int) -> None:
-    """Write a tokenizer into the folder of a model: the words ``t0``, ``t1`` and so on."""
+    """Write a tokenizer into the folder of a model: the words ``t3``, ``t4`` and so on."""
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - an engine has it
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-    words = {f"t{number}": number for number in range(vocabulary)}
-    whole = Tokenizer(models.WordLevel(words, unk_token="t0"))  # noqa: S106 - a word
-    whole.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2"}
+    # A special word is found inside longer ones too, so it must not begin as they do.
+    special = {"unk_token": "[0]", "bos_token": "[1]", "eos_token": "[2]"}
+    words = {word: number for number, word in enumerate(special.values())}
+    words |= {f"t{number}": number for number in range(len(special), vocabulary)}
+    whole = Tokenizer(models.WordLevel(words, unk_token=special["unk_token"]))
+    whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=whole, **special).save_pretrained(model)
 
 
@@ -172,7 +174,7 @@ class Traffic:
                 return answer.status, None, [], [], (await answer.text())[:300]
             tokens, logprobs, first = list[int](), list[float](), None
             if not stream:
-                (choice,) = (await answer.json())["choices"]
+                (choice,) = (await answer.json(content_type=None))["choices"]
                 return 200, None, choice["token_ids"], choice["logprobs"]["token_logprobs"], ""
             async for line in answer.content:
                 text = line.decode().removeprefix("data: ").strip()
