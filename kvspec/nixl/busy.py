@@ -50,33 +50,33 @@ class Conflict(NamedTuple, Generic[Owner]):
     start: int
 
 
-class _Ranges(NamedTuple):
+class Ranges(NamedTuple):
     """Non-empty ranges, which may overlap. Both arrays are sorted on their own."""
 
     starts: Ints
     ends: Ints
 
-    def overlaps(self, other: _Ranges) -> NDArray[np.bool_]:
+    def overlaps(self, other: Ranges) -> NDArray[np.bool_]:
         """Return for each range of *other* whether it overlaps one of these."""
         below = self.starts.searchsorted(other.ends, side="left")
         return np.asarray(below > self.ends.searchsorted(other.starts, side="right"))
 
 
-_NONE = _Ranges(np.empty(0, np.int64), np.empty(0, np.int64))
+_NONE = Ranges(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-def _united(starts: Ints, ends: Ints) -> _Ranges:
+def united(starts: Ints, ends: Ints) -> Ranges:
     """Return non-empty ranges in any order as disjoint ranges that do not touch."""
     if (starts[1:] < starts[:-1]).any():
         order = np.argsort(starts, kind="stable")
         starts, ends = starts[order], ends[order]
     if len(starts) == 1:
-        return _Ranges(starts, ends)
+        return Ranges(starts, ends)
     reach = np.maximum.accumulate(ends)
     # Whether a new range begins before each element, and after the last one.
     begins = np.ones(len(starts) + 1, np.bool_)
     begins[1:-1] = starts[1:] > reach[:-1]
-    return _Ranges(starts[begins[:-1]], reach[begins[1:]])
+    return Ranges(starts[begins[:-1]], reach[begins[1:]])
 
 
 def _merged(some: Ints, others: Ints) -> Ints:
@@ -101,12 +101,12 @@ class _Place(NamedTuple, Generic[Owner]):
         kept: The ranges of all exclusive claims, and of all shared claims.
     """
 
-    claims: Mapping[Owner, tuple[tuple[_Ranges, bool], ...]]
-    kept: tuple[_Ranges, ...]
+    claims: Mapping[Owner, tuple[tuple[Ranges, bool], ...]]
+    kept: tuple[Ranges, ...]
 
     def conflict(self, start: int, end: int, *, shared: bool) -> Conflict[Owner]:
         """Return the first claim that overlaps the busy range from *start* to *end*."""
-        wanted = _Ranges(np.array([start]), np.array([end]))
+        wanted = Ranges(np.array([start]), np.array([end]))
         owner, ranges = next(
             (owner, ranges)
             for owner, claimed in self.claims.items()
@@ -142,7 +142,7 @@ class BusyRanges(Generic[Owner]):
         """
         if not len(starts):
             return None
-        ranges = _united(starts, ends)
+        ranges = united(starts, ends)
         known = self._places.get(place) or _Place({}, (_NONE, _NONE))
         for kept in known.kept[:1] if shared else known.kept:
             busy = kept.overlaps(ranges)
@@ -152,7 +152,7 @@ class BusyRanges(Generic[Owner]):
                 return known.conflict(start, end, shared=shared)
         claims = {**known.claims, owner: (*known.claims.get(owner, ()), (ranges, shared))}
         rest = list(known.kept)
-        rest[shared] = _Ranges(*map(_merged, rest[shared], ranges))
+        rest[shared] = Ranges(*map(_merged, rest[shared], ranges))
         self._places[place] = _Place(claims, tuple(rest))
         return None
 
@@ -163,7 +163,7 @@ class BusyRanges(Generic[Owner]):
                 continue
             rest = list(kept)
             for ranges, shared in claims[owner]:
-                rest[shared] = _Ranges(*map(_without, rest[shared], ranges))
+                rest[shared] = Ranges(*map(_without, rest[shared], ranges))
             others = {other: claimed for other, claimed in claims.items() if other != owner}
             if others:
                 self._places[place] = _Place(others, tuple(rest))

@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import attrs
 import numpy as np
@@ -42,6 +42,8 @@ from kvspec.wire.seal import Secret, secret_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 # A polled rank reads one byte of each new peer. Each read has a byte of its own here, because two
 # transfers may not write one byte. So many connections can be tested at once.
@@ -357,14 +359,15 @@ class NixlRank:
     ) -> dict[K, Transfer]:
         """Check several reads or writes and pair their ids. That takes long. Nothing starts.
 
-        The agent is not locked meanwhile. Pass the transfers to `move` once, in place of the sides,
-        or drop them. They are not among the `transfers` until then, and keep no bytes busy.
+        The agent is not locked meanwhile. Pass each transfer to `move` of this rank once, in place
+        of the sides, or drop it. It is not among the `transfers` until then, keeps no bytes busy,
+        and cannot be polled.
 
         Raises:
             SpecError: As in `read`.
             TransferError: As in `read`, or with state "closed" if a list was released.
         """
-        return self._in_flight.pair(operation, pairs, request)
+        return self._in_flight.pair(operation, _sides(operation, pairs), request)
 
     def move(
         self,
@@ -393,13 +396,7 @@ class NixlRank:
             SpecError: As in `read`.
             TransferError: As in `read`.
         """
-        if not isinstance(operation, str) or operation not in OPERATIONS:
-            raise SpecError("operation", operation, " or ".join(OPERATIONS))
-        checked = mapping("pairs", pairs, f"keys to {SIDES}")
-        for sides in checked.values():
-            paired = isinstance(sides, Transfer)
-            if not paired and (not isinstance(sides, tuple) or len(sides) != 4):  # noqa: PLR2004 - as in SIDES
-                raise SpecError("pairs", sides, SIDES)
+        checked = _sides(operation, pairs, Transfer)
         return self._in_flight.start(operation, checked, request, timeout)
 
     def notify(self, peer: str, payload: bytes) -> None:
@@ -526,6 +523,18 @@ class NixlRank:
         for transfer in self._in_flight:
             if transfer.local is local:
                 transfer.stop("the connection was not established", TransferState.STOPPED)
+
+
+def _sides(operation: Operation, pairs: Mapping[K, T], *others: type[T]) -> Mapping[K, T]:
+    """Return *pairs* if its values are sides or of the classes *others*, or raise `SpecError`."""
+    if not isinstance(operation, str) or operation not in OPERATIONS:
+        raise SpecError("operation", operation, " or ".join(OPERATIONS))
+    checked = mapping("pairs", pairs, f"keys to {SIDES}")
+    for sides in checked.values():
+        known = isinstance(sides, others)
+        if not known and (not isinstance(sides, tuple) or len(sides) != 4):  # noqa: PLR2004 - as in SIDES
+            raise SpecError("pairs", sides, SIDES)
+    return checked
 
 
 # Weak references: a rank that the caller drops without `close` must disappear with its agent.

@@ -15,14 +15,13 @@ import math
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
-from kvspec.errors import TransferError, TransferState
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent, check_unreleased
-from kvspec.nixl.busy import BusyRanges
+from kvspec.nixl.busy import BusyRanges, Ints, united
 from kvspec.nixl.merging import Operation, Sides, Spans, checked_pairs
 from kvspec.nixl.ranges import Batch
 from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
@@ -33,6 +32,8 @@ TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches
 FIRST_WAIT, LAST_WAIT = 20e-6, 2e-3
 
 K = TypeVar("K", bound=Hashable)
+Owner = weakref.ref["Transfer"]  # It does not keep the transfer alive.
+Claimed = tuple[tuple[str, str], Ints, Ints]  # A place, and the starts and ends of ranges.
 
 
 class Transfer:
@@ -57,8 +58,7 @@ class Transfer:
 
     handles = 0
     error: TransferError | None = None
-    claimed = False  # Whether its bytes are recorded as busy.
-    claim: Claim | None = None  # Its name there, from the first attempt to record them.
+    started = False  # Whether `start` has added it to the transfers of the rank.
     ticket: int | None = None  # Its place in the line for a slot of the buffer.
     stage: Stage | None = None
     posted: int | None = None
@@ -92,10 +92,6 @@ class Transfer:
             self.posted = 0
         self._pending = [*self.batches[::-1]]  # The next one is the last.
         self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # Batch and slot of each handle.
-
-    def __del__(self) -> None:
-        if self.claim is not None:  # It was paired, and never started.
-            self._all.release(self)
 
     def __repr__(self) -> str:
         name = f"{self.operation} {self.request!r} with {self.peer!r}"
@@ -145,10 +141,13 @@ class Transfer:
                 ms for a staged transfer. Else it is 0: the call stops after the first such post.
 
         Raises:
+            SpecError: If `pair` returned the transfer, and `move` has not started it.
             TransferError: If the transfer failed, or its deadline is over.
         """
         with self._agent.lock:
             self._agent.check_open()
+            if not self.started:  # Its bytes are not busy, so none may move.
+                raise SpecError("transfer", self, "a transfer that `move` has started")
             self.step(turn)
             if self.ticket is not None and self.stage is not None and self.state == "PROC":
                 self._all.poll_others(self, self.stage.buffer)
@@ -160,11 +159,7 @@ class Transfer:
             return self.state
 
     def wait(self) -> None:
-        """Poll until the transfer is done, with pauses of 20 us to 2 ms.
-
-        Raises:
-            TransferError: If the transfer failed, or its deadline is over.
-        """
+        """Poll until the transfer is done, with pauses of 20 us to 2 ms. Raises as `poll`."""
         rest, settled = FIRST_WAIT, self._settled
         while self.poll() == "PROC":
             if self._settled != settled:
@@ -225,6 +220,16 @@ class Transfer:
         while self._in_flight:
             with contextlib.suppress(TransferError):
                 self._let_go(next(reversed(self._in_flight)))
+
+    def of(self, transfers: InFlightTransfers) -> bool:
+        """Return whether the transfer belongs to the rank of *transfers*."""
+        return self._all is transfers
+
+    def renew(self, key: object, request: str, timeout: float) -> None:
+        """Take over what `move` was called with. The transfer was paired before."""
+        self.key, self.request, self.timeout = key, request, timeout
+        self._subject = self.peer, request
+        self._deadline = time.monotonic() + timeout
 
     def make(self, batch: slice | Batch, slot: int = 0) -> int:
         """Return NIXL's handle for one batch. A staged batch uses *slot* of the buffer."""
@@ -298,21 +303,22 @@ class Transfer:
         return TransferError(message, rank=self.peer, request=self.request, state=state)
 
 
-class Claim:
-    """The owner of the bytes of a transfer. It does not keep the transfer alive."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self.transfer = weakref.ref(transfer)
-
-    def __repr__(self) -> str:
-        return repr(self.transfer())
-
-
 class InFlightTransfers:
     """The transfers of one rank, from `start` until no byte of them can move any more.
 
-    Claiming a million ranges takes a second. So it has a lock of its own, and `pair` claims without
-    the lock of the agent, which each poll needs. A release is only noted: the next claim does it.
+    How claims work:
+        A transfer is claimed if `BusyRanges` contains all of its bytes. One lock guards that. It is
+        not the lock of the agent, which each poll needs: claiming a million ranges takes 0.1 s.
+        Computing the ranges takes longer, so `pair` does it before it takes the lock.
+
+        transfer                    its claim
+        alone in flight             is not needed, so its ranges are not computed
+        in flight with others       `start` makes it, unless `pair` has made it
+        paired, and not started     may be taken by another transfer that needs the bytes
+        over, or no longer exists   the next claim removes it
+
+        `start` claims all transfers in flight that are not claimed. So a claim that was taken, or
+        that an interrupt has left half made, is made again before any other transfer can start.
 
     Attributes:
         agent: The agent of the rank.
@@ -325,9 +331,10 @@ class InFlightTransfers:
         self.tickets = itertools.count()
         # Replaced whole, so that an interrupt leaves the old transfers or the new ones.
         self._known: tuple[Transfer, ...] = ()
+        # A thread that holds the lock of the agent may take this one. Never the other way around.
         self._claiming = threading.RLock()
-        self._busy: BusyRanges[Claim] = BusyRanges()
-        self._released = deque[Claim]()
+        self._busy: BusyRanges[Owner] = BusyRanges()
+        self._claimed: dict[Owner, bool] = {}  # False: the claim is being made, or is incomplete.
 
     def __iter__(self) -> Iterator[Transfer]:
         """Yield the transfers that are not over, as far as they were polled."""
@@ -348,54 +355,68 @@ class InFlightTransfers:
         if not isinstance(request, str):
             instance("request", request, str)
         timeout = seconds("timeout", timeout)
+        paired = {key: each for key, each in pairs.items() if isinstance(each, Transfer)}
         made = {
-            key: self._made(operation, sides, request, timeout, key) for key, sides in pairs.items()
+            key: paired.get(key) or Transfer(self, operation, sides, request, timeout, key)
+            for key, sides in cast("Mapping[K, Sides]", pairs).items()
         }
         started = [*made.values()]
         with self.agent.lock:
             self.agent.check_open()
+            if paired:
+                self._take(paired, operation, request, timeout)
             moving = self.reap() if self._known else ()
             every = (*moving, *started)
             try:
+                for transfer in started:
+                    transfer.started = True
                 self._claim_all(moving, started)
                 self._known = every
             except BaseException:
-                for transfer in started:
-                    self.release(transfer)
+                if self._known is not every:  # An interrupt may come after the assignment.
+                    for transfer in started:
+                        transfer.started = False
                 raise
             for key, transfer in made.items():
-                if pairs[key] is not transfer:
+                if key not in paired:
                     transfer.step()
             if len(every) == 1 and every[0].over:  # A small one often ends at once.
                 self._known = ()
         return made
 
-    def _made(
-        self, operation: Operation, sides: Sides | Transfer, request: str, timeout: float, key: K
-    ) -> Transfer:
-        """Return the transfer of *sides*, which may have been paired before."""
-        if not isinstance(sides, Transfer):
-            return Transfer(self, operation, sides, request, timeout, key)
-        sides.key, sides.timeout = key, timeout
-        return sides
+    def _take(
+        self, paired: Mapping[K, Transfer], operation: Operation, request: str, timeout: float
+    ) -> None:
+        """Renew *paired*, which `pair` has returned and which have not started.
+
+        Raises:
+            SpecError: If one of them has started, or is of another rank or operation.
+        """
+        every = [*paired.values()]
+        for transfer in every:
+            expected = ""
+            if not transfer.of(self):
+                expected = "transfers that this rank has paired"
+            elif transfer.operation != operation:
+                expected = f"transfers that were paired for {operation!r}"
+            elif transfer.started or every.count(transfer) > 1:
+                expected = "transfers that were paired, each of which is started once"
+            if expected:
+                raise SpecError("pairs", transfer, expected)
+        for key, transfer in paired.items():
+            transfer.renew(key, request, timeout)
 
     def pair(
         self, operation: Operation, pairs: Mapping[K, Sides], request: str
     ) -> dict[K, Transfer]:
         """Return transfers whose bytes are claimed if others are in flight. Nothing starts."""
+        if not isinstance(request, str):
+            instance("request", request, str)
         made = {
             key: Transfer(self, operation, sides, request, math.inf, key)
             for key, sides in pairs.items()
         }
-        started = [*made.values()]
-        moving = self.reap() if self._known else ()
-        try:
-            self._claim_all(moving, started)
-        finally:
-            for transfer in moving:
-                # It may have ended meanwhile, and its release may have come before its claim.
-                if transfer not in self._known:
-                    self.release(transfer)
+        self._claim_all(self.reap() if self._known else (), [*made.values()])
         return made
 
     def _claim_all(self, moving: Sequence[Transfer], started: Sequence[Transfer]) -> None:
@@ -405,61 +426,51 @@ class InFlightTransfers:
         a second one starts.
         """
         every = (*moving, *started)
-        if len(every) == 1 or all(transfer.claimed for transfer in every):
+        if len(every) == 1:
             return
+        # Without the lock. If a claim is taken meanwhile, its ranges are computed with the lock.
+        ranges = {each: _ranges(each) for each in every if not self._claimed.get(weakref.ref(each))}
         with self._claiming:
+            for owner in tuple(self._claimed):
+                known = owner()
+                if known is None or known.over:
+                    self._release(owner)
             for transfer in every:
-                if not transfer.claimed:
-                    self._claim(transfer, started)
+                if not self._claimed.get(weakref.ref(transfer)):
+                    self._claim(transfer, ranges.get(transfer) or _ranges(transfer), started)
 
-    def release(self, transfer: Transfer) -> None:
-        """Release the bytes of *transfer* before the next claim. Needs no lock."""
-        claim, transfer.claim, transfer.claimed = transfer.claim, None, False
-        if claim is not None:
-            self._released.append(claim)
+    def _release(self, owner: Owner) -> None:
+        """Remove a claim. The caller holds the lock of the claims."""
+        if owner in self._claimed:
+            self._claimed[owner] = False  # If an interrupt comes now, the claim is made again.
+        self._busy.release(owner)
+        self._claimed.pop(owner, None)
 
-    def _claim(self, transfer: Transfer, started: Sequence[Transfer]) -> None:
+    def _claim(
+        self, transfer: Transfer, ranges: tuple[Claimed, Claimed], started: Sequence[Transfer]
+    ) -> None:
         """Claim the bytes of *transfer*. Raise `TransferError` "busy" if another one uses them.
 
         *started* are the transfers that start in the same call. A conflict of two of them is an
         error of the caller, so the message does not advise to wait.
         Addresses identify bytes: those of two devices of one memory type differ as well.
         """
-        self.release(transfer)  # An interrupt may have left a part of an earlier claim.
-        transfer.claim = claim = Claim(transfer)
-        local, remote, nbytes = transfer.pairs.spans()
-        near = ("", transfer.local.memory_type), local, local + nbytes
-        far = (transfer.peer, transfer.remote.memory_type), remote, remote + nbytes
-        source, target = (far, near) if transfer.operation == "READ" else (near, far)
-        owner = None
+        owner, (target, source) = weakref.ref(transfer), ranges
+        self._release(owner)  # An interrupt may have left a part of an earlier claim.
+        self._claimed[owner] = False
         while True:
-            while self._released:
-                self._busy.release(self._released[0])
-                self._released.popleft()  # Last: an interrupt repeats the release.
-            conflict = self._busy.claim(claim, *target)
-            conflict = conflict or self._busy.claim(claim, *source, shared=True)
+            conflict = self._busy.claim(owner, *target)
+            conflict = conflict or self._busy.claim(owner, *source, shared=True)
             if conflict is None:
-                break
-            owner = conflict.owner.transfer()
-            if owner is not None and (owner in self._known or owner in started):
-                break
-            # That one is only paired. The first to start has the bytes: `start` claims all again.
-            self._busy.release(conflict.owner)
-            self._busy.release(claim)
-            if owner is not None:
-                self.release(owner)
-        transfer.claimed = conflict is None
-        if conflict is not None:
-            self.release(transfer)
-            state = TransferState.BUSY
-            message = f"{conflict.owner!r} moves some of the same bytes: {state.advice}"
-            if owner is not None and owner in started and transfer in started:
-                one, other = sorted((owner, transfer), key=started.index)
-                message = (
-                    f"pairs[{one.key!r}] and pairs[{other.key!r}] of this call move some of the"
-                    " same bytes"
-                )
-            raise TransferError(message, rank=transfer.peer, request=transfer.request, state=state)
+                self._claimed[owner] = True
+                return
+            self._busy.release(owner)
+            other = conflict.owner()
+            # The bytes are free if the other one is only paired, or is over.
+            if other is not None and not other.over and (other in self._known or other in started):
+                self._release(owner)
+                raise _busy(transfer, other, started)
+            self._release(conflict.owner)
 
     def reap(self) -> tuple[Transfer, ...]:
         """Release handles in quarantine that ended. Forget the transfers that are over.
@@ -468,14 +479,10 @@ class InFlightTransfers:
             The other transfers.
         """
         with self.agent.lock:
-            known = self._known
-            for transfer in known:
+            for transfer in self._known:
                 if transfer.error is not None:
                     transfer.reap()
-            self._known = tuple(transfer for transfer in known if not transfer.over)
-            for transfer in known:
-                if transfer.over:  # After the change: `pair` looks whether it is still known.
-                    self.release(transfer)
+            self._known = tuple(transfer for transfer in self._known if not transfer.over)
             return self._known
 
     def free_slot(self, buffer: StagingBuffer, ticket: int | None) -> int | None:
@@ -525,4 +532,26 @@ class InFlightTransfers:
         for transfer in self._known:
             transfer.abandon()
         with self._claiming:
-            self._known, self._busy = (), BusyRanges()
+            self._known, self._busy, self._claimed = (), BusyRanges(), {}
+
+
+def _ranges(transfer: Transfer) -> tuple[Claimed, Claimed]:
+    """Return the bytes that *transfer* writes and those that it reads. This takes long."""
+    local, remote, nbytes = transfer.pairs.spans()
+    near = ("", transfer.local.memory_type), *united(local, local + nbytes)
+    far = (transfer.peer, transfer.remote.memory_type), *united(remote, remote + nbytes)
+    return (near, far) if transfer.operation == "READ" else (far, near)
+
+
+def _busy(transfer: Transfer, other: Transfer, started: Sequence[Transfer]) -> TransferError:
+    """Return the error of two transfers that move some of the same bytes."""
+    if transfer not in started:  # It moves already, and *other* is about to start.
+        transfer, other = other, transfer
+    state = TransferState.BUSY
+    message = f"{other!r} moves some of the same bytes: {state.advice}"
+    if other in started:
+        one, two = sorted((other, transfer), key=started.index)
+        message = (
+            f"pairs[{one.key!r}] and pairs[{two.key!r}] of this call move some of the same bytes"
+        )
+    return TransferError(message, rank=transfer.peer, request=transfer.request, state=state)
