@@ -111,6 +111,9 @@ MAX_PAST_READERS = 1 << 16
 # blocks and repeats `stop`. An answer `stopped` that is not recorded would be unsafe: a later push
 # could write into reused blocks.
 MAX_PUSHES = 1 << 16
+# The same for `stop` of one reader about requests that are not held. Such a record lasts for
+# `longest`, so one reader alone could take the places of all others for an hour.
+MAX_UNKNOWN_PUSHES = 1 << 13
 
 
 class HeldReader(NamedTuple):
@@ -305,6 +308,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.ended = Counter[str]()
         # By connected engine: the ranks that read from this rank, and how many of them send `done`.
         self._plans: dict[tuple[str, int], frozenset[RankId]] = {}
+        # By reader: its pushes of requests that are not held.
+        self._unknown_pushes: dict[RankAddress, int] = {}
 
     @property
     def held(self) -> tuple[Key, ...]:
@@ -494,6 +499,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     def clear(self) -> None:
         """Forget all requests, without actions."""
         self.records.clear()
+        self._unknown_pushes.clear()
         self._wakes.clear()
         self.counts.clear()
 
@@ -532,6 +538,9 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """Take the row of the table for *event*, and carry it out."""
         row = PRODUCER[request.state, event]
         before, request.state = request.state, row.state
+        if before == "unknown" != row.state:
+            for _, by in request.pushes:
+                self._count_unknown(by, -1)
         act = getattr(self, f"_{row.action}") if row.action else None
         actions: list[HoldAction] = act(request, message, before) if act else []
         if row.state == "forgotten":
@@ -539,6 +548,13 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             self._count("past", -len(request.readers))
             self._drop(self.records, request.key)
         return actions
+
+    def _count_unknown(self, by: RankAddress, more: int) -> None:
+        """Count pushes of a reader that are remembered although their requests are not held."""
+        if count := self._unknown_pushes.get(by, 0) + more:
+            self._put(self._unknown_pushes, by, count)
+        else:
+            self._drop(self._unknown_pushes, by)
 
     def _note(self, request: HeldRequest, message: ReaderStatus, answer: type[Message]) -> None:
         """Record an accepted message of a reader, and the kind of its answer."""
@@ -645,6 +661,10 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             event = "stop"
             if state == "new" and self.counts["pushes"] >= MAX_PUSHES:
                 return []
+            if state == "new" and request.state == "unknown":
+                if self._unknown_pushes.get(message.by, 0) >= MAX_UNKNOWN_PUSHES:
+                    return []
+                self._count_unknown(message.by, 1)
         elif state == "new" or isinstance(message, Done):
             return []
         elif state == "pushed" and request.finished(target):

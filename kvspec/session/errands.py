@@ -70,6 +70,11 @@ class Errand:
     connection: Connection | None = None
     why: object = None
 
+    @property
+    def times(self) -> tuple[float, float]:
+        """When it must act. A connection that it waits for has no time."""
+        return self.until, self.due if self.connection is None else math.inf
+
 
 @attrs.define(eq=False)
 class Errands:
@@ -90,6 +95,10 @@ class Errands:
     decline: Callable[[RemoteEngine, Key, LoadOptions], None]
     # By engine and request: two tickets of one request may name two engines.
     _errands: dict[Name, Errand] = attrs.field(factory=dict)
+    # A poll is called often, and a producer that is gone leaves thousands of errands. So `move`
+    # looks at them only if the earliest is due, or if a connection has ended that some wait for.
+    _next: float = math.inf
+    _awaited: set[Connection] = attrs.field(factory=set)
 
     def __len__(self) -> int:
         return len(self._errands)
@@ -101,18 +110,15 @@ class Errands:
 
     @property
     def due(self) -> float:
-        """When the next errand must act. Infinite if none does."""
-        times = (
-            min(errand.until, errand.due if errand.connection is None else math.inf)
-            for errand in self._errands.values()
-        )
-        return min(times, default=math.inf)
+        """When the next errand must act, or earlier. Infinite if none does."""
+        return self._next if self._errands else math.inf
 
     def keep(self, ticket: PrefillTicket, timeout: float) -> None:
         """Keep a prompt for *timeout* seconds. Repeating it changes the time and the addresses."""
         known = self._errands.get(_name(ticket))
         if known is not None and known.keeps:
             known.until, known.ticket = self.now() + timeout, ticket
+            self._look_at(known)
             return
         self._begin(Errand(ticket, self.now() + timeout, keeps=True))
 
@@ -155,6 +161,8 @@ class Errands:
     def move(self) -> None:
         """Send what is due."""
         now = self.now()
+        if now < self._next and not any(each.future.done() for each in self._awaited):
+            return
         for name, errand in list(self._errands.items()):
             if now >= errand.until:
                 self._end(name, errand)
@@ -162,11 +170,22 @@ class Errands:
                 continue
             elif errand.connection is not None or now >= errand.due:
                 self._run(name, errand, now)
+        every = self._errands.values()
+        # Last: if this is interrupted, the next call looks at all of them again.
+        self._awaited = {each.connection for each in every if each.connection is not None}
+        self._next = min((time for each in every for time in each.times), default=math.inf)
+
+    def _look_at(self, errand: Errand) -> None:
+        """Let `move` look at *errand* in time."""
+        self._next = min(self._next, *errand.times)
+        if errand.connection is not None:
+            self._awaited.add(errand.connection)
 
     def _begin(self, errand: Errand) -> None:
         name = _name(errand.ticket)
         self._errands[name] = errand
         self._run(name, errand, self.now())
+        self._look_at(errand)
 
     def _run(self, name: Name, errand: Errand, now: float) -> None:
         try:

@@ -501,3 +501,26 @@ def test_readers_of_freed_requests_keep_no_new_reader_away(monkeypatch: pytest.M
     ledger.tick(100.0)
     ledger.tick(200.0)
     assert 0 == ledger.counts["past"]
+
+
+def test_one_reader_that_gives_up_unknown_pushes_takes_no_place_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(producer, "MAX_PUSHES", 9)
+    monkeypatch.setattr(producer, "MAX_UNKNOWN_PUSHES", 2)
+    ledger = ProducerLedger(P[0], lease=10.0, longest=30.0)
+    keys = [Key(f"request {at}", b"8 bytes!") for at in range(9)]
+    answers = [kinds(ledger.receive(stop(0, key=key), 0.0)) for key in keys]
+    assert [["stopped"], ["stopped"], *[[]] * 7] == answers
+    # A repeated `stop` is answered again, and other readers have places of their own.
+    assert ["stopped"] == kinds(ledger.receive(stop(0, key=keys[0]), 0.0))
+    assert ["stopped"] == kinds(ledger.receive(stop(1, key=keys[2]), 0.0))
+    # A request that is admitted, and a record that is forgotten, free their places.
+    ledger.admit(keys[0], 0.0)
+    assert ["stopped"] == kinds(ledger.receive(stop(0, key=keys[3]), 0.0))
+    assert [] == ledger.receive(stop(0, key=keys[4]), 0.0)
+    ledger.tick(40.0)
+    ledger.tick(80.0)
+    ledger.tick(120.0)
+    assert {} == ledger._unknown_pushes
+    assert ["stopped"] == kinds(ledger.receive(stop(0, key=keys[4]), 120.0))

@@ -109,6 +109,35 @@ def test_wait_raises_when_session_is_closed(pair: tuple[Side, Side]) -> None:
     assert (["closed"], "moving", "closed") == (states, load.poll(), load.error.state)
 
 
+def test_wait_raises_after_close_also_if_the_producer_was_connected_again(
+    pair: tuple[Side, Side],
+) -> None:
+    """The load knows the engine of the lost connection, which the session has forgotten."""
+    producer, consumer = pair
+    session = consumer.first
+    load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0, pushed=True)
+    load.remote.lost = True
+    consumer.connect(producer)
+    assert load.remote is not session._remotes.find("producer", "P")
+    session.close(drain=0.01)
+    with pytest.raises(TransferError) as caught:
+        load.wait()
+    assert "closed" == caught.value.state
+
+
+def test_wait_for_a_push_ends_after_its_time_although_the_producer_has_ended(
+    pair: tuple[Side, Side],
+) -> None:
+    """Its last bytes may be on their way, so the load stays moving. Its error is known."""
+    producer, consumer = pair
+    load = consumer.first.load(request(), remote_id=new_remote_id("r"), timeout=0.1, pushed=True)
+    producer.close()
+    begun = time.monotonic()
+    assert load.wait(0.5) is False
+    assert time.monotonic() - begun < 5.0
+    assert load.error is not None
+
+
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 def test_heartbeat_must_be_shorter_than_half_of_lease(net: FakeNixl, role: Role) -> None:
     """The limits of both sides are compared when they connect, whoever connects."""

@@ -100,3 +100,32 @@ def test_fetch_that_begins_in_another_thread_does_not_disturb_a_message(
     challenge = messages._secret.seal(b"kvspec-challenge-1\n", b"c" * 16)
     assert messages._open("nowhere", challenge) is None
     messages._asked.clear()
+
+
+def test_wait_for_the_own_lock_is_not_charged_to_the_peer(pair: tuple[Side, Side]) -> None:
+    """Another call of the session holds the lock for longer than the peer has time."""
+    producer, consumer = pair
+    session, stop = consumer.first, threading.Event()
+    held = threading.Event()
+
+    def call() -> None:
+        with session._lock.held:
+            held.set()
+            time.sleep(1.0)
+
+    def serve() -> None:
+        while not stop.is_set():
+            producer.poll()
+            time.sleep(1e-3)
+
+    threads = [threading.Thread(target=each) for each in (call, serve)]
+    try:
+        for thread in threads:
+            thread.start()
+        assert held.wait(5.0)
+        found = session.fetch(producer.addresses, timeout=9.0, absent=0.8)
+        assert producer.introductions == found
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

@@ -207,3 +207,32 @@ def test_load_that_begins_while_its_session_closes_has_ended_after_close(
     else:
         assert "closed" == late[0].state
     assert 0 == one.stats().loads
+
+
+def test_poll_looks_at_no_errand_before_one_is_due(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A producer that is gone leaves thousands of them, and polls are frequent."""
+    producer, consumer = sides
+    goes_on, one = delayed(consumer, monkeypatch), consumer.first
+    looks = []
+
+    class Counted(dict[Any, Any]):
+        def items(self) -> Any:
+            looks.append(len(self))
+            return super().items()
+
+    one._loads.errands._errands = Counted()
+    tickets = [ticket_of(producer, f"p{number}", lease=60.0) for number in range(9)]
+    for ticket in tickets:
+        one.keep(ticket, timeout=60.0)
+    one._poll_now()
+    looks.clear()
+    for _ in range(99):
+        one._poll_now()
+    assert [] == looks
+    for ticket in tickets:
+        one.decline(ticket=ticket)
+    goes_on.set()
+    until(lambda: not producer.first.held)
+    until(lambda: not one.stats().errands)
