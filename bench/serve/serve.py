@@ -155,6 +155,7 @@ def connector(name: str, role: str, place: Path, *, multi: bool, host: str) -> d
         return config
     stored = {"shared_storage_path": str(place / f"{role}-stored")}
     other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    del config["engine_id"]  # vLLM gives its own to each.
     both = [config, other | {"kv_connector_extra_config": stored}]
     outer = {"kv_connector": "MultiConnector", "kv_role": f"kv_{role}", "engine_id": role}
     return outer | {"kv_connector_extra_config": {"connectors": both}}
