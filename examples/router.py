@@ -6,7 +6,7 @@ A router that serves real clients has to do five things, and each is a few lines
 
 - The prefill engine answers one token and a ticket. The ticket goes to the decode engine alone.
 - If the client leaves, both halves end: a cancelled request closes its connection, and vLLM aborts.
-- If the decode engine fails before its first byte, the request is tried again, with a new ticket.
+- If the decode engine fails before its first token, the request is tried again, with a new ticket.
 - An answer of 4xx is the client's fault, so it is passed on, and nothing is tried again.
 - The answer streams through, without the ticket.
 
@@ -52,7 +52,7 @@ class Router:
             try:
                 return await self.attempt(request, body)
             except (aiohttp.ClientError, EngineError) as error:
-                # After the first byte the answer cannot begin again: see `forward`.
+                # After the first token the answer cannot begin again: see `forward`.
                 if attempt + 1 == ATTEMPTS:
                     return web.json_response({"error": str(error)}, status=502)
         raise AssertionError

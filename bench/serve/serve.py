@@ -155,6 +155,7 @@ def connector(name: str, role: str, place: Path, *, multi: bool, host: str) -> d
         return config
     stored = {"shared_storage_path": str(place / f"{role}-stored")}
     other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    del config["engine_id"]  # vLLM gives its own to each.
     both = [config, other | {"kv_connector_extra_config": stored}]
     outer = {"kv_connector": "MultiConnector", "kv_role": f"kv_{role}", "engine_id": role}
     return outer | {"kv_connector_extra_config": {"connectors": both}}
@@ -211,12 +212,18 @@ def served(row: Row, name: str, folder: Path, options: argparse.Namespace) -> di
             max(0.0, held(each, blocks) - before)
             for each, blocks, before in zip(engines, row.blocks, empty, strict=True)
         ]
+        metrics = engines[1].metrics()
+        loads = sum(metrics.get(each, 0.0) for each in LOADS)
         alive = all(each.alive for each in engines)
         tracebacks = sum(each.tracebacks for each in engines)
     numbers = _numbers(row, name, outcomes, took, at_rest, alive=alive, tracebacks=tracebacks)
-    return numbers | {"share": share}
+    # Without a load, D has computed all prompts itself, and the answers are the same, too.
+    right = numbers["right"] and loads > 0
+    return numbers | {"share": share, "loads": loads, "right": right}
 
 
+LOADS = ("vllm:kvspec_load_seconds_count", "vllm:nixl_xfer_time_seconds_count")
+"""The metrics of D that count what it has read."""
 FAULTS: dict[str, Callable[[list[Server], Network | None], object]] = {
     "kill prefill": lambda engines, _: _restart(engines[0]),
     "kill decode": lambda engines, _: _restart(engines[1]),
@@ -313,6 +320,7 @@ def line(numbers: dict[str, Any]) -> str:
     first, last = numbers["first median"], numbers["first p99"]
     cells = [
         numbers["row"], numbers["connector"], *(numbers[each] for each in VERDICTS),
+        f"{numbers['loads']:.0f}",
         "/".join(f"{blocks:.0f}" for blocks in numbers["held"]), numbers["tracebacks"],
         "-" if first is None else f"{first:.3f}", "-" if last is None else f"{last:.3f}",
         f"{numbers['a second']:.1f}",
@@ -323,9 +331,9 @@ def line(numbers: dict[str, Any]) -> str:
 
 
 HEAD = (
-    "| row | connector | same | different | stuck | failed | left | rejected | held at rest "
-    "| tracebacks | first token median s | p99 s | requests/s | connector in D | |\n"
-    + "|---" * 15
+    "| row | connector | same | different | stuck | failed | left | rejected | loads "
+    "| held at rest | tracebacks | first token median s | p99 s | requests/s | connector in D | |\n"
+    + "|---" * 16
     + "|"
 )
 
@@ -371,7 +379,7 @@ def main(write: Callable[[str], object] = print) -> int:
             except (OSError, RuntimeError) as error:  # An engine has ended, or answers no more.
                 why = [f"{type(error).__name__}: {error}"]
                 found.append({"row": row.name, "connector": name, "right": False, "why": why})
-                write(f"| {row.name} | {name} | {'- | ' * 12}WRONG |")
+                write(f"| {row.name} | {name} | {'- | ' * 13}WRONG |")
             for why in found[-1]["why"]:
                 write(f"    {why}")
             if options.json:

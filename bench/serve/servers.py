@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-STARTING = 420.0  # Seconds until a server answers.
+STARTING = 900.0  # Seconds until a server answers.
 CONTEXT = 2048  # Tokens of the longest request of an engine.
 DEVICE = "serve0"  # The network device of an engine in a namespace of its own.
 ROOT = Path(__file__).resolve().parents[2]
