@@ -247,6 +247,10 @@ def test_request_that_is_aborted_while_it_loads_frees_both_sides() -> None:
         assert ({"d-1": 1}, {"p-1": 1}) == (consumer.received, producer.sent)
 
 
+NUMBERED = "renderer0-mm-5-image-0"
+"""VLLM's name of an image that it has not hashed."""
+
+
 def image(identifier: str, offset: int = 2) -> Any:
     """Return the feature of an image of three tokens."""
     position = SimpleNamespace(offset=offset, length=3)
@@ -271,6 +275,13 @@ def test_ticket_of_another_content_is_declined_by_the_name_of_the_field(
         ("media", {"mm_features": [image("cat")]}, {"mm_features": [image("cat", 3)]}),
         ("media", {"mm_features": [image("cat")]}, {}),
         ("media", {"mm_features": [SimpleNamespace()]}, {"mm_features": [SimpleNamespace()]}),
+        # vLLM numbers items if it has no cache that needs their hashes. The images differ.
+        ("media", {"mm_features": [image(NUMBERED)]}, {"mm_features": [image(NUMBERED)]}),
+        (
+            "media",
+            {"mm_features": [image(f"sql:{NUMBERED}")]},
+            {"mm_features": [image(f"sql:{NUMBERED}")]},
+        ),
         ("adapter", {"lora_request": one}, {}),
         ("adapter", {}, {"lora_request": one}),
         ("adapter", {"lora_request": one}, {"lora_request": two}),

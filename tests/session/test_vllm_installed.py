@@ -6,6 +6,7 @@ states about its keys must be what the keys show.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from collections.abc import Iterator
@@ -196,3 +197,11 @@ def test_multi_connector_of_vllm_finds_the_numbers_by_name() -> None:
     numbers = {name: no_numbers() | {"bytes_read": 1 << 20}}
     stats = multi_connector.MultiConnector.build_kv_connector_stats(numbers)
     assert 1.0 == stats.reduce()[name]["MB read"]
+
+
+def test_vllm_numbers_items_that_it_does_not_hash_by_this_name() -> None:
+    """The adapter recognises the name: equal numbers of two engines are no equal images."""
+    from vllm.renderers.base import BaseRenderer  # noqa: PLC0415
+
+    source = inspect.getsource(BaseRenderer._process_multimodal)
+    assert 'f"renderer{self.api_process_rank}-mm-{' in source
