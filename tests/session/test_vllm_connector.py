@@ -517,6 +517,7 @@ def test_ticket_of_the_engine_itself_is_not_fetched(caplog: pytest.LogCaptureFix
             assert (0, False) == engine.decode(request, *OTHERS)
             engine.scheduler.request_finished_all_groups(request, OTHERS)
         assert logged(caplog, "d-1", "computed here")
+        assert not logged(caplog, "d-2", "computed here")
         until(lambda: engine.sent, engine)
         (worker,) = engine.workers
         assert 0 == worker._session.stats().counters.refusals_lost
