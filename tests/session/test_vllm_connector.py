@@ -35,6 +35,7 @@ from kvspec.adapters.vllm import content, engine_spec, scheduler_side
 from kvspec.adapters.vllm.content import content_of_request, sampling_of_request
 from kvspec.adapters.vllm.metrics import _COUNTERS, WorkerNumbers
 from kvspec.adapters.vllm.scheduler_side import Scheduling, Served
+from kvspec.adapters.vllm.worker_side import Settings
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
 
@@ -247,6 +248,10 @@ def test_request_that_is_aborted_while_it_loads_frees_both_sides() -> None:
         assert ({"d-1": 1}, {"p-1": 1}) == (consumer.received, producer.sent)
 
 
+NUMBERED = "renderer0-mm-5-image-0"
+"""VLLM's name of an image that it has not hashed."""
+
+
 def image(identifier: str, offset: int = 2) -> Any:
     """Return the feature of an image of three tokens."""
     position = SimpleNamespace(offset=offset, length=3)
@@ -271,6 +276,13 @@ def test_ticket_of_another_content_is_declined_by_the_name_of_the_field(
         ("media", {"mm_features": [image("cat")]}, {"mm_features": [image("cat", 3)]}),
         ("media", {"mm_features": [image("cat")]}, {}),
         ("media", {"mm_features": [SimpleNamespace()]}, {"mm_features": [SimpleNamespace()]}),
+        # vLLM numbers items if it has no cache that needs their hashes. The images differ.
+        ("media", {"mm_features": [image(NUMBERED)]}, {"mm_features": [image(NUMBERED)]}),
+        (
+            "media",
+            {"mm_features": [image(f"sql:{NUMBERED}")]},
+            {"mm_features": [image(f"sql:{NUMBERED}")]},
+        ),
         ("adapter", {"lora_request": one}, {}),
         ("adapter", {}, {"lora_request": one}),
         ("adapter", {"lora_request": one}, {"lora_request": two}),
@@ -449,7 +461,7 @@ def test_scheduler_fetches_tokens_only_for_valid_parameters(
 def test_prompt_with_parameters_of_another_is_computed_locally(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The held prompt is not read and not declined."""
+    """The held prompt is not read. It is declined at once, so its blocks are not lost."""
     with Engine("p") as producer, Engine("d") as consumer:
         params = producer.prefill(Request("p-1", 14), *TABLES)
         other = Request("d-1", 14, params)
@@ -457,6 +469,7 @@ def test_prompt_with_parameters_of_another_is_computed_locally(
         consumer.scheduler.on_new_request(other)
         assert (0, False) == consumer.scheduler.get_num_new_matched_tokens(other, 0)
         assert logged(caplog, "d-1", "remote_content")
+        until(lambda: producer.sent, producer, consumer, seconds=10.0)
 
 
 def test_samples_of_one_prompt_read_it_once_and_compute_the_others(
@@ -505,6 +518,7 @@ def test_ticket_of_the_engine_itself_is_not_fetched(caplog: pytest.LogCaptureFix
             assert (0, False) == engine.decode(request, *OTHERS)
             engine.scheduler.request_finished_all_groups(request, OTHERS)
         assert logged(caplog, "d-1", "computed here")
+        assert not logged(caplog, "d-2", "computed here")
         until(lambda: engine.sent, engine)
         (worker,) = engine.workers
         assert 0 == worker._session.stats().counters.refusals_lost
@@ -768,16 +782,23 @@ def test_numbers_count_what_happened_since_the_last_call() -> None:
 
 
 def test_connector_without_a_secret_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM asks for the layout before it loads the weights."""
+    """VLLM 0.32 imports the module with its settings, and calls it after it loads the weights."""
     monkeypatch.delenv("KVSPEC_SECRET")
-    connector = importlib.import_module(CONNECTOR).KvspecConnector
-    for call in (
-        lambda: connector.get_required_kvcache_layout(None),
-        lambda: made(configs("p", 0, 1, 4, {})[0], "WORKER", None),
-    ):
-        with pytest.raises(kvspec.SpecError) as caught:
-            call()
-        assert "KVSPEC_SECRET" == caught.value.field
+    with pytest.raises(kvspec.SpecError) as caught:
+        importlib.import_module(CONNECTOR)
+    assert "KVSPEC_SECRET" == caught.value.field
+
+
+def test_worker_refuses_to_load_other_weights() -> None:
+    """VLLM informs no connector. Old prompts would be read by an engine with new weights."""
+    worker = sys.modules["vllm.v1.worker.gpu_worker"].Worker
+    with Engine("p"), pytest.raises(kvspec.SpecError, match="reload_weights"):
+        worker().reload_weights(weights_path="new")
+
+
+def test_prompt_that_nobody_asks_for_is_held_as_long_as_by_vllm() -> None:
+    """VLLM's own connector holds it for 30 s (`kv_lease_duration`)."""
+    assert (30.0, 30.0) == (Settings(model="m").hold, Settings(model="m").lease)
 
 
 def test_tokens_of_a_prompt_count_as_those_of_a_peer() -> None:

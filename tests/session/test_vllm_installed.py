@@ -6,6 +6,7 @@ states about its keys must be what the keys show.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from collections.abc import Iterator
@@ -170,3 +171,37 @@ def test_engine_that_may_receive_weights_is_refused() -> None:
     check_weights(VllmConfig())
     with pytest.raises(kvspec.SpecError, match="weight_transfer_config"):
         check_weights(VllmConfig(weight_transfer_config=WeightTransferConfig(backend="nccl")))
+
+
+def test_workers_of_vllm_refuse_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker for CPUs inherits the method of the one for GPUs."""
+    from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: PLC0415
+    from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.worker_side import refuse_reloads  # noqa: PLC0415
+
+    monkeypatch.setattr(Worker, "reload_weights", Worker.reload_weights)
+    refuse_reloads()
+    with pytest.raises(kvspec.SpecError, match="reload_weights"):
+        CPUWorker.reload_weights(SimpleNamespace(), weights_path="new")
+
+
+def test_multi_connector_of_vllm_finds_the_numbers_by_name() -> None:
+    """Its front end gets them as plain values, with the names of the classes."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector  # noqa: PLC0415
+
+    from kvspec.adapters.vllm import connector  # noqa: PLC0415
+    from kvspec.adapters.vllm.metrics import no_numbers  # noqa: PLC0415
+
+    name = connector.KvspecConnector.__name__
+    numbers = {name: no_numbers() | {"bytes_read": 1 << 20}}
+    stats = multi_connector.MultiConnector.build_kv_connector_stats(numbers)
+    assert 1.0 == stats.reduce()[name]["MB read"]
+
+
+def test_vllm_numbers_items_that_it_does_not_hash_by_this_name() -> None:
+    """The adapter recognises the name: equal numbers of two engines are no equal images."""
+    from vllm.renderers.base import BaseRenderer  # noqa: PLC0415
+
+    source = inspect.getsource(BaseRenderer._process_multimodal)
+    assert 'f"renderer{self.api_process_rank}-mm-{' in source

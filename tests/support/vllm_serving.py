@@ -177,6 +177,7 @@ def installed() -> Iterator[None]:
             "KVConnectorPromMetrics": PromBase,
         },
         "vllm.distributed.parallel_state": {"get_world_group": lambda: WORLDS[-1]},
+        "vllm.v1.worker.gpu_worker": {"Worker": type("Worker", (), {"reload_weights": id})},
     }
     created: dict[str, ModuleType] = {}
     for path, contents in modules.items():

@@ -59,6 +59,9 @@ def _register() -> None:
 
 _log_as_vllm_does()
 _register()
+# vLLM imports this module while it reads its settings. It calls the connector only after it has
+# loaded the weights, which may take minutes.
+check_secret()
 
 
 class KvspecStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]
@@ -126,11 +129,10 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ANN401
-        """Require no layout. Raise `SpecError` if there is no secret, or for refused settings.
+        """Require no layout. Raise `SpecError` for settings that are not supported.
 
-        vLLM calls it before it loads the weights, which may take minutes.
+        vLLM calls it before it allocates the caches.
         """
-        check_secret()
         check_weights(vllm_config)
         return None
 

@@ -8,6 +8,7 @@ Then no ticket of this request fits, and the log names the field.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ _SETTINGS = (
 )  # fmt: skip
 # More settings of vLLM that may change the first token.
 _OTHERS = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget")
+# If vLLM has neither a prefix cache nor one of processed media, it hashes no item. It numbers the
+# items of each process instead, so the names of other items at another engine are the same.
+_NUMBERED = re.compile(r"(.*:)?renderer\d+-mm-\d+-.*", re.DOTALL)
 # The digests of adapters, by the sizes and times of their files. An adapter is read once.
 _digests: dict[tuple[object, ...], str] = {}
 # The sizes and times of the files of an adapter when this process first had a request for it.
@@ -117,15 +121,17 @@ def _digest_of(files: list[Path]) -> str:
 
 
 def _media(features: Any) -> list[MediaItem] | None:
-    """Return the media items of a request, or None if one has no identifier."""
+    """Return the media items of a request, or None if one has no identifier of its content."""
     if features is _MISSING:
         return None
     try:
+        if any(_NUMBERED.fullmatch(each.identifier) for each in features or ()):
+            return None
         return [
             MediaItem(each.identifier, each.mm_position.offset, each.mm_position.length)
             for each in features or ()
         ]
-    except (AttributeError, SpecError):
+    except (AttributeError, TypeError, SpecError):
         return None
 
 

@@ -144,14 +144,15 @@ class Scheduling:
 
     def _accept(self, request: Any, ticket: PrefillTicket) -> None:
         """Keep *ticket*, whose only user is *request*, or decline it."""
-        name = request.request_id
+        name, rejected = request.request_id, getattr(request, "abort_immediately", False)
         if self._ranks and ticket.engine_id == self._ranks[0].engine_id:
             # No engine connects to itself. The blocks are in its prefix cache, if it has one. They
             # are held until the lease is over.
-            log.warning("%s is computed here: its ticket is of this engine", name)
+            if not rejected:
+                log.warning("%s is computed here: its ticket is of this engine", name)
             return
         # vLLM aborts this request before it does anything else. Its prompt is a placeholder.
-        if getattr(request, "abort_immediately", False):
+        if rejected:
             log.info("%s was rejected: its ticket is declined", name)
             self._next.declined.append(ticket)
             return

@@ -143,6 +143,19 @@ def check_weights(vllm_config: Any) -> None:
         raise SpecError("enable_sleep_mode", True, rule=rule)  # noqa: FBT003
 
 
+def refuse_reloads() -> None:
+    """Let vLLM's workers in this process refuse to load other weights while they run."""
+    # Imported here: the tests of this module run without vLLM.
+    from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415
+
+    def refused(*_: object, **__: object) -> None:
+        rule = "is not supported while KvspecConnector serves: restart this engine and its peers"
+        raise SpecError("reload_weights", None, rule=rule)
+
+    # vLLM informs no connector. Each worker of each device inherits or calls this method.
+    Worker.reload_weights = refused
+
+
 class Serving:
     """The session of one rank, and its loads."""
 
@@ -165,6 +178,7 @@ class Serving:
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the session of this rank over *kv_caches*."""
+        refuse_reloads()
         config, settings = self._kv_cache_config, self._settings
         own = time.time_ns(), WorkerInfo.of(self._vllm_config, config)
         # vLLM calls all workers at once. The epoch must be the same on all ranks of an engine, so
