@@ -730,3 +730,26 @@ def test_ticket_is_published_again_if_its_server_does_not_answer_at_once() -> No
         again = tickets.TicketServer(host, int(port))
         until(WAITING, receivers(second, again.address, ROOM, request(TOKENS)))
         again.close()
+
+
+def test_weights_have_no_name_before_their_last_part_is_loaded() -> None:
+    """SGLang records the new version with each part."""
+    with pair((1, 16), (1, 16)) as (first, _, server):
+        own = first.ranks[0]
+        queue = SimpleNamespace(kv_manager=own)
+        updater = SimpleNamespace(scheduler=SimpleNamespace(disagg_prefill_bootstrap_queue=queue))
+
+        def part(*_: Any) -> Any:
+            plugin._weights_named(None, updater.scheduler, "two")
+            return SimpleNamespace(success=True, message="")
+
+        plugin._update_begins(updater)
+        plugin._weights_updated(part, updater, SimpleNamespace(flush_cache=True))
+        assert own.weights.stated is None
+        (sent,) = senders(first, server.address, ROOM, request(TOKENS))
+        assert "weight_version" == refusal(sent).field
+        sent.clear()
+        plugin._update_ended(None, updater)
+        assert own.weights.stated is not None
+        (sent,) = senders(first, server.address, ROOM, request(TOKENS))
+        assert WAITING == sent.poll()
