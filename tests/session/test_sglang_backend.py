@@ -298,6 +298,8 @@ UNSUPPORTED = {
     "enable_hisparse": True,
     "disaggregation_decode_allocation_policy": "prefill_complete",
     "disaggregation_enable_kv_checksum": True,
+    "enable_unified_memory": True,
+    "disaggregation_decode_enable_offload_kvcache": True,
 }
 
 
@@ -516,7 +518,7 @@ def test_room_in_use_is_refused_at_both_ends_until_its_request_is_over() -> None
         assert WAITING == free.poll()
 
 
-@pytest.mark.parametrize("room", [0, -1, 10**20, None])
+@pytest.mark.parametrize("room", [0, -1, 10**20, None, "5", [5], {}])
 def test_number_that_is_no_room_fails_both_halves(room: Any) -> None:
     with pair((1, 16), (1, 16)) as (first, second, server):
         (sent,) = senders(first, server.address, room, request(TOKENS))
