@@ -298,6 +298,8 @@ UNSUPPORTED = {
     "enable_hisparse": True,
     "disaggregation_decode_allocation_policy": "prefill_complete",
     "disaggregation_enable_kv_checksum": True,
+    "enable_unified_memory": True,
+    "disaggregation_decode_enable_offload_kvcache": True,
 }
 
 
@@ -516,7 +518,7 @@ def test_room_in_use_is_refused_at_both_ends_until_its_request_is_over() -> None
         assert WAITING == free.poll()
 
 
-@pytest.mark.parametrize("room", [0, -1, 10**20, None])
+@pytest.mark.parametrize("room", [0, -1, 10**20, None, "5", [5], {}])
 def test_number_that_is_no_room_fails_both_halves(room: Any) -> None:
     with pair((1, 16), (1, 16)) as (first, second, server):
         (sent,) = senders(first, server.address, room, request(TOKENS))
@@ -730,3 +732,26 @@ def test_ticket_is_published_again_if_its_server_does_not_answer_at_once() -> No
         again = tickets.TicketServer(host, int(port))
         until(WAITING, receivers(second, again.address, ROOM, request(TOKENS)))
         again.close()
+
+
+def test_weights_have_no_name_before_their_last_part_is_loaded() -> None:
+    """SGLang records the new version with each part."""
+    with pair((1, 16), (1, 16)) as (first, _, server):
+        own = first.ranks[0]
+        queue = SimpleNamespace(kv_manager=own)
+        updater = SimpleNamespace(scheduler=SimpleNamespace(disagg_prefill_bootstrap_queue=queue))
+
+        def part(*_: Any) -> Any:
+            plugin._weights_named(None, updater.scheduler, "two")
+            return SimpleNamespace(success=True, message="")
+
+        plugin._update_begins(updater)
+        plugin._weights_updated(part, updater, SimpleNamespace(flush_cache=True))
+        assert own.weights.stated is None
+        (sent,) = senders(first, server.address, ROOM, request(TOKENS))
+        assert "weight_version" == refusal(sent).field
+        sent.clear()
+        plugin._update_ended(None, updater)
+        assert own.weights.stated is not None
+        (sent,) = senders(first, server.address, ROOM, request(TOKENS))
+        assert WAITING == sent.poll()

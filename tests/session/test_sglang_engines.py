@@ -191,6 +191,18 @@ def test_room_out_of_range_fails_both_halves_at_once(room: Any, pair: Pair) -> N
     assert "tokens" in waits.result(60)
 
 
+def test_request_without_a_host_is_refused_and_harms_no_other(pair: Pair) -> None:
+    """It would end the scheduler of the decode engine."""
+    got = pair.decode.call(
+        "generate",
+        input_ids=PROMPT,
+        sampling_params={"max_new_tokens": 4},
+        bootstrap_room=next(rooms),
+    ).result(20)
+    assert "bootstrap_host" in got["error"]
+    pair.works()
+
+
 def test_several_answers_to_one_prompt_are_refused_and_nothing_is_held(pair: Pair) -> None:
     halves = pair.both(PROMPT, 4, sampling={"n": 2})
     assert all("n=2" in half["error"] for half in halves), halves

@@ -50,6 +50,11 @@ def served(role: str, **fields: Any) -> list[str]:
         ({"bootstrap_room": 0, "bootstrap_host": ["127.0.0.1"]}, "bootstrap_room"),
         ({"bootstrap_host": frontend_hooks.FAKE, "top_logprobs_num": 129}, "top_logprobs_num"),
         ({"sampling_params": [{"n": 1}, {"n": 2}]}, "n"),
+        ({"bootstrap_room": [5], "text": "a"}, "bootstrap_room"),
+        ({"bootstrap_room": [5], "input_ids": [1, 2]}, "bootstrap_room"),
+        ({"bootstrap_room": [5], "text": ["a", "b"]}, "bootstrap_room"),
+        ({"bootstrap_host": ["127.0.0.1"], "input_embeds": [[0.5], [0.5]]}, "bootstrap_host"),
+        ({"bootstrap_port": [1, 2, 3], "input_ids": [[1], [2]]}, "bootstrap_port"),
     ],
 )
 def test_request_that_would_end_the_scheduler_is_refused(fields: Any, field: str) -> None:
@@ -65,6 +70,10 @@ def test_request_that_would_end_the_scheduler_is_refused(fields: Any, field: str
         {},
         {"bootstrap_room": [5, 6], "bootstrap_host": ["127.0.0.1", "::1"]},
         {"bootstrap_port": None},
+        {"text": "a"},
+        {"bootstrap_room": [5, 6], "text": ["a", "b"]},
+        {"bootstrap_room": [5], "input_ids": [[1, 2]]},
+        {"bootstrap_room": [5, 6], "input_embeds": [[[0.5]], [[0.5]]]},
         {"bootstrap_host": frontend_hooks.FAKE, "bootstrap_room": 0},
     ],
 )

@@ -176,6 +176,21 @@ def test_loaded_cache_is_held_again_unless_a_window_has_lost_tokens(name: str) -
                 assert "cache" == caught.value.field
 
 
+def test_cache_that_was_reset_has_no_zeros() -> None:
+    """A server resets a static cache, and uses it for the next prompt."""
+    network, prompt, short = network_of("gemma3"), prompt_of(29), prompt_of(4)
+    alone, _ = generated(network, short)
+    cache = transformers.StaticCache(network.config, 64)
+    with (
+        FakeNixl(),
+        side("p", network) as (held, producer),
+        side("d", network) as (loading, consumer),
+    ):
+        loading.load(consumer, held.hold(producer, "r", prompt), prompt, cache)
+        cache.reset()
+        assert alone[0] == loading.hold(consumer, "s", short, cache).first_token
+
+
 def test_copy_of_a_loaded_cache_is_refused_as_the_cache_itself() -> None:
     """Transformers recommends a deep copy to use the prompt of a cache again."""
     network, prompt, cache = network_of("gemma3"), prompt_of(29), transformers.DynamicCache()

@@ -164,14 +164,13 @@ class Manager:
 
     # ---- requests of both roles
 
-    def enter(self, transfer: RequestHalf) -> bytes:
-        """Give *transfer* its room, and return the nonce of its request.
+    def enter(self, transfer: RequestHalf, room: Any) -> bytes:
+        """Give *transfer* its *room*, and return the nonce of its request.
 
         The nonce is the same on all ranks, which create equal transfers in equal order. If the
         transfer is refused, it has failed.
         """
         self._count += 1
-        room, nonce = transfer.bootstrap_room, self._nonce(transfer.bootstrap_room, self._count)
         try:
             tickets.check_room(room)
             if room in self._rooms:
@@ -181,7 +180,7 @@ class Manager:
             self.weights.check()
         except KVSpecError as error:
             transfer.fail(error)
-        return nonce
+        return self._nonce(transfer.bootstrap_room, self._count)
 
     def _nonce(self, room: object, request: object) -> bytes:
         """Return the nonce of a request, which is the same on all ranks."""
@@ -343,12 +342,12 @@ class RequestHalf:
 
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None) -> None:
         self.kv_mgr, self.bootstrap_addr = mgr, bootstrap_addr
-        # SGLang leaves it unset in some requests, which `enter` refuses.
-        self.bootstrap_room: int = -1 if bootstrap_room is None else bootstrap_room
+        # It may be anything that a client has sent. `enter` refuses what is no room.
+        self.bootstrap_room = bootstrap_room if type(bootstrap_room) is int else -1
         self.error: Exception | None = None
         # SGLang reads it, and compares it only with the failed state.
         self.conclude_state: int | None = None
-        self.nonce = mgr.enter(self)
+        self.nonce = mgr.enter(self, bootstrap_room)
 
     def fail(self, error: Exception) -> None:
         """Let this request fail."""

@@ -51,6 +51,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "enable_pd_role_switch": (False,),
     "enable_return_hidden_states": (False,),
     "enable_memory_saver": (False,),
+    # SGLang would move pages while an aborted load still writes them.
+    "enable_unified_memory": (False,),
+    "disaggregation_decode_enable_offload_kvcache": (False,),
     "disaggregation_decode_allocation_policy": ("early",),
     "disaggregation_enable_kv_checksum": (False,),
     "disaggregation_decode_host_receive_threshold": (1, 1.0),

@@ -51,6 +51,30 @@ def _places(obj: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield tuple(each[place % len(each)] if each else None for each in (rooms, hosts, ports))  # type: ignore[misc]
 
 
+def _prompts(obj: Any) -> int | None:
+    """Return the number of prompts in a batch. 0 for a prompt that is no batch, None if unknown."""
+    for name, depth in (("text", 1), ("input_ids", 2), ("input_embeds", 3)):
+        value = whole = getattr(obj, name, None)
+        if whole is None:
+            continue
+        for _ in range(depth):
+            if not isinstance(value, list):
+                return 0
+            value = value[0] if value else None
+        return len(whole)
+    return None
+
+
+def _check_lists(obj: Any) -> None:
+    """Raise `SpecError` if a list has not one value for each prompt: SGLang would end, or wait."""
+    prompts = _prompts(obj)
+    for name in ("bootstrap_room", "bootstrap_host", "bootstrap_port"):
+        values = getattr(obj, name, None)
+        if isinstance(values, list) and prompts not in (None, len(values)):
+            wanted = f"{prompts} values, one for each prompt" if prompts else "no list: one prompt"
+            raise SpecError(name, values[:3], wanted)
+
+
 def check(side: str, obj: Any) -> None:
     """Raise `SpecError` if no pair of engines can serve the request *obj*.
 
@@ -58,6 +82,7 @@ def check(side: str, obj: Any) -> None:
         side: The role of this engine.
         obj: The request. Its rooms, hosts and ports are one for all prompts, or a list.
     """
+    _check_lists(obj)
     for room, host, port in _places(obj):
         if host == FAKE:  # SGLang's own test requests. They use the buffers, but no other engine.
             continue

@@ -17,7 +17,7 @@ How it works:
         handle_generate_request and     the decode half learns that the prompt was rejected
         _add_request_to_queue
         update_weights_from_* and       requests that are served fail, and the weights have no name
-        begin_weight_update             until SGLang knows a new one
+        begin_ and end_weight_update    until SGLang knows a new one
         TokenizerManager                what cannot be served is refused in the server's process
 """
 
@@ -93,7 +93,8 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{scheduler}._add_request_to_queue": ("AFTER", _request_added),
         f"{scheduler}.record_weight_version_change": ("AFTER", _weights_named),
         f"{scheduler}.flush_cache": ("AFTER", _cache_flushed),
-        f"{weights}.begin_weight_update": ("BEFORE", _weights_changing),
+        f"{weights}.begin_weight_update": ("BEFORE", _update_begins),
+        f"{weights}.end_weight_update": ("AFTER", _update_ended),
         f"{weights}.check_weights": ("AROUND", _weights_checked),
         f"{frontend}.generate_request": ("AROUND", frontend_hooks.generate),
         f"{frontend}._handle_batch_request": ("AROUND", frontend_hooks.handle_batch),
@@ -168,9 +169,15 @@ def _bootstrap_addr(original: Callable[..., str], req: Any) -> str:
         return f"{req.bootstrap_host}:{req.bootstrap_port}"
 
 
-def _weights_changing(manager: Any, *_: Any, **__: Any) -> None:
+def _update_begins(manager: Any, *_: Any, **__: Any) -> None:
     if (own := manager_of(manager.scheduler)) is not None:
         own.weights_changing()
+        own.weights.partial = True
+
+
+def _update_ended(_: Any, manager: Any, *__: Any, **___: Any) -> None:
+    if (own := manager_of(manager.scheduler)) is not None:
+        own.weights.partial = False
 
 
 def _weights_updated(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:

@@ -17,6 +17,9 @@ How it works:
         the update flushed the cache, or a flush     as before    yes
         `/flush_cache` succeeded later               as before    yes
 
+    SGLang may load new weights in several parts, between `begin_weight_update` and
+    `end_weight_update`. Each part may record the new version. Until the end, nothing is stated.
+
     Tokens in the radix cache were computed with older weights until it is flushed. The version is
     stated only while the weights are named and the cache is clean.
 """
@@ -60,16 +63,18 @@ class Weights:
         version: A function that returns SGLang's `weight_version`.
         named: Whether the version names the weights that are loaded.
         clean: Whether all cached tokens were computed with these weights.
+        partial: Whether only some parts of new weights are loaded.
     """
 
     version: Callable[[], str]
     named: bool = True
     clean: bool = True
+    partial: bool = False
 
     @property
     def stated(self) -> str | None:
         """The version for a `ContentIdentity`, or None. "" for the weights of the start."""
-        if not (self.named and self.clean):
+        if self.partial or not (self.named and self.clean):
             return None
         version = self.version()
         return "" if version == STARTED else version
@@ -80,6 +85,9 @@ class Weights:
 
     def check(self) -> None:
         """Raise `SpecError` if no prompt can be exchanged."""
+        if self.partial:
+            rule = "weights are being updated: call end_weight_update"
+            raise SpecError("weight_version", self.version(), rule=rule)
         if not self.named:
             rule = (
                 "the weights were updated: pass weight_version, equal on both engines, and not"

@@ -132,7 +132,7 @@ class Prompts:
             cache = DynamicCache()
         elif (known := self._check(cache)) > len(tokens):
             raise SpecError("cache", known, f"at most the {len(tokens)} tokens of the prompt")
-        elif hasattr(cache, _HAS_ZEROS):
+        elif _has_zeros(cache, known):
             wanted = "a cache that has all tokens, because the model has windows"
             raise SpecError("cache", "one that `load` has filled", wanted)
         sampled, end = self._compute(tokens, cache, top_logprobs), len(tokens)
@@ -252,6 +252,7 @@ class Prompts:
         ticket.check(self._content(tokens, ticket.computed_tokens), session.me.engine_id)
         if known := self._check(cache):
             raise SpecError("cache", f"{known} tokens", "an empty cache")
+        _has_zeros(cache, known)
         end = min(ticket.computed_tokens, len(tokens) - 1)
         for (name, spec), layer in zip(self._layers.items(), cache.layers, strict=False):
             needed = len(spec.live_tokens(end)) if type(layer).__name__ in SLIDING else end
@@ -303,6 +304,13 @@ class Prompts:
         if len(lengths) > 1:
             raise SpecError("cache.layers", f"{sorted(lengths)} tokens", "equal numbers of tokens")
         return lengths.pop()
+
+
+def _has_zeros(cache: Cache, known: int) -> bool:
+    """Return whether *cache* has zeros among its *known* tokens. An empty one was reset."""
+    if known == 0 and hasattr(cache, _HAS_ZEROS):
+        delattr(cache, _HAS_ZEROS)
+    return hasattr(cache, _HAS_ZEROS)
 
 
 def _check_layer(field: str, spec: AttentionLayer, layer: Cache) -> None:
