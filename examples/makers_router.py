@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 import attrs
 from aiohttp import web
-from router import ASK, EngineError, Router, prefill_half, serve
+from router import ASK, JSON, EngineError, Router, prefill_half, serve
 
 from kvspec.adapters.sglang.tickets import MOST, PATH, TicketServer
 from kvspec.tickets import PrefillTicket
@@ -35,13 +35,7 @@ OK, ERROR = 200, 500
 
 
 class MakersRouter(Router):
-    """The engines of both makers, in turns.
-
-    Args:
-        prefill, decode: The addresses of the engines.
-        bootstrap: The host and the port of SGLang's bootstrap server, or "" if vLLM prefills.
-        rooms: Whether SGLang decodes.
-    """
+    """The engines of both makers. *bootstrap* is "" if vLLM prefills. *rooms*: SGLang decodes."""
 
     def __init__(
         self, prefill: list[str], decode: list[str], bootstrap: str, *, rooms: bool
@@ -113,14 +107,14 @@ def refused(status: int, text: bytes) -> web.Response:
     """Return the answer for the client if the fault is its own. Raise otherwise."""
     if status == OK or status >= ERROR:
         raise EngineError(f"prefill: {status} {text[:500]!r}")
-    return web.Response(status=status, body=text, content_type="application/json")
+    return web.Response(status=status, body=text, content_type=JSON)
 
 
 def ticket_of(answer: dict[str, Any]) -> PrefillTicket | None:
     """Return the ticket in vLLM's answer, with the log probabilities of the first token."""
-    if not answer.get("kv_transfer_params"):
+    if not (params := answer.get("kv_transfer_params")):
         return None
-    ticket = PrefillTicket.from_params(answer["kv_transfer_params"])
+    ticket = PrefillTicket.from_params(params)
     if not (found := answer["choices"][0].get("logprobs")):
         return ticket
     if (content := found.get("content")) is not None:  # Of a chat.

@@ -24,7 +24,7 @@ import aiohttp
 from aiohttp import web
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
-ATTEMPTS = 2
+ATTEMPTS, JSON = 2, "application/json"
 # Fields that the prefill half must not have: it computes the prompt and one token.
 _OF_DECODE = ("stream", "stream_options", "min_tokens")
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -65,9 +65,7 @@ class Router:
             if answer.status >= 500:  # noqa: PLR2004 - an error of the engine
                 raise EngineError(f"prefill: {answer.status}")
             if answer.status != 200:  # noqa: PLR2004
-                return web.Response(
-                    status=answer.status, body=found, content_type="application/json"
-                )
+                return web.Response(status=answer.status, body=found, content_type=JSON)
         ticket = json.loads(found).get("kv_transfer_params")
         # Without a ticket, the decode engine computes the prompt itself.
         full = {**body, "kv_transfer_params": ticket} if ticket else body
@@ -82,7 +80,7 @@ class Router:
         """Pass the answer of the decode engine on, without the ticket."""
         if answer.content_type != "text/event-stream":
             text = await answer.read()
-            if answer.content_type != "application/json":
+            if answer.content_type != JSON:
                 return web.Response(body=text, status=answer.status)
             found = json.loads(text)
             if isinstance(found, dict):
@@ -113,8 +111,8 @@ class EngineError(Exception):
 def prefill_half(body: dict[str, Any]) -> dict[str, Any]:
     """Return the request of a client for one token, without a stream."""
     half = {name: value for name, value in body.items() if name not in _OF_DECODE}
-    half |= {name: 1 for name in _ONE_TOKEN if name in body} or {"max_tokens": 1}
-    return half | {"stream": False}
+    one = {name: 1 for name in _ONE_TOKEN if name in body} or {"max_tokens": 1}
+    return {**half, **one, "stream": False}
 
 
 def without_ticket(line: bytes) -> bytes:

@@ -199,6 +199,17 @@ def test_room_that_two_requests_use_fails_for_both_if_nobody_has_claimed_it() ->
         assert "two requests" in str(tickets.failed(7, claimed(server, 7, "first")))
 
 
+def test_refused_ticket_names_the_reason_of_the_server_once() -> None:
+    """The log of the prefill engine shows it, so it must not be an answer in raw bytes."""
+    with ticket_server() as (server, _):
+        tickets.put(server.address, 7, tickets.failure(7, "the client has left"))
+        with pytest.raises(kvspec.SpecError) as refused:
+            tickets.put(server.address, 7, ticket(7).to_params())
+    assert (refused.value.field, refused.value.value) == ("ticket", 403)
+    assert "the room was given up: the client has left" in str(refused.value)
+    assert "{" not in str(refused.value)
+
+
 def test_tickets_of_chunks_reach_the_consumer_only() -> None:
     with ticket_server() as (server, _):
         tickets.put(server.address, 7, ticket(7, chunks=0).to_params())

@@ -543,10 +543,21 @@ def _ask(
         content = response.read()
     except http.client.HTTPException as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+    if response.status == http.client.FORBIDDEN:
+        raise SpecError("ticket", response.status, rule=_why(content))
     if response.status != http.client.OK:
         raise SpecError("ticket", f"{response.status} {content[:1000]!r}", "an answer of 200")
     answer: dict[str, Any] = json.loads(content)
     return answer
+
+
+def _why(content: bytes) -> str:
+    """Return the reason in the answer with which a server refuses a request."""
+    try:
+        why = json.loads(content)["error"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        why = repr(content[:1000])
+    return f"the ticket server has refused it: {why}"
 
 
 def own_address(server_args: Any) -> str:  # noqa: ANN401
