@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 import attrs
 from aiohttp import web
-from router import ASK, JSON, EngineError, Router, prefill_half, serve
+from router import ASK, EngineError, Router, prefill_half, serve
 
 from kvspec.adapters.sglang.tickets import MOST, PATH, TicketServer
 from kvspec.tickets import PrefillTicket
@@ -107,7 +107,7 @@ def refused(status: int, text: bytes) -> web.Response:
     """Return the answer for the client if the fault is its own. Raise otherwise."""
     if status == OK or status >= ERROR:
         raise EngineError(f"prefill: {status} {text[:500]!r}")
-    return web.Response(status=status, body=text, content_type=JSON)
+    return web.Response(status=status, body=text, content_type="application/json")
 
 
 def ticket_of(answer: dict[str, Any]) -> PrefillTicket | None:

@@ -1,21 +1,20 @@
-"""Route requests to a prefill and a decode engine of vLLM: examples/README.md.
+"""Route requests to a prefill and a decode engine of vLLM, with aiohttp: examples/README.md.
 
     python examples/router.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
 
 A router that serves real clients has to do five things, and each is a few lines here:
 
-- The prefill engine answers one token and a ticket. The ticket goes to the decode engine alone.
+- The prefill engine answers a token and a ticket for the decode engine. Clients send no tickets.
 - If the client leaves, both halves end: a cancelled request closes its connection, and vLLM aborts.
-- If the decode engine fails before its first token, the request is tried again, with a new ticket.
+- If an engine fails or is silent before its first token, all is tried again, with a new ticket.
 - An answer of 4xx is the client's fault, so it is passed on, and nothing is tried again.
 - The answer streams through, without the ticket.
-
-It needs aiohttp, which vLLM and SGLang install.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 from typing import Any
@@ -24,11 +23,16 @@ import aiohttp
 from aiohttp import web
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
-ATTEMPTS, JSON = 2, "application/json"
-# Fields that the prefill half must not have: it computes the prompt and one token.
-_OF_DECODE = ("stream", "stream_options", "min_tokens")
+ATTEMPTS = 2
+SILENCE = 600.0  # Seconds. An engine that sends no byte for so long has failed.
+TICKET = "kv_transfer_params"
+_OF_DECODE = ("stream", "stream_options", "min_tokens")  # The prefill half has one token.
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 _ONE_TOKEN = ("max_tokens", "max_completion_tokens")
+
+
+class EngineError(Exception):
+    """An engine answered 5xx, or not what it must."""
 
 
 class Router:
@@ -40,72 +44,62 @@ class Router:
 
     async def run(self, _: web.Application) -> Any:
         """Open the connections to the engines while the server runs."""
-        limits = aiohttp.TCPConnector(limit=0)
-        patience = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)  # The engines' is 5 s.
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE)
         async with aiohttp.ClientSession(connector=limits, timeout=patience) as self.client:
             yield
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one client. aiohttp cancels this if the client leaves."""
-        body = await request.json()
-        for attempt in range(ATTEMPTS):
+        try:
+            body = parsed(await request.read(), dict)
+        except EngineError:
+            return web.json_response({"error": "the body must be a JSON object"}, status=400)
+        body.pop(TICKET, None)
+        why = ""
+        for _ in range(ATTEMPTS):
             try:
                 return await self.attempt(request, body)
             except (aiohttp.ClientError, EngineError) as error:
-                # After the first token the answer cannot begin again: see `forward`.
-                if attempt + 1 == ATTEMPTS:
-                    return web.json_response({"error": str(error)}, status=502)
-        raise AssertionError
+                why = str(error)
+        return web.json_response({"error": why}, status=502)
 
     async def attempt(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Send both halves once."""
-        asked = {**prefill_half(body), "kv_transfer_params": ASK}
-        async with self.client.post(next(self.prefill) + request.path, json=asked) as answer:
-            found = await answer.read()
-            if answer.status >= 500:  # noqa: PLR2004 - an error of the engine
-                raise EngineError(f"prefill: {answer.status}")
+        half = {**prefill_half(body), TICKET: ASK}
+        path, key = request.path_qs, request.headers.get("Authorization")
+        more: dict[str, Any] = {"headers": {"Authorization": key} if key else {}}
+        async with self.client.post(next(self.prefill) + path, json=half, **more) as answer:
             if answer.status != 200:  # noqa: PLR2004
-                return web.Response(status=answer.status, body=found, content_type=JSON)
-        ticket = json.loads(found).get("kv_transfer_params")
-        # Without a ticket, the decode engine computes the prompt itself.
-        full = {**body, "kv_transfer_params": ticket} if ticket else body
-        async with self.client.post(next(self.decode) + request.path, json=full) as answer:
-            if answer.status >= 500:  # noqa: PLR2004
-                raise EngineError(f"decode: {answer.status}")
+                return await copied(answer)
+            ticket = parsed(await answer.read(), dict).get(TICKET)
+        full = {**body, TICKET: ticket} if ticket else body  # Without: it computes the prompt.
+        async with self.client.post(next(self.decode) + path, json=full, **more) as answer:
             return await self.forward(request, answer)
 
-    async def forward(
-        self, request: web.Request, answer: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
-        """Pass the answer of the decode engine on, without the ticket."""
-        if answer.content_type != "text/event-stream":
-            text = await answer.read()
-            if answer.content_type != JSON:
-                return web.Response(body=text, status=answer.status)
-            found = json.loads(text)
-            if isinstance(found, dict):
-                found.pop("kv_transfer_params", None)
-            return web.json_response(found, status=answer.status)
-        first = await answer.content.readline()
-        if first.startswith(b'data: {"error"'):  # vLLM's status is 200, and no token has come.
-            raise EngineError(f"decode: {first.decode().strip()}")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+    async def forward(self, request: web.Request, answer: Any) -> web.StreamResponse:
+        """Pass the answer of the decode engine on."""
+        if answer.content_type != "text/event-stream" or answer.status >= 500:  # noqa: PLR2004
+            return await copied(answer)
+        response = web.StreamResponse(status=answer.status)
+        response.content_type = answer.content_type
+        line = await answer.content.readline()  # Until here, all can be tried again.
+        if line.startswith(b'data: {"error"'):  # vLLM's status is 200 before it has a token.
+            raise EngineError(line.decode(errors="replace").strip())
         try:
-            await response.write(without_ticket(first))
-            async for line in answer.content:
-                await response.write(without_ticket(line))
+            await response.prepare(request)
+            while line:
+                if TICKET.encode() in line:
+                    event = without_ticket(parsed(line.removeprefix(b"data:")))
+                    line = f"data: {json.dumps(event)}\n".encode()
+                await response.write(line)
+                line = await answer.content.readline()
         except aiohttp.ClientConnectionResetError:
             return response  # The client has left.
-        except aiohttp.ClientError as error:
-            # The client has read a part of the answer. It sees the end of the stream as an error.
+        except (aiohttp.ClientError, EngineError) as error:  # The client has read a part.
             await response.write(f"data: {json.dumps({'error': str(error)})}\n\n".encode())
         await response.write_eof()
         return response
-
-
-class EngineError(Exception):
-    """An engine answered 5xx."""
 
 
 def prefill_half(body: dict[str, Any]) -> dict[str, Any]:
@@ -115,13 +109,34 @@ def prefill_half(body: dict[str, Any]) -> dict[str, Any]:
     return {**half, **one, "stream": False}
 
 
-def without_ticket(line: bytes) -> bytes:
-    """Return one line of a stream without the ticket."""
-    if b'"kv_transfer_params"' not in line:
-        return line
-    event = json.loads(line.removeprefix(b"data: "))
-    event.pop("kv_transfer_params", None)
-    return b"data: " + json.dumps(event).encode() + b"\n"
+async def copied(answer: aiohttp.ClientResponse) -> web.Response:
+    """Return an answer that is no stream, without any ticket in it."""
+    if answer.status >= 500:  # noqa: PLR2004 - an error of the engine
+        raise EngineError(f"an engine answered {answer.status}")
+    if answer.content_type == "application/json":
+        return web.json_response(without_ticket(parsed(await answer.read())), status=answer.status)
+    more = {"status": answer.status, "content_type": answer.content_type}
+    return web.Response(body=await answer.read(), **more)
+
+
+def parsed(text: bytes, kind: type = object) -> Any:
+    """Return the JSON value of *text*, or raise `EngineError`."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), kind):
+            return value
+    raise EngineError(f"{text[:40]!r} is no JSON {kind.__name__}")
+
+
+def without_ticket(value: Any) -> Any:
+    """Return a JSON value without any ticket in it."""
+    if isinstance(value, dict):
+        return {name: without_ticket(part) for name, part in value.items() if name != TICKET}
+    return [without_ticket(part) for part in value] if isinstance(value, list) else value
+
+
+async def healthy(_: web.Request) -> web.Response:
+    """Answer that the router runs."""
+    return web.Response(text="ok")
 
 
 def main() -> None:
@@ -139,14 +154,8 @@ def serve(router: Router, options: argparse.Namespace) -> None:
     """Serve with *router* until interrupted."""
     app = web.Application(client_max_size=1 << 26)
     app.cleanup_ctx.append(router.run)
-    for path in PATHS:
-        app.router.add_post(path, router.handle)
-    app.router.add_get("/health", lambda _: _healthy())
+    app.add_routes([web.get("/health", healthy), *(web.post(at, router.handle) for at in PATHS)])
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True, print=None)
-
-
-async def _healthy() -> web.Response:
-    return web.Response(text="ok")
 
 
 if __name__ == "__main__":
