@@ -1,10 +1,10 @@
-"""Restart engines: killed ranks, a queued job, a ticket of the old start, and retries.
+"""Restart engines: killed ranks, queued jobs, tickets of the old start, and a router that retries.
 
 `python examples/supervisor.py` prints what happens to each job. Each rank is a process. This one is
 the supervisor and the scheduler of both engines, and the router.
 
 - If one rank dies, its engine has lost a part of each prompt. All its ranks start with a new epoch.
-- Jobs that wait in the scheduler's queue have no blocks. They run on the new start.
+- Jobs that wait in the queue have no blocks. They run on the new start.
 - A ticket is valid for one start of its producer and for one load. A router that retries asks for
   a new ticket, and aborts the old id: else the producer holds the prompt until its lease ends.
 """
@@ -25,10 +25,13 @@ from kvspec.nixl import NixlRank
 from kvspec.session import RankAgreement, Session, new_remote_id
 from kvspec.tickets import PrefillTicket
 
+ATTEMPTS = 3
+# What a call raises if the process of a rank has ended.
+DEAD = (EOFError, OSError)
 TOKENS, SENT, RECEIVED = 40, {"full": [5, 1, 2]}, {"full": [1, 4, 6]}
 
 
-def engine(tp_size: int) -> kvspec.EngineSpec:
+def spec(tp_size: int) -> kvspec.EngineSpec:
     """Return an engine with full attention."""
     groups = kvspec.models.from_config(catalogue.config("Qwen3-8B"), block_size=16)
     return kvspec.EngineSpec(groups=groups, parallel=kvspec.ParallelConfig(tp_size=tp_size))
@@ -38,7 +41,7 @@ class Rank(Session):
     """The session of one rank, in a process of its own."""
 
     def __init__(self, name: str, tp_size: int, tp: int, epoch: int) -> None:
-        cache, memory = kvspec.allocate(engine(tp_size), kvspec.RankId(tp=tp), num_blocks=8)
+        cache, memory = kvspec.allocate(spec(tp_size), kvspec.RankId(tp=tp), num_blocks=8)
         own: Any = {"engine_id": name, "epoch": epoch, "owner": memory, "background": True}
         super().__init__(NixlRank(), cache, heartbeat=0.5, lease=5, **own)
 
@@ -70,6 +73,20 @@ class Engine:
             self.ranks.append(manager.rank(self.name, self.tp_size, tp, epoch))
         self.addresses, self.pids = zip(*(rank.place() for rank in self.ranks), strict=True)
 
+    def watch(self) -> None:
+        """Start the engine again if any of its ranks does not answer."""
+        try:
+            for rank in self.ranks:
+                rank.place()
+        except DEAD:
+            print(f"{self.name}: a rank has died, all ranks start again")
+            self.start()
+
+    def abort(self, ticket: PrefillTicket) -> None:
+        """Free a held prompt. A new start does not know the ticket, and then nothing happens."""
+        for rank in self.ranks:
+            rank.abort(ticket.remote_id)
+
     def ask(self, job: str) -> PrefillTicket:
         """Compute a prompt, hold it on all ranks, and return its ticket."""
         remote_id = new_remote_id(job)
@@ -93,23 +110,36 @@ def load(decode: Engine, ticket: PrefillTicket) -> str:
     return agreement.state
 
 
+def serve(prefill: Engine, decode: Engine, job: str) -> str:
+    """Do as a router does: get a ticket, let it be loaded, and try again with a new one."""
+    for attempt in range(1, ATTEMPTS + 1):
+        ticket = None
+        try:
+            ticket = prefill.ask(job)
+            if load(decode, ticket) == "done":
+                return f"done in attempt {attempt}"
+        except DEAD:  # The supervisor finds out who it was.
+            for engine in (prefill, decode):
+                engine.watch()
+        if ticket is not None:
+            prefill.abort(ticket)
+    return "failed"
+
+
 def main() -> None:
-    """Kill a prefill rank, and then a decode rank, while a job has a ticket."""
+    """Kill a rank of each engine while jobs wait."""
     os.environ.setdefault("KVSPEC_SECRET", secrets.token_hex())
     prefill, decode = Engine("prefill", 2), Engine("decode", 1)
-    queue, old = ["job 2"], prefill.ask("job 1")
+    old, queue = prefill.ask("job 0"), ["job 0", "job 1", "job 2"]
     os.kill(prefill.pids[1], signal.SIGKILL)
-    prefill.start()  # A supervisor waits for the death of any rank, and then calls this.
-    print("job 1, old ticket:", load(decode, old))
-    print("job 1, new ticket:", load(decode, prefill.ask("job 1")))
-    print("job 2, from the queue:", load(decode, prefill.ask(queue.pop())))
-    old = prefill.ask("job 3")
+    print(f"{queue[0]}:", serve(prefill, decode, queue.pop(0)))
+    print("job 0, ticket of the old start:", load(decode, old))
     os.kill(decode.pids[0], signal.SIGKILL)
-    decode.start()
-    for rank in prefill.ranks:
-        rank.abort(old.remote_id)
+    while queue:
+        print(f"{queue[0]}:", serve(prefill, decode, queue.pop(0)))
+    old = prefill.ask("job 3")
+    prefill.abort(old)
     print("job 3, aborted ticket:", load(decode, old))
-    print("job 3, new ticket:", load(decode, prefill.ask("job 3")))
     for rank in (*prefill.ranks, *decode.ranks):
         rank.close()
 

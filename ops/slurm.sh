@@ -21,7 +21,10 @@ serve() { # role, node
 serve kv_producer "${nodes[0]}"
 serve kv_consumer "${nodes[1]}"
 for node in "${nodes[@]}"; do
-  until curl --silent --fail "http://$node:8100/health" >/dev/null; do sleep 5; done
+  until curl --silent --fail "http://$node:8100/health" >/dev/null; do
+    [[ $(jobs -rp | wc -l) == 2 ]] || exit 1 # An engine has ended: its log has the reason.
+    sleep 5
+  done
 done
 kvspec check --producer "${nodes[0]}:9000" --consumer "${nodes[1]}:9000"
 python examples/router.py --prefill "http://${nodes[0]}:8100" --decode "http://${nodes[1]}:8100" \
