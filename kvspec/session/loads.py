@@ -154,6 +154,7 @@ class Loads:
         remotes: The connected engines.
         waiting: Loads whose producer is being connected.
         errands: Tickets that are kept or declined.
+        closing: Whether the session is being closed, so that no load may begin.
         select: Passes a load whose producer is connected to a thread, which calls `serve`. If it is
             None, `serve_waiting` calls `serve` at once.
     """
@@ -175,6 +176,7 @@ class Loads:
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
     errands: Errands = attrs.field(init=False)
     select: Callable[[Waiting], None] | None = None
+    closing: bool = False
 
     def __attrs_post_init__(self) -> None:
         self.errands = Errands(self.ledger, self.remotes, self.messages, self.now, self.decline)
@@ -203,7 +205,12 @@ class Loads:
             self.errands.refuse(ticket, attempt)
 
     def check_free(self, name: str) -> None:
-        """Raise `SpecError` if a load of the id *name* is open."""
+        """Raise `SpecError` if a load of the id *name* is open.
+
+        Raise `TransferError` if the session is being closed.
+        """
+        if self.closing:
+            raise TransferError("the session is being closed", state=TransferState.CLOSED)
         # An earlier load with this id may have ended in the ledger, but its actions are not carried
         # out yet.
         self.act()

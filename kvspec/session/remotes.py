@@ -326,7 +326,6 @@ class Remotes:
 
     Attributes:
         leaving: Old engines whose lanes still exist, because bytes move over them.
-        closing: Whether the session is being closed, so that nothing new may begin.
     """
 
     def __init__(
@@ -345,7 +344,7 @@ class Remotes:
         self._connected: dict[tuple[Role, str], RemoteEngine] = {}
         self._coming: dict[str, RemoteEngine] = {}  # by name
         self.leaving: list[RemoteEngine] = []
-        self.closing = self._closed = False
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._connected)
@@ -541,8 +540,8 @@ class Remotes:
             raise TransferError(message, rank=new.engine_id, state=TransferState.BUSY)
 
     def check_open(self) -> None:
-        """Raise `TransferError` "closed" if the session was closed, or is being closed."""
-        if self.closing or self._closed:
+        """Raise `TransferError` "closed" if the session was closed."""
+        if self._closed:
             raise TransferError("the session was closed", state=TransferState.CLOSED)
 
     @property

@@ -708,7 +708,7 @@ class Session:
         if self._lock.forked:
             return
         with self._lock.held:
-            self._remotes.closing = True  # Nothing new begins between the next polls.
+            self._loads.closing = True  # No load begins between the next polls.
             for load in list(self._loads.loads.values()):
                 where = "" if load.connected else " before its producer was connected"
                 why = f"the session was closed{where}"

@@ -260,7 +260,9 @@ def test_load_that_was_never_posted_leaves_no_undefined_blocks(net: FakeNixl) ->
         for load in (posted, waiting):
             load.cancel()
         blocks = {"full": (1,), "window": (1,)}
-        assert ({}, "failed") == (waiting.undefined_blocks, waiting.poll())
+        assert {} == waiting.undefined_blocks
+        # On a busy machine, the turn of one poll may end before it comes to this load.
+        until(lambda: waiting.poll() == "failed")
         assert ({}, blocks) == (waiting.undefined_blocks, posted.undefined_blocks)
         land(net)
         assert ["failed"] == ended([posted], producer, consumer)
