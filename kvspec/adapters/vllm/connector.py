@@ -161,7 +161,7 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
         """Do nothing: no write is in progress, because the consumer reads."""
 
 
-# In a MultiConnector, vLLM's front end looks for the class of the numbers by its name alone. It
-# fails, and so does the engine, if the name is unknown.
+# In a MultiConnector, vLLM's front end looks for the class of the numbers by its name alone. If the
+# name is unknown, the handler of all outputs raises.
 with contextlib.suppress(ValueError):  # It is registered already.
     KVConnectorFactory.register_connector("KvspecConnector", __name__, "KvspecConnector")
