@@ -27,6 +27,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    # vLLM closes a connection that is idle for 5 s. The toy proxy fails if it uses it at this time.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
     "TORCHDYNAMO_DISABLE": "1",
     "UCX_NET_DEVICES": "lo",
     "UCX_LOG_LEVEL": "error",
