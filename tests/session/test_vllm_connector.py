@@ -640,6 +640,21 @@ def test_producer_omits_the_last_token_when_vllm_frees_what_it_reads(
     assert (5 if computed == tokens else None) == first
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_producer_omits_the_last_token_of_embeddings(*, mixed: bool) -> None:
+    """VLLM's workers end if tokens and embeddings of a prompt have different lengths."""
+    one = scheduling(like.state("mamba1", ((3, 4), (4, 2))))
+    request: Any = Request("p-1", 6, {"do_remote_decode": True}, prompt_embeds=[[0.5]] * 6)
+    request.prompt_is_token_ids = [True] * 6 if mixed else None
+    if not mixed:
+        request.prompt_token_ids = None
+    one.on_new_request(request)
+    assert (5, 5, 5) == (request.num_prompt_tokens, request.num_tokens, len(request.prompt_embeds))
+    if mixed:
+        assert (5, 5) == (len(request.prompt_token_ids), len(request.prompt_is_token_ids))
+    assert 1 == request.max_tokens
+
+
 @pytest.mark.parametrize(
     ("extra", "name"),
     [
