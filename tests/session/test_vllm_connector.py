@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -552,18 +553,24 @@ def test_vllm_finds_the_connector_by_its_name() -> None:
     assert name == factory.KVConnectorFactory.registry["KvspecConnector"]
 
 
-def test_adapter_whose_files_change_while_it_is_loaded_is_unknown(tmp_path: Path) -> None:
-    """VLLM has the old weights in memory until they are displaced by those of another adapter."""
-    loaded = adapter(tmp_path, "sql", b"old")
-    loaded.lora_int_id = 77
-    before = content_of_request(Request("r", 4, lora_request=loaded), 4).adapter
-    adapter(tmp_path, "sql", b"new weights")
-    assert content_of_request(Request("r", 4, lora_request=loaded), 4).adapter is None
-    loaded.load_inplace = True
-    changed = content_of_request(Request("r", 4, lora_request=loaded), 4).adapter
-    loaded.load_inplace, loaded.lora_int_id = False, 78
-    assert changed == content_of_request(Request("r", 4, lora_request=loaded), 4).adapter
-    assert changed not in (None, before)
+def test_adapter_whose_files_change_is_unknown(tmp_path: Path) -> None:
+    """VLLM has the old weights in memory, and prompts that were computed with them in its cache."""
+
+    def stated(lora: Any) -> str | None:
+        return content_of_request(Request("r", 4, lora_request=lora), 4).adapter
+
+    loaded = adapter(tmp_path, "sql", b"weights")
+    assert (before := stated(loaded)) is not None
+    os.utime(Path(loaded.lora_path) / "adapter_model.safetensors", (1, 1))
+    assert before == stated(loaded)  # The files are copied again, and are equal.
+    adapter(tmp_path, "sql", b"other weights")
+    assert stated(loaded) is None
+    loaded.lora_int_id, loaded.load_inplace = 78, True
+    assert stated(loaded) is None
+    adapter(tmp_path, "sql", b"weights")
+    assert stated(loaded) is None
+    (tmp_path / "new").mkdir()
+    assert before == stated(adapter(tmp_path / "new", "sql", b"weights"))
 
 
 def test_scheduler_forgets_old_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,6 +639,21 @@ def test_producer_omits_the_last_token_when_vllm_frees_what_it_reads(
     assert params is not None
     first = PrefillTicket.from_params(params).first_token
     assert (5 if computed == tokens else None) == first
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_producer_omits_the_last_token_of_embeddings(*, mixed: bool) -> None:
+    """VLLM's workers end if tokens and embeddings of a prompt have different lengths."""
+    one = scheduling(like.state("mamba1", ((3, 4), (4, 2))))
+    request: Any = Request("p-1", 6, {"do_remote_decode": True}, prompt_embeds=[[0.5]] * 6)
+    request.prompt_is_token_ids = [True] * 6 if mixed else None
+    if not mixed:
+        request.prompt_token_ids = None
+    one.on_new_request(request)
+    assert (5, 5, 5) == (request.num_prompt_tokens, request.num_tokens, len(request.prompt_embeds))
+    if mixed:
+        assert (5, 5) == (len(request.prompt_token_ids), len(request.prompt_is_token_ids))
+    assert 1 == request.max_tokens
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ UNTYPED = {
     "kvspec.adapters.sglang.plugin._weights_changing": "SGLang decides what it passes",
     "kvspec.adapters.vllm.connector.start_load_kv": "vLLM decides what it passes to this hook",
     "kvspec.adapters.vllm.connector.save_kv_layer": "vLLM decides what it passes to this hook",
+    "kvspec.adapters.vllm.worker_side.refused": "vLLM decides what it passes to this hook",
     "kvspec.run.rank_client.ask": "the arguments of a command that another process runs",
     "kvspec.run.rank_client.send": "the arguments of a command that another process runs",
     "kvspec.testing.supports.only": "the fields of the class, which checks them",

@@ -29,8 +29,9 @@ _OTHERS = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_tok
 _NUMBERED = re.compile(r"(.*:)?renderer\d+-mm-\d+-.*", re.DOTALL)
 # The digests of adapters, by the sizes and times of their files. An adapter is read once.
 _digests: dict[tuple[object, ...], str] = {}
-# The sizes and times of the files of an adapter when this process first had a request for it.
-_first_seen: dict[tuple[object, ...], tuple[object, ...]] = {}
+# By name and path, the digest of an adapter when this process first had a request for it. It is ""
+# if the files were changed since.
+_first_seen: dict[tuple[str, str], str] = {}
 
 
 def content_of_request(request: Any, num_tokens: int, weights: str | None = "") -> ContentIdentity:
@@ -74,9 +75,9 @@ def sampling_of_request(request: Any) -> str | None:
 def _adapter(lora: Any) -> str | None:
     """Return the name and a digest of an adapter, "" for none, or None if its files are unknown.
 
-    vLLM reads an adapter once and keeps it in memory, perhaps until other adapters displace it. If
-    its files change later, nobody knows which ones this engine has. So the adapter is unknown until
-    it is loaded under another id or path, or with `load_inplace`, which reads it in each step.
+    vLLM reads an adapter once and keeps it in memory, perhaps until other adapters displace it. Its
+    prefix cache knows an adapter by name and path. So if the files of a path change, nobody knows
+    with which ones a prompt is computed. The adapter is unknown until it has another path.
     """
     if lora is None:
         return ""
@@ -88,15 +89,15 @@ def _adapter(lora: Any) -> str | None:
         known = tuple((str(each), *_stamp(each)) for each in files)
         if not files:
             return None
-        loaded = getattr(lora, "lora_int_id", None), name, path
-        in_place = getattr(lora, "load_inplace", False)
-        if not in_place and _first_seen.setdefault(loaded, known) != known:
-            return None
         if known not in _digests:
             _digests[known] = _digest_of(files)
     except OSError:
         return None
-    return f"{name}@{_digests[known]}"
+    digest = _digests[known]
+    if _first_seen.setdefault((name, path), digest) != digest:
+        _first_seen[name, path] = ""
+        return None
+    return f"{name}@{digest}"
 
 
 def _files(folder: Path) -> Iterator[Path]:

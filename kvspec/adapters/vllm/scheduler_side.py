@@ -297,11 +297,16 @@ def _end(request: Any, ticket: PrefillTicket) -> int:
 def _shorten(request: Any, engine: EngineSpec) -> set[str]:
     """Remove the last token of a prompt for which `loses_a_token` is True, and return its id."""
     # vLLM's NIXL connector does the same for models with recurrent states. vLLM has no public way,
-    # so both lists of the request change. One token is generated, as for any prefill.
-    known = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None
-    if not known or not loses_a_token(engine, request.num_tokens):
+    # so all lists of the request change. Its workers end if their lengths differ. One token is
+    # generated, as for any prefill.
+    if request.num_prompt_tokens < 2 or not loses_a_token(engine, request.num_tokens):  # noqa: PLR2004
         return set()
-    del request.prompt_token_ids[-1:], request._all_token_ids[-1:]  # noqa: SLF001
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]  # noqa: SLF001
+    for name in ("prompt_embeds", "prompt_is_token_ids"):
+        if getattr(request, name, None) is not None:
+            setattr(request, name, getattr(request, name)[:-1])
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
     return {request.request_id}
