@@ -33,10 +33,10 @@ from servers import CONNECTORS, ROOT, Server, running, vllm
 from sglang_servers import SGLang, sglang_router
 from traffic import Outcome, Traffic, body_of, prompts, tokenizer
 
-LEASE = 10.0
-"""Seconds of `hold` and `lease` of kvspec in all rows, so that a row ends soon."""
+LEASE = 30.0
+"""Seconds of `hold` and `lease` of kvspec, as by default."""
 IDENTITY = {"model": "tiny", "revision": "1"}
-KVSPEC = {**IDENTITY, "hold": LEASE, "lease": LEASE, "timeout": 60.0}
+KVSPEC = {**IDENTITY, "hold": LEASE, "lease": LEASE, "timeout": 60.0, "staging": 64}
 POOL, LONGEST, CONTEXT = 60, 900, 1024
 BLOCKS = 1024
 """Blocks of vLLM's pools."""

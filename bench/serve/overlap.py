@@ -1,8 +1,8 @@
 """Measure what SGLang gains if its decode engine reads chunks while the next ones are computed.
 
 It starts two pairs of real servers, with and without the setting `overlap`, and sends prompts of 8
-and of 32 chunks to both in turns. It prints the share of each prompt that had arrived before the
-last chunk, and the time to the first token.
+and of 32 chunks to both in turns. It prints the share of each prompt that was loaded before the load of
+the last chunk began, and the time to the first token.
 
     python bench/serve/overlap.py --folder FOLDER
 """
@@ -122,7 +122,7 @@ def main(write: Callable[[str], object] = print) -> None:
     pairs = {each: Pair(folder / f"overlap-{each}", model, overlap=each) for each in (True, False)}
     found = []
     with running(*(side for pair in pairs.values() for side in (pair.prefill, pair.decode))):
-        write("| chunks | arrived before the last chunk | first token with, s | without, s |")
+        write("| chunks | loaded before the last chunk | first token with, s | without, s |")
         write("|---|---|---|---|")
         for chunks in CHUNKS:
             found.append(asyncio.run(measure(pairs, chunks, options.prompts)))

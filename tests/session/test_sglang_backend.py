@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,7 @@ from kvspec.adapters.sglang.describing import (
 from kvspec.adapters.sglang.lookups import Lookups
 from kvspec.adapters.sglang.request_identity import Weights
 from kvspec.adapters.sglang.sending import LOWEST
+from kvspec.nixl.staging import Buffers
 from kvspec.tickets import PrefillTicket
 
 pytestmark = pytest.mark.nixl
@@ -93,6 +95,31 @@ def test_prompt_moves_between_unequal_tp_and_page_sizes(
             assert ROOM == buffers.bootstrap_room[2, 0]
             assert -0.5 == buffers.output_token_logprobs_val[2, 0]
             assert [5, 6, 7] == buffers.output_top_logprobs_idx[2, :3].tolist()
+
+
+@pytest.mark.parametrize("staging", [0, 1])
+def test_short_runs_move_through_the_staging_buffer_if_it_is_set(
+    staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, each head of each token is a descriptor, and a long prompt takes seconds."""
+    monkeypatch.setenv("KVSPEC_SGLANG", json.dumps({"staging": staging}))
+    staged, stage = list[bool](), Buffers.stage
+
+    def seen(*arguments: Any, **named: Any) -> Any:
+        staged.append((found := stage(*arguments, **named)) is not None)
+        return found
+
+    monkeypatch.setattr(Buffers, "stage", seen)
+    tokens = list(range(60))
+    with pair((1, 16), (2, 16)) as (first, second, server):
+        prefill(first, server, request(tokens))
+        got = receivers(second, server.address, ROOM, request(tokens))
+        until(WAITING, got)
+        for receiver in got:
+            receiver.send_metadata(pages_of(second, 60), 0, [], 0)
+        until(SUCCESS, got)
+        second.check(pages_of(second, 60), 60, seed=ROOM)
+    assert any(staged) == bool(staging)
 
 
 def test_cached_prefix_is_not_loaded() -> None:
@@ -411,6 +438,8 @@ def test_layer_with_other_kv_heads_than_the_model_is_refused() -> None:
         '{"overlap": 1}',
         '{"unknown": 1}',
         '{"hold": -1}',
+        '{"staging": -1}',
+        '{"staging": 1.5}',
         '{"host": 7}',
     ],
 )

@@ -1,7 +1,7 @@
-"""A plug-in of SGLang: write how much of each prompt has arrived before its last chunk.
+"""A plug-in of SGLang: write how much of each prompt was loaded before its last chunk.
 
 Each line of the file that the environment variable `ARRIVED` names has two numbers: the tokens
-that had arrived when the load of the whole prompt began, and the tokens of the prompt.
+that were loaded when the load of the last chunk began, and the tokens of the prompt.
 """
 
 from __future__ import annotations

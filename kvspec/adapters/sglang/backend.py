@@ -107,7 +107,8 @@ class Manager:
         self.around = around
         self.groups = [group.name for group in cache.engine.groups]
         self.server = tickets.own_address(server_args)
-        self._nixl = NixlRank(prefix=f"{self.engine_id[:64]}-")
+        staging = settings.staging << 20 or None
+        self._nixl = NixlRank(prefix=f"{self.engine_id[:64]}-", staging=staging)
         self.session = Session(
             self._nixl,
             cache,

@@ -24,7 +24,7 @@ from kvspec.adapters.sglang.engine import FULL, WINDOW, engine_spec, parallel_co
 from kvspec.adapters.sglang.request_identity import STARTED
 from kvspec.adapters.sglang.tensors import rank_cache
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, mapping, seconds
+from kvspec.inputs import instance, mapping, positive_int, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.session.ports import port_range, public_host
@@ -83,6 +83,10 @@ def _bool(_: object, setting: attrs.Attribute[Any], value: object) -> None:
     instance(f"{VARIABLE}[{setting.name!r}]", value, bool)
 
 
+def _size(_: object, setting: attrs.Attribute[Any], value: object) -> None:
+    positive_int(f"{VARIABLE}[{setting.name!r}]", value, least=0)
+
+
 def _key_content(value: object) -> KeyContent | None:
     return configured_key_content(f"{VARIABLE}['key_content']", value)
 
@@ -107,6 +111,7 @@ class BackendSettings:
         waiting: Seconds for which a decode engine waits for a ticket.
         timeout: Seconds within which a prompt must be read.
         overlap: Whether a decode engine reads each chunk of a prompt while the next is computed.
+        staging: MiB of host memory through which short runs move if that is cheaper. 0 for none.
         key_content: The fields of the `KeyContent` of all layers. It is required only if the
             modules of the model do not show how keys are rotated.
     """
@@ -123,6 +128,7 @@ class BackendSettings:
     waiting: float = attrs.field(default=300.0, validator=_seconds)
     timeout: float = attrs.field(default=120.0, validator=_seconds)
     overlap: bool = attrs.field(default=True, validator=_bool)
+    staging: int = attrs.field(default=0, validator=_size)
     key_content: KeyContent | None = attrs.field(default=None, converter=_key_content)
 
     @staticmethod
