@@ -79,9 +79,10 @@ def from_config(
             model, the nested ``text_config`` is used.
         block_size: Tokens of one attention block.
         dtype: Element type of the attention cache. By default the dtype of the config, or
-            float8_e4m3fn if a ModelOpt checkpoint declares an fp8 cache. Recurrent
-            states have the same type, unless it is an 8-bit type. Engines use 8-bit types only for
-            attention, so the states then have the dtype of the config, which must have one.
+            float8_e4m3fn if a ModelOpt checkpoint declares an fp8 cache. A latent has this type
+            too, so the rows of ``fp8_ds_mla``, which contain scales, need specs of your own.
+            Recurrent states have the same type, unless it is an 8-bit type. Engines use 8-bit types
+            only for attention, so the states then have the dtype of the config. It must have one.
         ssm_dtype: Element type of the temporal state. By default the config's
             ``mamba_ssm_dtype``, or else the dtype of the conv state.
         num_speculative_tokens: Additional rows of a conv state.
@@ -102,7 +103,12 @@ def from_config(
     outer = _load(config)
     row, text, prefix = _resolve(outer)
     declared = _declared_dtype(text, outer, row.defaults)
-    wanted = (quantised_cache(outer, text) or declared) if dtype is None else dtype
+    quantised = quantised_cache(outer, text) if dtype is None else None
+    if quantised is not None and row.indexer:
+        # Some backends store 576 bytes a token, others add scales: 656 bytes.
+        rule = "8-bit latents of this model depend on the engine: pass the dtype of the cache"
+        raise SpecError("quantization_config", quantised, rule=rule)
+    wanted = (quantised or declared) if dtype is None else dtype
     if wanted is None:
         rule = "the config has no dtype or torch_dtype, so pass dtype"
         raise SpecError("dtype", None, rule=rule)

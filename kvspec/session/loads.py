@@ -395,6 +395,8 @@ class Loads:
             The engine for which to prepare the load before the next call, or None after the last.
         """
         load = waiting.load
+        if load.connected and load.error is None:
+            return None  # It has begun: an interrupt of `serve_waiting` let it be selected twice.
         try:
             self.remotes.check_open()  # A closed session has cancelled the future.
             waiting.connection.future.result()

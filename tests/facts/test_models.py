@@ -318,6 +318,15 @@ def test_from_config_refuses_checkpoint_with_nvfp4_cache() -> None:
     assert ("quantization_config", "NVFP4") == (error.field, error.value)
 
 
+def test_from_config_refuses_8_bit_latents_that_depend_on_the_engine() -> None:
+    """FlashMLA stores a token of DeepSeek-V3.2 in 656 bytes with scales, others in 576 bytes."""
+    config = catalogue.config("DeepSeek-V3.2")
+    error = refusal(lambda: models.from_config(config | {"quantization_config": MODELOPT[0]}))
+    assert ("quantization_config", "float8_e4m3fn") == (error.field, error.value)
+    declared = models.from_config(config | {"quantization_config": MODELOPT[0]}, dtype="bfloat16")
+    assert models.from_config(config) == declared
+
+
 def test_quantisation_beside_the_config_counts(tmp_path: Path) -> None:
     """Older versions of ModelOpt write hf_quant_config.json."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
