@@ -109,6 +109,7 @@ ON_AXES: dict[str, Judged] = {
     "vllm#37635": attrs.evolve(RANKS, serves=shrinks),
     "vllm-ascend#5846": RANKS,
     "vLLM 0.33, push to replicas": Judged("tp", only(**UNEQUAL)),
+    "vLLM 0.33, canonical pages": RANKS,
     "sglang#40727": Judged("tp", only("MLA", **UNEQUAL)),
     "vllm-rbln#1011": RANKS,
     "vllm#49499": Judged("kinds", only("MLA", "gated delta net", max_tp=4), right=RATIO),
@@ -122,7 +123,7 @@ ON_AXES: dict[str, Judged] = {
     "sglang#18939": Judged("windows", only("full", "sliding window"), right=TOY),
     "sglang#22060": Judged("kinds", only("gated delta net", **UNEQUAL), shrinks, TOY),
     "sglang#33041": Judged(
-        "groups", only("full", "MLA", hybrid=True, regrouped=True, drafts=True), right=TOY
+        "groups", only("full", "MLA", hybrid=True, regrouped=True), right=TOY
     ),
     "vllm#46407": Judged(
         "groups", only("full", "sliding window", hybrid=True, shared=True, padding=True), right=TOY
