@@ -67,21 +67,29 @@ def layouts(spec: LayerSpec, allowed: tuple[str, ...] | None = None) -> st.Searc
     >>> find(layouts(spec), lambda layout: layout.startswith("B"))[-1]
     'C'
     """
+    # The named layouts, which serving engines use, are drawn more often than the others.
+    sets = (NAMED_LAYOUTS, _ORDERS, _PAGES) if allowed is None else (allowed,)
+    legal = [names for names in (layouts_of(spec, each) for each in sets) if names]
+    if not legal:
+        raise SpecError("layouts", allowed, "a layout that is legal for each kind of layers")
+    return st.one_of([sample(*names) for names in legal])
+
+
+def layouts_of(spec: LayerSpec, names: Sequence[str]) -> list[str]:
+    """Return those of the layouts *names* that are legal for *spec*."""
     if is_state(spec):
-        return _legal_layouts("", "", allowed)
+        return _legal_layouts("", "", tuple(names))
     pages = [spec.of_layer(layer).parts for layer in spec.layers] or [spec.parts]
     after_parts = "H" * any(len({part.units for part in parts}) > 1 for parts in pages)
     after_parts += "N" * any(len({part.states for part in parts}) > 1 for parts in pages)
     rows = {part.states for part in spec.parts}
     after_layers = ("H" + "N" * (len(rows) > 1)) * bool(spec.layers)
-    return _legal_layouts(after_parts, after_layers, allowed)
+    return _legal_layouts(after_parts, after_layers, tuple(names))
 
 
 @lru_cache
-def _legal_layouts(
-    after_parts: str, after_layers: str, allowed: tuple[str, ...] | None
-) -> st.SearchStrategy[str]:
-    """Draw a layout that separates parts and layers early enough.
+def _legal_layouts(after_parts: str, after_layers: str, names: tuple[str, ...]) -> list[str]:
+    """Return the layouts that separate parts and layers early enough.
 
     The axes *after_parts* have other lengths in other parts, so the parts are separated before
     them. The axes *after_layers* have other lengths in other layers, so L comes before them.
@@ -98,12 +106,7 @@ def _legal_layouts(
             name.index("L") < name.index(letter) for letter in after_layers
         )
 
-    # The named layouts, which serving engines use, are drawn more often than the others.
-    sets = (NAMED_LAYOUTS, _ORDERS, _PAGES) if allowed is None else (allowed,)
-    legal = [names for names in ([*filter(is_legal, each)] for each in sets) if names]
-    if not legal:
-        raise SpecError("layouts", allowed, "a layout that is legal for each kind of layers")
-    return st.one_of([st.sampled_from(names) for names in legal])
+    return [*filter(is_legal, names)]
 
 
 @st.composite
@@ -258,7 +261,7 @@ def sharing_engines(
     supports = shape.supports
     bare = draw(_bare_engines(model, largest, shape))
     model = bare.groups
-    page = max(_page(bare, group, group.layers[0]) for group in model)
+    page = max(page_bytes(bare, group, group.layers[0]) for group in model)
     page += draw(st.integers(0, 5)) if supports.padding else 0
     layer_counts = [
         {len(bare.layers_at(group, stage)) for group in model} - {0}
@@ -321,14 +324,14 @@ def _padded(engine: EngineSpec, group: KVCacheGroup, pad: int | None) -> LayerSp
     padded = {
         layer: attrs.evolve(
             group.spec.of_layer(layer),
-            page_size_padded=None if pad is None else _page(engine, group, layer) + pad,
+            page_size_padded=None if pad is None else page_bytes(engine, group, layer) + pad,
         )
         for layer in layers
     }
     return UniformTypeKVCacheSpecs(specs=padded) if group.spec.layers else padded[layers[0]]
 
 
-def _page(engine: EngineSpec, group: KVCacheGroup, layer: str) -> int:
+def page_bytes(engine: EngineSpec, group: KVCacheGroup, layer: str) -> int:
     """Return the bytes of one block of *layer* on the rank that holds the most units."""
     return max(
         sum(

@@ -169,11 +169,12 @@ def ids_of_the_wrong_pool(world: World, producer: RankId, consumer: RankId) -> P
         for side in sides
     ]
     tables = world.case.request.producer_blocks, world.case.request.consumer_blocks
+    name = world.case.producer.groups[0].name
     blocks = sides[1].regions[0].num_blocks
     ids = [
         [number * blocks + block for number in range(len(side.regions)) for block in table]
         for side, table in zip(
-            sides, (tables[0]["g0"].block_ids, tables[1]["g0"].block_ids), strict=True
+            sides, (tables[0][name].block_ids, tables[1][name].block_ids), strict=True
         )
     ]
     count = min(map(len, ids))

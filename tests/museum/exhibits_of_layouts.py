@@ -50,7 +50,7 @@ class PermutesTheFirstGroup(Toy):
 
     def address(self, region: Any, block: int, row: int, head: int) -> int:
         """Leave the pages of other groups as they came: one head after the other."""
-        if region.group == "g0":
+        if region.group in ("g0", "full"):
             return super().address(region, block, row, head)
         return by_head(region, block, row, head)
 

@@ -123,6 +123,21 @@ def right_slices(heads: int, p: int, d: int, rank: int) -> Iterator[HeadSlice]:
         yield source, range(inside, inside + 1), range(at, at + 1)
 
 
+def file_row(heads: int, size: int) -> int:
+    """Return the heads of a stored page: those of one rank, times the ranks."""
+    return max(1, heads // size) * size
+
+
+def reads_whole_rows(heads: int, p: int, d: int, rank: int) -> Iterator[HeadSlice]:
+    """Read a page of a file, whose name is the same for each TP size.
+
+    If ranks share heads, a page is longer than its heads. A reader that expects a longer page reads
+    too few bytes. Then it loads nothing, and deletes the file.
+    """
+    if file_row(heads, d) <= file_row(heads, p):
+        yield from right_slices(heads, p, d, rank)
+
+
 def dedup_for_pushes(case: Case, role: str) -> Iterator[Move]:
     """Push each head of a producer rank once, as a pull that reads no replica twice would do."""
     pull: Any = KVSPEC.moves
@@ -342,6 +357,15 @@ EXHIBITS = [
         bug="A push skips equal heads as a pull does, so some consumer ranks get nothing.",
         law=3,
         system=System(name="dedup for pushes", moves=dedup_for_pushes),
+        cases=HEADS,
+        minimal="1 head, TP 1 to 2, blocks of 4, 1 token",
+    ),
+    Exhibit(
+        reference="vLLM 0.33, canonical pages",
+        bug="A stored page has the bytes of a rank times the ranks. A reader with more ranks than"
+        " heads expects a longer page, loads nothing, and deletes the file.",
+        law=1,
+        system=head_reads(reads_whole_rows),
         cases=HEADS,
         minimal="1 head, TP 1 to 2, blocks of 4, 1 token",
     ),

@@ -31,7 +31,8 @@ HEAD = """\
 Connectors of several projects had these bugs. Each one is rebuilt as a small system of our own code
 that makes the same mistake, in `tests/museum/`. No code of others is copied. Hypothesis draws small
 transfers, the law in the table refutes the system, and the transfer is shrunk to the smallest one
-that still fails. kvspec itself is judged on the same transfers by the same law, and passes.
+that still fails. kvspec itself is judged on the same transfers by the same law, and passes. The
+profile `ci` of the [kit](test-your-connector.md) finds each bug, too: `tests/museum/test_ci.py`.
 
 The laws are those of [CONTRIBUTING](../CONTRIBUTING.md). Each one catches a bug here, except law 2,
 which is about the other laws. The seconds are the time from the first drawn transfer to the

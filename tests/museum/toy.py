@@ -15,6 +15,7 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import attrs
@@ -202,9 +203,9 @@ def head_reads(slices: Slices, name: str = "") -> System:
             for consumer in case.consumer.parallel.ranks:
                 for source, theirs, mine in slices(spec.total_num_kv_heads, *sizes, consumer.tp):
                     first = rank_units(case.consumer, consumer, spec.parts[0], group)[0]
-                    for part in spec.parts:
+                    for layer, part in product(group.layers, spec.parts):
                         yield Move(
-                            producer=RankId(tp=source), consumer=consumer, layer=group.layers[0],
+                            producer=RankId(tp=source), consumer=consumer, layer=layer,
                             part=part.name, units=range(first + mine.start, first + mine.stop),
                             producer_units=theirs, consumer_units=mine,
                         )  # fmt: skip

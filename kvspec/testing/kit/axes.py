@@ -236,7 +236,10 @@ AXES = (
     Axis("layouts", ("layouts", "equal_layouts", "padding", "transposed"), _layouts),
     Axis("prefixes", ("prefixes",), _prefixes, ("equal_blocks", "late_tables")),
     Axis(
-        "windows", ("windows",), _windows, ("null_blocks", "retention", "prefixes", "late_tables")
+        "windows",
+        ("windows",),
+        _windows,
+        ("null_blocks", "retention", "prefixes", "late_tables", "equal_blocks"),
     ),
     Axis("content", ("key_content",), _states),
     Axis("groups", ("hybrid", "drafts", "regrouped", "shared"), _groups, ("kinds",)),

@@ -175,13 +175,8 @@ def judge_axis(
     for narrow in axis.narrowed(system.supports, kinds_of(system.supports)):
         draws = _pairs(system, laws, narrow)
         tally = _Tally()
-        pairs = _drawn(draws, examples, seed)
-        alone = [law for law in laws if not law.between]
-        if axis.name == "tp" and alone:
-            for case in must_cases(narrow):
-                tally.add(axis, (case, None), look(guard, alone, case), stuck=bool(guard.stuck))
-        for pair in pairs:
-            tally.add(axis, pair, look(guard, laws, *pair), stuck=bool(guard.stuck))
+        for some, pair in judged_cases(axis, narrow, laws, _drawn(draws, examples, seed)):
+            tally.add(axis, pair, look(guard, some, *pair), stuck=bool(guard.stuck))
         for law in laws:
             found = tally.wrong.get(law.number)
             # A case without an answer does not shrink, since each try would take as long.
@@ -192,6 +187,21 @@ def judge_axis(
             judgements += tally.judgements(law, axis, example)
             judgements += tally.not_drawn(law, axis)
     return judgements
+
+
+def judged_cases(
+    axis: Axis, narrow: Supports, laws: Sequence[Law], drawn: Sequence[Any]
+) -> Iterator[tuple[list[Law], tuple[Any, Any]]]:
+    """Yield the laws and the cases that a run judges: those that are listed, then the *drawn* ones.
+
+    No listed case has another one to compare it with. A law that alters a case asks many questions,
+    and its faults do not depend on the class of the case.
+    """
+    alone = [law for law in laws if not law.between and not law.alters]
+    for case in must_cases(axis.name, narrow) if alone else ():
+        yield alone, (case, None)
+    for pair in drawn:
+        yield list(laws), pair
 
 
 def _examples(axis: Axis, profile: Profile) -> int:
