@@ -23,12 +23,9 @@ import aiohttp
 from aiohttp import web
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
-ATTEMPTS = 2
-SILENCE = 600.0  # Seconds. An engine that sends no byte for so long has failed.
+ATTEMPTS, SILENCE = 2, 600.0  # An engine that sends no byte for so many seconds has failed.
 TICKET = "kv_transfer_params"
-_OF_DECODE = ("stream", "stream_options", "min_tokens")  # The prefill half has one token.
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
-_ONE_TOKEN = ("max_tokens", "max_completion_tokens")
 
 
 class EngineError(Exception):
@@ -48,6 +45,10 @@ class Router:
         patience = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE)
         async with aiohttp.ClientSession(connector=limits, timeout=patience) as self.client:
             yield
+
+    async def healthy(self, _: web.Request) -> web.Response:
+        """Answer that the router runs."""
+        return web.Response(text="ok")
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one client. aiohttp cancels this if the client leaves."""
@@ -81,8 +82,8 @@ class Router:
         """Pass the answer of the decode engine on."""
         if answer.content_type != "text/event-stream" or answer.status >= 500:  # noqa: PLR2004
             return await copied(answer)
-        response = web.StreamResponse(status=answer.status)
-        response.content_type = answer.content_type
+        kind = {"Content-Type": "text/event-stream"}
+        response = web.StreamResponse(status=answer.status, headers=kind)
         line = await answer.content.readline()  # Until here, all can be tried again.
         if line.startswith(b'data: {"error"'):  # vLLM's status is 200 before it has a token.
             raise EngineError(line.decode(errors="replace").strip())
@@ -104,9 +105,10 @@ class Router:
 
 def prefill_half(body: dict[str, Any]) -> dict[str, Any]:
     """Return the request of a client for one token, without a stream."""
-    half = {name: value for name, value in body.items() if name not in _OF_DECODE}
-    one = {name: 1 for name in _ONE_TOKEN if name in body} or {"max_tokens": 1}
-    return {**half, **one, "stream": False}
+    of_decode = ("stream", "stream_options", "min_tokens")
+    half = {name: value for name, value in body.items() if name not in of_decode}
+    one = {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body}
+    return {**half, **(one or {"max_tokens": 1}), "stream": False}
 
 
 async def copied(answer: aiohttp.ClientResponse) -> web.Response:
@@ -134,11 +136,6 @@ def without_ticket(value: Any) -> Any:
     return [without_ticket(part) for part in value] if isinstance(value, list) else value
 
 
-async def healthy(_: web.Request) -> web.Response:
-    """Answer that the router runs."""
-    return web.Response(text="ok")
-
-
 def main() -> None:
     """Serve until interrupted."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -154,7 +151,9 @@ def serve(router: Router, options: argparse.Namespace) -> None:
     """Serve with *router* until interrupted."""
     app = web.Application(client_max_size=1 << 26)
     app.cleanup_ctx.append(router.run)
-    app.add_routes([web.get("/health", healthy), *(web.post(at, router.handle) for at in PATHS)])
+    app.add_routes(
+        [web.get("/health", router.healthy), *(web.post(at, router.handle) for at in PATHS)]
+    )
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True, print=None)
 
 

@@ -160,8 +160,10 @@ CONTENT = [
     for rotary in (("pairs", "halves"), ("halves", "pairs"), ("pairs", "pairs"))
 ]
 GROUPS = [
-    Recipe(heads=2, tokens=9, layers=2, **{name: True})
-    for name in ("reverse", "draft", "named", "shared")
+    Recipe(heads=2, tokens=9, layers=2, reverse=True),
+    Recipe(heads=2, tokens=9, layers=2, draft=True),
+    Recipe(heads=2, tokens=9, layers=2, named=True),
+    Recipe(heads=2, tokens=9, layers=2, shared=True),
 ]
 
 
