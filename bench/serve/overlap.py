@@ -1,8 +1,8 @@
 """Measure what SGLang gains if its decode engine reads chunks while the next ones are computed.
 
 It starts two pairs of real servers, with and without the setting `overlap`, and sends prompts of 8
-and of 32 chunks to both in turns. It prints the share of each prompt that was loaded before the
-load of the last chunk began, and the time to the first token.
+and of 32 chunks to both in turns. It prints the share of each prompt that was loaded
+before the load of the last chunk began, and the time to the first token.
 
     python bench/serve/overlap.py --folder FOLDER
 """
