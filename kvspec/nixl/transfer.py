@@ -54,11 +54,12 @@ class Transfer:
         posted: Number of descriptors that NIXL posted after merging, if the rank captures
             telemetry.
         error: The `TransferError` if the transfer failed, else None.
+        started: Whether its bytes may move. False for a result of `pair` until `move`.
     """
 
     handles = 0
     error: TransferError | None = None
-    started = False  # Whether `start` has added it to the transfers of the rank.
+    started = False
     ticket: int | None = None  # Its place in the line for a slot of the buffer.
     stage: Stage | None = None
     posted: int | None = None
