@@ -159,9 +159,12 @@ CONTENT = [
     Recipe(rotary=rotary)
     for rotary in (("pairs", "halves"), ("halves", "pairs"), ("pairs", "pairs"))
 ]
+_TWO = Recipe(heads=2, tokens=9, layers=2)
 GROUPS = [
-    Recipe(heads=2, tokens=9, layers=2, **{name: True})
-    for name in ("reverse", "draft", "named", "shared")
+    attrs.evolve(_TWO, reverse=True),
+    attrs.evolve(_TWO, draft=True),
+    attrs.evolve(_TWO, named=True),
+    attrs.evolve(_TWO, shared=True),
 ]
 
 
