@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
@@ -32,7 +32,7 @@ TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches
 FIRST_WAIT, LAST_WAIT = 20e-6, 2e-3
 
 K = TypeVar("K", bound=Hashable)
-Owner = weakref.ref["Transfer"]  # It does not keep the transfer alive.
+Owner: TypeAlias = "weakref.ref[Transfer]"  # It does not keep the transfer alive.
 Claimed = tuple[tuple[str, str], Ints, Ints]  # A place, and the starts and ends of ranges.
 
 
@@ -533,14 +533,16 @@ class InFlightTransfers:
         for transfer in self._known:
             transfer.abandon()
         with self._claiming:
-            self._known, self._busy, self._claimed = (), BusyRanges(), {}
+            self._known, self._busy, self._claimed = (), BusyRanges(), dict[Owner, bool]()
 
 
 def _ranges(transfer: Transfer) -> tuple[Claimed, Claimed]:
     """Return the bytes that *transfer* writes and those that it reads. This takes long."""
     local, remote, nbytes = transfer.pairs.spans()
-    near = ("", transfer.local.memory_type), *united(local, local + nbytes)
-    far = (transfer.peer, transfer.remote.memory_type), *united(remote, remote + nbytes)
+    start, stop = united(local, local + nbytes)
+    near = ("", transfer.local.memory_type), start, stop
+    start, stop = united(remote, remote + nbytes)
+    far = (transfer.peer, transfer.remote.memory_type), start, stop
     return (near, far) if transfer.operation == "READ" else (far, near)
 
 

@@ -159,11 +159,12 @@ CONTENT = [
     Recipe(rotary=rotary)
     for rotary in (("pairs", "halves"), ("halves", "pairs"), ("pairs", "pairs"))
 ]
+_TWO = Recipe(heads=2, tokens=9, layers=2)
 GROUPS = [
-    Recipe(heads=2, tokens=9, layers=2, reverse=True),
-    Recipe(heads=2, tokens=9, layers=2, draft=True),
-    Recipe(heads=2, tokens=9, layers=2, named=True),
-    Recipe(heads=2, tokens=9, layers=2, shared=True),
+    attrs.evolve(_TWO, reverse=True),
+    attrs.evolve(_TWO, draft=True),
+    attrs.evolve(_TWO, named=True),
+    attrs.evolve(_TWO, shared=True),
 ]
 
 
