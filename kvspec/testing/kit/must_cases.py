@@ -67,9 +67,9 @@ def must_cases(axis: str, narrow: Supports) -> Iterator[Case]:
         axis: Name of the axis.
         narrow: What the system supports on this axis.
 
-    >>> narrow = Supports.only(kinds=["full"], max_tp=2, equal_tp=False)
+    >>> narrow = Supports.only(kinds=["full"], max_tp=4, equal_tp=False)
     >>> [case.producer.parallel.tp_size for case in must_cases("kinds", narrow)]
-    [1, 2, 1]
+    [2, 4]
     """
     kinds = kinds_of(narrow)
     if axis == "everything":
