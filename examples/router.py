@@ -112,7 +112,7 @@ def prefill_half(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def copied(answer: aiohttp.ClientResponse) -> web.Response:
-    """Return an answer that is no stream, without any ticket in it."""
+    """Return an answer that does not stream, without any ticket in it."""
     if answer.status >= 500:  # noqa: PLR2004 - an error of the engine
         raise EngineError(f"an engine answered {answer.status}")
     if answer.content_type == "application/json":

@@ -26,7 +26,7 @@ from kvspec.session import RankAgreement, Session, new_remote_id
 from kvspec.tickets import PrefillTicket
 
 ATTEMPTS = 3
-# What a call raises if the process of a rank has ended.
+# The errors of a call if the process of a rank has ended.
 DEAD = (EOFError, OSError)
 TOKENS, SENT, RECEIVED = 40, {"full": [5, 1, 2]}, {"full": [1, 4, 6]}
 

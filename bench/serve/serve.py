@@ -260,7 +260,7 @@ def _parts(count: int, others: int, *, fault: bool) -> list[range]:
 
 
 def _fault(fault: str, engines: list[Server], network: Network | None) -> None:
-    """Do what the row says while requests are served."""
+    """Do the fault of the row while requests are served."""
     time.sleep(0.5)
     FAULTS[fault](engines, network)
 

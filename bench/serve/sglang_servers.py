@@ -83,7 +83,7 @@ class SGLang(Server):
         super().__init__(name, folder, command, own)
 
     def loads(self) -> dict[str, Any]:
-        """Return what the scheduler says about its memory and its queues, now."""
+        """Return the current state of the scheduler's memory and queues."""
         with urllib.request.urlopen(f"{self.url}/v1/loads", timeout=20) as answer:  # noqa: S310
             found: dict[str, Any] = json.loads(answer.read())["loads"][0]
             return found

@@ -343,7 +343,7 @@ class RequestHalf:
 
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None) -> None:
         self.kv_mgr, self.bootstrap_addr = mgr, bootstrap_addr
-        # It may be anything that a client has sent. `enter` refuses what is no room.
+        # A client may send any value. `enter` refuses a value that is not a room.
         self.bootstrap_room = bootstrap_room if type(bootstrap_room) is int else -1
         self.error: Exception | None = None
         # SGLang reads it, and compares it only with the failed state.
