@@ -22,6 +22,7 @@ from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
+from kvspec.digests import compile_digest
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import flag, positive_int, seconds
 from kvspec.nixl import NixlRank
@@ -191,6 +192,8 @@ class Serving:
         if settings.verify and any(region.memory_type != "DRAM" for region in cache.regions):
             field = "kv_connector_extra_config['verify']"
             raise SpecError(field, True, rule="checksums need caches in host memory")  # noqa: FBT003
+        if settings.verify:
+            compile_digest()  # It takes seconds, which no request should wait for.
         staging = settings.staging << 20 or None
         nixl = NixlRank(prefix=f"{engine_id[:64]}-", staging=staging)
         # The stack closes in reverse order: first the session, then NIXL.
