@@ -194,7 +194,7 @@ def served(
             empty = [held(each) for each in pair]
             before = sum(each.tracebacks for each in pair)
             settings = row.concurrency, row.leaving, row.rejected
-            traffic = Clients(front.url, pool, answers, *settings, seed=len(row.name))
+            traffic = Clients(front.url, pool, answers, *settings, name=row.name, salted=False)
             traffic.words = engines.router == "SGLang's"
             begun = time.monotonic()
             killed = threading.Thread(target=_kill, args=(row.fault, pair), daemon=True)
