@@ -218,7 +218,7 @@ def _row(
 ) -> dict[str, Any]:
     """Send the requests of one row, and return its numbers."""
     empty = [held(each, blocks) for each, blocks in zip(engines, row.blocks, strict=True)]
-    before, loaded = samples(sampled), loads(engines[1])
+    before, loaded, process = samples(sampled), loads(engines[1]), engines[1].process
     failures = sum(each.tracebacks for each in engines)
     count = int(row.share * (options.requests if name == "KvspecConnector" else options.others))
     parts = _parts(count, int(row.share * options.others), fault=bool(row.fault))
@@ -236,8 +236,7 @@ def _row(
     share = spent(before, samples(sampled))
     rest = at_rest(engines, row.blocks, empty, REST[name])
     # The counters of an engine that has started again begin at 0.
-    done = loads(engines[1])
-    done -= loaded if done >= loaded else 0.0
+    done = loads(engines[1]) - (loaded if engines[1].process is process else 0.0)
     alive = all(each.alive for each in engines)
     tracebacks = sum(each.tracebacks for each in engines) - failures
     numbers = _numbers(row, name, outcomes, took, rest, alive=alive, tracebacks=tracebacks)
