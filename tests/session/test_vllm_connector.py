@@ -545,14 +545,6 @@ def test_ranks_of_another_connector_are_refused() -> None:
         scheduling().set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
 
 
-def test_vllm_finds_the_connector_by_its_name() -> None:
-    """A `MultiConnector` reads the numbers of its connectors by their names."""
-    factory = sys.modules["vllm.distributed.kv_transfer.kv_connector.factory"]
-    importlib.import_module(CONNECTOR)._register()  # A second time, which changes nothing.
-    name = f"{CONNECTOR}.KvspecConnector"
-    assert name == factory.KVConnectorFactory.registry["KvspecConnector"]
-
-
 def test_adapter_whose_files_change_is_unknown(tmp_path: Path) -> None:
     """VLLM has the old weights in memory, and prompts that were computed with them in its cache."""
 
@@ -891,8 +883,8 @@ def test_request_beside_a_connector_of_one_group_is_held_and_cancelled() -> None
     assert 1 == len(decode.build_connector_meta(None).declined)
 
 
-def test_connector_is_registered_so_that_multiconnector_finds_its_numbers() -> None:
-    """A second import, such as that of a new process's front end, changes nothing."""
+def test_vllm_finds_the_connector_by_its_name() -> None:
+    """A `MultiConnector` reads the numbers of its connectors by name. Importing twice is right."""
     for _ in range(2):
         sys.modules.pop(CONNECTOR, None)
         importlib.import_module(CONNECTOR)
