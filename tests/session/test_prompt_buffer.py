@@ -17,6 +17,8 @@ from kvspec.nixl import NixlRank
 from kvspec.session import Session
 from kvspec.testing import FakeNixl
 
+pytestmark = pytest.mark.adapters
+
 FIRST = {"first_token": 7, "sampling": "greedy"}
 TOKENS = list(range(100, 113))
 

@@ -50,7 +50,7 @@ from kvspec.adapters.sglang.sending import LOWEST
 from kvspec.nixl.staging import Buffers
 from kvspec.tickets import PrefillTicket
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.adapters, pytest.mark.nixl]
 
 TOKENS = list(range(100, 137))
 ROOM = 77

@@ -40,7 +40,7 @@ from kvspec.adapters.vllm.worker_side import Settings
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.adapters, pytest.mark.nixl]
 
 
 @pytest.fixture(autouse=True)
