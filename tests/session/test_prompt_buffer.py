@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -139,7 +140,8 @@ def test_interrupted_hold_never_gives_the_blocks_of_a_held_prompt() -> None:
         def hold() -> None:
             tables = filled(buffer)
             try:
-                buffer.hold(session, "r", TOKENS, tables)
+                # An aborted prompt is held for the rest of its lease.
+                buffer.hold(session, "r", TOKENS, tables, lease=0.2)
             except BaseException:
                 buffer.give(tables)
                 raise
@@ -155,6 +157,7 @@ def test_interrupted_hold_never_gives_the_blocks_of_a_held_prompt() -> None:
                 session.abort(remote_id)
             while session.held:
                 buffer.reclaim(session)
+                time.sleep(0.01)
             buffer.reclaim(session)
             assert all(len({*free}) == len(free) for free in buffer._free.values())
             place += 1

@@ -40,7 +40,7 @@ from kvspec.adapters.vllm.worker_side import Settings
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
 
-pytestmark = [pytest.mark.adapters, pytest.mark.nixl]
+pytestmark = [pytest.mark.adapters, pytest.mark.usefixtures("simulated")]
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,7 @@ def asked(num_tokens: int = 13, cached: int = 0, tables: Any = OTHERS) -> kvspec
     )
 
 
+@pytest.mark.nixl
 @pytest.mark.parametrize(
     ("tp", "pp", "cached"),
     [
@@ -124,6 +125,7 @@ def test_engines_with_a_short_lease_load() -> None:
         assert {} == consumer.failed
 
 
+@pytest.mark.nixl
 @pytest.mark.parametrize("staging", [0, 4])
 def test_prompt_moves_between_blocks_of_other_sizes(staging: int) -> None:
     """Blocks of 4 tokens are read into blocks of 8, with and without a staging area."""
