@@ -14,7 +14,6 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
 import models
 from servers import CONNECTORS, ROOT, Server, running, vllm
 from sglang_servers import SGLang, sglang_router
-from traffic import Outcome, Traffic, body_of, prompts, tokenizer
+from traffic import VERDICTS, Outcome, Traffic, body_of, chosen, prompts, tokenizer
 
 LEASE = 30.0
 """Seconds of `hold` and `lease` of kvspec, as by default."""
@@ -238,9 +237,6 @@ def _kill(fault: int | None, pair: list[Server]) -> None:
         pair[fault].ready()
 
 
-VERDICTS = ("same", "different", "stuck", "failed", "left", "rejected")
-
-
 def _numbers(row: Row, outcomes: list[Outcome], took: float, rest: list[float]) -> dict[str, Any]:
     """Return the numbers of a row."""
     verdicts = Counter(each.verdict for each in outcomes)
@@ -284,28 +280,21 @@ HEAD = (
 def main(write: Callable[[str], object] = print) -> int:
     """Serve the rows, and return 1 if any is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [row.name for row in ROWS]
-    parser.add_argument("--row", nargs="+", choices=names, default=names)
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--requests", type=int, default=100, help="requests of each row")
-    parser.add_argument("--folder", type=Path, help="for models, answers and logs")
-    options = parser.parse_args()
-    if options.list:
-        write("\n".join(names))
+    if (options := chosen(parser, [row.name for row in ROWS], write)) is None:
         return 0
-    folder = (options.folder or Path(tempfile.mkdtemp(prefix="kvspec-makers-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder
     model = models.make("llama-6", folder)
     tokenizer(model, models.VOCABULARY)
     write(f"logs and models: {folder}\n\n{HEAD}")
-    wrong, chosen = 0, [row for row in ROWS if row.name in options.row]
-    for engines, rows in itertools.groupby(chosen, lambda row: row.engines):
-        for numbers in served(engines, list(rows), model, folder, options.requests):
+    wrong, rows = 0, [row for row in ROWS if row.name in options.row]
+    for engines, equal in itertools.groupby(rows, lambda row: row.engines):
+        for numbers in served(engines, list(equal), model, folder, options.requests):
             write(line(numbers))
             for why in numbers["why"]:
                 write(f"    {why}")
             wrong += not numbers["right"]
-    write(f"{len(chosen)} rows, {wrong} are wrong")
+    write(f"{len(rows)} rows, {wrong} are wrong")
     return int(bool(wrong))
 
 

@@ -16,7 +16,6 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
 
 import models
 from servers import CONNECTORS, CONTEXT, Network, Server, router, running, toy_proxy, vllm
-from traffic import Outcome, Traffic, body_of, prompts, tokenizer
+from traffic import VERDICTS, Outcome, Traffic, body_of, chosen, prompts, tokenizer
 
 LEASE = 10.0
 """Seconds of `hold` and `lease` of kvspec in all rows, so that a row ends soon."""
@@ -357,9 +356,6 @@ def _numbers(
     }
 
 
-VERDICTS = ("same", "different", "stuck", "failed", "left", "rejected")
-
-
 def line(numbers: dict[str, Any]) -> str:
     """Return one row of the table."""
     first, last = numbers["first median"], numbers["first p99"]
@@ -412,21 +408,14 @@ def _survived(
 def main(write: Callable[[str], object] = print) -> int:
     """Serve the rows, and return 1 if any is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [row.name for row in ROWS]
-    parser.add_argument("--row", nargs="+", choices=names, default=names)
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--requests", type=int, default=1000, help="requests of a row of kvspec")
     parser.add_argument("--others", type=int, default=60, help="requests of another connector")
     parser.add_argument("--connector", nargs="+", choices=[*CONNECTORS], default=[*CONNECTORS])
-    parser.add_argument("--folder", type=Path, help="for models, answers and logs")
     parser.add_argument("--proxy", type=Path, help="vLLM's toy_proxy_server.py, for its row")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    options = parser.parse_args()
-    if options.list:
-        write("\n".join(names))
+    if (options := chosen(parser, [row.name for row in ROWS], write)) is None:
         return 0
-    folder = (options.folder or Path(tempfile.mkdtemp(prefix="kvspec-serve-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder
     write(f"logs and models: {folder}\n\n{HEAD}")
     found = []
     rows = {row.name: row for row in ROWS}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,27 @@ TOKENS = 8
 CLOSE = 1e-3
 """Log probabilities that differ by less are equal."""
 PATH = "/v1/completions"
+VERDICTS = ("same", "different", "stuck", "failed", "left", "rejected")
+
+
+def chosen(
+    parser: argparse.ArgumentParser, names: list[str], write: Callable[[str], object]
+) -> argparse.Namespace | None:
+    """Add the options that all tables have, parse the command line, and make the folder.
+
+    Returns:
+        The options, or None if only the *names* of the rows had to be written.
+    """
+    parser.add_argument("--row", nargs="+", choices=names, default=names)
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--folder", type=Path, help="for models, answers and logs")
+    options = parser.parse_args()
+    if options.list:
+        write("\n".join(names))
+        return None
+    options.folder = (options.folder or Path(tempfile.mkdtemp(prefix="kvspec-serve-"))).resolve()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return options
 
 
 def tokenizer(model: Path, vocabulary: int) -> None:

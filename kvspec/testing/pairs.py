@@ -296,10 +296,12 @@ def other_engines(
 
     Laws that compare two cases need them.
 
-    >>> from hypothesis import find
-    >>> pair = find(engine_pairs(["MLA"]), lambda _: True)
-    >>> find(other_engines(pair, 4, EVERYTHING), lambda _: True)[0].parallel.tp_size
-    1
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(engine_pairs(["MLA"]).flatmap(lambda pair: other_engines(pair, 2, EVERYTHING)))
+    ... def test_groups_are_those_of_the_pair(pair: tuple[EngineSpec, EngineSpec]) -> None:
+    ...     assert ["MLA", "MLA"] == [engine.groups[0].name for engine in pair]
+    >>> test_groups_are_those_of_the_pair()
     """
     make = sharing_engines if shared else engines
     of_producer, of_consumer = draw(shapes(supports))

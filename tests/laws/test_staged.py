@@ -23,6 +23,8 @@ from kvspec.testing.fake_nixl import FakeNixl
 from kvspec.testing.laws import LAWS, System
 from kvspec.testing.world import Copy, World, described, world
 
+pytestmark = pytest.mark.uncovered
+
 GAPS = (0, 7, 300, 1 << 16)
 OPERATIONS = st.sampled_from(["READ", "WRITE"])
 

@@ -40,7 +40,7 @@ TRANSPORTS = [
     pytest.param(SHARED, id="shared"),
     pytest.param("tcp", id="tcp", marks=pytest.mark.slow),
 ]
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.faults, pytest.mark.nixl]
 SAME = {"name": "the same agent", "prefix": ""}
 TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}
 DONE = ("done", "", {}, 0)

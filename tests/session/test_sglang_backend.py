@@ -50,7 +50,7 @@ from kvspec.adapters.sglang.sending import LOWEST
 from kvspec.nixl.staging import Buffers
 from kvspec.tickets import PrefillTicket
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.adapters, pytest.mark.usefixtures("simulated")]
 
 TOKENS = list(range(100, 137))
 ROOM = 77
@@ -72,6 +72,7 @@ def prefill(engine: Engine, server: tickets.TicketServer, asked: Any, room: int 
     return made
 
 
+@pytest.mark.nixl
 @pytest.mark.parametrize(
     ("producer", "consumer"), [((1, 16), (1, 16)), ((2, 1), (1, 16)), ((1, 4), (2, 1))]
 )

@@ -15,6 +15,8 @@ from kvspec.adapters.forward_code import calls
 from kvspec.adapters.sglang import backend, plugin
 from kvspec.adapters.sglang.describing import ONLY
 
+pytestmark = pytest.mark.adapters
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns of each kernel that a CPU does not have.
     sglang = pytest.importorskip("sglang", reason="SGLang is not installed")

@@ -32,6 +32,8 @@ from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.tickets import ContentIdentity, MediaItem, PrefillTicket, content_of
 
+pytestmark = pytest.mark.adapters
+
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
 
 

@@ -15,8 +15,11 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import attrs
+import pytest
 
 import kvspec
+
+pytestmark = pytest.mark.pages
 
 PACKAGE = Path(kvspec.__file__).parent
 ROOT = Path(__file__).parents[2]

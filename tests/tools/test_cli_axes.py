@@ -39,11 +39,18 @@ RUNS = {
         50, "pull",
     ),
 }  # fmt: skip
+# The laws judge the bytes of each such pair. What is new here are processes and NIXL, for each kind
+# of layer and both modes.
+OFTEN = ("gpt-oss", "DeepSeek-V3:", "granite-4-h")
 
 
 @pytest.mark.nixl
 @pytest.mark.parametrize(
-    ("model", "producer", "consumer", "tokens", "cached", "mode"), RUNS.values(), ids=RUNS
+    ("model", "producer", "consumer", "tokens", "cached", "mode"),
+    [
+        pytest.param(*run, id=name, marks=() if name.startswith(OFTEN) else pytest.mark.slow)
+        for name, run in RUNS.items()
+    ],
 )
 def test_every_byte_of_a_real_model_is_right(
     model: str, producer: str, consumer: str, tokens: int, cached: int, mode: str

@@ -45,6 +45,7 @@ from kvspec.run.request_rank import RequestRank
 from kvspec.run.transfer_rank import STAGES, Arguments
 
 pytestmark = [
+    pytest.mark.pages,
     pytest.mark.nixl,
     pytest.mark.skipif(not any(find_spec(name) for name in package_names()), reason="needs nixl"),
 ]
@@ -135,8 +136,11 @@ CASES = {
 
 # A rank is a process of a second or more. Each feature of these cases is in another case, too.
 NIGHTLY = {
+    "4 heads, 8 to 2",
     "6 heads, 2 to 3",
+    "12 heads, 4 to 3",
     "MLA, 4 to 3",
+    "Mamba2 of one group, 4 to 2",
     "HND to NHD, 3 to 2",
     "attention and states, 2 to 3, pushed",
 }
