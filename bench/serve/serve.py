@@ -419,13 +419,13 @@ def main(write: Callable[[str], object] = print) -> int:
     write(f"logs and models: {folder}\n\n{HEAD}")
     found = []
     rows = {row.name: row for row in ROWS}
-    chosen = []
+    runnable = []
     for row in (rows[each] for each in options.row):
         if (missing := _missing(row, options)) is not None:
             write(f"    {row.name}: not run: {missing}")
         else:
-            chosen.append(row)
-    for _, group in itertools.groupby(chosen, lambda row: row.engines):
+            runnable.append(row)
+    for _, group in itertools.groupby(runnable, lambda row: row.engines):
         several = list(group)
         for name in options.connector:
             for numbers in _survived(several, name, folder, options):
