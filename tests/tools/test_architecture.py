@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -145,6 +146,7 @@ class Import:
     typing: bool
 
 
+@cache
 def tree_of(module: str) -> ast.Module:
     """Return the syntax tree of *module*."""
     return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
