@@ -79,19 +79,16 @@ class LoadOptions:
     follows (*again*), a failure is not sent.
     """
 
-    pushed: bool = False
     follow: bool = False
     verify: bool = False
     attempt: int = 0
     again: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name in ("pushed", "follow", "verify", "again"):
+        for name in ("follow", "verify", "again"):
             if (value := getattr(self, name)) is not False:  # The usual value needs no check.
                 flag(name, value)
         positive_int("attempt", self.attempt, least=0)
-        if self.pushed and self.follow:
-            raise SpecError("follow", True, rule="follow cannot be combined with pushed=True")  # noqa: FBT003
 
 
 @attrs.frozen(kw_only=True)
@@ -362,9 +359,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     ) -> Step:
         """Record that a step is about to be posted. It may write from now on.
 
-        For pushed data, a step begins when the producer learns the blocks, and ends when it answers
-        that the data is written.
-
         Args:
             request_id: The load.
             source: Rank of the producer.
@@ -480,8 +474,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     def lose(self, rank: RankAddress, now: float) -> list[Action]:
         """Record that a producer rank has ended: it answers nothing any more. Return actions.
 
-        Loads that read from it fail, unless it has confirmed their data. Steps of its pushes stay
-        open: some of their bytes may still be on their way.
+        Loads that read from it fail, unless it has confirmed their data.
         """
         actions = self._tick(now)
         for load in list(self.records.values()):

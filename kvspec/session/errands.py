@@ -195,7 +195,7 @@ class Errands:
                 return
             connection, errand.connection = errand.connection, None
             connection.future.result()
-            remote = self.remotes.find("producer", errand.ticket.engine_id)
+            remote = self.remotes.find(errand.ticket.engine_id)
             if not errand.keeps:
                 # This raises `SpecError` while a load of this attempt ends. Not each one informs
                 # the producer, so the refusal is sent after it.

@@ -24,8 +24,8 @@ How it works:
         receive                   give messages to the ledger; it may answer with actions
         act       -> done, failed carry the actions out: send messages, free blocks, set states
 
-    A *step* in the ledger is one transfer, or one push of one producer rank. `Load.in_flight` has
-    them. If the data must be compared, the ledger waits for that after the last step.
+    A *step* in the ledger is one transfer. `Load.in_flight` has them. If the data must be compared,
+    the ledger waits for that after the last step.
 
     A load whose producer is named by a ticket waits in `waiting` until the producer is connected. A
     load that fails while it waits leaves a refusal in `errands`, which informs the producer.
@@ -50,7 +50,6 @@ from kvspec.completion.consumer import (
     ConsumerLedger,
     LoadOptions,
     LoadPlan,
-    Name,
     Place,
     Step,
 )
@@ -64,10 +63,10 @@ from kvspec.nixl.merging import Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
 from kvspec.session.errands import Errands
-from kvspec.session.load import LOST, Load, stop
+from kvspec.session.load import LOST, Load
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
-from kvspec.session.written import BlockLocks, Blocks, blocks_of, pushed_of
+from kvspec.session.written import BlockLocks, Blocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import (
     Checksum,
@@ -75,9 +74,6 @@ from kvspec.wire.messages import (
     Key,
     LayerProgress,
     Message,
-    PushDone,
-    PushStopped,
-    StopWriting,
     key_of,
 )
 
@@ -90,7 +86,6 @@ TURN = 0.02  # Seconds that one poll spends on small transfers, and again on lar
 # than the load.
 QUIET = 0.1
 NO_OPTIONS = LoadOptions()
-MAX_PUSHED = 1 << 14  # Names of pushed loads that are remembered. The oldest is forgotten.
 
 
 Sources = Mapping[RankId, Mapping[Place, int]]
@@ -114,7 +109,6 @@ class PreparedLoad:
         plan: The plan in the ledger.
         blocks: By group, the blocks that are written.
         reads: The read from each producer rank. Nothing of it is posted.
-        pushes: For each producer rank, the digest of the push that is expected.
         audit: The comparison of checksums, or None.
     """
 
@@ -123,7 +117,6 @@ class PreparedLoad:
     plan: LoadPlan
     blocks: Blocks
     reads: Mapping[RankId, Transfer]
-    pushes: dict[RankId, bytes]
     audit: Audit | None
 
     @property
@@ -170,9 +163,6 @@ class Loads:
     _small: int = 0  # Index of the next small flight to poll.
     _large: int = 0  # The same for large flights.
     _quiet: float = 0.0  # When large loads may take a whole turn.
-    # The names of pushed loads. The outcome of a push is repeated, and has no number. So a second
-    # load of the attempt could take it for its own, although its blocks were reused in between.
-    _pushed: dict[Name, None] = attrs.field(factory=dict)
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
     errands: Errands = attrs.field(init=False)
     select: Callable[[Waiting], None] | None = None
@@ -241,20 +231,16 @@ class Loads:
         if options.verify:
             audit = Audit(remote, request, self.ledger.me, self.nixl, self.cache, self.messages)
         lanes = dict(remote.lanes)  # A disconnect in another thread clears it.
-        pushes = {
-            rank: pushed_of(lane.table, request) for rank, lane in lanes.items() if options.pushed
-        }
-        readable = () if options.pushed else lanes.items()
-        sides = {rank: lane.sides(request) for rank, lane in readable}
+        sides = {rank: lane.sides(request) for rank, lane in lanes.items()}
         moved = {rank: each for rank, each in sides.items() if len(each[1][0])}
-        sources: Sources = dict.fromkeys((*moved, *pushes), EVERYTHING)
+        sources: Sources = dict.fromkeys(moved, EVERYTHING)
         if options.follow:
             sources = {rank: ends_of(lanes[rank].table, request) for rank in moved}
             moved.clear()
         plan = self._plan(remote, load.key, name, options, sources)
         blocks = blocks_of(remote.plan, request)
         reads = self.nixl.pair("READ", moved, request=name)
-        return PreparedLoad(remote, request, plan, blocks, reads, pushes, audit)
+        return PreparedLoad(remote, request, plan, blocks, reads, audit)
 
     def begin(self, load: Load, prepared: PreparedLoad) -> None:
         """Start an open load. Everything is checked before the first read can be posted.
@@ -263,23 +249,13 @@ class Loads:
         """
         name, options = load.request.request_id, load.options
         load.request, load.plan, load.blocks = prepared.request, prepared.plan, prepared.blocks
-        load.audit, load.pushes = prepared.audit, prepared.pushes
+        load.audit = prepared.audit
         load.remote = prepared.remote  # Last: `connected` means that all the others are set.
-        if options.pushed and load.plan.name in self._pushed:
-            wanted = "an attempt of this request that was not loaded with pushed=True before"
-            raise SpecError("attempt", options.attempt, wanted)
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
         if not options.again:  # `give_up_ticket` may have changed it after the plan was made.
             self.ledger.make_last(name)
-        if options.pushed:  # After the last check, because a refused load uses nothing up.
-            self._pushed[load.plan.name] = None
-            if len(self._pushed) > MAX_PUSHED:
-                del self._pushed[next(iter(self._pushed))]
-        whole = *prepared.reads, *prepared.pushes
-        steps = {rank: self.ledger.start(name, rank) for rank in whole}
-        load.in_flight |= {steps[rank]: pushed for rank, pushed in load.pushes.items()}
-        reads = {steps[rank]: read for rank, read in prepared.reads.items()}
+        reads = {self.ledger.start(name, rank): read for rank, read in prepared.reads.items()}
         load.in_flight |= self._read(load, reads)
         if self.select is None:  # Otherwise a thread polls soon.
             for read in reads.values():
@@ -344,13 +320,12 @@ class Loads:
     def _adopt(self, load: Load, why: str, state: TransferState) -> None:
         """Fail each step of *load* that an interrupt left without a flight.
 
-        Its transfer may have been posted, or the producer may push. Then the step stays open until
-        that has ended.
+        Its transfer may have been posted. Then the step stays open until that has ended.
         """
         posted = {transfer.key: transfer for transfer in self.nixl.transfers}
         open_steps = self.ledger.open_steps(load.request.request_id)
         for step in sorted(open_steps.difference(load.in_flight)):
-            if (flight := posted.get(step) or load.pushes.get(step.rank)) is not None:
+            if (flight := posted.get(step)) is not None:
                 load.in_flight[step] = flight
             self.ledger.fail(step, why, self.now(), quiet=flight is None, state=state)
 
@@ -400,7 +375,7 @@ class Loads:
         try:
             self.remotes.check_open()  # A closed session has cancelled the future.
             waiting.connection.future.result()
-            remote = self.remotes.find("producer", waiting.connection.engine_id)
+            remote = self.remotes.find(waiting.connection.engine_id)
             if load.state == "moving" and load.error is None:
                 if result is None or result.remote is not remote:
                     return remote
@@ -466,9 +441,7 @@ class Loads:
         """Process a message of a producer."""
         if self._find(message) is None and self.errands.answers(message):
             return
-        if isinstance(message, PushDone | PushStopped):
-            self._end_push(message)
-        elif isinstance(message, Checksum | ChecksumUnavailable):
+        if isinstance(message, Checksum | ChecksumUnavailable):
             load = self._find(message)
             if load is None or load.audit is None or not load.audit.deliver(message):
                 self.messages.note(f"{message}: no question is open for it")
@@ -502,8 +475,7 @@ class Loads:
             if load.audit is not None and self.ledger.unverified(name):
                 self._compare(load, load.audit, end)
             for step, flight in load.in_flight.items():
-                long = isinstance(flight, Transfer) and len(flight.batches) > 1
-                (large if long else small).append((load, step))
+                (large if len(flight.batches) > 1 else small).append((load, step))
         self._small = self._poll(small, self._small, end)
         # A load that moves without a large transfer waits for something short. Give it time.
         now, slow = time.monotonic(), {load for load, _ in large}
@@ -519,30 +491,11 @@ class Loads:
         """Poll at least one flight, until *end*. Return the index of the next one."""
         for place in range(first, first + len(steps)):
             load, step = steps[place % len(steps)]
-            flight = load.in_flight.get(step)
-            if isinstance(flight, Transfer):
+            if (flight := load.in_flight.get(step)) is not None:
                 self._settle(load, step, flight, end)
-            elif load.error is not None and self.now() >= load.stop_again:
-                self._stop_pushes(load)
             if time.monotonic() >= end:
                 return place + 1
         return first
-
-    def _end_push(self, message: PushDone | PushStopped) -> None:
-        """Record that a producer has stopped writing: it has written everything, or gave up."""
-        if (load := self._find(message)) is not None:
-            for step, flight in list(load.in_flight.items()):
-                if step.rank != message.by.rank or not isinstance(flight, bytes):
-                    continue
-                why, state = f"{message.by} stopped writing", TransferState.STOPPED
-                if isinstance(message, PushDone):
-                    equal, state = message.pushed == flight, TransferState.DIFFERS
-                    why = "" if equal else f"{message.by} pushed another request"
-                if why:
-                    load.fail(step.rank, why, state)
-                self._end(load, step, why, state)
-                return
-        self.messages.note(f"{message}: this rank waits for no such push")
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Loads from another one fail."""
@@ -559,25 +512,16 @@ class Loads:
         self.ledger.disconnect(engine_id)
 
     def _leave(self, engine_id: str, epoch: int | None = None) -> None:
-        """Treat the pushes of all incarnations of an engine except *epoch* as ended.
+        """Report reads that are over from all incarnations of an engine except *epoch*.
 
-        Reads of this rank that are over are reported now. The others wait for `move`.
+        The others wait for `move`.
         """
         for load in list(self.loads.values()):
             concerned = load.connected and load.engine_id == engine_id
             if concerned and load.remote.incarnation[1] != epoch:
                 for step, flight in list(load.in_flight.items()):
-                    if isinstance(flight, Transfer):
-                        self._settle(load, step, flight, 0.0)
-                    else:
-                        self._end(load, step, f"{engine_id} is gone")
+                    self._settle(load, step, flight, 0.0)
         self.act()
-
-    def _stop_pushes(self, load: Load) -> None:
-        """Ask the producers that push to stop. Repeat it until they answer."""
-        load.stop_again = self.now() + self.ledger.heartbeat
-        for step in load.in_flight:
-            self.messages.send(StopWriting(*load.plan.about(self.ledger.me, step.rank)))
 
     def _settle(self, load: Load, step: Step, transfer: Transfer, end: float) -> None:
         """Poll a transfer. Report its end to the ledger when nothing of it can move."""
@@ -603,7 +547,6 @@ class Loads:
         self, load: Load, step: Step, why: str = "", state: TransferState = TransferState.GONE
     ) -> None:
         """Report the end of a step to the ledger. *why* is the reason of a failure, or ""."""
-        load.written |= isinstance(load.in_flight.get(step), bytes)
         if step in self.ledger.open_steps(step.request_id):
             now = self.now()
             if why:
@@ -661,8 +604,9 @@ class Loads:
                 load.connection.lost |= action.state in (*LOST, TransferState.TIMEOUT)
             if load.audit is not None:
                 load.audit.cancel()
-            for flight in load.in_flight.values():
-                stop(flight, "its load has failed")
+            for read in load.in_flight.values():
+                with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                    read.stop("its load has failed", TransferState.STOPPED)
         elif isinstance(action, Ended) and load.state == "moving":
             self._locks.release(name)
             if action.state == "done":

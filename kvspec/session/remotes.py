@@ -85,7 +85,7 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.descriptors.tiles import Positions
 from kvspec.errors import Mismatch, MismatchError, SpecError, TransferError, TransferState
-from kvspec.inputs import positive_int, sequence
+from kvspec.inputs import sequence
 from kvspec.nixl import NixlRank
 from kvspec.nixl.agent import Prepared
 from kvspec.nixl.merging import Sides
@@ -360,21 +360,15 @@ class Remotes:
         old.by_ticket &= remote.by_ticket
         return old
 
-    def find(self, role: Role, engine_id: str | None, epoch: object = None) -> RemoteEngine:
-        """Return the connected engine of a *role*. Without *engine_id*, it must be the only one.
-
-        *epoch*: the incarnation of a consumer whose blocks the caller knows.
-        """
+    def find(self, engine_id: str | None) -> RemoteEngine:
+        """Return the connected producer. Without *engine_id*, it must be the only one."""
         self.check_open()
-        names = sorted(name for other, name in self._connected if other == role)
+        names = sorted(name for role, name in self._connected if role == "producer")
         name = names[0] if engine_id is None and len(names) == 1 else engine_id
-        if not isinstance(name, str) or (role, name) not in self._connected:
-            wanted = f"one of the connected {role}s: {', '.join(names) or 'none yet'}"
+        if not isinstance(name, str) or ("producer", name) not in self._connected:
+            wanted = f"one of the connected producers: {', '.join(names) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
-        remote = self._connected[role, name]
-        if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.incarnation[1]:
-            raise SpecError("epoch", epoch, f"{remote.incarnation[1]}, the connected incarnation")
-        return remote
+        return self._connected["producer", name]
 
     def connection(self, ticket: PrefillTicket) -> Connection:
         """Return the connection to the producer of *ticket*. Begin a new one if necessary."""

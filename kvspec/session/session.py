@@ -1,4 +1,4 @@
-"""The session of one rank: its connections, its loads and pushes, and the requests that it holds.
+"""The session of one rank: its connections, its loads, and the requests that it holds.
 
 Invariant: everything is checked before anything moves, and each error names the fault. A load that
 is done has complete and valid data, and nothing writes its blocks any more. A method waits only if
@@ -28,7 +28,7 @@ from kvspec.session.background import BUSY, Background, SessionLock, Worker, sin
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.holds import Holds, Settled
-from kvspec.session.load import Load, Push
+from kvspec.session.load import Load
 from kvspec.session.loads import Loads, PreparedLoad, UnpreparedLoad, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged
@@ -42,7 +42,6 @@ from kvspec.wire.messages import (
     RankAddress,
     ReaderStatus,
     RemoteId,
-    StopWriting,
     key_of,
 )
 from kvspec.wire.versions import START
@@ -155,7 +154,7 @@ class Session:
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         calls = self._connect_ranks, self._disconnect, self._poll_now
         self._remotes = Remotes(nixl, self._lock, messages, *calls, most)
-        self._holds = Holds(held_ledger, nixl, clock, messages, answers)
+        self._holds = Holds(held_ledger, nixl, clock, answers)
         self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._remotes)
         if in_background:
             self._open_threads()
@@ -260,9 +259,7 @@ class Session:
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that has ended. Loads from it fail, also those that wait for it.
 
-        Call it only when the engine writes nothing any more. Its pushes count as ended, so their
-        blocks are free at once. A live producer that still pushes would overwrite the next content
-        of these blocks: cancel such loads, and wait until none is moving.
+        Reads in flight keep the blocks of their loads until they have ended.
         """
         instance("engine_id", engine_id, str)
         with self._lock.held:
@@ -284,19 +281,16 @@ class Session:
         ticket: PrefillTicket | None = None,
         timeout: float,
         engine_id: str | None = None,
-        pushed: bool = False,
         follow: bool = False,
         verify: bool = False,
         attempt: int = 0,
         again: bool = False,
         on_progress: Callable[[int, int], object] | None = None,
     ) -> Load:
-        """Start reading *request* from all ranks that hold it, or wait for pushed data.
+        """Start reading *request* from all ranks that hold it.
 
         Pass the *remote_id* of a request that a connected producer holds. Nothing is posted if the
-        call raises. Later errors are in the `error` of the load. If a call with *pushed* is
-        refused, the producer is not informed: its push may still write the blocks. If it is
-        interrupted, the session asks the producer to stop.
+        call raises. Later errors are in the `error` of the load.
 
         Or pass the *ticket* of the producer. If this engine is not connected, or was lost, a thread
         connects it first. Each error of the producer and of the request is then in the `error` of
@@ -312,9 +306,7 @@ class Session:
                 returned, or one with fewer tokens.
             timeout: Seconds from now until the load fails.
             engine_id: The producer, if several are connected. Not with a ticket.
-            pushed: Post no reads: the producer calls `push`. Not with a ticket. Each attempt can be
-                loaded so once.
-            follow: Read each layer as far as the producer has written it. Not for pushed data.
+            follow: Read each layer as far as the producer has written it.
             verify: Compare checksums with the producer before the load is done. The producer must
                 call `hold` with `blocks`.
             attempt: Number of this attempt. Increase it to load the same request again.
@@ -335,13 +327,7 @@ class Session:
             TransferError: With state "busy" if an unfinished load writes the same blocks, or
                 "closed" if the session is closed.
         """
-        options = LoadOptions(pushed, follow, verify, attempt, again)
-        if pushed and ticket is not None:
-            rule = "the producer of a pushed load must be connected, so it cannot have a ticket"
-            raise SpecError("pushed", pushed, rule=rule)
-        if pushed and self.nixl.polled:
-            rule = "producers write the memory of this rank, so its NixlRank needs polled=False"
-            raise SpecError("pushed", pushed, rule=rule)
+        options = LoadOptions(follow, verify, attempt, again)
         if on_progress is not None and not callable(on_progress):
             raise SpecError("on_progress", on_progress, "a function of two numbers of bytes")
         most = seconds("timeout", timeout)
@@ -373,7 +359,7 @@ class Session:
         while True:
             result = self._loads.prepared(load, remote)
             with self._lock.held:
-                remote = self._remotes.find("producer", load.engine_id)
+                remote = self._remotes.find(load.engine_id)
                 if remote is not result.remote:
                     continue
                 prepared = result.usable
@@ -398,50 +384,6 @@ class Session:
                     return
             result = self._loads.prepared(waiting.load, remote)
 
-    def push(
-        self,
-        request: TransferRequest,
-        *,
-        remote_id: str,
-        timeout: float,
-        epoch: int,
-        engine_id: str | None = None,
-        attempt: int = 0,
-    ) -> Push:
-        """Start writing this rank's part of *request* into the blocks of all consumer ranks.
-
-        The request must be held. All ranks of the consumer must `load` the same request
-        with `pushed`, even if they have cached all of it, or `decline` it. If this rank has no data
-        for any of them, it writes nothing: the push is done at once, and the request need not be
-        held any more.
-
-        If *request* does not fit or its writes cannot be posted, the loads of this attempt fail
-        with `stopped`, and this attempt cannot be pushed any more. For other errors, no reader is
-        informed. The section "Push" of docs/session.md has a table.
-
-        Args:
-            request: Tokens and blocks to move.
-            remote_id: Name of the request, from `new_remote_id`.
-            timeout: Seconds from now until the push fails.
-            epoch: Incarnation of the consumer that owns the blocks.
-            engine_id: The consumer, if several are connected.
-            attempt: Number of this attempt. Each attempt can be pushed once.
-
-        Returns:
-            The push.
-
-        Raises:
-            SpecError: As in `load`, or if the request is not held or was pushed before.
-            MismatchError: As in `load`.
-            TransferError: As in `load`.
-        """
-        with self._lock.held:
-            remote = self._remotes.find("consumer", engine_id, epoch)
-            push = Push(request, key_of(remote_id), remote, self._step, self._is_closed)
-            self._holds.push(push, seconds("timeout", timeout), attempt)
-            self._wake()
-        return push
-
     def cancel(self, remote_id: str) -> None:
         """Cancel the loads of a request, as `Load.cancel` does. Without such loads, do nothing.
 
@@ -464,10 +406,9 @@ class Session:
     ) -> None:
         """Inform the producer that this rank will not load a request in one attempt.
 
-        Call it before the producer pushes. If other ranks of the engine try again, decline that
-        attempt too: the producer expects all ranks in each attempt. While this rank has a load of
-        the *ticket*, the load informs the producer when it ends, also if it was called with
-        `again`.
+        If other ranks of the engine try again, decline that attempt too: the producer expects all
+        ranks in each attempt. While this rank has a load of the *ticket*, the load informs the
+        producer when it ends, also if it was called with `again`.
 
         Args:
             remote_id: Name of a request that a connected producer holds.
@@ -485,7 +426,7 @@ class Session:
         with self._lock.held:
             if ticket is None:
                 key = _named(remote_id)
-                self._loads.decline(self._remotes.find("producer", engine_id), key, options)
+                self._loads.decline(self._remotes.find(engine_id), key, options)
             else:
                 self._remotes.check_open()
                 self._loads.give_up_ticket(_ticket(ticket, remote_id, engine_id), attempt)
@@ -520,7 +461,7 @@ class Session:
     ) -> tuple[Key, RemoteEngine | Connection]:
         """Return a request and its producer. That of a ticket may not be connected yet."""
         if ticket is None:
-            return _named(remote_id), self._remotes.find("producer", engine_id)
+            return _named(remote_id), self._remotes.find(engine_id)
         held = _ticket(ticket, remote_id, engine_id)
         return key_of(held.remote_id), self._remotes.connection(held)
 
@@ -678,7 +619,6 @@ class Session:
         return SessionStats(
             loads=len({*loads.open, *self._loads.loads}),
             steps=loads.steps,
-            pushes=held.counts["pushes"],
             errands=len(self._loads.errands),
             held=held.counts["held"],
             held_blocks=held.counts["blocks"],
@@ -696,9 +636,6 @@ class Session:
 
     def close(self, drain: float = 1.0) -> None:
         """Let all loads fail with "closed", wait until nothing moves, and disconnect all engines.
-
-        A pushed load whose producer does not answer within *drain* seconds stays "moving", and its
-        `wait` raises "closed".
 
         Waits at most *drain* seconds. After that, bytes in flight stop only when the caller closes
         the NIXL rank. Held requests are forgotten. Consumers that still read one fail, because this
@@ -735,7 +672,7 @@ class Session:
             self._messages.note(f"{message}: it is for {message.to}")
         elif isinstance(message, ChecksumRequest):
             self._holds.answers.receive(message)
-        elif isinstance(message, ReaderStatus | StopWriting):
+        elif isinstance(message, ReaderStatus):
             self._holds.ledger.receive(message, self._clock())
         else:
             self._loads.receive(message)

@@ -20,7 +20,6 @@ from kvspec.wire.messages import (
     Key,
     Message,
     RankAddress,
-    StopWriting,
 )
 
 LINES = ledger, consumer, producer
@@ -150,17 +149,6 @@ ABORTED: Calls = [
     *ticks(40.0),  # Both leases end in one call.
     *ticks(99.0),
 ]
-PUSHED: Calls = [
-    lambda ledger, _: ledger.receive(StopWriting(KEY, READERS[1], ME), 0.0),
-    *ticks(11.0),
-    lambda ledger, _: ledger.admit(KEY, 12.0),
-    lambda ledger, _: ledger.begin_push(KEY, TARGETS),
-    lambda ledger, _: ledger.receive(message_of(Heartbeat, 0, 1), 13.0),
-    lambda ledger, _: ledger.end_push(KEY, TARGETS[0], WRITTEN, 14.0),
-    lambda ledger, _: ledger.receive(message_of(Heartbeat, 0, 2), 15.0),
-    *ticks(40.0),
-    *ticks(99.0),
-]
 
 
 def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]:
@@ -192,18 +180,17 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
         empty = (
             ledger.held,
             ledger.counts["held"],
-            ledger.counts["pushes"],
             len(ledger.records),
             ledger.due,
         )
-        assert ((), 0, 0, 0, None) == empty
+        assert ((), 0, 0, None) == empty
         results.append(ledger.freed)
     return results, reached
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "calls", [DONE, VERIFIED, LATE, CONNECTED, RESTARTED, FOLLOWED, READ, ABORTED, PUSHED]
+    "calls", [DONE, VERIFIED, LATE, CONNECTED, RESTARTED, FOLLOWED, READ, ABORTED]
 )
 def test_ledger_call_that_is_interrupted_can_be_made_again(calls: Calls) -> None:
     """The actions are the same wherever the interrupt comes."""

@@ -21,7 +21,7 @@ from ledger_world import World
 from two_engines import Promise, cases_of, check, check_breaks, play
 
 import kvspec
-from kvspec.completion.states import CONSUMER, PRODUCER, PUSH
+from kvspec.completion.states import CONSUMER, PRODUCER
 from kvspec.testing import strategies
 
 AT = st.integers(0, 50)
@@ -94,18 +94,6 @@ class Machine(RuleBasedStateMachine):
     @rule(at=AT)
     def abort(self, at: int) -> None:
         self.world.abort(at)
-
-    @rule(at=AT)
-    def give_up(self, at: int) -> None:
-        self.world.give_up(at)
-
-    @rule(at=AT)
-    def begin_push(self, at: int) -> None:
-        self.world.begin_push(at)
-
-    @rule(at=AT, fails=st.booleans())
-    def end_push(self, at: int, fails: bool) -> None:
-        self.world.end_push(at, fails=fails)
 
     @rule(at=AT)
     def cancel(self, at: int) -> None:
@@ -186,9 +174,6 @@ def chaos(seed: int, steps: int = 160, *, verify: bool = False, **ledgers: Any) 
         (1, lambda: world.lose(small())),
         (3, lambda: world.forge(small(), drawn.choice(FORGED))),
         (0.3, lambda: world.abort(small())),
-        (3, lambda: world.give_up(small())),
-        (3, lambda: world.begin_push(small())),
-        (2, lambda: world.end_push(small(), fails=drawn.random() < 0.4)),
         (0.5, lambda: world.cancel(small())),
         (3, lambda: world.retry(small())),
         (3, lambda: world.reread(small())),
@@ -282,7 +267,6 @@ def test_chaos_uses_every_row_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> 
     """A row that no order of steps reaches would be superfluous."""
     tables = {
         "producer.PRODUCER": RecordedTable(PRODUCER),
-        "producer.PUSH": RecordedTable(PUSH),
         "consumer.CONSUMER": RecordedTable(CONSUMER),
     }
     for name, table in tables.items():
@@ -310,8 +294,6 @@ BROKEN = {
         faults.RemembersForever: Promise.CLEAN,
         faults.RepeatsFirstAnswer: Promise.VALID,
         faults.ExtendsLeaseForCopies: Promise.LEASED,
-        faults.ForgetsStoppedReaders: Promise.FENCED,
-        faults.StopsBeforeTheEnd: Promise.PUSHED,
     },
     "consumer": {
         faults.AwaitsNoAnswer: Promise.VALID,

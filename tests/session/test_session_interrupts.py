@@ -11,7 +11,7 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from lines import between_lines, interrupted_at, interrupted_in
+from lines import between_lines, interrupted_at
 from session_faults import connection_waits
 from two_engines import Direct, Side, engine, request, until
 
@@ -56,8 +56,6 @@ class Pair:
             Side("D", engine(1), channel=Direct("D"), heartbeat=2.0, **more)
         )
         self.consumer.connect(self.producer)
-        for one in self.producer.sessions.values():
-            one.connect(self.consumer.introductions, role="consumer")
         (self.session,) = self.consumer.sessions.values()
         (self.other,) = self.producer.sessions.values()
         self.asked = request()
@@ -194,55 +192,6 @@ def test_load_of_a_ticket_ends_when_polls_are_interrupted(pair: Pair) -> None:
     assert {"done", "failed"} == states
 
 
-def test_pushed_load_ends_when_polls_are_interrupted(pair: Pair) -> None:
-    """Only the lines of the consumer are interrupted."""
-
-    def once(place: int) -> bool:
-        moved = pair.begin(pushed=True)()
-        pair.other.push(pair.asked, remote_id=pair.remote_id, timeout=9.0, epoch=1)
-
-        def polls() -> None:
-            for _ in range(4):
-                pair.producer.poll()
-                pair.session.poll()
-
-        reached, _ = interrupted_at(place, polls, consumer, loads, load, written)
-        pair.settle()
-        assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
-        return reached
-
-    everywhere(3, once)
-
-
-def test_interrupted_start_of_a_pushed_load_waits_for_the_push(pair: Pair) -> None:
-    """Once the load expects the push, its blocks stay reserved until no byte of it can move."""
-    stats, expected = pair.session.stats, list[int]()
-
-    def interrupt(line: int) -> None:
-        if line == place:
-            expected.append(stats().steps)
-            raise KeyboardInterrupt
-
-    for place in range(200):
-        pair.net.fate = lambda _: None
-        load = pair.begin(pushed=True)
-        pair.other.push(pair.asked, remote_id=pair.remote_id, timeout=9.0, epoch=1)
-        with contextlib.suppress(KeyboardInterrupt), between_lines(interrupt, loads):
-            load()
-        if any(expected[place:]):
-            for _ in range(4):
-                pair.session.poll()
-                pair.producer.poll()
-            assert (1, 1) == (stats().steps, len(pair.net.moving))
-        pair.net.fate = FakeFlight.land
-        for flight in pair.net.moving:
-            flight.land()
-        pair.settle()
-        if len(expected) == place:
-            break
-    assert sum(expected) > 3
-
-
 @pytest.mark.parametrize("raises", [False, True])
 def test_call_of_a_signal_handler_inside_of_a_load_is_refused(pair: Pair, raises: bool) -> None:
     """Otherwise the load would be done without its bytes. The handler may ignore the refusal."""
@@ -341,43 +290,6 @@ def test_settled_returns_each_request_once_when_it_is_interrupted(pair: Pair) ->
         if not once(place):
             break
     assert place > 20
-
-
-def test_push_that_is_interrupted_ends(pair: Pair) -> None:
-    where = session, holds, producer, written, rank, transfer
-    pushes_end(pair, 5, lambda place, push: interrupted_at(place, push, *where)[0])
-
-
-def test_push_that_is_interrupted_inside_a_statement_ends(pair: Pair) -> None:
-    """An interrupt can separate a change of the ledger from the assignment of its result."""
-    pushes_end(pair, 1, lambda place, push: interrupted_in(place, holds.Holds.push, push))
-
-
-def pushes_end(
-    pair: Pair, stride: int, interrupted: Callable[[int, Callable[[], object]], bool]
-) -> None:
-    """Interrupt a push everywhere. Its reader receives an outcome, and nothing is left."""
-    states: set[str] = set()
-
-    def once(place: int) -> bool:
-        moved = pair.begin(pushed=True)()
-        given: dict[str, Any] = {"remote_id": pair.remote_id, "timeout": 9.0, "epoch": 1}
-        before = pair.other.stats().pushes
-        reached = interrupted(place, lambda: pair.other.push(pair.asked, **given))
-        began = pair.other.stats().pushes > before
-        for _ in range(9):
-            pair.producer.poll()
-            moved.poll()
-        assert not began or moved.state != "moving", "the reader learned no outcome"
-        moved.cancel()  # Nobody pushes it if the call was interrupted before it began.
-        pair.settle()
-        states.add(moved.state)
-        assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
-        assert 0 == pair.other.nixl.stats().transfers
-        return reached
-
-    everywhere(stride, once)
-    assert {"done", "failed"} == states
 
 
 def test_load_over_tcp_is_done_when_the_channel_is_interrupted(

@@ -170,26 +170,6 @@ class ExtendsLeaseForCopies(ProducerLedger):
         return [Tell(message.answer(Lease, lease=self.lease))]
 
 
-class ForgetsStoppedReaders(ProducerLedger):
-    """Forget each reader that was sent `stopped`."""
-
-    def _push_message(self, request: Any, message: Any) -> Any:
-        actions = super()._push_message(request, message)
-        target = message.attempt, message.by
-        if request.push(target).state == "stopped":
-            self._drop(request.pushes, target)
-            self._count("pushes", -1)
-        return actions
-
-
-class StopsBeforeTheEnd(ProducerLedger):
-    """Answer `stop` while bytes of the write may still move."""
-
-    def _push(self, request: Any, target: Any, event: str, pushed: Any = None) -> Any:
-        hasty = event == "stop" and request.push(target).in_flight
-        return super()._push(request, target, "failed" if hasty else event, pushed)
-
-
 class RestartsNumbers(ConsumerLedger):
     """Restart the numbers of messages with each load."""
 
