@@ -25,9 +25,9 @@ ledgers execute these tables. [The wire format](wire.md) describes the bytes of 
 
 ## Messages
 
-A message names its request (id, nonce and attempt), its sender and its receiver. A reader's message
-also contains how many readers will come, and a number. The answer repeats the number, so a load
-ignores answers to an earlier load of the same attempt."""
+A message names its request (id and nonce), its sender and its receiver. A reader's message also
+contains how many readers will come, and a number. The answer repeats the number, so a load ignores
+answers to an earlier load of the same request."""
 HELD = """\
 The event `again` is a repeated `done` of a reader that is done. `complete` means that all expected
 readers are done. `time` means that the lease is over. For a freed request, it means that one more

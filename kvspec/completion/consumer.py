@@ -47,7 +47,7 @@ from kvspec.completion.ledger import (
 )
 from kvspec.completion.states import CONSUMER, PUBLIC
 from kvspec.errors import SpecError, TransferState
-from kvspec.inputs import flag, positive_int, seconds
+from kvspec.inputs import flag, seconds
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.messages import (
     Done,
@@ -67,28 +67,24 @@ Place = tuple[str, str]
 """A group and a layer of it."""
 EVERYTHING: Mapping[Place, int] = {("", ""): 1}
 """The one end of a source whose layers are not counted. Only a load that follows counts them."""
-Name = tuple[Key, int, str, int]
-"""Name of a load in messages: key, attempt, the producer's name and epoch."""
+Name = tuple[Key, str, int]
+"""Name of a load in messages: key, the producer's name and epoch."""
 
 
 @attrs.frozen
 class LoadOptions:
     """The options of `Session.load`, which documents them.
 
-    A load that reads without *follow* expects all data to be written already. If another attempt
-    follows (*again*), a failure is not sent.
+    A load that reads without *follow* expects all data to be written already.
     """
 
     follow: bool = False
     verify: bool = False
-    attempt: int = 0
-    again: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name in ("follow", "verify", "again"):
+        for name in ("follow", "verify"):
             if (value := getattr(self, name)) is not False:  # The usual value needs no check.
                 flag(name, value)
-        positive_int("attempt", self.attempt, least=0)
 
 
 @attrs.frozen(kw_only=True)
@@ -118,14 +114,14 @@ class LoadPlan:
 
     @name.default
     def _name(self) -> Name:
-        return self.key, self.options.attempt, self.engine_id, self.epoch
+        return self.key, self.engine_id, self.epoch
 
     def about(
         self, by: RankAddress, rank: RankId, number: int = 0
-    ) -> tuple[Key, RankAddress, RankAddress, int, int]:
+    ) -> tuple[Key, RankAddress, RankAddress, int]:
         """Return the fields of a message about this load from *by* to a producer *rank*."""
         to = RankAddress(self.engine_id, self.epoch, rank)
-        return self.key, by, to, self.options.attempt, number
+        return self.key, by, to, number
 
 
 NO_PLAN = LoadPlan(request_id="", key=Key("", b""), engine_id="", epoch=0, expected={})
@@ -269,7 +265,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     def find(self, message: Message) -> str | None:
         """Return the id of the load that a producer's *message* is about."""
         by = message.by
-        return self._names.get((message.key, message.attempt, by.engine_id, by.epoch))
+        return self._names.get((message.key, by.engine_id, by.epoch))
 
     @atomic
     def begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
@@ -295,7 +291,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if load is None or load.plan is not NO_PLAN:
             raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
         if plan.name in self._names:
-            raise SpecError("key", plan.key, "an attempt whose earlier load is over")
+            raise SpecError("key", plan.key, "a request whose earlier load is over")
         self._put(self._names, plan.name, plan.request_id)
         load.plan = plan
         load.sources = {
@@ -304,14 +300,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             if ends
         }
         load.unverified = plan.options.verify and bool(load.sources)
-
-    @atomic
-    def make_last(self, request_id: str) -> None:
-        """Record that no other attempt follows a load, so that a failure is sent."""
-        load = self._change(request_id)
-        if load is not None and load.plan.options.again:
-            options = attrs.evolve(load.plan.options, again=False)
-            load.plan = attrs.evolve(load.plan, options=options)
 
     @atomic
     def connected(self, request_id: str, now: float) -> list[Action]:
@@ -513,7 +501,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             return []
         if self._now < load.deadline:
             moves = load.state == "moving"
-            return self._send(load, Heartbeat if moves else Done, again=not moves)
+            return self._send(load, Heartbeat if moves else Done, repeat=not moves)
         if (load.state, "time") in CONSUMER:
             return self._step(load, "time")
         why = "not there in time"
@@ -562,9 +550,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         return []
 
     def _report(self, load: OpenLoad) -> list[Action]:
-        """Inform the producers of a failure, unless another attempt follows."""
-        if load.plan.options.again:
-            load.waiting = {}
+        """Inform the producers of a failure."""
         self._await(load)
         return self._ask(load)
 
@@ -574,10 +560,10 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         return [Closed(load.request_id)]
 
     def _send(
-        self, load: OpenLoad, kind: type[ReaderStatus], *, again: bool = False
+        self, load: OpenLoad, kind: type[ReaderStatus], *, repeat: bool = False
     ) -> list[Action]:
-        """Send to each producer rank that has to answer. *again*: with the same number."""
-        if not again:
+        """Send to each producer rank that has to answer. *repeat*: with the same number."""
+        if not repeat:
             number = self._count("numbers", 1)
             load.asked = range(load.asked.start if load.asked else number, number + 1)
         load.next_message = self._now + self.heartbeat

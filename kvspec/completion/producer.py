@@ -14,9 +14,9 @@ How it works:
     the record is scheduled again.
 
     A *reader* is a rank that reads. Readers of one incarnation of an engine share an
-    `Incarnation`. A reader may make several attempts, and each of its messages contains how many
-    readers this producer rank must expect in the attempt. `HeldRequest.refusal` compares a message
-    with the readers so far. The first row that matches decides:
+    `Incarnation`. Each message contains how many readers of the incarnation this producer rank must
+    expect. `HeldRequest.refusal` compares a message with the readers so far. The first row that
+    matches decides:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
@@ -26,25 +26,23 @@ How it works:
         a new reader, and 4096 have come already         refuse
         first message of its incarnation, 16 are known   refuse, and dispute the request
         first message of its incarnation                 accept
-        a later attempt than the incarnation's last      accept
         older than this reader's last message            refuse: it was delayed
-        an earlier attempt, a new reader                 refuse: it was delayed
         a heartbeat with the number of the last message  refuse: it was repeated
-        same attempt, another `expected`                 refuse, and dispute the request
-        same attempt, a new reader, all have come        refuse, and dispute the request
+        another `expected` than the first message        refuse, and dispute the request
+        a new reader, and all have come                  refuse, and dispute the request
         anything else                                    accept
 
-    An attempt is later, earlier or the same compared with the incarnation's last attempt. The limit
+    The limit
     of 16 is `MAX_INCARNATIONS`, and 4096 is `MAX_KEPT_READERS`. The latter does not bound a
     connected engine: its plan does. A new reader has sent no message before.
 
     For example, ranks A, B and C of one engine read, and each sends `expected=2`:
 
-        A  heartbeat  attempt 0, number 1    accept: a new incarnation, attempt 0, 2 readers
-        A  heartbeat  attempt 0, number 1    refuse: a copy must not extend the lease
-        B  done       attempt 0, number 1    accept
-        C  heartbeat  attempt 0, number 1    refuse and dispute: 2 have come already
-        A  done       attempt 0, number 2    accept: but disputed, so never complete
+        A  heartbeat  number 1    accept: a new incarnation, 2 readers
+        A  heartbeat  number 1    refuse: a copy must not extend the lease
+        B  done       number 1    accept
+        C  heartbeat  number 1    refuse and dispute: 2 have come already
+        A  done       number 2    accept: but disputed, so never complete
 
     Without C's message, the request is complete after A's `done`.
 
@@ -119,14 +117,12 @@ class Incarnation(msgspec.Struct, eq=False):
     """One incarnation of a reading engine.
 
     Attributes:
-        attempt: Its last attempt.
-        expected: Number of readers in that attempt.
-        come: Number of readers that have come in that attempt.
-        reading: Number of readers that are not done, in any attempt.
+        expected: Number of its readers.
+        come: Number of readers that have come.
+        reading: Number of readers that are not done.
     """
 
-    attempt: int = -1
-    expected: int = 0
+    expected: int
     come: int = 0
     reading: int = 0
 
@@ -180,7 +176,6 @@ class HeldRequest(Record, eq=False):
         """Whether all expected readers have come, and all readers are done."""
         if self.disputed or not self.incarnations:
             return False
-        # Each incarnation: all readers of its last attempt have come, and all readers are done.
         engines = self.incarnations.values()
         return all(each.come == each.expected and each.reading == 0 for each in engines)
 
@@ -191,14 +186,13 @@ class HeldRequest(Record, eq=False):
     def repeats(self, message: ReaderStatus) -> bool:
         """Return whether *message* is a `done` that was answered before.
 
-        Another number means another load of the attempt, perhaps of a second session with the same
-        name and epoch. The first load's answer does not hold for it: the data that was valid may be
-        gone.
+        Another number means another load, perhaps of a second session with the same name and epoch.
+        The first load's answer does not hold for it: the data that was valid may be gone.
         """
         reader = self.readers.get(message.by)
         if reader is None or not reader.done or not isinstance(message, Done):
             return False
-        return (reader.message.attempt, reader.message.number) == (message.attempt, message.number)
+        return reader.message.number == message.number
 
     def refusal(self, message: ReaderStatus) -> tuple[str, bool]:
         """Return why *message* is refused, or "", and whether it disputes the request.
@@ -208,27 +202,20 @@ class HeldRequest(Record, eq=False):
         incarnation = self.incarnations.get((message.by.engine_id, message.by.epoch))
         if incarnation is None and len(self.incarnations) == MAX_INCARNATIONS:
             return f"{MAX_INCARNATIONS} incarnations of engines read it already", True
-        if incarnation is None or message.attempt > incarnation.attempt:
+        if incarnation is None:
             return "", False
         reader = self.readers.get(message.by)
-        return _refusal_in_attempt(message, incarnation, reader.message if reader else None)
-
-
-def _refusal_in_attempt(
-    message: ReaderStatus, incarnation: Incarnation, before: ReaderStatus | None
-) -> tuple[str, bool]:
-    """Return `HeldRequest.refusal` of a known attempt, after the reader's message *before*."""
-    now = message.attempt, message.number
-    last = (before.attempt, before.number) if before else (incarnation.attempt, 0)
-    if now < last:
-        return "it is older than the reader's last message", False
-    if before and now == last and not isinstance(message, Done):
-        return "it is a repetition of the reader's last message", False
-    if message.attempt == incarnation.attempt and message.expected != incarnation.expected:
-        return f"it expects {message.expected} readers, others {incarnation.expected}", True
-    if before is None and incarnation.come == incarnation.expected:
-        return f"all {incarnation.expected} expected readers have come already", True
-    return "", False
+        before = -1 if reader is None else reader.message.number
+        why, disputes = "", True
+        if message.number < before:
+            why, disputes = "it is older than the reader's last message", False
+        elif message.number == before and isinstance(message, Heartbeat):
+            why, disputes = "it is a repetition of the reader's last message", False
+        elif message.expected != incarnation.expected:
+            why = f"it expects {message.expected} readers, others {incarnation.expected}"
+        elif reader is None and incarnation.come == incarnation.expected:
+            why = f"all {incarnation.expected} expected readers have come already"
+        return why, disputes and why != ""
 
 
 class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
@@ -447,13 +434,10 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     def _note(self, request: HeldRequest, message: ReaderStatus, answer: type[Message]) -> None:
         """Record an accepted message of a reader, and the kind of its answer."""
         name = message.by.engine_id, message.by.epoch
-        engine = copy.copy(request.incarnations.get(name)) or Incarnation()
+        engine = copy.copy(request.incarnations.get(name)) or Incarnation(message.expected)
         self._put(request.incarnations, name, engine)
-        if message.attempt > engine.attempt:
-            engine.attempt, engine.expected, engine.come = message.attempt, message.expected, 0
         before, after = request.readers.get(message.by), HeldReader(message, answer)
-        first = before is None or before.message.attempt < engine.attempt
-        engine.come += first and message.attempt == engine.attempt
+        engine.come += before is None
         self._count("readers", before is None)
         engine.reading += (not after.done) - (before is not None and not before.done)
         self._put(request.readers, message.by, after)
@@ -465,7 +449,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             why = f"the request is unknown, and {self.most_early} messages wait already"
             return [Refused(message, why)]
         self._count("early", old is None)
-        if old is None or (message.attempt, message.number) > (old.attempt, old.number):
+        if old is None or message.number > old.number:
             self._put(request.early, message.by, message)
         return []
 

@@ -27,10 +27,10 @@ How it works:
 
     From *verifying* on, the load repeats its last messages, `done` to each producer rank, until all
     have answered. In *done* and *failed* it gives up after `patience` seconds. Until then the
-    request id stays taken. If the load has failed with `again`, it sends no more.
+    request id stays taken.
 
-    A load that fails before its reads are posted sends none either. If a ticket names the producer,
-    the session declines the request once that producer is connected, but not with `again`.
+    A load that fails before its reads are posted sends none. If a ticket names the producer, the
+    session declines the request once that producer is connected.
 
     `Load.state` is "moving" in the first three states and in *draining*.
 

@@ -85,7 +85,6 @@ TURN = 0.02  # Seconds that one poll spends on small transfers, and again on lar
 # for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
 # than the load.
 QUIET = 0.1
-NO_OPTIONS = LoadOptions()
 
 
 Sources = Mapping[RankId, Mapping[Place, int]]
@@ -185,14 +184,10 @@ class Loads:
             if name == (load.engine_id, load.key) and load.state == "moving"
         ]
 
-    def give_up_ticket(self, ticket: PrefillTicket, attempt: int) -> None:
+    def give_up_ticket(self, ticket: PrefillTicket) -> None:
         """Decline *ticket*, unless a load of it informs the producer by itself when it ends."""
-        loads = self.of(ticket)
-        for load in loads:
-            load.options = attrs.evolve(load.options, again=False)
-            self.ledger.make_last(load.request.request_id)
-        if not loads:
-            self.errands.refuse(ticket, attempt)
+        if not self.of(ticket):
+            self.errands.refuse(ticket)
 
     def check_free(self, name: str) -> None:
         """Raise `SpecError` if a load of the id *name* is open.
@@ -247,14 +242,12 @@ class Loads:
 
         Each poll posts reads. No message is sent before.
         """
-        name, options = load.request.request_id, load.options
+        name = load.request.request_id
         load.request, load.plan, load.blocks = prepared.request, prepared.plan, prepared.blocks
         load.audit = prepared.audit
         load.remote = prepared.remote  # Last: `connected` means that all the others are set.
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
-        if not options.again:  # `give_up_ticket` may have changed it after the plan was made.
-            self.ledger.make_last(name)
         reads = {self.ledger.start(name, rank): read for rank, read in prepared.reads.items()}
         load.in_flight |= self._read(load, reads)
         if self.select is None:  # Otherwise a thread polls soon.
@@ -283,11 +276,11 @@ class Loads:
             options=options,
         )
 
-    def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions = NO_OPTIONS) -> None:
+    def decline(self, remote: RemoteEngine, key: Key) -> None:
         """Inform the producer that this rank will not load a request."""
         # A name that no load has.
         name, now = f"decline {secrets.token_hex(8)}", self.now()
-        plan = self._plan(remote, key, name, options, {})
+        plan = self._plan(remote, key, name, LoadOptions(), {})
         # The deadline is now, so the next tick ends a load that an interrupt left half begun.
         self.ledger.begin(name, now, 0.0)
         self.ledger.assign(plan)
@@ -385,10 +378,10 @@ class Loads:
             self.give_up(load, error)
             if not isinstance(error, Exception):  # An interrupt. Any other fails this load alone.
                 raise
-        wanted = load.ticket is None or load.options.again or self.remotes.closed
         # Another load of the ticket may have begun meanwhile. It needs the prompt.
-        if load.ticket is not None and not wanted and self.of(load.ticket) in ([], [load]):
-            self.errands.refuse(load.ticket, load.options.attempt)
+        ticket = load.ticket
+        if ticket is not None and not self.remotes.closed and self.of(ticket) in ([], [load]):
+            self.errands.refuse(ticket)
         return None
 
     @property

@@ -327,7 +327,7 @@ class Messages:
         name: object = object()
         if isinstance(message, ReaderStatus | LayerProgress):
             place = (message.group, message.layer) if isinstance(message, LayerProgress) else ()
-            name = message.to, message.key, message.attempt, place
+            name = message.to, message.key, place
             self.unsent.pop(name, None)
         self.unsent[name] = message
 

@@ -283,8 +283,6 @@ class Session:
         engine_id: str | None = None,
         follow: bool = False,
         verify: bool = False,
-        attempt: int = 0,
-        again: bool = False,
         on_progress: Callable[[int, int], object] | None = None,
     ) -> Load:
         """Start reading *request* from all ranks that hold it.
@@ -309,9 +307,6 @@ class Session:
             follow: Read each layer as far as the producer has written it.
             verify: Compare checksums with the producer before the load is done. The producer must
                 call `hold` with `blocks`.
-            attempt: Number of this attempt. Increase it to load the same request again.
-            again: Another attempt will follow if this one fails, so the producer keeps the request.
-                If all bytes had arrived before the failure, it may be freed all the same.
             on_progress: Called with `Load.progress` when more bytes have arrived: bytes so far, and
                 bytes in all. It runs inside of a poll, perhaps in the background thread. So it must
                 be quick, and cannot call the session. If it raises, the error is logged, and it is
@@ -327,7 +322,7 @@ class Session:
             TransferError: With state "busy" if an unfinished load writes the same blocks, or
                 "closed" if the session is closed.
         """
-        options = LoadOptions(follow, verify, attempt, again)
+        options = LoadOptions(follow, verify)
         if on_progress is not None and not callable(on_progress):
             raise SpecError("on_progress", on_progress, "a function of two numbers of bytes")
         most = seconds("timeout", timeout)
@@ -402,13 +397,10 @@ class Session:
         *,
         ticket: PrefillTicket | None = None,
         engine_id: str | None = None,
-        attempt: int = 0,
     ) -> None:
-        """Inform the producer that this rank will not load a request in one attempt.
+        """Inform the producer that this rank will not load a request.
 
-        If other ranks of the engine try again, decline that attempt too: the producer expects all
-        ranks in each attempt. While this rank has a load of the *ticket*, the load informs the
-        producer when it ends, also if it was called with `again`.
+        While this rank has a load of the *ticket*, the load informs the producer when it ends.
 
         Args:
             remote_id: Name of a request that a connected producer holds.
@@ -416,20 +408,18 @@ class Session:
                 that fails, the thread tries again for ten minutes. After that, the log and the
                 counter `refusals_lost` show it, and the lease of the request expires.
             engine_id: As in `load`.
-            attempt: As in `load`.
 
         Raises:
             SpecError: If an argument is wrong.
             TransferError: With state "closed" if the session is closed.
         """
-        options = LoadOptions(attempt=attempt)
         with self._lock.held:
             if ticket is None:
                 key = _named(remote_id)
-                self._loads.decline(self._remotes.find(engine_id), key, options)
+                self._loads.decline(self._remotes.find(engine_id), key)
             else:
                 self._remotes.check_open()
-                self._loads.give_up_ticket(_ticket(ticket, remote_id, engine_id), attempt)
+                self._loads.give_up_ticket(_ticket(ticket, remote_id, engine_id))
             self._wake()
 
     def keep(self, ticket: PrefillTicket, *, timeout: float) -> None:

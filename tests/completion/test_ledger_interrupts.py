@@ -119,7 +119,7 @@ WRITTEN = bytes(16)
 
 def message_of(kind: Any, by: int, number: int, key: Key = KEY) -> Any:
     """Return a message of one of two readers."""
-    return kind(key, READERS[by], ME, 0, number, expected=2)
+    return kind(key, READERS[by], ME, number, expected=2)
 
 
 def ticks(now: float) -> Calls:

@@ -126,39 +126,6 @@ def test_data_that_was_valid_for_one_load_is_not_for_the_next() -> None:
     assert ["gone"] == kinds(ledger.receive(done(number=6), 4.0))
 
 
-def test_request_is_held_until_every_reader_of_the_last_attempt_is_done() -> None:
-    """One reader of the first attempt was done and the other failed: both come again."""
-    ledger = held()
-    assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
-    assert ["valid"] == kinds(ledger.receive(done(1), 1.0))
-    assert ["valid"] == kinds(ledger.receive(done(attempt=1), 2.0))
-    assert (KEY,) == ledger.held, "the second reader may read again"
-    assert ["lease"] == kinds(ledger.receive(heartbeat(3, 1, attempt=1), 3.0))
-    assert {} == ledger.freed
-    assert ["valid"] == kinds(ledger.receive(done(1, 4, attempt=1), 4.0))
-    assert {KEY.remote_id: "done"} == ledger.freed
-
-
-def test_request_waits_for_a_reader_that_is_not_in_the_last_attempt() -> None:
-    """A reader of the first attempt still reads, though the second attempt is complete."""
-    ledger = held()
-    assert ["lease"] == kinds(ledger.receive(heartbeat(1, 1), 1.0))
-    assert ["valid"] == kinds(ledger.receive(done(attempt=1, expected=1), 2.0))
-    assert (KEY,) == ledger.held, "the first attempt's reader may still read"
-
-
-def test_request_is_never_complete_when_more_readers_come_than_the_last_attempt_expects() -> None:
-    """The second attempt expects one reader, but both readers of the first come."""
-    ledger = held()
-    assert ["valid"] == kinds(ledger.receive(done(1), 1.0))
-    assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
-    assert ["lease"] == kinds(ledger.receive(heartbeat(2, attempt=1, expected=1), 2.0))
-    ledger.receive(heartbeat(3, 1, attempt=1, expected=1), 3.0)
-    for by in (0, 1):
-        ledger.receive(done(by, 4, attempt=1, expected=1), 4.0)
-    assert (KEY,) == ledger.held
-
-
 def test_early_message_counts() -> None:
     """The ledger does not wait for readers that were done before the request was held."""
     ledger = ProducerLedger(P[0], lease=10.0)
@@ -229,15 +196,13 @@ def test_readers_that_disagree_leave_the_lease() -> None:
 
 
 def test_messages_for_others_change_nothing() -> None:
-    """They name another rank, another incarnation, an earlier attempt, or come from a producer."""
+    """They name another rank or incarnation, or come from a producer."""
     ledger = held()
     ledger.connect("decode", 1)
-    ledger.receive(heartbeat(1, attempt=1), 1.0)
+    ledger.receive(heartbeat(1), 1.0)
     for message in (
         done(to=P[1]),
         done(to=replace(P[0], epoch=0)),
-        done(attempt=0),
-        done(by=0, attempt=0),
         replace(done(), by=replace(D[0], epoch=0)),
         Valid(KEY, P[0], D[0]),
     ):

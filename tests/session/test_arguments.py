@@ -43,7 +43,6 @@ def check_rejected(call: Callable[..., object], field: str, options: dict[str, A
         ("request", None, {}),
         ("follow", "no", {}),
         ("verify", None, {}),
-        ("attempt", "1", {}),
         ("on_progress", "print", {}),
     ],
 )
@@ -177,9 +176,9 @@ class Calls:
 
     def load(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
-        flags = {"follow": False, "verify": False, "again": False}
+        flags = {"follow": False, "verify": False}
         options = {"request": request(next(self.names)), "remote_id": self.held(), "timeout": 5.0}
-        return self.consumer.load, options | {"engine_id": "P", "attempt": 0} | flags
+        return self.consumer.load, options | {"engine_id": "P"} | flags
 
     def decline(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""

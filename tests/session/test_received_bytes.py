@@ -65,15 +65,12 @@ def messages(draw: st.DrawFn) -> bytes:
             )
         except kvspec.SpecError:
             more["extent"] = Extent(layer="w.0", parts=("k",), units=range(1), tokens=range(1))
-    if kind == "pushed":
-        more["pushed"] = bytes(16)
     if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
     message = MESSAGES[kind](
         key=draw(KEYS),
         by=draw(PARTIES),
         to=draw(PARTIES),
-        attempt=draw(SMALL),
         number=draw(SMALL),
         **more,
     )  # fmt: skip
@@ -169,7 +166,7 @@ class Readers:
         """Return which routes receive the answer to a message on the route *name*."""
         own |= {"expected": 1} if issubclass(kind, ReaderStatus) else {"extent": EXTENT}
         receiver = RankAddress(to, 1, RANK)
-        asked = kind(key_of(REMOTE_ID), RankAddress("D", 1, RANK), receiver, 0, number, **own)
+        asked = kind(key_of(REMOTE_ID), RankAddress("D", 1, RANK), receiver, number, **own)
         self.routes[name].send("P", self.secret.seal(MESSAGE, encode_message(asked, self.start)))
         self.producer.poll()
         return [each for each, route in self.routes.items() if route.receive()]

@@ -1,4 +1,4 @@
-"""A rank loads a request again in the same attempt: answers to the first load do not count."""
+"""A rank loads a request again: answers to the first load do not count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import Side, engine, request, until
 
-import kvspec
 from kvspec.session import Load, new_remote_id
 from kvspec.testing import FakeNixl
 
@@ -72,31 +71,5 @@ def test_second_load_is_done_while_another_rank_still_reads(sides: tuple[Side, S
         assert ([], ([], [])) == (wrong, producer.settled())
     load = last.load(ASKED, remote_id=remote_id, timeout=9.0)
     assert ["done"] == ended([load], *sides)
-    freed: list[str] = []
-    until(lambda: freed.extend(producer.settled()[0]) or freed, *sides)
-
-
-def test_rank_declines_each_attempt(sides: tuple[Side, Side]) -> None:
-    """The other rank tries twice. The request is freed, and no declined block is written."""
-    producer, consumer = sides
-    remote_id = new_remote_id("r")
-    producer.fill(ASKED)
-    consumer.spoil(ASKED)
-    producer.hold(remote_id)
-    reads, declines = consumer.sessions.values()
-    declines.decline(remote_id)
-    load = reads.load(ASKED, remote_id=remote_id, timeout=9.0, again=True)
-    load.cancel()
-    assert ["failed"] == ended([load], *sides)
-    declines.decline(remote_id, attempt=1)
-    load = reads.load(AGAIN, remote_id=remote_id, timeout=9.0, attempt=1)
-    for _ in range(9):
-        consumer.poll()
-        producer.poll()
-    assert ["done"] == ended([load], *sides)
-    assert {"tp1"} == {line.split()[0].rstrip(":,") for line in consumer.wrong(AGAIN)}
-    own = kvspec.RankId(tp=1)
-    for name, flat in consumer.storage[own].items():
-        assert (flat == consumer.before[own][name]).all(), "written after it declined"
     freed: list[str] = []
     until(lambda: freed.extend(producer.settled()[0]) or freed, *sides)

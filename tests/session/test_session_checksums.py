@@ -253,7 +253,7 @@ def test_checksum_request_for_missing_rows_is_refused(parts: tuple[str, ...]) ->
 
 
 def test_checksum_for_an_earlier_load_does_not_answer_the_next() -> None:
-    """The next load of the same attempt may request checksums of other tokens."""
+    """The next load of the request may request checksums of other tokens."""
     with FakeNixl(), connected(SIZES["blocks of two"]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
@@ -483,7 +483,7 @@ def test_extents_of_many_parts_with_long_names_fit_into_messages() -> None:
     address = RankAddress("e" * 255, 2**63 - 1, kvspec.RankId())
     key, covered = Key("r" * 1024, bytes(64)), list[str]()
     for extent in checksums.extents_of(plan, asked, kvspec.RankId(), kvspec.RankId()):
-        message = ChecksumRequest(key, address, address, 2**63 - 1, 2**63 - 1, extent=extent)
+        message = ChecksumRequest(key, address, address, 2**63 - 1, extent=extent)
         assert message == decode_message(encode_message(message))
         covered += extent.parts
     assert names == covered

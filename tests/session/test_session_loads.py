@@ -114,7 +114,6 @@ def test_load_rejects_wrong_arguments_before_anything_moves(pair: tuple[Side, Si
         ({"remote_id": b"r"}, "remote_id"),
         ({"engine_id": "Q"}, "engine_id"),
         ({"timeout": float("nan")}, "timeout"),
-        ({"attempt": -1}, "attempt"),
     ):
         arguments: dict[str, Any] = {"request": good, "remote_id": remote_id, "timeout": 1.0}
         with pytest.raises(SpecError) as caught:

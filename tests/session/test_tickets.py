@@ -885,7 +885,6 @@ def test_load_rejects_wrong_tickets(sides: tuple[Side, Side]) -> None:
         ({"engine_id": "P"}, "ticket"),
         ({"request": None}, "request"),
         ({"timeout": None}, "timeout"),
-        ({"attempt": -1}, "attempt"),
     ):
         with pytest.raises(SpecError) as caught:
             one.load(**given | more)

@@ -144,7 +144,7 @@ class RepeatsFirstAnswer(ProducerLedger):
         request = self.records.get(message.key)
         seen = request.readers.get(message.by) if request else None
         other = not isinstance(message, ReaderStatus)
-        if other or seen is None or not seen.done or seen.message.attempt != message.attempt:
+        if other or seen is None or not seen.done:
             return super().receive(message, now)
         fields = {field: getattr(message, field) for field in Done.__struct_fields__}
         actions = super().receive(Done(**fields | {"number": seen.message.number}), now)
@@ -173,10 +173,10 @@ class ExtendsLeaseForCopies(ProducerLedger):
 class RestartsNumbers(ConsumerLedger):
     """Restart the numbers of messages with each load."""
 
-    def _send(self, load: Any, kind: str, *, again: bool = False) -> Any:
+    def _send(self, load: Any, kind: str, *, repeat: bool = False) -> Any:
         self.own = getattr(self, "own", Counter[str]())
         numbers, self.counts["numbers"] = self.counts["numbers"], self.own[load.request_id]
-        actions = super()._send(load, kind, again=again)
+        actions = super()._send(load, kind, repeat=repeat)
         self.own[load.request_id], self.counts["numbers"] = self.counts["numbers"], numbers
         return actions
 

@@ -44,7 +44,6 @@ class Request:
     epoch: int
     ends: dict[str, int]
     partial: bool
-    attempt: int = 0
     admitted: dict[Rank, float] = attrs.field(factory=dict)
     promised: dict[Rank, float] = attrs.field(factory=dict)
     freed: dict[Rank, str] = attrs.field(factory=dict)
@@ -54,10 +53,10 @@ class Request:
 
 @attrs.define(eq=False)
 class Load:
-    """One rank's attempt to read a request.
+    """One rank's load of a request.
 
-    *reread* is true if the rank has read the request in this attempt before, and *compared* if its
-    data was compared.
+    *reread* is true if the rank has read the request before, and *compared* if its data was
+    compared.
     """
 
     request: Request
@@ -160,10 +159,6 @@ class World(TwoEngines[bytes]):
         request = Request(key, self.epochs["P"], ends, partial)
         self.requests.append(request)
         self.to_admit += [(request, rank) for rank in self.producers]
-        self.expected(request)
-
-    def expected(self, request: Request) -> None:
-        """Add all readers of a request, or of its next attempt, to those that will start."""
         self.to_expect += [(request, rank) for rank in self.consumers]
 
     def admit_rank(self, at: int) -> None:
@@ -178,7 +173,6 @@ class World(TwoEngines[bytes]):
         self,
         at: int,
         *,
-        again: bool,
         rejected: bool,
         connecting: bool = False,
         verify: bool = False,
@@ -195,9 +189,7 @@ class World(TwoEngines[bytes]):
             epoch=request.epoch,
             expected={one: len(self.plan.notifiers(one)) for one in producers},
             sources={} if rejected else self.sources(rank, request.ends),
-            options=LoadOptions(
-                attempt=request.attempt, follow=request.partial, again=again, verify=verify
-            ),
+            options=LoadOptions(follow=request.partial, verify=verify),
         )
         if request.epoch != self.epochs["P"]:
             return
@@ -394,22 +386,8 @@ class World(TwoEngines[bytes]):
             actions = self.consumers[load.rank].cancel(load.load_plan.request_id, self.reader_now)
             self.acted(actions, "D", load.rank)
 
-    def retry(self, at: int) -> None:
-        """Start the next attempt at a request that failed on some rank, once all loads ended."""
-        if not self.requests:
-            return
-        request = self.requests[at % len(self.requests)]
-        loads = [load for load in self.loads if load.request is request]
-        waits = any(waiting is request for waiting, _ in self.to_expect) or request.lost
-        last = [load for load in loads if load.load_plan.options.attempt == request.attempt]
-        if waits or not last or not all(load.closed for load in last):
-            return
-        if any(load.outcome == "failed" and load.load_plan.options.again for load in last):
-            request.attempt += 1
-            self.expected(request)
-
     def reread(self, at: int) -> None:
-        """Let a rank load the same attempt again that it has read or given up."""
+        """Let a rank load a request again that it has read or given up."""
         ended = [load for load in self.loads if load.closed and not load.request.lost]
         if ended:
             load = ended[at % len(ended)]
@@ -462,7 +440,7 @@ class World(TwoEngines[bytes]):
 
         One heartbeat extends a lease once. A repeated copy of it must not.
         """
-        name = message.by, message.to, message.key, message.attempt, message.number
+        name = message.by, message.to, message.key, message.number
         check(Promise.LEASED, name not in self.leases, name)
         self.leases.add(name)
         for request in self.requests:
@@ -522,7 +500,7 @@ class World(TwoEngines[bytes]):
         while self.to_admit:
             self.admit_rank(0)
         while self.to_expect:
-            self.expect_rank(0, again=False, rejected=True)
+            self.expect_rank(0, rejected=True)
         while self.to_connect:
             self.connect_rank(0)
 

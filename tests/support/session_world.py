@@ -346,7 +346,7 @@ class World(TwoEngines[tuple[str, str, bytes]]):
         self.look()
 
     def reread(self, at: int) -> None:
-        """Let a rank whose load has ended load the same attempt again."""
+        """Let a rank whose load has ended load the request again."""
         ended = [r for r in self.readers if r.after is not None and not r.entry.lost]
         if ended:
             reader = ended[at % len(ended)]
