@@ -29,7 +29,7 @@ import numpy as np
 
 from kvspec.descriptors.selection import Selection
 from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.inputs import flag, mapping, seconds
+from kvspec.inputs import flag, mapping, seconds, sequence
 from kvspec.memory.region import Memory, check_memory_type
 from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.memory import new_memories
@@ -37,7 +37,7 @@ from kvspec.nixl.merging import OPERATIONS, Operation, Sides
 from kvspec.nixl.peers import Envelope, name_of, opened
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging import Buffers, Staging
-from kvspec.nixl.transfer import InFlightTransfers, K, Transfer
+from kvspec.nixl.transfer import InFlightTransfers, K, Transfer, wait_for_all
 from kvspec.wire.seal import Secret, secret_of
 
 if TYPE_CHECKING:
@@ -206,12 +206,7 @@ class NixlRank:
         return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self.secret)
 
     def connect(self, metadata: bytes, timeout: float = 10.0) -> str:
-        """Load the metadata of a peer and open the connection.
-
-        A second call with newer metadata of the same peer adds the memory that it registered since.
-        A polled rank waits until the connection is established, because a notification would
-        otherwise stay in this process. The peer must make progress meanwhile. If the wait fails,
-        the next call waits again.
+        """Connect one peer. See `connect_all`.
 
         Args:
             metadata: Bytes that the peer's `metadata` returned.
@@ -221,35 +216,69 @@ class NixlRank:
             The name of the peer.
 
         Raises:
+            SpecError: As in `connect_all`.
+            WireError: As in `connect_all`.
+            TransferError: As in `connect_all`.
+        """
+        (name,) = self.connect_all([metadata], timeout)
+        return name
+
+    def connect_all(self, metadata: Iterable[bytes], timeout: float = 10.0) -> tuple[str, ...]:
+        """Load the metadata of some peers, and open all connections at the same time.
+
+        A second call with newer metadata of the same peer adds the memory that it registered since.
+        A polled rank waits until the connections are established, because a notification would
+        otherwise stay in this process. The peers must make progress meanwhile. A silent peer delays
+        no other one: together they take as long as the slowest. If the wait fails, the next call
+        waits again.
+
+        After an error, all peers are forgotten that this call has connected. A peer whose
+        connection is still being established stays until the next call: `disconnect` raises
+        "busy" then.
+
+        Args:
+            metadata: Bytes that the `metadata` of each peer returned.
+            timeout: Seconds to wait for all connections together. Only a polled rank waits.
+
+        Returns:
+            The names of the peers, in the order of *metadata*.
+
+        Raises:
             SpecError: If *timeout* is wrong.
-            WireError: If *metadata* is damaged or was sealed with another secret.
-            TransferError: With state "stale_peer" if another agent with this name is connected. A
-                polled rank also raises the errors of `read`.
+            WireError: If some metadata is damaged or was sealed with another secret.
+            TransferError: With state "stale_peer" if another agent with the name of a peer is
+                connected. A polled rank also raises the errors of `read`, after it has waited for
+                all peers: the error of the first peer that failed.
         """
         timeout = seconds("timeout", timeout)
-        peer = opened(metadata, self.secret)
+        given = sequence("metadata", metadata, "the metadata of some ranks")
+        # All are checked before NIXL receives any: it keeps half of wrong metadata.
+        peers = [opened(each, self.secret) for each in given]
+        new = {peer.name: peer for peer in peers if peer.name not in self._answered}
+        try:
+            for peer in peers:
+                self._greet(peer)
+            if self.polled:
+                self._knock(new.values(), timeout)
+            self._answered.update(new)
+        except TransferError:
+            for name in new:
+                with contextlib.suppress(TransferError):
+                    self.disconnect(name)
+            raise
+        return tuple(peer.name for peer in peers)
+
+    def _greet(self, peer: Envelope) -> None:
+        """Load the metadata of *peer*, and begin to open the connection."""
         if peer.name == self.name:
             message = f"{peer.name!r} is this rank's own name: connect with another rank's metadata"
             raise TransferError(message, rank=peer.name, state=TransferState.STALE_PEER)
         with self._agent.lock:
             self._agent.check_open()
-            # `opened` has checked whose metadata it is: NIXL keeps half of wrong metadata.
             self._agent.call("connect", "loadRemoteMD", peer.metadata, peer=peer.name)
             self._lists.setdefault(peer.name, [])
-        try:
-            # Also to a known peer: it shows whether the peer is still there.
-            self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
-            if self.polled and peer.name not in self._answered:
-                self._knock(peer, timeout)
-            self._answered.add(peer.name)
-        except TransferError:
-            # A peer that was connected before stays. So does a new one whose read is still in
-            # flight: then `disconnect` raises "busy".
-            if peer.name not in self._answered:
-                with contextlib.suppress(TransferError):
-                    self.disconnect(peer.name)
-            raise
-        return peer.name
+        # Also to a known peer: it shows whether the peer is still there.
+        self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
 
     def disconnect(self, peer: str) -> None:
         """Forget *peer* and its lists. Its notifications come after the next `connect`.
@@ -504,19 +533,23 @@ class NixlRank:
             state = TransferState.STALE_PEER
             raise TransferError(f"{peer!r} is not connected", rank=peer, state=state)
 
-    def _knock(self, peer: Envelope, timeout: float) -> None:
-        """Read one byte of *peer*, to establish the connection.
+    def _knock(self, peers: Iterable[Envelope], timeout: float) -> None:
+        """Read one byte of each of *peers*, to establish all connections at the same time.
 
-        NIXL's `make_connection` does not connect anything, so a transfer has to.
+        NIXL's `make_connection` does not connect anything, so transfers have to.
         """
         first = np.zeros(1, np.int32)
+        knocks = list[Transfer]()
         with contextlib.ExitStack() as stack:
-            local = self.prepare(row_of_one(self._probe.ctypes.data + next(self._probes)))
-            stack.callback(local.release)
-            remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
-            stack.callback(remote.release)
-            stack.callback(self._stop_probe, local)
-            self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
+            for peer in peers:
+                local = self.prepare(row_of_one(self._probe.ctypes.data + next(self._probes)))
+                stack.callback(local.release)
+                remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
+                stack.callback(remote.release)
+                stack.callback(self._stop_probe, local)
+                sides = local, first, remote, first
+                knocks.append(self.read(*sides, request="connect", timeout=timeout))
+            wait_for_all(knocks)
 
     def _stop_probe(self, local: Prepared) -> None:
         """Stop the read of `_knock` if an interrupt has left it. No other call polls it."""

@@ -74,7 +74,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
@@ -449,20 +448,19 @@ class Remotes:
 
         If *remote* was disconnected meanwhile, or anything else fails, no lane stays open.
         """
-        end = time.monotonic() + timeout
+        metadata = {rank: remote.ranks[rank].handshake.transport for rank in remote.tables}
+        agents = {rank: opened(each, self._nixl.secret).name for rank, each in metadata.items()}
+        # Before the call: after an interrupt in it, `leave` must know the agents.
+        remote.agents.update(agents.values())
         try:
+            try:
+                self._nixl.connect_all(metadata.values(), timeout)
+            except TransferError:
+                # The call has disconnected the agents, or the next connect waits for them again.
+                remote.agents.clear()
+                raise
             for rank, table in remote.tables.items():
-                metadata = remote.ranks[rank].handshake.transport
-                agent = opened(metadata, self._nixl.secret).name
-                # Before the call: after an interrupt in it, `leave` must know the agent.
-                remote.agents.add(agent)
-                try:
-                    self._nixl.connect(metadata, max(0.0, end - time.monotonic()))
-                except TransferError:
-                    # The call has disconnected the agent, or the next connect waits for it again.
-                    remote.agents.remove(agent)
-                    raise
-                remote.lanes[rank] = Lane.open(self._nixl, table, agent, remote.role)
+                remote.lanes[rank] = Lane.open(self._nixl, table, agents[rank], remote.role)
             with self._lock.held:
                 self._replace(remote)
         except BaseException:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -292,23 +290,38 @@ def test_interrupted_call_leaves_nothing_of_an_engine(call: str, *, restarted: b
     raise AssertionError("the call never ends")
 
 
-def test_connect_divides_its_time_among_the_ranks(
-    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The peers answer slowly, so less time is left for each next rank."""
-    left: list[float] = []
-    known = NixlRank.connect
+def test_connect_asks_all_ranks_of_an_engine_at_the_same_time(net: FakeNixl) -> None:
+    """A rank that is silent for a time delays only the call, and not the other ranks."""
 
-    def slow(rank: NixlRank, metadata: bytes, timeout: float) -> str:
-        left.append(timeout)
-        time.sleep(0.02)
-        return known(rank, metadata)
+    def answer(_: FakeFlight) -> None:
+        if len(net.moving) == 4:
+            land(net)
 
-    monkeypatch.setattr(NixlRank, "connect", slow)
+    net.fate = answer
     with (
         Side("P", engine(4, 4), polled=False) as producer,
-        Side("D", engine(1, 4), polled=False, heartbeat=0.05) as consumer,
+        Side("D", engine(1, 4), polled=True, heartbeat=0.05) as consumer,
     ):
-        consumer.first.connect(producer.introductions, timeout=0.05)
-    assert 4 == len(left)
-    assert all(later <= max(0, before - 0.02) for before, later in pairwise(left))
+        session = consumer.first
+        session.connect(producer.introductions, timeout=5.0)
+        assert (4, 1) == (len(session.nixl.peers), session.stats().engines)
+
+
+def test_connect_to_an_engine_with_a_silent_rank_leaves_nothing(net: FakeNixl) -> None:
+    """The error names the rank. The engine can be connected when that rank answers again."""
+    with (
+        Side("P", engine(4, 4), polled=False) as producer,
+        Side("D", engine(1, 4), polled=True, heartbeat=0.05) as consumer,
+    ):
+        session, silent = consumer.first, [*producer.sessions.values()][2].nixl.name
+        net.fate = lambda flight: None if flight.between[1].name == silent else flight.land()
+        with pytest.raises(TransferError) as caught:
+            session.connect(producer.introductions, timeout=0.1)
+        assert ("timeout", silent) == (caught.value.state, caught.value.rank)
+        assert (0, 0) == (session.stats().engines, session.stats().leaving)
+        land(net)
+        net.fate = FakeFlight.land
+        session.connect(producer.introductions, timeout=5.0)
+        assert 1 == session.stats().engines
+        session.disconnect("P")
+        assert (0, 0) == (session.nixl.stats().peers, session.nixl.stats().lists)
