@@ -304,6 +304,29 @@ class Transfer:
         return TransferError(message, rank=self.peer, request=self.request, state=state)
 
 
+def wait_for_all(transfers: Sequence[Transfer]) -> None:
+    """Poll *transfers* in turn until all have ended. Then raise the error of the first that failed.
+
+    Each has a deadline, so this ends.
+    """
+    moving, rest = [*transfers], FIRST_WAIT
+    while moving := [transfer for transfer in moving if _moves(transfer)]:
+        time.sleep(rest)
+        rest = min(2 * rest, LAST_WAIT)
+    for transfer in transfers:
+        transfer.poll()
+
+
+def _moves(transfer: Transfer) -> bool:
+    """Poll *transfer*. Return whether it has not ended."""
+    try:
+        return transfer.poll() == "PROC"
+    except TransferError:
+        if transfer.error is None:  # The rank is closed, or this is a forked child.
+            raise
+        return False
+
+
 class InFlightTransfers:
     """The transfers of one rank, from `start` until no byte of them can move any more.
 
