@@ -24,7 +24,7 @@ from kvspec.nixl.agent import Agent, check_unreleased
 from kvspec.nixl.busy import BusyRanges, Ints, united
 from kvspec.nixl.merging import Operation, Sides, Spans, checked_pairs
 from kvspec.nixl.ranges import Batch
-from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
+from kvspec.nixl.staging import Buffers, Lesson, Stage, StagingBuffer
 
 IN_FLIGHT = 16  # Handles that one transfer has posted at once. A list of any length makes few.
 TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
@@ -65,6 +65,7 @@ class Transfer:
     posted: int | None = None
     _deadline = math.inf  # The first step sets it, since reading the clock takes 0.4 us.
     _settled = 0
+    _lesson: Lesson | None = None
 
     def __init__(
         self,
@@ -86,7 +87,8 @@ class Transfer:
         self.batches: Sequence[slice | Batch] = pairs.batches
         if transfers.buffers is not None:
             lists = self.local, self.remote
-            self.stage = transfers.buffers.stage(pairs, *lists, inward=operation == "READ")
+            choose = transfers.buffers.choose
+            self.stage, self._lesson = choose(pairs, *lists, inward=operation == "READ")
             if self.stage is not None:
                 self.batches = self.stage.batches
         if self._agent.telemetry:
@@ -176,6 +178,17 @@ class Transfer:
         """
         if self.error is not None or not (self._in_flight or self._pending):
             return not self._in_flight or self.reap()
+        if (lesson := self._lesson) is None:
+            return self._move(turn)
+        ended = lesson.take(lambda: self._move(turn), lambda: bool(self._in_flight))
+        if self.state == "DONE" and self._all.buffers is not None:
+            self._all.buffers.learner.add(lesson)
+        if self.state != "PROC" or self.ticket is not None:  # Waiting for a slot teaches nothing.
+            self._lesson = None
+        return ended
+
+    def _move(self, turn: float | None) -> bool:
+        """Do the work of `step` for a transfer that has not ended."""
         settled, now = self._settled, time.monotonic()
         if self._deadline == math.inf:
             self._deadline = now + self.timeout
