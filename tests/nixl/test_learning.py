@@ -10,9 +10,12 @@ import pytest
 
 from kvspec.errors import TransferError
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl import NixlRank, Staging, Transfer, staging
-from kvspec.nixl.ranges import Moves
-from kvspec.nixl.staging import LEARNED, STAGE_BELOW, Learner, Lesson, Stage, threshold_of
+from kvspec.nixl import NixlRank, Staging, Transfer
+from kvspec.nixl.staging import learning, rule, stage
+from kvspec.nixl.staging.learning import LEARNED, Learner, Lesson, threshold_of
+from kvspec.nixl.staging.ranges import Moves
+from kvspec.nixl.staging.rule import STAGE_BELOW
+from kvspec.nixl.staging.stage import Stage
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 SIZE = 4 << 20
@@ -38,8 +41,9 @@ class Machine:
     def start(self, net: FakeNixl, patch: pytest.MonkeyPatch, settings: Staging) -> None:
         """Create both ranks."""
         clock = SimpleNamespace(thread_time=lambda: self.cpu, perf_counter=lambda: self.wall)
-        patch.setattr(staging, "time", clock)
-        patch.setattr(staging, "copy_runs", self.copy)
+        patch.setattr(stage, "time", clock)
+        patch.setattr(learning, "time", clock)
+        patch.setattr(stage, "copy_runs", self.copy)
         self.near = NixlRank(secret=b"", staging=settings)
         self.far = NixlRank(secret=b"")
         self.arrays = [np.zeros(SIZE, np.uint8) for _ in range(2)]
@@ -120,9 +124,9 @@ def test_rank_chooses_the_faster_way_on_each_machine(
     network: bool,
 ) -> None:
     """It learns from transfers of one length, and then chooses right for all lengths."""
-    if (SIZE // 2) // first < staging.LEARN_RUNS:
-        monkeypatch.setattr(staging, "LEARN_RUNS", 128)
-    monkeypatch.setattr(staging, "LEAST_SAVED", 0)  # Nothing searches on this machine's clock.
+    if (SIZE // 2) // first < learning.LEARN_RUNS:
+        monkeypatch.setattr(learning, "LEARN_RUNS", 128)
+    monkeypatch.setattr(rule, "LEAST_SAVED", 0)  # Nothing searches on this machine's clock.
     machine = Machine(posting, permuting, network)
     machine.start(net, monkeypatch, Staging())
     ways = [machine.move(net, first).staged for _ in range(6)]
@@ -136,8 +140,8 @@ def test_rank_chooses_the_faster_way_on_each_machine(
 def test_threshold_is_that_of_the_example() -> None:
     """The module's docstring has these times."""
     nbytes, runs = 16 << 20, 2048
-    stage = Stage(None, (), 64, nbytes, inward=True, copying=3.9e-3)  # type: ignore[arg-type]
-    staged = [Lesson(runs, nbytes, stage, seconds=6e-3), Lesson(runs, nbytes, stage, seconds=9e-3)]
+    work = Stage(None, (), 64, nbytes, inward=True, copying=3.9e-3)  # type: ignore[arg-type]
+    staged = [Lesson(runs, nbytes, work, seconds=6e-3), Lesson(runs, nbytes, work, seconds=9e-3)]
     direct = [Lesson(runs, nbytes, seconds=seconds) for seconds in (9.9e-3, 7.8e-3, 8.1e-3)]
     assert 12 << 10 == pytest.approx(threshold_of(direct, staged), rel=0.03)
 
@@ -150,8 +154,8 @@ def test_threshold_has_limits_whatever_the_clock_shows(
     seconds: float, copying: float, learned: int
 ) -> None:
     """A clock may stand still, and another program may take the processor."""
-    stage = Stage(None, (), 1, 1 << 20, inward=True, copying=copying)  # type: ignore[arg-type]
-    staged = [Lesson(256, 1 << 20, stage, seconds=copying)]
+    work = Stage(None, (), 1, 1 << 20, inward=True, copying=copying)  # type: ignore[arg-type]
+    staged = [Lesson(256, 1 << 20, work, seconds=copying)]
     assert learned == threshold_of([Lesson(256, 1 << 20, seconds=seconds)], staged)
 
 
@@ -175,7 +179,7 @@ def test_other_transfers_do_not_take_turns(
     staged: bool,
 ) -> None:
     """The caller knows the threshold, or the transfer would not show it."""
-    monkeypatch.setattr(staging, "LEAST_SAVED", 8)
+    monkeypatch.setattr(rule, "LEAST_SAVED", 8)
     machine = Machine(1e-6, 1e-9)
     machine.start(net, monkeypatch, settings)
     assert [staged] * 8 == [machine.move(net, length, nbytes).staged for _ in range(8)]
@@ -205,4 +209,4 @@ def test_transfer_of_many_ranges_teaches_nothing_about_copies() -> None:
     for _ in range(100):
         learner.add(Lesson(256, 1 << 20, seconds=1.0))
     assert learner.learns
-    assert sum(map(len, learner._done.values())) <= staging.LESSONS
+    assert sum(map(len, learner._done.values())) <= learning.LESSONS

@@ -47,7 +47,7 @@ from kvspec.adapters.sglang.describing import (
 from kvspec.adapters.sglang.lookups import Lookups
 from kvspec.adapters.sglang.request_identity import Weights
 from kvspec.adapters.sglang.sending import LOWEST
-from kvspec.nixl.staging import Buffers
+from kvspec.nixl.staging.choosing import Buffers
 from kvspec.tickets import PrefillTicket
 
 pytestmark = pytest.mark.nixl
