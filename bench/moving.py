@@ -2,7 +2,7 @@
 
 The whole transfer is the work of one consumer rank for a request: look up the ids of every source,
 read and wait. The raw read moves as many bytes in one descriptor for each source. The rank stages a
-transfer by the default rule of `Staging`. B8 compares its choice with a rank that never stages and
+transfer by the rule that it learns first. B8 compares its choice with a rank that never stages and
 with one that always does. CPU time decides, because machines are shared. UCX copies over shared
 memory while it posts, so CPU time includes the copy.
 """

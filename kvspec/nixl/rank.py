@@ -34,7 +34,8 @@ from kvspec.nixl.memory import new_memories
 from kvspec.nixl.merging import OPERATIONS, Operation, Sides
 from kvspec.nixl.peers import Envelope, name_of, opened
 from kvspec.nixl.rows import checked_rows, row_of_one
-from kvspec.nixl.staging import Buffers, Staging
+from kvspec.nixl.staging.choosing import Buffers
+from kvspec.nixl.staging.rule import Staging
 from kvspec.nixl.transfer import InFlightTransfers, K, Transfer, wait_for_all
 from kvspec.wire.seal import Secret, secret_of
 
