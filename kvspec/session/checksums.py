@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from functools import partial
+from collections.abc import Generator, Iterator, Mapping
 
 import attrs
 import numpy as np
@@ -65,32 +64,6 @@ Steps = Generator[None, None, int]
 
 
 @attrs.define(eq=False)
-class Computation:
-    """A checksum that is computed in steps. If an interrupt ends a step, it begins again.
-
-    Attributes:
-        begin: Returns the steps. They yield after each step, and return the checksum.
-    """
-
-    begin: Callable[[], Steps]
-    _steps: Steps | None = None
-
-    def advance(self, end: float) -> int | None:
-        """Compute until the time is *end*. Return the checksum, or None if it is not complete."""
-        if self._steps is None:
-            self._steps = self.begin()
-        try:
-            next(self._steps)
-            while time.monotonic() < end:
-                next(self._steps)
-        except StopIteration as finished:
-            self._steps = None
-            total: int | None = finished.value  # None if an interrupt has ended the steps.
-            return total
-        return None
-
-
-@attrs.define(eq=False)
 class ChecksumAnswers:
     """The checksums that readers request of one producer rank.
 
@@ -106,7 +79,7 @@ class ChecksumAnswers:
     cache: RankCache
     owner: object
     messages: Messages
-    asked: dict[ChecksumRequest, Computation] = attrs.field(factory=dict)
+    asked: dict[ChecksumRequest, Steps] = attrs.field(factory=dict)
     _closed: bool = False
 
     def receive(self, message: ChecksumRequest) -> None:
@@ -117,8 +90,7 @@ class ChecksumAnswers:
         if (total := held.checksums.get(message.extent)) is not None:
             self.messages.send(message.answer(Checksum, total=total))
         elif len(self.asked) < MAX_ASKED:
-            steps = partial(steps_of, self.cache, held.blocks, message.extent)
-            self.asked[message] = Computation(steps)
+            self.asked[message] = steps_of(self.cache, held.blocks, message.extent)
 
     def move(self) -> None:
         """Compute for a bounded time, and answer."""
@@ -128,7 +100,7 @@ class ChecksumAnswers:
             held = self.ledger.find(message.key)
             if held is not None:
                 try:
-                    total = self.asked[message].advance(end)
+                    total = advance(self.asked[message], end)
                 except SpecError as error:
                     self.messages.note(f"{message}: {error}")
                     self.messages.send(message.answer(ChecksumUnavailable))
@@ -156,7 +128,7 @@ class Question:
     Attributes:
         rank: The producer rank that is asked.
         extent: The contents.
-        computation: The computation of this rank's own checksum.
+        steps: The computation of this rank's own checksum.
         own: The result of the computation.
         answer: The checksum of the producer, once it arrived.
         again: Time of the next message to the producer.
@@ -164,7 +136,7 @@ class Question:
 
     rank: RankId
     extent: Extent
-    computation: Computation
+    steps: Steps
     own: int | None = None
     answer: int | None = None
     again: float = 0.0
@@ -232,14 +204,14 @@ class Audit:
         """Yield one question for each extent. Together, they cover everything that moves."""
         for rank in self.remote.tables:
             for extent in extents_of(self.remote.plan, self.request, rank, self.cache.rank):
-                steps = partial(steps_of, self.cache, self.request.consumer_blocks, extent)
-                yield Question(rank, extent, Computation(steps))
+                steps = steps_of(self.cache, self.request.consumer_blocks, extent)
+                yield Question(rank, extent, steps)
 
     def _compare(self, questions: dict[int, Question], end: float) -> str | None:
         """Compute and compare checksums until the time is *end*. Returns as `move`."""
         for number, question in list(questions.items()):
             if question.own is None and time.monotonic() < end:
-                question.own = question.computation.advance(end)
+                question.own = advance(question.steps, end)
             if question.own is None or question.answer is None:
                 continue
             if question.own != question.answer:
@@ -345,6 +317,18 @@ def steps_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent)
             total += int(sums.sum(dtype=np.uint64))
             yield
     return total % (1 << 8 * SUM)
+
+
+def advance(steps: Steps, end: float) -> int | None:
+    """Compute until the time is *end*. Return the checksum, or None if it is not complete."""
+    try:
+        next(steps)
+        while time.monotonic() < end:
+            next(steps)
+    except StopIteration as finished:
+        total: int = finished.value
+        return total
+    return None
 
 
 def _placed(

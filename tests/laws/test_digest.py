@@ -20,7 +20,7 @@ from kvspec import BlockTable, RankCache, RankId, allocate
 from kvspec.check.differences import differing, differing_rows, row_digests
 from kvspec.digests import digest, wanted
 from kvspec.digests.ranks import Wanted
-from kvspec.session.checksums import Computation, extents_of, steps_of
+from kvspec.session.checksums import advance, extents_of, steps_of
 from kvspec.testing import Case, strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import rows_of
@@ -128,7 +128,7 @@ def equal(here: World, source: Any, consumer: Any, extent: Any) -> bool:
     """Return whether a consumer rank and one of its sources have the same sum of an extent."""
     request = here.case.request
     own, other = (
-        Computation(functools.partial(steps_of, cache, tables, extent)).advance(math.inf)
+        advance(steps_of(cache, tables, extent), math.inf)
         for cache, tables in (
             (here.consumers[consumer][0], request.consumer_blocks),
             (here.producers[source][0], request.producer_blocks),

@@ -6,13 +6,11 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import attrs
 import pytest
-from lines import interrupted_at
 from msgspec.structs import replace
 from refused import has_in_order
 from session_faults import cache_is_on_a_device
@@ -28,7 +26,7 @@ from kvspec.check.differences import differing_rows, row_digests
 from kvspec.completion.producer import ProducerLedger
 from kvspec.digests import regions, wanted
 from kvspec.session import Load, checksums, new_remote_id
-from kvspec.session.checksums import ChecksumAnswers, Computation, steps_of
+from kvspec.session.checksums import ChecksumAnswers, advance, steps_of
 from kvspec.session.mailbox import MESSAGE
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
@@ -237,8 +235,7 @@ def test_checksum_rejects_an_extent_that_the_rank_lacks() -> None:
         extent = Extent(**whole | change)
         with pytest.raises(SpecError, match=word):
             next(steps_of(cache, {"full": table}, extent))
-    whole_extent = partial(steps_of, cache, {"full": tables[0]}, Extent(**whole))
-    assert Computation(whole_extent).advance(math.inf)
+    assert advance(steps_of(cache, {"full": tables[0]}, Extent(**whole)), math.inf)
 
 
 @pytest.mark.parametrize("parts", [("conv_x", "ssm"), ("ssm", "conv_x"), ("ssm",)])
@@ -267,7 +264,7 @@ def test_checksum_request_for_missing_rows_is_refused(parts: tuple[str, ...]) ->
 
 
 def test_checksum_for_an_earlier_load_does_not_answer_the_next() -> None:
-    """The next load of the same attempt may request checksums of other tokens."""
+    """The next load of the request may request checksums of other tokens."""
     with FakeNixl(), connected(SIZES["blocks of two"]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
@@ -397,23 +394,6 @@ def test_long_checksum_is_computed_in_several_polls(monkeypatch: pytest.MonkeyPa
     assert [answer.total] == [cast("Checksum", message).total for message in asked.sent]
 
 
-def test_checksum_is_right_after_an_interrupt_before_any_line() -> None:
-    """The next call computes it again, and sends it at least once."""
-    sent, place, reached = list[Message](), 0, True
-    while reached:
-        asked = Asked()
-        asked.answers.receive(asked.question)
-        reached, _ = interrupted_at(place, asked.answers.move, checksums, regions)
-        while asked.answers.asked:
-            asked.answers.move()
-        sent += [replace(message, key=asked.key) for message in asked.sent[-1:]]
-        place += 1
-    assert place > 50
-    assert place == len(sent)
-    totals = {message.total for message in sent if isinstance(message, Checksum)}
-    assert 1 == len(totals)
-
-
 def test_load_is_done_when_a_checksum_was_lost() -> None:
     """The consumer asks again, and receives the answer."""
     with (
@@ -457,8 +437,7 @@ def test_load_rejects_verify_for_memory_of_a_device() -> None:
         assert ("verify", True) == (caught.value.field, caught.value.value)
 
 
-@pytest.mark.parametrize("how", ["follow", "pushed"])
-def test_checksums_are_compared_when_a_load_follows_or_is_pushed(how: str) -> None:
+def test_checksums_are_compared_when_a_load_follows() -> None:
     """They are compared when all data has arrived."""
     flips: list[FakeFlight] = []
 
@@ -468,22 +447,15 @@ def test_checksums_are_compared_when_a_load_follows_or_is_pushed(how: str) -> No
 
     with FakeNixl(land) as net, connected(SIZES["two of four"]) as sides:
         producer, consumer = sides
-        if how == "pushed":
-            for session in producer.sessions.values():
-                session.connect(consumer.introductions, role="consumer")
         for broken in (False, True):
             if broken:
                 net.fate = corrupt
-            asked, loads = begin(sides, **{how: True})
+            asked, loads = begin(sides, follow=True)
             for session in producer.sessions.values():
-                if how == "pushed":
-                    remote_id = loads[0].remote_id
-                    session.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
-                else:
-                    session.record_progress(loads[0].remote_id, 7)
-                    producer.poll()
-                    consumer.poll()
-                    session.record_progress(loads[0].remote_id, 14)
+                session.record_progress(loads[0].remote_id, 7)
+                producer.poll()
+                consumer.poll()
+                session.record_progress(loads[0].remote_id, 14)
             assert [["done", "done"], ["failed", "failed"]][broken] == ended(loads, *sides)
             assert broken == any(load.error for load in loads)
             assert broken or [] == consumer.wrong(asked)
@@ -510,7 +482,7 @@ def test_extents_of_many_parts_with_long_names_fit_into_messages() -> None:
     address = RankAddress("e" * 255, 2**63 - 1, kvspec.RankId())
     key, covered = Key("r" * 1024, bytes(64)), list[str]()
     for extent in checksums.extents_of(plan, asked, kvspec.RankId(), kvspec.RankId()):
-        message = ChecksumRequest(key, address, address, 2**63 - 1, 2**63 - 1, extent=extent)
+        message = ChecksumRequest(key, address, address, 2**63 - 1, extent=extent)
         assert message == decode_message(encode_message(message))
         covered += extent.parts
     assert names == covered

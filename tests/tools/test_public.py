@@ -16,6 +16,8 @@ import pytest
 
 import kvspec
 
+pytestmark = pytest.mark.pages
+
 PACKAGE = Path(kvspec.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "public-names.md"
 MODULES = tuple(import_module(f"kvspec.{name}") for name in sorted(kvspec.ON_DEMAND))
@@ -25,7 +27,7 @@ PLACES = (kvspec, *MODULES)
 FROZEN = """
     kvspec BlockTable ChunkedLocalAttentionSpec CounterExample CrossAttentionSpec DescriptorTable
     kvspec EngineSpec FullAttentionSpec KVCacheGroup KVSpecError KeyContent LayerSpec
-    kvspec MLAAttentionSpec
+    kvspec MLAAttentionSpec TPTransferSlice
     kvspec MambaSpec Memory Mismatch MismatchError ParallelConfig Part RankCache RankId Region
     kvspec ReplicaPolicy SlidingWindowMLASpec SlidingWindowSpec SpecError Topology TransferError
     kvspec TransferPlan TransferRequest TransferState UniformTypeKVCacheSpecs WireError __version__
@@ -41,7 +43,7 @@ FROZEN = """
 """Names that version 1.0 will keep. Each line has a module and its names."""
 
 PROVISIONAL = """
-    kvspec TPTransferSlice scales_digest
+    kvspec scales_digest
     kvspec.adapters.sglang worker_rank
     kvspec.adapters.transformers Prompts
     kvspec.adapters.vllm WorkerInfo loses_a_token stages whole_engine worker_rank
@@ -83,7 +85,7 @@ WITHOUT_EXAMPLE = {
 }
 """Public classes and functions without an example in their docstring, by the reason."""
 
-MAX_FROZEN, MAX_PROVISIONAL = 60, 60
+MAX_FROZEN, MAX_PROVISIONAL = 61, 60
 
 
 def whole_names(table: str) -> list[str]:

@@ -12,7 +12,6 @@ import json
 import math
 import re
 import zlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from kvspec.inputs import MOST_MEMBERS
 from kvspec.memory.rank_cache import Memory, Region
 from kvspec.ownership.dtypes import ITEMSIZE, dtype_name
 from kvspec.ownership.parallel import MAX_RANKS
-from kvspec.session.checksums import Computation, steps_of
+from kvspec.session.checksums import advance, steps_of
 from kvspec.session.mailbox import introduced
 from kvspec.specs.uniform import _MAY_DIFFER
 from kvspec.tickets import ContentIdentity, PrefillTicket
@@ -270,7 +269,7 @@ def test_checksum_of_page_is_checksum_of_code() -> None:
             at = address - memory.ctypes.data
             content = memory[at : at + region.content_bytes].tobytes()
             wanted += total_of(content, "a", "k", unit, position)
-    own = Computation(partial(steps_of, cache, {"full": table}, extent)).advance(math.inf)
+    own = advance(steps_of(cache, {"full": table}, extent), math.inf)
     assert wanted % 2**64 == own
 
 
