@@ -78,7 +78,7 @@ def _loaded(options: Options, how: str) -> Row:
         def run(*, digest: bool) -> None:
             request, remote_id = work.request(), new_remote_id(f"{next(numbers)}")
             producer.hold(remote_id, blocks=request.producer_blocks)
-            load = consumer.load(request, remote_id=remote_id, timeout=60.0, verify=digest)
+            load = consumer.load(request, remote_id=remote_id, timeout=60.0, checksum=digest)
             # One thread polls both sides: the producer must answer for the digest.
             while load.poll() == "moving" or consumer.stats().loads:
                 producer.poll()

@@ -157,7 +157,7 @@ class Audit:
     nixl: NixlRank
     cache: RankCache
     messages: Messages
-    verdict: TransferState = TransferState.UNVERIFIED
+    verdict: TransferState = TransferState.UNCOMPARED
     source: RankId | None = None
     _open: dict[int, Question] | None = None
     _refused: str = ""
@@ -166,7 +166,7 @@ class Audit:
         for region in self.cache.regions:
             if region.memory_type != "DRAM":
                 rule = f"checksums need host memory, not {region.memory_type}"
-                raise SpecError("verify", True, rule=rule)  # noqa: FBT003
+                raise SpecError("checksum", True, rule=rule)  # noqa: FBT003
 
     def cancel(self) -> None:
         """Compare nothing any more. Later answers are not expected."""

@@ -1,4 +1,4 @@
-"""Loads with `verify` are done if checksums of both sides are equal, and fail otherwise."""
+"""Loads with `checksum` are done if checksums of both sides are equal, and fail otherwise."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def begin(sides: tuple[Side, Side], **more: Any) -> tuple[Any, list[Load]]:
     producer.fill(asked)
     consumer.spoil(asked)
     producer.hold(remote_id, blocks=asked.producer_blocks)
-    return asked, consumer.load(asked, remote_id, verify=True, **more)
+    return asked, consumer.load(asked, remote_id, checksum=True, **more)
 
 
 def ended(loads: list[Load], *sides: Side) -> list[str]:
@@ -186,7 +186,7 @@ def test_load_of_wrong_producer_blocks_fails() -> None:
         producer.fill(asked)
         producer.hold(remote_id, blocks=asked.producer_blocks)
         wrong = attrs.evolve(asked, producer_blocks={"full": [1, 3, 2, 4], "window": [1, 2, 3, 4]})
-        loads = consumer.load(wrong, remote_id, verify=True)
+        loads = consumer.load(wrong, remote_id, checksum=True)
         assert {"failed"} == set(ended(loads, *sides))
         assert {"differs"} == {load.error.state for load in loads if load.error}
 
@@ -199,11 +199,11 @@ def test_load_fails_when_the_producer_cannot_compute_checksums() -> None:
         for options in ({}, {"blocks": {name: [1] for name in asked.producer_blocks}}):
             remote_id = new_remote_id("r")
             producer.hold(remote_id, **options)
-            loads = consumer.load(asked, remote_id, verify=True)
+            loads = consumer.load(asked, remote_id, checksum=True)
             assert ["failed"] * 2 == ended(loads, *sides)
-            assert {"unverified"} == {load.error.state for load in loads if load.error}
+            assert {"uncompared"} == {load.error.state for load in loads if load.error}
             until(lambda: not any(s.held for s in producer.sessions.values()), *sides)
-        loads = consumer.load(asked, new_remote_id("r"), verify=True, timeout=0.2)
+        loads = consumer.load(asked, new_remote_id("r"), checksum=True, timeout=0.2)
         until(lambda: all(load.state == "failed" for load in loads), consumer)
         assert {"timeout"} == {load.error.state for load in loads if load.error}
         session = next(iter(producer.sessions.values()))
@@ -212,8 +212,8 @@ def test_load_fails_when_the_producer_cannot_compute_checksums() -> None:
                 session.hold(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
             assert "blocks" in caught.value.field
         with pytest.raises(SpecError) as caught:
-            consumer.load(asked, new_remote_id("r"), verify=7)
-        assert ("verify", 7) == (caught.value.field, caught.value.value)
+            consumer.load(asked, new_remote_id("r"), checksum=7)
+        assert ("checksum", 7) == (caught.value.field, caught.value.value)
 
 
 def test_checksum_rejects_an_extent_that_the_rank_lacks() -> None:
@@ -276,7 +276,7 @@ def test_checksum_for_an_earlier_load_does_not_answer_the_next() -> None:
         # The other ranks are not polled, so their loads keep the request held.
         until(lambda: session.poll() or not session.stats().loads, sides[0])
         other = attrs.evolve(asked, request_id="again", cached_tokens=7)
-        again = session.load(other, remote_id=first.remote_id, timeout=9.0, verify=True)
+        again = session.load(other, remote_id=first.remote_id, timeout=9.0, checksum=True)
         assert again.audit is not None
         until(lambda: again.audit._open, consumer)
         assert numbers.isdisjoint(again.audit._open or ())
@@ -293,7 +293,7 @@ def test_load_fails_when_a_rank_is_closed_before_its_checksums(side: int) -> Non
             session.nixl.close()
         assert ["failed"] * 2 == ended(loads, *sides)
         states = {load.error.state for load in loads if load.error}
-        assert states <= ({"unverified", "gone"}, {"closed"})[side]
+        assert states <= ({"uncompared", "gone"}, {"closed"})[side]
 
 
 def test_checksum_is_requested_again_once_in_each_heartbeat() -> None:
@@ -434,7 +434,7 @@ def test_load_rejects_verify_for_memory_of_a_device() -> None:
         cache_is_on_a_device(sides[1].first)
         with pytest.raises(SpecError, match="VRAM") as caught:
             begin(sides)
-        assert ("verify", True) == (caught.value.field, caught.value.value)
+        assert ("checksum", True) == (caught.value.field, caught.value.value)
 
 
 def test_checksums_are_compared_when_a_load_follows() -> None:
