@@ -53,7 +53,6 @@ How it works:
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -68,7 +67,7 @@ from kvspec.completion.ledger import (
     Record,
     Refused,
     Tell,
-    atomic,
+    recorded,
 )
 from kvspec.completion.states import PRODUCER
 from kvspec.descriptors.request import BlockTable
@@ -259,7 +258,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request = self.records.get(key)
         return request if request is not None and request.held else None
 
-    @atomic
+    @recorded
     def admit(
         self,
         key: Key,
@@ -281,8 +280,9 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """
         first = self.lease if lease is None else seconds("lease", lease)
         actions = self._tick(now)
-        request = self._change(key) or HeldRequest(key, 0.0, 0.0)
+        request = self.records.get(key) or HeldRequest(key, 0.0, 0.0)
         if request.state != "unknown":
+            self.actions += actions
             raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
         request.expires = self._now + first
         request.latest = self._now + max(self.longest, self.lease, first)
@@ -293,7 +293,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self._save(key, request)
         return actions
 
-    @atomic
+    @recorded
     def receive(self, message: Message, now: float) -> list[HoldAction]:
         """Process a message of a reader. Return actions."""
         actions = self._tick(now)
@@ -303,14 +303,14 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             return [*actions, Refused(message, "it is from another incarnation of that engine")]
         if why := self._unplanned(message):
             return [*actions, Refused(message, why)]
-        known = self._change(message.key)
+        known = self.records.get(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
         actions += self._deliver(request, message) + self._complete(request)
         if known or request.early:
             self._save(request.key, request)
         return actions
 
-    @atomic
+    @recorded
     def record_progress(
         self, key: Key, places: Iterable[Place], upto: int, now: float
     ) -> list[HoldAction]:
@@ -326,23 +326,27 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             SpecError: If the request is not held, or *upto* is less than before for a layer.
         """
         actions = self._tick(now)
-        request = self._held(key)
-        readers = request.reading()
-        for group, layer in places:
+        request, written = self.find(key), list(places)
+        if request is None:
+            self.actions += actions
+            raise SpecError("remote_id", key.remote_id, "a request that is held")
+        for group, layer in written:
             if upto < (before := request.progress.get((group, layer), 0)):
+                self.actions += actions
                 raise SpecError("upto", upto, f"at least {before}, the progress of {layer}")
-            self._put(request.progress, (group, layer), upto)
-            actions += [_progress(reader, (group, layer), upto) for reader in readers]
+        readers = request.reading()
+        for place in written:
+            request.progress[place] = upto
+            actions += [_progress(reader, place, upto) for reader in readers]
         return actions
 
-    @atomic
+    @recorded
     def abort(self, key: Key, now: float) -> list[HoldAction]:
         """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
         actions = self._tick(now)
-        request = self._change(key)
+        request = self.records.get(key)
         return actions + (self._step(request, "abort") if request and request.held else [])
 
-    @atomic
     def connect(self, engine_id: str, epoch: int, readers: Iterable[RankId] | None = None) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
 
@@ -357,7 +361,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """
         self._connect(engine_id, epoch)
         if readers is not None:
-            self._put(self._plans, (engine_id, epoch), frozenset(readers))
+            self._plans[engine_id, epoch] = frozenset(readers)
 
     def _unplanned(self, message: ReaderStatus) -> str:
         """Return why the plan, or the bounds of readers without a plan, refuse *message*, or ""."""
@@ -383,19 +387,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         super().disconnect(engine_id)
         for name in [name for name in self._plans if name[0] == engine_id]:
             del self._plans[name]
-
-    def clear(self) -> None:
-        """Forget all requests, without actions."""
-        self.records.clear()
-        self._wakes.clear()
-        self.counts.clear()
-
-    def _held(self, key: Key) -> HeldRequest:
-        """Return a held request to change; raise `SpecError` if there is none."""
-        request = self._change(key)
-        if request is None or not request.held:
-            raise SpecError("remote_id", key.remote_id, "a request that is held")
-        return request
 
     def _wake(self, request: HeldRequest, /) -> list[HoldAction]:
         """End the lease of a request, or forget the request, unless a heartbeat extended it."""
@@ -428,19 +419,18 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         actions: list[HoldAction] = act(request, message, before) if act else []
         if row.state == "forgotten":
             self._count("past", -len(request.readers))
-            self._drop(self.records, request.key)
+            self.records.pop(request.key, None)
         return actions
 
     def _note(self, request: HeldRequest, message: ReaderStatus, answer: type[Message]) -> None:
         """Record an accepted message of a reader, and the kind of its answer."""
         name = message.by.engine_id, message.by.epoch
-        engine = copy.copy(request.incarnations.get(name)) or Incarnation(message.expected)
-        self._put(request.incarnations, name, engine)
+        engine = request.incarnations.setdefault(name, Incarnation(message.expected))
         before, after = request.readers.get(message.by), HeldReader(message, answer)
         engine.come += before is None
         self._count("readers", before is None)
         engine.reading += (not after.done) - (before is not None and not before.done)
-        self._put(request.readers, message.by, after)
+        request.readers[message.by] = after
 
     def _keep(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         """Keep the latest early message of each reader."""
@@ -450,7 +440,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             return [Refused(message, why)]
         self._count("early", old is None)
         if old is None or message.number > old.number:
-            self._put(request.early, message.by, message)
+            request.early[message.by] = message
         return []
 
     def _early(self, request: HeldRequest) -> list[ReaderStatus]:
@@ -508,8 +498,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request.blocks, request.checksums = dict[str, BlockTable](), dict[Extent, bytes]()
         how = "done" if request.complete else "expired"
         how = "aborted" if before == "fenced" else how
-        self._put(self.freed, request.key.remote_id, how)
-        self._put(self.ended, how, self.ended[how] + 1)
+        self.freed[request.key.remote_id] = how
+        self.ended[how] += 1
         return []
 
 

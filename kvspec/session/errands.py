@@ -169,7 +169,6 @@ class Errands:
             elif errand.connection is not None or now >= errand.due:
                 self._run(name, errand, now)
         every = self._errands.values()
-        # Last: if this is interrupted, the next call looks at all of them again.
         self._awaited = {each.connection for each in every if each.connection is not None}
         self._next = min((time for each in every for time in each.times), default=math.inf)
 

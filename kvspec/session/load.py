@@ -60,6 +60,7 @@ from kvspec.inputs import instance, seconds
 from kvspec.nixl import Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
+from kvspec.session.background import SessionLock, closes_if_interrupted
 from kvspec.session.checksums import Audit
 from kvspec.session.remotes import Connection, RemoteEngine
 from kvspec.session.written import Blocks, blocks_of
@@ -101,6 +102,7 @@ class Load:
         producer: RemoteEngine | Connection,
         options: LoadOptions,
         step: Callable[[float], None],
+        lock: SessionLock,
         closed: Callable[[], bool],
         cancel: Callable[[Load], None],
         ticket: PrefillTicket | None = None,
@@ -120,7 +122,7 @@ class Load:
         self.advanced = False  # Whether the producer wrote more that is not read yet.
         self.on_progress: Callable[[int, int], object] | None = None
         self._reported = 0, 0  # What it was called with last.
-        self._step, self._closed, self._cancel = step, closed, cancel
+        self._lock, self._step, self._closed, self._cancel = lock, step, closed, cancel
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request.request_id!r}: {self.state}>"
@@ -147,6 +149,7 @@ class Load:
         self._step(0.0)
         return self.state
 
+    @closes_if_interrupted
     def wait(self, timeout: float | None = None) -> bool:
         """Poll until the state is "done".
 

@@ -7,11 +7,6 @@ more.
 Invariant: a load that follows reads data after it was written, and only once. The ledger counts
 both.
 
-Invariant: an interrupt between any two lines loses no action of the ledger. The ledger keeps each
-action until it was carried out, at once or at the next poll. Carrying out an action twice has the
-effect of once. If the start of a load is interrupted, the load fails, and its blocks are free when
-nothing can write them.
-
 How it works:
     `kvspec.session.load` describes the life of a load. These methods lead from state to state:
 
@@ -19,7 +14,7 @@ How it works:
         prepare   -> connecting   check everything and select the data, without the lock
         begin     -> moving       claim the blocks, start the steps, queue the reads, then let the
                                   ledger send the first heartbeats
-        give_up   -> draining     the start failed or was interrupted
+        refuse    -> draining     the start failed
         move                      poll the transfers; start what was written meanwhile
         receive                   give messages to the ledger; it may answer with actions
         act       -> done, failed carry the actions out: send messages, free blocks, set states
@@ -60,6 +55,7 @@ from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.merging import Sides
+from kvspec.nixl.transfer import K
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
 from kvspec.session.errands import Errands
@@ -145,6 +141,7 @@ class Loads:
         ledger: The ledger.
         remotes: The connected engines.
         waiting: Loads whose producer is being connected.
+        abandoned: Loads of an interrupted session, of which bytes may move.
         errands: Tickets that are kept or declined.
         closing: Whether the session is being closed, so that no load may begin.
         select: Passes a load whose producer is connected to a thread, which calls `serve`. If it is
@@ -159,6 +156,7 @@ class Loads:
     remotes: Remotes
     loads: dict[str, Load] = attrs.field(factory=dict)
     waiting: list[Waiting] = attrs.field(factory=list)
+    abandoned: dict[str, Load] = attrs.field(factory=dict)
     _small: int = 0  # Index of the next small flight to poll.
     _large: int = 0  # The same for large flights.
     _quiet: float = 0.0  # When large loads may take a whole turn.
@@ -205,12 +203,12 @@ class Loads:
     def open(self, load: Load) -> None:
         """Add *load* in the state *connecting*. It fails at its deadline.
 
-        Call `give_up` if this or `begin` raises.
+        Call `refuse` if `begin` raises.
         """
         name, now = load.request.request_id, self.now()
         self.check_free(name)
-        self.loads[name] = load
         self.ledger.begin(name, now, max(0.0, load.deadline - now))
+        self.loads[name] = load
         self.messages.counters.loads_started += 1
 
     def prepare(self, load: Load, remote: RemoteEngine) -> PreparedLoad:
@@ -248,8 +246,8 @@ class Loads:
         load.remote = prepared.remote  # Last: `connected` means that all the others are set.
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
-        reads = {self.ledger.start(name, rank): read for rank, read in prepared.reads.items()}
-        load.in_flight |= self._read(load, reads)
+        reads = self._read(load, prepared.reads)
+        load.in_flight |= {self.ledger.start(name, rank): read for rank, read in reads.items()}
         if self.select is None:  # Otherwise a thread polls soon.
             for read in reads.values():
                 with contextlib.suppress(TransferError):  # The next poll raises it again.
@@ -257,8 +255,8 @@ class Loads:
         self.ledger.connected(name, self.now())
         self.errands.end(load.engine_id, load.key)
 
-    def _read(self, load: Load, pairs: Mapping[Step, Sides | Transfer]) -> dict[Step, Transfer]:
-        """Post the reads of some steps of *load*."""
+    def _read(self, load: Load, pairs: Mapping[K, Sides | Transfer]) -> dict[K, Transfer]:
+        """Queue reads of *load*. The first poll of each posts it."""
         name, timeout = load.request.request_id, max(load.deadline - self.now(), 1e-3)
         return self.nixl.move("READ", pairs, request=name, timeout=timeout)
 
@@ -281,9 +279,12 @@ class Loads:
         # A name that no load has.
         name, now = f"decline {secrets.token_hex(8)}", self.now()
         plan = self._plan(remote, key, name, LoadOptions(), {})
-        # The deadline is now, so the next tick ends a load that an interrupt left half begun.
         self.ledger.begin(name, now, 0.0)
-        self.ledger.assign(plan)
+        try:
+            self.ledger.assign(plan)
+        except SpecError:  # A load has this name in messages.
+            self.ledger.cancel(name, now)
+            raise
         self.ledger.connected(name, now)
         self.messages.counters.declines += 1
 
@@ -296,31 +297,11 @@ class Loads:
             self.ledger.cancel(name, self.now(), why, state)
             self.act()
 
-    def give_up(self, load: Load, error: BaseException) -> None:
-        """End a load whose start raised *error*: it was refused, or interrupted at any line."""
-        name = load.request.request_id
-        if self.loads.get(name) is not load:
-            return  # Another load has this id, or this one has ended already.
-        why, state = "its start was interrupted", TransferState.STOPPED
-        if isinstance(error, Exception):
-            why, state = _reason(error, TransferState.REFUSED)
-        self._adopt(load, why, state)
+    def refuse(self, load: Load, error: Exception) -> None:
+        """End a load whose start raised *error*."""
+        why, state = _reason(error, TransferState.REFUSED)
         load.fail(None, why, state, error)
         self.cancel(load, why, state)
-        if name not in self.ledger.records:  # The ledger may not know the load yet.
-            self.loads.pop(name, None)
-
-    def _adopt(self, load: Load, why: str, state: TransferState) -> None:
-        """Fail each step of *load* that an interrupt left without a flight.
-
-        Its transfer may have been posted. Then the step stays open until that has ended.
-        """
-        posted = {transfer.key: transfer for transfer in self.nixl.transfers}
-        open_steps = self.ledger.open_steps(load.request.request_id)
-        for step in sorted(open_steps.difference(load.in_flight)):
-            if (flight := posted.get(step)) is not None:
-                load.in_flight[step] = flight
-            self.ledger.fail(step, why, self.now(), quiet=flight is None, state=state)
 
     def wait_for(self, waiting: Waiting) -> None:
         """Begin a load when its producer is connected.
@@ -364,7 +345,7 @@ class Loads:
         """
         load = waiting.load
         if load.connected and load.error is None:
-            return None  # It has begun: an interrupt of `serve_waiting` let it be selected twice.
+            return None  # It has begun.
         try:
             self.remotes.check_open()  # A closed session has cancelled the future.
             waiting.connection.future.result()
@@ -374,10 +355,8 @@ class Loads:
                     return remote
                 self.begin(load, result.usable)
                 return None
-        except BaseException as error:
-            self.give_up(load, error)
-            if not isinstance(error, Exception):  # An interrupt. Any other fails this load alone.
-                raise
+        except Exception as error:  # noqa: BLE001 - it fails this load alone
+            self.refuse(load, error)
         # Another load of the ticket may have begun meanwhile. It needs the prompt.
         ticket = load.ticket
         if ticket is not None and not self.remotes.closed and self.of(ticket) in ([], [load]):
@@ -395,17 +374,13 @@ class Loads:
 
     def _follow(self, load: Load) -> None:
         """Start to read what was written since the last time."""
-        name = load.request.request_id
-        try:
-            for advance in advances(self.ledger.readable(name), load.plan.sources):
-                upto = {(advance.group, layer): advance.tokens.stop for layer in advance.layers}
-                self._advance(load, advance, self.ledger.start(name, advance.rank, upto))
-                self.act()  # The deadline may have passed in between, and failed the load.
-                if load.error is not None:
-                    break
-        except BaseException:
-            self._adopt(load, "it was interrupted", TransferState.STOPPED)
-            raise
+        name, load.advanced = load.request.request_id, False
+        for advance in advances(self.ledger.readable(name), load.plan.sources):
+            upto = {(advance.group, layer): advance.tokens.stop for layer in advance.layers}
+            self._advance(load, advance, self.ledger.start(name, advance.rank, upto))
+            self.act()  # The deadline may have passed in between, and failed the load.
+            if load.error is not None:
+                break
 
     def _advance(self, load: Load, advance: Advance, step: Step) -> None:
         """Post the read of a step that has started, unless this rank needs nothing of it.
@@ -461,7 +436,6 @@ class Loads:
             self.remotes.evict(self._used)
         for load in [load for load in self.loads.values() if load.advanced]:
             self._follow(load)
-            load.advanced = False  # Last: an interrupted turn is repeated.
         end = time.monotonic() + TURN
         small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for name, load in list(self.loads.items()):
@@ -489,6 +463,31 @@ class Loads:
             if time.monotonic() >= end:
                 return place + 1
         return first
+
+    def abandon(self, why: str) -> None:
+        """Let all loads fail with "closed", whatever an interrupt has left. See `drain`."""
+        self.closing = True
+        for name, load in self.loads.items():
+            if load.state == "moving":
+                load.written |= load.connected  # Any byte may have been written.
+                load.fail(None, why, TransferState.CLOSED)
+                self.abandoned[name] = load
+        self.loads.clear()
+        self.waiting.clear()
+        self.errands.forget()
+        self.ledger.clear()
+
+    def drain(self) -> None:
+        """End the abandoned loads of which no byte can move."""
+        for read in self.nixl.transfers:
+            if read.request in self.abandoned:
+                with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                    read.stop("the session was interrupted", TransferState.CLOSED)
+        moving = {read.request for read in self.nixl.transfers}
+        for name in self.abandoned.keys() - moving:
+            load = self.abandoned.pop(name)
+            self.messages.counters.count_failed(TransferState.CLOSED)
+            load.state = "failed"
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Loads from another one fail."""
@@ -540,14 +539,11 @@ class Loads:
         self, load: Load, step: Step, why: str = "", state: TransferState = TransferState.GONE
     ) -> None:
         """Report the end of a step to the ledger. *why* is the reason of a failure, or ""."""
-        if step in self.ledger.open_steps(step.request_id):
-            now = self.now()
-            if why:
-                self.ledger.fail(step, why, now, state=state)
-            else:
-                self.ledger.finish(step, now)
-        # Last: if this is interrupted, the next poll ends the step again.
         load.in_flight.pop(step, None)
+        if why:
+            self.ledger.fail(step, why, self.now(), state=state)
+        else:
+            self.ledger.finish(step, self.now())
 
     def _compare(self, load: Load, audit: Audit, end: float) -> None:
         """Compare checksums with the producers, after everything has arrived."""

@@ -24,7 +24,14 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
-from kvspec.session.background import BUSY, Background, SessionLock, Worker, since_boot
+from kvspec.session.background import (
+    BUSY,
+    Background,
+    SessionLock,
+    Worker,
+    closes_if_interrupted,
+    since_boot,
+)
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.holds import Holds, Settled
@@ -63,7 +70,8 @@ class Session:
     Call any `poll` several times in each heartbeat interval, or set *background*. A poll also sends
     the messages that other methods have caused since the last one. Methods may be called from any
     thread. In a forked child they raise `TransferError` "forked". In a signal handler that runs
-    inside of another call of the session, they raise `TransferError` "busy".
+    inside of another call of the session, they raise `TransferError` "busy". An interrupt such as
+    `KeyboardInterrupt` inside of a call closes the session: its loads fail with "closed".
 
     Args:
         nixl: The NIXL agent of the rank. The caller closes it after the session.
@@ -97,6 +105,7 @@ class Session:
     """
 
     _background: Background | None = None
+    _interrupted = False
 
     def __init__(
         self,
@@ -147,7 +156,7 @@ class Session:
             lease=held_ledger.lease,
             heartbeat=load_ledger.heartbeat,
         )
-        self._lock, self._clock = SessionLock(), clock
+        self._lock, self._clock = SessionLock(self._abandon), clock
         self._connecting = tuple(SessionLock() for _ in range(CONNECTING))
         self._polled = self._next_discard = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
@@ -178,6 +187,7 @@ class Session:
         """The sealed introduction of this rank. Others pass it to `connect`. It is not secret."""
         return self._messages.introduction
 
+    @closes_if_interrupted
     def fetch(
         self, addresses: Iterable[str], timeout: float = 10.0, *, absent: float | None = None
     ) -> list[bytes]:
@@ -199,6 +209,7 @@ class Session:
         absent = answer if absent is None else seconds("absent", absent)
         return self._messages.fetch(addresses, answer, absent, self._poll_now, self._lock)
 
+    @closes_if_interrupted
     def connect(
         self,
         introductions: Iterable[bytes],
@@ -242,7 +253,7 @@ class Session:
             if ticket_of not in (None, name):
                 raise SpecError("engine_id", ticket_of, f"{name}, the engine at these addresses")
             self._messages.resolve(each.address for each in remote.ranks.values())
-            with self._lock.held:
+            with self._lock.held, self._lock:
                 if remote.by_ticket:
                     self._remotes.check_wanted(name)
                 if (known := self._remotes.known(remote)) is not None:
@@ -256,13 +267,14 @@ class Session:
             self._remotes.connect(remote, timeout)
             return remote.plan
 
+    @closes_if_interrupted
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that has ended. Loads from it fail, also those that wait for it.
 
         Reads in flight keep the blocks of their loads until they have ended.
         """
         instance("engine_id", engine_id, str)
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._disconnect(engine_id)
             self._wake()
 
@@ -273,6 +285,7 @@ class Session:
         self._remotes.forget(engine_id)
         self._messages.forget(engine_id)
 
+    @closes_if_interrupted
     def load(
         self,
         request: TransferRequest,
@@ -327,22 +340,16 @@ class Session:
             raise SpecError("on_progress", on_progress, "a function of two numbers of bytes")
         most = seconds("timeout", timeout)
         began = self._clock()
-        with self._lock.held:
+        with self._lock.held, self._lock:
             key, producer = self._producer(remote_id, ticket, engine_id)
-            load = Load(
-                request, key, producer, options, self._step, self._is_closed, self._cancel, ticket
-            )
+            session = self._step, self._lock, self._is_closed, self._cancel
+            load = Load(request, key, producer, options, *session, ticket)
             load.on_progress, load.began, load.deadline = on_progress, began, began + most
             if isinstance(producer, Connection):
-                try:
-                    self._loads.open(load)
-                    self._loads.wait_for(Waiting(producer, load))
-                    self._wake()
-                    # Return inside `try`: `give_up` must end the load if this is interrupted.
-                    return load  # noqa: TRY300 - see above
-                except BaseException as error:
-                    self._loads.give_up(load, error)
-                    raise
+                self._loads.open(load)
+                self._loads.wait_for(Waiting(producer, load))
+                self._wake()
+                return load
             self._loads.check_free(load.request.request_id)
         return self._begin(load, producer)
 
@@ -353,25 +360,25 @@ class Session:
         """
         while True:
             result = self._loads.prepared(load, remote)
-            with self._lock.held:
+            with self._lock.held, self._lock:
                 remote = self._remotes.find(load.engine_id)
                 if remote is not result.remote:
                     continue
                 prepared = result.usable
+                self._loads.open(load)
                 try:
-                    self._loads.open(load)
                     self._loads.begin(load, prepared)
-                    self._wake()
-                    return load  # noqa: TRY300 - as in `load`
-                except BaseException as error:
-                    self._loads.give_up(load, error)
+                except Exception as error:
+                    self._loads.refuse(load, error)
                     raise
+                self._wake()
+                return load
 
     def _start(self, waiting: Waiting) -> None:
         """Begin a load of a ticket. Runs in a thread of its own."""
         result: PreparedLoad | UnpreparedLoad | None = None
         while True:
-            with self._lock.held:
+            with self._lock.held, self._lock:
                 remote = self._loads.serve(waiting, result)
                 if remote is None:
                     if not self._remotes.closed:
@@ -379,6 +386,7 @@ class Session:
                     return
             result = self._loads.prepared(waiting.load, remote)
 
+    @closes_if_interrupted
     def cancel(self, remote_id: str) -> None:
         """Cancel the loads of a request, as `Load.cancel` does. Without such loads, do nothing.
 
@@ -386,11 +394,12 @@ class Session:
             SpecError: If *remote_id* is not from `new_remote_id`.
         """
         key = key_of(remote_id)
-        with self._lock.held:
+        with self._lock.held, self._lock:
             for load in [load for load in self._loads.loads.values() if load.key == key]:
                 self._loads.cancel(load)
             self._wake()
 
+    @closes_if_interrupted
     def decline(
         self,
         remote_id: str | None = None,
@@ -413,7 +422,7 @@ class Session:
             SpecError: If an argument is wrong.
             TransferError: With state "closed" if the session is closed.
         """
-        with self._lock.held:
+        with self._lock.held, self._lock:
             if ticket is None:
                 key = _named(remote_id)
                 self._loads.decline(self._remotes.find(engine_id), key)
@@ -422,6 +431,7 @@ class Session:
                 self._loads.give_up_ticket(_ticket(ticket, remote_id, engine_id))
             self._wake()
 
+    @closes_if_interrupted
     def keep(self, ticket: PrefillTicket, *, timeout: float) -> None:
         """Ask the producer of *ticket* to hold the prompt until this rank loads or declines it.
 
@@ -439,7 +449,7 @@ class Session:
             TransferError: With state "closed" if the session is closed.
         """
         most = seconds("timeout", timeout)
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._remotes.check_open()
             kept = _ticket(ticket, None, None)
             if not self._loads.of(kept):  # A load sends heartbeats by itself.
@@ -458,9 +468,10 @@ class Session:
     @property
     def held(self) -> tuple[RemoteId, ...]:
         """The held requests, whose blocks are not free."""
-        with self._lock.held:
+        with self._lock.held, self._lock:
             return tuple(key.remote_id for key in self._holds.ledger.held)
 
+    @closes_if_interrupted
     def hold(
         self,
         remote_id: str,
@@ -490,7 +501,7 @@ class Session:
         groups = {group.name for group in self._own.handshake.engine.groups}
         if strange := sorted(tables.keys() - groups):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._remotes.check_open()
             if self.nixl.closed:
                 raise TransferError("the NIXL rank was closed", state=TransferState.CLOSED)
@@ -499,6 +510,7 @@ class Session:
             self._messages.counters.holds_started += 1
             self._wake()
 
+    @closes_if_interrupted
     def record_progress(
         self, remote_id: str, upto: int, layers: Iterable[str] | None = None
     ) -> None:
@@ -521,10 +533,11 @@ class Session:
             raise SpecError("layers", strange[:3], f"layers of the engine, such as {[*homes][:3]}")
         positive_int("upto", upto, least=0)
         places = [(homes[layer].name, layer) for layer in named]
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._holds.ledger.record_progress(key, places, upto, self._clock())
             self._wake()
 
+    @closes_if_interrupted
     def abort(self, remote_id: str) -> None:
         """Give up a held request. Its readers receive `gone`.
 
@@ -534,33 +547,28 @@ class Session:
         Raises:
             SpecError: If *remote_id* is not from `new_remote_id`.
         """
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._holds.ledger.abort(key_of(remote_id), self._clock())
             self._wake()
 
+    @closes_if_interrupted
     def settled(self) -> Settled:
-        """Make progress on the session. Return the held requests that ended since the last call.
-
-        If the call is interrupted, the next call returns them.
-        """
+        """Make progress on the session. Return the held requests that ended since the last call."""
         self.poll()
-        freed, ledger = dict[RemoteId, str](), self._holds.ledger
+        ledger = self._holds.ledger
         if not ledger.freed and not self._messages.refused:
             return Settled()  # Without the lock, for which a scheduler might wait.
-        try:
-            with self._lock.held:
-                freed, foreign = dict(ledger.freed), tuple(self._messages.refused)
-                ledger.freed.clear()
-                self._messages.refused.clear()
-            ended = {
-                end: tuple(name for name, how in freed.items() if how == end)
-                for end in ("done", "expired", "aborted")
-            }
-            return Settled(**ended, foreign=foreign)
-        except BaseException:
-            ledger.freed.update(freed)
-            raise
+        with self._lock.held, self._lock:
+            freed, foreign = dict(ledger.freed), tuple(self._messages.refused)
+            ledger.freed.clear()
+            self._messages.refused.clear()
+        ended = {
+            end: tuple(name for name, how in freed.items() if how == end)
+            for end in ("done", "expired", "aborted")
+        }
+        return Settled(**ended, foreign=foreign)
 
+    @closes_if_interrupted
     def poll(self) -> None:
         """Make progress on everything: messages, transfers and deadlines. Never waits.
 
@@ -573,12 +581,15 @@ class Session:
 
     def _poll_now(self) -> None:
         """Poll in this thread."""
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._poll()
             if self._background is not None:
                 self._background.wake()
 
     def _poll(self) -> None:
+        if self._interrupted:
+            self._loads.drain()
+            return
         # The messages come first: only a reader that asked before the NIXL rank was closed has
         # valid data.
         messages = [*self._messages.receive()]
@@ -598,6 +609,21 @@ class Session:
         if self._polled >= self._next_discard and not self.nixl.closed:
             self._next_discard = self._polled + DISCARD
             self.nixl.discard_hellos()
+
+    def _abandon(self) -> None:
+        """Close the session after an interrupt, which may have left everything half changed.
+
+        It needs the lock. An interrupt of this call is no harm, because the next one repeats it.
+        """
+        why = "the session was closed, because one of its calls was interrupted"
+        self._interrupted = True
+        self._loads.abandon(why)
+        self._holds.close()
+        self._messages.close()
+        self._loads.drain()
+        self._remotes.abandon()
+        if self._background is not None:
+            self._background.end()
 
     def stats(self) -> SessionStats:
         """Return the numbers of unfinished things, and counters.
@@ -624,6 +650,7 @@ class Session:
             ),
         )
 
+    @closes_if_interrupted
     def close(self, drain: float = 1.0) -> None:
         """Let all loads fail with "closed", wait until nothing moves, and disconnect all engines.
 
@@ -634,14 +661,14 @@ class Session:
         end = time.monotonic() + seconds("drain", drain)
         if self._lock.forked:
             return
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._loads.closing = True  # No load begins between the next polls.
             for load in list(self._loads.loads.values()):
                 where = "" if load.connected else " before its producer was connected"
                 why = f"the session was closed{where}"
                 self._loads.cancel(load, why, TransferState.CLOSED)
         while True:
-            with self._lock.held:
+            with self._lock.held, self._lock:
                 self._poll()
                 moving = self._moving
             if not moving or time.monotonic() >= end:
@@ -650,7 +677,7 @@ class Session:
         if self._background is not None:
             self._starting.stop(max(0.0, end - time.monotonic()))
             self._background.stop()
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._loads.errands.forget()
             self._remotes.close()
             self._holds.close()
@@ -670,7 +697,7 @@ class Session:
     @property
     def _moving(self) -> bool:
         """Whether anything is in flight on either side. Needs the lock."""
-        return self._loads.moving or self._holds.moving
+        return bool(self._loads.moving or self._holds.moving or self._loads.abandoned)
 
     def _rest(self) -> float:
         """Return how many seconds the next poll may be away, if nothing happens before.
@@ -698,7 +725,7 @@ class Session:
             self._background.wake()
 
     def _cancel(self, load: Load) -> None:
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._loads.cancel(load)
             self._wake()
 
@@ -712,7 +739,7 @@ class Session:
 
     def _connect_ranks(self, engine_id: str, addresses: tuple[str, ...]) -> None:
         """Connect the producer of a ticket. Runs in the thread of `Remotes`."""
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._remotes.check_wanted(engine_id)
         found = self.fetch(addresses, ANSWER, absent=ABSENT)
         remote = judged(self._own, self.nixl, found, "producer", dead_tokens=self._dead_tokens)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import attrs
 import msgspec
 import pytest
-from lines import interrupted_at
 from two_engines import (
-    Direct,
     Side,
     ended,
     engine,
@@ -26,8 +23,7 @@ import kvspec
 from kvspec.errors import MismatchError, SpecError, TransferError, WireError
 from kvspec.nixl import NixlRank, merging, transfer
 from kvspec.ownership.replicas import Role
-from kvspec.session import Session, mailbox, new_remote_id, remotes
-from kvspec.session import session as session_module
+from kvspec.session import Session, new_remote_id
 from kvspec.session.mailbox import INTRODUCTION, introduced
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
@@ -247,47 +243,6 @@ def test_connect_that_is_refused_as_busy_leaves_the_engine_connected(
         assert [] == consumer.wrong(request())
         session.connect(producer.other_introductions)
         assert (len(roles), 0) == (session.stats().engines, session.stats().leaving)
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-@pytest.mark.parametrize("call", ["connect", "disconnect"])
-def test_interrupted_call_leaves_nothing_of_an_engine(call: str, *, restarted: bool) -> None:
-    """A repeated connect is complete, and a later disconnect leaves no agent, list or address."""
-    for place in range(0 if restarted else 1, 1000, 3):
-        with (
-            FakeNixl(),
-            Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
-            Side("D", engine(1), polled=False, channel=Direct("D"), heartbeat=0.05) as consumer,
-        ):
-            session = consumer.first
-            if call == "connect":
-                act = functools.partial(session.connect, producer.introductions)
-            else:
-                consumer.connect(producer)
-                act = functools.partial(session.disconnect, "P")
-            reached, _ = interrupted_at(place, act, session_module, remotes, mailbox)
-            consumer.poll()
-            with contextlib.ExitStack() as stack:
-                last = producer
-                if restarted:
-                    producer.close()
-                    side = Side("P", engine(1), epoch=2, polled=False, channel=Direct("P"))
-                    last = stack.enter_context(side)
-                consumer.connect(last)
-                remote_id = new_remote_id("r")
-                last.hold(remote_id)
-                load = session.load(request(), remote_id=remote_id, timeout=9.0)
-                assert ["done"] == ended([load], last, consumer)
-                quiet(last, consumer)
-                session.disconnect("P")
-                left = session.nixl.stats(), session.stats()
-                assert (0, 0) == (left[0].peers, left[0].lists)
-                assert (0, 0) == (left[1].engines, left[1].leaving)
-                assert {} == session._messages._addresses
-        if not reached:
-            assert place > 50
-            return
-    raise AssertionError("the call never ends")
 
 
 def test_connect_asks_all_ranks_of_an_engine_at_the_same_time(net: FakeNixl) -> None:

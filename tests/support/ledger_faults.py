@@ -254,7 +254,7 @@ class SendsNothingAfterGone(ConsumerLedger):
 
     def _fault(self, load: Any, why: str, state: TransferState, rank: Any = None) -> Any:
         if state is TransferState.GONE and rank is not None and load.state == "moving":
-            self._drop(load.waiting, rank)
+            load.waiting.pop(rank, None)
         return super()._fault(load, why, state, rank)
 
 
