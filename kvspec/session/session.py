@@ -105,6 +105,7 @@ class Session:
     """
 
     _background: Background | None = None
+    _interrupted = False
 
     def __init__(
         self,
@@ -155,8 +156,7 @@ class Session:
             lease=held_ledger.lease,
             heartbeat=load_ledger.heartbeat,
         )
-        self._lock, self._clock = SessionLock(), clock
-        self._lock.abandon, self._interrupted = self._abandon, False
+        self._lock, self._clock = SessionLock(self._abandon), clock
         self._connecting = tuple(SessionLock() for _ in range(CONNECTING))
         self._polled = self._next_discard = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
