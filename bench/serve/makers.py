@@ -14,7 +14,6 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
 import models
 from servers import CONNECTORS, ROOT, Server, running, vllm
 from sglang_servers import SGLang, sglang_router
-from traffic import Outcome, Traffic, body_of, prompts, tokenizer
+from traffic import VERDICTS, Outcome, Traffic, body_of, chosen, prompts, tokenizer
 
 LEASE = 30.0
 """Seconds of `hold` and `lease` of kvspec, as by default."""
@@ -194,7 +193,7 @@ def served(
             empty = [held(each) for each in pair]
             before = sum(each.tracebacks for each in pair)
             settings = row.concurrency, row.leaving, row.rejected
-            traffic = Clients(front.url, pool, answers, *settings, seed=len(row.name))
+            traffic = Clients(front.url, pool, answers, *settings, name=row.name, salted=False)
             traffic.words = engines.router == "SGLang's"
             begun = time.monotonic()
             killed = threading.Thread(target=_kill, args=(row.fault, pair), daemon=True)
@@ -236,9 +235,6 @@ def _kill(fault: int | None, pair: list[Server]) -> None:
         pair[fault].kill()
         pair[fault].start()
         pair[fault].ready()
-
-
-VERDICTS = ("same", "different", "stuck", "failed", "left", "rejected")
 
 
 def _numbers(row: Row, outcomes: list[Outcome], took: float, rest: list[float]) -> dict[str, Any]:
@@ -284,28 +280,21 @@ HEAD = (
 def main(write: Callable[[str], object] = print) -> int:
     """Serve the rows, and return 1 if any is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [row.name for row in ROWS]
-    parser.add_argument("--row", nargs="+", choices=names, default=names)
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--requests", type=int, default=100, help="requests of each row")
-    parser.add_argument("--folder", type=Path, help="for models, answers and logs")
-    options = parser.parse_args()
-    if options.list:
-        write("\n".join(names))
+    parser.add_argument("--requests", type=int, default=250, help="requests of each row")
+    if (options := chosen(parser, [row.name for row in ROWS], write)) is None:
         return 0
-    folder = (options.folder or Path(tempfile.mkdtemp(prefix="kvspec-makers-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder
     model = models.make("llama-6", folder)
     tokenizer(model, models.VOCABULARY)
     write(f"logs and models: {folder}\n\n{HEAD}")
-    wrong, chosen = 0, [row for row in ROWS if row.name in options.row]
-    for engines, rows in itertools.groupby(chosen, lambda row: row.engines):
-        for numbers in served(engines, list(rows), model, folder, options.requests):
+    wrong, rows = 0, [row for row in ROWS if row.name in options.row]
+    for engines, equal in itertools.groupby(rows, lambda row: row.engines):
+        for numbers in served(engines, list(equal), model, folder, options.requests):
             write(line(numbers))
             for why in numbers["why"]:
                 write(f"    {why}")
             wrong += not numbers["right"]
-    write(f"{len(chosen)} rows, {wrong} are wrong")
+    write(f"{len(rows)} rows, {wrong} are wrong")
     return int(bool(wrong))
 
 

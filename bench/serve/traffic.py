@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,27 @@ TOKENS = 8
 CLOSE = 1e-3
 """Log probabilities that differ by less are equal."""
 PATH = "/v1/completions"
+VERDICTS = ("same", "different", "stuck", "failed", "left", "rejected")
+
+
+def chosen(
+    parser: argparse.ArgumentParser, names: list[str], write: Callable[[str], object]
+) -> argparse.Namespace | None:
+    """Add the options that all tables have, parse the command line, and make the folder.
+
+    Returns:
+        The options, or None if only the *names* of the rows had to be written.
+    """
+    parser.add_argument("--row", nargs="+", choices=names, default=names)
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--folder", type=Path, help="for models, answers and logs")
+    options = parser.parse_args()
+    if options.list:
+        write("\n".join(names))
+        return None
+    options.folder = (options.folder or Path(tempfile.mkdtemp(prefix="kvspec-serve-"))).resolve()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return options
 
 
 def tokenizer(model: Path, vocabulary: int) -> None:
@@ -91,7 +115,8 @@ class Traffic:
         leaving: Share of clients that leave.
         rejected: Share of requests that the decode engine rejects.
         patience: Seconds after which a request is stuck.
-        seed: Seed of the draws.
+        name: Name of the row. It is the seed of the draws.
+        salted: Whether half of the requests get a salt, so that no engine has them in its cache.
     """
 
     url: str
@@ -101,7 +126,8 @@ class Traffic:
     leaving: float = 0.0
     rejected: float = 0.0
     patience: float = 120.0
-    seed: int = 0
+    name: str = ""
+    salted: bool = True
 
     async def run(self, numbers: range) -> list[Outcome]:
         """Send the requests of these numbers, and return how each has ended."""
@@ -111,7 +137,7 @@ class Traffic:
             connector=limits, timeout=aiohttp.ClientTimeout(total=None)
         ) as client:
             works = [
-                self._one(client, places, random.Random(f"{self.seed} {number}"), number)  # noqa: S311
+                self._one(client, places, random.Random(f"{self.name} {number}"), number)  # noqa: S311
                 for number in numbers
             ]
             return [*await asyncio.gather(*works)]
@@ -126,6 +152,8 @@ class Traffic:
         which = drawn.randrange(len(self.pool)) if drawn.random() < 0.5 else number
         which %= len(self.pool)
         body, stream = body_of(self.pool[which]), drawn.random() < 0.5
+        if self.salted and drawn.random() < 0.5:
+            body["cache_salt"] = f"{self.name} {number}"
         kind = drawn.choices(
             ["leave", "reject", "stay"],
             [self.leaving, self.rejected, 1 - self.leaving - self.rejected],

@@ -158,10 +158,12 @@ def engines(
     Returns:
         The engine.
 
-    >>> from hypothesis import find
-    >>> model = find(groups(["MLA"]), lambda _: True)
-    >>> find(engines(model), lambda engine: engine.parallel.pp_size == 2).parallel.tp_size
-    1
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(groups(["MLA"]).flatmap(engines))
+    ... def test_group_is_that_of_the_model(engine: EngineSpec) -> None:
+    ...     assert ["MLA"] == [group.name for group in engine.groups]
+    >>> test_group_is_that_of_the_model()
     """
     model = [attrs.evolve(group, kernel_block_size=None) for group in model]
     shape = shape or draw(shapes())[0]

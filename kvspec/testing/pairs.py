@@ -296,10 +296,12 @@ def other_engines(
 
     Laws that compare two cases need them.
 
-    >>> from hypothesis import find
-    >>> pair = find(engine_pairs(["MLA"]), lambda _: True)
-    >>> find(other_engines(pair, 4, EVERYTHING), lambda _: True)[0].parallel.tp_size
-    1
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(engine_pairs(["MLA"]).flatmap(lambda pair: other_engines(pair, 2, EVERYTHING)))
+    ... def test_other_engines_are_small(pair: tuple[EngineSpec, EngineSpec]) -> None:
+    ...     assert max(engine.parallel.tp_size for engine in pair) <= 4
+    >>> test_other_engines_are_small()
     """
     make = sharing_engines if shared else engines
     of_producer, of_consumer = draw(shapes(supports))

@@ -36,19 +36,46 @@ SYSTEM = attrs.evolve(RIGHT, name="forgetful", descriptors=forgets)
 """
 
 
+RUNS = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+import pytest
+
+ended = []
+for options in json.loads(sys.argv[1]):
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        status = pytest.main(["-p", "pytest_kvspec", *options])
+    ended.append((status, printed.getvalue()))
+print(json.dumps(ended))
+"""
+
+
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run pytest in *folder* with the plug-in and *options*."""
+    return started(folder, "-m", "pytest", "-p", "pytest_kvspec", *options)
+
+
+def runs(folder: Path, every: list[tuple[str, ...]]) -> list[tuple[int, str]]:
+    """Run pytest with each of the options in one process. Return the status and the output."""
+    return [
+        tuple(each) for each in json.loads(started(folder, "-c", RUNS, json.dumps(every)).stdout)
+    ]
+
+
+def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in *folder*, which gets a configuration of pytest."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "examples", folder)))
     environment = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_kvspec", *options]
     # An own configuration, which is as strict as that of this project.
     (folder / "pytest.ini").write_text(
         "[pytest]\nfilterwarnings = error\naddopts = --strict-markers --strict-config\n",
         encoding="utf-8",
     )
     return subprocess.run(  # noqa: S603 - pytest
-        command, capture_output=True, text=True, check=False, cwd=folder, env=environment
-    )
+        [sys.executable, *arguments],
+        capture_output=True, text=True, check=False, cwd=folder, env=environment,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +186,7 @@ def test_fault_of_several_axes_is_shown_once(tmp_path: Path) -> None:
 def test_plugin_refuses_a_line_without_test_and_a_missing_system(tmp_path: Path) -> None:
     (tmp_path / "known.txt").write_text("maximal/*\n", encoding="utf-8")
     (tmp_path / "broken.py").write_text("x = 1 / 0\n", encoding="utf-8")
-    for options, words in (
+    wrong = (
         (("toy_system:SYSTEM", "--kvspec-xfail", "known.txt"),
          ("known.txt:1", "'maximal/*'", "exact_cover", "layouts")),
         (("no.such.module:SYSTEM",), ("cannot import no.such.module", "No module named")),
@@ -168,10 +195,10 @@ def test_plugin_refuses_a_line_without_test_and_a_missing_system(tmp_path: Path)
         (("toy_system",), ("MODULE:NAME",)),
         (("",), ("MODULE:NAME",)),
         (("toy_system:SYSTEM", "--kvspec-report", "none/report.json"), ("none/report.json",)),
-    ):  # fmt: skip
-        done = run(tmp_path, "--kvspec", *options)
-        printed = done.stdout + done.stderr
-        assert pytest.ExitCode.USAGE_ERROR == done.returncode
+    )  # fmt: skip
+    ended = runs(tmp_path, [("--kvspec", *options) for options, _ in wrong])
+    for (_, words), (status, printed) in zip(wrong, ended, strict=True):
+        assert pytest.ExitCode.USAGE_ERROR == status
         assert [word for word in words if word not in printed] == []
         assert "0 exact" not in printed
 

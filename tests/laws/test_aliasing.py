@@ -20,6 +20,8 @@ from kvspec.memory.aliasing import meetings
 from kvspec.testing import strategies
 from tests.support.refused import refusal
 
+pytestmark = pytest.mark.uncovered
+
 BLOCK, HEADS, SIZE = 2, 2, 2
 SPEC = builders.gqa(HEADS, block_size=BLOCK, head_size=SIZE, head_size_v=1, dtype="uint8")
 MEMORY = kvspec.Memory(0, 2**40)

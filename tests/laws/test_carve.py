@@ -20,6 +20,8 @@ from kvspec.testing import strategies
 from kvspec.testing.carve import logical_views, stored_views
 from kvspec.testing.parallels import is_state
 
+pytestmark = pytest.mark.uncovered
+
 RANK = kvspec.RankId()
 
 

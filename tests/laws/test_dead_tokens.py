@@ -20,6 +20,8 @@ from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import rows_of
 from kvspec.testing.world import Copies, described, inside, selected, world
 
+pytestmark = pytest.mark.uncovered
+
 WAYS: list[Copies] = [described, selected]
 
 # The window begins inside a tile, and both ends of the window lie in one tile.

@@ -20,6 +20,8 @@ from kvspec.testing import Case, laws, strategies
 from kvspec.testing.laws import KVSPEC, LAWS, System
 from kvspec.testing.world import Copy, PreparedLists, World
 
+pytestmark = pytest.mark.uncovered
+
 OF_PLANS = [law for law in LAWS if law.number in {1, 3, 5, 6, 7}]
 OF_BYTES = [law for law in LAWS if law.number in {1, 4, 8, 9, 10, 11, 13}]
 PLANNER = attrs.evolve(KVSPEC, descriptors=None, prepared=None)

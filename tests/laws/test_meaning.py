@@ -27,6 +27,8 @@ from kvspec.testing.laws import KVSPEC, LAWS, System
 from kvspec.testing.pairs import meant_spec
 from kvspec.testing.world import Copy, World, described, world
 
+pytestmark = pytest.mark.uncovered
+
 HALVES = KeyContent(rotary="halves", rotary_size=8)
 PAIRS = attrs.evolve(HALVES, rotary="pairs")
 PARTIAL = KeyContent(rotary="pairs", rotary_start=4, rotary_size=4)

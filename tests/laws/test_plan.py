@@ -26,6 +26,8 @@ from kvspec.testing.laws import KVSPEC
 from kvspec.testing.laws.owners import counted_replicas, owns, targets
 from kvspec.testing.world import plan_of
 
+pytestmark = pytest.mark.uncovered
+
 PLANS = strategies.plans()
 MANY = settings(max_examples=2 * settings.default.max_examples)
 UNEQUAL_CONTEXTS = (

@@ -20,6 +20,8 @@ from kvspec.testing import Case, strategies
 from kvspec.testing.world import selected, world
 from tests.support.refused import refusal
 
+pytestmark = pytest.mark.uncovered
+
 
 @given(st.data(), strategies.cases() | special_cases.common_cases() | strategies.sharing_cases())
 @settings(max_examples=settings.default.max_examples // 2)

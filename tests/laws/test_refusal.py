@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 import kvspec
 from kvspec.testing import strategies
 
+pytestmark = pytest.mark.uncovered
+
 Engines = tuple[kvspec.EngineSpec, kvspec.EngineSpec]
 
 BASE = {"block_size": 2, "total_num_kv_heads": 4, "head_size": 2, "dtype": "bfloat16"}

@@ -22,6 +22,8 @@ from kvspec.ownership.sharding import even_sharding
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.testing.strategies import POLICIES, specs
 
+pytestmark = pytest.mark.uncovered
+
 SIZES = st.integers(1, 16)
 MANY = settings(max_examples=5 * settings.default.max_examples)
 POLICY = st.sampled_from(POLICIES)

@@ -38,6 +38,8 @@ from kvspec.testing.world import plan_of
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
+pytestmark = pytest.mark.uncovered
+
 TRIES, FEW = 1400, 300
 
 

@@ -199,6 +199,7 @@ def test_verify_names_a_wrong_byte_and_its_kind(case: strategies.Case, how: str,
         assert (example.consumer, address_of(here, example), example.kind) in wrong
 
 
+@pytest.mark.uncovered
 @given(CASES | strategies.sharing_cases(), st.sampled_from(HOW), st.integers(0, 2**16))
 def test_suspects_are_the_contents_that_judge_finds_wrong(
     case: strategies.Case, how: str, pick: int

@@ -17,7 +17,7 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from tickets_kept import ASKED, LEASE, kept, ticket_of
+from tickets_kept import ASKED, LEASE, connect_by_ticket, kept, ticket_of
 from two_engines import Side, engine, freed, land, let_nothing_land, until
 
 from kvspec.errors import SpecError, TransferError, TransferState
@@ -38,9 +38,16 @@ def sides() -> Iterator[tuple[Side, Side]]:
         yield producer, consumer
 
 
-def test_kept_prompt_is_loadable_long_after_its_lease(sides: tuple[Side, Side]) -> None:
+@pytest.fixture
+def known(sides: tuple[Side, Side]) -> tuple[Side, Side]:
+    """Return the two engines after the consumer has connected the producer."""
+    connect_by_ticket(sides[1], sides[0])
+    return sides
+
+
+def test_kept_prompt_is_loadable_long_after_its_lease(known: tuple[Side, Side]) -> None:
     """The queue of the consumer takes four leases. Afterwards every byte arrives."""
-    producer, consumer = sides
+    producer, consumer = known
     ticket = ticket_of(producer)
     producer.fill(ASKED)
     consumer.spoil(ASKED)
@@ -62,21 +69,22 @@ def test_prompt_that_nobody_keeps_is_free_after_its_lease(sides: tuple[Side, Sid
     until(lambda: not any(one.held for one in producer.sessions.values()), producer)
 
 
-def test_kept_prompt_that_is_declined_is_free_at_once(sides: tuple[Side, Side]) -> None:
-    producer, consumer = sides
-    ticket = ticket_of(producer)
+def test_kept_prompt_that_is_declined_is_free_at_once(known: tuple[Side, Side]) -> None:
+    """The first lease is longer than the test waits."""
+    producer, consumer = known
+    ticket, every = ticket_of(producer, lease=60.0), list(consumer.sessions.values())
+    before = [one.stats().counters.messages_received for one in every]
     kept(consumer, ticket)
-    time.sleep(2 * LEASE)
-    begun = time.monotonic()
+    until(lambda: all(one.stats().counters.messages_received > count
+                      for one, count in zip(every, before, strict=True)))  # fmt: skip
     for one in consumer.sessions.values():
         one.decline(ticket=ticket)
     until(lambda: not any(one.held for one in producer.sessions.values()), producer)
-    assert LEASE / 2 > time.monotonic() - begun
     assert all("done" in repr(one.settled()) for one in producer.sessions.values())
 
 
-def test_kept_prompt_is_declined_when_its_time_is_over(sides: tuple[Side, Side]) -> None:
-    producer, consumer = sides
+def test_kept_prompt_is_declined_when_its_time_is_over(known: tuple[Side, Side]) -> None:
+    producer, consumer = known
     ticket = ticket_of(producer)
     kept(consumer, ticket, timeout=2 * LEASE)
     until(lambda: not any(one.held for one in producer.sessions.values()), producer)
@@ -85,9 +93,9 @@ def test_kept_prompt_is_declined_when_its_time_is_over(sides: tuple[Side, Side])
 
 
 def test_prompt_of_a_consumer_that_has_ended_is_free_after_one_lease(
-    sides: tuple[Side, Side],
+    known: tuple[Side, Side],
 ) -> None:
-    producer, consumer = sides
+    producer, consumer = known
     ticket = ticket_of(producer)
     kept(consumer, ticket)
     time.sleep(2 * LEASE)
@@ -97,9 +105,9 @@ def test_prompt_of_a_consumer_that_has_ended_is_free_after_one_lease(
     assert 2 * LEASE > time.monotonic() - begun
 
 
-def test_load_after_an_abort_of_a_kept_prompt_fails_with_gone(sides: tuple[Side, Side]) -> None:
+def test_load_after_an_abort_of_a_kept_prompt_fails_with_gone(known: tuple[Side, Side]) -> None:
     """The answer `gone` ends the heartbeats, and the load learns the reason."""
-    producer, consumer = sides
+    producer, consumer = known
     ticket = ticket_of(producer)
     kept(consumer, ticket)
     time.sleep(LEASE)
@@ -158,7 +166,7 @@ def test_decline_that_is_never_delivered_is_logged_and_counted(
 def test_silent_producer_delays_no_other(sides: tuple[Side, Side]) -> None:
     """It accepts connections and never answers, as a stopped process does."""
     producer, consumer = sides
-    ticket = ticket_of(producer)
+    ticket = ticket_of(producer, lease=30.0)
     producer.fill(ASKED)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -185,9 +193,9 @@ def test_load_of_a_kept_prompt_that_is_cancelled_frees_it_at_once(
     assert [0, 0] == [one.stats().errands for one in consumer.sessions.values()]
 
 
-def test_prompt_that_one_rank_keeps_is_free_after_a_lease(sides: tuple[Side, Side]) -> None:
+def test_prompt_that_one_rank_keeps_is_free_after_a_lease(known: tuple[Side, Side]) -> None:
     """The other rank neither reads nor declines. The first one stops to keep it."""
-    producer, consumer = sides
+    producer, consumer = known
     ticket = ticket_of(producer)
     consumer.first.keep(ticket, timeout=3 * LEASE)
     time.sleep(2 * LEASE)
@@ -207,7 +215,7 @@ def test_call_beside_a_load_of_the_ticket_does_not_end_the_load(
     ):
         producer.fill(ASKED)
         consumer.spoil(ASKED)
-        consumer.connect(producer)
+        connect_by_ticket(consumer, producer)
         ticket, one = ticket_of(producer), consumer.first
         one.keep(ticket, timeout=LEASE)
         let_nothing_land(net)
@@ -228,10 +236,10 @@ def test_call_beside_a_load_of_the_ticket_does_not_end_the_load(
 
 
 def test_prompt_stays_kept_while_its_load_waits(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    known: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time of `keep` ends before the data is selected. The load has a time of its own."""
-    producer, consumer = sides
+    producer, consumer = known
     one, waits = consumer.first, threading.Event()
     prepare = Loads.prepare
 
@@ -250,9 +258,9 @@ def test_prompt_stays_kept_while_its_load_waits(
     assert 0 == one.stats().errands
 
 
-def test_tickets_of_one_request_at_two_engines_are_two_errands(sides: tuple[Side, Side]) -> None:
+def test_tickets_of_one_request_at_two_engines_are_two_errands(known: tuple[Side, Side]) -> None:
     """Declining one of them does not end the other."""
-    producer, consumer = sides
+    producer, consumer = known
     ticket = ticket_of(producer)
     stranger = attrs.evolve(ticket, engine_id="nobody", addresses=("127.0.0.1:9",))
     kept(consumer, ticket)
@@ -272,7 +280,7 @@ def test_producer_that_was_restarted_after_keep_fails_the_load_and_serves_the_ne
     ):
         one = consumer.first
         with Side("P", engine(1), polled=False, lease=LEASE, background=True) as producer:
-            old = ticket_of(producer)
+            old = ticket_of(producer, lease=30.0)
             one.keep(old, timeout=30.0)
             until(lambda: one.stats().counters.messages_received)
         more: Any = {"epoch": 2, "polled": False, "lease": LEASE, "background": True}
@@ -283,7 +291,7 @@ def test_producer_that_was_restarted_after_keep_fails_the_load_and_serves_the_ne
             until(lambda: load.poll() == "failed")
             assert load.error is not None
             assert load.error.state in ("peer_lost", "stale_peer", "gone", "timeout")
-            new = ticket_of(producer, "new")
+            new = ticket_of(producer, "new", lease=30.0)
             one.keep(new, timeout=30.0)
             load = one.load(attrs.evolve(ASKED, request_id="s"), ticket=new, timeout=9.0)
             assert load.wait(9.0)

@@ -30,6 +30,8 @@ from kvspec.testing import FakeNixl
 from kvspec.tickets import PrefillTicket
 from tests.support.recorded_llama import PROMPT, STATES, RecordedLlama
 
+pytestmark = pytest.mark.adapters
+
 # Architectures, and whether flash attention is on. Without it, values are transposed.
 KINDS = [("llama", 0), ("llama", 1), ("qwen3", 0), ("qwen3", 1)]
 # The order of keys in llama.cpp, and whether they are normalised.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,8 @@ from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import NixlRank
 from kvspec.session import Session
 from kvspec.testing import FakeNixl
+
+pytestmark = pytest.mark.adapters
 
 FIRST = {"first_token": 7, "sampling": "greedy"}
 TOKENS = list(range(100, 113))
@@ -137,7 +140,8 @@ def test_interrupted_hold_never_gives_the_blocks_of_a_held_prompt() -> None:
         def hold() -> None:
             tables = filled(buffer)
             try:
-                buffer.hold(session, "r", TOKENS, tables)
+                # An aborted prompt is held for the rest of its lease.
+                buffer.hold(session, "r", TOKENS, tables, lease=0.2)
             except BaseException:
                 buffer.give(tables)
                 raise
@@ -153,6 +157,7 @@ def test_interrupted_hold_never_gives_the_blocks_of_a_held_prompt() -> None:
                 session.abort(remote_id)
             while session.held:
                 buffer.reclaim(session)
+                time.sleep(0.01)
             buffer.reclaim(session)
             assert all(len({*free}) == len(free) for free in buffer._free.values())
             place += 1

@@ -22,7 +22,7 @@ from sglang_engines import Engine, model, prepare
 
 from kvspec.adapters.sglang import tickets
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.adapters, pytest.mark.nixl]
 
 PROMPT = list(range(10, 310))
 rooms = itertools.count(1)

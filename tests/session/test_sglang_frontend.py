@@ -12,6 +12,8 @@ import pytest
 import kvspec
 from kvspec.adapters.sglang import frontend_hooks, plugin
 
+pytestmark = pytest.mark.adapters
+
 WORKS = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 5}
 
 

@@ -16,6 +16,8 @@ from kvspec.adapters.rotating_modules import ALWAYS, CONDITIONS, applies_rotary
 from kvspec.adapters.sglang import backend, plugin
 from kvspec.adapters.sglang.describing import ONLY
 
+pytestmark = pytest.mark.adapters
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns of each kernel that a CPU does not have.
     sglang = pytest.importorskip("sglang", reason="SGLang is not installed")

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     plugin.register()
     HookRegistry.apply_hooks()
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.adapters, pytest.mark.nixl]
 
 TOKENS = producer.PROMPT
 

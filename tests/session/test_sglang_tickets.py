@@ -20,6 +20,8 @@ from kvspec.adapters.sglang.lookups import Lookups
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
 
+pytestmark = pytest.mark.adapters
+
 
 @contextlib.contextmanager
 def ticket_server() -> Iterator[tuple[tickets.TicketServer, tuple[str, int]]]:

@@ -13,7 +13,7 @@ import pytest
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from tickets_kept import ASKED, LEASE, ticket_of
-from two_engines import Side, engine, land, let_nothing_land, until
+from two_engines import Side, engine, land, until
 
 from kvspec.errors import TransferError
 from kvspec.session.loads import Loads
@@ -21,10 +21,9 @@ from kvspec.testing import FakeNixl
 
 
 @pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
+def sides(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
     """Yield two engines of one rank that are not connected. Leases of tickets are long."""
     with (
-        FakeNixl(),
         Side("P", engine(1), polled=False, background=True) as producer,
         Side("D", engine(1), polled=True, background=True) as consumer,
     ):
@@ -81,53 +80,20 @@ def test_two_cancelled_loads_decline_their_ticket(
     until(lambda: not consumer.first.stats().errands)
 
 
-def test_ticket_is_declined_after_a_later_attempt() -> None:
-    """The producer refuses what is older than the last attempt of the reader."""
-    with (
-        FakeNixl() as net,
-        Side("P", engine(1), polled=False, background=True) as producer,
-        Side("D", engine(1), polled=True, background=True) as consumer,
-    ):
-        let_nothing_land(net)
-        ticket = ticket_of(producer, lease=60.0)
-        load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0, attempt=1, again=True)
-        until(lambda: net.moving)
-        load.cancel()
-        land(net)
-        until(lambda: not consumer.first.stats().loads)
-        assert ("failed", True) == (load.state, bool(producer.first.held))
-        consumer.first.decline(ticket=ticket, attempt=1)
-        until(lambda: not producer.first.held)
-
-
-def test_decline_reaches_a_load_whose_bytes_still_move() -> None:
-    """The load had announced another attempt. The decline takes that back."""
-    with (
-        FakeNixl() as net,
-        Side("P", engine(1), polled=False, background=True) as producer,
-        Side("D", engine(1), polled=True, background=True) as consumer,
-    ):
-        let_nothing_land(net)
-        ticket = ticket_of(producer, lease=60.0)
-        load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0, again=True)
-        until(lambda: net.moving)
-        load.cancel()
-        consumer.first.decline(ticket=ticket)
-        land(net)
-        until(lambda: not producer.first.held)
-
-
-def test_decline_beside_a_failing_load_with_another_attempt_ahead_is_sent(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+def test_decline_beside_a_load_whose_bytes_still_move_is_sent_once(
+    net: FakeNixl, sides: tuple[Side, Side]
 ) -> None:
-    """The load keeps the request for the next attempt, so it informs nobody itself."""
+    """The load informs the producer when it ends."""
     producer, consumer = sides
-    goes_on = delayed(consumer, monkeypatch)
+    # The byte that proves a connection lands.
+    net.fate = lambda flight: flight.land() if len(flight.copies) == 1 else None
     ticket = ticket_of(producer, lease=60.0)
-    load = consumer.first.load(ASKED, ticket=ticket, timeout=20.0, again=True)
-    consumer.first.decline(ticket=ticket)
+    load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0)
+    until(lambda: load.in_flight and net.moving)
     load.cancel()
-    goes_on.set()
+    consumer.first.decline(ticket=ticket)
+    assert 0 == consumer.first.stats().errands
+    land(net)
     until(lambda: not producer.first.held)
 
 
@@ -178,7 +144,6 @@ def test_load_that_begins_while_its_session_closes_has_ended_after_close(
 ) -> None:
     """A scheduler's thread calls `load` between two polls of `close`."""
     producer, consumer = sides
-    producer.first.hold("p", lease=60.0) if False else None
     ticket, one = ticket_of(producer, lease=60.0), consumer.first
     move, late = Loads.move, list[Any]()
     closing = threading.Event()

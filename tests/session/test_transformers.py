@@ -21,6 +21,8 @@ from kvspec.specs.key_content import without_rotation
 from kvspec.testing import FakeNixl
 from kvspec.tickets import ContentIdentity, PrefillTicket
 
+pytestmark = pytest.mark.adapters
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -40,7 +40,7 @@ from kvspec.adapters.vllm.worker_side import Settings
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.adapters, pytest.mark.usefixtures("simulated")]
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,7 @@ def asked(num_tokens: int = 13, cached: int = 0, tables: Any = OTHERS) -> kvspec
     )
 
 
+@pytest.mark.nixl
 @pytest.mark.parametrize(
     ("tp", "pp", "cached"),
     [
@@ -124,6 +125,7 @@ def test_engines_with_a_short_lease_load() -> None:
         assert {} == consumer.failed
 
 
+@pytest.mark.nixl
 @pytest.mark.parametrize("staging", [0, 4])
 def test_prompt_moves_between_blocks_of_other_sizes(staging: int) -> None:
     """Blocks of 4 tokens are read into blocks of 8, with and without a staging area."""
@@ -545,14 +547,6 @@ def test_ranks_of_another_connector_are_refused() -> None:
         scheduling().set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
 
 
-def test_vllm_finds_the_connector_by_its_name() -> None:
-    """A `MultiConnector` reads the numbers of its connectors by their names."""
-    factory = sys.modules["vllm.distributed.kv_transfer.kv_connector.factory"]
-    importlib.import_module(CONNECTOR)._register()  # A second time, which changes nothing.
-    name = f"{CONNECTOR}.KvspecConnector"
-    assert name == factory.KVConnectorFactory.registry["KvspecConnector"]
-
-
 def test_adapter_whose_files_change_is_unknown(tmp_path: Path) -> None:
     """VLLM has the old weights in memory, and prompts that were computed with them in its cache."""
 
@@ -891,8 +885,8 @@ def test_request_beside_a_connector_of_one_group_is_held_and_cancelled() -> None
     assert 1 == len(decode.build_connector_meta(None).declined)
 
 
-def test_connector_is_registered_so_that_multiconnector_finds_its_numbers() -> None:
-    """A second import, such as that of a new process's front end, changes nothing."""
+def test_vllm_finds_the_connector_by_its_name() -> None:
+    """A `MultiConnector` reads the numbers of its connectors by name. Importing twice is right."""
     for _ in range(2):
         sys.modules.pop(CONNECTOR, None)
         importlib.import_module(CONNECTOR)

@@ -32,7 +32,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 # vLLM imports what torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.adapters, pytest.mark.filterwarnings("ignore")]
 
 SIZE, WIDTH, TOKENS = 16, 96, 8
 COMMON = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 6, "vocab_size": 64}

@@ -10,6 +10,8 @@ import pytest
 
 import kvspec
 
+pytestmark = pytest.mark.pages
+
 MODULES = [
     "kvspec",
     *(

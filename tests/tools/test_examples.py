@@ -12,6 +12,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+pytestmark = pytest.mark.pages
+
 FOLDER = Path(__file__).parents[2] / "examples"
 # A router and a supervisor are whole programs. One cannot read more at a time.
 MAX_LINES = 165

@@ -12,6 +12,8 @@ import pytest
 import kvspec
 from kvspec.ownership.stripes import Stripe
 
+pytestmark = pytest.mark.pages
+
 RUN = Path(__file__).parents[2] / "fuzz" / "run.py"
 INPUTS = 40
 Plant = Callable[[pytest.MonkeyPatch], None]

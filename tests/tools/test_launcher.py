@@ -18,6 +18,7 @@ from typing import Any
 
 import builders
 import pytest
+from forked import Forked
 from refused import check_rejected, has_in_order
 
 import kvspec
@@ -26,6 +27,7 @@ from kvspec.run.job import Job
 from kvspec.run.launched import LAUNCHERS, Place
 
 pytestmark = [
+    pytest.mark.pages,
     pytest.mark.nixl,
     pytest.mark.skipif(
         find_spec("torch") is None or not any(find_spec(name) for name in package_names()),
@@ -58,31 +60,34 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def started(arguments: list[str], **variables: object) -> subprocess.Popen[str]:
-    """Start Python on this checkout with *arguments* and additional environment *variables*."""
+def environment_of(**variables: object) -> dict[str, str]:
+    """Return the environment of a command on this checkout, with additional *variables*."""
     environment = {name: value for name, value in os.environ.items() if name not in OTHERS}
     environment |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     environment |= {"KVSPEC_SECRET": SECRET}
-    environment |= {name: str(value) for name, value in variables.items()}
+    return environment | {name: str(value) for name, value in variables.items()}
+
+
+def started(arguments: list[str], **variables: object) -> subprocess.Popen[str]:
+    """Start Python on this checkout with *arguments* and additional environment *variables*."""
     return subprocess.Popen(  # noqa: S603 - this checkout's own commands
         [sys.executable, *arguments],
-        env=environment,
+        env=environment_of(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def rank_of(
-    launcher: str, number: int, store: int, *more: str, secret: str = SECRET
-) -> subprocess.Popen[str]:
+def rank_of(launcher: str, number: int, store: int, *more: str, secret: str = SECRET) -> Forked:
     """Start one of two processes as *launcher* does. The store has the port *store*."""
     names = dict(zip(LAUNCHERS[launcher], (number, 2, number), strict=True))
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store, "KVSPEC_SECRET": secret, **names}
-    return started(["-m", "kvspec.cli", *COMMAND, "--launcher", launcher, *more], **variables)
+    folder = Path(tempfile.mkdtemp(dir=MODEL.parent))
+    return Forked([*COMMAND, "--launcher", launcher, *more], environment_of(**variables), folder)
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen[str] | Forked, seconds: float = 120) -> tuple[Any, str, str]:
     """Return exit status, output and error output."""
     output, errors = process.communicate(timeout=seconds)
     return process.returncode, output, errors
@@ -102,15 +107,6 @@ def test_two_nodes_of_torchrun_move_every_byte() -> None:
     assert (0, 0) == (status, other), errors
     assert "right" in output
     assert "" == silent
-
-
-def test_processes_of_slurm_push_every_request() -> None:
-    """The producers connect the consumers, and the consumers connect the producers."""
-    store = port()
-    ranks = [rank_of("slurm", number, store, "--mode", "push") for number in range(2)]
-    (status, output, errors), (other, _, _) = map(ended, ranks)
-    assert (0, 0) == (status, other), errors
-    assert has_in_order(["loaded", "1", "1"], output)
 
 
 def test_all_processes_fail_if_a_byte_is_wrong() -> None:
@@ -193,7 +189,7 @@ def test_rank_ends_if_the_process_of_the_store_hangs() -> None:
             process.communicate()
 
 
-def wait_for_nixl(process: subprocess.Popen[str]) -> None:
+def wait_for_nixl(process: Forked) -> None:
     """Wait until a process has loaded NIXL, after it has met the store and before its rank runs."""
     while not any("nixl" in line for line in mapped(process.pid)):
         time.sleep(0.05)

@@ -16,6 +16,8 @@ import pytest
 
 import kvspec
 
+pytestmark = pytest.mark.pages
+
 PACKAGE = Path(kvspec.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "public-names.md"
 MODULES = tuple(import_module(f"kvspec.{name}") for name in sorted(kvspec.ON_DEMAND))

@@ -9,7 +9,11 @@ import tomllib
 from itertools import product
 from pathlib import Path
 
+import pytest
+
 import kvspec
+
+pytestmark = pytest.mark.pages
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
