@@ -46,7 +46,7 @@ from kvspec.plan.plan import TransferPlan
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import RemoteEngine
 from kvspec.wire.messages import (
-    MAX_NAME,
+    MAX_PART_NAME,
     SUM,
     Checksum,
     ChecksumRequest,
@@ -56,12 +56,12 @@ from kvspec.wire.messages import (
 )
 
 # Seconds for which a poll computes checksums. The last one may end later.
-TURN = 0.02
+CHECKSUM_TURN = 0.02
 # Contents in one extent, each of one part of one unit at one token. They have about 4 MiB.
-MOST = 1 << 14
+CONTENTS_PER_EXTENT = 1 << 14
 # Bytes of the names of the parts in one extent, each with its MessagePack head. One name of any
 # length fits, and so does a message with it.
-MOST_NAMES = 4 * MAX_NAME + 3
+NAME_BYTES_PER_EXTENT = 4 * MAX_PART_NAME + 3
 # Requests that wait for an answer. The reader of a request beyond the limit asks again.
 MAX_ASKED = 1 << 16
 # Checksums that are kept of one held request, so that a repeated question costs nothing.
@@ -100,7 +100,7 @@ class ChecksumAnswers:
 
     def move(self) -> None:
         """Compute for a bounded time, and answer."""
-        end = time.monotonic() + TURN
+        end = time.monotonic() + CHECKSUM_TURN
         while self.asked and time.monotonic() < end:
             message = next(iter(self.asked))
             held = self.ledger.find(message.key)
@@ -280,7 +280,10 @@ def _small(extent: Extent) -> Iterator[Extent]:
     """Yield *extent* in pieces that each take a short time and fit into a message."""
     rows = len(extent.rows) or len(extent.tokens)
     names = sum(3 + len(name.encode()) for name in extent.parts)
-    small = len(extent.parts) * len(extent.units) * rows <= MOST and names <= MOST_NAMES
+    small = (
+        len(extent.parts) * len(extent.units) * rows <= CONTENTS_PER_EXTENT
+        and names <= NAME_BYTES_PER_EXTENT
+    )
     if small or extent.halves is None:
         yield extent
     else:
