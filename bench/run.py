@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import mooncake_client
+from connecting import connected
 from digesting import digested
 from growth import b9, b10
 from merging import b6
@@ -44,6 +45,7 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "B14": b14,
     "B15": b15,
     "B16": b16,
+    "CONNECT": connected,
     "READ": read_cost,
     "DIGEST": digested,
     "POLL": polled,

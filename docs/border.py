@@ -347,18 +347,25 @@ class Attention:
         self.attn = self.use_rope = True
         vars(self).update(attributes)
 
-    def forward(self, positions: Any, q: Any, k: Any) -> Any:
-        """Rotate in some layers, and attend."""
-        if self.use_rope:
-            q, k = self.rotary_emb(positions, q, k)
-        return self.attn(q, k)
+
+class Unknown(Attention):
+    """A class that the adapters do not know."""
 
 
-def of_module(*, latent: bool = False, **attributes: Any) -> Callable[[], dict[str, Any]]:
+# This class applies its rotary embedding only in some layers.
+Attention.__module__, Attention.__qualname__ = (
+    "vllm.model_executor.models.granite",
+    "GraniteAttention",
+)
+
+
+def of_module(
+    kind: type[Attention] = Attention, *, latent: bool = False, **attributes: Any
+) -> Callable[[], dict[str, Any]]:
     """Return the function that reads the meaning of keys from a module of vLLM or SGLang."""
 
     def read() -> dict[str, Any]:
-        module = FieldReader("module", Attention(**attributes))
+        module = FieldReader("module", kind(**attributes))
         content = key_content_of(module, SIZE, latent=latent)
         if content is None:
             raise kvspec.SpecError("key_content", None, "a meaning that the module shows")
@@ -421,13 +428,13 @@ def meanings() -> Iterator[Meaning]:
     part = engine_object("Rotary", is_neox_style=False, rotary_dim=SIZE // 2, head_size=SIZE // 2)
     for engine in ("vLLM", "SGLang"):
         for keys, known, read in (
-            ("rotated halves", "is_neox_style; forward calls rotary_emb", of_module()),
-            ("rotated pairs", "is_neox_style; forward calls rotary_emb",
+            ("rotated halves", "is_neox_style; the class applies rotary_emb", of_module()),
+            ("rotated pairs", "is_neox_style; the class applies rotary_emb",
              of_module(rotary_emb=pairs)),
             ("normalised", "a module k_norm, or of another known name", of_module(k_norm=object())),
-            ("not in this layer", "forward's condition is false", of_module(use_rope=False)),
+            ("not in this layer", "the condition of the class is false", of_module(use_rope=False)),
             ("no positions", "rotary_emb is None", of_module(rotary_emb=None)),
-            ("perhaps rotated", "forward's condition is not known", of_module(use_rope=[])),
+            ("perhaps rotated", "the class is not known", of_module(Unknown)),
             ("other order", "rotary_emb without is_neox_style", of_module(rotary_emb=object())),
             ("part of a key", "rotary_emb is smaller than a key", of_module(rotary_emb=part)),
             ("MLA", "is_neox_style; the rotated part is last",

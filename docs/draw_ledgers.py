@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvspec.completion.states import CONSUMER, PRODUCER, PUBLIC, PUSH, Row
+from kvspec.completion.states import CONSUMER, PRODUCER, PUBLIC, Row
 from kvspec.wire.messages import MESSAGES
 
 PAGE = Path(__file__).with_name("ledgers.md")
@@ -25,28 +25,18 @@ ledgers execute these tables. [The wire format](wire.md) describes the bytes of 
 
 ## Messages
 
-A message names its request (id, nonce and attempt), its sender and its receiver. A reader's message
-also contains how many readers will come, and a number. The answer repeats the number, so a load
-ignores answers to an earlier load of the same attempt."""
+A message names its request (id and nonce), its sender and its receiver. A reader's message also
+contains how many readers will come, and a number. The answer repeats the number, so a load ignores
+answers to an earlier load of the same request."""
 HELD = """\
 The event `again` is a repeated `done` of a reader that is done. `complete` means that all expected
 readers are done. `time` means that the lease is over. For a freed request, it means that one more
 lease has passed. An unknown request has one lease from its first message: heartbeats do not extend
-it. `pinned` replaces `time` while a push requires that the request is remembered.
+it.
 
 Each heartbeat has a new number. The ledger refuses a heartbeat whose number is not greater than the
 number of the reader's last message, because it is a copy: a copy must not extend the lease of a
 reader that has died. A repeated `done` is answered again."""
-PUSHED = """\
-A producer can also write its data to the readers. Then each reader of each attempt has a state of
-its own in the same record. `begin` means that the write is about to be posted, `written` that the
-last byte is written, and `failed` that the write failed and nothing is in flight. `anew` is a
-heartbeat of a reader that was done with the attempt. A reader that was sent `stopped` may reuse its
-blocks, so this rank never writes to it in that attempt again, even if it gave up before the request
-was held. A `done` changes nothing here. A lease may end during a push. Then the request is freed
-although the write is in flight, and the load of its reader fails with `gone`.
-
-The session sends `stop` and the messages about checksums. No row does."""
 Table = dict[tuple[str, str], Row]
 
 
@@ -63,8 +53,6 @@ def page() -> str:
         ),
         *section("Producer", PRODUCER, "unknown"),
         HELD,
-        *section("A push to one reader", PUSH, "new"),
-        PUSHED,
         *section("Consumer", CONSUMER, "connecting", PUBLIC),
     )
     return "\n\n".join(sections) + "\n"

@@ -30,10 +30,8 @@ from kvspec.wire.messages import (
     LayerProgress,
     Lease,
     Message,
-    PushDone,
     RankAddress,
     ReaderStatus,
-    StopWriting,
     Valid,
 )
 from kvspec.wire.versions import START
@@ -59,15 +57,13 @@ VALUES: tuple[Any, ...] = (
 def true_message(rng: random.Random) -> Message:
     """Return a valid message that a session could send."""
     kind = rng.choice(list(MESSAGES.values()))
-    reads = issubclass(kind, ReaderStatus | StopWriting | ChecksumRequest)
+    reads = issubclass(kind, ReaderStatus | ChecksumRequest)
     by, to = (D, P) if reads else (P, D)
     own: dict[str, Any] = {}
     if issubclass(kind, ReaderStatus):
         own["expected"] = rng.choice((1, 2, 3))
     if kind is ChecksumRequest:
         own["extent"] = rng.choice((EXTENT, *(EXTENT.halves or ())))
-    if kind is PushDone:
-        own["pushed"] = bytes([rng.randrange(9)]) * 16
     if kind is Checksum:
         own["total"] = bytes(8)
     if kind is Lease:
@@ -76,7 +72,7 @@ def true_message(rng: random.Random) -> Message:
         own = {"group": PLACE[0], "layer": PLACE[1], "upto": rng.randrange(9)}
     return kind(
         key=rng.choice(KEYS), by=rng.choice(by), to=rng.choice(to[:1] * 3 + to),
-        attempt=rng.choice((0, 0, 1)), number=rng.randrange(9),
+        number=rng.randrange(9),
         **own,
     )  # fmt: skip
 

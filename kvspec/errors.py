@@ -260,7 +260,7 @@ class TransferState(enum.StrEnum):
     )
     DIFFERS = (
         "differs",
-        "the data that arrived or was pushed differs from the data that the consumer requested",
+        "the data that arrived differs from the data that the producer holds",
         "compute the blocks, or load the request again: the sides may have named different blocks",
     )
     UNVERIFIED = (

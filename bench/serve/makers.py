@@ -193,7 +193,7 @@ def served(
             empty = [held(each) for each in pair]
             before = sum(each.tracebacks for each in pair)
             settings = row.concurrency, row.leaving, row.rejected
-            traffic = Clients(front.url, pool, answers, *settings, seed=len(row.name))
+            traffic = Clients(front.url, pool, answers, *settings, name=row.name, salted=False)
             traffic.words = engines.router == "SGLang's"
             begun = time.monotonic()
             killed = threading.Thread(target=_kill, args=(row.fault, pair), daemon=True)
@@ -280,7 +280,7 @@ HEAD = (
 def main(write: Callable[[str], object] = print) -> int:
     """Serve the rows, and return 1 if any is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=100, help="requests of each row")
+    parser.add_argument("--requests", type=int, default=250, help="requests of each row")
     if (options := chosen(parser, [row.name for row in ROWS], write)) is None:
         return 0
     folder = options.folder

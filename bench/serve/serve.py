@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from traffic import VERDICTS, Outcome, Traffic, body_of, chosen, prompts, tokeni
 LEASE = 10.0
 """Seconds of `hold` and `lease` of kvspec in all rows, so that a row ends soon."""
 REST = {"KvspecConnector": LEASE + 5.0, "NixlConnector": 35.0}
-"""Seconds after the last request until the engines must hold nothing. vLLM's lease is 30 s."""
+"""Seconds from the last request in which the engines must release all. vLLM's lease is 30 s."""
 POOL, LONGEST = 60, 1400
 
 
@@ -55,6 +55,7 @@ class Row:
         more: More arguments of both engines.
         multi: Whether each engine has its connector inside vLLM's MultiConnector.
         proxy: Whether vLLM's own toy proxy is the router.
+        share: Share of the requests that this row sends.
     """
 
     name: str
@@ -69,12 +70,20 @@ class Row:
     more: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     multi: tuple[bool, bool] = (False, False)
     proxy: bool = False
+    share: float = 1.0
+
+    @property
+    def engines(self) -> tuple[object, ...]:
+        """What decides the two engines and their router. Rows in which it is equal share them."""
+        cut = self.fault == "cut network"
+        sizes = self.tp, self.block_sizes, self.blocks
+        return self.model, *sizes, self.more, self.multi, self.proxy, cut
 
 
 # The ExampleConnector of vLLM stores whole prompts: it knows no chunks and no several groups.
 _WHOLE = ("--max-num-batched-tokens", str(16 * CONTEXT), "--disable-hybrid-kv-cache-manager")
 ROWS = (
-    Row(name="one client", concurrency=1),
+    Row(name="one client", concurrency=1, share=0.3),
     Row(name="8 clients", concurrency=8),
     Row(name="16 clients", concurrency=16),
     Row(name="32 clients leave, small pool", concurrency=32, leaving=0.2, blocks=(128, 1024)),
@@ -160,65 +169,101 @@ def connector(name: str, role: str, place: Path, *, multi: bool, host: str) -> d
     return outer | {"kv_connector_extra_config": {"connectors": both}}
 
 
-def served(row: Row, name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Serve one row with the connector *name*, and return its numbers."""
-    model = serving_model(row.model, folder)
+def served(
+    rows: list[Row], name: str, folder: Path, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Serve rows with the same two engines and the connector *name*, and yield their numbers."""
+    first = rows[0]
+    model = serving_model(first.model, folder)
     pool = prompts(POOL, models.VOCABULARY, LONGEST)
     answers = reference(model, folder, pool)
-    place = folder / f"{row.name.replace(' ', '-').replace(',', '')}-{name}"
+    place = folder / f"{first.name.replace(' ', '-').replace(',', '')}-{name}"
     place.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(Network()) if row.fault == "cut network" else None
+        network = stack.enter_context(Network()) if first.fault == "cut network" else None
         engines = [
             vllm(
                 role,
                 place,
                 model,
-                connector(name, role, place, multi=row.multi[side], host=host),
-                blocks=row.blocks[side],
-                tp=row.tp[side],
-                block_size=row.block_sizes[side],
-                more=row.more[side],
+                connector(name, role, place, multi=first.multi[side], host=host),
+                blocks=first.blocks[side],
+                tp=first.tp[side],
+                block_size=first.block_sizes[side],
+                more=first.more[side],
                 host=host,
                 inside=network.names[side] if network else "",
             )
             for side, role in enumerate(("producer", "consumer"))
             for host in [network.HOSTS[side] if network else "127.0.0.1"]
         ]
-        front = toy_proxy(options.proxy, place, *engines) if row.proxy else router(place, *engines)
+        proxy = options.proxy if first.proxy else None
+        front = toy_proxy(proxy, place, *engines) if proxy else router(place, *engines)
         stack.enter_context(running(*engines, front))
-        traffic = Traffic(
-            front.url, pool, answers, row.concurrency, row.leaving, row.rejected, seed=len(row.name)
-        )
-        empty = [held(each, blocks) for each, blocks in zip(engines, row.blocks, strict=True)]
-        before = samples(place / "consumer.samples")
-        count = options.requests if name == "KvspecConnector" else options.others
-        parts = _parts(count, options.others, fault=bool(row.fault))
-        outcomes, begun = [], time.monotonic()
-        for number, part in enumerate(parts):
-            work = None
-            if number == FAULT and row.fault:
-                work = threading.Thread(target=_fault, args=(row.fault, engines, network))
-                work.start()
-            outcomes.append(asyncio.run(traffic.run(part)))
-            if not number:
-                took = time.monotonic() - begun
-            if work is not None:
-                work.join()
-        share = spent(before, samples(place / "consumer.samples"))
-        time.sleep(REST[name])
-        at_rest = [
-            max(0.0, held(each, blocks) - before)
-            for each, blocks, before in zip(engines, row.blocks, empty, strict=True)
-        ]
-        metrics = engines[1].metrics()
-        loads = sum(metrics.get(each, 0.0) for each in LOADS)
-        alive = all(each.alive for each in engines)
-        tracebacks = sum(each.tracebacks for each in engines)
-    numbers = _numbers(row, name, outcomes, took, at_rest, alive=alive, tracebacks=tracebacks)
+        for row in rows:
+            clients = row.concurrency, row.leaving, row.rejected
+            traffic = Traffic(front.url, pool, answers, *clients, name=row.name)
+            yield _row(row, name, traffic, engines, network, place / "consumer.samples", options)
+
+
+def _row(
+    row: Row,
+    name: str,
+    traffic: Traffic,
+    engines: list[Server],
+    network: Network | None,
+    sampled: Path,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Send the requests of one row, and return its numbers."""
+    empty = [held(each, blocks) for each, blocks in zip(engines, row.blocks, strict=True)]
+    before, loaded, process = samples(sampled), loads(engines[1]), engines[1].process
+    failures = sum(each.tracebacks for each in engines)
+    count = int(row.share * (options.requests if name == "KvspecConnector" else options.others))
+    parts = _parts(count, int(row.share * options.others), fault=bool(row.fault))
+    outcomes, begun = [], time.monotonic()
+    for number, part in enumerate(parts):
+        work = None
+        if number == FAULT and row.fault:
+            work = threading.Thread(target=_fault, args=(row.fault, engines, network))
+            work.start()
+        outcomes.append(asyncio.run(traffic.run(part)))
+        if not number:
+            took = time.monotonic() - begun
+        if work is not None:
+            work.join()
+    share = spent(before, samples(sampled))
+    rest = at_rest(engines, row.blocks, empty, REST[name])
+    # The counters of an engine that has started again begin at 0.
+    done = loads(engines[1]) - (loaded if engines[1].process is process else 0.0)
+    alive = all(each.alive for each in engines)
+    tracebacks = sum(each.tracebacks for each in engines) - failures
+    numbers = _numbers(row, name, outcomes, took, rest, alive=alive, tracebacks=tracebacks)
     # Without a load, D has computed all prompts itself, and the answers are the same, too.
-    right = numbers["right"] and loads > 0
-    return numbers | {"share": share, "loads": loads, "right": right}
+    right = numbers["right"] and done > 0
+    return numbers | {"share": share, "loads": done, "right": right}
+
+
+def at_rest(
+    engines: list[Server], blocks: tuple[int, int], empty: list[float], seconds: float
+) -> list[float]:
+    """Return the blocks that each engine still holds, at most *seconds* after the last request."""
+    end = time.monotonic() + seconds
+    while True:
+        last = time.monotonic() > end
+        rest = [
+            max(0.0, held(each, number) - before)
+            for each, number, before in zip(engines, blocks, empty, strict=True)
+        ]
+        if last or not any(rest):
+            return rest
+        time.sleep(1.0)
+
+
+def loads(server: Server) -> float:
+    """Return how many prompts the decode engine has read, by its metrics."""
+    metrics = server.metrics()
+    return sum(metrics.get(each, 0.0) for each in LOADS)
 
 
 LOADS = ("vllm:kvspec_load_seconds_count", "vllm:nixl_xfer_time_seconds_count")
@@ -343,11 +388,28 @@ def _missing(row: Row, options: argparse.Namespace) -> str | None:
     return None
 
 
+def _survived(
+    rows: list[Row], name: str, folder: Path, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of *rows*. If a row ends the engines, the others get new ones."""
+    left = list(rows)
+    while left:
+        try:
+            for numbers in served(left, name, folder, options):
+                left = left[1:]
+                yield numbers
+        except (OSError, RuntimeError) as error:  # An engine has ended, or answers no more.
+            broken, left = left[0].name, left[1:]
+            why = [f"{type(error).__name__}: {error}"]
+            cells = f"| {broken} | {name} | {'- | ' * 13}WRONG |"
+            yield {"row": broken, "connector": name, "right": False, "why": why, "line": cells}
+
+
 def main(write: Callable[[str], object] = print) -> int:
     """Serve the rows, and return 1 if any is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="requests of a row of kvspec")
-    parser.add_argument("--others", type=int, default=100, help="requests of another connector")
+    parser.add_argument("--others", type=int, default=60, help="requests of another connector")
     parser.add_argument("--connector", nargs="+", choices=[*CONNECTORS], default=[*CONNECTORS])
     parser.add_argument("--proxy", type=Path, help="vLLM's toy_proxy_server.py, for its row")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
@@ -357,22 +419,22 @@ def main(write: Callable[[str], object] = print) -> int:
     write(f"logs and models: {folder}\n\n{HEAD}")
     found = []
     rows = {row.name: row for row in ROWS}
+    runnable = []
     for row in (rows[each] for each in options.row):
         if (missing := _missing(row, options)) is not None:
             write(f"    {row.name}: not run: {missing}")
-            continue
+        else:
+            runnable.append(row)
+    for _, group in itertools.groupby(runnable, lambda row: row.engines):
+        several = list(group)
         for name in options.connector:
-            try:
-                found.append(served(row, name, folder, options))
-                write(line(found[-1]))
-            except (OSError, RuntimeError) as error:  # An engine has ended, or answers no more.
-                why = [f"{type(error).__name__}: {error}"]
-                found.append({"row": row.name, "connector": name, "right": False, "why": why})
-                write(f"| {row.name} | {name} | {'- | ' * 13}WRONG |")
-            for why in found[-1]["why"]:
-                write(f"    {why}")
-            if options.json:
-                options.json.write_text(json.dumps(found, indent=1))
+            for numbers in _survived(several, name, folder, options):
+                found.append(numbers)
+                write(numbers.get("line") or line(numbers))
+                for why in numbers["why"]:
+                    write(f"    {why}")
+                if options.json:
+                    options.json.write_text(json.dumps(found, indent=1))
     wrong = [each for each in found if not each["right"] and each["connector"] == "KvspecConnector"]
     write(f"{len(found)} rows, {len(wrong)} of kvspec are wrong")
     return int(bool(wrong))

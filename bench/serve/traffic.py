@@ -115,7 +115,8 @@ class Traffic:
         leaving: Share of clients that leave.
         rejected: Share of requests that the decode engine rejects.
         patience: Seconds after which a request is stuck.
-        seed: Seed of the draws.
+        name: Name of the row. It is the seed of the draws.
+        salted: Whether half of the requests get a salt, so that no engine has them in its cache.
     """
 
     url: str
@@ -125,7 +126,8 @@ class Traffic:
     leaving: float = 0.0
     rejected: float = 0.0
     patience: float = 120.0
-    seed: int = 0
+    name: str = ""
+    salted: bool = True
 
     async def run(self, numbers: range) -> list[Outcome]:
         """Send the requests of these numbers, and return how each has ended."""
@@ -135,7 +137,7 @@ class Traffic:
             connector=limits, timeout=aiohttp.ClientTimeout(total=None)
         ) as client:
             works = [
-                self._one(client, places, random.Random(f"{self.seed} {number}"), number)  # noqa: S311
+                self._one(client, places, random.Random(f"{self.name} {number}"), number)  # noqa: S311
                 for number in numbers
             ]
             return [*await asyncio.gather(*works)]
@@ -150,6 +152,8 @@ class Traffic:
         which = drawn.randrange(len(self.pool)) if drawn.random() < 0.5 else number
         which %= len(self.pool)
         body, stream = body_of(self.pool[which]), drawn.random() < 0.5
+        if self.salted and drawn.random() < 0.5:
+            body["cache_salt"] = f"{self.name} {number}"
         kind = drawn.choices(
             ["leave", "reject", "stay"],
             [self.leaving, self.rejected, 1 - self.leaving - self.rejected],

@@ -38,6 +38,7 @@ NAVIGATION = {
     "Home": ["README.md"],
     "Tutorials": ["docs/move-a-cache.md", "docs/test-your-connector.md"],
     "How-to guides": [
+        "docs/replace-the-ratio.md",
         "docs/plan.md",
         "docs/session.md",
         "docs/recipes.md",

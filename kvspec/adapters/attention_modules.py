@@ -2,7 +2,7 @@
 
 vLLM's and SGLang's models are written alike: the module around an attention layer owns the rotary
 embedding and the norm of the keys. Both engines apply them before they store a key. Some models
-apply the rotary embedding in some layers only, so `forward_code` reads whether this layer does.
+apply the rotary embedding in some layers only: `rotating_modules` has the condition of each class.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.forward_code import calls
 from kvspec.adapters.rotary_modules import LONGROPE, rotation
+from kvspec.adapters.rotating_modules import applies_rotary
 from kvspec.errors import SpecError
 from kvspec.inputs import mapping
 from kvspec.specs import KeyContent
@@ -33,13 +33,12 @@ def key_content_of(module: FieldReader, row: int, *, latent: bool) -> KeyContent
     norms = [module.get(name).value for name in KEY_NORMS]
     normalized = any(norm is not None and not isinstance(norm, bool) for norm in norms)
     rotary = module.get("rotary_emb")
-    # Cohere 2 has a rotary embedding in all layers, but applies it only in some. Falcon has none if
-    # it uses ALiBi. To permute a key that was not rotated would be a silent error.
+    # Llama 4 has None in place of a rotary embedding in layers without positions.
     absent = rotary.value is None and hasattr(module.value, "rotary_emb")
-    applied = False if absent else calls(module.value, "rotary_emb")
+    applied = False if absent else applies_rotary(module.value)
     if applied is False:
         return KeyContent(rotary="none", normalized=normalized)
-    if not applied or rotary.value is None:
+    if applied is None:
         return None
     neox, size = rotary.get("is_neox_style").value, rotary.get("rotary_dim").size_or_none()
     if type(rotary.value).__name__ == LONGROPE:

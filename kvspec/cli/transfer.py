@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvspec.cli import options, printing
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.nixl.agent import package_names
-from kvspec.run.job import Job, Mode
+from kvspec.run.job import Job
 from kvspec.run.launched import LAUNCHERS, Place, run_launched
 from kvspec.run.local import check_job, run_transfer
 from kvspec.run.recovery import check_kills, run_recovery
@@ -46,9 +46,6 @@ def transfer(
     seed: int = options.request_option(
         0, help="Seed of the random block tables and cache contents."
     ),
-    mode: str = run_option(
-        "pull", metavar="pull|push", help="pull: consumers read. push: producers write."
-    ),
     device: str = run_option(
         "cpu", metavar="cpu|cuda|cuda:N", help="Memory that holds the caches."
     ),
@@ -64,8 +61,8 @@ def transfer(
     staging: int = run_option(
         0,
         metavar="MIB",
-        help="Size of a staging buffer on each rank. All data that can be staged goes through it. "
-        "0: no buffer.",
+        help="Size of a staging buffer on each consumer rank. All data that can be staged goes "
+        "through it. 0: no buffer.",
     ),
     kill: int = run_option(
         0,
@@ -99,7 +96,6 @@ def transfer(
             cached=cached,
             requests=requests,
             replica_policy=options.replica_policy_of(replica_policy, ranks_per_node, engines),
-            mode=cast("Mode", mode),
             device=device,
             seed=seed,
             timeout=timeout,
@@ -148,12 +144,11 @@ def _checked(job: Job, kill: int, launcher: str) -> tuple[bool, Callable[[], Rep
 def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -> None:
     """Print the model, both engines and the requests. If ranks are *killed*, lengths are random."""
     cached = f", {job.cached} of them cached" if job.cached else ""
-    mode = "consumers read" if job.mode == "pull" else "producers write"
     memory = "host memory" if job.device == "cpu" else job.device
     count = counted(job.requests, "request")
     printing.heading(console, model, job.producer, job.consumer)
     tokens = f"{'1 to ' if killed and job.tokens > 1 else ''}{counted(job.tokens, 'token')}"
-    console.print(f"{count} of {tokens}{cached}; {mode}; caches in {memory}", soft_wrap=True)
+    console.print(f"{count} of {tokens}{cached}; caches in {memory}", soft_wrap=True)
 
 
 def _show_figures(console: Console, figures: Figures) -> None:

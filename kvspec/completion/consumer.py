@@ -25,7 +25,6 @@ How it works:
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -43,11 +42,11 @@ from kvspec.completion.ledger import (
     Record,
     Refused,
     Tell,
-    atomic,
+    recorded,
 )
 from kvspec.completion.states import CONSUMER, PUBLIC
 from kvspec.errors import SpecError, TransferState
-from kvspec.inputs import flag, positive_int, seconds
+from kvspec.inputs import flag, seconds
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.messages import (
     Done,
@@ -67,31 +66,24 @@ Place = tuple[str, str]
 """A group and a layer of it."""
 EVERYTHING: Mapping[Place, int] = {("", ""): 1}
 """The one end of a source whose layers are not counted. Only a load that follows counts them."""
-Name = tuple[Key, int, str, int]
-"""Name of a load in messages: key, attempt, the producer's name and epoch."""
+Name = tuple[Key, str, int]
+"""Name of a load in messages: key, the producer's name and epoch."""
 
 
 @attrs.frozen
 class LoadOptions:
     """The options of `Session.load`, which documents them.
 
-    A load that reads without *follow* expects all data to be written already. If another attempt
-    follows (*again*), a failure is not sent.
+    A load that reads without *follow* expects all data to be written already.
     """
 
-    pushed: bool = False
     follow: bool = False
     verify: bool = False
-    attempt: int = 0
-    again: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name in ("pushed", "follow", "verify", "again"):
+        for name in ("follow", "verify"):
             if (value := getattr(self, name)) is not False:  # The usual value needs no check.
                 flag(name, value)
-        positive_int("attempt", self.attempt, least=0)
-        if self.pushed and self.follow:
-            raise SpecError("follow", True, rule="follow cannot be combined with pushed=True")  # noqa: FBT003
 
 
 @attrs.frozen(kw_only=True)
@@ -121,14 +113,14 @@ class LoadPlan:
 
     @name.default
     def _name(self) -> Name:
-        return self.key, self.options.attempt, self.engine_id, self.epoch
+        return self.key, self.engine_id, self.epoch
 
     def about(
         self, by: RankAddress, rank: RankId, number: int = 0
-    ) -> tuple[Key, RankAddress, RankAddress, int, int]:
+    ) -> tuple[Key, RankAddress, RankAddress, int]:
         """Return the fields of a message about this load from *by* to a producer *rank*."""
         to = RankAddress(self.engine_id, self.epoch, rank)
-        return self.key, by, to, self.options.attempt, number
+        return self.key, by, to, number
 
 
 NO_PLAN = LoadPlan(request_id="", key=Key("", b""), engine_id="", epoch=0, expected={})
@@ -147,7 +139,7 @@ class Source(msgspec.Struct, eq=False):
 
     ends: Mapping[Place, int]
     written: dict[Place, int]
-    started: Mapping[Place, int] = msgspec.field(default_factory=dict)
+    started: dict[Place, int] = msgspec.field(default_factory=dict)
     valid: bool = False
 
     def record(self, place: Place, upto: int) -> None:
@@ -254,6 +246,11 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self.patience = seconds("patience", patience)
         self._names: dict[Name, str] = {}
 
+    def clear(self) -> None:
+        """Forget all loads, without actions."""
+        super().clear()
+        self._names.clear()
+
     @property
     def open(self) -> dict[str, str]:
         """State of each load that still sends or expects messages."""
@@ -264,7 +261,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         """Number of steps that may still write."""
         return sum(len(load.steps) for load in list(self.records.values()))
 
-    @atomic
     def question(self) -> int:
         """Return a new number for a heartbeat that belongs to no load yet."""
         return self._count("numbers", 1)
@@ -272,9 +268,9 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     def find(self, message: Message) -> str | None:
         """Return the id of the load that a producer's *message* is about."""
         by = message.by
-        return self._names.get((message.key, message.attempt, by.engine_id, by.epoch))
+        return self._names.get((message.key, by.engine_id, by.epoch))
 
-    @atomic
+    @recorded
     def begin(self, request_id: str, now: float, timeout: float) -> list[Action]:
         """Begin a load in the state *connecting*. It fails after *timeout* seconds.
 
@@ -287,19 +283,18 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self._save(request_id, OpenLoad(request_id, self._now + timeout))
         return actions
 
-    @atomic
     def assign(self, plan: LoadPlan) -> None:
         """Give a load its plan, so that its steps can start. Call `connected` after that.
 
         Raises:
             SpecError: If another load has the same name in messages.
         """
-        load = self._change(plan.request_id)
+        load = self.records.get(plan.request_id)
         if load is None or load.plan is not NO_PLAN:
             raise SpecError("request_id", plan.request_id, "a load that waits for its producer")
         if plan.name in self._names:
-            raise SpecError("key", plan.key, "an attempt whose earlier load is over")
-        self._put(self._names, plan.name, plan.request_id)
+            raise SpecError("key", plan.key, "a request whose earlier load is over")
+        self._names[plan.name] = plan.request_id
         load.plan = plan
         load.sources = {
             rank: Source(ends, {} if plan.options.follow else {**ends})
@@ -308,21 +303,13 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         }
         load.unverified = plan.options.verify and bool(load.sources)
 
-    @atomic
-    def make_last(self, request_id: str) -> None:
-        """Record that no other attempt follows a load, so that a failure is sent."""
-        load = self._change(request_id)
-        if load is not None and load.plan.options.again:
-            options = attrs.evolve(load.plan.options, again=False)
-            load.plan = attrs.evolve(load.plan, options=options)
-
-    @atomic
+    @recorded
     def connected(self, request_id: str, now: float) -> list[Action]:
         """Record that all reads of a load are posted. Its heartbeats begin. Return actions.
 
         A load that moves no data is done at once.
         """
-        load = self._change(request_id)
+        load = self.records.get(request_id)
         if load is None or load.state != "connecting" or load.plan is NO_PLAN:
             raise SpecError("request_id", request_id, "a load that waits for its producer")
         self._now = max(self._now, now)
@@ -343,27 +330,23 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         load = self.records.get(request_id)
         return load is not None and load.state == "moving" and load.unverified and load.arrived
 
-    @atomic
+    @recorded
     def verified(self, request_id: str, now: float) -> list[Action]:
         """Record that the data of a load was compared and is equal. Return actions.
 
         If it differs, call `cancel`.
         """
         actions = self._tick(now)
-        load = self._change(request_id)
+        load = self.records.get(request_id)
         if load is None or load.state != "moving":
             return actions  # It failed meanwhile.
         load.unverified = False
         return actions + self._advance(load)
 
-    @atomic
     def start(
         self, request_id: str, source: RankId, upto: Mapping[Place, int] | None = None
     ) -> Step:
         """Record that a step is about to be posted. It may write from now on.
-
-        For pushed data, a step begins when the producer learns the blocks, and ends when it answers
-        that the data is written.
 
         Args:
             request_id: The load.
@@ -377,23 +360,24 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         Raises:
             SpecError: If the load does not move.
         """
-        load = self._change(request_id)
+        load = self.records.get(request_id)
         if load is None or load.state not in ("connecting", "moving") or source not in load.sources:
             raise SpecError("request_id", request_id, f"a load that moves from {source}")
-        moved = self._source(load, source)
-        # A new dict: an undone call must not have changed the old one.
-        moved.started = {**moved.started, **(moved.ends if upto is None else upto)}
+        moved = load.sources[source]
+        moved.started |= moved.ends if upto is None else upto
         step = Step(request_id, self._count("numbers", 1), source)
-        self._put(load.steps, step.number, step)
+        load.steps[step.number] = step
         return step
 
-    @atomic
+    @recorded
     def finish(self, step: Step, now: float) -> list[Action]:
         """Record that all bytes of a step have arrived, and it writes no more. Return actions."""
+        load = self._of(step)
         actions = self._tick(now)
-        return actions + self._advance(self._end(step))
+        del load.steps[step.number]
+        return actions + self._advance(load)
 
-    @atomic
+    @recorded
     def fail(
         self,
         step: Step,
@@ -412,11 +396,13 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             quiet: Whether the step can write no more. If not, call `finish` or `fail` again later.
             state: State of the error, if this is the first fault of the load.
         """
+        load = self._of(step)
         actions = self._tick(now)
-        load = self._end(step, closed=quiet)
+        if quiet:
+            del load.steps[step.number]
         return actions + self._fault(load, why, state)
 
-    @atomic
+    @recorded
     def cancel(
         self,
         request_id: str,
@@ -426,22 +412,20 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
     ) -> list[Action]:
         """Give a load up. If it has already ended, nothing changes. Return actions."""
         actions = self._tick(now)
-        load = self._change(request_id)
+        load = self.records.get(request_id)
         return actions + (self._fault(load, why, state) if load is not None else [])
 
-    @atomic
+    @recorded
     def receive(self, message: Message, now: float) -> list[Action]:
         """Process a message of a producer. Return actions."""
         actions = self._tick(now)
-        load = self._change(self.find(message) or "")
+        load = self.records.get(self.find(message) or "")
         why = refusal_of(message, load, self.me)
         if load is None or why:
             return [*actions, Refused(message, why)]
         rank = message.by.rank
         source = load.sources.get(rank)
         if isinstance(message, LayerProgress):
-            # `record` assigns one value, and a frontier only grows. So a repeat does no harm, and
-            # no undo is needed.
             if source is not None:
                 source.record((message.group, message.layer), message.upto)
             return actions
@@ -450,38 +434,36 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         # In *moving*, the question was a heartbeat. A producer that has aborted the request frees
         # it when it receives `done`, so this rank still has to send it.
         if load.state != "moving":
-            self._drop(load.waiting, rank)
+            load.waiting.pop(rank, None)
         if source is not None and isinstance(message, Valid):
             # In *verifying*, only `done` is open. It was sent after the last byte had arrived.
-            self._source(load, rank).valid |= load.state == "verifying"
+            source.valid |= load.state == "verifying"
         elif source is not None and not source.valid:
             why = f"{message.by} aborted it, or its lease ended before it was read"
             return actions + self._fault(load, why, TransferState.GONE, rank)
         return actions + self._advance(load)
 
-    @atomic
+    @recorded
     def connect(self, engine_id: str, epoch: int, now: float) -> list[Action]:
         """Record the current incarnation of a producer. Loads of an earlier one fail.
 
         Returns:
             Actions.
         """
-        actions = self._tick(now)
         self._connect(engine_id, epoch)
-        for plan in [load.plan for load in self.records.values()]:
-            ended = plan.engine_id == engine_id and plan.epoch != epoch
-            if ended and (load := self._change(plan.request_id)) is not None:
+        actions = self._tick(now)
+        for load in list(self.records.values()):
+            if load.plan.engine_id == engine_id and load.plan.epoch != epoch:
                 load.waiting = {}
                 why = f"{engine_id} was restarted"
                 actions += self._fault(load, why, TransferState.GONE)
         return actions
 
-    @atomic
+    @recorded
     def lose(self, rank: RankAddress, now: float) -> list[Action]:
         """Record that a producer rank has ended: it answers nothing any more. Return actions.
 
-        Loads that read from it fail, unless it has confirmed their data. Steps of its pushes stay
-        open: some of their bytes may still be on their way.
+        Loads that read from it fail, unless it has confirmed their data.
         """
         actions = self._tick(now)
         for load in list(self.records.values()):
@@ -489,9 +471,8 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             if (plan.engine_id, plan.epoch) != (rank.engine_id, rank.epoch):
                 continue
             if source is not None and not source.valid:
-                changed = self._change(load.request_id)
                 why, state = f"the process of {rank} has ended", TransferState.PEER_LOST
-                actions += self._fault(changed or load, why, state, rank.rank)
+                actions += self._fault(load, why, state, rank.rank)
         return actions
 
     def open_steps(self, request_id: str) -> frozenset[Step]:
@@ -499,19 +480,11 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         load = self.records.get(request_id)
         return frozenset(load.steps.values() if load is not None else ())
 
-    def _source(self, load: OpenLoad, rank: RankId) -> Source:
-        """Return a copy of a source that takes its place. Its fields may be assigned."""
-        source = copy.copy(load.sources[rank])
-        self._put(load.sources, rank, source)
-        return source
-
-    def _end(self, step: Step, *, closed: bool = True) -> OpenLoad:
-        """Return the load of an open step. If *closed*, remove the step."""
-        load = self._change(step.request_id)
+    def _of(self, step: Step) -> OpenLoad:
+        """Return the load of an open step."""
+        load = self.records.get(step.request_id)
         if load is None or step.number not in load.steps:
             raise SpecError("step", step, "a step that is open")
-        if closed:
-            self._drop(load.steps, step.number)
         return load
 
     def _wake(self, load: OpenLoad, /) -> list[Action]:
@@ -520,7 +493,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             return []
         if self._now < load.deadline:
             moves = load.state == "moving"
-            return self._send(load, Heartbeat if moves else Done, again=not moves)
+            return self._send(load, Heartbeat if moves else Done, repeat=not moves)
         if (load.state, "time") in CONSUMER:
             return self._step(load, "time")
         why = "not there in time"
@@ -569,22 +542,20 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         return []
 
     def _report(self, load: OpenLoad) -> list[Action]:
-        """Inform the producers of a failure, unless another attempt follows."""
-        if load.plan.options.again:
-            load.waiting = {}
+        """Inform the producers of a failure."""
         self._await(load)
         return self._ask(load)
 
     def _close(self, load: OpenLoad) -> list[Action]:
-        self._drop(self._names, load.plan.name)
-        self._drop(self.records, load.request_id)
+        self._names.pop(load.plan.name, None)
+        del self.records[load.request_id]
         return [Closed(load.request_id)]
 
     def _send(
-        self, load: OpenLoad, kind: type[ReaderStatus], *, again: bool = False
+        self, load: OpenLoad, kind: type[ReaderStatus], *, repeat: bool = False
     ) -> list[Action]:
-        """Send to each producer rank that has to answer. *again*: with the same number."""
-        if not again:
+        """Send to each producer rank that has to answer. *repeat*: with the same number."""
+        if not repeat:
             number = self._count("numbers", 1)
             load.asked = range(load.asked.start if load.asked else number, number + 1)
         load.next_message = self._now + self.heartbeat

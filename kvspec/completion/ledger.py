@@ -1,27 +1,13 @@
-"""The common part of both ledgers: actions, atomic changes, and timers.
+"""The common part of both ledgers: records, actions and timers.
 
-Invariant: a ledger does nothing itself. It returns actions, and the session carries them out.
+Invariant: a ledger does nothing itself. It returns actions, and keeps them in `actions` until the
+session has carried them out. A method that raises an error has checked its arguments first: it has
+changed nothing but the time.
 
-Invariant: a public method that changes a ledger either makes all its changes and keeps its actions,
-or raises and changes nothing. So a call that was interrupted, for example by `KeyboardInterrupt`,
-can be repeated, and no action is lost. The ledger's time is not set back.
+An interrupt, such as `KeyboardInterrupt`, may leave a ledger half changed. Then the session is
+closed, and the ledger is not used any more: see `kvspec.session.background.SessionLock`.
 
 How it works:
-    A ledger is made of dicts, and a record is an entry of the dict `records`. Only `_put` and
-    `_drop` change an entry. They write the old entry into a journal first. If an exception leaves
-    a call, `atomic` puts the old entries back, the last one first.
-
-    `_change` puts a copy of a record into `records`. The call may then assign the fields of that
-    copy, because `atomic` puts the old record back. The copy shares its dicts with the old record.
-    So the call changes an entry with `_put`, or it assigns a new dict:
-
-        request = self._change(key)                      # journal: records, key, old request
-        request.expires = now + 30                       # a field of the copy
-        self._put(request.progress, place, 8)            # journal: progress, place, old position
-        request.early = {}                               # a field of the copy
-
-    So a call costs the same, however many readers or layers a record has.
-
     A heap contains the time at which each record must be looked at next. An entry that is not the
     `wake` of its record is out of date and is skipped. So a record that is needed earlier gets a
     second entry. A record that is needed later is scheduled again when its entry comes. The heap is
@@ -30,7 +16,6 @@ How it works:
 
 from __future__ import annotations
 
-import copy
 import functools
 import heapq
 import itertools
@@ -121,7 +106,6 @@ class Record(msgspec.Struct, eq=False, kw_only=True):
 
 
 A = TypeVar("A")
-E = TypeVar("E", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R", bound=Record)
 L = TypeVar("L", bound="Ledger[Any, Any, Any]")
@@ -129,26 +113,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def atomic(act: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """Undo all changes of a method if an exception leaves it.
-
-    The actions that the method returns are also kept in `Ledger.actions`. An atomic method must not
-    call another atomic method: each starts its own journal.
-    """
+def recorded(act: Callable[Concatenate[L, P], list[A]]) -> Callable[Concatenate[L, P], list[A]]:
+    """Keep the actions that a method returns in `Ledger.actions` as well."""
 
     @functools.wraps(act)
-    def whole(ledger: L, /, *args: P.args, **more: P.kwargs) -> T:
-        ledger._journal = []  # noqa: SLF001
-        kept = len(ledger.actions)
-        try:
-            result = act(ledger, *args, **more)
-            if isinstance(result, list):
-                ledger.actions += result
-            return result  # noqa: TRY300 - an interrupt before the end undoes the call
-        except BaseException:
-            del ledger.actions[kept:]
-            ledger._undo()  # noqa: SLF001
-            raise
+    def whole(ledger: L, /, *args: P.args, **more: P.kwargs) -> list[A]:
+        result = act(ledger, *args, **more)
+        ledger.actions += result
+        return result
 
     return whole
 
@@ -172,7 +144,6 @@ class Ledger(Generic[K, R, A]):
         self.counts = Counter[str]()
         self.actions: list[A] = []
         self._now = 0.0
-        self._journal: list[tuple[dict[Any, Any], Any, Any]] = []
         self._wakes: list[tuple[float, int, K]] = []
         self._order = itertools.count()
 
@@ -181,7 +152,7 @@ class Ledger(Generic[K, R, A]):
         """Time of the next call of `tick`, or None. The call may then find nothing to do."""
         return self._wakes[0][0] if self.records and self._wakes else None
 
-    @atomic
+    @recorded
     def tick(self, now: float) -> list[A]:
         """Process the time, which never goes back. Return actions."""
         return self._tick(now)
@@ -189,6 +160,11 @@ class Ledger(Generic[K, R, A]):
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine."""
         self.epochs.pop(engine_id, None)
+
+    def clear(self) -> None:
+        """Forget all records, without actions."""
+        for entries in (self.records, self._wakes, self.counts, self.actions):
+            entries.clear()
 
     def _connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation; raise `SpecError` if *epoch* is less than before."""
@@ -200,43 +176,17 @@ class Ledger(Generic[K, R, A]):
                 f" has ended, call disconnect({engine_id!r:.80})"
             )
             raise SpecError("epoch", epoch, rule=rule)
-        self._put(self.epochs, engine_id, epoch)
-
-    def _put(self, entries: dict[E, T], key: E, entry: T) -> None:
-        """Set one entry of a dict. `atomic` can undo this."""
-        self._journal.append((entries, key, entries.get(key)))
-        entries[key] = entry
-
-    def _drop(self, entries: dict[E, T], key: E) -> None:
-        """Remove one entry of a dict, if there is one. `atomic` can undo this."""
-        self._journal.append((entries, key, entries.get(key)))
-        entries.pop(key, None)
+        self.epochs[engine_id] = epoch
 
     def _count(self, name: str, more: int) -> int:
         """Add to a number of `counts`, and return the sum."""
-        self._put(self.counts, name, self.counts[name] + more)
+        self.counts[name] += more
         return self.counts[name]
-
-    def _change(self, key: K) -> R | None:
-        """Return a copy of a record that takes its place, or None. Its fields may be assigned."""
-        if (record := self.records.get(key)) is not None:
-            record = copy.copy(record)
-            self._put(self.records, key, record)
-        return record
 
     def _save(self, key: K, record: R) -> None:
         """Store a record, and look at it when it is due."""
-        self._put(self.records, key, record)
+        self.records[key] = record
         self._schedule(key, record)
-
-    def _undo(self) -> None:
-        """Put back what the journal contains."""
-        for entries, key, entry in reversed(self._journal):
-            if entry is None:
-                entries.pop(key, None)
-            else:
-                entries[key] = entry
-        self._rebuild()  # Entries may have been taken from the heap.
 
     def _rebuild(self) -> None:
         """Make a heap of the entries that are not out of date. A sorted list is a heap."""
@@ -259,10 +209,8 @@ class Ledger(Generic[K, R, A]):
         actions: list[A] = []
         while self._wakes and self._wakes[0][0] <= self._now:
             *wake, key = heapq.heappop(self._wakes)
-            known = self.records.get(key)
-            if known is None or known.wake != tuple(wake):
-                continue
-            if (record := self._change(key)) is not None:
+            record = self.records.get(key)
+            if record is not None and record.wake == tuple(wake):
                 record.wake = NEVER
                 actions += self._wake(record)
                 self._schedule(key, record)

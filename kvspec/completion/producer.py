@@ -1,23 +1,22 @@
 """The producer's ledger: the requests that a producer rank holds, and when their blocks are free.
 
 Invariant: each request is freed exactly once, when all its readers are done or its lease is over.
-An abort frees no blocks. It only changes the answers: later readers receive `gone`. A reader that
-was sent `stopped` is never written to in that attempt. If readers disagree about how many will
-come, the request never completes: only its lease frees it. The ledger has no clock and no socket:
-time is an argument. Its memory is bounded.
+An abort frees no blocks. It only changes the answers: later readers receive `gone`. If readers
+disagree about how many will come, the request never completes: only its lease frees it. The ledger
+has no clock and no socket: time is an argument. Its memory is bounded.
 
 How it works:
-    Each request is one record, a `HeldRequest`. Two tables of `kvspec.completion.states` drive it:
-    `PRODUCER` decides when its blocks are free. `PUSH` decides what a reader of a push receives.
-    The column `action` of a row names the method that carries the row out.
+    Each request is one record, a `HeldRequest`. The table `PRODUCER` of `kvspec.completion.states`
+    decides when its blocks are free. The column `action` of a row names the method that carries the
+    row out.
 
     A heartbeat extends a lease, but does not change the heap of `Ledger`. When the old time comes,
     the record is scheduled again.
 
     A *reader* is a rank that reads. Readers of one incarnation of an engine share an
-    `Incarnation`. A reader may make several attempts, and each of its messages contains how many
-    readers this producer rank must expect in the attempt. `HeldRequest.refusal` compares a message
-    with the readers so far. The first row that matches decides:
+    `Incarnation`. Each message contains how many readers of the incarnation this producer rank must
+    expect. `HeldRequest.refusal` compares a message with the readers so far. The first row that
+    matches decides:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
@@ -27,25 +26,23 @@ How it works:
         a new reader, and 4096 have come already         refuse
         first message of its incarnation, 16 are known   refuse, and dispute the request
         first message of its incarnation                 accept
-        a later attempt than the incarnation's last      accept
         older than this reader's last message            refuse: it was delayed
-        an earlier attempt, a new reader                 refuse: it was delayed
         a heartbeat with the number of the last message  refuse: it was repeated
-        same attempt, another `expected`                 refuse, and dispute the request
-        same attempt, a new reader, all have come        refuse, and dispute the request
+        another `expected` than the first message        refuse, and dispute the request
+        a new reader, and all have come                  refuse, and dispute the request
         anything else                                    accept
 
-    An attempt is later, earlier or the same compared with the incarnation's last attempt. The limit
+    The limit
     of 16 is `MAX_INCARNATIONS`, and 4096 is `MAX_KEPT_READERS`. The latter does not bound a
     connected engine: its plan does. A new reader has sent no message before.
 
     For example, ranks A, B and C of one engine read, and each sends `expected=2`:
 
-        A  heartbeat  attempt 0, number 1    accept: a new incarnation, attempt 0, 2 readers
-        A  heartbeat  attempt 0, number 1    refuse: a copy must not extend the lease
-        B  done       attempt 0, number 1    accept
-        C  heartbeat  attempt 0, number 1    refuse and dispute: 2 have come already
-        A  done       attempt 0, number 2    accept: but disputed, so never complete
+        A  heartbeat  number 1    accept: a new incarnation, 2 readers
+        A  heartbeat  number 1    refuse: a copy must not extend the lease
+        B  done       number 1    accept
+        C  heartbeat  number 1    refuse and dispute: 2 have come already
+        A  done       number 2    accept: but disputed, so never complete
 
     Without C's message, the request is complete after A's `done`.
 
@@ -56,7 +53,6 @@ How it works:
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -71,9 +67,9 @@ from kvspec.completion.ledger import (
     Record,
     Refused,
     Tell,
-    atomic,
+    recorded,
 )
-from kvspec.completion.states import PRODUCER, PUSH
+from kvspec.completion.states import PRODUCER
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
@@ -87,18 +83,13 @@ from kvspec.wire.messages import (
     LayerProgress,
     Lease,
     Message,
-    PushDone,
-    PushStopped,
     RankAddress,
     ReaderStatus,
     RemoteId,
-    StopWriting,
     Valid,
 )
 
 Place = tuple[str, str]
-# Attempt of a reader, and its rank: the receiver of one push.
-Target = tuple[int, RankAddress]
 # Incarnations of engines that may read one request. The limit bounds the memory.
 MAX_INCARNATIONS = 16
 # Readers to keep of one request, and of all requests, if their engines are not connected. Each
@@ -107,13 +98,6 @@ MAX_KEPT_READERS, MAX_ALL_READERS = 1 << 12, 1 << 16
 # Readers of freed requests to remember, so that their last message can be answered again. They must
 # not count as above: a busy producer frees more requests in a lease, and would refuse new readers.
 MAX_PAST_READERS = 1 << 16
-# Push records of all requests. Beyond the limit, `stop` gets no answer, so the reader keeps its
-# blocks and repeats `stop`. An answer `stopped` that is not recorded would be unsafe: a later push
-# could write into reused blocks.
-MAX_PUSHES = 1 << 16
-# The same for `stop` of one reader about requests that are not held. Such a record lasts for
-# `longest`, so one reader alone could take the places of all others for an hour.
-MAX_UNKNOWN_PUSHES = 1 << 13
 
 
 class HeldReader(NamedTuple):
@@ -128,33 +112,16 @@ class HeldReader(NamedTuple):
         return isinstance(self.message, Done)
 
 
-class PushState(NamedTuple):
-    """A push to one reader: a state of `kvspec.completion.states.PUSH`, and the data's digest."""
-
-    state: str = "new"
-    pushed: bytes | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether bytes of the push may still move."""
-        return self.state in ("writing", "stopping")
-
-
-NEW_PUSH = PushState()
-
-
 class Incarnation(msgspec.Struct, eq=False):
     """One incarnation of a reading engine.
 
     Attributes:
-        attempt: Its last attempt.
-        expected: Number of readers in that attempt.
-        come: Number of readers that have come in that attempt.
-        reading: Number of readers that are not done, in any attempt.
+        expected: Number of its readers.
+        come: Number of readers that have come.
+        reading: Number of readers that are not done.
     """
 
-    attempt: int = -1
-    expected: int = 0
+    expected: int
     come: int = 0
     reading: int = 0
 
@@ -167,13 +134,11 @@ class HeldRequest(Record, eq=False):
         expires: End of the lease. If the request is not held: when it is forgotten.
         latest: The latest possible end of its lease.
         state: State of `kvspec.completion.states.PRODUCER`.
-        kept_until: Until when an unknown request is remembered, because a reader sent `stop`.
         disputed: Whether readers disagreed.
         incarnations: Incarnations of reading engines, by name and epoch.
         readers: The readers that have come.
         early: Last message of each reader that came before the request was admitted.
         progress: Written tokens by group and layer.
-        pushes: The push to each reader of each attempt.
         blocks: Block tables by group, if the engine passed them and the request is held.
         checksums: Checksums of its contents that were computed.
     """
@@ -182,13 +147,11 @@ class HeldRequest(Record, eq=False):
     expires: float
     latest: float
     state: str = "unknown"
-    kept_until: float = 0.0
     disputed: bool = False
     incarnations: dict[tuple[str, int], Incarnation] = msgspec.field(default_factory=dict)
     readers: dict[RankAddress, HeldReader] = msgspec.field(default_factory=dict)
     early: dict[RankAddress, ReaderStatus] = msgspec.field(default_factory=dict)
     progress: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
-    pushes: dict[Target, PushState] = msgspec.field(default_factory=dict)
     blocks: Mapping[str, BlockTable] = msgspec.field(default_factory=dict)
     checksums: dict[Extent, bytes] = msgspec.field(default_factory=dict)
 
@@ -212,24 +175,8 @@ class HeldRequest(Record, eq=False):
         """Whether all expected readers have come, and all readers are done."""
         if self.disputed or not self.incarnations:
             return False
-        # Each incarnation: all readers of its last attempt have come, and all readers are done.
         engines = self.incarnations.values()
         return all(each.come == each.expected and each.reading == 0 for each in engines)
-
-    def pinned(self, now: float) -> bool:
-        """Return whether a push requires that the request is remembered."""
-        return self.kept_until > now or any(push.in_flight for push in self.pushes.values())
-
-    def push(self, target: Target) -> PushState:
-        """Return the push to a reader. Its state is "new" if there was none."""
-        return self.pushes.get(target, NEW_PUSH)
-
-    def finished(self, target: Target) -> bool:
-        """Return whether a reader is done with an attempt, or has begun a later one."""
-        attempt, by = target
-        reader = self.readers.get(by)
-        last = reader.message.attempt if reader else -1
-        return last > attempt or (last == attempt and reader is not None and reader.done)
 
     def reading(self) -> list[ReaderStatus]:
         """Return the last message of each reader that is not done."""
@@ -238,14 +185,13 @@ class HeldRequest(Record, eq=False):
     def repeats(self, message: ReaderStatus) -> bool:
         """Return whether *message* is a `done` that was answered before.
 
-        Another number means another load of the attempt, perhaps of a second session with the same
-        name and epoch. The first load's answer does not hold for it: the data that was valid may be
-        gone.
+        Another number means another load, perhaps of a second session with the same name and epoch.
+        The first load's answer does not hold for it: the data that was valid may be gone.
         """
         reader = self.readers.get(message.by)
         if reader is None or not reader.done or not isinstance(message, Done):
             return False
-        return (reader.message.attempt, reader.message.number) == (message.attempt, message.number)
+        return reader.message.number == message.number
 
     def refusal(self, message: ReaderStatus) -> tuple[str, bool]:
         """Return why *message* is refused, or "", and whether it disputes the request.
@@ -255,27 +201,20 @@ class HeldRequest(Record, eq=False):
         incarnation = self.incarnations.get((message.by.engine_id, message.by.epoch))
         if incarnation is None and len(self.incarnations) == MAX_INCARNATIONS:
             return f"{MAX_INCARNATIONS} incarnations of engines read it already", True
-        if incarnation is None or message.attempt > incarnation.attempt:
+        if incarnation is None:
             return "", False
         reader = self.readers.get(message.by)
-        return _refusal_in_attempt(message, incarnation, reader.message if reader else None)
-
-
-def _refusal_in_attempt(
-    message: ReaderStatus, incarnation: Incarnation, before: ReaderStatus | None
-) -> tuple[str, bool]:
-    """Return `HeldRequest.refusal` of a known attempt, after the reader's message *before*."""
-    now = message.attempt, message.number
-    last = (before.attempt, before.number) if before else (incarnation.attempt, 0)
-    if now < last:
-        return "it is older than the reader's last message", False
-    if before and now == last and not isinstance(message, Done):
-        return "it is a repetition of the reader's last message", False
-    if message.attempt == incarnation.attempt and message.expected != incarnation.expected:
-        return f"it expects {message.expected} readers, others {incarnation.expected}", True
-    if before is None and incarnation.come == incarnation.expected:
-        return f"all {incarnation.expected} expected readers have come already", True
-    return "", False
+        before = -1 if reader is None else reader.message.number
+        why, disputes = "", True
+        if message.number < before:
+            why, disputes = "it is older than the reader's last message", False
+        elif message.number == before and isinstance(message, Heartbeat):
+            why, disputes = "it is a repetition of the reader's last message", False
+        elif message.expected != incarnation.expected:
+            why = f"it expects {message.expected} readers, others {incarnation.expected}"
+        elif reader is None and incarnation.come == incarnation.expected:
+            why = f"all {incarnation.expected} expected readers have come already"
+        return why, disputes and why != ""
 
 
 class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
@@ -288,10 +227,10 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         longest: Seconds after which heartbeats no longer extend the lease.
 
     Attributes:
-        counts: "held": requests whose blocks are not free. "pushes": pushes to readers that are
-            remembered. "early": messages for requests that are not admitted yet.
-            "blocks": blocks of the held requests, as far as `admit` was passed them. "readers":
-            readers of held requests. "past": readers of freed requests that are remembered.
+        counts: "held": requests whose blocks are not free. "early": messages for requests that are
+            not admitted yet. "blocks": blocks of the held requests, as far as `admit` was passed
+            them. "readers": readers of held requests. "past": readers of freed requests that are
+            remembered.
         freed: By remote id, how each request has ended that was freed: `done`, `expired` or
             `aborted`. The session takes them out.
         ended: Number of requests that were freed, by how they have ended.
@@ -308,8 +247,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.ended = Counter[str]()
         # By connected engine: the ranks that read from this rank, and how many of them send `done`.
         self._plans: dict[tuple[str, int], frozenset[RankId]] = {}
-        # By reader: its pushes of requests that are not held.
-        self._unknown_pushes: dict[RankAddress, int] = {}
 
     @property
     def held(self) -> tuple[Key, ...]:
@@ -321,12 +258,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request = self.records.get(key)
         return request if request is not None and request.held else None
 
-    def stopping(self, key: Key, target: Target) -> bool:
-        """Return whether the reader has given up a push that is in flight."""
-        request = self.records.get(key)
-        return request is not None and request.push(target).state == "stopping"
-
-    @atomic
+    @recorded
     def admit(
         self,
         key: Key,
@@ -348,12 +280,12 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """
         first = self.lease if lease is None else seconds("lease", lease)
         actions = self._tick(now)
-        request = self._change(key) or HeldRequest(key, 0.0, 0.0)
+        request = self.records.get(key) or HeldRequest(key, 0.0, 0.0)
         if request.state != "unknown":
+            self.actions += actions
             raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
         request.expires = self._now + first
         request.latest = self._now + max(self.longest, self.lease, first)
-        request.kept_until = 0.0
         request.blocks = blocks or {}
         self._count("held", 1)
         self._count("blocks", request.num_blocks)
@@ -361,28 +293,24 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self._save(key, request)
         return actions
 
-    @atomic
+    @recorded
     def receive(self, message: Message, now: float) -> list[HoldAction]:
         """Process a message of a reader. Return actions."""
         actions = self._tick(now)
-        if message.to != self.me or not isinstance(message, Heartbeat | Done | StopWriting):
+        if message.to != self.me or not isinstance(message, Heartbeat | Done):
             return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
-        # An old incarnation may still wait for the end of a push, so its `stop` is answered.
-        current = self.epochs.get(message.by.engine_id, message.by.epoch) == message.by.epoch
-        if not current and not isinstance(message, StopWriting):
+        if self.epochs.get(message.by.engine_id, message.by.epoch) != message.by.epoch:
             return [*actions, Refused(message, "it is from another incarnation of that engine")]
-        if isinstance(message, ReaderStatus) and (why := self._unplanned(message)):
+        if why := self._unplanned(message):
             return [*actions, Refused(message, why)]
-        known = self._change(message.key)
+        known = self.records.get(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
-        actions += self._push_message(request, message)
-        if isinstance(message, ReaderStatus):
-            actions += self._deliver(request, message) + self._complete(request)
-        if known or request.early or request.pushes:
+        actions += self._deliver(request, message) + self._complete(request)
+        if known or request.early:
             self._save(request.key, request)
         return actions
 
-    @atomic
+    @recorded
     def record_progress(
         self, key: Key, places: Iterable[Place], upto: int, now: float
     ) -> list[HoldAction]:
@@ -398,63 +326,27 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             SpecError: If the request is not held, or *upto* is less than before for a layer.
         """
         actions = self._tick(now)
-        request = self._held(key)
-        readers = request.reading()
-        for group, layer in places:
+        request, written = self.find(key), list(places)
+        if request is None:
+            self.actions += actions
+            raise SpecError("remote_id", key.remote_id, "a request that is held")
+        for group, layer in written:
             if upto < (before := request.progress.get((group, layer), 0)):
+                self.actions += actions
                 raise SpecError("upto", upto, f"at least {before}, the progress of {layer}")
-            self._put(request.progress, (group, layer), upto)
-            actions += [_progress(reader, (group, layer), upto) for reader in readers]
+        readers = request.reading()
+        for place in written:
+            request.progress[place] = upto
+            actions += [_progress(reader, place, upto) for reader in readers]
         return actions
 
-    @atomic
+    @recorded
     def abort(self, key: Key, now: float) -> list[HoldAction]:
         """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
         actions = self._tick(now)
-        request = self._change(key)
+        request = self.records.get(key)
         return actions + (self._step(request, "abort") if request and request.held else [])
 
-    @atomic
-    def begin_push(self, key: Key, targets: Iterable[Target]) -> tuple[Target, ...]:
-        """Record that writes to readers are about to be posted.
-
-        Returns:
-            The readers to write to. Readers that gave the push up, or are done with the attempt,
-            are left out.
-
-        Raises:
-            SpecError: If the request is not held, or this attempt was pushed before.
-        """
-        request, opened = self._held(key), list[Target]()
-        for target in targets:
-            state = request.push(target).state
-            if state not in ("new", "stopped"):
-                raise SpecError("remote_id", key.remote_id, "an attempt that was not pushed before")
-            if state == "new" and not request.finished(target):
-                self._push(request, target, "begin")
-                opened.append(target)
-        return tuple(opened)
-
-    @atomic
-    def end_push(
-        self, key: Key, target: Target, pushed: bytes | None, now: float
-    ) -> list[HoldAction]:
-        """Record that no byte of a write to a reader can move any more. Return actions.
-
-        Args:
-            key: The request.
-            target: The reader.
-            pushed: Digest of the written data, or None if the write failed.
-            now: Time in seconds.
-        """
-        actions = self._tick(now)
-        request = self._change(key)
-        if request is None or not request.push(target).in_flight:
-            return actions  # `clear` forgot it, or an interrupted call is repeated.
-        event = "failed" if pushed is None else "written"
-        return actions + self._push(request, target, event, pushed)
-
-    @atomic
     def connect(self, engine_id: str, epoch: int, readers: Iterable[RankId] | None = None) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
 
@@ -469,7 +361,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """
         self._connect(engine_id, epoch)
         if readers is not None:
-            self._put(self._plans, (engine_id, epoch), frozenset(readers))
+            self._plans[engine_id, epoch] = frozenset(readers)
 
     def _unplanned(self, message: ReaderStatus) -> str:
         """Return why the plan, or the bounds of readers without a plan, refuse *message*, or ""."""
@@ -496,26 +388,11 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         for name in [name for name in self._plans if name[0] == engine_id]:
             del self._plans[name]
 
-    def clear(self) -> None:
-        """Forget all requests, without actions."""
-        self.records.clear()
-        self._unknown_pushes.clear()
-        self._wakes.clear()
-        self.counts.clear()
-
-    def _held(self, key: Key) -> HeldRequest:
-        """Return a held request to change; raise `SpecError` if there is none."""
-        request = self._change(key)
-        if request is None or not request.held:
-            raise SpecError("remote_id", key.remote_id, "a request that is held")
-        return request
-
     def _wake(self, request: HeldRequest, /) -> list[HoldAction]:
         """End the lease of a request, or forget the request, unless a heartbeat extended it."""
         if request.expires > self._now:
             return []
-        waits = (request.state, "pinned") in PRODUCER and request.pinned(self._now)
-        return self._step(request, "pinned" if waits else "time")
+        return self._step(request, "time")
 
     def _deliver(self, request: HeldRequest, message: ReaderStatus) -> list[HoldAction]:
         """Count a reader's message and answer it, or refuse it."""
@@ -538,37 +415,22 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """Take the row of the table for *event*, and carry it out."""
         row = PRODUCER[request.state, event]
         before, request.state = request.state, row.state
-        if before == "unknown" != row.state:
-            for _, by in request.pushes:
-                self._count_unknown(by, -1)
         act = getattr(self, f"_{row.action}") if row.action else None
         actions: list[HoldAction] = act(request, message, before) if act else []
         if row.state == "forgotten":
-            self._count("pushes", -len(request.pushes))
             self._count("past", -len(request.readers))
-            self._drop(self.records, request.key)
+            self.records.pop(request.key, None)
         return actions
-
-    def _count_unknown(self, by: RankAddress, more: int) -> None:
-        """Count pushes of a reader that are remembered although their requests are not held."""
-        if count := self._unknown_pushes.get(by, 0) + more:
-            self._put(self._unknown_pushes, by, count)
-        else:
-            self._drop(self._unknown_pushes, by)
 
     def _note(self, request: HeldRequest, message: ReaderStatus, answer: type[Message]) -> None:
         """Record an accepted message of a reader, and the kind of its answer."""
         name = message.by.engine_id, message.by.epoch
-        engine = copy.copy(request.incarnations.get(name)) or Incarnation()
-        self._put(request.incarnations, name, engine)
-        if message.attempt > engine.attempt:
-            engine.attempt, engine.expected, engine.come = message.attempt, message.expected, 0
+        engine = request.incarnations.setdefault(name, Incarnation(message.expected))
         before, after = request.readers.get(message.by), HeldReader(message, answer)
-        first = before is None or before.message.attempt < engine.attempt
-        engine.come += first and message.attempt == engine.attempt
+        engine.come += before is None
         self._count("readers", before is None)
         engine.reading += (not after.done) - (before is not None and not before.done)
-        self._put(request.readers, message.by, after)
+        request.readers[message.by] = after
 
     def _keep(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         """Keep the latest early message of each reader."""
@@ -577,11 +439,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             why = f"the request is unknown, and {self.most_early} messages wait already"
             return [Refused(message, why)]
         self._count("early", old is None)
-        if old is None or (message.attempt, message.number) > (old.attempt, old.number):
-            self._put(request.early, message.by, message)
-        # A request that is unknown may be remembered for long because of a push. Its early messages
-        # are still answered within one lease.
-        request.expires = min(request.expires, self._now + self.lease)
+        if old is None or message.number > old.number:
+            request.early[message.by] = message
         return []
 
     def _early(self, request: HeldRequest) -> list[ReaderStatus]:
@@ -620,11 +479,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             self._note(request, message, Gone)
         return [Tell(message.answer(Gone))]
 
-    def _remember(self, request: HeldRequest, _: None, __: str) -> list[HoldAction]:
-        """Keep the record for a push. Answer the early messages that nothing is held."""
-        request.expires = max(request.kept_until, self._now + self.lease)
-        return self._gone(request, None, "")
-
     def _repeat(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         reader = request.readers.get(message.by)
         return [Tell(message.answer(reader.answer if reader else Gone))]
@@ -632,12 +486,11 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     def _free(self, request: HeldRequest, _: None, before: str) -> list[HoldAction]:
         """Free a request. Remember its readers for a lease, because they may ask again.
 
-        If too many are remembered, a reader that did not receive its answer receives `gone`. The
-        readers of a push are needed: they show which load of the attempt a message is about.
+        If too many are remembered, a reader that did not receive its answer receives `gone`.
         """
         self._count("held", -1)
         self._count("readers", -len(request.readers))
-        if self.counts["past"] + len(request.readers) > MAX_PAST_READERS and not request.pushes:
+        if self.counts["past"] + len(request.readers) > MAX_PAST_READERS:
             request.readers = dict[RankAddress, HeldReader]()
         self._count("past", len(request.readers))
         self._count("blocks", -request.num_blocks)
@@ -645,50 +498,9 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request.blocks, request.checksums = dict[str, BlockTable](), dict[Extent, bytes]()
         how = "done" if request.complete else "expired"
         how = "aborted" if before == "fenced" else how
-        self._put(self.freed, request.key.remote_id, how)
-        self._put(self.ended, how, self.ended[how] + 1)
+        self.freed[request.key.remote_id] = how
+        self.ended[how] += 1
         return []
-
-    def _push_message(self, request: HeldRequest, message: Message) -> list[HoldAction]:
-        """Answer a heartbeat or `stop` if it is about a push.
-
-        Call this before the ledger counts the message: `finished` needs the reader's state before
-        it.
-        """
-        target = message.attempt, message.by
-        state, event = request.push(target).state, "heartbeat"
-        if isinstance(message, StopWriting):
-            event = "stop"
-            if state == "new" and self.counts["pushes"] >= MAX_PUSHES:
-                return []
-            if state == "new" and request.state == "unknown":
-                if self._unknown_pushes.get(message.by, 0) >= MAX_UNKNOWN_PUSHES:
-                    return []
-                self._count_unknown(message.by, 1)
-        elif state == "new" or isinstance(message, Done):
-            return []
-        elif state == "pushed" and request.finished(target):
-            event = "anew"
-        return self._push(request, target, event)
-
-    def _push(
-        self, request: HeldRequest, target: Target, event: str, pushed: bytes | None = None
-    ) -> list[HoldAction]:
-        """Take the row of the table for a push to *target*, and carry it out."""
-        self._count("pushes", target not in request.pushes)
-        push = request.push(target)
-        row = PUSH[push.state, event]
-        push = PushState(row.state, pushed or push.pushed)
-        self._put(request.pushes, target, push)
-        if request.state == "unknown":
-            request.kept_until = self._now + self.longest
-        if row.action != "send":
-            return []
-        attempt, to = target
-        name = request.key, self.me, to, attempt
-        if push.state == "pushed" and push.pushed is not None:
-            return [Tell(PushDone(*name, pushed=push.pushed))]
-        return [Tell(PushStopped(*name))]
 
 
 def _progress(reader: ReaderStatus, place: Place, upto: int) -> Tell:

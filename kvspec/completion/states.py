@@ -1,15 +1,11 @@
-"""The states of a request in both ledgers, and of a push, as tables. docs/ledgers.md shows them.
+"""The states of a request in both ledgers, as tables. docs/ledgers.md shows them.
 
 Invariant: a transition that is not in a table cannot happen. Blocks are freed only on the way into
 *freed*, and no row leads back from there, so a request is freed once. A load becomes *done* by one
 row, after its sources answered `valid`. It becomes *failed* by one row, when no byte can move.
 
 Time ends each state of a request or a load except *draining*. *draining* has no time limit: it ends
-when no transfer can write. A push in flight lasts until its transfers have ended. The producer
-remembers the request until its pushes have ended.
-
-No row sends `stop` or the messages about checksums: the session does. While a pushed load is
-*draining*, it sends `stop` as often as it sent heartbeats before.
+when no transfer can write. No row sends the messages about checksums: the session does.
 """
 
 from __future__ import annotations
@@ -36,9 +32,6 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("unknown", "done"): Row("unknown", "keep", "it counts when the request is admitted"),
     ("unknown", "admit"): Row("held", "replay", "earlier messages count"),
     ("unknown", "time"): Row("forgotten", "gone", "it was never admitted: the data is void"),
-    ("unknown", "pinned"): Row(
-        "unknown", "remember", "never admitted; remembered, because a reader gave a push up"
-    ),
     ("held", "heartbeat"): Row("held", "lease", "a live reader gets more time, up to the longest"),
     ("held", "done"): Row("held", "valid", "held until now, so all data was valid"),
     ("held", "again"): Row("held", "repeat", "the answer was lost"),
@@ -57,39 +50,12 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("freed", "time"): Row(
         "forgotten", "", "the request is unknown to later readers: they receive gone, too"
     ),
-    ("freed", "pinned"): Row("freed", "remember", "a write is in flight: its reader needs the end"),
 }
 """The producer's transitions, by state and event.
 
 *again* is a repeated `done` of a reader that is done. *complete* means that all expected readers
 are done. *time* means that the lease is over. A freed or unknown request is remembered for one more
-lease. *pinned* replaces *time* while a push requires that the request is remembered.
-"""
-
-PUSH: dict[tuple[str, str], Row] = {
-    ("new", "begin"): Row("writing", "", "the write is about to be posted"),
-    ("new", "stop"): Row("stopped", "send", "nothing was written, and a later push must not write"),
-    ("writing", "heartbeat"): Row("writing", "", "the reader waits for the end"),
-    ("writing", "stop"): Row("stopping", "", "bytes may still move: the session stops the write"),
-    ("writing", "written"): Row("pushed", "send", "the last byte is written"),
-    ("writing", "failed"): Row("stopped", "send", "the write failed, and nothing is in flight"),
-    ("stopping", "heartbeat"): Row("stopping", "", "it was sent before the stop"),
-    ("stopping", "stop"): Row("stopping", "", "the answer comes when nothing is in flight"),
-    ("stopping", "written"): Row("pushed", "send", "the write ended before it could be stopped"),
-    ("stopping", "failed"): Row("stopped", "send", "nothing is in flight any more"),
-    ("pushed", "heartbeat"): Row("pushed", "send", "the outcome was lost"),
-    ("pushed", "stop"): Row("pushed", "send", "the outcome was lost"),
-    ("pushed", "anew"): Row(
-        "stopped", "send", "another load of the attempt: it may wait for other blocks"
-    ),
-    ("stopped", "heartbeat"): Row("stopped", "send", "the reader has not received `stopped` yet"),
-    ("stopped", "stop"): Row("stopped", "send", "the outcome was lost"),
-}
-"""The transitions of a push to one reader in one attempt, by state and event.
-
-*anew*: a reader sends a heartbeat although it was done with the attempt. It has started another
-load, or the heartbeat is late, which does no harm. *stopped* is a fence: this rank never writes to
-the reader in this attempt again.
+lease.
 """
 
 CONSUMER: dict[tuple[str, str], Row] = {

@@ -1,14 +1,12 @@
-"""The NIXL agent of one rank, with its memory, peers, lists, transfers and notifications.
+"""The NIXL agent of one rank, with its memory, peers, lists and transfers.
 
 Invariant: all arguments are checked before NIXL receives them. Each wait has a deadline. Memory
 stays registered and referenced while a byte of it can move. A transfer that fails in flight stays
 in quarantine, because NIXL cannot stop it. Only closing the rank destroys the agent and stops all.
-Payloads of unknown senders are returned only once the sender is connected, and the memory for them
-is bounded. The hello messages of this module are never returned. All ranks are closed when the
-interpreter exits.
+All ranks are closed when the interpreter exits.
 
-kvspec sends one notification for each plan, after its data. It never attaches one to a transfer:
-NIXL sends an attached notification only when the initiator polls the finished transfer.
+NIXL's notifications are not used, because a session has a channel of its own for messages. Only
+`connect` sends one, a hello, which opens the connection.
 
 UCX chooses the network devices. Set `UCX_NET_DEVICES` before the first rank is created, for
 instance to `mlx5_0:1`, or to `lo` on one machine. `KVSPEC_NIXL_PACKAGE` selects the nixl package
@@ -29,15 +27,16 @@ import numpy as np
 
 from kvspec.descriptors.selection import Selection
 from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.inputs import flag, mapping, seconds
+from kvspec.inputs import flag, mapping, seconds, sequence
 from kvspec.memory.region import Memory, check_memory_type
 from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.memory import new_memories
 from kvspec.nixl.merging import OPERATIONS, Operation, Sides
 from kvspec.nixl.peers import Envelope, name_of, opened
 from kvspec.nixl.rows import checked_rows, row_of_one
-from kvspec.nixl.staging import Buffers, Staging
-from kvspec.nixl.transfer import InFlightTransfers, K, Transfer
+from kvspec.nixl.staging.choosing import Buffers
+from kvspec.nixl.staging.rule import Staging
+from kvspec.nixl.transfer import InFlightTransfers, K, Transfer, wait_for_all
 from kvspec.wire.seal import Secret, secret_of
 
 if TYPE_CHECKING:
@@ -49,10 +48,6 @@ T = TypeVar("T")
 # transfers may not write one byte. So many connections can be tested at once.
 PROBES = 4096
 SIDES = "tuples (local list, local ids, remote list, remote ids)"
-MAX_NOTIFICATION = 64 << 10  # Bytes. Sending a longer one blocks the sender noticeably.
-# Notifications of unknown senders that are kept until they are connected, and their bytes.
-MAX_KEPT = 4096
-MAX_KEPT_BYTES = 4 << 20
 HELLO = b"kvspec-nixl hello"  # It opens the connection, so that the first read need not.
 
 
@@ -66,7 +61,6 @@ class NixlStats:
         lists: Descriptor lists.
         registrations: Registered memories.
         peers: Connected peers.
-        notifications: Notifications of unknown senders.
     """
 
     transfers: int = 0
@@ -74,7 +68,6 @@ class NixlStats:
     lists: int = 0
     registrations: int = 0
     peers: int = 0
-    notifications: int = 0
 
 
 class NixlRank:
@@ -91,8 +84,8 @@ class NixlRank:
         secret: Key that authenticates introductions. By default, the environment variable
             `KVSPEC_SECRET`, or the file that `KVSPEC_SECRET_FILE` names. `b""` is for channels that
             only trusted programs can reach. NIXL neither authenticates nor encrypts the data.
-        polled: Create the agent without a progress thread. Bytes then move only inside `poll`,
-            `wait` and `notifications`. That suits a rank that starts all its transfers. A rank
+        polled: Create the agent without a progress thread. Bytes then move only inside `poll`
+            and `wait`. That suits a rank that starts all its transfers. A rank
             whose memory peers read or write needs the thread.
         telemetry: Record for each `Transfer` how many descriptors NIXL posted after merging.
         staging: A `Staging`, or the bytes of its buffer. Transfers of many short runs move
@@ -122,7 +115,6 @@ class NixlRank:
         self.memory: tuple[Memory, ...] = ()
         # The lists that were prepared for each peer. None: lists of this rank.
         self._lists: dict[str | None, list[Prepared]] = {None: []}
-        self._early: list[tuple[str, bytes]] = []  # Notifications of unknown senders.
         # Peers that received a hello. A polled rank has also read from them.
         self._answered: set[str] = set()
         buffers = Buffers(staging, self._agent) if staging else None
@@ -173,7 +165,6 @@ class NixlRank:
             lists=sum(not prepared.released for some in lists for prepared in tuple(some)),
             registrations=len(self._agent.registered),
             peers=len(self.peers),
-            notifications=len(self._early),
         )
 
     def register(self, memories: Iterable[Memory], owner: object = None) -> None:
@@ -206,12 +197,7 @@ class NixlRank:
         return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self.secret)
 
     def connect(self, metadata: bytes, timeout: float = 10.0) -> str:
-        """Load the metadata of a peer and open the connection.
-
-        A second call with newer metadata of the same peer adds the memory that it registered since.
-        A polled rank waits until the connection is established, because a notification would
-        otherwise stay in this process. The peer must make progress meanwhile. If the wait fails,
-        the next call waits again.
+        """Connect one peer. See `connect_all`.
 
         Args:
             metadata: Bytes that the peer's `metadata` returned.
@@ -221,38 +207,71 @@ class NixlRank:
             The name of the peer.
 
         Raises:
+            SpecError: As in `connect_all`.
+            WireError: As in `connect_all`.
+            TransferError: As in `connect_all`.
+        """
+        (name,) = self.connect_all([metadata], timeout)
+        return name
+
+    def connect_all(self, metadata: Iterable[bytes], timeout: float = 10.0) -> tuple[str, ...]:
+        """Load the metadata of some peers, and open all connections at the same time.
+
+        A second call with newer metadata of the same peer adds the memory that it registered since.
+        A polled rank waits until the connections are established, since no thread of it would go
+        on with them. The peers must make progress meanwhile. A silent peer delays no other one:
+        together they take as long as the slowest. If the wait fails, the next call waits again.
+
+        After an error, all peers are forgotten that this call has connected. A peer whose
+        connection is still being established stays until the next call: `disconnect` raises
+        "busy" then.
+
+        Args:
+            metadata: Bytes that the `metadata` of each peer returned.
+            timeout: Seconds to wait for all connections together. Only a polled rank waits.
+
+        Returns:
+            The names of the peers, in the order of *metadata*.
+
+        Raises:
             SpecError: If *timeout* is wrong.
-            WireError: If *metadata* is damaged or was sealed with another secret.
-            TransferError: With state "stale_peer" if another agent with this name is connected. A
-                polled rank also raises the errors of `read`.
+            WireError: If some metadata is damaged or was sealed with another secret.
+            TransferError: With state "stale_peer" if another agent with the name of a peer is
+                connected. A polled rank also raises the errors of `read`, after it has waited for
+                all peers: the error of the first peer that failed.
         """
         timeout = seconds("timeout", timeout)
-        peer = opened(metadata, self.secret)
+        given = sequence("metadata", metadata, "the metadata of some ranks")
+        # All are checked before NIXL receives any: it keeps half of wrong metadata.
+        peers = [opened(each, self.secret) for each in given]
+        new = {peer.name: peer for peer in peers if peer.name not in self._answered}
+        try:
+            for peer in peers:
+                self._greet(peer)
+            if self.polled:
+                self._knock(new.values(), timeout)
+            self._answered.update(new)
+        except TransferError:
+            for name in new:
+                with contextlib.suppress(TransferError):
+                    self.disconnect(name)
+            raise
+        return tuple(peer.name for peer in peers)
+
+    def _greet(self, peer: Envelope) -> None:
+        """Load the metadata of *peer*, and begin to open the connection."""
         if peer.name == self.name:
             message = f"{peer.name!r} is this rank's own name: connect with another rank's metadata"
             raise TransferError(message, rank=peer.name, state=TransferState.STALE_PEER)
         with self._agent.lock:
             self._agent.check_open()
-            # `opened` has checked whose metadata it is: NIXL keeps half of wrong metadata.
             self._agent.call("connect", "loadRemoteMD", peer.metadata, peer=peer.name)
             self._lists.setdefault(peer.name, [])
-        try:
-            # Also to a known peer: it shows whether the peer is still there.
-            self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
-            if self.polled and peer.name not in self._answered:
-                self._knock(peer, timeout)
-            self._answered.add(peer.name)
-        except TransferError:
-            # A peer that was connected before stays. So does a new one whose read is still in
-            # flight: then `disconnect` raises "busy".
-            if peer.name not in self._answered:
-                with contextlib.suppress(TransferError):
-                    self.disconnect(peer.name)
-            raise
-        return peer.name
+        # Also to a known peer: it shows whether the peer is still there.
+        self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
 
     def disconnect(self, peer: str) -> None:
-        """Forget *peer* and its lists. Its notifications come after the next `connect`.
+        """Forget *peer* and its lists.
 
         Each cycle of `disconnect` and `connect` to a live peer costs both sides one file
         descriptor, which NIXL keeps until the agent is destroyed.
@@ -399,57 +418,11 @@ class NixlRank:
         checked = _sides(operation, pairs, Transfer)
         return self._in_flight.start(operation, checked, request, timeout)
 
-    def notify(self, peer: str, payload: bytes) -> None:
-        """Send *payload* to *peer*. Do that once for each plan, after its data is done.
-
-        Raises:
-            SpecError: If *payload* is not bytes, or longer than 64 KiB.
-            TransferError: With state "stale_peer" if *peer* is not connected.
-        """
-        if not isinstance(payload, bytes):
-            raise SpecError("payload", type(payload).__name__, "bytes")
-        if len(payload) > MAX_NOTIFICATION or payload == HELLO:
-            expected = f"at most {MAX_NOTIFICATION} bytes other than {HELLO!r}"
-            raise SpecError("payload", f"{len(payload)} bytes", expected)
+    def discard_hellos(self) -> None:
+        """Discard the hellos that have arrived. NIXL would keep them until the rank is closed."""
         with self._agent.lock:
             self._agent.check_open()
-            self._check_connected(peer)
-            self._agent.call("notify", "genNotif", peer, payload, peer=peer)
-
-    def notifications(self) -> list[tuple[str, bytes]]:
-        """Return (peer, payload) of all notifications that arrived, in order for each peer.
-
-        Only notifications of connected peers are returned. Those of other senders are kept until
-        this rank connects to the sender, up to 4,096 of them and 4 MiB. The others are lost.
-        """
-        with self._agent.lock:
-            arrived, self._early = self._arrived()
-            return arrived
-
-    def discard_hellos(self) -> None:
-        """Discard the hellos that have arrived, and keep the other notifications.
-
-        NIXL keeps each notification until it is read, and each `connect` of a peer sends a hello.
-        """
-        with self._agent.lock:
-            arrived, early = self._arrived()
-            self._early = arrived + early
-
-    def _arrived(self) -> tuple[list[tuple[str, bytes]], list[tuple[str, bytes]]]:
-        """Take all notifications out of NIXL. Return those of connected peers, and of others."""
-        arrived, early, size = list[tuple[str, bytes]](), list[tuple[str, bytes]](), 0
-        received: dict[str, list[bytes]] = self._agent.call("notifications", "getNotifs", {}, [])
-        new = [(sender, payload) for sender, some in received.items() for payload in some]
-        for sender, payload in self._early + new:
-            if sender in self._lists and payload != HELLO:
-                arrived.append((sender, payload))
-            elif payload != HELLO:
-                size += len(payload)
-                if len(early) < MAX_KEPT and size <= MAX_KEPT_BYTES:
-                    early.append((sender, payload))
-                else:
-                    size -= len(payload)  # Smaller ones may still fit.
-        return arrived, early
+            self._agent.call("notifications", "getNotifs", {}, [])
 
     def close(self, drain: float = 1.0) -> None:
         """Release everything in the order that NIXL needs. In a forked child, do nothing.
@@ -481,7 +454,6 @@ class NixlRank:
                     # Also after an interrupt: the bytes of an abandoned transfer may still move.
                     self._agent.drop()
             self._lists = {None: []}
-            self._early = []
             self._answered = set()
 
     def _release_all(self) -> None:
@@ -504,19 +476,23 @@ class NixlRank:
             state = TransferState.STALE_PEER
             raise TransferError(f"{peer!r} is not connected", rank=peer, state=state)
 
-    def _knock(self, peer: Envelope, timeout: float) -> None:
-        """Read one byte of *peer*, to establish the connection.
+    def _knock(self, peers: Iterable[Envelope], timeout: float) -> None:
+        """Read one byte of each of *peers*, to establish all connections at the same time.
 
-        NIXL's `make_connection` does not connect anything, so a transfer has to.
+        NIXL's `make_connection` does not connect anything, so transfers have to.
         """
         first = np.zeros(1, np.int32)
+        knocks = list[Transfer]()
         with contextlib.ExitStack() as stack:
-            local = self.prepare(row_of_one(self._probe.ctypes.data + next(self._probes)))
-            stack.callback(local.release)
-            remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
-            stack.callback(remote.release)
-            stack.callback(self._stop_probe, local)
-            self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
+            for peer in peers:
+                local = self.prepare(row_of_one(self._probe.ctypes.data + next(self._probes)))
+                stack.callback(local.release)
+                remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
+                stack.callback(remote.release)
+                stack.callback(self._stop_probe, local)
+                sides = local, first, remote, first
+                knocks.append(self.read(*sides, request="connect", timeout=timeout))
+            wait_for_all(knocks)
 
     def _stop_probe(self, local: Prepared) -> None:
         """Stop the read of `_knock` if an interrupt has left it. No other call polls it."""

@@ -23,8 +23,10 @@ from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent, check_unreleased
 from kvspec.nixl.busy import BusyRanges, Ints, united
 from kvspec.nixl.merging import Operation, Sides, Spans, checked_pairs
-from kvspec.nixl.ranges import Batch
-from kvspec.nixl.staging import Buffers, Stage, StagingBuffer
+from kvspec.nixl.staging.choosing import Buffers
+from kvspec.nixl.staging.learning import Lesson
+from kvspec.nixl.staging.ranges import Batch
+from kvspec.nixl.staging.stage import Stage, StagingBuffer, free_slot, in_line
 
 IN_FLIGHT = 16  # Handles that one transfer has posted at once. A list of any length makes few.
 TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
@@ -60,11 +62,12 @@ class Transfer:
     handles = 0
     error: TransferError | None = None
     started = False
-    ticket: int | None = None  # Its place in the line for a slot of the buffer.
+    queue_number: int | None = None  # Its place in the line for a slot of the buffer.
     stage: Stage | None = None
     posted: int | None = None
     _deadline = math.inf  # The first step sets it, since reading the clock takes 0.4 us.
     _settled = 0
+    _lesson: Lesson | None = None
 
     def __init__(
         self,
@@ -86,7 +89,8 @@ class Transfer:
         self.batches: Sequence[slice | Batch] = pairs.batches
         if transfers.buffers is not None:
             lists = self.local, self.remote
-            self.stage = transfers.buffers.stage(pairs, *lists, inward=operation == "READ")
+            choose = transfers.buffers.choose
+            self.stage, self._lesson = choose(pairs, *lists, inward=operation == "READ")
             if self.stage is not None:
                 self.batches = self.stage.batches
         if self._agent.telemetry:
@@ -150,7 +154,7 @@ class Transfer:
             if not self.started:  # Its bytes are not busy, so none may move.
                 raise SpecError("transfer", self, "a transfer that `move` has started")
             self.step(turn)
-            if self.ticket is not None and self.stage is not None and self.state == "PROC":
+            if self.queue_number is not None and self.stage is not None and self.state == "PROC":
                 self._all.poll_others(self, self.stage.buffer)
             if self.error is not None:
                 error = self.error
@@ -176,6 +180,19 @@ class Transfer:
         """
         if self.error is not None or not (self._in_flight or self._pending):
             return not self._in_flight or self.reap()
+        if (lesson := self._lesson) is None:
+            return self._move(turn)
+        ended = lesson.take(lambda: self._move(turn), lambda: bool(self._in_flight))
+        if self.state == "DONE" and self._all.buffers is not None:
+            self._all.buffers.learner.add(lesson)
+        if (
+            self.state != "PROC" or self.queue_number is not None
+        ):  # Waiting for a slot teaches nothing.
+            self._lesson = None
+        return ended
+
+    def _move(self, turn: float | None) -> bool:
+        """Do the work of `step` for a transfer that has not ended."""
         settled, now = self._settled, time.monotonic()
         if self._deadline == math.inf:
             self._deadline = now + self.timeout
@@ -205,7 +222,7 @@ class Transfer:
     def _fail(self, error: TransferError) -> None:
         """Post nothing more, and release the handles that ended."""
         # Set the error first: a transfer with nothing pending and no error counts as done.
-        self.error, self.ticket = error, None
+        self.error, self.queue_number = error, None
         self._pending.clear()
         self.reap()
 
@@ -257,11 +274,12 @@ class Transfer:
         while self._pending and len(self._in_flight) < IN_FLIGHT:
             batch, slot = self._pending[-1], 0
             if self.stage is not None:
-                free = self._all.free_slot(self.stage.buffer, self.ticket)
+                free = free_slot(self.stage.buffer, self._all, self.queue_number)
                 if free is None:
-                    self.ticket = next(self._all.tickets) if self.ticket is None else self.ticket
+                    if self.queue_number is None:
+                        self.queue_number = next(self._all.queue_numbers)
                     return
-                slot, self.ticket = free, None
+                slot, self.queue_number = free, None
             handle = self.make(batch, slot)
             self._in_flight[handle] = batch, slot
             self._pending.pop()
@@ -304,6 +322,29 @@ class Transfer:
         return TransferError(message, rank=self.peer, request=self.request, state=state)
 
 
+def wait_for_all(transfers: Sequence[Transfer]) -> None:
+    """Poll *transfers* in turn until all have ended. Then raise the error of the first that failed.
+
+    Each has a deadline, so this ends.
+    """
+    moving, rest = [*transfers], FIRST_WAIT
+    while moving := [transfer for transfer in moving if _moves(transfer)]:
+        time.sleep(rest)
+        rest = min(2 * rest, LAST_WAIT)
+    for transfer in transfers:
+        transfer.poll()
+
+
+def _moves(transfer: Transfer) -> bool:
+    """Poll *transfer*. Return whether it has not ended."""
+    try:
+        return transfer.poll() == "PROC"
+    except TransferError:
+        if transfer.error is None:  # The rank is closed, or this is a forked child.
+            raise
+        return False
+
+
 class InFlightTransfers:
     """The transfers of one rank, from `start` until no byte of them can move any more.
 
@@ -324,12 +365,12 @@ class InFlightTransfers:
     Attributes:
         agent: The agent of the rank.
         buffers: The staging buffers of the rank, or None if nothing is staged.
-        tickets: Tickets for the line of transfers that wait for a slot. They grow.
+        queue_numbers: Numbers for the line of transfers that wait for a slot. They grow.
     """
 
     def __init__(self, agent: Agent, buffers: Buffers | None = None) -> None:
         self.agent, self.buffers = agent, buffers
-        self.tickets = itertools.count()
+        self.queue_numbers = itertools.count()
         # Replaced whole, so that an interrupt leaves the old transfers or the new ones.
         self._known: tuple[Transfer, ...] = ()
         # A thread that holds the lock of the agent may take this one. Never the other way around.
@@ -486,31 +527,14 @@ class InFlightTransfers:
             self._known = tuple(transfer for transfer in self._known if not transfer.over)
             return self._known
 
-    def free_slot(self, buffer: StagingBuffer, ticket: int | None) -> int | None:
-        """Return a free slot of *buffer*, or None if the transfer with *ticket* must wait.
-
-        A transfer that has not waited yet has no ticket: None.
-        """
-        users = self._users(buffer)
-        used = {slot for user in users for slot in user.slots_held}
-        ahead = sum(
-            user.ticket is not None and (ticket is None or user.ticket < ticket) for user in users
-        )
-        # One free slot is reserved for each transfer that has waited longer.
-        if buffer.slots - len(used) <= ahead:
-            return None
-        return next(slot for slot in range(buffer.slots) if slot not in used)
-
     def poll_others(self, waiting: Transfer, buffer: StagingBuffer) -> None:
-        """Poll the other transfers that use *buffer* until a handle of one of them ends."""
-        # Waiting transfers come first, in order: a free slot may be reserved for one of them.
-        users = self._users(buffer)
-        for user in sorted(users, key=lambda user: (user.ticket is None, user.ticket or 0)):
+        """Poll the other transfers that use *buffer* until a handle of one of them ends.
+
+        Those that wait for a slot come first: a free slot may be reserved for one of them.
+        """
+        for user in in_line(buffer, self):
             if user is not waiting and user.step():
                 return
-
-    def _users(self, buffer: StagingBuffer) -> list[Transfer]:
-        return [each for each in self if each.stage is not None and each.stage.buffer is buffer]
 
     def check_idle(self, peer: str) -> None:
         """Raise `TransferError` "busy" while a transfer with *peer* is not over."""

@@ -68,6 +68,16 @@ class TPTransferSlice:
         if self.stripe is not WHOLE:
             instance("stripe", self.stripe, Stripe)
 
+    @property
+    def local_slice(self) -> slice:
+        """*local_range* as an index: `cache[:, :, part.local_slice]` is a view of a tensor."""
+        return slice(self.local_range.start, self.local_range.stop)
+
+    @property
+    def remote_slice(self) -> slice:
+        """*remote_range* as an index into a tensor of the remote rank."""
+        return slice(self.remote_range.start, self.remote_range.stop)
+
 
 class UnitRange(NamedTuple):
     """Global units from *start* to *stop* that a consumer rank reads from *producer*.
@@ -85,6 +95,31 @@ class UnitRange(NamedTuple):
     stop: int
     stripe: Stripe
     replicas: tuple[int, ...]
+
+
+def slice_between(
+    parts: tuple[str, ...],
+    unit_range: UnitRange,
+    local_units: range,
+    remote_rank: int,
+    remote_units: range,
+    layers: tuple[str, ...],
+) -> TPTransferSlice:
+    """Return the slice of *unit_range* between ranks that own *local_units* and *remote_units*.
+
+    One rank alone (`LayerSpec.get_tp_transfer_slices`) and the plan of all ranks (`plan_transfer`)
+    both obtain their ranges from `consumer_unit_ranges` and make their slices here.
+    """
+    units = range(unit_range.start, unit_range.stop)
+    return TPTransferSlice(
+        remote_rank=remote_rank,
+        parts=parts,
+        global_range=units,
+        local_range=shift(units, -local_units.start),
+        remote_range=shift(units, -remote_units.start),
+        layers=layers,
+        stripe=unit_range.stripe,
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -147,17 +182,10 @@ def transfer_slices(
     for part, names in _names_by_units(parts):
         local, remote = local_sharding(part), remote_sharding(part)
         for remote_rank, unit_range in _exchanged(role, local, remote, local_rank, chooser):
-            units = range(unit_range.start, unit_range.stop)
-            transfer_slice = TPTransferSlice(
-                remote_rank=remote_rank,
-                parts=names,
-                global_range=units,
-                local_range=shift(units, -local.ranges[local_rank].start),
-                remote_range=shift(units, -remote.ranges[remote_rank].start),
-                layers=layers,
-                stripe=unit_range.stripe,
+            local_units, remote_units = local.ranges[local_rank], remote.ranges[remote_rank]
+            slices.append(
+                slice_between(names, unit_range, local_units, remote_rank, remote_units, layers)
             )
-            slices.append(transfer_slice)
     return tuple(slices)
 
 

@@ -26,10 +26,14 @@ from collections.abc import Iterator
 import attrs
 
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.intervals import shift
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
-from kvspec.ownership.slices import TPTransferSlice, UnitRange, consumer_unit_ranges
+from kvspec.ownership.slices import (
+    TPTransferSlice,
+    UnitRange,
+    consumer_unit_ranges,
+    slice_between,
+)
 from kvspec.plan.replica_groups import ReplicaGroup
 
 
@@ -140,15 +144,11 @@ def edges_of(
 
 def _slice(assignment: Assignment, producers: tuple[RankId, ...]) -> TPTransferSlice:
     replica_group, unit_range = assignment.replica_group, assignment.unit_range
-    units = range(unit_range.start, unit_range.stop)
-    return TPTransferSlice(
-        remote_rank=producers[unit_range.producer].tp,
-        parts=tuple(part.name for part in replica_group.parts),
-        global_range=units,
-        local_range=shift(units, -replica_group.consumer_sharding.ranges[assignment.reader].start),
-        remote_range=shift(
-            units, -replica_group.producer_sharding.ranges[unit_range.producer].start
-        ),
-        layers=assignment.layers,
-        stripe=unit_range.stripe,
+    return slice_between(
+        tuple(part.name for part in replica_group.parts),
+        unit_range,
+        replica_group.consumer_sharding.ranges[assignment.reader],
+        producers[unit_range.producer].tp,
+        replica_group.producer_sharding.ranges[unit_range.producer],
+        assignment.layers,
     )

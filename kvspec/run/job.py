@@ -1,4 +1,4 @@
-"""The description of a run: two engines, some requests, and the side that moves the bytes.
+"""The description of a run: two engines and some requests.
 
 Invariant: a job determines everything. Each rank draws the same block tables and contents from the
 job, so the engines exchange only metadata and addresses.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 import attrs
 import numpy as np
@@ -24,7 +24,6 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.plan import TransferPlan, plan_transfer
 
-Mode = Literal["pull", "push"]
 Side = Literal["producer", "consumer"]
 SIDES: tuple[Side, Side] = ("producer", "consumer")
 
@@ -61,14 +60,13 @@ class Job:
         cached: Leading tokens that the consumer already has.
         requests: Number of prompts.
         replica_policy: How replicas share the work.
-        mode: "pull": consumers read. "push": producers write.
         device: Memory that holds the caches: "cpu", "cuda" (the ranks use all GPUs in turn) or one
             GPU such as "cuda:0".
         seed: Seed of block tables and contents.
         timeout: Seconds for the whole run.
         tamper: Change one byte of the first consumer rank before the comparison.
-        staging: MiB of a staging buffer on each rank that moves bytes. All transfers that can be
-            staged are staged. 0: no buffer.
+        staging: MiB of a staging buffer on each consumer rank. All transfers that can be staged are
+            staged. 0: no buffer.
 
     Raises:
         SpecError: If an attribute is wrong.
@@ -80,7 +78,6 @@ class Job:
     cached: int = 0
     requests: int = 2
     replica_policy: ReplicaPolicy = attrs.field(factory=ReplicaPolicy)
-    mode: Mode = "pull"
     device: str = "cpu"
     seed: int = 0
     timeout: float = 120.0
@@ -98,8 +95,6 @@ class Job:
         if positive_int("cached", self.cached, least=0) > self.tokens:
             raise SpecError("cached", self.cached, f"at most tokens={self.tokens}")
         instance("replica_policy", self.replica_policy, ReplicaPolicy)
-        if self.mode not in get_args(Mode):
-            raise SpecError("mode", self.mode, " or ".join(get_args(Mode)))
         if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.device):
             raise SpecError("device", self.device, "cpu, cuda, or one GPU such as cuda:0")
         ranks = sum(len(self.engine(side).parallel.ranks) for side in SIDES)
@@ -129,11 +124,6 @@ class Job:
             )
             for number in range(self.requests)
         )
-
-    @property
-    def active(self) -> Side:
-        """The side that starts the transfers."""
-        return "consumer" if self.mode == "pull" else "producer"
 
     def engine(self, side: Side) -> EngineSpec:
         """Return the engine of *side*."""

@@ -32,7 +32,7 @@ REST = 0.02  # seconds between two looks at the store
 LEAVE = 5.0  # seconds for which the first rank, which may keep the store, waits for the others
 ANSWERS: dict[str, type] = {"start": bytes, "compare": RankReport}
 """The types of the answers that other processes read, by stage."""
-OPTIONS = ("tokens", "cached", "requests", "mode", "seed", "staging", "tamper")
+OPTIONS = ("tokens", "cached", "requests", "seed", "staging", "tamper")
 """The fields of a job that all processes must agree on, besides the engines."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # An address of the documentation range (RFC 5737). No packet is sent to it.

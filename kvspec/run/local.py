@@ -33,7 +33,7 @@ def check_job(job: Job) -> list[str]:
         MismatchError: If the engines do not fit.
     """
     _ = job.plan  # planning is a check
-    movers = len(job.engine(job.active).parallel.ranks)
+    movers = len(job.consumer.parallel.ranks)
     check_memory(job.cache_bytes(), movers * job.staging << 20)
     return devices_of(job.device)
 

@@ -122,12 +122,12 @@ class Recovery:
     """
 
     engine_type = EngineClient
-    timeout = 30.0  # seconds for a load or a push
+    timeout = 30.0  # seconds for a load
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.drawn = random.Random(job.seed)  # noqa: S311 - no secret
-        self.pushed, self.secret = job.mode == "push", secrets.token_hex(16)
+        self.secret = secrets.token_hex(16)
         self.figures, self.epoch = Figures(), dict.fromkeys(SIDES, 0)
         self.sizes = {side: slot_sizes(job, side) for side in SIDES}
         self.slots = list(range(SLOTS))  # the free ones
@@ -168,7 +168,7 @@ class Recovery:
             name=side,
             epoch=self.epoch[side],
             blocks=pools_of(self.job, side),
-            nixl={"secret": self.secret, "polled": side == self.job.active},
+            nixl={"secret": self.secret, "polled": side == "consumer"},
             session={"replica_policy": self.job.replica_policy, **TIMES},
         )
         self.engines[side] = self.engine_type(self.job.engine(side), launch)
@@ -176,8 +176,6 @@ class Recovery:
             rank.deadline = self.deadline + DRAIN
         if len(self.engines) == len(SIDES):
             self.engines["consumer"].connect(self.engines["producer"])
-            if self.pushed:
-                self.engines["producer"].connect(self.engines["consumer"], role="consumer")
 
     def send(self, faults: Sequence[str]) -> None:
         """Send all requests that can be sent before the deadline."""
@@ -226,19 +224,12 @@ class Recovery:
         self.engines["producer"].ask("hold", opened.remote_id, opened.request, seed)
 
     def move(self, opened: OpenRequest, seed: int) -> Unanswered:
-        """Start the loads of a request, and its pushes. Every second load compares checksums."""
-        consumers, producers = (list(self.engines[side].ranks) for side in reversed(SIDES))
+        """Start the loads of a request. Every second load compares checksums."""
+        consumers = list(self.engines["consumer"].ranks)
         for rank in consumers:
-            options = {"pushed": self.pushed, "digest": seed % 2 == 1}
-            rank.send("load", opened.request, opened.remote_id, seed, self.timeout, **options)
-        if not self.pushed:
-            return consumers
-        # A producer must not push before the consumer has written rubbish into the blocks.
-        self.collect(opened, consumers)
-        for rank in producers:
-            epoch = self.epoch["consumer"]
-            rank.send("push", opened.request, opened.remote_id, self.timeout, epoch)
-        return producers
+            name, digest = opened.remote_id, seed % 2 == 1
+            rank.send("load", opened.request, name, seed, self.timeout, digest=digest)
+        return consumers
 
     def collect(self, opened: OpenRequest, unanswered: Unanswered) -> None:
         """Receive the answers of the ranks that are alive."""

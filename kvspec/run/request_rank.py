@@ -1,4 +1,4 @@
-"""One rank of a recovery run. It holds, loads and pushes single requests, and checks each load.
+"""One rank of a recovery run. It holds and loads single requests, and checks each load.
 
 Invariant: blocks that the session frees are overwritten at once, as an engine does for the next
 request. A load that is done is compared at once.
@@ -84,19 +84,12 @@ class RequestRank(RankServer):
         seed: int,
         timeout: float,
         *,
-        pushed: bool = False,
         digest: bool = False,
     ) -> None:
         """Start to load a request."""
         self._spoil(request, producer=False)
-        load = self.session.load(
-            request, remote_id=remote_id, timeout=timeout, pushed=pushed, verify=digest
-        )
+        load = self.session.load(request, remote_id=remote_id, timeout=timeout, verify=digest)
         self.loads[request.request_id] = load, seed
-
-    def push(self, request: TransferRequest, remote_id: str, timeout: float, epoch: int) -> None:
-        """Start to push a request."""
-        self.session.push(request, remote_id=remote_id, timeout=timeout, epoch=epoch)
 
     def state(self, name: str) -> tuple[LoadState, int]:
         """Return the state of a load and its wrong bytes. Forget the load if it is over.

@@ -10,9 +10,9 @@ How it works:
     start     opens its session                     opens its session
     fill      writes the true bytes, holds          writes bytes that differ from them
               each request
-    connect   connects the consumer, to push        connects the producer
-    transfer  pushes, or only serves reads; waits   loads each request until it is done
-              until each request is freed
+    connect   does nothing                          connects the producer
+    transfer  serves reads; waits until each        loads each request until it is done
+              request is freed
     compare   checks that no byte has changed       compares all bytes with the byte oracle
     close     closes its session and its agent      closes its session and its agent
 """
@@ -36,7 +36,7 @@ from kvspec.run.contents import Bytes, Contents
 from kvspec.run.job import SIDES, Job, Side, other_side
 from kvspec.run.rank_server import Launch, RankServer, request_of
 from kvspec.run.report import Failure, Moved, RankReport, Report
-from kvspec.session.load import Progress as Moving
+from kvspec.session import Load
 
 STAGES = ("start", "fill", "connect", "transfer", "compare", "close")
 """The stages of a run, in order. Each is a method of `TransferRank`."""
@@ -133,8 +133,8 @@ class TransferRank(RankServer):
         secret: bytes,
         host: str = "127.0.0.1",
     ) -> None:
-        active = side == job.active
-        buffer = Staging(buffer=job.staging << 20, always=True) if active and job.staging else None
+        reads = side == "consumer"
+        buffer = Staging(buffer=job.staging << 20, always=True) if reads and job.staging else None
         # A lease runs from `fill`, and another rank may need most of the time to fill.
         lease = max(LEASE, job.timeout)
         launch = Launch(
@@ -143,13 +143,13 @@ class TransferRank(RankServer):
             blocks=job.num_blocks(side),
             device=device,
             host=host,
-            nixl={"secret": secret, "polled": active, "staging": buffer},
+            nixl={"secret": secret, "polled": reads, "staging": buffer},
             session={"replica_policy": job.replica_policy, "lease": lease},
         )
         super().__init__(job.engine(side), rank, launch)
         self.nixl.began = dict[Transfer, float]()
         self.nixl.ended = dict[Transfer, float]()
-        self.job, self.side, self.other, self.active = job, side, other_side(side), active
+        self.job, self.side, self.other = job, side, other_side(side)
         self.deadline = deadline - min(MARGIN, job.timeout * MARGIN_SHARE)
         self.contents = Contents(job, side, rank)
         self.finished: list[str] = []
@@ -168,13 +168,13 @@ class TransferRank(RankServer):
                 self.session.hold(self.job.remote_id(number))
 
     def connect(self, introductions: list[bytes]) -> None:
-        """Connect the other engine, if this rank sends to it or loads from it."""
-        if self.side == "producer" and not self.active:
+        """Connect the producer, if this is a consumer rank."""
+        if self.side == "producer":
             return
-        plan = self.session.connect(introductions, role=self.other, timeout=self._left())
+        plan = self.session.connect(introductions, timeout=self._left())
         if (plan.producer, plan.consumer) != (self.job.producer, self.job.consumer):
             rule = "is another engine than that of this rank's job: use the same options everywhere"
-            raise SpecError(self.other, introductions[0][:16], rule=rule)
+            raise SpecError("producer", introductions[0][:16], rule=rule)
 
     def transfer(self) -> None:
         """Move all requests, one after the other. A producer waits until all are freed."""
@@ -182,15 +182,8 @@ class TransferRank(RankServer):
         for number, request in enumerate(self.job.moves):
             remote_id, left = self.job.remote_id(number), self._left()
             if self.side == "consumer":
-                pushed = not self.active
-                self._wait(
-                    self.session.load(request, remote_id=remote_id, timeout=left, pushed=pushed)
-                )
+                self._wait(self.session.load(request, remote_id=remote_id, timeout=left))
                 self.finished.append(request.request_id)
-            elif self.active:
-                self._wait(
-                    self.session.push(request, remote_id=remote_id, timeout=left, epoch=EPOCH)
-                )
         while self.side == "producer" and len(self.finished) < self.job.requests and self._left():
             settled = self.session.settled()
             self.finished += map(request_of, settled.done)
@@ -216,29 +209,25 @@ class TransferRank(RankServer):
     def _left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    def _wait(self, progress: Moving) -> None:
-        """Wait for a load or a push, and measure its transfers. Raise its error if it failed."""
-        while progress.poll() == "moving":
+    def _wait(self, load: Load) -> None:
+        """Wait for a load, and measure its transfers. Raise its error if it failed."""
+        while load.poll() == "moving":
             self.nixl.look()
             time.sleep(REST)
         self.nixl.look()
-        progress.wait()
+        load.wait()
 
     def _partners(self) -> tuple[RankId, ...]:
-        """Return the ranks with which this rank starts transfers."""
-        if not self.active:
-            return ()
-        plan = self.job.plan
-        return plan.sources(self.rank) if self.side == "consumer" else plan.targets(self.rank)
+        """Return the ranks from which this rank reads."""
+        return self.job.plan.sources(self.rank) if self.side == "consumer" else ()
 
     def _moved(self, partner: RankId) -> Moved:
-        """Add up the transfers with one rank of the other engine."""
+        """Add up the reads from one rank of the producer."""
         name = f"{self.other}-{partner}-"  # the beginning of its agent's name
         transfers = [moved for moved in self.nixl.began if moved.peer.startswith(name)]
-        ranks = (partner, self.rank) if self.side == "consumer" else (self.rank, partner)
         return Moved(
-            producer=ranks[0],
-            consumer=ranks[1],
+            producer=partner,
+            consumer=self.rank,
             nbytes=sum(transfer.nbytes for transfer in transfers),
             staged=sum(transfer.nbytes for transfer in transfers if transfer.staged),
             runs=sum(transfer.runs for transfer in transfers),

@@ -29,6 +29,7 @@ How it works:
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -37,7 +38,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from kvspec.errors import TransferError, TransferState
 from kvspec.session.channel import Channel
@@ -50,6 +51,8 @@ UNWOKEN = 0.02
 """The same for a channel without `wake`."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
+G = TypeVar("G", bound="Guarded")
 _LOG = logging.getLogger("kvspec.session")
 _BOOT = getattr(time, "CLOCK_BOOTTIME", None)
 since_boot: Callable[[], float] = (
@@ -63,18 +66,57 @@ are valid.
 """
 
 
+class Guarded(Protocol):
+    """An object with the lock of a session."""
+
+    @property
+    def _lock(self) -> SessionLock:
+        """The lock."""
+
+
 class SessionLock:
     """A lock of the process that created it.
 
     A thread that holds it cannot take it again. Only a signal handler or a log handler could try,
     in the middle of another call of the session, whose next lines rely on the state before.
+
+    An *interrupt* is an exception that may come between any two instructions, such as
+    `KeyboardInterrupt`: any `BaseException` that is no `Exception`. It may leave everything half
+    changed. So an interrupt inside of a call closes the session, and only `abandon` looks at what
+    is left. Each change of the session is made in `with lock.held, lock:`. If an interrupt leaves
+    it, the lock stays marked, and the next thread that enters calls `abandon` first. Each public
+    call has the decorator `closes_if_interrupted`, for the parts that need no lock.
+
+    We tried to keep the state correct between any two lines, by journals and by the order of lines.
+    It took more reading than all else. A C lock is taken and released by one instruction, so `held`
+    is one, and the mark is a second context manager.
+
+    Attributes:
+        abandon: Closes the session after an interrupt. A second call does no harm.
     """
 
     def __init__(self) -> None:
+        self.abandon: Callable[[], None] = lambda: None
+        self._changing = False  # If set while nobody has the lock, an interrupt left a call.
         # Not a plain lock: a thread would wait for itself without end. A Condition is the public
         # way to find out whether this thread holds an RLock.
         self._lock, self._pid = threading.RLock(), os.getpid()
         self._condition = threading.Condition(self._lock)
+
+    def __enter__(self) -> None:
+        if self._changing:
+            self.abandon()
+        self._changing = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self._changing = False
+
+    def interrupted(self) -> None:
+        """Close the session, because an interrupt has left one of its calls."""
+        if not self.forked and not self.inside:
+            with self.held, self:
+                self.abandon()
 
     @property
     def forked(self) -> bool:
@@ -120,6 +162,22 @@ class SessionLock:
             raise TransferError(message, state=TransferState.BUSY)
 
 
+def closes_if_interrupted(call: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
+    """Close the session if an interrupt leaves a public *call*."""
+
+    @functools.wraps(call)
+    def guarded(self: G, /, *args: P.args, **more: P.kwargs) -> T:
+        try:
+            return call(self, *args, **more)
+        except Exception:
+            raise
+        except BaseException:
+            self._lock.interrupted()
+            raise
+
+    return guarded
+
+
 class Background:
     """A thread that polls a session until it is stopped.
 
@@ -155,9 +213,13 @@ class Background:
         if self._wake is not None and time.monotonic() + self._rest() < self._until:
             self._wake()
 
+    def end(self) -> None:
+        """Start no other poll."""
+        self._ended.set()
+
     def stop(self) -> None:
         """Wait for the current poll, and start no other."""
-        self._ended.set()
+        self.end()
         if self._wake is not None:
             self._wake()
         self._thread.join()
@@ -165,12 +227,14 @@ class Background:
     def _serve(self) -> None:
         while not self._ended.is_set():
             try:
-                with self._lock.held:  # so that no other poll comes between the lines
+                with self._lock.held, self._lock:  # so that no other poll comes between the lines
                     self._step()
                     rest = min(self._rest(), self._longest)
                     self._until = time.monotonic() + rest
                 self._wait(rest)
             except Exception:  # noqa: BLE001 - the thread must not end, and the log has the error
+                if self._ended.is_set():
+                    return  # The channel is closed.
                 _LOG.exception("a poll in the background failed; the thread polls again")
                 self._ended.wait(IDLE)  # not in the channel, which may be what fails
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import attrs
 
-from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan
+from kvspec.completion.consumer import ConsumerLedger, LoadPlan
 from kvspec.session.load import Load
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
@@ -54,7 +54,6 @@ class Errand:
         ticket: The ticket.
         until: When a kept prompt is declined, or a refusal is lost.
         keeps: Whether the prompt is kept. Otherwise it is declined.
-        attempt: The attempt that is declined.
         due: When to act next.
         pause: Seconds until the next attempt, if this one fails.
         connection: The attempt to connect that is awaited, or None.
@@ -64,7 +63,6 @@ class Errand:
     ticket: PrefillTicket
     until: float
     keeps: bool
-    attempt: int = 0
     due: float = 0.0
     pause: float = FIRST_PAUSE
     connection: Connection | None = None
@@ -92,7 +90,7 @@ class Errands:
     remotes: Remotes
     messages: Messages
     now: Callable[[], float]
-    decline: Callable[[RemoteEngine, Key, LoadOptions], None]
+    decline: Callable[[RemoteEngine, Key], None]
     # By engine and request: two tickets of one request may name two engines.
     _errands: dict[Name, Errand] = attrs.field(factory=dict)
     # A poll is called often, and a producer that is gone leaves thousands of errands. So `move`
@@ -122,9 +120,9 @@ class Errands:
             return
         self._begin(Errand(ticket, self.now() + timeout, keeps=True))
 
-    def refuse(self, ticket: PrefillTicket, attempt: int = 0) -> None:
-        """Decline a prompt in one attempt, also if it is kept."""
-        self._begin(Errand(ticket, self.now() + LONGEST_REFUSAL, keeps=False, attempt=attempt))
+    def refuse(self, ticket: PrefillTicket) -> None:
+        """Decline a prompt, also if it is kept."""
+        self._begin(Errand(ticket, self.now() + LONGEST_REFUSAL, keeps=False))
 
     def extend(self, load: Load) -> None:
         """Prepare for *load*, which waits: do not decline its prompt, and keep it if it is kept."""
@@ -171,7 +169,6 @@ class Errands:
             elif errand.connection is not None or now >= errand.due:
                 self._run(name, errand, now)
         every = self._errands.values()
-        # Last: if this is interrupted, the next call looks at all of them again.
         self._awaited = {each.connection for each in every if each.connection is not None}
         self._next = min((time for each in every for time in each.times), default=math.inf)
 
@@ -195,11 +192,11 @@ class Errands:
                 return
             connection, errand.connection = errand.connection, None
             connection.future.result()
-            remote = self.remotes.find("producer", errand.ticket.engine_id)
+            remote = self.remotes.find(errand.ticket.engine_id)
             if not errand.keeps:
-                # This raises `SpecError` while a load of this attempt ends. Not each one informs
-                # the producer, so the refusal is sent after it.
-                self.decline(remote, name[1], LoadOptions(attempt=errand.attempt))
+                # This raises `SpecError` while a load of the ticket ends. The load may be one that
+                # informs no producer, so the refusal is sent after it.
+                self.decline(remote, name[1])
         except Exception as error:  # noqa: BLE001 - the session's poll must go on
             errand.connection, errand.why = None, error
             errand.due = now + errand.pause
@@ -215,9 +212,8 @@ class Errands:
         """Send a heartbeat to each rank of the producer that waits for this rank."""
         engine_id, epoch = remote.incarnation
         plan = LoadPlan(
-            request_id="", key=key, engine_id=engine_id, epoch=epoch, expected=remote.readers,
-            options=LoadOptions(),
-        )  # fmt: skip
+            request_id="", key=key, engine_id=engine_id, epoch=epoch, expected=remote.readers
+        )
         number = self.ledger.question()
         for rank, expected in remote.readers.items():
             about = plan.about(self.ledger.me, rank, number)

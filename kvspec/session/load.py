@@ -1,4 +1,4 @@
-"""One load or push, as its caller sees it.
+"""One load, as its caller sees it.
 
 Invariant: a load is done only after all data has arrived and its producers confirmed it. Its blocks
 are reserved until it has ended, even if it has already failed. After that nothing writes them.
@@ -22,29 +22,25 @@ How it works:
     The first four states are the good case. A fault leads from any of the first three to
     *draining*, and from there to *failed*: an error, a deadline, a cancellation, or the end of the
     session. If nothing is in flight, as before the producer is connected, *draining* ends at once.
-    In *draining* the load sends no heartbeats and has no deadline. If it was pushed, it sends
-    `stop` again and again. It ends when the producers have answered, `disconnect` was called, or a
-    newer start of the producer is connected. That a process has ended is not enough: its last bytes
-    may be on their way.
+    In *draining* the load sends no heartbeats and has no deadline. It ends when NIXL has ended its
+    reads. That a producer has ended is not enough: its last bytes may be on their way.
 
     From *verifying* on, the load repeats its last messages, `done` to each producer rank, until all
     have answered. In *done* and *failed* it gives up after `patience` seconds. Until then the
-    request id stays taken. If the load has failed with `again`, it sends no more.
+    request id stays taken.
 
-    A load that fails before its reads are posted sends none either. If a ticket names the producer,
-    the session declines the request once that producer is connected, but not with `again`.
+    A load that fails before its reads are posted sends none. If a ticket names the producer, the
+    session declines the request once that producer is connected.
 
     `Load.state` is "moving" in the first three states and in *draining*.
 
-    Data arrives in one of three ways. A load reads all of it at once, or it follows: then it reads
-    each layer as far as the producer has written it. Or the producer pushes: then the load posts no
-    read, and waits until each producer rank that has data for it has sent `pushed`.
+    Data arrives in one of two ways. A load reads all of it at once, or it follows: then it reads
+    each layer as far as the producer has written it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -57,7 +53,6 @@ import numpy.typing as npt
 
 from kvspec.analysis.explanation import carried
 from kvspec.completion.consumer import LoadOptions, LoadPlan, Step
-from kvspec.completion.producer import Target
 from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError, TransferState
@@ -65,6 +60,7 @@ from kvspec.inputs import instance, seconds
 from kvspec.nixl import Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
+from kvspec.session.background import SessionLock, closes_if_interrupted
 from kvspec.session.checksums import Audit
 from kvspec.session.remotes import Connection, RemoteEngine
 from kvspec.session.written import Blocks, blocks_of
@@ -80,15 +76,12 @@ LAST_SLEEP = 1e-2
 """Longest sleep of an awaiting task between polls. It exceeds that of `wait`: tasks may be many."""
 
 
-def stop(flight: object, why: str) -> None:
-    """Let *flight* post nothing more if it is a transfer."""
-    if isinstance(flight, Transfer):
-        with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-            flight.stop(why, TransferState.STOPPED)
+class Load:
+    """A request that one consumer rank reads from its producer ranks. `Session.load` returns it.
 
-
-class Progress:
-    """A load or a push of a session. Call `poll` until the state is not "moving", or call `wait`.
+    Call `poll` until the state is not "moving", or call `wait`. `complete_blocks` are the blocks
+    that a prefix cache may contain, and `undefined_blocks` those whose contents a failed load has
+    destroyed. `unwritten_ranges` are the bytes to set to zero before an engine reads whole blocks.
 
     Attributes:
         request: The request.
@@ -99,24 +92,37 @@ class Progress:
     """
 
     remote: RemoteEngine
-    audit: Audit | None = None  # A push has none.
-    way = "to"
+    plan: LoadPlan  # The plan in the ledger, once the producer is connected.
+    audit: Audit | None = None
 
     def __init__(
         self,
         request: TransferRequest,
         key: Key,
-        engine_id: str,
+        producer: RemoteEngine | Connection,
+        options: LoadOptions,
         step: Callable[[float], None],
+        lock: SessionLock,
         closed: Callable[[], bool],
+        cancel: Callable[[Load], None],
+        ticket: PrefillTicket | None = None,
     ) -> None:
-        self._closed = closed
         self.request = instance("request", request, TransferRequest)
         self.key, self.remote_id = key, key.remote_id
-        self.engine_id = engine_id
+        self.engine_id = producer.engine_id
         self.state: LoadState = "moving"
         self.error: TransferError | None = None
-        self._step = step
+        self.options, self.ticket = options, ticket
+        self.connection = producer if isinstance(producer, Connection) else None
+        self.in_flight: dict[Step, Transfer] = {}
+        self.began = self.deadline = 0.0
+        self.seconds = 0.0  # From the start to the end of a load that is done.
+        self.written = False  # Whether any byte may have been written.
+        self.bytes_moved = 0  # By reads that have ended.
+        self.advanced = False  # Whether the producer wrote more that is not read yet.
+        self.on_progress: Callable[[int, int], object] | None = None
+        self._reported = 0, 0  # What it was called with last.
+        self._lock, self._step, self._closed, self._cancel = lock, step, closed, cancel
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request.request_id!r}: {self.state}>"
@@ -143,6 +149,7 @@ class Progress:
         self._step(0.0)
         return self.state
 
+    @closes_if_interrupted
     def wait(self, timeout: float | None = None) -> bool:
         """Poll until the state is "done".
 
@@ -191,14 +198,13 @@ class Progress:
             raise self.error
 
     @property
-    def _advice(self) -> str:
-        """The end of the message of an error, or ""."""
-        return ""
-
-    @property
     def connected(self) -> bool:
-        """Whether the other engine was connected, so that there is a `remote`."""
+        """Whether the producer was connected, so that there is a `remote`."""
         return hasattr(self, "remote")
+
+    def cancel(self) -> None:
+        """Give up the load. It fails as soon as nothing can write its blocks any more."""
+        self._cancel(self)
 
     def fail(
         self,
@@ -211,7 +217,7 @@ class Progress:
         if self.error is None:
             known = "" if self.audit is None else self.audit.differs
             differs = f"; {known}" if known not in why else ""
-            carried = "" if rank is None else f". It moved {self.way} {rank}: {self._carried(rank)}"
+            carried = "" if rank is None else f". It moved from {rank}: {self._carried(rank)}"
             error = TransferError(
                 f"{why}{differs}{carried}{self._advice}",
                 rank=self.engine_id if rank is None else f"{self.engine_id} {rank}",
@@ -232,71 +238,6 @@ class Progress:
             parts.append(f"group {edge.group}, {layers}, {', '.join(carried(edge))}, {tokens}")
         return "; ".join(parts)
 
-
-class Push(Progress):
-    """The part of a request that one producer rank writes. `Session.push` returns it.
-
-    `left` contains the writes that have not ended: for each reader, its transfer and the digest
-    of the data. The transfer is None if the reader needs nothing, or if nothing was posted. The
-    digest is None if the write is known to fail.
-    """
-
-    def __init__(
-        self,
-        request: TransferRequest,
-        key: Key,
-        remote: RemoteEngine,
-        step: Callable[[float], None],
-        closed: Callable[[], bool],
-    ) -> None:
-        super().__init__(request, key, remote.engine_id, step, closed)
-        self.remote = remote
-        self.left: dict[Target, tuple[Transfer | None, bytes | None]] = {}
-
-
-class Load(Progress):
-    """A request that one consumer rank reads from its producer ranks. `Session.load` returns it.
-
-    `state` is "moving", "done" or "failed", and `error` is the `TransferError` of a failure.
-    `complete_blocks` are the blocks that a prefix cache may contain, and `undefined_blocks` those
-    whose contents a failed load has destroyed. `unwritten_ranges` are the bytes to set to zero
-    before an engine reads whole blocks.
-    """
-
-    way = "from"
-    plan: LoadPlan  # The plan in the ledger, once the producer is connected.
-
-    def __init__(
-        self,
-        request: TransferRequest,
-        key: Key,
-        producer: RemoteEngine | Connection,
-        options: LoadOptions,
-        step: Callable[[float], None],
-        closed: Callable[[], bool],
-        cancel: Callable[[Load], None],
-        ticket: PrefillTicket | None = None,
-    ) -> None:
-        super().__init__(request, key, producer.engine_id, step, closed)
-        self.options, self.ticket = options, ticket
-        self.connection = producer if isinstance(producer, Connection) else None
-        # By step: the transfer, or the digest of the push that is expected.
-        self.in_flight: dict[Step, Transfer | bytes] = {}
-        self.pushes: dict[RankId, bytes] = {}  # Digest of each expected push.
-        self.began = self.deadline = 0.0
-        self.seconds = 0.0  # From the start to the end of a load that is done.
-        self.written = False  # Whether any byte may have been written.
-        self.bytes_moved = 0  # By reads that have ended.
-        self.advanced = False  # Whether the producer wrote more that is not read yet.
-        self.stop_again = 0.0  # When the producers are asked again to stop writing.
-        self.on_progress: Callable[[int, int], object] | None = None
-        self._reported = 0, 0  # What it was called with last.
-        self._cancel = cancel
-
-    def cancel(self) -> None:
-        """Give up the load. It fails as soon as nothing can write its blocks any more."""
-        self._cancel(self)
-
     @property
     def moves(self) -> bool:
         """Whether data of this load is still to come: it is connected, and has not failed."""
@@ -304,22 +245,17 @@ class Load(Progress):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes that have arrived, and bytes in all. (0, 0) until the producer is connected.
-
-        Bytes that a producer pushes count when its rank has written all of them.
-        """
+        """Bytes that have arrived, and bytes in all. (0, 0) until the producer is connected."""
         if not self.connected:
             return 0, 0
-        total, flights = sum(self._sizes.values()), tuple(self.in_flight.items())
+        total = self._size
         if self.state == "done":
             return total, total
-        if self.options.pushed:
-            return total - sum(self._sizes[step.rank] for step, _ in flights), total
         moved = self.bytes_moved + sum(
             # Batches have about the same size.
             read.nbytes * (read.handles - read.live_handles) // len(read.batches)
-            for _, read in flights
-            if isinstance(read, Transfer) and read.handles
+            for read in tuple(self.in_flight.values())
+            if read.handles
         )
         return min(moved, total), total
 
@@ -335,21 +271,20 @@ class Load(Progress):
             self.on_progress = None
 
     @cached_property
-    def _sizes(self) -> dict[RankId, int]:
-        """The bytes that come from each producer rank."""
-        sizes = {}
-        for rank, table in self.remote.tables.items():
+    def _size(self) -> int:
+        """The bytes that come from all producer ranks."""
+        size = 0
+        for table in self.remote.tables.values():
             rows, (_, ids) = table.consumer_rows, table.select(self.request)
             row_of_id = np.searchsorted(np.cumsum(rows[:, 4]), ids, side="right")
-            sizes[rank] = int(rows[row_of_id, 1].sum())
-        return sizes
+            size += int(rows[row_of_id, 1].sum())
+        return size
 
     @property
     def _touched(self) -> bool:
         """Whether any byte may have been written by now."""
         in_flight = tuple(self.in_flight.values())  # At once: another thread may end some of them.
-        moves = any(not isinstance(flight, Transfer) or flight.handles for flight in in_flight)
-        return self.written or moves
+        return self.written or any(read.handles for read in in_flight)
 
     @property
     def _advice(self) -> str:

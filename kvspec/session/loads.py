@@ -7,11 +7,6 @@ more.
 Invariant: a load that follows reads data after it was written, and only once. The ledger counts
 both.
 
-Invariant: an interrupt between any two lines loses no action of the ledger. The ledger keeps each
-action until it was carried out, at once or at the next poll. Carrying out an action twice has the
-effect of once. If the start of a load is interrupted, the load fails, and its blocks are free when
-nothing can write them.
-
 How it works:
     `kvspec.session.load` describes the life of a load. These methods lead from state to state:
 
@@ -19,13 +14,13 @@ How it works:
         prepare   -> connecting   check everything and select the data, without the lock
         begin     -> moving       claim the blocks, start the steps, queue the reads, then let the
                                   ledger send the first heartbeats
-        give_up   -> draining     the start failed or was interrupted
+        refuse    -> draining     the start failed
         move                      poll the transfers; start what was written meanwhile
         receive                   give messages to the ledger; it may answer with actions
         act       -> done, failed carry the actions out: send messages, free blocks, set states
 
-    A *step* in the ledger is one transfer, or one push of one producer rank. `Load.in_flight` has
-    them. If the data must be compared, the ledger waits for that after the last step.
+    A *step* in the ledger is one transfer. `Load.in_flight` has them. If the data must be compared,
+    the ledger waits for that after the last step.
 
     A load whose producer is named by a ticket waits in `waiting` until the producer is connected. A
     load that fails while it waits leaves a refusal in `errands`, which informs the producer.
@@ -50,7 +45,6 @@ from kvspec.completion.consumer import (
     ConsumerLedger,
     LoadOptions,
     LoadPlan,
-    Name,
     Place,
     Step,
 )
@@ -61,13 +55,14 @@ from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.merging import Sides
+from kvspec.nixl.transfer import K
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
 from kvspec.session.errands import Errands
-from kvspec.session.load import LOST, Load, stop
+from kvspec.session.load import LOST, Load
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
-from kvspec.session.written import BlockLocks, Blocks, blocks_of, pushed_of
+from kvspec.session.written import BlockLocks, Blocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import (
     Checksum,
@@ -75,9 +70,6 @@ from kvspec.wire.messages import (
     Key,
     LayerProgress,
     Message,
-    PushDone,
-    PushStopped,
-    StopWriting,
     key_of,
 )
 
@@ -89,8 +81,6 @@ TURN = 0.02  # Seconds that one poll spends on small transfers, and again on lar
 # for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
 # than the load.
 QUIET = 0.1
-NO_OPTIONS = LoadOptions()
-MAX_PUSHED = 1 << 14  # Names of pushed loads that are remembered. The oldest is forgotten.
 
 
 Sources = Mapping[RankId, Mapping[Place, int]]
@@ -114,7 +104,6 @@ class PreparedLoad:
         plan: The plan in the ledger.
         blocks: By group, the blocks that are written.
         reads: The read from each producer rank. Nothing of it is posted.
-        pushes: For each producer rank, the digest of the push that is expected.
         audit: The comparison of checksums, or None.
     """
 
@@ -123,7 +112,6 @@ class PreparedLoad:
     plan: LoadPlan
     blocks: Blocks
     reads: Mapping[RankId, Transfer]
-    pushes: dict[RankId, bytes]
     audit: Audit | None
 
     @property
@@ -153,6 +141,7 @@ class Loads:
         ledger: The ledger.
         remotes: The connected engines.
         waiting: Loads whose producer is being connected.
+        abandoned: Loads of an interrupted session, of which bytes may move.
         errands: Tickets that are kept or declined.
         closing: Whether the session is being closed, so that no load may begin.
         select: Passes a load whose producer is connected to a thread, which calls `serve`. If it is
@@ -167,12 +156,10 @@ class Loads:
     remotes: Remotes
     loads: dict[str, Load] = attrs.field(factory=dict)
     waiting: list[Waiting] = attrs.field(factory=list)
+    abandoned: dict[str, Load] = attrs.field(factory=dict)
     _small: int = 0  # Index of the next small flight to poll.
     _large: int = 0  # The same for large flights.
     _quiet: float = 0.0  # When large loads may take a whole turn.
-    # The names of pushed loads. The outcome of a push is repeated, and has no number. So a second
-    # load of the attempt could take it for its own, although its blocks were reused in between.
-    _pushed: dict[Name, None] = attrs.field(factory=dict)
     _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
     errands: Errands = attrs.field(init=False)
     select: Callable[[Waiting], None] | None = None
@@ -195,14 +182,10 @@ class Loads:
             if name == (load.engine_id, load.key) and load.state == "moving"
         ]
 
-    def give_up_ticket(self, ticket: PrefillTicket, attempt: int) -> None:
+    def give_up_ticket(self, ticket: PrefillTicket) -> None:
         """Decline *ticket*, unless a load of it informs the producer by itself when it ends."""
-        loads = self.of(ticket)
-        for load in loads:
-            load.options = attrs.evolve(load.options, again=False)
-            self.ledger.make_last(load.request.request_id)
-        if not loads:
-            self.errands.refuse(ticket, attempt)
+        if not self.of(ticket):
+            self.errands.refuse(ticket)
 
     def check_free(self, name: str) -> None:
         """Raise `SpecError` if a load of the id *name* is open.
@@ -220,12 +203,12 @@ class Loads:
     def open(self, load: Load) -> None:
         """Add *load* in the state *connecting*. It fails at its deadline.
 
-        Call `give_up` if this or `begin` raises.
+        Call `refuse` if `begin` raises.
         """
         name, now = load.request.request_id, self.now()
         self.check_free(name)
-        self.loads[name] = load
         self.ledger.begin(name, now, max(0.0, load.deadline - now))
+        self.loads[name] = load
         self.messages.counters.loads_started += 1
 
     def prepare(self, load: Load, remote: RemoteEngine) -> PreparedLoad:
@@ -241,46 +224,30 @@ class Loads:
         if options.verify:
             audit = Audit(remote, request, self.ledger.me, self.nixl, self.cache, self.messages)
         lanes = dict(remote.lanes)  # A disconnect in another thread clears it.
-        pushes = {
-            rank: pushed_of(lane.table, request) for rank, lane in lanes.items() if options.pushed
-        }
-        readable = () if options.pushed else lanes.items()
-        sides = {rank: lane.sides(request) for rank, lane in readable}
+        sides = {rank: lane.sides(request) for rank, lane in lanes.items()}
         moved = {rank: each for rank, each in sides.items() if len(each[1][0])}
-        sources: Sources = dict.fromkeys((*moved, *pushes), EVERYTHING)
+        sources: Sources = dict.fromkeys(moved, EVERYTHING)
         if options.follow:
             sources = {rank: ends_of(lanes[rank].table, request) for rank in moved}
             moved.clear()
         plan = self._plan(remote, load.key, name, options, sources)
         blocks = blocks_of(remote.plan, request)
         reads = self.nixl.pair("READ", moved, request=name)
-        return PreparedLoad(remote, request, plan, blocks, reads, pushes, audit)
+        return PreparedLoad(remote, request, plan, blocks, reads, audit)
 
     def begin(self, load: Load, prepared: PreparedLoad) -> None:
         """Start an open load. Everything is checked before the first read can be posted.
 
         Each poll posts reads. No message is sent before.
         """
-        name, options = load.request.request_id, load.options
+        name = load.request.request_id
         load.request, load.plan, load.blocks = prepared.request, prepared.plan, prepared.blocks
-        load.audit, load.pushes = prepared.audit, prepared.pushes
+        load.audit = prepared.audit
         load.remote = prepared.remote  # Last: `connected` means that all the others are set.
-        if options.pushed and load.plan.name in self._pushed:
-            wanted = "an attempt of this request that was not loaded with pushed=True before"
-            raise SpecError("attempt", options.attempt, wanted)
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
-        if not options.again:  # `give_up_ticket` may have changed it after the plan was made.
-            self.ledger.make_last(name)
-        if options.pushed:  # After the last check, because a refused load uses nothing up.
-            self._pushed[load.plan.name] = None
-            if len(self._pushed) > MAX_PUSHED:
-                del self._pushed[next(iter(self._pushed))]
-        whole = *prepared.reads, *prepared.pushes
-        steps = {rank: self.ledger.start(name, rank) for rank in whole}
-        load.in_flight |= {steps[rank]: pushed for rank, pushed in load.pushes.items()}
-        reads = {steps[rank]: read for rank, read in prepared.reads.items()}
-        load.in_flight |= self._read(load, reads)
+        reads = self._read(load, prepared.reads)
+        load.in_flight |= {self.ledger.start(name, rank): read for rank, read in reads.items()}
         if self.select is None:  # Otherwise a thread polls soon.
             for read in reads.values():
                 with contextlib.suppress(TransferError):  # The next poll raises it again.
@@ -288,8 +255,8 @@ class Loads:
         self.ledger.connected(name, self.now())
         self.errands.end(load.engine_id, load.key)
 
-    def _read(self, load: Load, pairs: Mapping[Step, Sides | Transfer]) -> dict[Step, Transfer]:
-        """Post the reads of some steps of *load*."""
+    def _read(self, load: Load, pairs: Mapping[K, Sides | Transfer]) -> dict[K, Transfer]:
+        """Queue reads of *load*. The first poll of each posts it."""
         name, timeout = load.request.request_id, max(load.deadline - self.now(), 1e-3)
         return self.nixl.move("READ", pairs, request=name, timeout=timeout)
 
@@ -307,14 +274,17 @@ class Loads:
             options=options,
         )
 
-    def decline(self, remote: RemoteEngine, key: Key, options: LoadOptions = NO_OPTIONS) -> None:
+    def decline(self, remote: RemoteEngine, key: Key) -> None:
         """Inform the producer that this rank will not load a request."""
         # A name that no load has.
         name, now = f"decline {secrets.token_hex(8)}", self.now()
-        plan = self._plan(remote, key, name, options, {})
-        # The deadline is now, so the next tick ends a load that an interrupt left half begun.
+        plan = self._plan(remote, key, name, LoadOptions(), {})
         self.ledger.begin(name, now, 0.0)
-        self.ledger.assign(plan)
+        try:
+            self.ledger.assign(plan)
+        except SpecError:  # A load has this name in messages.
+            self.ledger.cancel(name, now)
+            raise
         self.ledger.connected(name, now)
         self.messages.counters.declines += 1
 
@@ -327,32 +297,11 @@ class Loads:
             self.ledger.cancel(name, self.now(), why, state)
             self.act()
 
-    def give_up(self, load: Load, error: BaseException) -> None:
-        """End a load whose start raised *error*: it was refused, or interrupted at any line."""
-        name = load.request.request_id
-        if self.loads.get(name) is not load:
-            return  # Another load has this id, or this one has ended already.
-        why, state = "its start was interrupted", TransferState.STOPPED
-        if isinstance(error, Exception):
-            why, state = _reason(error, TransferState.REFUSED)
-        self._adopt(load, why, state)
+    def refuse(self, load: Load, error: Exception) -> None:
+        """End a load whose start raised *error*."""
+        why, state = _reason(error, TransferState.REFUSED)
         load.fail(None, why, state, error)
         self.cancel(load, why, state)
-        if name not in self.ledger.records:  # The ledger may not know the load yet.
-            self.loads.pop(name, None)
-
-    def _adopt(self, load: Load, why: str, state: TransferState) -> None:
-        """Fail each step of *load* that an interrupt left without a flight.
-
-        Its transfer may have been posted, or the producer may push. Then the step stays open until
-        that has ended.
-        """
-        posted = {transfer.key: transfer for transfer in self.nixl.transfers}
-        open_steps = self.ledger.open_steps(load.request.request_id)
-        for step in sorted(open_steps.difference(load.in_flight)):
-            if (flight := posted.get(step) or load.pushes.get(step.rank)) is not None:
-                load.in_flight[step] = flight
-            self.ledger.fail(step, why, self.now(), quiet=flight is None, state=state)
 
     def wait_for(self, waiting: Waiting) -> None:
         """Begin a load when its producer is connected.
@@ -396,24 +345,22 @@ class Loads:
         """
         load = waiting.load
         if load.connected and load.error is None:
-            return None  # It has begun: an interrupt of `serve_waiting` let it be selected twice.
+            return None  # It has begun.
         try:
             self.remotes.check_open()  # A closed session has cancelled the future.
             waiting.connection.future.result()
-            remote = self.remotes.find("producer", waiting.connection.engine_id)
+            remote = self.remotes.find(waiting.connection.engine_id)
             if load.state == "moving" and load.error is None:
                 if result is None or result.remote is not remote:
                     return remote
                 self.begin(load, result.usable)
                 return None
-        except BaseException as error:
-            self.give_up(load, error)
-            if not isinstance(error, Exception):  # An interrupt. Any other fails this load alone.
-                raise
-        wanted = load.ticket is None or load.options.again or self.remotes.closed
+        except Exception as error:  # noqa: BLE001 - it fails this load alone
+            self.refuse(load, error)
         # Another load of the ticket may have begun meanwhile. It needs the prompt.
-        if load.ticket is not None and not wanted and self.of(load.ticket) in ([], [load]):
-            self.errands.refuse(load.ticket, load.options.attempt)
+        ticket = load.ticket
+        if ticket is not None and not self.remotes.closed and self.of(ticket) in ([], [load]):
+            self.errands.refuse(ticket)
         return None
 
     @property
@@ -427,17 +374,13 @@ class Loads:
 
     def _follow(self, load: Load) -> None:
         """Start to read what was written since the last time."""
-        name = load.request.request_id
-        try:
-            for advance in advances(self.ledger.readable(name), load.plan.sources):
-                upto = {(advance.group, layer): advance.tokens.stop for layer in advance.layers}
-                self._advance(load, advance, self.ledger.start(name, advance.rank, upto))
-                self.act()  # The deadline may have passed in between, and failed the load.
-                if load.error is not None:
-                    break
-        except BaseException:
-            self._adopt(load, "it was interrupted", TransferState.STOPPED)
-            raise
+        name, load.advanced = load.request.request_id, False
+        for advance in advances(self.ledger.readable(name), load.plan.sources):
+            upto = {(advance.group, layer): advance.tokens.stop for layer in advance.layers}
+            self._advance(load, advance, self.ledger.start(name, advance.rank, upto))
+            self.act()  # The deadline may have passed in between, and failed the load.
+            if load.error is not None:
+                break
 
     def _advance(self, load: Load, advance: Advance, step: Step) -> None:
         """Post the read of a step that has started, unless this rank needs nothing of it.
@@ -466,9 +409,7 @@ class Loads:
         """Process a message of a producer."""
         if self._find(message) is None and self.errands.answers(message):
             return
-        if isinstance(message, PushDone | PushStopped):
-            self._end_push(message)
-        elif isinstance(message, Checksum | ChecksumUnavailable):
+        if isinstance(message, Checksum | ChecksumUnavailable):
             load = self._find(message)
             if load is None or load.audit is None or not load.audit.deliver(message):
                 self.messages.note(f"{message}: no question is open for it")
@@ -495,15 +436,13 @@ class Loads:
             self.remotes.evict(self._used)
         for load in [load for load in self.loads.values() if load.advanced]:
             self._follow(load)
-            load.advanced = False  # Last: an interrupted turn is repeated.
         end = time.monotonic() + TURN
         small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for name, load in list(self.loads.items()):
             if load.audit is not None and self.ledger.unverified(name):
                 self._compare(load, load.audit, end)
             for step, flight in load.in_flight.items():
-                long = isinstance(flight, Transfer) and len(flight.batches) > 1
-                (large if long else small).append((load, step))
+                (large if len(flight.batches) > 1 else small).append((load, step))
         self._small = self._poll(small, self._small, end)
         # A load that moves without a large transfer waits for something short. Give it time.
         now, slow = time.monotonic(), {load for load, _ in large}
@@ -519,30 +458,36 @@ class Loads:
         """Poll at least one flight, until *end*. Return the index of the next one."""
         for place in range(first, first + len(steps)):
             load, step = steps[place % len(steps)]
-            flight = load.in_flight.get(step)
-            if isinstance(flight, Transfer):
+            if (flight := load.in_flight.get(step)) is not None:
                 self._settle(load, step, flight, end)
-            elif load.error is not None and self.now() >= load.stop_again:
-                self._stop_pushes(load)
             if time.monotonic() >= end:
                 return place + 1
         return first
 
-    def _end_push(self, message: PushDone | PushStopped) -> None:
-        """Record that a producer has stopped writing: it has written everything, or gave up."""
-        if (load := self._find(message)) is not None:
-            for step, flight in list(load.in_flight.items()):
-                if step.rank != message.by.rank or not isinstance(flight, bytes):
-                    continue
-                why, state = f"{message.by} stopped writing", TransferState.STOPPED
-                if isinstance(message, PushDone):
-                    equal, state = message.pushed == flight, TransferState.DIFFERS
-                    why = "" if equal else f"{message.by} pushed another request"
-                if why:
-                    load.fail(step.rank, why, state)
-                self._end(load, step, why, state)
-                return
-        self.messages.note(f"{message}: this rank waits for no such push")
+    def abandon(self, why: str) -> None:
+        """Let all loads fail with "closed", whatever an interrupt has left. See `drain`."""
+        self.closing = True
+        for name, load in self.loads.items():
+            if load.state == "moving":
+                load.written |= load.connected  # Any byte may have been written.
+                load.fail(None, why, TransferState.CLOSED)
+                self.abandoned[name] = load
+        self.loads.clear()
+        self.waiting.clear()
+        self.errands.forget()
+        self.ledger.clear()
+
+    def drain(self) -> None:
+        """End the abandoned loads of which no byte can move."""
+        for read in self.nixl.transfers:
+            if read.request in self.abandoned:
+                with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                    read.stop("the session was interrupted", TransferState.CLOSED)
+        moving = {read.request for read in self.nixl.transfers}
+        for name in self.abandoned.keys() - moving:
+            load = self.abandoned.pop(name)
+            self.messages.counters.count_failed(TransferState.CLOSED)
+            load.state = "failed"
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Loads from another one fail."""
@@ -559,25 +504,16 @@ class Loads:
         self.ledger.disconnect(engine_id)
 
     def _leave(self, engine_id: str, epoch: int | None = None) -> None:
-        """Treat the pushes of all incarnations of an engine except *epoch* as ended.
+        """Report reads that are over from all incarnations of an engine except *epoch*.
 
-        Reads of this rank that are over are reported now. The others wait for `move`.
+        The others wait for `move`.
         """
         for load in list(self.loads.values()):
             concerned = load.connected and load.engine_id == engine_id
             if concerned and load.remote.incarnation[1] != epoch:
                 for step, flight in list(load.in_flight.items()):
-                    if isinstance(flight, Transfer):
-                        self._settle(load, step, flight, 0.0)
-                    else:
-                        self._end(load, step, f"{engine_id} is gone")
+                    self._settle(load, step, flight, 0.0)
         self.act()
-
-    def _stop_pushes(self, load: Load) -> None:
-        """Ask the producers that push to stop. Repeat it until they answer."""
-        load.stop_again = self.now() + self.ledger.heartbeat
-        for step in load.in_flight:
-            self.messages.send(StopWriting(*load.plan.about(self.ledger.me, step.rank)))
 
     def _settle(self, load: Load, step: Step, transfer: Transfer, end: float) -> None:
         """Poll a transfer. Report its end to the ledger when nothing of it can move."""
@@ -603,15 +539,11 @@ class Loads:
         self, load: Load, step: Step, why: str = "", state: TransferState = TransferState.GONE
     ) -> None:
         """Report the end of a step to the ledger. *why* is the reason of a failure, or ""."""
-        load.written |= isinstance(load.in_flight.get(step), bytes)
-        if step in self.ledger.open_steps(step.request_id):
-            now = self.now()
-            if why:
-                self.ledger.fail(step, why, now, state=state)
-            else:
-                self.ledger.finish(step, now)
-        # Last: if this is interrupted, the next poll ends the step again.
         load.in_flight.pop(step, None)
+        if why:
+            self.ledger.fail(step, why, self.now(), state=state)
+        else:
+            self.ledger.finish(step, self.now())
 
     def _compare(self, load: Load, audit: Audit, end: float) -> None:
         """Compare checksums with the producers, after everything has arrived."""
@@ -661,8 +593,9 @@ class Loads:
                 load.connection.lost |= action.state in (*LOST, TransferState.TIMEOUT)
             if load.audit is not None:
                 load.audit.cancel()
-            for flight in load.in_flight.values():
-                stop(flight, "its load has failed")
+            for read in load.in_flight.values():
+                with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                    read.stop("its load has failed", TransferState.STOPPED)
         elif isinstance(action, Ended) and load.state == "moving":
             self._locks.release(name)
             if action.state == "done":

@@ -308,15 +308,13 @@ class Messages:
     def act(self, actions: list[A], change: Callable[[A], None] | None = None) -> None:
         """Carry out the *actions* of a ledger. *change* does those without a message."""
         while actions:
-            action = actions[0]
+            action = actions.pop(0)
             if isinstance(action, Tell):
                 self.send(action.message)
             elif isinstance(action, Refused):
                 self.note(str(action))
             elif change is not None:
                 change(action)
-            # Last: an interrupted action is carried out again, and none is lost.
-            del actions[0]
 
     def send(self, message: Message) -> None:
         """Send *message* to its receiver at the next `flush`.
@@ -327,7 +325,7 @@ class Messages:
         name: object = object()
         if isinstance(message, ReaderStatus | LayerProgress):
             place = (message.group, message.layer) if isinstance(message, LayerProgress) else ()
-            name = message.to, message.key, message.attempt, place
+            name = message.to, message.key, place
             self.unsent.pop(name, None)
         self.unsent[name] = message
 
@@ -412,7 +410,7 @@ class Messages:
         self._asked[call] = answers
         try:
             while missing := [at for at, answer in answers.items() if answer is None]:
-                with lock.held:
+                with lock.held, lock:
                     if self._closed:
                         raise TransferError("the session was closed", state=TransferState.CLOSED)
                     now = time.monotonic()

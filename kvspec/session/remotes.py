@@ -28,21 +28,6 @@ How it works:
     meanwhile, it removes the engine from `_coming`. Then `connect` does not find it there and gives
     it up.
 
-    An interrupt between two lines leaves no engine outside of these places, and no address without
-    an engine. So each step comes in an order that the next call can repeat:
-
-        step                                     after an interrupt
-        an agent's name is stored, then it is    `connect` gives the engine up, and `leave`
-        connected, and its lanes are opened      disconnects the agent
-        an engine is stored, then its addresses  the next `connect` stores the addresses
-        addresses are removed, then the engine   the next `connect` or `disconnect` repeats both
-        an engine is put into `leaving`, then    the next `leave` removes it from `_connected`
-        removed from `_connected`
-        all of that, then its `Connection`       the next ticket finds that the engine is missing
-
-    A real signal may also come inside of a line. Then a list of this rank that NIXL has just
-    prepared may stay until the rank is closed.
-
     An eviction concerns only what tickets have connected:
 
         the producer                          `evict`
@@ -57,9 +42,8 @@ How it works:
 
     One agent may serve two engines in these places, because a rank can be producer and consumer of
     the same peer. So agents are counted by reference: `leave` disconnects an agent with its last
-    user. The count is computed from the three places each time. An interrupt could leave
-    a stored number wrong. For example, agent a belongs to the producer role P and the
-    consumer role C:
+    user. The count is computed from the three places each time. For example, agent a belongs to the
+    producer role P and the consumer role C:
 
         event                              users of a   agents that `leave` disconnects
         P is forgotten                     C            none
@@ -74,7 +58,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
@@ -85,7 +68,7 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.descriptors.tiles import Positions
 from kvspec.errors import Mismatch, MismatchError, SpecError, TransferError, TransferState
-from kvspec.inputs import positive_int, sequence
+from kvspec.inputs import sequence
 from kvspec.nixl import NixlRank
 from kvspec.nixl.agent import Prepared
 from kvspec.nixl.merging import Sides
@@ -119,8 +102,8 @@ class Lane:
     def open(nixl: NixlRank, table: DescriptorTable, agent: str, role: Role) -> Lane:
         """Prepare the rows of both ranks in NIXL, which checks them.
 
-        *agent* is the remote rank, and *role* is its role. After an error or an interrupt, the list
-        of this rank is released here. The other one ends with the connection to *agent*.
+        *agent* is the remote rank, and *role* is its role. After an error, the list of this rank is
+        released here. The other one ends with the connection to *agent*.
         """
         producer = table.producer_rows, table.producer_memory_type
         consumer = table.consumer_rows, table.consumer_memory_type
@@ -130,7 +113,7 @@ class Lane:
             if role == "producer":
                 return Lane(table, nixl.prepare(*producer, agent), local)
             return Lane(table, local, nixl.prepare(*consumer, agent))
-        except BaseException:
+        except Exception:
             if local is not None:
                 local.release()
             raise
@@ -355,26 +338,18 @@ class Remotes:
         old = self._connected.get((remote.role, remote.incarnation[0]))
         if old is None or not remote.same(old):
             return None
-        # An interrupt may have separated the engine from its addresses.
-        self._messages.connect(old.incarnation, old.ranks.values())
         old.by_ticket &= remote.by_ticket
         return old
 
-    def find(self, role: Role, engine_id: str | None, epoch: object = None) -> RemoteEngine:
-        """Return the connected engine of a *role*. Without *engine_id*, it must be the only one.
-
-        *epoch*: the incarnation of a consumer whose blocks the caller knows.
-        """
+    def find(self, engine_id: str | None) -> RemoteEngine:
+        """Return the connected producer. Without *engine_id*, it must be the only one."""
         self.check_open()
-        names = sorted(name for other, name in self._connected if other == role)
+        names = sorted(name for role, name in self._connected if role == "producer")
         name = names[0] if engine_id is None and len(names) == 1 else engine_id
-        if not isinstance(name, str) or (role, name) not in self._connected:
-            wanted = f"one of the connected {role}s: {', '.join(names) or 'none yet'}"
+        if not isinstance(name, str) or ("producer", name) not in self._connected:
+            wanted = f"one of the connected producers: {', '.join(names) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
-        remote = self._connected[role, name]
-        if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.incarnation[1]:
-            raise SpecError("epoch", epoch, f"{remote.incarnation[1]}, the connected incarnation")
-        return remote
+        return self._connected["producer", name]
 
     def connection(self, ticket: PrefillTicket) -> Connection:
         """Return the connection to the producer of *ticket*. Begin a new one if necessary."""
@@ -455,24 +430,17 @@ class Remotes:
 
         If *remote* was disconnected meanwhile, or anything else fails, no lane stays open.
         """
-        end = time.monotonic() + timeout
+        metadata = {rank: remote.ranks[rank].handshake.transport for rank in remote.tables}
+        agents = {rank: opened(each, self._nixl.secret).name for rank, each in metadata.items()}
         try:
+            self._nixl.connect_all(metadata.values(), timeout)
+            remote.agents.update(agents.values())
             for rank, table in remote.tables.items():
-                metadata = remote.ranks[rank].handshake.transport
-                agent = opened(metadata, self._nixl.secret).name
-                # Before the call: after an interrupt in it, `leave` must know the agent.
-                remote.agents.add(agent)
-                try:
-                    self._nixl.connect(metadata, max(0.0, end - time.monotonic()))
-                except TransferError:
-                    # The call has disconnected the agent, or the next connect waits for it again.
-                    remote.agents.remove(agent)
-                    raise
-                remote.lanes[rank] = Lane.open(self._nixl, table, agent, remote.role)
-            with self._lock.held:
+                remote.lanes[rank] = Lane.open(self._nixl, table, agents[rank], remote.role)
+            with self._lock.held, self._lock:
                 self._replace(remote)
-        except BaseException:
-            with self._lock.held:
+        except Exception:
+            with self._lock.held, self._lock:
                 self._give_up(remote)
             raise
 
@@ -485,12 +453,11 @@ class Remotes:
         self._messages.connect(remote.incarnation, remote.ranks.values())
 
     def _give_up(self, remote: RemoteEngine) -> None:
-        """Close the lanes of *remote*, unless it is connected: then an interrupt came too late."""
+        """Close the lanes of *remote*."""
         if self._coming.get(remote.engine_id) is remote:
             del self._coming[remote.engine_id]
-        if remote not in self._connected.values():
-            self.leaving.append(remote)
-            self.leave()
+        self.leaving.append(remote)
+        self.leave()
 
     def forget(self, engine_id: str, new: RemoteEngine | None = None) -> None:
         """Forget the engine *engine_id*, and the addresses of incarnations without any role left.
@@ -511,8 +478,6 @@ class Remotes:
             new.by_ticket &= all(old.by_ticket for old in dropped if old.role == new.role)
         self._coming.pop(engine_id, None)
         remaining = {old.incarnation for old in self._connected.values() if old not in dropped}
-        # Before the engines: after an interrupt in between, the next `connect` or `disconnect`
-        # repeats this. No later call removes the addresses of an engine that is forgotten.
         self._messages.disconnect({old.incarnation for old in dropped} - remaining)
         self._drop(*dropped)
         if new is None:
@@ -522,7 +487,7 @@ class Remotes:
 
     def _drop(self, *dropped: RemoteEngine) -> None:
         """Let engines leave that are connected."""
-        # `leaving` first: an engine in neither place would never be closed.
+        self._connected = {key: old for key, old in self._connected.items() if old not in dropped}
         self.leaving += dropped
         self.leave()
 
@@ -549,6 +514,22 @@ class Remotes:
         """Whether the session was closed."""
         return self._closed
 
+    def abandon(self) -> None:
+        """Disconnect all peers, whatever an interrupt has left.
+
+        A peer with which bytes move stays connected until the NIXL rank is closed.
+        """
+        self._closed = True
+        for remote in (*self._connected.values(), *self._coming.values(), *self.leaving):
+            for lane in remote.lanes.values():
+                with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                    lane.release()
+        for peer in self._nixl.peers:
+            with contextlib.suppress(TransferError):
+                self._nixl.disconnect(peer)
+        for place in (self._connected, self._coming, self.leaving):
+            place.clear()
+
     def close(self) -> None:
         """Forget all engines, and accept no others."""
         self._closed = True
@@ -558,9 +539,6 @@ class Remotes:
 
     def leave(self) -> None:
         """Close the lanes of old engines if no bytes move over them. See the module docstring."""
-        for key, remote in tuple(self._connected.items()):
-            if remote in self.leaving:  # The next call repeats this after an interrupt.
-                del self._connected[key]
         for remote in tuple(self.leaving):
             users = (*self._connected.values(), *self._coming.values())
             if remote.lost:

@@ -1,4 +1,4 @@
-"""The session of one rank: its connections, its loads and pushes, and the requests that it holds.
+"""The session of one rank: its connections, its loads, and the requests that it holds.
 
 Invariant: everything is checked before anything moves, and each error names the fault. A load that
 is done has complete and valid data, and nothing writes its blocks any more. A method waits only if
@@ -24,11 +24,18 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
-from kvspec.session.background import BUSY, Background, SessionLock, Worker, since_boot
+from kvspec.session.background import (
+    BUSY,
+    Background,
+    SessionLock,
+    Worker,
+    closes_if_interrupted,
+    since_boot,
+)
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.checksums import ChecksumAnswers
 from kvspec.session.holds import Holds, Settled
-from kvspec.session.load import Load, Push
+from kvspec.session.load import Load
 from kvspec.session.loads import Loads, PreparedLoad, UnpreparedLoad, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged
@@ -42,7 +49,6 @@ from kvspec.wire.messages import (
     RankAddress,
     ReaderStatus,
     RemoteId,
-    StopWriting,
     key_of,
 )
 from kvspec.wire.versions import START
@@ -64,7 +70,8 @@ class Session:
     Call any `poll` several times in each heartbeat interval, or set *background*. A poll also sends
     the messages that other methods have caused since the last one. Methods may be called from any
     thread. In a forked child they raise `TransferError` "forked". In a signal handler that runs
-    inside of another call of the session, they raise `TransferError` "busy".
+    inside of another call of the session, they raise `TransferError` "busy". An interrupt such as
+    `KeyboardInterrupt` inside of a call closes the session: its loads fail with "closed".
 
     Args:
         nixl: The NIXL agent of the rank. The caller closes it after the session.
@@ -149,13 +156,14 @@ class Session:
             heartbeat=load_ledger.heartbeat,
         )
         self._lock, self._clock = SessionLock(), clock
+        self._lock.abandon, self._interrupted = self._abandon, False
         self._connecting = tuple(SessionLock() for _ in range(CONNECTING))
         self._polled = self._next_discard = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         calls = self._connect_ranks, self._disconnect, self._poll_now
         self._remotes = Remotes(nixl, self._lock, messages, *calls, most)
-        self._holds = Holds(held_ledger, nixl, clock, messages, answers)
+        self._holds = Holds(held_ledger, nixl, clock, answers)
         self._loads = Loads(load_ledger, nixl, cache, clock, messages, self._remotes)
         if in_background:
             self._open_threads()
@@ -179,6 +187,7 @@ class Session:
         """The sealed introduction of this rank. Others pass it to `connect`. It is not secret."""
         return self._messages.introduction
 
+    @closes_if_interrupted
     def fetch(
         self, addresses: Iterable[str], timeout: float = 10.0, *, absent: float | None = None
     ) -> list[bytes]:
@@ -200,6 +209,7 @@ class Session:
         absent = answer if absent is None else seconds("absent", absent)
         return self._messages.fetch(addresses, answer, absent, self._poll_now, self._lock)
 
+    @closes_if_interrupted
     def connect(
         self,
         introductions: Iterable[bytes],
@@ -243,7 +253,7 @@ class Session:
             if ticket_of not in (None, name):
                 raise SpecError("engine_id", ticket_of, f"{name}, the engine at these addresses")
             self._messages.resolve(each.address for each in remote.ranks.values())
-            with self._lock.held:
+            with self._lock.held, self._lock:
                 if remote.by_ticket:
                     self._remotes.check_wanted(name)
                 if (known := self._remotes.known(remote)) is not None:
@@ -257,15 +267,14 @@ class Session:
             self._remotes.connect(remote, timeout)
             return remote.plan
 
+    @closes_if_interrupted
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that has ended. Loads from it fail, also those that wait for it.
 
-        Call it only when the engine writes nothing any more. Its pushes count as ended, so their
-        blocks are free at once. A live producer that still pushes would overwrite the next content
-        of these blocks: cancel such loads, and wait until none is moving.
+        Reads in flight keep the blocks of their loads until they have ended.
         """
         instance("engine_id", engine_id, str)
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._disconnect(engine_id)
             self._wake()
 
@@ -276,6 +285,7 @@ class Session:
         self._remotes.forget(engine_id)
         self._messages.forget(engine_id)
 
+    @closes_if_interrupted
     def load(
         self,
         request: TransferRequest,
@@ -284,19 +294,14 @@ class Session:
         ticket: PrefillTicket | None = None,
         timeout: float,
         engine_id: str | None = None,
-        pushed: bool = False,
         follow: bool = False,
         verify: bool = False,
-        attempt: int = 0,
-        again: bool = False,
         on_progress: Callable[[int, int], object] | None = None,
     ) -> Load:
-        """Start reading *request* from all ranks that hold it, or wait for pushed data.
+        """Start reading *request* from all ranks that hold it.
 
         Pass the *remote_id* of a request that a connected producer holds. Nothing is posted if the
-        call raises. Later errors are in the `error` of the load. If a call with *pushed* is
-        refused, the producer is not informed: its push may still write the blocks. If it is
-        interrupted, the session asks the producer to stop.
+        call raises. Later errors are in the `error` of the load.
 
         Or pass the *ticket* of the producer. If this engine is not connected, or was lost, a thread
         connects it first. Each error of the producer and of the request is then in the `error` of
@@ -312,14 +317,9 @@ class Session:
                 returned, or one with fewer tokens.
             timeout: Seconds from now until the load fails.
             engine_id: The producer, if several are connected. Not with a ticket.
-            pushed: Post no reads: the producer calls `push`. Not with a ticket. Each attempt can be
-                loaded so once.
-            follow: Read each layer as far as the producer has written it. Not for pushed data.
+            follow: Read each layer as far as the producer has written it.
             verify: Compare checksums with the producer before the load is done. The producer must
                 call `hold` with `blocks`.
-            attempt: Number of this attempt. Increase it to load the same request again.
-            again: Another attempt will follow if this one fails, so the producer keeps the request.
-                If all bytes had arrived before the failure, it may be freed all the same.
             on_progress: Called with `Load.progress` when more bytes have arrived: bytes so far, and
                 bytes in all. It runs inside of a poll, perhaps in the background thread. So it must
                 be quick, and cannot call the session. If it raises, the error is logged, and it is
@@ -335,33 +335,21 @@ class Session:
             TransferError: With state "busy" if an unfinished load writes the same blocks, or
                 "closed" if the session is closed.
         """
-        options = LoadOptions(pushed, follow, verify, attempt, again)
-        if pushed and ticket is not None:
-            rule = "the producer of a pushed load must be connected, so it cannot have a ticket"
-            raise SpecError("pushed", pushed, rule=rule)
-        if pushed and self.nixl.polled:
-            rule = "producers write the memory of this rank, so its NixlRank needs polled=False"
-            raise SpecError("pushed", pushed, rule=rule)
+        options = LoadOptions(follow, verify)
         if on_progress is not None and not callable(on_progress):
             raise SpecError("on_progress", on_progress, "a function of two numbers of bytes")
         most = seconds("timeout", timeout)
         began = self._clock()
-        with self._lock.held:
+        with self._lock.held, self._lock:
             key, producer = self._producer(remote_id, ticket, engine_id)
-            load = Load(
-                request, key, producer, options, self._step, self._is_closed, self._cancel, ticket
-            )
+            session = self._step, self._lock, self._is_closed, self._cancel
+            load = Load(request, key, producer, options, *session, ticket)
             load.on_progress, load.began, load.deadline = on_progress, began, began + most
             if isinstance(producer, Connection):
-                try:
-                    self._loads.open(load)
-                    self._loads.wait_for(Waiting(producer, load))
-                    self._wake()
-                    # Return inside `try`: `give_up` must end the load if this is interrupted.
-                    return load  # noqa: TRY300 - see above
-                except BaseException as error:
-                    self._loads.give_up(load, error)
-                    raise
+                self._loads.open(load)
+                self._loads.wait_for(Waiting(producer, load))
+                self._wake()
+                return load
             self._loads.check_free(load.request.request_id)
         return self._begin(load, producer)
 
@@ -372,25 +360,25 @@ class Session:
         """
         while True:
             result = self._loads.prepared(load, remote)
-            with self._lock.held:
-                remote = self._remotes.find("producer", load.engine_id)
+            with self._lock.held, self._lock:
+                remote = self._remotes.find(load.engine_id)
                 if remote is not result.remote:
                     continue
                 prepared = result.usable
+                self._loads.open(load)
                 try:
-                    self._loads.open(load)
                     self._loads.begin(load, prepared)
-                    self._wake()
-                    return load  # noqa: TRY300 - as in `load`
-                except BaseException as error:
-                    self._loads.give_up(load, error)
+                except Exception as error:
+                    self._loads.refuse(load, error)
                     raise
+                self._wake()
+                return load
 
     def _start(self, waiting: Waiting) -> None:
         """Begin a load of a ticket. Runs in a thread of its own."""
         result: PreparedLoad | UnpreparedLoad | None = None
         while True:
-            with self._lock.held:
+            with self._lock.held, self._lock:
                 remote = self._loads.serve(waiting, result)
                 if remote is None:
                     if not self._remotes.closed:
@@ -398,50 +386,7 @@ class Session:
                     return
             result = self._loads.prepared(waiting.load, remote)
 
-    def push(
-        self,
-        request: TransferRequest,
-        *,
-        remote_id: str,
-        timeout: float,
-        epoch: int,
-        engine_id: str | None = None,
-        attempt: int = 0,
-    ) -> Push:
-        """Start writing this rank's part of *request* into the blocks of all consumer ranks.
-
-        The request must be held. All ranks of the consumer must `load` the same request
-        with `pushed`, even if they have cached all of it, or `decline` it. If this rank has no data
-        for any of them, it writes nothing: the push is done at once, and the request need not be
-        held any more.
-
-        If *request* does not fit or its writes cannot be posted, the loads of this attempt fail
-        with `stopped`, and this attempt cannot be pushed any more. For other errors, no reader is
-        informed. The section "Push" of docs/session.md has a table.
-
-        Args:
-            request: Tokens and blocks to move.
-            remote_id: Name of the request, from `new_remote_id`.
-            timeout: Seconds from now until the push fails.
-            epoch: Incarnation of the consumer that owns the blocks.
-            engine_id: The consumer, if several are connected.
-            attempt: Number of this attempt. Each attempt can be pushed once.
-
-        Returns:
-            The push.
-
-        Raises:
-            SpecError: As in `load`, or if the request is not held or was pushed before.
-            MismatchError: As in `load`.
-            TransferError: As in `load`.
-        """
-        with self._lock.held:
-            remote = self._remotes.find("consumer", engine_id, epoch)
-            push = Push(request, key_of(remote_id), remote, self._step, self._is_closed)
-            self._holds.push(push, seconds("timeout", timeout), attempt)
-            self._wake()
-        return push
-
+    @closes_if_interrupted
     def cancel(self, remote_id: str) -> None:
         """Cancel the loads of a request, as `Load.cancel` does. Without such loads, do nothing.
 
@@ -449,25 +394,22 @@ class Session:
             SpecError: If *remote_id* is not from `new_remote_id`.
         """
         key = key_of(remote_id)
-        with self._lock.held:
+        with self._lock.held, self._lock:
             for load in [load for load in self._loads.loads.values() if load.key == key]:
                 self._loads.cancel(load)
             self._wake()
 
+    @closes_if_interrupted
     def decline(
         self,
         remote_id: str | None = None,
         *,
         ticket: PrefillTicket | None = None,
         engine_id: str | None = None,
-        attempt: int = 0,
     ) -> None:
-        """Inform the producer that this rank will not load a request in one attempt.
+        """Inform the producer that this rank will not load a request.
 
-        Call it before the producer pushes. If other ranks of the engine try again, decline that
-        attempt too: the producer expects all ranks in each attempt. While this rank has a load of
-        the *ticket*, the load informs the producer when it ends, also if it was called with
-        `again`.
+        While this rank has a load of the *ticket*, the load informs the producer when it ends.
 
         Args:
             remote_id: Name of a request that a connected producer holds.
@@ -475,22 +417,21 @@ class Session:
                 that fails, the thread tries again for ten minutes. After that, the log and the
                 counter `refusals_lost` show it, and the lease of the request expires.
             engine_id: As in `load`.
-            attempt: As in `load`.
 
         Raises:
             SpecError: If an argument is wrong.
             TransferError: With state "closed" if the session is closed.
         """
-        options = LoadOptions(attempt=attempt)
-        with self._lock.held:
+        with self._lock.held, self._lock:
             if ticket is None:
                 key = _named(remote_id)
-                self._loads.decline(self._remotes.find("producer", engine_id), key, options)
+                self._loads.decline(self._remotes.find(engine_id), key)
             else:
                 self._remotes.check_open()
-                self._loads.give_up_ticket(_ticket(ticket, remote_id, engine_id), attempt)
+                self._loads.give_up_ticket(_ticket(ticket, remote_id, engine_id))
             self._wake()
 
+    @closes_if_interrupted
     def keep(self, ticket: PrefillTicket, *, timeout: float) -> None:
         """Ask the producer of *ticket* to hold the prompt until this rank loads or declines it.
 
@@ -508,7 +449,7 @@ class Session:
             TransferError: With state "closed" if the session is closed.
         """
         most = seconds("timeout", timeout)
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._remotes.check_open()
             kept = _ticket(ticket, None, None)
             if not self._loads.of(kept):  # A load sends heartbeats by itself.
@@ -520,16 +461,17 @@ class Session:
     ) -> tuple[Key, RemoteEngine | Connection]:
         """Return a request and its producer. That of a ticket may not be connected yet."""
         if ticket is None:
-            return _named(remote_id), self._remotes.find("producer", engine_id)
+            return _named(remote_id), self._remotes.find(engine_id)
         held = _ticket(ticket, remote_id, engine_id)
         return key_of(held.remote_id), self._remotes.connection(held)
 
     @property
     def held(self) -> tuple[RemoteId, ...]:
         """The held requests, whose blocks are not free."""
-        with self._lock.held:
+        with self._lock.held, self._lock:
             return tuple(key.remote_id for key in self._holds.ledger.held)
 
+    @closes_if_interrupted
     def hold(
         self,
         remote_id: str,
@@ -559,7 +501,7 @@ class Session:
         groups = {group.name for group in self._own.handshake.engine.groups}
         if strange := sorted(tables.keys() - groups):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._remotes.check_open()
             if self.nixl.closed:
                 raise TransferError("the NIXL rank was closed", state=TransferState.CLOSED)
@@ -568,6 +510,7 @@ class Session:
             self._messages.counters.holds_started += 1
             self._wake()
 
+    @closes_if_interrupted
     def record_progress(
         self, remote_id: str, upto: int, layers: Iterable[str] | None = None
     ) -> None:
@@ -590,10 +533,11 @@ class Session:
             raise SpecError("layers", strange[:3], f"layers of the engine, such as {[*homes][:3]}")
         positive_int("upto", upto, least=0)
         places = [(homes[layer].name, layer) for layer in named]
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._holds.ledger.record_progress(key, places, upto, self._clock())
             self._wake()
 
+    @closes_if_interrupted
     def abort(self, remote_id: str) -> None:
         """Give up a held request. Its readers receive `gone`.
 
@@ -603,33 +547,28 @@ class Session:
         Raises:
             SpecError: If *remote_id* is not from `new_remote_id`.
         """
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._holds.ledger.abort(key_of(remote_id), self._clock())
             self._wake()
 
+    @closes_if_interrupted
     def settled(self) -> Settled:
-        """Make progress on the session. Return the held requests that ended since the last call.
-
-        If the call is interrupted, the next call returns them.
-        """
+        """Make progress on the session. Return the held requests that ended since the last call."""
         self.poll()
-        freed, ledger = dict[RemoteId, str](), self._holds.ledger
+        ledger = self._holds.ledger
         if not ledger.freed and not self._messages.refused:
             return Settled()  # Without the lock, for which a scheduler might wait.
-        try:
-            with self._lock.held:
-                freed, foreign = dict(ledger.freed), tuple(self._messages.refused)
-                ledger.freed.clear()
-                self._messages.refused.clear()
-            ended = {
-                end: tuple(name for name, how in freed.items() if how == end)
-                for end in ("done", "expired", "aborted")
-            }
-            return Settled(**ended, foreign=foreign)
-        except BaseException:
-            ledger.freed.update(freed)
-            raise
+        with self._lock.held, self._lock:
+            freed, foreign = dict(ledger.freed), tuple(self._messages.refused)
+            ledger.freed.clear()
+            self._messages.refused.clear()
+        ended = {
+            end: tuple(name for name, how in freed.items() if how == end)
+            for end in ("done", "expired", "aborted")
+        }
+        return Settled(**ended, foreign=foreign)
 
+    @closes_if_interrupted
     def poll(self) -> None:
         """Make progress on everything: messages, transfers and deadlines. Never waits.
 
@@ -642,12 +581,15 @@ class Session:
 
     def _poll_now(self) -> None:
         """Poll in this thread."""
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._poll()
             if self._background is not None:
                 self._background.wake()
 
     def _poll(self) -> None:
+        if self._interrupted:
+            self._loads.drain()
+            return
         # The messages come first: only a reader that asked before the NIXL rank was closed has
         # valid data.
         messages = [*self._messages.receive()]
@@ -668,6 +610,21 @@ class Session:
             self._next_discard = self._polled + DISCARD
             self.nixl.discard_hellos()
 
+    def _abandon(self) -> None:
+        """Close the session after an interrupt, which may have left everything half changed.
+
+        It needs the lock. An interrupt of this call is no harm, because the next one repeats it.
+        """
+        why = "the session was closed, because one of its calls was interrupted"
+        self._interrupted = True
+        self._loads.abandon(why)
+        self._holds.close()
+        self._messages.close()
+        self._loads.drain()
+        self._remotes.abandon()
+        if self._background is not None:
+            self._background.end()
+
     def stats(self) -> SessionStats:
         """Return the numbers of unfinished things, and counters.
 
@@ -678,7 +635,6 @@ class Session:
         return SessionStats(
             loads=len({*loads.open, *self._loads.loads}),
             steps=loads.steps,
-            pushes=held.counts["pushes"],
             errands=len(self._loads.errands),
             held=held.counts["held"],
             held_blocks=held.counts["blocks"],
@@ -694,11 +650,9 @@ class Session:
             ),
         )
 
+    @closes_if_interrupted
     def close(self, drain: float = 1.0) -> None:
         """Let all loads fail with "closed", wait until nothing moves, and disconnect all engines.
-
-        A pushed load whose producer does not answer within *drain* seconds stays "moving", and its
-        `wait` raises "closed".
 
         Waits at most *drain* seconds. After that, bytes in flight stop only when the caller closes
         the NIXL rank. Held requests are forgotten. Consumers that still read one fail, because this
@@ -707,14 +661,14 @@ class Session:
         end = time.monotonic() + seconds("drain", drain)
         if self._lock.forked:
             return
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._loads.closing = True  # No load begins between the next polls.
             for load in list(self._loads.loads.values()):
                 where = "" if load.connected else " before its producer was connected"
                 why = f"the session was closed{where}"
                 self._loads.cancel(load, why, TransferState.CLOSED)
         while True:
-            with self._lock.held:
+            with self._lock.held, self._lock:
                 self._poll()
                 moving = self._moving
             if not moving or time.monotonic() >= end:
@@ -723,7 +677,7 @@ class Session:
         if self._background is not None:
             self._starting.stop(max(0.0, end - time.monotonic()))
             self._background.stop()
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._loads.errands.forget()
             self._remotes.close()
             self._holds.close()
@@ -735,7 +689,7 @@ class Session:
             self._messages.note(f"{message}: it is for {message.to}")
         elif isinstance(message, ChecksumRequest):
             self._holds.answers.receive(message)
-        elif isinstance(message, ReaderStatus | StopWriting):
+        elif isinstance(message, ReaderStatus):
             self._holds.ledger.receive(message, self._clock())
         else:
             self._loads.receive(message)
@@ -743,7 +697,7 @@ class Session:
     @property
     def _moving(self) -> bool:
         """Whether anything is in flight on either side. Needs the lock."""
-        return self._loads.moving or self._holds.moving
+        return bool(self._loads.moving or self._holds.moving or self._loads.abandoned)
 
     def _rest(self) -> float:
         """Return how many seconds the next poll may be away, if nothing happens before.
@@ -771,7 +725,7 @@ class Session:
             self._background.wake()
 
     def _cancel(self, load: Load) -> None:
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._loads.cancel(load)
             self._wake()
 
@@ -785,7 +739,7 @@ class Session:
 
     def _connect_ranks(self, engine_id: str, addresses: tuple[str, ...]) -> None:
         """Connect the producer of a ticket. Runs in the thread of `Remotes`."""
-        with self._lock.held:
+        with self._lock.held, self._lock:
             self._remotes.check_wanted(engine_id)
         found = self.fetch(addresses, ANSWER, absent=ABSENT)
         remote = judged(self._own, self.nixl, found, "producer", dead_tokens=self._dead_tokens)

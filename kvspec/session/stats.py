@@ -35,7 +35,6 @@ class Counters:
             in `SECONDS`, and one for longer loads.
         bytes_read: Bytes that reads of this rank have moved.
         descriptors_read: Descriptors of these reads, before NIXL merges neighbours.
-        bytes_written: Bytes that pushes of this rank have moved.
         holds_started: Requests that were held.
         holds_done: Held requests that all readers have read, cancelled or declined.
         holds_expired: Held requests whose lease ended first.
@@ -59,7 +58,6 @@ class Counters:
     )
     bytes_read: int = 0
     descriptors_read: int = 0
-    bytes_written: int = 0
     holds_started: int = 0
     holds_done: int = 0
     holds_expired: int = 0
@@ -92,7 +90,6 @@ class SessionStats:
     Attributes:
         loads: Loads that still send or expect messages.
         steps: Steps that may still write.
-        pushes: Pushes to readers that the ledger remembers, because the readers may send again.
         errands: Tickets that are kept, or whose refusal was not sent yet.
         held: Requests that are held for readers.
         held_blocks: Blocks of these requests, if `hold` was called with `blocks`.
@@ -105,7 +102,6 @@ class SessionStats:
 
     loads: int = 0
     steps: int = 0
-    pushes: int = 0
     errands: int = 0
     held: int = 0
     held_blocks: int = 0

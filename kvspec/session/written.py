@@ -1,25 +1,22 @@
-"""Compute which blocks of the consumer a request writes, and how much of each.
+"""Compute which blocks of the consumer a request writes, and lock them for one load.
 
-Invariant: at most one open load writes a block. Both sides compute the same checksum of the written
-blocks.
+Invariant: at most one open load writes a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from hashlib import blake2b
 
 import numpy as np
 
 from kvspec.descriptors.request import Ids, TransferRequest, check_ids
-from kvspec.descriptors.table import DescriptorTable, sharing
+from kvspec.descriptors.table import sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl.busy import BusyRanges
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
-from kvspec.wire.messages import DIGEST
 
 Blocks = Mapping[str, Ids]
 """By group, the ids of blocks, in any order."""
@@ -81,34 +78,6 @@ def blocks_of(plan: TransferPlan, request: TransferRequest) -> Blocks:
             ids = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
             found[group.name] = ids if null is None else ids[ids != null]
     return {group: ids for group, ids in found.items() if len(ids)}
-
-
-def pushed_of(table: DescriptorTable, request: TransferRequest) -> bytes:
-    """Return the digest of the push of *request* over the rows of *table*.
-
-    Two requests have equal digests if they write the same tokens into the same blocks of the
-    consumer.
-
-    Raises:
-        SpecError: If the request has no blocks for the tokens that it writes.
-    """
-    plan, ranks = table.plan, (table.producer.rank, table.consumer.rank)
-    engine = plan.consumer
-    groups = dict.fromkeys(edge.group for edge in plan.between(*ranks))
-    request.check_groups([group.name for group in engine.groups])
-    digest, encoder, state = blake2b(digest_size=DIGEST), 0, 0
-    for group in map(engine.group, groups):
-        for wanted, ids in placed(plan, group, request):
-            digest.update(f"{group.name!r} {wanted.start} {len(ids)};".encode())
-            digest.update(ids.astype("<i8").tobytes())
-        for spec in _moving(plan, group):
-            if not spec.counts_prompt:
-                encoder = request.encoder_tokens or 0
-            if not all(part.per_token for part in spec.parts):
-                seen = request.state_tokens
-                state = request.num_tokens if seen is None else seen
-    digest.update(f"{request.num_tokens} {encoder} {state}".encode())
-    return digest.digest()
 
 
 class BlockLocks:

@@ -218,9 +218,11 @@ class LayerSpec:
     ) -> tuple[TPTransferSlice, ...]:
         """Return the units that the local rank exchanges with each remote rank.
 
-        Both sides are sharded evenly. For an engine with its own shardings, use `plan_transfer`.
-        The slices of a consumer rank cover its units exactly once. vLLM's `TransferTopology`
-        computes the same ranges, but only for TP sizes that divide each other.
+        The slices of a consumer rank cover its units exactly once. `plan_transfer` makes the same
+        slices for all ranks at once: the edges of a plan contain those of every consumer rank. Use
+        it for engines that have their own shardings, pipeline stages or context ranks, because
+        here both sides are sharded evenly. vLLM's `TransferTopology` computes the same ranges, but
+        only for TP sizes that divide each other.
 
         Args:
             local_tp_rank: TP rank on the local side.

@@ -13,8 +13,9 @@ How it works:
         engine             plain values, see `kvspec.wire.values`
         everything else    itself
 
-    Version 10 is written and read too. Its messages have no start, and its handshakes have neither
-    `start` nor `versions`.
+    Versions 10 and 11 are written and read too. Their messages have the number of an attempt, which
+    is always 0 here. Messages of version 10 have no start, and its handshakes have neither `start`
+    nor `versions`.
 
     A cache has thousands of regions, and nearly all their attributes are equal. zlib shortens them
     to a few bytes each. `RankCache` checks the regions.
@@ -37,7 +38,7 @@ from kvspec.wire.handshake import MAX_TRANSPORT, Handshake
 from kvspec.wire.messages import AnyMessage, Message
 from kvspec.wire.packing import Count, decoder_of, pack, refuse, unpack
 from kvspec.wire.values import MAX_TEXT, Decoder, Plain, encode
-from kvspec.wire.versions import NO_START, OWN, RANGED, START, VERSION, Versions
+from kvspec.wire.versions import ATTEMPTLESS, NO_START, OWN, RANGED, START, VERSION, Versions
 
 MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
 """Bytes of one handshake after decompression."""
@@ -47,6 +48,7 @@ MAX_MESSAGE = 16384
 _MAGIC = b"kvspec-handshake\n"
 _MESSAGE = b"kvspec-message\n"
 _VERSION = 2  # Bytes of the version.
+_ATTEMPT = 4  # Place of the attempt in the array of a message before `ATTEMPTLESS`.
 _SAME = ("library", "engine_id", "epoch", "model", "revision", "transport")
 """Fields that are equal in a `Handshake` and in its `HandshakeFields`."""
 
@@ -78,6 +80,7 @@ class HandshakeFields(HandshakeFields10, frozen=True, forbid_unknown_fields=True
 
 _HANDSHAKES_10 = decoder_of(HandshakeFields10)
 _HANDSHAKES = decoder_of(HandshakeFields)
+_ARRAYS = decoder_of(list[Any])
 _MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = decoder_of(AnyMessage)  # type: ignore[arg-type]
 
 
@@ -175,8 +178,13 @@ def encode_message(message: Message, start: bytes = NO_START, version: int = VER
     A message whose fields keep their bounds has at most `MAX_MESSAGE` bytes. `extents_of` bounds
     the parts of an extent.
     """
-    head = _MESSAGE + version.to_bytes(_VERSION, "big")
-    return head + (start if version >= RANGED else b"") + pack(message)
+    head = _MESSAGE + version.to_bytes(_VERSION, "big") + (start if version >= RANGED else b"")
+    body = pack(message)
+    if version < ATTEMPTLESS:
+        fields = _ARRAYS.decode(body)
+        fields.insert(_ATTEMPT, 0)
+        body = pack(fields)
+    return head + body
 
 
 def decode_message(data: bytes) -> AnyMessage:
@@ -188,13 +196,28 @@ def decode_message(data: bytes) -> AnyMessage:
     version, body = _opened("message", _MESSAGE, data)
     if len(data) > MAX_MESSAGE:
         raise WireError("message", f"{len(data)} bytes", f"at most {MAX_MESSAGE}")
-    message = unpack("message", _MESSAGES, body[START:] if version >= RANGED else body)
+    body = body[START:] if version >= RANGED else body
+    message = unpack(
+        "message", _MESSAGES, _without_attempt(body) if version < ATTEMPTLESS else body
+    )
     for side in ("by", "to"):
         rank = getattr(message, side).rank
         places = rank.pp, rank.pcp, rank.tp
         if min(places) < 0 or max(places) > MOST:
             raise WireError(f"message.{side}.rank", places, f"coordinates from 0 to {MOST}")
     return message
+
+
+def _without_attempt(body: bytes) -> bytes:
+    """Return the array of an older message as the newest version writes it.
+
+    Raises:
+        WireError: If it is no array, or of an attempt that is not the first.
+    """
+    fields = unpack("message", _ARRAYS, body)
+    if len(fields) > _ATTEMPT and (attempt := fields.pop(_ATTEMPT)) != 0:
+        raise WireError("message.attempt", repr(attempt)[:MAX_TEXT], "0, the only attempt")
+    return pack(fields)
 
 
 def sender_of(data: bytes) -> tuple[bytes, int]:

@@ -1,7 +1,7 @@
 """The messages that two ranks exchange about one request: each class is the value and its bytes.
 
-Invariant: a message contains the request's id, nonce and attempt, and the incarnations of sender
-and receiver. So it is never taken for a message of another request, attempt or incarnation. Each
+Invariant: a message contains the request's id and nonce, and the incarnations of sender and
+receiver. So it is never taken for a message of another request or incarnation. Each
 question of a reader has a number that no other question of its kind has. So a late answer is never
 taken for the answer to a later question.
 
@@ -18,7 +18,6 @@ How it works:
         ----------------  --------------------------------
         Heartbeat         Lease, Gone
         Done              Valid, Gone
-        StopWriting       PushStopped, PushDone
         ChecksumRequest   Checksum, ChecksumUnavailable
 
     `LayerProgress` needs no question: the producer sends it to each reader that has not stopped.
@@ -56,8 +55,6 @@ NEW_NONCE = 16
 """Bytes of the nonces that `new_remote_id` creates."""
 SUM = 8
 """Bytes of a checksum of contents."""
-DIGEST = 16
-"""Bytes of the digest of a push."""
 
 RemoteId = NewType("RemoteId", str)
 """Name of a request in both engines, as `new_remote_id` returns it."""
@@ -171,18 +168,15 @@ class Message(WireStruct, frozen=True):
         key: Name of the request.
         by: Sender.
         to: Receiver.
-        attempt: Number of the attempt to read the request. It grows with each attempt.
         number: Number of the question. A reader has one counter for heartbeats and `done`, and one
             for checksum requests. Each heartbeat has a new number. A repeated `done` or checksum
-            request keeps its number. `Lease`, `Valid`, `Gone` and the answers to a checksum request
-            have the number of their question. `StopWriting`, `PushDone` and `PushStopped` have 0.
-            `LayerProgress` has the number of the reader's last heartbeat.
+            request keeps its number. Each answer has the number of its question. `LayerProgress`
+            has the number of the reader's last heartbeat.
     """
 
     key: Key
     by: RankAddress
     to: RankAddress
-    attempt: Count = 0
     number: Count = 0
 
     def __str__(self) -> str:
@@ -195,14 +189,14 @@ class Message(WireStruct, frozen=True):
 
     def answer(self, kind: type[M], **own: Any) -> M:  # noqa: ANN401 - the fields of *kind* alone
         """Return the answer of *kind* to this message."""
-        return kind(self.key, self.to, self.by, self.attempt, self.number, **own)
+        return kind(self.key, self.to, self.by, self.number, **own)
 
 
 class ReaderStatus(Message, frozen=True, kw_only=True):
     """A question about the data that a reader reads.
 
     Attributes:
-        expected: How many readers the receiver must expect in this attempt.
+        expected: How many readers the receiver must expect.
     """
 
     expected: Annotated[int, Meta(ge=1, le=MAX_READERS)]
@@ -232,27 +226,6 @@ class Valid(Message, tag="valid", frozen=True):
 
 class Gone(Message, tag="gone", frozen=True):
     """Answer to `heartbeat` or `done`: the blocks are freed or will be, so the data is void."""
-
-
-class StopWriting(Message, tag="stop", frozen=True):
-    """The reader gives a push up. The answer is sent when nothing of the push can move."""
-
-
-class PushDone(Message, tag="pushed", frozen=True, kw_only=True):
-    """The producer has written all its data for the reader.
-
-    Attributes:
-        pushed: Digest of the written data. The reader compares it with that of its own request.
-    """
-
-    pushed: Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
-
-
-class PushStopped(Message, tag="stopped", frozen=True):
-    """The producer never writes to the reader in this attempt again.
-
-    Any data that it wrote does not count.
-    """
 
 
 class LayerProgress(Message, tag="progress", frozen=True, kw_only=True):
@@ -294,8 +267,8 @@ class ChecksumUnavailable(Message, tag="checksum_unavailable", frozen=True):
 
 
 AnyMessage = (
-    Heartbeat | Done | Lease | Valid | Gone | StopWriting | PushDone | PushStopped
-    | LayerProgress | ChecksumRequest | Checksum | ChecksumUnavailable
+    Heartbeat | Done | Lease | Valid | Gone | LayerProgress
+    | ChecksumRequest | Checksum | ChecksumUnavailable
 )  # fmt: skip
 MESSAGES: dict[str, type[Message]] = {
     kind.__struct_config__.tag: kind for kind in get_args(AnyMessage)

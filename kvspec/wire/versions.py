@@ -14,10 +14,12 @@ from msgspec import Meta
 from kvspec.errors import SpecError
 from kvspec.wire.packing import WireStruct
 
-VERSION = 11
+VERSION = 12
 """The version of the format; any change to it, or to what is meant by it, takes the next."""
 OLDEST = 10
 """The oldest version that this package reads and writes."""
+ATTEMPTLESS = 12
+"""The first version whose messages have no number of an attempt, and in which nothing is pushed."""
 RANGED = 11
 """The first version in which a session states its versions. Older sessions state none."""
 START = 16

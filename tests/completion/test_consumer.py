@@ -113,7 +113,7 @@ def test_valid_before_all_has_arrived_does_not_count() -> None:
 
 
 def test_repeated_message_keeps_its_number_and_no_other_load_has_it() -> None:
-    """So a late answer to an earlier load of the same attempt is refused."""
+    """So a late answer to an earlier load of the same request is refused."""
     ledger = moving()
     later = ledger.finish(ledger.start("mine", P[0].rank), 3.0)
     first, *_ = [action.message for action in later]
@@ -298,7 +298,7 @@ def test_consumer_ledger_rejects_invalid_plans_and_steps() -> None:
         assert (field, value) == (error.field, error.value)
     assert [] == ledger.cancel("other", 0.0)
     assert {} == ledger.readable("other")
-    heartbeat = Done(KEY, P[0], D[0], 0, 1, expected=1)
+    heartbeat = Done(KEY, P[0], D[0], 1, expected=1)
     for message in (
         heartbeat,
         message_of("valid", by=1, number=7),

@@ -21,7 +21,7 @@ from ledger_world import World
 from two_engines import Promise, cases_of, check, check_breaks, play
 
 import kvspec
-from kvspec.completion.states import CONSUMER, PRODUCER, PUSH
+from kvspec.completion.states import CONSUMER, PRODUCER
 from kvspec.testing import strategies
 
 AT = st.integers(0, 50)
@@ -50,14 +50,10 @@ class Machine(RuleBasedStateMachine):
     def admit_rank(self, at: int) -> None:
         self.world.admit_rank(at)
 
-    @rule(at=AT, again=st.booleans(), rejected=st.sampled_from((False, False, False, True)),
+    @rule(at=AT, rejected=st.sampled_from((False, False, False, True)),
           connecting=st.booleans(), verify=st.booleans())  # fmt: skip
-    def expect_rank(
-        self, at: int, again: bool, rejected: bool, connecting: bool, verify: bool
-    ) -> None:
-        self.world.expect_rank(
-            at, again=again, rejected=rejected, connecting=connecting, verify=verify
-        )
+    def expect_rank(self, at: int, rejected: bool, connecting: bool, verify: bool) -> None:
+        self.world.expect_rank(at, rejected=rejected, connecting=connecting, verify=verify)
 
     @rule(at=AT)
     def connect_rank(self, at: int) -> None:
@@ -96,24 +92,8 @@ class Machine(RuleBasedStateMachine):
         self.world.abort(at)
 
     @rule(at=AT)
-    def give_up(self, at: int) -> None:
-        self.world.give_up(at)
-
-    @rule(at=AT)
-    def begin_push(self, at: int) -> None:
-        self.world.begin_push(at)
-
-    @rule(at=AT, fails=st.booleans())
-    def end_push(self, at: int, fails: bool) -> None:
-        self.world.end_push(at, fails=fails)
-
-    @rule(at=AT)
     def cancel(self, at: int) -> None:
         self.world.cancel(at)
-
-    @rule(at=AT)
-    def retry(self, at: int) -> None:
-        self.world.retry(at)
 
     @rule(at=AT)
     def reread(self, at: int) -> None:
@@ -176,7 +156,7 @@ def chaos(seed: int, steps: int = 160, *, verify: bool = False, **ledgers: Any) 
             old=drawn.randrange(2))),
         (8, lambda: world.admit_rank(small())),
         (9, lambda: world.expect_rank(
-            small(), again=drawn.random() < 0.4, rejected=drawn.random() < 0.1,
+            small(), rejected=drawn.random() < 0.1,
             connecting=drawn.random() < 0.2, verify=verify and drawn.random() < 0.5)),
         (4, lambda: world.connect_rank(small())),
         (25, lambda: world.start(small(), drawn.choice((6, 6, 3)))),
@@ -186,11 +166,7 @@ def chaos(seed: int, steps: int = 160, *, verify: bool = False, **ledgers: Any) 
         (1, lambda: world.lose(small())),
         (3, lambda: world.forge(small(), drawn.choice(FORGED))),
         (0.3, lambda: world.abort(small())),
-        (3, lambda: world.give_up(small())),
-        (3, lambda: world.begin_push(small())),
-        (2, lambda: world.end_push(small(), fails=drawn.random() < 0.4)),
         (0.5, lambda: world.cancel(small())),
-        (3, lambda: world.retry(small())),
         (3, lambda: world.reread(small())),
         (4, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
         (0.2, lambda: world.restart(drawn.choice("PD"))),
@@ -208,7 +184,7 @@ def reading(drawn: random.Random, **ledgers: Any) -> tuple[World, list[Callable[
         world.admit(drawn.randrange(4), partial=False, old=number)
     return world, [
         lambda: world.admit_rank(drawn.randrange(9)),
-        lambda: world.expect_rank(drawn.randrange(9), again=False, rejected=False),
+        lambda: world.expect_rank(drawn.randrange(9), rejected=False),
         lambda: world.start(drawn.randrange(50), 6),
         lambda: world.finish(drawn.randrange(50), "done"),
         lambda: world.deliver(drawn.randrange(50)),
@@ -282,12 +258,11 @@ def test_chaos_uses_every_row_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> 
     """A row that no order of steps reaches would be superfluous."""
     tables = {
         "producer.PRODUCER": RecordedTable(PRODUCER),
-        "producer.PUSH": RecordedTable(PUSH),
         "consumer.CONSUMER": RecordedTable(CONSUMER),
     }
     for name, table in tables.items():
         monkeypatch.setattr(f"kvspec.completion.{name}", table)
-    for seed in range(120):
+    for seed in range(140):
         chaos(seed, steps=400)
     for name, table in tables.items():
         assert set(table) == table.rows, name
@@ -310,8 +285,6 @@ BROKEN = {
         faults.RemembersForever: Promise.CLEAN,
         faults.RepeatsFirstAnswer: Promise.VALID,
         faults.ExtendsLeaseForCopies: Promise.LEASED,
-        faults.ForgetsStoppedReaders: Promise.FENCED,
-        faults.StopsBeforeTheEnd: Promise.PUSHED,
     },
     "consumer": {
         faults.AwaitsNoAnswer: Promise.VALID,

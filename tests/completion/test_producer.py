@@ -17,9 +17,7 @@ from kvspec.wire.messages import (
     Key,
     LayerProgress,
     Lease,
-    PushDone,
     RankAddress,
-    StopWriting,
     Valid,
 )
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 P = [RankAddress("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
 D = [RankAddress("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]
 KEY = Key("cmpl-1", b"8 bytes!")
-WRITTEN = bytes(16)
 
 
 def heartbeat(number: int, by: int = 0, **more: Any) -> Heartbeat:
@@ -42,11 +39,6 @@ def done(by: int = 0, number: int = 2, **more: Any) -> Done:
     """Return a `done` of one of two readers."""
     fields: dict[str, Any] = {"key": KEY, "by": D[by], "to": P[0], "expected": 2}
     return Done(**fields | {"number": number} | more)
-
-
-def stop(by: int = 0, attempt: int = 0, key: Key = KEY) -> StopWriting:
-    """Return the message of a reader that gives a push up."""
-    return StopWriting(key, D[by], P[0], attempt)
 
 
 def held(**more: Any) -> ProducerLedger:
@@ -134,39 +126,6 @@ def test_data_that_was_valid_for_one_load_is_not_for_the_next() -> None:
     assert ["gone"] == kinds(ledger.receive(done(number=6), 4.0))
 
 
-def test_request_is_held_until_every_reader_of_the_last_attempt_is_done() -> None:
-    """One reader of the first attempt was done and the other failed: both come again."""
-    ledger = held()
-    assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
-    assert ["valid"] == kinds(ledger.receive(done(1), 1.0))
-    assert ["valid"] == kinds(ledger.receive(done(attempt=1), 2.0))
-    assert (KEY,) == ledger.held, "the second reader may read again"
-    assert ["lease"] == kinds(ledger.receive(heartbeat(3, 1, attempt=1), 3.0))
-    assert {} == ledger.freed
-    assert ["valid"] == kinds(ledger.receive(done(1, 4, attempt=1), 4.0))
-    assert {KEY.remote_id: "done"} == ledger.freed
-
-
-def test_request_waits_for_a_reader_that_is_not_in_the_last_attempt() -> None:
-    """A reader of the first attempt still reads, though the second attempt is complete."""
-    ledger = held()
-    assert ["lease"] == kinds(ledger.receive(heartbeat(1, 1), 1.0))
-    assert ["valid"] == kinds(ledger.receive(done(attempt=1, expected=1), 2.0))
-    assert (KEY,) == ledger.held, "the first attempt's reader may still read"
-
-
-def test_request_is_never_complete_when_more_readers_come_than_the_last_attempt_expects() -> None:
-    """The second attempt expects one reader, but both readers of the first come."""
-    ledger = held()
-    assert ["valid"] == kinds(ledger.receive(done(1), 1.0))
-    assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
-    assert ["lease"] == kinds(ledger.receive(heartbeat(2, attempt=1, expected=1), 2.0))
-    ledger.receive(heartbeat(3, 1, attempt=1, expected=1), 3.0)
-    for by in (0, 1):
-        ledger.receive(done(by, 4, attempt=1, expected=1), 4.0)
-    assert (KEY,) == ledger.held
-
-
 def test_early_message_counts() -> None:
     """The ledger does not wait for readers that were done before the request was held."""
     ledger = ProducerLedger(P[0], lease=10.0)
@@ -237,15 +196,13 @@ def test_readers_that_disagree_leave_the_lease() -> None:
 
 
 def test_messages_for_others_change_nothing() -> None:
-    """They name another rank, another incarnation, an earlier attempt, or come from a producer."""
+    """They name another rank or incarnation, or come from a producer."""
     ledger = held()
     ledger.connect("decode", 1)
-    ledger.receive(heartbeat(1, attempt=1), 1.0)
+    ledger.receive(heartbeat(1), 1.0)
     for message in (
         done(to=P[1]),
         done(to=replace(P[0], epoch=0)),
-        done(attempt=0),
-        done(by=0, attempt=0),
         replace(done(), by=replace(D[0], epoch=0)),
         Valid(KEY, P[0], D[0]),
     ):
@@ -339,91 +296,13 @@ def test_held_request_has_blocks_until_it_is_freed() -> None:
     assert ledger.find(KEY) is None
 
 
-def test_reader_that_gave_up_is_never_written_to() -> None:
-    """Also if it gave up before the request was held. Another attempt may be pushed."""
-    ledger = ProducerLedger(P[0], lease=10.0, longest=30.0)
-    assert ["stopped"] == kinds(ledger.receive(stop(), 0.0))
-    assert ["stopped"] == kinds(ledger.receive(heartbeat(1), 1.0))
-    assert ["gone"] == kinds(ledger.tick(11.0))
-    assert 1 == len(ledger.records)
-    ledger.admit(KEY, 20.0)
-    targets = [(0, by) for by in D[:2]]
-    assert tuple(targets[1:]) == ledger.begin_push(KEY, targets)
-    assert ((1, D[0]),) == ledger.begin_push(KEY, [(1, D[0])])
-    error = refusal(lambda: ledger.begin_push(KEY, targets))
-    assert ("remote_id", KEY.remote_id) == (error.field, error.value)
-
-
-def test_early_reader_is_answered_in_time_when_another_gave_a_push_up() -> None:
-    """The request is remembered for longer than a lease, but the reader does not wait longer."""
-    ledger = ProducerLedger(P[0], lease=10.0, longest=100.0)
-    ledger.receive(stop(1), 0.0)
-    assert [] == ledger.tick(50.0)
-    ledger.receive(heartbeat(1), 50.0)
-    assert [] == ledger.tick(59.0)
-    assert ["gone"] == kinds(ledger.tick(60.0))
-    assert 1 == len(ledger.records)
-    ledger.tick(100.0)
-    assert (0, 0) == (len(ledger.records), ledger.counts["pushes"])
-
-
-def test_outcome_of_a_push_is_sent_when_nothing_moves() -> None:
-    """A reader that gives up during the write waits for its end; a lost outcome is sent again."""
-    ledger = held()
-    targets = [(0, by) for by in D[:2]]
-    ledger.begin_push(KEY, targets)
-    assert ["lease"] == kinds(ledger.receive(heartbeat(1), 1.0))
-    assert [] == ledger.receive(stop(1), 1.0)
-    assert [False, True] == [ledger.stopping(KEY, target) for target in targets]
-    (outcome,) = ledger.end_push(KEY, targets[0], WRITTEN, 2.0)
-    assert Tell(PushDone(KEY, P[0], D[0], pushed=WRITTEN)) == outcome
-    assert ["stopped"] == kinds(ledger.end_push(KEY, targets[1], None, 2.0))
-    assert [] == ledger.end_push(KEY, targets[1], None, 2.0)
-    assert ["pushed", "lease"] == kinds(ledger.receive(heartbeat(2), 3.0))
-    assert ["valid"] == kinds(ledger.receive(done(number=3), 3.0))
-    # Another load of the same attempt may wait for other blocks.
-    assert ["stopped", "lease"] == kinds(ledger.receive(heartbeat(4), 3.0))
-
-
-def test_request_is_remembered_while_it_is_written() -> None:
-    """It is freed and would be forgotten, but its reader needs the outcome."""
-    ledger = held()
-    target = (0, D[0])
-    ledger.begin_push(KEY, [target])
-    assert {} == ledger.freed
-    assert [] == ledger.tick(10.0)
-    assert {KEY.remote_id: "expired"} == ledger.freed
-    ledger.tick(99.0)
-    assert 1 == len(ledger.records)
-    assert ["pushed"] == kinds(ledger.end_push(KEY, target, WRITTEN, 99.0))
-    ledger.tick(150.0)
-    assert (0, 0, None) == (len(ledger.records), ledger.counts["pushes"], ledger.due)
-
-
-def test_readers_that_give_up_unknown_pushes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader beyond the limit receives no answer: it keeps its blocks, and asks again."""
-    monkeypatch.setattr("kvspec.completion.producer.MAX_PUSHES", 2)
-    ledger = ProducerLedger(P[0], lease=10.0, longest=30.0)
-    keys = [Key(f"request {at}", b"8 bytes!") for at in range(3)]
-    answers = [kinds(ledger.receive(stop(key=key), 0.0)) for key in keys]
-    assert [["stopped"], ["stopped"], []] == answers
-    assert (2, 2) == (ledger.counts["pushes"], len(ledger.records))
-    ledger.tick(40.0)
-    assert ["stopped"] == kinds(ledger.receive(stop(key=keys[2]), 40.0))
-
-
 def test_cleared_ledger_holds_nothing() -> None:
-    """A closed session has no requests, and a write that ends later finds nothing to answer."""
+    """A closed session has no requests."""
     ledger = held()
-    target = (0, D[0])
-    ledger.begin_push(KEY, [target])
     ledger.receive(heartbeat(1, key=Key("unknown", b"8 bytes!")), 1.0)
     ledger.clear()
-    assert (0, 0, 0, (), None) == (
-        ledger.counts["held"], ledger.counts["pushes"], len(ledger.records), ledger.held, ledger.due
-    )  # fmt: skip
-    assert [] == ledger.end_push(KEY, target, WRITTEN, 2.0)
-    assert not ledger.stopping(KEY, target)
+    left = ledger.counts["held"], len(ledger.records), ledger.held, ledger.due
+    assert (0, 0, (), None) == left
 
 
 def test_done_of_another_session_is_not_answered_as_the_first_one() -> None:
@@ -501,26 +380,3 @@ def test_readers_of_freed_requests_keep_no_new_reader_away(monkeypatch: pytest.M
     ledger.tick(100.0)
     ledger.tick(200.0)
     assert 0 == ledger.counts["past"]
-
-
-def test_one_reader_that_gives_up_unknown_pushes_takes_no_place_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(producer, "MAX_PUSHES", 9)
-    monkeypatch.setattr(producer, "MAX_UNKNOWN_PUSHES", 2)
-    ledger = ProducerLedger(P[0], lease=10.0, longest=30.0)
-    keys = [Key(f"request {at}", b"8 bytes!") for at in range(9)]
-    answers = [kinds(ledger.receive(stop(0, key=key), 0.0)) for key in keys]
-    assert [["stopped"], ["stopped"], *[[]] * 7] == answers
-    # A repeated `stop` is answered again, and other readers have places of their own.
-    assert ["stopped"] == kinds(ledger.receive(stop(0, key=keys[0]), 0.0))
-    assert ["stopped"] == kinds(ledger.receive(stop(1, key=keys[2]), 0.0))
-    # A request that is admitted, and a record that is forgotten, free their places.
-    ledger.admit(keys[0], 0.0)
-    assert ["stopped"] == kinds(ledger.receive(stop(0, key=keys[3]), 0.0))
-    assert [] == ledger.receive(stop(0, key=keys[4]), 0.0)
-    ledger.tick(40.0)
-    ledger.tick(80.0)
-    ledger.tick(120.0)
-    assert {} == ledger._unknown_pushes
-    assert ["stopped"] == kinds(ledger.receive(stop(0, key=keys[4]), 120.0))

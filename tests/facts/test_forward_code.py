@@ -1,4 +1,4 @@
-"""The adapters read from the code of a module whether it applies its rotary embedding."""
+"""Test the reader of an engine's code, which judges the table of the adapters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from kvspec.adapters.forward_code import calls
+from forward_code import calls
 
 NPU, THRESHOLD = False, 4
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvspec.nixl import Staging
 from kvspec.nixl.merging import Spans
-from kvspec.nixl.ranges import Batch, ranges_of
 from kvspec.nixl.rows import Ints
+from kvspec.nixl.staging.ranges import Batch, ranges_of
 
 NEAR = 1 << 20
 

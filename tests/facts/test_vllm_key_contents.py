@@ -46,21 +46,19 @@ class Parent(torch.nn.Module):  # type: ignore[misc]
         for name, value in more.items():
             setattr(self, name, value)
 
-    def forward(self, positions: Any, q: Any, k: Any) -> Any:
-        """Rotate in layers that have a rotary embedding."""
-        if self.rotary_emb is not None:
-            q, k = self.rotary_emb(positions, q, k)
-        return self.attn(q, k)
+
+# The adapters know classes by their names. This one applies its rotary embedding if it has one.
+Parent.__module__, Parent.__qualname__ = "vllm.model_executor.models.llama", "LlamaAttention"
 
 
-class Conditional(Parent):
-    """A module that applies its rotary embedding as vLLM's Exaone4Attention does."""
+class Exaone4Attention(Parent):
+    """A module that applies its rotary embedding in some layers only."""
 
-    def forward(self, positions: Any, q: Any, k: Any) -> Any:
-        """Rotate in layers with a window."""
-        if self.sliding_window or self.apply_rope_all_layers:
-            q, k = self.rotary_emb(positions, q, k)
-        return self.attn(q, k)
+    __module__ = "vllm.model_executor.models.exaone4"
+
+
+class Unknown(Parent):
+    """A module of a class that the adapters do not know."""
 
 
 def full(head_size: int = 64) -> Any:
@@ -243,9 +241,23 @@ def test_key_content_of_a_layer_that_does_not_rotate_is_none(
     layer, fields = Layer(), {"sliding_window": window, "apply_rope_all_layers": everywhere}
     if everywhere is None:
         del fields["apply_rope_all_layers"]  # The condition is unknown.
-    parent = Conditional(layer, rotary_emb=Rotary(64, 64, is_neox_style=False), **fields)
+    parent = Exaone4Attention(layer, rotary_emb=Rotary(64, 64, is_neox_style=False), **fields)
     found = key_contents_of(*read(layer, full()))
     assert ({} if content is None else {"layers.0.attn": content}) == found
+    del parent
+
+
+def test_key_content_of_a_module_of_an_unknown_class_has_to_be_configured() -> None:
+    """It may have a rotary embedding that it does not apply. The refusal names the setting."""
+    layer = Layer()
+    parent = Unknown(layer, rotary_emb=Rotary(64, 64, is_neox_style=True))
+    found = key_contents_of(*read(layer, full()))
+    assert {} == found
+    with pytest.raises(kvspec.SpecError) as caught:
+        engine(found, full())
+    assert "key_content['layers.0.attn']" == caught.value.field
+    assert "configure key_content" in str(caught.value)
+    assert HALVES == engine(HALVES, full()).groups[0].spec.key_content  # type: ignore[attr-defined]
     del parent
 
 

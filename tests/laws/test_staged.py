@@ -13,10 +13,10 @@ from nixl_world import moving
 
 from kvspec import DescriptorTable, RankId, TransferRequest
 from kvspec.nixl import Staging
-from kvspec.nixl import staging as choosing
 from kvspec.nixl.merging import pair_selection
-from kvspec.nixl.ranges import ranges_of
 from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.staging import choosing
+from kvspec.nixl.staging.ranges import ranges_of
 from kvspec.ownership.replicas import Role
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.fake_nixl import FakeNixl

@@ -161,6 +161,7 @@ import threading, time
 import numpy as np
 from kvspec.nixl import NixlRank
 from nixl_pair import memory, table
+from notified import notifications
 
 near, far = NixlRank(), NixlRank()
 local, remote = np.zeros(1 << 26, np.uint8), np.ones(1 << 26, np.uint8)
@@ -177,7 +178,7 @@ def work(number):
 
 def listen():
     while True:
-        far.notifications()
+        notifications(far)
 
 for number in range(4):
     threading.Thread(target=work, args=(number,), daemon=True).start()

@@ -26,7 +26,8 @@ pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 import nixl_worker
 from nixl_pair import memory
-from nixl_worker import BLOCK, BLOCKS, SIZE, pattern, rows, wait_for
+from nixl_worker import BLOCK, BLOCKS, SIZE, pattern, rows
+from notified import notifications, notify
 
 from kvspec.nixl import NixlRank, Staging, Transfer
 from kvspec.nixl.agent import Prepared
@@ -149,7 +150,7 @@ STAGED = Staging(buffer=1 << 16, slot_bytes=1 << 15, always=True)
 
 
 @pytest.mark.parametrize("staging", [None, STAGED], ids=["direct", "staged"])
-def test_two_processes_move_exact_bytes_and_notify(staging: Staging | None) -> None:
+def test_two_processes_move_exact_bytes(staging: Staging | None) -> None:
     """A read and a write over strided rows move only the blocks, without the gaps."""
     with worker() as child, NixlRank(polled=True, staging=staging) as rank:
         side = Side(rank, *child.introduce())
@@ -162,14 +163,9 @@ def test_two_processes_move_exact_bytes_and_notify(staging: Staging | None) -> N
         side.storage[:] = pattern(2)
         ids = np.array([5, 6, 7, 20])
         rank.write(side.local, ids, side.remote, ids[::-1], request="w", timeout=5).wait()
-        child.call("connect", rank.metadata())
-        rank.notify(side.peer, b"plan 7")
-        assert rank.name == child.call("wait", b"plan 7")
         expected = pattern(1)
         blocks(expected)[ids[::-1]] = blocks(pattern(2))[ids]
         assert expected.tobytes() == child.call("storage")
-        child.call("notify", rank.metadata(), rank.name)
-        assert side.peer == wait_for(rank, b"from the worker")
         assert 0 == child.leave()
 
 
@@ -179,9 +175,8 @@ def test_read_from_a_stopped_peer_is_quarantined_until_it_continues() -> None:
         side = Side(rank, *child.introduce())
         side.read().wait()
         child.stop()
-        rank.notify(
-            side.peer, b"x"
-        )  # Reads after a notification wait until the peer makes progress.
+        # Reads after a notification wait until the peer makes progress.
+        notify(rank, side.peer, b"x")
         began = time.monotonic()
         transfer = side.read(0.5, "late")
         with pytest.raises(TransferError, match="quarantine") as caught:
@@ -251,9 +246,7 @@ def test_connect_to_a_stopped_peer_raises_at_the_deadline() -> None:
         assert ["connect"] == [transfer.request for transfer in rank.transfers]
         child.go_on()
         assert transfers_end(rank)
-        child.call("connect", rank.metadata())
-        rank.notify(peer, b"connected now")
-        assert rank.name == child.call("wait", b"connected now")
+        assert peer == rank.connect(metadata)
 
 
 def test_close_stops_transfers_in_quarantine(tcp: str) -> None:
@@ -305,7 +298,7 @@ def test_killed_peer_is_lost_at_once_and_a_new_one_takes_its_place() -> None:
             assert (side.peer, "dead", "peer_lost") == (error.rank, error.request, error.state)
             assert ((), 0) == (rank.transfers, rank.stats().handles)
             with pytest.raises(TransferError, match="notify") as caught:
-                rank.notify(side.peer, b"greeting")
+                notify(rank, side.peer, b"greeting")
             assert "peer_lost" == caught.value.state
             rank.disconnect(side.peer)
             assert () == rank.peers
@@ -441,7 +434,7 @@ def test_reads_from_failing_peers_end_without_wrong_bytes(
                     if transfer.over:
                         counts["done" if transfer.error is None else "failed"] += 1
                         del lane.reads[transfer]
-            rank.notifications()
+            notifications(rank)
             assert time.monotonic() < end + 30
         assert counts["started"] == counts["done"] + counts["failed"]
         assert (0, 0) == (rank.stats().transfers, rank.stats().handles)

@@ -24,7 +24,7 @@ from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, merging
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl.agent import Prepared
-from kvspec.nixl.rank import HELLO, PROBES
+from kvspec.nixl.rank import PROBES
 from kvspec.testing.fake_nixl import FakeNixl
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -84,16 +84,6 @@ def test_move_over_strided_rows_writes_exact_bytes(ranks: Pair, operation: str) 
     result = ranks.local if operation == "read" else ranks.remote
     assert np.array_equal(expected, result)
     assert (0, ()) == (ranks.near.stats().handles, ranks.near.transfers)
-
-
-def received(rank: NixlRank, count: int) -> list[tuple[str, bytes]]:
-    """Return the next *count* notifications of *rank*, which arrive within 20 s."""
-    notifications: list[tuple[str, bytes]] = []
-    deadline = time.monotonic() + 20
-    while len(notifications) < count:
-        assert time.monotonic() < deadline
-        notifications += rank.notifications()
-    return notifications
 
 
 def posted(ranks: Pair, near: np.ndarray, far: np.ndarray, lists: list[Prepared]) -> int:
@@ -546,7 +536,6 @@ def test_disconnect_releases_the_lists_of_the_peer(ranks: Pair) -> None:
     assert caught.value.state == "closed"
     for use in (
         lambda: ranks.near.disconnect(ranks.peer),
-        lambda: ranks.near.notify(ranks.peer, b"x"),
         lambda: ranks.near.prepare(table(8, [(0, 8, 8, 1)]), peer=ranks.peer),
     ):
         with pytest.raises(TransferError, match="connected") as caught:
@@ -602,31 +591,6 @@ def test_late_transfer_posts_no_further_batch(ranks: Pair, monkeypatch: pytest.M
     assert not ranks.local[-1024 * 50 :].any()
 
 
-def test_notifications_arrive_complete_and_in_order(ranks: Pair) -> None:
-    """The order holds for each sender. The greeting of `connect` is not returned."""
-    with NixlRank(polled=True) as third:
-        third.connect(ranks.far.metadata())
-        for rank in (third, ranks.near):
-            ranks.far.connect(rank.metadata())
-        sent = [b"plan 1", b"plan 10", b"plan", b"", b"plan 1", bytes(range(256)) * 256]
-        for payload in sent:
-            ranks.near.notify(ranks.peer, payload)
-        third.notify(ranks.far.name, b"plan 1")
-        near, far = ranks.near.name, ranks.far
-        arrived = received(far, len(sent) + 1)
-        assert sent == [payload for peer, payload in arrived if peer == near]
-        assert [b"plan 1"] == [payload for peer, payload in arrived if peer == third.name]
-        assert far.notifications() == []
-
-
-def test_notify_rejects_wrong_payload(ranks: Pair) -> None:
-    """A payload must be at most 64 KiB, and must differ from the greeting."""
-    for bad, word in (("text", "bytes"), (bytes(65537), "65537"), (HELLO, "kvspec")):
-        with pytest.raises(SpecError, match=word) as caught:
-            ranks.near.notify(ranks.peer, bad)
-        assert "payload" == caught.value.field
-
-
 def test_closed_rank_raises_closed_in_every_method(
     ranks: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -640,14 +604,13 @@ def test_closed_rank_raises_closed_in_every_method(
     rank.close()
     for use in (
         rank.metadata,
-        rank.notifications,
+        rank.discard_hellos,
         going.poll,
         going.wait,
         local.release,
         lambda: rank.register([memory(ranks.local)]),
         lambda: rank.connect(ranks.far.metadata()),
         lambda: rank.disconnect(ranks.peer),
-        lambda: rank.notify(ranks.peer, b"x"),
         lambda: rank.prepare(table(8, [(0, 8, 8, 1)])),
         lambda: rank.read(local, ids, remote, ids, request="r", timeout=1),
     ):
@@ -666,7 +629,6 @@ def test_transfers_release_handles_and_file_descriptors(ranks: Pair) -> None:
         if turn == 2:
             before = open_files()
         ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=5).wait()
-        ranks.near.notify(ranks.peer, b"done")
     assert before == open_files()
     assert (0, 0) == (ranks.near.stats().handles, ranks.near.stats().transfers)
 
@@ -691,18 +653,18 @@ def test_idle_rank_uses_little_processor_time() -> None:
 
 
 def test_threads_use_one_rank_together(ranks: Pair) -> None:
-    """Four threads read, register and notify at the same time without errors or wrong bytes."""
+    """Four threads read, register and connect at the same time without errors or wrong bytes."""
     lists = ranks.lists([(0, 512, 512, 1600)], [(0, 512, 512, 1600)])
     failures: list[BaseException] = []
 
     def run(thread: int) -> None:
         try:
             ids = np.arange(400) + 400 * thread
-            for turn in range(10):
+            for _ in range(10):
                 move = ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=20)
                 extra = np.zeros(64, np.uint8)
                 ranks.near.register([memory(extra)], extra)
-                ranks.near.notify(ranks.peer, b"%d %d" % (thread, turn))
+                ranks.near.connect(ranks.far.metadata())
                 move.wait()
         except BaseException as error:  # noqa: BLE001 - the test checks all errors
             failures.append(error)
@@ -714,9 +676,6 @@ def test_threads_use_one_rank_together(ranks: Pair) -> None:
         thread.join()
     assert failures == []
     assert np.array_equal(ranks.remote[: 1600 * 512], ranks.local[: 1600 * 512])
-    ranks.far.connect(ranks.near.metadata())
-    payloads = {payload for _, payload in received(ranks.far, 40)}
-    assert {b"%d %d" % (thread, turn) for thread in range(4) for turn in range(10)} == payloads
 
 
 def test_every_exception_of_nixl_has_a_state() -> None:

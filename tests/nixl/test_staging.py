@@ -10,9 +10,10 @@ from nixl_world import keep
 
 from kvspec import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl import NixlRank, Staging, Transfer, ranges, staging
+from kvspec.nixl import NixlRank, Staging, Transfer
 from kvspec.nixl.merging import Operation
-from kvspec.nixl.ranges import Moves
+from kvspec.nixl.staging import copying, stage
+from kvspec.nixl.staging.ranges import Moves
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 RUN, RUNS = 64, 256
@@ -180,7 +181,7 @@ def test_interrupted_copy_from_a_slot_is_repeated(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "copy_runs", interrupted)
+        patch.setattr(stage, "copy_runs", interrupted)
         with pytest.raises(KeyboardInterrupt):
             transfer.poll()
     assert (1, True) == (transfer.live_handles, pair.right())
@@ -200,7 +201,7 @@ def test_copy_that_fails_ends_its_transfer_alone(
         raise RuntimeError(message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "copy_runs", refuse)
+        patch.setattr(stage, "copy_runs", refuse)
         transfer = pair.move(ONE, operation)
         with pytest.raises(TransferError) as caught:
             transfer.wait()
@@ -308,8 +309,8 @@ def test_torch_copies_the_same_bytes_as_numpy(length: int, inward: bool) -> None
         near=moves.near - near.ctypes.data + expected[0].ctypes.data,
         length=length,
     )
-    ranges.copy_runs(expected[1].ctypes.data, same_moves, inward=inward)
-    ranges.copy_by_torch(slot.ctypes.data, moves, inward=inward, device="cpu")
+    copying.copy_runs(expected[1].ctypes.data, same_moves, inward=inward)
+    copying.copy_by_torch(slot.ctypes.data, moves, inward=inward, device="cpu")
     assert expected[0].tobytes() == near.tobytes()
     assert expected[1].tobytes() == slot.tobytes()
 
@@ -318,7 +319,7 @@ def test_torch_copies_the_same_bytes_as_numpy(length: int, inward: bool) -> None
 @pytest.mark.parametrize("side", ["below", "above", "both"])
 def test_bytes_between_runs_are_copied_to_scratch(length: int, side: str) -> None:
     """Runs of a slot with gaps arrive, copied in one pass or in two. Other bytes do not change."""
-    spare, items = ranges.SPARE, 40
+    spare, items = copying.SPARE, 40
     sizes = [items * length, spare, items * length, spare, items * length]
     below, _, base, above, end = np.cumsum([0, *sizes[:-1]]).tolist()
     held = np.random.default_rng(length).integers(0, 256, sum(sizes), dtype=np.uint8)
@@ -332,7 +333,7 @@ def test_bytes_between_runs_are_copied_to_scratch(length: int, side: str) -> Non
     address = held.ctypes.data
     moves = Moves(offset=item * length, near=address + place + order * length, length=length)
     scratch = address + sizes[0], address + above
-    ranges.copy_runs(address + base, moves, inward=True, scratch=scratch)
+    copying.copy_runs(address + base, moves, inward=True, scratch=scratch)
     for checked in (slice(0, sizes[0]), slice(base, above), slice(end, None)):
         assert expected[checked].tobytes() == held[checked].tobytes()
     # Only a copy in one pass writes the bytes between the runs to the scratch bytes.

@@ -45,7 +45,6 @@ def rank_calls(ranks: Pair) -> dict[str, Call]:
         "read": (near.read, sides | more),
         "write": (near.write, sides | more),
         "move": (near.move, {"operation": "READ", "pairs": {0: tuple(sides.values())}} | more),
-        "notify": (near.notify, {"peer": ranks.peer, "payload": b"x"}),
     }
 
 
@@ -74,12 +73,11 @@ def foreign_errors(call: Callable[..., Any], valid: dict[str, Any]) -> list[str]
     return errors
 
 
-@pytest.mark.parametrize("name", [*RANK, "notify"])
+@pytest.mark.parametrize("name", RANK)
 def test_rank_survives_strange_arguments(ranks: Pair, name: str) -> None:
     """The rank reads right bytes afterwards."""
     calls = rank_calls(ranks)
     assert [] == foreign_errors(*calls[name])
-    ranks.near.notifications()
     ranks.local[:] = 0
     ranks.read(0, 8).wait()
     assert ranks.right(0, 8)

@@ -16,8 +16,9 @@ from nixl_pair import Pair
 from nixl_world import keep
 
 from kvspec.errors import TransferError, TransferState
-from kvspec.nixl import NixlRank, Staging, Transfer, merging, rank, staging, transfer
+from kvspec.nixl import NixlRank, Staging, Transfer, merging, rank, transfer
 from kvspec.nixl.rank import NixlStats
+from kvspec.nixl.staging import choosing, stage
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 ROWS = [(0, 512, 1024, 40)]
@@ -188,7 +189,7 @@ def test_buffer_is_created_once(net: FakeNixl) -> None:
                 pair = Pair(near, far)
                 before = near.stats().registrations
                 other = Other(lambda pair=pair: pair.read(40, 40))
-                with between_lines(other.at(place), staging):
+                with between_lines(other.at(place), choosing, stage):
                     assert pair.read(0, 40).staged
                 other.join()
                 assert before + 1 == near.stats().registrations

@@ -18,9 +18,9 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 from nixl_pair import Pair
+from notified import notifications
 
 from kvspec.nixl import NixlRank
-from kvspec.nixl import rank as nixl_rank
 from kvspec.nixl.rank import NixlStats
 
 pytestmark = pytest.mark.nixl
@@ -47,7 +47,7 @@ def until(condition: Callable[[], Any], *polled: NixlRank) -> None:
             for transfer in rank.transfers:
                 with contextlib.suppress(TransferError):
                     transfer.poll()
-            rank.notifications()
+            notifications(rank)
         time.sleep(1e-3)
 
 
@@ -140,10 +140,6 @@ def test_stats_count_all_objects_of_a_rank(slow: Pair) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    with NixlRank() as unknown:
-        unknown.connect(near.metadata())
-        unknown.notify(near.name, b"kept")
-        until(lambda: near.notifications() or near.stats().notifications)
     assert (
         NixlStats(
             transfers=1,
@@ -151,7 +147,6 @@ def test_stats_count_all_objects_of_a_rank(slow: Pair) -> None:
             lists=before.lists + 2,
             registrations=2,
             peers=1,
-            notifications=1,
         )
         == near.stats()
     )
@@ -168,7 +163,7 @@ def test_close_waits_for_transfers_in_flight(slow: Pair) -> None:
 
     def poll_far() -> None:
         while not stop.is_set():
-            slow.far.notifications()
+            notifications(slow.far)
             time.sleep(1e-3)
 
     thread = threading.Thread(target=poll_far)
@@ -180,48 +175,3 @@ def test_close_waits_for_transfers_in_flight(slow: Pair) -> None:
         thread.join()
     assert slow.right(0, 10)
     assert "closed" == transfer.state
-
-
-def test_notifications_of_unknown_peers_wait_until_they_are_connected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All unknown peers share one limit. Messages of connected peers are not kept."""
-    monkeypatch.setattr(nixl_rank, "MAX_KEPT", 6)
-    with NixlRank() as far, NixlRank(polled=True) as near, NixlRank(polled=True) as third:
-        for rank in (near, third):
-            rank.connect(far.metadata())
-            for number in range(4):
-                rank.notify(far.name, b"%d" % number)
-        until(lambda: far.notifications() or far.stats().notifications == 6)
-        far.connect(near.metadata())
-        first = far.notifications()
-        assert [(near.name, b"%d" % number) for number in range(len(first))] == first
-        assert 6 == len(first) + far.stats().notifications
-        for _ in range(20):
-            near.notify(far.name, b"known")
-        arrived: list[tuple[str, bytes]] = []
-        until(lambda: arrived.extend(far.notifications()) or len(arrived) == 20)
-        assert {(near.name, b"known")} == set(arrived)
-        before = far.stats().notifications
-        far.disconnect(near.name)
-        near.notify(far.name, b"unknown again")
-        until(lambda: far.notifications() or far.stats().notifications == before + 1)
-        assert [] == far.notifications()
-        with pytest.raises(TransferError, match="connected") as caught:
-            far.disconnect(near.name)
-        assert "stale_peer" == caught.value.state
-
-
-def test_notifications_of_unknown_peers_have_a_limit_of_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Payloads beyond the limit are dropped."""
-    monkeypatch.setattr(nixl_rank, "MAX_KEPT_BYTES", 10_000)
-    with NixlRank() as far, NixlRank(polled=True) as near:
-        near.connect(far.metadata())
-        near.notify(far.name, bytes(9_999))
-        near.notify(far.name, b"yy")
-        near.notify(far.name, b"z")
-        until(lambda: far.notifications() or far.stats().notifications == 2)
-        far.connect(near.metadata())
-        assert [(near.name, bytes(9_999)), (near.name, b"z")] == far.notifications()

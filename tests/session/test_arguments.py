@@ -14,7 +14,6 @@ import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError
 from kvspec.nixl import NixlRank
 from kvspec.session import Load, Session, TcpChannel, new_remote_id
-from kvspec.session.load import Push
 from kvspec.testing import FakeNixl
 
 
@@ -42,10 +41,8 @@ def check_rejected(call: Callable[..., object], field: str, options: dict[str, A
     ("field", "value", "more"),
     [
         ("request", None, {}),
-        ("pushed", 1, {}),
         ("follow", "no", {}),
         ("verify", None, {}),
-        ("attempt", "1", {}),
         ("on_progress", "print", {}),
     ],
 )
@@ -60,25 +57,6 @@ def test_load_rejects_invalid_arguments(
     assert 0 == pair[1].first.stats().loads
     (load,) = pair[1].load(request(), remote_id)
     until(lambda: load.poll() == "done", *pair)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("request", None),
-        ("epoch", None),
-        ("epoch", True),
-        ("epoch", 2),
-        ("attempt", "1"),
-    ],
-)
-def test_push_rejects_invalid_arguments(pair: tuple[Side, Side], field: str, value: Any) -> None:
-    """The epoch is required: a later incarnation may use the blocks for other requests."""
-    remote_id = new_remote_id("r")
-    pair[0].hold(remote_id)
-    options = {"request": request(), "remote_id": remote_id, "timeout": 5.0, "epoch": 1}
-    check_rejected(pair[0].first.push, field, options | {field: value})
-    assert 0 == pair[0].first.stats().pushes
 
 
 def test_session_rejects_a_background_that_is_not_a_bool() -> None:
@@ -171,7 +149,6 @@ def test_closed_session_refuses_every_call(pair: tuple[Side, Side]) -> None:
     session.close()
     for act in (
         lambda: session.load(request(), remote_id=remote_id, timeout=1.0),
-        lambda: session.push(request(), remote_id=remote_id, timeout=1.0, epoch=1),
         lambda: session.decline(remote_id),
         lambda: session.connect(pair[0].introductions),
         lambda: session.fetch(pair[0].addresses),
@@ -199,17 +176,9 @@ class Calls:
 
     def load(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
-        flags = {"pushed": False, "follow": False, "verify": False, "again": False}
-        return self.consumer.load, self.common("P") | flags
-
-    def push(self) -> tuple[Any, dict[str, Any]]:
-        """Return a call of the producer."""
-        return self.producer.push, self.common("D") | {"epoch": 1}
-
-    def common(self, engine_id: str) -> dict[str, Any]:
-        """Return the arguments that `load` and `push` share."""
+        flags = {"follow": False, "verify": False}
         options = {"request": request(next(self.names)), "remote_id": self.held(), "timeout": 5.0}
-        return options | {"engine_id": engine_id, "attempt": 0}
+        return self.consumer.load, options | {"engine_id": "P"} | flags
 
     def decline(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
@@ -250,7 +219,6 @@ class Calls:
 
 CALLS = (
     "load",
-    "push",
     "decline",
     "connect",
     "fetch",
@@ -274,9 +242,8 @@ def test_call_accepts_a_strange_argument_or_raises_an_error_of_the_library(
                 result = call(**options | {argument: value})
             except KVSpecError:
                 continue
-            if isinstance(result, Load | Push):
-                if isinstance(result, Load):
-                    result.cancel()
+            if isinstance(result, Load):
+                result.cancel()
                 until(lambda result=result: result.poll() != "moving", *pair)
     asked, remote_id = request("last"), calls.held()
     pair[0].fill(asked)

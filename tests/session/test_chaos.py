@@ -53,10 +53,6 @@ class Machine(RuleBasedStateMachine):
     def reread(self, at: int) -> None:
         self.world.reread(at)
 
-    @rule(at=AT, short=st.sampled_from((False, False, False, True)))
-    def push(self, at: int, short: bool) -> None:
-        self.world.push(at, short=short)
-
     @rule(at=AT, tokens=st.integers(1, 9), all_layers=st.booleans())
     def write(self, at: int, tokens: int, all_layers: bool) -> None:
         self.world.write(at, tokens, all_layers=all_layers)
@@ -116,7 +112,6 @@ def chaos(seed: int, mode: Mode, *, verify: bool, steps: int = 120) -> World:
                 (6, lambda: world.hold(small())),
                 (12, lambda: world.read(small(), "decline" if drawn.random() < 0.1 else "load")),
                 (4, lambda: world.reread(small())),
-                (15 * world.pushed, lambda: world.push(small(), short=drawn.random() < 0.1)),
                 (25 * world.follow, lambda: world.write(
                     small(), drawn.randint(1, 9), all_layers=drawn.random() < 0.5)),
                 (20, lambda: world.land(small(), drawn.choice(LANDS * 2 + ("land",) * 6))),
@@ -144,7 +139,7 @@ def test_sessions_keep_their_promises_in_any_order_of_steps() -> None:
 
 
 FAULTS: dict[Mode | Literal["verify"], dict[Any, Promise]] = {
-    "pull": {
+    "whole": {
         faults.answers_are_not_awaited: Promise.VALID,
         faults.failed_load_ends_at_once: Promise.OWNED,
         faults.only_the_first_source_is_read: Promise.VALID,
@@ -153,12 +148,6 @@ FAULTS: dict[Mode | Literal["verify"], dict[Any, Promise]] = {
         faults.handles_are_not_released: Promise.ENDS,
         faults.free_request_is_reported_twice: Promise.FREED_ONCE,
         faults.earlier_load_answers_for_the_next: Promise.VALID,
-    },
-    "push": {
-        faults.outcome_is_sent_before_the_end: Promise.VALID,
-        faults.reader_that_gave_up_is_forgotten: Promise.OWNED,
-        faults.pushed_requests_are_not_compared: Promise.VALID,
-        faults.first_push_answers_for_the_next: Promise.VALID,
     },
     "follow": {
         faults.layers_are_read_to_their_end: Promise.VALID,
@@ -187,5 +176,5 @@ def test_chaos_finds_the_promise_that_a_fault_breaks(
     fault(monkeypatch)
 
     verify = mode == "verify"
-    worlds = (chaos(seed, "pull" if verify else mode, verify=verify) for seed in range(100))
+    worlds = (chaos(seed, "whole" if verify else mode, verify=verify) for seed in range(100))
     check_breaks(promise, worlds)

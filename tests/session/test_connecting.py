@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lines import Other, between_lines
 from tickets_kept import ASKED, ticket_of
-from two_engines import Side, engine, land, request, until
+from two_engines import Side, engine, land, let_nothing_land, request, until
 
 from kvspec.errors import MismatchError, SpecError, TransferError
 from kvspec.ownership.replicas import Role
@@ -90,10 +90,11 @@ def test_rank_can_be_closed_before_its_session(pair: tuple[Side, Side]) -> None:
     assert SessionStats() == session.stats()
 
 
-def test_wait_raises_when_session_is_closed(pair: tuple[Side, Side]) -> None:
-    """The session no longer receives that a push has ended, so the load stays moving."""
+def test_wait_raises_when_session_is_closed(net: FakeNixl, pair: tuple[Side, Side]) -> None:
+    """The session no longer polls the read in flight, so the load stays moving."""
     (session,) = pair[1].sessions.values()
-    load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0, pushed=True)
+    let_nothing_land(net)
+    load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0)
     states: list[str | None] = []
 
     def wait() -> None:
@@ -109,29 +110,12 @@ def test_wait_raises_when_session_is_closed(pair: tuple[Side, Side]) -> None:
     assert (["closed"], "moving", "closed") == (states, load.poll(), load.error.state)
 
 
-def test_wait_raises_after_close_also_if_the_producer_was_connected_again(
-    pair: tuple[Side, Side],
+def test_wait_ends_after_its_time_although_bytes_are_in_flight(
+    net: FakeNixl, pair: tuple[Side, Side]
 ) -> None:
-    """The load knows the engine of the lost connection, which the session has forgotten."""
-    producer, consumer = pair
-    session = consumer.first
-    load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0, pushed=True)
-    load.remote.lost = True
-    consumer.connect(producer)
-    assert load.remote is not session._remotes.find("producer", "P")
-    session.close(drain=0.01)
-    with pytest.raises(TransferError) as caught:
-        load.wait()
-    assert "closed" == caught.value.state
-
-
-def test_wait_for_a_push_ends_after_its_time_although_the_producer_has_ended(
-    pair: tuple[Side, Side],
-) -> None:
-    """Its last bytes may be on their way, so the load stays moving. Its error is known."""
-    producer, consumer = pair
-    load = consumer.first.load(request(), remote_id=new_remote_id("r"), timeout=0.1, pushed=True)
-    producer.close()
+    """The load stays moving after its timeout. Its error is known."""
+    let_nothing_land(net)
+    load = pair[1].first.load(request(), remote_id=new_remote_id("r"), timeout=0.1)
     begun = time.monotonic()
     assert load.wait(0.5) is False
     assert time.monotonic() - begun < 5.0

@@ -293,10 +293,7 @@ def test_progress_of_an_unknown_layer_moves_nothing(pair: tuple[Side, Side]) -> 
 
 
 def test_record_progress_rejects_invalid_arguments(pair: tuple[Side, Side]) -> None:
-    """A position goes back, a layer is unknown, or a request is not held.
-
-    A load cannot follow and wait for a push at the same time.
-    """
+    """A position goes back, a layer is unknown, or a request is not held."""
     producer, consumer = pair
     asked = request(tokens=14)
     prefill = Prefill(producer, asked, new_remote_id("r"))
@@ -314,9 +311,6 @@ def test_record_progress_rejects_invalid_arguments(pair: tuple[Side, Side]) -> N
         with pytest.raises(SpecError) as caught:
             session.record_progress(remote_id, upto, layers)
         assert field == caught.value.field
-    with pytest.raises(SpecError, match="pushed") as caught:
-        follow(consumer, prefill, pushed=True)
-    assert ("follow", True) == (caught.value.field, caught.value.value)
     short = request(tokens=14, consumer_blocks={"full": [1], "window": [1]})
     with pytest.raises(SpecError) as caught:
         consumer.load(short, prefill.remote_id, follow=True)

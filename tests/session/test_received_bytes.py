@@ -19,6 +19,7 @@ from kvspec.testing import FakeNixl
 from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import (
     MESSAGES,
+    ChecksumRequest,
     Done,
     Extent,
     Heartbeat,
@@ -26,7 +27,6 @@ from kvspec.wire.messages import (
     Message,
     RankAddress,
     ReaderStatus,
-    StopWriting,
     key_of,
 )
 from kvspec.wire.packing import pack
@@ -37,6 +37,7 @@ REMOTE_ID = new_remote_id("r")
 ASK = pack(OWN)
 HEAD = b"kvspec-message\n" + VERSION.to_bytes(2, "big")
 RANK = kvspec.RankId()
+EXTENT = Extent(layer="l.0", parts=("k",), units=range(1), tokens=range(1))
 RANKS = (RANK, kvspec.RankId(tp=7))
 PARTIES = st.builds(
     RankAddress, st.sampled_from("PDX"), st.sampled_from((0, 1)), st.sampled_from(RANKS)
@@ -64,15 +65,12 @@ def messages(draw: st.DrawFn) -> bytes:
             )
         except kvspec.SpecError:
             more["extent"] = Extent(layer="w.0", parts=("k",), units=range(1), tokens=range(1))
-    if kind == "pushed":
-        more["pushed"] = bytes(16)
     if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
     message = MESSAGES[kind](
         key=draw(KEYS),
         by=draw(PARTIES),
         to=draw(PARTIES),
-        attempt=draw(SMALL),
         number=draw(SMALL),
         **more,
     )  # fmt: skip
@@ -166,9 +164,9 @@ class Readers:
         self, name: str, kind: type[Message] = Heartbeat, number: int = 0, to: str = "P", **own: Any
     ) -> list[str]:
         """Return which routes receive the answer to a message on the route *name*."""
-        own |= {"expected": 1} if issubclass(kind, ReaderStatus) else {}
+        own |= {"expected": 1} if issubclass(kind, ReaderStatus) else {"extent": EXTENT}
         receiver = RankAddress(to, 1, RANK)
-        asked = kind(key_of(REMOTE_ID), RankAddress("D", 1, RANK), receiver, 0, number, **own)
+        asked = kind(key_of(REMOTE_ID), RankAddress("D", 1, RANK), receiver, number, **own)
         self.routes[name].send("P", self.secret.seal(MESSAGE, encode_message(asked, self.start)))
         self.producer.poll()
         return [each for each, route in self.routes.items() if route.receive()]
@@ -193,19 +191,18 @@ def test_copy_of_a_message_takes_no_answers_away(watched: Watched) -> None:
         assert [] == readers.answered("copy", number=9, to="Q")
         assert ["reader"] == readers.answered("reader", number=3)
         assert [] == readers.answered("copy", number=3)
-        # A message without a number may be a copy or a new one.
-        assert ["reader"] == readers.answered("reader", StopWriting)
-        assert ["reader", "copy"] == readers.answered("copy", StopWriting)
-        assert ["reader", "copy"] == readers.answered("copy", number=3)
+        # The number of a checksum request says nothing: it may be a copy or a new one.
+        assert ["reader"] == readers.answered("reader", ChecksumRequest)
+        assert ["reader", "copy"] == readers.answered("copy", ChecksumRequest)
         assert {"reader"} == set(watched.trusted)
         # A newer message comes from the reader. So may an old one, if its connection has ended.
         assert ["again"] == readers.answered("again", number=4)
         watched.closed.add("again")
-        assert ["copy"] == readers.answered("copy", StopWriting)
+        assert ["copy"] == readers.answered("copy", ChecksumRequest)
         assert {"reader", "again", "copy"} == set(watched.trusted)
 
 
-@pytest.mark.parametrize(("kind", "number"), [(Done, 5), (StopWriting, 0)])
+@pytest.mark.parametrize(("kind", "number"), [(Done, 5), (ChecksumRequest, 0)])
 def test_reader_on_a_new_connection_is_answered_while_the_old_one_seems_open(
     watched: Watched, kind: type[Message], number: int
 ) -> None:
@@ -219,7 +216,7 @@ def test_reader_on_a_new_connection_is_answered_while_the_old_one_seems_open(
 
 
 def test_connection_of_a_rank_that_was_dialled_is_trusted(watched: Watched) -> None:
-    """A producer that pushes connects to the address of its consumer, and asks nothing."""
+    """A producer that has connected its consumer dials the address of the consumer."""
     with Side("P", engine(1), polled=False, channel=watched) as producer:
         session, readers = producer.sessions[RANK], Readers(producer)
         with Side("D", engine(1), polled=False, channel=Direct("D")) as consumer:
@@ -227,7 +224,7 @@ def test_connection_of_a_rank_that_was_dialled_is_trusted(watched: Watched) -> N
             answers = Direct.channels["D"]
             readers.routes["D"], readers.start = answers, start_of(consumer.first)
             readers.answered("D", number=1)
-            readers.answered("again", StopWriting)
+            readers.answered("again", ChecksumRequest)
             assert "again" in watched.trusted
 
 

@@ -253,7 +253,7 @@ def test_checksum_request_for_missing_rows_is_refused(parts: tuple[str, ...]) ->
 
 
 def test_checksum_for_an_earlier_load_does_not_answer_the_next() -> None:
-    """The next load of the same attempt may request checksums of other tokens."""
+    """The next load of the request may request checksums of other tokens."""
     with FakeNixl(), connected(SIZES["blocks of two"]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
@@ -438,8 +438,7 @@ def test_load_rejects_verify_for_memory_of_a_device() -> None:
         assert ("verify", True) == (caught.value.field, caught.value.value)
 
 
-@pytest.mark.parametrize("how", ["follow", "pushed"])
-def test_checksums_are_compared_when_a_load_follows_or_is_pushed(how: str) -> None:
+def test_checksums_are_compared_when_a_load_follows() -> None:
     """They are compared when all data has arrived."""
     flips: list[FakeFlight] = []
 
@@ -449,22 +448,15 @@ def test_checksums_are_compared_when_a_load_follows_or_is_pushed(how: str) -> No
 
     with FakeNixl(land) as net, connected(SIZES["two of four"]) as sides:
         producer, consumer = sides
-        if how == "pushed":
-            for session in producer.sessions.values():
-                session.connect(consumer.introductions, role="consumer")
         for broken in (False, True):
             if broken:
                 net.fate = corrupt
-            asked, loads = begin(sides, **{how: True})
+            asked, loads = begin(sides, follow=True)
             for session in producer.sessions.values():
-                if how == "pushed":
-                    remote_id = loads[0].remote_id
-                    session.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
-                else:
-                    session.record_progress(loads[0].remote_id, 7)
-                    producer.poll()
-                    consumer.poll()
-                    session.record_progress(loads[0].remote_id, 14)
+                session.record_progress(loads[0].remote_id, 7)
+                producer.poll()
+                consumer.poll()
+                session.record_progress(loads[0].remote_id, 14)
             assert [["done", "done"], ["failed", "failed"]][broken] == ended(loads, *sides)
             assert broken == any(load.error for load in loads)
             assert broken or [] == consumer.wrong(asked)
@@ -491,7 +483,7 @@ def test_extents_of_many_parts_with_long_names_fit_into_messages() -> None:
     address = RankAddress("e" * 255, 2**63 - 1, kvspec.RankId())
     key, covered = Key("r" * 1024, bytes(64)), list[str]()
     for extent in checksums.extents_of(plan, asked, kvspec.RankId(), kvspec.RankId()):
-        message = ChecksumRequest(key, address, address, 2**63 - 1, 2**63 - 1, extent=extent)
+        message = ChecksumRequest(key, address, address, 2**63 - 1, extent=extent)
         assert message == decode_message(encode_message(message))
         covered += extent.parts
     assert names == covered

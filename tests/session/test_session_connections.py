@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import time
-from itertools import pairwise
 from typing import Any
 
 import attrs
 import msgspec
 import pytest
-from lines import interrupted_at
 from two_engines import (
-    Direct,
     Side,
     ended,
     engine,
@@ -28,8 +23,7 @@ import kvspec
 from kvspec.errors import MismatchError, SpecError, TransferError, WireError
 from kvspec.nixl import NixlRank, merging, transfer
 from kvspec.ownership.replicas import Role
-from kvspec.session import Session, mailbox, new_remote_id, remotes
-from kvspec.session import session as session_module
+from kvspec.session import Session, new_remote_id
 from kvspec.session.mailbox import INTRODUCTION, introduced
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
@@ -181,14 +175,13 @@ def test_connection_in_one_role_outlives_that_in_the_other(net: FakeNixl) -> Non
         for role in ("producer", "consumer"):
             one.connect(other, role)  # type: ignore[arg-type]
         assert (2, 0) == (near.stats().engines, near.stats().leaving)
-        options["remote_id"] = new_remote_id("pushed")
-        one.fill(request("pushed"))
-        other.spoil(request("pushed"))
+        options["remote_id"] = new_remote_id("back")
+        one.fill(request("back"))
+        other.spoil(request("back"))
         near.hold(options["remote_id"])
-        near.push(request("pushed"), epoch=1, **options)
-        load = far.load(request("pushed"), pushed=True, **options)
+        load = far.load(request("back"), **options)
         assert ["done"] == ended([load], one, other)
-        assert [] == other.wrong(request("pushed"))
+        assert [] == other.wrong(request("back"))
         options["remote_id"] = new_remote_id("again")
         far.hold(options["remote_id"])
         load = near.load(request("again"), **options)
@@ -252,64 +245,38 @@ def test_connect_that_is_refused_as_busy_leaves_the_engine_connected(
         assert (len(roles), 0) == (session.stats().engines, session.stats().leaving)
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-@pytest.mark.parametrize("call", ["connect", "disconnect"])
-def test_interrupted_call_leaves_nothing_of_an_engine(call: str, *, restarted: bool) -> None:
-    """A repeated connect is complete, and a later disconnect leaves no agent, list or address."""
-    for place in range(0 if restarted else 1, 1000, 3):
-        with (
-            FakeNixl(),
-            Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
-            Side("D", engine(1), polled=False, channel=Direct("D"), heartbeat=0.05) as consumer,
-        ):
-            session = consumer.first
-            if call == "connect":
-                act = functools.partial(session.connect, producer.introductions)
-            else:
-                consumer.connect(producer)
-                act = functools.partial(session.disconnect, "P")
-            reached, _ = interrupted_at(place, act, session_module, remotes, mailbox)
-            consumer.poll()
-            with contextlib.ExitStack() as stack:
-                last = producer
-                if restarted:
-                    producer.close()
-                    side = Side("P", engine(1), epoch=2, polled=False, channel=Direct("P"))
-                    last = stack.enter_context(side)
-                consumer.connect(last)
-                remote_id = new_remote_id("r")
-                last.hold(remote_id)
-                load = session.load(request(), remote_id=remote_id, timeout=9.0)
-                assert ["done"] == ended([load], last, consumer)
-                quiet(last, consumer)
-                session.disconnect("P")
-                left = session.nixl.stats(), session.stats()
-                assert (0, 0) == (left[0].peers, left[0].lists)
-                assert (0, 0) == (left[1].engines, left[1].leaving)
-                assert {} == session._messages._addresses
-        if not reached:
-            assert place > 50
-            return
-    raise AssertionError("the call never ends")
+def test_connect_asks_all_ranks_of_an_engine_at_the_same_time(net: FakeNixl) -> None:
+    """A rank that is silent for a time delays only the call, and not the other ranks."""
 
+    def answer(_: FakeFlight) -> None:
+        if len(net.moving) == 4:
+            land(net)
 
-def test_connect_divides_its_time_among_the_ranks(
-    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The peers answer slowly, so less time is left for each next rank."""
-    left: list[float] = []
-    known = NixlRank.connect
-
-    def slow(rank: NixlRank, metadata: bytes, timeout: float) -> str:
-        left.append(timeout)
-        time.sleep(0.02)
-        return known(rank, metadata)
-
-    monkeypatch.setattr(NixlRank, "connect", slow)
+    net.fate = answer
     with (
         Side("P", engine(4, 4), polled=False) as producer,
-        Side("D", engine(1, 4), polled=False, heartbeat=0.05) as consumer,
+        Side("D", engine(1, 4), polled=True, heartbeat=0.05) as consumer,
     ):
-        consumer.first.connect(producer.introductions, timeout=0.05)
-    assert 4 == len(left)
-    assert all(later <= max(0, before - 0.02) for before, later in pairwise(left))
+        session = consumer.first
+        session.connect(producer.introductions, timeout=5.0)
+        assert (4, 1) == (len(session.nixl.peers), session.stats().engines)
+
+
+def test_connect_to_an_engine_with_a_silent_rank_leaves_nothing(net: FakeNixl) -> None:
+    """The error names the rank. The engine can be connected when that rank answers again."""
+    with (
+        Side("P", engine(4, 4), polled=False) as producer,
+        Side("D", engine(1, 4), polled=True, heartbeat=0.05) as consumer,
+    ):
+        session, silent = consumer.first, [*producer.sessions.values()][2].nixl.name
+        net.fate = lambda flight: None if flight.between[1].name == silent else flight.land()
+        with pytest.raises(TransferError) as caught:
+            session.connect(producer.introductions, timeout=0.1)
+        assert ("timeout", silent) == (caught.value.state, caught.value.rank)
+        assert (0, 0) == (session.stats().engines, session.stats().leaving)
+        land(net)
+        net.fate = FakeFlight.land
+        session.connect(producer.introductions, timeout=5.0)
+        assert 1 == session.stats().engines
+        session.disconnect("P")
+        assert (0, 0) == (session.nixl.stats().peers, session.nixl.stats().lists)

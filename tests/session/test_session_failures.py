@@ -346,7 +346,7 @@ def send(sender: Session, message: Message, to: Session) -> list[str]:
 def test_message_that_is_not_expected_is_recorded_once(pair: tuple[Side, Side]) -> None:
     """The record contains the kind and the reason."""
     (by, session) = pair[0].first, pair[1].first
-    for kind, why in (("valid", "load"), ("stopped", "push"), ("checksum_unavailable", "question")):
+    for kind, why in (("valid", "load"), ("checksum_unavailable", "question")):
         key = key_of(new_remote_id("r"))
         (line,) = send(by, MESSAGES[kind](key=key, by=by.me, to=session.me), session)
         assert kind == line.split()[0]

@@ -1,26 +1,27 @@
-"""An interrupt between any two lines loses nothing: each load ends and its blocks are free."""
+"""An interrupt inside of a call closes the session, and nothing of it is left.
+
+Its loads fail, nothing moves any more, and a new session on the same memory works.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lines import between_lines, interrupted_after, uninterrupted
+from two_engines import Direct, Side, engine, land, let_nothing_land, request, until
 
-os.environ.setdefault("UCX_NET_DEVICES", "lo")
-
-from lines import between_lines, interrupted_at, interrupted_in
-from session_faults import connection_waits
-from two_engines import Direct, Side, engine, request, until
-
+import kvspec
 from kvspec import KVSpecError, TransferError
 from kvspec.completion import consumer, ledger, producer
-from kvspec.nixl import rank, transfer
+from kvspec.nixl import NixlRank, rank, transfer
 from kvspec.session import (
-    channel,
-    checksums,
+    Load,
+    Session,
     holds,
     load,
     loads,
@@ -28,389 +29,268 @@ from kvspec.session import (
     new_remote_id,
     remotes,
     session,
-    written,
 )
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.tickets import PrefillTicket
 
-LINES = (
-    ledger, consumer, producer, session, loads, load, remotes, holds,
-    written, mailbox, checksums, rank, transfer,
-)  # fmt: skip
-ENOUGH = 20_000
+PACKAGE = Path(kvspec.__file__).parent
+LINES = ledger, consumer, producer, session, loads, load, remotes, holds, mailbox, rank, transfer
+ASKED = request()
+TABLES = ASKED.producer_blocks
+LEASE = 30.0
+# Python reports an interrupt that comes while it destroys an object, and goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-class Pair:
-    """A producer and a consumer of one rank each, over memory, and loads of one request."""
+class World:
+    """A producer that lives on, and one NIXL rank of a consumer with a new session each time."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.net = stack.enter_context(FakeNixl())
-        more: dict[str, Any] = {"polled": False, "clock": self.clock}
-        self.now = 0.0
+        self.now, self.epoch = 0.0, 0
+        more: dict[str, Any] = {"polled": False, "clock": lambda: self.now}
         self.producer = stack.enter_context(
-            Side("P", engine(1), channel=Direct("P"), lease=50.0, **more)
+            Side("P", engine(1), channel=Direct("P"), lease=LEASE, **more)
         )
-        self.consumer = stack.enter_context(
-            Side("D", engine(1), channel=Direct("D"), heartbeat=2.0, **more)
+        self.side = stack.enter_context(Side("D", engine(1), channel=Direct("D"), **more))
+        self.side.first.close()
+        self.nixl: NixlRank = self.side.first.nixl
+        self.producer.fill(ASKED)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Session]:
+        """Yield a new session on the same memory. It is not closed if it was interrupted."""
+        self.epoch += 1
+        own: dict[str, Any] = {"engine_id": "D", "epoch": self.epoch, "heartbeat": 2.0}
+        one = Session(
+            self.nixl, self.side.first.cache, channel=Direct("D"), clock=lambda: self.now, **own
         )
-        self.consumer.connect(self.producer)
-        for one in self.producer.sessions.values():
-            one.connect(self.consumer.introductions, role="consumer")
-        (self.session,) = self.consumer.sessions.values()
-        (self.other,) = self.producer.sessions.values()
-        self.asked = request()
-        self.producer.fill(self.asked)
-        self.count = 0
+        yield one
+        one.close(drain=0.0)
 
-    def clock(self) -> float:
-        """Return the time."""
-        return self.now
+    def held(self) -> str:
+        """Return a request that the producer holds, written to its end."""
+        remote_id = new_remote_id("r")
+        with uninterrupted():
+            self.producer.hold(remote_id, blocks=TABLES)
+            self.producer.first.record_progress(remote_id, ASKED.num_tokens)
+            self.side.spoil(ASKED)
+        return remote_id
 
-    def begin(self, **more: Any) -> Callable[[], Any]:
-        """Hold the request again, and return a function that loads it."""
-        self.count += 1
-        remote_id = new_remote_id(f"r{self.count}")
-        self.remote_id = remote_id
-        blocks = self.asked.producer_blocks if more.get("verify") else None
-        self.producer.hold(remote_id, blocks=blocks)
-        if more.get("follow"):
-            self.other.record_progress(remote_id, 14)
-        self.consumer.spoil(self.asked)
-        return lambda: self.session.load(self.asked, remote_id=remote_id, timeout=30.0, **more)
+    def serve(self) -> None:
+        """Poll the producer, which is not interrupted."""
+        with uninterrupted():
+            self.producer.poll()
 
-    def end(self, load: Any, place: int) -> bool:
-        """Poll both engines until a load has ended, with an interrupt before line *place*.
+    def begin(self, one: Session, how: str) -> Load:
+        """Begin a load."""
+        remote_id = self.held()
+        if how == "ticket":
+            ticket = PrefillTicket(
+                engine_id="P", addresses=["P"], remote_id=remote_id, tables=TABLES,
+                computed_tokens=ASKED.num_tokens,
+            )  # fmt: skip
+            return one.load(ASKED, ticket=ticket, timeout=20.0)
+        more = {how: True} if how else {}
+        return one.load(ASKED, remote_id=remote_id, timeout=20.0, **more)
 
-        Returns:
-            Whether the polls have that many lines.
-        """
+    def settle(self) -> None:
+        """Poll the producer until the lease of each request is over."""
+        for _ in range(3):
+            self.now += LEASE + 1.0
+            self.producer.settled()
+        assert () == self.producer.first.held
 
-        def polls() -> None:
-            for _ in range(4):
-                self.session.poll()
-                self.producer.poll()
-
-        reached, _ = interrupted_at(place, polls, *LINES)
+    def check_works(self) -> None:
+        """Check that a new session on the same memory loads the right bytes."""
+        with self.opened() as one:
+            one.connect(self.producer.introductions)
+            moved = self.begin(one, "")
+            until(lambda: moved.poll() != "moving", self.producer)
+            assert ("done", []) == (moved.state, self.side.wrong(ASKED)), moved.error
         self.settle()
-        assert load.state in ("done", "failed")
-        assert ("failed" == load.state) == (load.error is not None)
-        assert load.error is None or "differs" != load.error.state
-        assert "failed" == load.state or [] == self.consumer.wrong(self.asked)
-        return reached
-
-    def settle(self) -> list[str]:
-        """Poll until no load is left on either side; return the names of freed requests."""
-        freed: list[str] = []
-
-        def over() -> bool:
-            self.now += 0.5
-            for names in self.producer.settled():
-                freed.extend(names)
-            left = self.session.stats()
-            return not (
-                left.loads
-                or left.steps
-                or self.session.nixl.stats().transfers
-                or self.other.stats().held
-            )
-
-        until(over, self.consumer, self.producer, seconds=10.0)
-        return freed
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    """Yield two connected engines. In the end the same blocks can be loaded once more."""
+def world() -> Iterator[World]:
+    """Yield a world, and check that nothing of its ranks is left."""
     with contextlib.ExitStack() as stack:
-        both = Pair(stack)
-        yield both
-        load = both.begin()()
-        both.settle()
-        assert ("done", []) == (load.state, both.consumer.wrong(both.asked))
+        yield World(stack)
 
 
-def everywhere(stride: int, act: Callable[[int], bool]) -> None:
-    """Call *act* with each number of a line until it returns that the call has fewer lines."""
-    for place in range(0, ENOUGH, stride):
-        if not act(place):
-            assert place > 100
-            return
-    raise AssertionError("the call never ends")
+class Calls:
+    """The calls that are interrupted. Each method returns one, after its preparations."""
+
+    def __init__(self, world: World, one: Session, how: str) -> None:
+        self.world, self.one, self.how = world, one, how
+        self.moved: Load | None = None
+        if how != "connect":
+            one.connect(world.producer.introductions)
+
+    def connect(self) -> Callable[[], object]:
+        """Return a call that connects the producer."""
+        return lambda: self.one.connect(self.world.producer.introductions)
+
+    def load(self) -> Callable[[], object]:
+        """Return a call that begins a load."""
+
+        def act() -> None:
+            self.moved = self.world.begin(self.one, self.how)
+
+        return act
+
+    def poll(self) -> Callable[[], object]:
+        """Return a call of some polls while a load moves."""
+        self.load()()
+        return self.polls
+
+    def wait(self) -> Callable[[], object]:
+        """Return a call that waits for a load. The producer answers meanwhile."""
+        self.load()()
+        poll = self.one.poll
+        self.one.poll = lambda: (self.world.serve(), poll())  # type: ignore[method-assign]
+        assert self.moved is not None
+        return lambda: self.moved and self.moved.wait(1.0)
+
+    def polls(self) -> None:
+        """Poll both sides."""
+        for _ in range(4):
+            self.one.poll()
+            self.world.serve()
 
 
-@pytest.mark.parametrize("more", [{}, {"follow": True}, {"verify": True}])
-def test_interrupted_start_of_a_load_leaves_nothing(pair: Pair, more: dict[str, Any]) -> None:
-    """Its blocks are free as soon as nothing can write them, and every transfer ends."""
-
-    def once(place: int) -> bool:
-        reached, _ = interrupted_at(place, pair.begin(**more), *LINES)
-        pair.settle()
-        return reached
-
-    everywhere(7, once)
+WAYS = [("connect", "connect")] + [
+    (call, how) for call in ("load", "poll", "wait") for how in ("", "follow", "verify", "ticket")
+]
 
 
-@pytest.mark.parametrize("more", [{}, {"follow": True}, {"verify": True}])
-def test_load_ends_when_polls_are_interrupted(pair: Pair, more: dict[str, Any]) -> None:
-    """It is done with the right bytes, or has failed with an error."""
-    states: set[str] = set()
+def interrupt(world: World, drawn: random.Random, moments: dict[Any, int]) -> bool:
+    """Interrupt a drawn call at a drawn moment, and check what is left.
 
-    def once(place: int) -> bool:
-        moved = pair.begin(**more)()
-
-        reached = pair.end(moved, place)
-        states.add(moved.state)
-        return reached
-
-    everywhere(7, once)
-    assert "done" in states
-
-
-def test_load_of_a_ticket_ends_when_polls_are_interrupted(pair: Pair) -> None:
-    """Its start may be interrupted anywhere. The producer frees the request in any case."""
-    states: set[str] = set()
-
-    def once(place: int) -> bool:
-        pair.begin()
-        asked = pair.asked
-        ticket = PrefillTicket(
-            engine_id="P",
-            addresses=["P"],
-            remote_id=pair.remote_id,
-            computed_tokens=asked.num_tokens,
-            tables=asked.producer_blocks,
-        )
-        attempt = connection_waits(pair.session, "P", ("P",))
-        load = pair.session.load(asked, ticket=ticket, timeout=30.0)
-        attempt.set_result(None)
-
-        reached = pair.end(load, place)
-        states.add(load.state)
-        return reached
-
-    everywhere(7, once)
-    assert {"done", "failed"} == states
-
-
-def test_pushed_load_ends_when_polls_are_interrupted(pair: Pair) -> None:
-    """Only the lines of the consumer are interrupted."""
-
-    def once(place: int) -> bool:
-        moved = pair.begin(pushed=True)()
-        pair.other.push(pair.asked, remote_id=pair.remote_id, timeout=9.0, epoch=1)
-
-        def polls() -> None:
-            for _ in range(4):
-                pair.producer.poll()
-                pair.session.poll()
-
-        reached, _ = interrupted_at(place, polls, consumer, loads, load, written)
-        pair.settle()
-        assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
-        return reached
-
-    everywhere(3, once)
-
-
-def test_interrupted_start_of_a_pushed_load_waits_for_the_push(pair: Pair) -> None:
-    """Once the load expects the push, its blocks stay reserved until no byte of it can move."""
-    stats, expected = pair.session.stats, list[int]()
-
-    def interrupt(line: int) -> None:
-        if line == place:
-            expected.append(stats().steps)
-            raise KeyboardInterrupt
-
-    for place in range(200):
-        pair.net.fate = lambda _: None
-        load = pair.begin(pushed=True)
-        pair.other.push(pair.asked, remote_id=pair.remote_id, timeout=9.0, epoch=1)
-        with contextlib.suppress(KeyboardInterrupt), between_lines(interrupt, loads):
-            load()
-        if any(expected[place:]):
-            for _ in range(4):
-                pair.session.poll()
-                pair.producer.poll()
-            assert (1, 1) == (stats().steps, len(pair.net.moving))
-        pair.net.fate = FakeFlight.land
-        for flight in pair.net.moving:
-            flight.land()
-        pair.settle()
-        if len(expected) == place:
-            break
-    assert sum(expected) > 3
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_call_of_a_signal_handler_inside_of_a_load_is_refused(pair: Pair, raises: bool) -> None:
-    """Otherwise the load would be done without its bytes. The handler may ignore the refusal."""
-    refused, place, reached = 0, 0, True
-    while reached:
-        reached = False
-
-        def act(line: int, place: int = place) -> None:
-            nonlocal reached, refused
-            if line != place:
-                return
-            reached = True
-            try:
-                pair.session.disconnect("P")
-            except TransferError as error:
-                refused += error.state == "busy"
-                if raises:
-                    raise
-
-        loads_it = pair.begin()
-        moved: Any = None
-        with between_lines(act, *LINES), contextlib.suppress(KVSpecError):
-            moved = loads_it()
-        pair.settle()
-        if moved is not None:
+    Returns:
+        Whether the interrupt has closed the session. It has not if it came before the call began.
+    """
+    call, how = drawn.choice(WAYS)
+    lands = call == "connect" or drawn.random() < 0.7  # Otherwise bytes stay in flight.
+    with world.opened() as one:
+        calls = Calls(world, one, how)
+        if not lands:
+            let_nothing_land(world.net)
+        act = getattr(calls, call)()
+        most = moments.get((call, how, lands), 0)
+        place = drawn.randrange(most) if most else 10**9
+        count, left = interrupted_after(place, act, PACKAGE)
+        if not most:
+            moments[call, how, lands] = count
+        moved, closed = calls.moved, one._interrupted
+        assert left or not closed
+        if closed:
+            with pytest.raises(TransferError) as caught:
+                one.hold(new_remote_id("late"))
+            assert "closed" == caught.value.state
+            moving = len(world.net.moving)
+            one.poll()
+            assert moving == len(world.net.moving), "a read was posted"
+            if moved is not None and moving:
+                assert moved.error is not None
+                assert ("moving", "closed") == (moved.state, moved.error.state)
+        world.net.fate = FakeFlight.land
+        land(world.net)
+        one.poll()
+        if closed and moved is not None:
             assert moved.state in ("done", "failed")
-            assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
-        pair.consumer.connect(pair.producer)
-        place += 7
-    assert refused > 20
+            assert ("done" == moved.state) == (moved.error is None)
+            assert "failed" == moved.state or [] == world.side.wrong(ASKED)
+    stats = world.nixl.stats()
+    assert (0, 0) == (stats.transfers, stats.handles), (call, how, place)
+    before = {name: flat.copy() for name, flat in world.side.storage[kvspec.RankId()].items()}
+    world.settle()
+    after = world.side.storage[kvspec.RankId()]
+    assert all((before[name] == after[name]).all() for name in before), "something moves"
+    return closed
 
 
-def test_failed_load_gives_its_blocks_back_when_polls_are_interrupted(pair: Pair) -> None:
-    """The load is cancelled while its bytes are in flight."""
-
-    def once(place: int) -> bool:
-        pair.net.fate = lambda _: None
-        moved = pair.begin()()
-        pair.net.fate = FakeFlight.land
-
-        def polls() -> None:
-            moved.cancel()
-            for flight in pair.net.moving:
-                flight.land()
-            for _ in range(3):
-                pair.session.poll()
-
-        reached, _ = interrupted_at(place, polls, *LINES)
-        for flight in pair.net.moving:
-            flight.land()
-        moved.cancel()
-        pair.settle()
-        assert "failed" == moved.state
-        return reached
-
-    everywhere(3, once)
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
+def test_interrupted_session_is_closed_and_its_memory_can_be_used(world: World, seed: int) -> None:
+    """A hundred interrupts at random moments in `connect`, `load`, `poll` and `wait`."""
+    drawn, moments, interrupts = random.Random(seed), dict[Any, int](), 0
+    while interrupts < 100:
+        if interrupt(world, drawn, moments):
+            interrupts += 1
+            if interrupts % 4 == 0:
+                world.check_works()
+    world.check_works()
 
 
-def test_request_is_freed_once_when_the_producer_is_interrupted(pair: Pair) -> None:
-    """The engine learns that blocks are free, although the poll that freed them was interrupted."""
-
-    def once(place: int) -> bool:
-        pair.begin()()
-
-        def polls() -> None:
-            for _ in range(4):
-                pair.session.poll()
-                pair.other.poll()
-
-        reached, _ = interrupted_at(place, polls, holds, producer)
-        assert [f"r{pair.count}"] == pair.settle()
-        return reached
-
-    for place in range(ENOUGH):
-        if not once(place):
-            break
-    assert place > 20
+def test_waiting_load_fails_when_its_wait_is_interrupted(world: World) -> None:
+    """The blocks stay reserved until no byte can move."""
+    with world.opened() as one:
+        one.connect(world.producer.introductions)
+        let_nothing_land(world.net)
+        moved = world.begin(one, "")
+        assert "moving" == moved.poll()
+        one._lock.interrupted()
+        assert moved.error is not None
+        assert ("moving", "closed") == (moved.poll(), moved.error.state)
+        assert {} != moved.undefined_blocks
+        land(world.net)
+        assert "failed" == moved.poll()
+        assert {"closed": 1} == {
+            state: count for state, count in one.stats().counters.failed_by_state.items() if count
+        }
+    world.settle()
 
 
-def test_settled_returns_each_request_once_when_it_is_interrupted(pair: Pair) -> None:
-    """The next call returns what an interrupted call did not."""
-
-    def once(place: int) -> bool:
-        pair.begin()()
-        until(lambda: not pair.other.held, pair.producer, pair.consumer)
-        returned: list[holds.Settled] = []
-        reached, _ = interrupted_at(
-            place, lambda: returned.append(pair.other.settled()), session, holds, mailbox
-        )
-        returned.append(pair.other.settled())
-        assert [pair.remote_id] == [name for settled in returned for name in settled.freed]
-        pair.settle()
-        return reached
-
-    for place in range(ENOUGH):
-        if not once(place):
-            break
-    assert place > 20
+def test_interrupt_in_a_thread_that_holds_the_lock_closes_at_the_next_call(world: World) -> None:
+    """No other thread works with what an interrupt has left half changed."""
+    with world.opened() as one:
+        one.connect(world.producer.introductions)
+        moved = world.begin(one, "")
+        with contextlib.suppress(KeyboardInterrupt), one._lock.held, one._lock:
+            one._loads.ledger.records.clear()
+            raise KeyboardInterrupt
+        assert "failed" == moved.poll()
+        assert moved.error is not None
+        assert "closed" == moved.error.state
+    world.settle()
+    world.check_works()
 
 
-def test_push_that_is_interrupted_ends(pair: Pair) -> None:
-    where = session, holds, producer, written, rank, transfer
-    pushes_end(pair, 5, lambda place, push: interrupted_at(place, push, *where)[0])
+def test_call_of_a_signal_handler_inside_of_a_load_is_refused(world: World) -> None:
+    """Otherwise the load would be done without its bytes."""
+    refused, place, reached = 0, 0, True
+    with world.opened() as one:
+        one.connect(world.producer.introductions)
+        while reached:
+            reached = False
 
+            def act(line: int, place: int = place) -> None:
+                nonlocal reached, refused
+                if line != place:
+                    return
+                reached = True
+                try:
+                    one.disconnect("P")
+                except TransferError as error:
+                    refused += error.state == "busy"
 
-def test_push_that_is_interrupted_inside_a_statement_ends(pair: Pair) -> None:
-    """An interrupt can separate a change of the ledger from the assignment of its result."""
-    pushes_end(pair, 1, lambda place, push: interrupted_in(place, holds.Holds.push, push))
+            moved: Any = None
+            with between_lines(act, *LINES), contextlib.suppress(KVSpecError):
+                moved = world.begin(one, "")
+            if moved is not None:
+                until(lambda moved=moved: moved.poll() != "moving", world.producer)
+                assert "failed" == moved.state or [] == world.side.wrong(ASKED)
 
+            def over() -> bool:
+                world.now += 0.5
+                one.poll()
+                return not one.stats().loads
 
-def pushes_end(
-    pair: Pair, stride: int, interrupted: Callable[[int, Callable[[], object]], bool]
-) -> None:
-    """Interrupt a push everywhere. Its reader receives an outcome, and nothing is left."""
-    states: set[str] = set()
-
-    def once(place: int) -> bool:
-        moved = pair.begin(pushed=True)()
-        given: dict[str, Any] = {"remote_id": pair.remote_id, "timeout": 9.0, "epoch": 1}
-        before = pair.other.stats().pushes
-        reached = interrupted(place, lambda: pair.other.push(pair.asked, **given))
-        began = pair.other.stats().pushes > before
-        for _ in range(9):
-            pair.producer.poll()
-            moved.poll()
-        assert not began or moved.state != "moving", "the reader learned no outcome"
-        moved.cancel()  # Nobody pushes it if the call was interrupted before it began.
-        pair.settle()
-        states.add(moved.state)
-        assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
-        assert 0 == pair.other.nixl.stats().transfers
-        return reached
-
-    everywhere(stride, once)
-    assert {"done", "failed"} == states
-
-
-def test_load_over_tcp_is_done_when_the_channel_is_interrupted(
-    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An interrupt loses messages and connections at most, and the sessions repeat messages."""
-    monkeypatch.setattr(channel, "STALL", 0.1)
-    with (
-        Side("P", engine(1), polled=False, lease=9.0) as producer,
-        Side("D", engine(1), polled=False, heartbeat=0.02) as consumer,
-    ):
-        consumer.connect(producer)
-        asked = request()
-        producer.fill(asked)
-
-        def once(place: int) -> bool:
-            remote_id = new_remote_id(f"r{place}")
-            producer.hold(remote_id)
-            consumer.spoil(asked)
-            consumer.first.channel.reject(producer.addresses[0])  # The first message dials again.
-            (load,) = consumer.load(asked, remote_id, timeout=9.0)
-
-            def polls() -> None:
-                for _ in range(4):
-                    consumer.poll()
-                    producer.poll()
-
-            reached, _ = interrupted_at(place, polls, channel)
-            freed: list[str] = []
-            until(lambda: freed.extend(producer.first.settled().done) or freed, producer, consumer)
-            until(lambda: not consumer.first.stats().loads, producer, consumer)
-            assert ("done", []) == (load.state, consumer.wrong(asked)), f"before line {place}"
-            assert [remote_id] == freed
-            return reached
-
-        everywhere(2, once)
+            until(over, world.producer)
+            one.connect(world.producer.introductions)
+            place += 7
+        assert refused > 20
+    world.settle()

@@ -13,6 +13,7 @@ from kvspec.errors import SpecError
 from kvspec.session import Load, new_remote_id
 from kvspec.session.mailbox import ANSWER, CHALLENGE, MAX_WARNED, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl
+from kvspec.wire.versions import OWN
 
 LEASE, HEARTBEAT, PATIENCE = 10.0, 2.0, 15.0
 
@@ -188,7 +189,7 @@ def test_producer_with_a_lower_epoch_is_refused_with_what_to_do() -> None:
         consumer.connect(lower)
 
 
-@pytest.mark.parametrize("body", [b"\x92\x0c\x0d", b"\x92\x01\x09"])
+@pytest.mark.parametrize("body", [b"\x92\x0d\x0e", b"\x92\x01\x09"])
 def test_question_of_another_version_is_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture, body: bytes
 ) -> None:
@@ -205,7 +206,7 @@ def test_question_of_another_version_is_logged_once_a_minute(
             producer.poll()
             assert producer.introductions == [data for _, data in asker.receive()]
         (line,) = [record.getMessage() for record in caplog.records]
-        assert "10 to 11" in line
+        assert str(OWN) in line
         assert "upgrade" in line
 
 

@@ -47,7 +47,7 @@ from kvspec.adapters.sglang.describing import (
 from kvspec.adapters.sglang.lookups import Lookups
 from kvspec.adapters.sglang.request_identity import Weights
 from kvspec.adapters.sglang.sending import LOWEST
-from kvspec.nixl.staging import Buffers
+from kvspec.nixl.staging.choosing import Buffers
 from kvspec.tickets import PrefillTicket
 
 pytestmark = [pytest.mark.adapters, pytest.mark.usefixtures("simulated")]
@@ -104,13 +104,14 @@ def test_short_runs_move_through_the_staging_buffer_if_it_is_set(
 ) -> None:
     """Without it, each head of each token is a descriptor, and a long prompt takes seconds."""
     monkeypatch.setenv("KVSPEC_SGLANG", json.dumps({"staging": staging}))
-    staged, stage = list[bool](), Buffers.stage
+    staged, choose = list[bool](), Buffers.choose
 
     def seen(*arguments: Any, **named: Any) -> Any:
-        staged.append((found := stage(*arguments, **named)) is not None)
+        found = choose(*arguments, **named)
+        staged.append(found[0] is not None)
         return found
 
-    monkeypatch.setattr(Buffers, "stage", seen)
+    monkeypatch.setattr(Buffers, "choose", seen)
     tokens = list(range(60))
     with pair((1, 16), (2, 16)) as (first, second, server):
         prefill(first, server, request(tokens))

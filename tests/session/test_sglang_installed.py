@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forward_code import calls
 
 from kvspec import RankId
 from kvspec.adapters import sglang as adapter
-from kvspec.adapters.forward_code import calls
+from kvspec.adapters.rotating_modules import ALWAYS, CONDITIONS, applies_rotary
 from kvspec.adapters.sglang import backend, plugin
 from kvspec.adapters.sglang.describing import ONLY
 
@@ -28,6 +29,8 @@ with warnings.catch_warnings():
 
     plugin.register()
     HookRegistry.apply_hooks()
+
+MODELS = "sglang.srt.models"
 
 
 def test_backend_is_a_choice_of_sglang() -> None:
@@ -123,31 +126,69 @@ def test_real_pool_is_described_with_the_addresses_of_its_slots(kind: str, page:
     assert buffers[1][3 * page].data_ptr() == address
 
 
-@pytest.mark.parametrize(
-    ("file", "name", "attributes", "applied"),
-    [
-        ("llama", "LlamaAttention", {}, True),
-        ("qwen2", "Qwen2Attention", {}, True),
-        ("qwen3", "Qwen3Attention", {}, True),
-        ("gpt_oss", "GptOssAttention", {}, True),
-        ("commandr", "CohereAttention", {"v1": False, "sliding_window_size": 64}, True),
-        ("commandr", "CohereAttention", {"v1": False, "sliding_window_size": -1}, False),
-        ("exaone4", "Exaone4Attention", {"sliding_window_pattern": "LLLG", "is_sliding": 1}, True),
-        ("exaone4", "Exaone4Attention", {"sliding_window_pattern": "LLLG", "is_sliding": 0}, False),
-        ("commandr", "CohereAttention", {}, None),
-        # It gets rotary embeddings from its caller.
-        ("gemma3_causal", "Gemma3Attention", {}, None),
-    ],
-)
-def test_code_of_real_models_shows_whether_a_layer_rotates(
-    file: str, name: str, attributes: dict[str, Any], applied: bool | None
-) -> None:
+def module_of(name: str, **attributes: Any) -> Any:
+    """Return a module of class *name*, which nobody has initialised, with a rotary embedding."""
     import torch  # noqa: PLC0415
 
-    cls = getattr(importlib.import_module(f"sglang.srt.models.{file}"), name)
+    file, _, kind = name.rpartition(".")
+    cls = getattr(importlib.import_module(file), kind)
     module = cls.__new__(cls)
     torch.nn.Module.__init__(module)
-    module.rotary_emb, module.use_qk_norm = torch.nn.Identity(), False
+    module.rotary_emb = torch.nn.Identity()
     for attribute, value in attributes.items():
         setattr(module, attribute, value)
+    return module
+
+
+@pytest.mark.parametrize("name", sorted(ALWAYS[MODELS]))
+def test_code_of_class_always_applies_the_rotary_embedding(name: str) -> None:
+    """The table of the adapters is what the code of the installed engine does."""
+    module = module_of(f"{MODELS}.{name}")
+    assert applies_rotary(module) is True
+    assert calls(module, "rotary_emb") is True
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "applied"),
+    [
+        ("commandr.CohereAttention", {"v1": False, "sliding_window_size": 64}, True),
+        ("commandr.CohereAttention", {"v1": False, "sliding_window_size": -1}, False),
+        ("commandr.CohereAttention", {"v1": True, "sliding_window_size": -1}, True),
+        ("commandr.CohereAttention", {}, None),
+        ("cohere2_moe.Cohere2MoeAttention", {"is_sliding": False, "force_rope": False}, False),
+        ("cohere2_moe.Cohere2MoeAttention", {"is_sliding": True, "force_rope": False}, True),
+        ("cohere2_moe.Cohere2MoeAttention", {"is_sliding": False, "force_rope": True}, True),
+        ("exaone4.Exaone4Attention", {"sliding_window_pattern": "LG", "is_sliding": 1}, True),
+        ("exaone4.Exaone4Attention", {"sliding_window_pattern": "LG", "is_sliding": 0}, False),
+        ("exaone4.Exaone4Attention", {"sliding_window_pattern": None, "is_sliding": 0}, True),
+        (
+            "exaone_moe.ExaoneMoEAttention",
+            {"sliding_window": None, "apply_rope_all_layers": False},
+            False,
+        ),
+        (
+            "exaone_moe.ExaoneMoEAttention",
+            {"sliding_window": None, "apply_rope_all_layers": True},
+            True,
+        ),
+        (
+            "exaone_moe.ExaoneMoEAttention",
+            {"sliding_window": 64, "apply_rope_all_layers": False},
+            True,
+        ),
+        # It gets rotary embeddings from its caller.
+        ("gemma3_causal.Gemma3Attention", {}, None),
+    ],
+)
+def test_conditions_of_classes_are_those_of_their_code(
+    name: str, attributes: dict[str, Any], applied: bool | None
+) -> None:
+    module = module_of(f"{MODELS}.{name}", **attributes)
+    assert applied is applies_rotary(module)
     assert applied is calls(module, "rotary_emb")
+
+
+def test_each_condition_of_a_class_is_compared_with_its_code() -> None:
+    rows = test_conditions_of_classes_are_those_of_their_code.pytestmark[0].args[1]  # type: ignore[attr-defined]
+    names = {name for name in CONDITIONS if name.startswith(MODELS)}
+    assert names == {f"{MODELS}.{row[0]}" for row in rows if row[2] is not None}

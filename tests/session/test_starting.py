@@ -12,14 +12,12 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from lines import interrupted_at
 from tickets_kept import ASKED, LEASE, kept, ticket_of
 from two_engines import Side, engine, freed, request, until
 
-from kvspec.completion.consumer import LoadOptions
 from kvspec.errors import MismatchError, SpecError, TransferError
-from kvspec.session import Load, Session, loads, new_remote_id
-from kvspec.session.loads import Loads, Waiting
+from kvspec.session import Load, Session, new_remote_id
+from kvspec.session.loads import Loads
 from kvspec.testing import FakeNixl
 
 OTHER = request("other", tokens=4, producer_blocks={"full": [5], "window": [5]},
@@ -115,27 +113,6 @@ def test_selection_of_a_load_delays_nothing_else(
     slow.goes_on.set()
     starts.join(5.0)
     until(lambda: loaded(found[0]))
-
-
-def test_load_begins_once_if_an_interrupt_lets_it_be_selected_twice(
-    sides: tuple[Side, Side],
-) -> None:
-    """The second selection must not take the blocks of the first one for those of another load."""
-    producer, consumer = sides
-    session, place, reached = consumer.first, 0, True
-    while reached:
-        asked, ticket = attrs.evolve(ASKED, request_id=f"r{place}"), ticket_of(producer, f"{place}")
-        with session._lock.held:
-            key, connection = session._producer(None, ticket, None)
-            calls: Any = session._step, session._is_closed, session._cancel
-            load = Load(asked, key, connection, LoadOptions(), *calls, ticket)
-            load.deadline = session._clock() + 20.0
-            session._loads.open(load)
-            session._loads.waiting.append(Waiting(connection, load))  # type: ignore[arg-type]
-            reached, _ = interrupted_at(place, session._loads.serve_waiting, loads)
-        until(lambda load=load: loaded(load))
-        place += 1
-    assert place > 5
 
 
 def test_wrong_request_is_refused_by_the_call_of_load(sides: tuple[Side, Side]) -> None:

@@ -13,7 +13,7 @@ import pytest
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from tickets_kept import ASKED, LEASE, ticket_of
-from two_engines import Side, engine, land, let_nothing_land, until
+from two_engines import Side, engine, land, until
 
 from kvspec.errors import TransferError
 from kvspec.session.loads import Loads
@@ -80,47 +80,20 @@ def test_two_cancelled_loads_decline_their_ticket(
     until(lambda: not consumer.first.stats().errands)
 
 
-def test_ticket_is_declined_after_a_later_attempt(net: FakeNixl, sides: tuple[Side, Side]) -> None:
-    """The producer refuses what is older than the last attempt of the reader."""
-    producer, consumer = sides
-    let_nothing_land(net)
-    ticket = ticket_of(producer, lease=60.0)
-    load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0, attempt=1, again=True)
-    until(lambda: net.moving)
-    load.cancel()
-    land(net)
-    until(lambda: not consumer.first.stats().loads)
-    assert ("failed", True) == (load.state, bool(producer.first.held))
-    consumer.first.decline(ticket=ticket, attempt=1)
-    until(lambda: not producer.first.held)
-
-
-def test_decline_reaches_a_load_whose_bytes_still_move(
+def test_decline_beside_a_load_whose_bytes_still_move_is_sent_once(
     net: FakeNixl, sides: tuple[Side, Side]
 ) -> None:
-    """The load had announced another attempt. The decline takes that back."""
+    """The load informs the producer when it ends."""
     producer, consumer = sides
-    let_nothing_land(net)
+    # The byte that proves a connection lands.
+    net.fate = lambda flight: flight.land() if len(flight.copies) == 1 else None
     ticket = ticket_of(producer, lease=60.0)
-    load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0, again=True)
-    until(lambda: net.moving)
+    load = consumer.first.load(ASKED, ticket=ticket, timeout=9.0)
+    until(lambda: load.in_flight and net.moving)
     load.cancel()
     consumer.first.decline(ticket=ticket)
+    assert 0 == consumer.first.stats().errands
     land(net)
-    until(lambda: not producer.first.held)
-
-
-def test_decline_beside_a_failing_load_with_another_attempt_ahead_is_sent(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The load keeps the request for the next attempt, so it informs nobody itself."""
-    producer, consumer = sides
-    goes_on = delayed(consumer, monkeypatch)
-    ticket = ticket_of(producer, lease=60.0)
-    load = consumer.first.load(ASKED, ticket=ticket, timeout=20.0, again=True)
-    consumer.first.decline(ticket=ticket)
-    load.cancel()
-    goes_on.set()
     until(lambda: not producer.first.held)
 
 

@@ -6,7 +6,9 @@ states about its keys must be what the keys show.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -15,10 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forward_code import calls
 
 import kvspec
 from kvspec.adapters.attention_modules import key_content_of
 from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.rotating_modules import ALWAYS, CONDITIONS, applies_rotary
 from kvspec.adapters.rotation import rotation_of
 from kvspec.adapters.vllm.backends import FORMATS, full_name
 
@@ -146,6 +150,62 @@ def test_stated_key_content_is_that_of_computed_keys(
     assert kvspec.KeyContent(rotary=rotary, rotary_size=size) == shown
     assert stated is not None
     assert (stated.rotary, stated.rotary_start, stated.rotary_size) == (rotary, 0, size)
+
+
+def module_of(name: str, **attributes: Any) -> Any:
+    """Return a module of class *name*, which nobody has initialised, with a rotary embedding."""
+    file, _, kind = name.rpartition(".")
+    cls = getattr(importlib.import_module(file), kind)
+    module = cls.__new__(cls)
+    torch.nn.Module.__init__(module)
+    module.rotary_emb = torch.nn.Identity()
+    for attribute, value in attributes.items():
+        setattr(module, attribute, value)
+    return module
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        f"{package}.{name}"
+        for package, names in ALWAYS.items()
+        if package.startswith("vllm.")
+        for name in names
+    ),
+)
+def test_code_of_class_always_applies_the_rotary_embedding(name: str) -> None:
+    """The table of the adapters is what the code of the installed engine does."""
+    module = module_of(name)
+    assert applies_rotary(module) is True
+    assert calls(module, "rotary_emb") is True
+
+
+ATTRIBUTES = {
+    "afmoe.AfmoeAttention": ("is_local_attention",),
+    "cohere2_moe.Cohere2MoeAttention": ("sliding_window", "force_rope"),
+    "commandr.CohereAttention": ("v1", "sliding_window"),
+    "exaone4.Exaone4Attention": ("sliding_window", "apply_rope_all_layers"),
+    "exaone_moe.ExaoneMoeAttention": ("use_rope",),
+    "falcon.FalconAttention": ("use_rotary",),
+    "granite.GraniteAttention": ("use_rope",),
+    "granitemoe.GraniteMoeAttention": ("use_rope",),
+    "step3p5.Step3p5Attention": ("use_rope",),
+}
+"""Attributes that decide whether a class applies its rotary embedding: it does if any is true."""
+
+
+@pytest.mark.parametrize("name", sorted(ATTRIBUTES))
+def test_conditions_of_classes_are_those_of_their_code(name: str) -> None:
+    for values in itertools.product((None, 64), repeat=len(ATTRIBUTES[name])):
+        attributes = dict(zip(ATTRIBUTES[name], values, strict=True))
+        module = module_of(f"vllm.model_executor.models.{name}", **attributes)
+        assert any(values) is applies_rotary(module)
+        assert any(values) is calls(module, "rotary_emb")
+
+
+def test_each_condition_of_a_class_is_compared_with_its_code() -> None:
+    names = {f"vllm.model_executor.models.{name}" for name in ATTRIBUTES}
+    assert names == {name for name in CONDITIONS if name.startswith("vllm.")}
 
 
 def test_backend_that_vllm_makes_for_chunks_has_the_pages_of_its_base() -> None:

@@ -1,4 +1,4 @@
-"""Blocks that a load writes and owns, and requests that write the same bytes."""
+"""Blocks that a load writes and owns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 from refused import refusal
 
 import kvspec
-from kvspec.descriptors.table import DescriptorTable
-from kvspec.session.written import BlockLocks, blocks_of, pushed_of
+from kvspec.session.written import BlockLocks, blocks_of
 
 SIZES: dict[str, Any] = {"block_size": 4, "total_num_kv_heads": 2, "head_size": 8, "dtype": "int8"}
 FULL = kvspec.FullAttentionSpec(**SIZES)
 WINDOW = kvspec.SlidingWindowSpec(**SIZES, sliding_window=8)
-CROSS = kvspec.CrossAttentionSpec(**SIZES)
 STATE = kvspec.MambaSpec.short_conv(conv_dim=6, conv_kernel=3, dtype="int8", block_size=4)
 RANK = kvspec.RankId()
 Tables = dict[str, Any]
@@ -30,62 +28,9 @@ def asked(tokens: int, tables: Tables, **more: Any) -> kvspec.TransferRequest:
     )
 
 
-def table_of(*specs: kvspec.LayerSpec) -> DescriptorTable:
-    """Return the rows between two ranks with groups "g0", "g1" and so on, or "g" alone."""
-    engine = builders.engine(*specs)
-    cache = kvspec.plan_memory(engine, RANK, 16)
-    return kvspec.build_table(kvspec.plan_transfer(engine, engine), cache, cache)
-
-
 def plan_of(engine: kvspec.EngineSpec) -> kvspec.TransferPlan:
     """Return the plan between two equal engines."""
     return kvspec.plan_transfer(engine, engine)
-
-
-def differs(table: DescriptorTable, one: kvspec.TransferRequest, **changes: Any) -> bool:
-    """Return whether two requests write different bytes."""
-    return pushed_of(table, attrs.evolve(one, **changes)) != pushed_of(table, one)
-
-
-def test_only_tokens_that_a_group_writes_make_a_difference() -> None:
-    """Encoder tokens matter for cross attention alone, and state tokens for states alone."""
-    plain = asked(8, {"g": [1, 2]})
-    assert not differs(table_of(FULL), plain, encoder_tokens=3, state_tokens=9)
-    cross = asked(8, {"g0": [1, 2], "g1": [3]}, encoder_tokens=4)
-    one = table_of(FULL, CROSS)
-    assert differs(one, cross, encoder_tokens=3)
-    assert not differs(one, cross, state_tokens=9)
-    states = asked(8, {"g0": [1, 2], "g1": [3]})
-    one = table_of(FULL, STATE)
-    assert differs(one, states, state_tokens=9)
-    assert not differs(one, states, state_tokens=8, encoder_tokens=1)
-    assert differs(one, states, num_tokens=7)
-
-
-def test_table_of_live_tokens_writes_the_same_as_a_longer_table() -> None:
-    """A table that does not begin at a block boundary is rejected."""
-    one, long = table_of(WINDOW), asked(16, {"g": [1, 2, 3, 4]})
-    short = {"g": kvspec.BlockTable([3, 4], first_token=8)}
-    assert not differs(one, long, consumer_blocks=short)
-    shifted = {"g": kvspec.BlockTable([2, 3, 4], first_token=6)}
-    error = refusal(lambda: differs(one, long, consumer_blocks=shifted))
-    assert ("consumer_blocks['g'].first_token", 6) == (error.field, error.value)
-
-
-def test_pushed_request_needs_tables_for_its_tokens() -> None:
-    """Unknown groups and missing or short tables are rejected. A full hit needs no table."""
-    one, good = table_of(FULL, STATE), asked(8, {"g0": [1, 2], "g1": [3]})
-    for changes, field, word in (
-        ({"cached_tokens": {"g9": 1}}, "cached_tokens", "g9"),
-        ({"consumer_blocks": {"g0": [1, 2]}}, "consumer_blocks", "g1"),
-        ({"consumer_blocks": {"g0": [1], "g1": [3]}}, "consumer_blocks['g0']", "7"),
-        ({"consumer_blocks": {"g0": [1, 2], "g1": []}}, "consumer_blocks['g1']", "[]"),
-    ):
-        error = refusal(lambda changes=changes: differs(one, good, **changes))
-        assert field == error.field
-        assert word in str(error)
-    hit = {"cached_tokens": 8, "consumer_blocks": dict[str, Any]()}
-    assert differs(one, good, **hit)
 
 
 def test_blocks_of_a_load_are_the_blocks_that_it_writes() -> None:

@@ -144,7 +144,7 @@ class RepeatsFirstAnswer(ProducerLedger):
         request = self.records.get(message.key)
         seen = request.readers.get(message.by) if request else None
         other = not isinstance(message, ReaderStatus)
-        if other or seen is None or not seen.done or seen.message.attempt != message.attempt:
+        if other or seen is None or not seen.done:
             return super().receive(message, now)
         fields = {field: getattr(message, field) for field in Done.__struct_fields__}
         actions = super().receive(Done(**fields | {"number": seen.message.number}), now)
@@ -170,33 +170,13 @@ class ExtendsLeaseForCopies(ProducerLedger):
         return [Tell(message.answer(Lease, lease=self.lease))]
 
 
-class ForgetsStoppedReaders(ProducerLedger):
-    """Forget each reader that was sent `stopped`."""
-
-    def _push_message(self, request: Any, message: Any) -> Any:
-        actions = super()._push_message(request, message)
-        target = message.attempt, message.by
-        if request.push(target).state == "stopped":
-            self._drop(request.pushes, target)
-            self._count("pushes", -1)
-        return actions
-
-
-class StopsBeforeTheEnd(ProducerLedger):
-    """Answer `stop` while bytes of the write may still move."""
-
-    def _push(self, request: Any, target: Any, event: str, pushed: Any = None) -> Any:
-        hasty = event == "stop" and request.push(target).in_flight
-        return super()._push(request, target, "failed" if hasty else event, pushed)
-
-
 class RestartsNumbers(ConsumerLedger):
     """Restart the numbers of messages with each load."""
 
-    def _send(self, load: Any, kind: str, *, again: bool = False) -> Any:
+    def _send(self, load: Any, kind: str, *, repeat: bool = False) -> Any:
         self.own = getattr(self, "own", Counter[str]())
         numbers, self.counts["numbers"] = self.counts["numbers"], self.own[load.request_id]
-        actions = super()._send(load, kind, again=again)
+        actions = super()._send(load, kind, repeat=repeat)
         self.own[load.request_id], self.counts["numbers"] = self.counts["numbers"], numbers
         return actions
 
@@ -274,7 +254,7 @@ class SendsNothingAfterGone(ConsumerLedger):
 
     def _fault(self, load: Any, why: str, state: TransferState, rank: Any = None) -> Any:
         if state is TransferState.GONE and rank is not None and load.state == "moving":
-            self._drop(load.waiting, rank)
+            load.waiting.pop(rank, None)
         return super()._fault(load, why, state, rank)
 
 

@@ -27,14 +27,13 @@ import kvspec
 from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan
 from kvspec.completion.consumer import Step as LedgerStep
 from kvspec.completion.ledger import Closed, Ended, Failed, Tell
-from kvspec.completion.producer import ProducerLedger, Target
+from kvspec.completion.producer import ProducerLedger
 from kvspec.errors import TransferState
 from kvspec.wire import messages as wire
 from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import Key, Message, RankAddress
 
 Rank = kvspec.RankId
-Write = tuple[Key, Rank, Target]
 
 
 @attrs.define(eq=False)
@@ -45,7 +44,6 @@ class Request:
     epoch: int
     ends: dict[str, int]
     partial: bool
-    attempt: int = 0
     admitted: dict[Rank, float] = attrs.field(factory=dict)
     promised: dict[Rank, float] = attrs.field(factory=dict)
     freed: dict[Rank, str] = attrs.field(factory=dict)
@@ -55,10 +53,10 @@ class Request:
 
 @attrs.define(eq=False)
 class Load:
-    """One rank's attempt to read a request.
+    """One rank's load of a request.
 
-    *reread* is true if the rank has read the request in this attempt before, and *compared* if its
-    data was compared.
+    *reread* is true if the rank has read the request before, and *compared* if its data was
+    compared.
     """
 
     request: Request
@@ -96,12 +94,6 @@ class World(TwoEngines[bytes]):
         self.plan, self.kinds = plan, (producer, consumer)
         self.epochs = {"P": 1, "D": 1}
         self.leases: set[tuple[Any, ...]] = set()
-        # Of pushes, by request, producer rank and reader: the writes in flight, all writes that
-        # were begun, when each reader was sent `stopped`, and the last outcome with its failure.
-        self.writes: list[Write] = []
-        self.pushed: set[Write] = set()
-        self.fenced: dict[Write, float] = {}
-        self.outcome: tuple[Write, bool] | None = None
         self.sent: list[bytes] = []
         self.requests: list[Request] = []
         self.loads: list[Load] = []
@@ -139,7 +131,6 @@ class World(TwoEngines[bytes]):
         """End an engine and start it again. Its peer connects with the new start."""
         self.epochs[name] += 1
         if name == "P":
-            self.writes.clear()
             for request in self.requests:
                 request.lost = True
             self.to_admit.clear()
@@ -168,10 +159,6 @@ class World(TwoEngines[bytes]):
         request = Request(key, self.epochs["P"], ends, partial)
         self.requests.append(request)
         self.to_admit += [(request, rank) for rank in self.producers]
-        self.expected(request)
-
-    def expected(self, request: Request) -> None:
-        """Add all readers of a request, or of its next attempt, to those that will start."""
         self.to_expect += [(request, rank) for rank in self.consumers]
 
     def admit_rank(self, at: int) -> None:
@@ -186,7 +173,6 @@ class World(TwoEngines[bytes]):
         self,
         at: int,
         *,
-        again: bool,
         rejected: bool,
         connecting: bool = False,
         verify: bool = False,
@@ -203,9 +189,7 @@ class World(TwoEngines[bytes]):
             epoch=request.epoch,
             expected={one: len(self.plan.notifiers(one)) for one in producers},
             sources={} if rejected else self.sources(rank, request.ends),
-            options=LoadOptions(
-                attempt=request.attempt, follow=request.partial, again=again, verify=verify
-            ),
+            options=LoadOptions(follow=request.partial, verify=verify),
         )
         if request.epoch != self.epochs["P"]:
             return
@@ -402,22 +386,8 @@ class World(TwoEngines[bytes]):
             actions = self.consumers[load.rank].cancel(load.load_plan.request_id, self.reader_now)
             self.acted(actions, "D", load.rank)
 
-    def retry(self, at: int) -> None:
-        """Start the next attempt at a request that failed on some rank, once all loads ended."""
-        if not self.requests:
-            return
-        request = self.requests[at % len(self.requests)]
-        loads = [load for load in self.loads if load.request is request]
-        waits = any(waiting is request for waiting, _ in self.to_expect) or request.lost
-        last = [load for load in loads if load.load_plan.options.attempt == request.attempt]
-        if waits or not last or not all(load.closed for load in last):
-            return
-        if any(load.outcome == "failed" and load.load_plan.options.again for load in last):
-            request.attempt += 1
-            self.expected(request)
-
     def reread(self, at: int) -> None:
-        """Let a rank load the same attempt again that it has read or given up."""
+        """Let a rank load a request again that it has read or given up."""
         ended = [load for load in self.loads if load.closed and not load.request.lost]
         if ended:
             load = ended[at % len(ended)]
@@ -456,9 +426,6 @@ class World(TwoEngines[bytes]):
                 assert (name, rank) == (message.by.engine_id, message.by.rank), "a wrong sender"
                 if isinstance(message, wire.Lease):
                     self.promise(message)
-                if isinstance(message, wire.PushDone | wire.PushStopped):
-                    self.push_ended(message)
-                    continue
                 self.net.append(encode_message(message))
                 self.sent = [*self.sent[-60:], self.net[-1]]
             elif isinstance(action, Failed | Ended | Closed):
@@ -468,70 +435,12 @@ class World(TwoEngines[bytes]):
                 self.freed(remote_id, how, rank)
             self.producers[rank].freed.clear()
 
-    def give_up(self, at: int) -> None:
-        """Let a reader send `stop` to a producer rank, whether or not that rank pushes."""
-        if self.loads:
-            load = self.loads[at % len(self.loads)]
-            plan, ranks = load.load_plan, list(self.producers)
-            to = RankAddress("P", plan.epoch, ranks[at % len(ranks)])
-            by = RankAddress("D", self.epochs["D"], load.rank)
-            message = wire.StopWriting(plan.key, by, to, plan.options.attempt)
-            self.net.append(encode_message(message))
-
-    def begin_push(self, at: int) -> None:
-        """Let a producer rank begin the push of a request to all its readers."""
-        held = [(r, rank) for r in self.requests for rank in r.admitted if not r.lost]
-        if not held:
-            return
-        request, rank = held[at % len(held)]
-        ledger, attempt = self.producers[rank], request.attempt
-        self.acted(ledger.tick(self.now), "P", rank)
-        targets = [
-            (attempt, RankAddress("D", self.epochs["D"], reader))
-            for reader in self.plan.notifiers(rank)
-        ]
-        try:
-            opened = ledger.begin_push(request.key, targets)
-        except kvspec.SpecError as error:
-            before = any((request.key, rank, target) in self.pushed for target in targets)
-            check(Promise.ANSWERED, before or rank in request.freed, error)
-            return
-        check(Promise.FENCED, rank not in request.freed, "a push of a request that is not held")
-        for target in opened:
-            write = request.key, rank, target
-            fenced = self.fenced.get(write)
-            late = fenced is None or fenced + LONGEST <= request.admitted[rank]
-            check(Promise.FENCED, late, "written after `stopped`")
-            check(Promise.FENCED, write not in self.pushed, "pushed twice")
-            self.writes.append(write)
-            self.pushed.add(write)
-
-    def end_push(self, at: int, *, fails: bool) -> None:
-        """End the write to one reader. The reader is informed at once."""
-        if self.writes:
-            write = self.writes.pop(at % len(self.writes))
-            key, rank, target = write
-            pushed = None if fails else bytes(16)
-            self.outcome = None
-            self.acted(self.producers[rank].end_push(key, target, pushed, self.now), "P", rank)
-            check(Promise.PUSHED, self.outcome == (write, fails), "no outcome, or a false one")
-
-    def push_ended(self, message: wire.PushDone | wire.PushStopped) -> None:
-        """Check the outcome of a push: nothing of it may move any more."""
-        write = message.key, message.by.rank, (message.attempt, message.to)
-        check(Promise.PUSHED, write not in self.writes, "bytes may still move")
-        if isinstance(message, wire.PushStopped):
-            self.fenced[write] = self.now
-        else:
-            check(Promise.PUSHED, write in self.pushed, "`pushed` without a write")
-        self.outcome = write, isinstance(message, wire.PushStopped)
-
     def promise(self, message: wire.Lease) -> None:
         """Record a lease: until it ends, a rank may free only requests that have finished.
 
         One heartbeat extends a lease once. A repeated copy of it must not.
         """
-        name = message.by, message.to, message.key, message.attempt, message.number
+        name = message.by, message.to, message.key, message.number
         check(Promise.LEASED, name not in self.leases, name)
         self.leases.add(name)
         for request in self.requests:
@@ -591,7 +500,7 @@ class World(TwoEngines[bytes]):
         while self.to_admit:
             self.admit_rank(0)
         while self.to_expect:
-            self.expect_rank(0, again=False, rejected=True)
+            self.expect_rank(0, rejected=True)
         while self.to_connect:
             self.connect_rank(0)
 
@@ -600,8 +509,6 @@ class World(TwoEngines[bytes]):
         self.start_all()
         while self.steps:
             self.finish(0, "failed")
-        while self.writes:
-            self.end_push(0, fails=True)
         for _ in range(60):
             while self.net:
                 self.deliver(0)
@@ -622,14 +529,8 @@ class World(TwoEngines[bytes]):
     def nothing_left(self) -> None:
         """Check that all ledgers are empty, and that each request was freed."""
         for ledger in self.producers.values():
-            left = (
-                ledger.held,
-                len(ledger.records),
-                ledger.due,
-                ledger.counts["held"],
-                ledger.counts["pushes"],
-            )
-            check(Promise.CLEAN, ((), 0, None, 0, 0) == left, left)
+            left = ledger.held, len(ledger.records), ledger.due, ledger.counts["held"]
+            check(Promise.CLEAN, ((), 0, None, 0) == left, left)
         for reader in self.consumers.values():
             rest = reader.open, reader.steps, reader.due
             check(Promise.CLEAN, ({}, 0, None) == rest, rest)

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -60,6 +61,66 @@ def _without_signals(code: CodeType) -> frozenset[int]:
             if at and steps[at - 1].opname in ("SWAP", "PUSH_EXC_INFO"):
                 found.add(steps[at - 1].offset)
     return frozenset(found)
+
+
+# After these instructions, and nowhere else, Python calls the handlers of signals.
+HANDLES_SIGNALS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
+
+
+def interrupted_after(place: int, act: Callable[[], object], folder: Path) -> tuple[int, bool]:
+    """Call *act*, and raise a KeyboardInterrupt at moment *place* in the code below *folder*.
+
+    A moment is one at which Python calls the handlers of signals. They are counted from 0. The
+    replacement for NIXL has none, as C code has none, and neither has code in `uninterrupted`.
+
+    Returns:
+        How many moments were counted, and whether the interrupt left *act*.
+    """
+    count, root, before = 0, str(folder), sys.gettrace()
+    last: dict[FrameType, str] = {}
+
+    def step(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if event == "call":
+            file = frame.f_code.co_filename
+            if not file.startswith(root) or "/testing/" in file:
+                return None
+            frame.f_trace_opcodes = True
+        elif event == "return":
+            last.pop(frame, None)
+        elif event == "opcode":
+            if last.get(frame) in HANDLES_SIGNALS:
+                count += 1
+                if count == place + 1:
+                    raise KeyboardInterrupt
+            last[frame] = _names(frame.f_code)[frame.f_lasti]
+        return step
+
+    sys.settrace(step)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return count, True
+    finally:
+        sys.settrace(before)
+    return count, False
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let `interrupted_after` count nothing inside."""
+    before = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@cache
+def _names(code: CodeType) -> dict[int, str]:
+    """Return the name of the instruction at each offset of *code*."""
+    return {step.offset: step.opname for step in dis.get_instructions(code)}
 
 
 class Other:

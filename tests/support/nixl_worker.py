@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from multiprocessing.connection import Connection
 
 import numpy as np
 from nixl_pair import memory
+from notified import notifications
 
 from kvspec.errors import TransferError
 from kvspec.nixl import NixlRank
@@ -31,24 +31,13 @@ def pattern(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
 
 
-def wait_for(rank: NixlRank, payload: bytes) -> str:
-    """Return the sender of the next notification, which must be *payload*, within 5 s."""
-    end = time.monotonic() + 5.0
-    while time.monotonic() < end:
-        for sender, arrived in rank.notifications():
-            assert arrived == payload
-            return sender
-        time.sleep(1e-3)
-    raise TimeoutError(payload)
-
-
 def use_in_fork(rank: NixlRank) -> str:
     """Use *rank* in a forked child that exits normally; return its error and exit status."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            rank.notifications()
+            notifications(rank)
             outcome = b"nothing"
         except TransferError as error:
             outcome = str(error.state).encode()
@@ -74,13 +63,8 @@ def main(parent: Connection) -> None:
                 return
             answer: object = None
             match command:
-                case "notify":
-                    rank.connect(arguments[0])
-                    rank.notify(arguments[1], b"from the worker")
                 case "connect":
                     rank.connect(arguments[0])
-                case "wait":
-                    answer = wait_for(rank, arguments[0])
                 case "storage":
                     answer = storage.tobytes()
                 case "fork":

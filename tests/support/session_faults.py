@@ -14,16 +14,14 @@ from msgspec.structs import replace
 
 from kvspec import RankCache
 from kvspec.completion.consumer import _CONDITIONS, ConsumerLedger, Source
-from kvspec.completion.producer import HeldRequest, ProducerLedger
-from kvspec.completion.states import PUSH, Row
+from kvspec.completion.producer import HeldRequest
 from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
-from kvspec.session import Load, Session, loads
+from kvspec.session import Load, Session
 from kvspec.session.checksums import Audit, extents_of
-from kvspec.session.holds import Holds
 from kvspec.session.loads import Loads
 from kvspec.session.remotes import Connection
-from kvspec.wire.messages import Gone, Message, PushDone, Valid
+from kvspec.wire.messages import Done, Gone, Message, Valid
 from kvspec.wire.seal import MAC, Secret
 
 if TYPE_CHECKING:
@@ -37,15 +35,9 @@ def earlier_load_answers_for_the_next(patch: pytest.MonkeyPatch) -> None:
 
     def repeats(self: HeldRequest, message: Any) -> bool:
         reader = self.readers.get(message.by)
-        return reader is not None and reader.done and reader.message.attempt == message.attempt
+        return reader is not None and reader.done and isinstance(message, Done)
 
     patch.setattr(HeldRequest, "repeats", repeats)
-
-
-def first_push_answers_for_the_next(patch: pytest.MonkeyPatch) -> None:
-    """Load an attempt again, and send it the outcome that was true for the first load."""
-    patch.setattr(loads, "MAX_PUSHED", 0)
-    patch.setitem(PUSH, ("pushed", "anew"), Row("pushed", "send", "a fault"))
 
 
 def free_request_is_reported_twice(patch: pytest.MonkeyPatch) -> None:
@@ -60,35 +52,6 @@ def free_request_is_reported_twice(patch: pytest.MonkeyPatch) -> None:
         return result
 
     patch.setattr(Session, "settled", again)
-
-
-def outcome_is_sent_before_the_end(patch: pytest.MonkeyPatch) -> None:
-    """Send `pushed` as soon as the write is posted."""
-    settle = Holds._settle
-
-    def hasty(self: Any, writes: Any) -> None:
-        settle(self, writes)
-        for (attempt, to), (_, pushed) in writes.left.items():
-            name = writes.key, self.ledger.me, to, attempt
-            if pushed is not None:
-                self.messages.send(PushDone(*name, pushed=pushed))
-
-    patch.setattr(Holds, "_settle", hasty)
-
-
-def reader_that_gave_up_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Forget each reader that was sent `stopped`."""
-    receive = ProducerLedger._push_message
-
-    def forget(self: Any, request: Any, message: Any) -> Any:
-        actions = receive(self, request, message)
-        target = message.attempt, message.by
-        if request.push(target).state == "stopped":
-            self._drop(request.pushes, target)
-            self._count("pushes", -1)
-        return actions
-
-    patch.setattr(ProducerLedger, "_push_message", forget)
 
 
 def differences_are_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -177,21 +140,6 @@ def late_reader_is_sent_valid(patch: pytest.MonkeyPatch) -> None:
 def handles_are_not_released(patch: pytest.MonkeyPatch) -> None:
     """Keep the handles of a transfer that failed, though they have ended."""
     patch.setattr(Transfer, "reap", lambda self: not self.live_handles)
-
-
-def pushed_requests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    """Accept any pushed request as the one that the load expects."""
-
-    class Same(bytes):
-        """A digest that equals all others."""
-
-        __hash__ = bytes.__hash__
-
-        def __eq__(self, _: object) -> bool:
-            return True
-
-    digest = loads.pushed_of
-    patch.setattr(loads, "pushed_of", lambda *given: Same(digest(*given)))
 
 
 def layers_are_read_to_their_end(patch: pytest.MonkeyPatch) -> None:

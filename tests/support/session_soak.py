@@ -79,16 +79,13 @@ class Soak(Recovery):
             self.engines["consumer"].ranks[0].ask("cancel", opened.request.request_id)
 
 
-def soak(
-    requests: int, faults: int, seed: int = 0, tls: str = "all", *, pushed: bool = False
-) -> Figures:
+def soak(requests: int, faults: int, seed: int = 0, tls: str = "all") -> Figures:
     """Return the figures of *requests* with *faults*, in which the kinds of faults take turns."""
     job = Job(
         producer=engine(4, heads=4, block=8, size=512),
         consumer=engine(2, heads=4, block=4, size=512),
         tokens=60,
         requests=requests,
-        mode="push" if pushed else "pull",
         seed=seed,
         timeout=24 * 3600.0,  # A soak is ended by its number of requests, not by its job's timeout.
     )
@@ -103,6 +100,5 @@ if __name__ == "__main__":
     parser.add_argument("--faults", type=int, default=70)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tls", default="all", help="UCX_TLS of the processes: all, tcp")
-    parser.add_argument("--push", action="store_true", help="producers write")
     options = parser.parse_args()
-    print(soak(options.requests, options.faults, options.seed, options.tls, pushed=options.push))  # noqa: T201
+    print(soak(options.requests, options.faults, options.seed, options.tls))  # noqa: T201

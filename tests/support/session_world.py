@@ -6,8 +6,8 @@ How it works:
     has wrong bytes. The world also copies the bytes of each load that has ended. A write that is
     still in flight then changes bytes that are compared later.
 
-    A test performs steps in any order: admit, hold, write, read, push, land, deliver, lose, forge,
-    abort, cancel, restart and advance. After each step the world polls every session and compares
+    A test performs steps in any order: admit, hold, write, read, land, deliver, lose, forge, abort,
+    cancel, restart and advance. After each step the world polls every session and compares
     it with the truth (`look`). `end` lets everything finish and checks that nothing is left.
 """
 
@@ -58,8 +58,8 @@ PAIRS = tuple(
         (2, 3, 6, 8, False),
     )
 )
-Mode = Literal["pull", "push", "follow"]
-MODES: tuple[Mode, ...] = ("pull", "push", "follow")
+Mode = Literal["whole", "follow"]
+MODES: tuple[Mode, ...] = ("whole", "follow")
 
 
 def spans(views: Any, tables: Any) -> list[range]:
@@ -136,7 +136,7 @@ class Engine(Side):
 
         super().__init__(
             name, spec, epoch=epoch, blocks=BLOCKS, channel=channel,
-            polled=(name == "D") != world.pushed, lease=LEASE, longest=LONGEST,
+            polled=name == "D", lease=LEASE, longest=LONGEST,
             heartbeat=HEARTBEAT, patience=PATIENCE,
             clock=world.reader_clock if name == "D" else world.clock,
         )  # fmt: skip
@@ -167,20 +167,19 @@ class World(TwoEngines[tuple[str, str, bytes]]):
         self,
         net: FakeNixl,
         pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
-        mode: Mode = "pull",
+        mode: Mode = "whole",
         *,
         verify: bool = False,
     ) -> None:
         super().__init__()
         self.nixl, self.pair, self.verify = net, pair, verify
-        self.pushed, self.follow = mode == "push", mode == "follow"
+        self.follow = mode == "follow"
         net.fate = self.posted
         self.moved = set[int]()  # the consumer's bytes that transfers were posted for
         self.asked: list[Entry] = []
         self.readers: list[Reader] = []
         self.to_hold: list[tuple[Entry, Rank]] = []
         self.to_read: list[tuple[Entry, Rank]] = []
-        self.to_push: list[tuple[Entry, Rank]] = []
         self.to_write: list[tuple[Entry, Rank, str]] = []
         self.outcomes = Counter[str]()
         self.starts = {"P": 0, "D": 0}
@@ -215,11 +214,8 @@ class World(TwoEngines[tuple[str, str, bytes]]):
             self.moved.clear()
             self.readers = [r for r in self.readers if r.start == self.starts["D"]]
         self.to_read.clear()
-        self.to_push.clear()
         if "D" in self.engines:
             self.engines["D"].connect(self.engines["P"])
-        if "D" in self.engines and self.pushed:
-            self.engines["P"].connect(self.engines["D"], "consumer")
         self.look()
 
     def admit(self, tokens: int, cached: int, *, early: bool) -> None:
@@ -246,9 +242,6 @@ class World(TwoEngines[tuple[str, str, bytes]]):
         self.compute(entry)
         self.to_hold += [(entry, rank) for rank in self.engines["P"].sessions]
         self.to_read += [(entry, rank) for rank in self.engines["D"].sessions]
-        if self.pushed:  # as soon as the producer knows the blocks, it may write
-            for rank in self.engines["D"].sessions:
-                self.spoil(entry, rank)
         if not early:
             while self.to_hold:
                 self.hold(0)
@@ -265,8 +258,6 @@ class World(TwoEngines[tuple[str, str, bytes]]):
             for (of, layer), upto in entry.written.items():
                 if of == rank and self.held(entry, rank):
                     session.record_progress(entry.remote_id, upto, [layer])
-            if self.pushed:
-                self.to_push.append((entry, rank))
 
     def compute(self, entry: Entry) -> None:
         """Write the bytes of a request on every producer rank, or none yet if readers follow it."""
@@ -321,28 +312,6 @@ class World(TwoEngines[tuple[str, str, bytes]]):
             self.to_write = [x for x in self.to_write if (id(x[0]), *x[1:]) not in gone]
         self.look()
 
-    def push(self, at: int, *, short: bool = False) -> None:
-        """Let one producer rank push a request if it still holds it.
-
-        With *short*, the pushed request has one token less, by mistake.
-        """
-        if self.to_push:
-            entry, rank = self.to_push.pop(at % len(self.to_push))
-            request = entry.request
-            if short:
-                request = attrs.evolve(request, num_tokens=request.num_tokens - 1)
-            if self.held(entry, rank):
-                try:
-                    self.engines["P"].sessions[rank].push(
-                        request, remote_id=entry.remote_id, timeout=TIMEOUT, epoch=entry.to
-                    )
-                except TransferError as error:
-                    raise BrokenPromiseError(Promise.OWNED, entry.remote_id) from error
-                except SpecError as error:
-                    restarted = entry.to != self.starts["D"]
-                    check(Promise.OWNED, restarted, error)
-            self.look()
-
     def read(self, at: int, how: str) -> None:
         """Let one consumer rank load or decline a request.
 
@@ -353,42 +322,36 @@ class World(TwoEngines[tuple[str, str, bytes]]):
             return
         entry, rank = self.to_read.pop(at % len(self.to_read))
         session, load = self.engines["D"].sessions[rank], None
-        declined = how == "decline" and not self.pushed
-        if not declined and not self.pushed:
+        if how != "decline":
             self.spoil(entry, rank)
         try:
-            if declined:
+            if how == "decline":
                 session.decline(entry.remote_id)
             else:
                 load = session.load(
-                    entry.request, remote_id=entry.remote_id, timeout=TIMEOUT,
-                    pushed=self.pushed, follow=self.follow, verify=self.verify,
+                    entry.request, remote_id=entry.remote_id, timeout=TIMEOUT, follow=self.follow,
+                    verify=self.verify,
                 )  # fmt: skip
         except TransferError as error:
             raise BrokenPromiseError(Promise.OWNED, entry.remote_id) from error
         except SpecError as error:
-            waits = error.field in ("request_id", "key", "attempt") and rank in entry.read
+            waits = error.field in ("request_id", "key") and rank in entry.read
             check(Promise.OWNED, waits, error)
-            # A rank waits for an attempt only once if the producer pushes.
-            if how != "decline" and error.field != "attempt":
+            if how != "decline":
                 self.to_read.append((entry, rank))
                 return
-        if how == "decline" and load is not None:
-            load.cancel()
         again = rank in entry.read
         entry.read.add(rank)
         self.readers.append(Reader(entry, rank, self.starts["D"], load, again))
         self.look()
 
     def reread(self, at: int) -> None:
-        """Let a rank whose load has ended load the same attempt again."""
+        """Let a rank whose load has ended load the request again."""
         ended = [r for r in self.readers if r.after is not None and not r.entry.lost]
         if ended:
             reader = ended[at % len(ended)]
             self.readers.remove(reader)
             self.to_read.append((reader.entry, reader.rank))
-            if self.pushed:
-                self.spoil(reader.entry, reader.rank)
 
     def spoil(self, entry: Entry, rank: Rank) -> None:
         """Write rubbish into a request's blocks, except for tokens that the consumer has cached."""
@@ -550,11 +513,10 @@ class World(TwoEngines[tuple[str, str, bytes]]):
 
     def end(self) -> None:
         """Let everything in progress end; then nothing may be left on either side."""
-        while self.to_hold or self.to_read or self.to_push or self.to_write:
+        while self.to_hold or self.to_read or self.to_write:
             self.hold(0)
             self.write(0, 99, all_layers=True)
             self.read(0, "decline")
-            self.push(0)
         for _ in range(40):
             while self.nixl.moving:
                 self.land(0, "land")
@@ -567,7 +529,7 @@ class World(TwoEngines[tuple[str, str, bytes]]):
         for name, side in self.engines.items():
             for rank, session in side.sessions.items():
                 left = session.stats()
-                engines = int(name == "D" or self.pushed)
+                engines = int(name == "D")
                 check(Promise.CLEAN, SessionStats(engines=engines) == left, f"{rank}: {left}")
                 own = session.nixl.stats()
                 check(Promise.CLEAN, (0, 0) == (own.transfers, own.handles), f"{rank}: {own}")

@@ -47,14 +47,10 @@ class RadixAttention(Module):
     """SGLang's attention layer."""
 
 
-class Rotating(Module):
+class Exaone4Attention(Module):
     """The module around an attention layer. It may have layers without positions."""
 
-    def forward(self, positions: Any, q: Any, k: Any, forward_batch: Any) -> Any:
-        """Rotate, and attend."""
-        if self.use_rope:
-            q, k = self.rotary_emb(positions, q, k)
-        return self.attn(q, k, forward_batch)
+    __module__ = "sglang.srt.models.exaone4"
 
 
 def model(
@@ -70,7 +66,9 @@ def model(
         before = window if number == layers - 1 else -1
         attention = RadixAttention(layer_id=number, sliding_window_size=before)
         children = {"attn": attention, "rotary_emb": embedding}
-        return Module({"self_attn": Rotating(children, use_rope=rope)})
+        return Module(
+            {"self_attn": Exaone4Attention(children, sliding_window_pattern="LG", is_sliding=rope)}
+        )
 
     return Module({str(number): layer(number) for number in range(layers)})
 

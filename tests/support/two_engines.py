@@ -38,7 +38,6 @@ import kvspec
 from kvspec.nixl import NixlRank, Staging
 from kvspec.session import Load, Session
 from kvspec.session.channel import Channel
-from kvspec.session.load import Push
 from kvspec.session.mailbox import introduced
 from kvspec.testing import FakeNixl, oracle
 from kvspec.wire.messages import key_of
@@ -69,8 +68,6 @@ class Promise(enum.StrEnum):
     FREED_ONCE = "a held request is freed exactly once on each rank"
     UNREAD = "a request is freed when no reader reads it, or its lease is over"
     LEASED = "a heartbeat extends a lease once"
-    PUSHED = "a reader is sent the true outcome of a push when its bytes no longer move"
-    FENCED = "a producer never writes to a reader that was sent `stopped`, and never twice"
     ANSWERED = "without faults every load is done and every request is freed as read"
     PROMPT = "without lost messages, a request that was given up is freed when its readers end"
     ENDS = "every load ends"
@@ -279,11 +276,6 @@ class Side:
         options = {"timeout": 10.0, "remote_id": remote_id} | more
         return [session.load(request, **options) for session in self.sessions.values()]
 
-    def push(self, request: kvspec.TransferRequest, remote_id: str, **more: Any) -> list[Push]:
-        """Push a request from every rank."""
-        options = {"timeout": 9.0, "remote_id": remote_id, "epoch": 1} | more
-        return [session.push(request, **options) for session in self.sessions.values()]
-
     def poll(self) -> None:
         """Poll every rank once."""
         for session in self.sessions.values():
@@ -397,16 +389,4 @@ def four_to_two(staging: Staging | None = None) -> Iterator[tuple[Side, Side]]:
         Side("D", engine(2), polled=True, heartbeat=0.2, staging=staging) as consumer,
     ):
         consumer.connect(producer)
-        yield producer, consumer
-
-
-@contextmanager
-def pushing(producers: int = 2, consumers: int = 1, **spec: Any) -> Iterator[tuple[Side, Side]]:
-    """Yield a producer and a consumer that are connected with each other, so that one can push."""
-    with (
-        Side("P", engine(producers, **spec), polled=True) as producer,
-        Side("D", engine(consumers, **spec), polled=False, heartbeat=0.05) as consumer,
-    ):
-        consumer.connect(producer)
-        producer.connect(consumer, "consumer")
         yield producer, consumer

@@ -226,7 +226,6 @@ def test_plan_draws_the_exchange(tmp_path: Path) -> None:
         (("transfer", "--cached", "301"), "cached=301", "tokens=300"),
         (("transfer", "--requests", "0"), "requests=0", "1"),
         (("transfer", "--replica-policy", "x"), "replica_policy='x'", "spread"),
-        (("transfer", "--mode", "x"), "mode='x'", "push"),
         (("transfer", "--device", "tpu"), "device='tpu'", "cuda"),
         (("transfer", "--timeout", "nan"), "timeout=nan", "finite"),
         (("transfer", "--timeout", "0"), "timeout=0.0", "0"),

@@ -16,44 +16,43 @@ pytest.importorskip("nixl_cu13")
 
 RUNS = {
     "gemma 3: two groups, pipeline stages, blocks of 16 and 64": (
-        "gemma-3-4b", "tp=2,pp=2,block=16", "tp=3,block=64", 1100, 0, "pull",
+        "gemma-3-4b", "tp=2,pp=2,block=16", "tp=3,block=64", 1100, 0,
     ),
-    "gpt-oss: windows, 48 and 32 tokens, cached inside a block, pushed": (
-        "gpt-oss-20b", "tp=2,block=48", "tp=2,pp=2,block=32,layout=LBNHC", 300, 33, "push",
+    "gpt-oss: windows, 48 and 32 tokens, cached inside a block": (
+        "gpt-oss-20b", "tp=2,block=48", "tp=2,pp=2,block=32,layout=LBNHC", 300, 33,
     ),
     "DeepSeek-V3: latents, context ranks, kernel blocks": (
         "DeepSeek-V3", "tp=2,dcp=2,interleave=8,block=64", "tp=3,block=32,kernel=16", 150, 0,
-        "pull",
     ),
     "DeepSeek-V3.2: latents and whole pages of indexer keys, context ranks": (
-        "DeepSeek-V3.2", "tp=2,dcp=2,interleave=64,block=64", "tp=3,block=64", 150, 0, "pull",
+        "DeepSeek-V3.2", "tp=2,dcp=2,interleave=64,block=64", "tp=3,block=64", 150, 0,
     ),
     "Qwen3-Next: attention and gated delta nets at unequal TP and PP": (
-        "Qwen3-Next-80B-A3B", "tp=4", "tp=1,pp=2,block=48", 60, 0, "pull",
+        "Qwen3-Next-80B-A3B", "tp=4", "tp=1,pp=2,block=48", 60, 0,
     ),
     "granite-4-h: Mamba2 with one group, replicated conv channels": (
-        "granite-4.0-h-tiny", "tp=1,pp=2", "tp=3", 60, 0, "pull",
+        "granite-4.0-h-tiny", "tp=1,pp=2", "tp=3", 60, 0,
     ),
     "Qwen3: context ranks on both sides, interleaves of 4 and 8, 16 and 24 tokens": (
         "Qwen3-0.6B", "tp=1,pcp=2,interleave=4,block=16", "tp=1,pcp=3,interleave=8,block=24", 200,
-        50, "pull",
+        50,
     ),
 }  # fmt: skip
 # The laws judge the bytes of each such pair. What is new here are processes and NIXL, for each kind
-# of layer and both modes.
+# of layer.
 OFTEN = ("gpt-oss", "DeepSeek-V3:", "granite-4-h")
 
 
 @pytest.mark.nixl
 @pytest.mark.parametrize(
-    ("model", "producer", "consumer", "tokens", "cached", "mode"),
+    ("model", "producer", "consumer", "tokens", "cached"),
     [
         pytest.param(*run, id=name, marks=() if name.startswith(OFTEN) else pytest.mark.slow)
         for name, run in RUNS.items()
     ],
 )
 def test_every_byte_of_a_real_model_is_right(
-    model: str, producer: str, consumer: str, tokens: int, cached: int, mode: str
+    model: str, producer: str, consumer: str, tokens: int, cached: int
 ) -> None:
     """After a transfer over real NIXL, every byte of every consumer rank is right."""
     job = Job(
@@ -62,7 +61,6 @@ def test_every_byte_of_a_real_model_is_right(
         tokens=tokens,
         cached=cached,
         requests=1,
-        mode=mode,  # type: ignore[arg-type]
     )
     report = run_transfer(job)
     assert () == tuple(report.faults)

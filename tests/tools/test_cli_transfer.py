@@ -110,27 +110,21 @@ CASES = {
     "6 heads, 2 to 3": pair([heads(6)], (2, 3), layouts=NHD_HND),
     "12 heads, 4 to 3": pair([heads(12)], (4, 3), layouts=NHD_HND),
     "MLA, 4 to 3": pair([MLA], (4, 3)),
-    "MLA in stripes, 3 to 2, pushed": pair(
-        [MLA], (3, 2), replica_policy=ReplicaPolicy("stripe"), mode="push"
-    ),
+    "MLA in stripes, 3 to 2": pair([MLA], (3, 2), replica_policy=ReplicaPolicy("stripe")),
     "Mamba2 of one group, 1 to 2": pair([mamba2(4, 1)], (1, 2)),
     "Mamba2 of one group, 4 to 2": pair([mamba2(4, 1)], (4, 2), layouts=NHD_HND),
-    "attention and states, 2 to 3, pushed": pair([heads(3), mamba2(6, 2)], (2, 3), mode="push"),
-    "1 head, 3 to 2, the first replica, pushed": pair(
-        [heads(1)], (3, 2), replica_policy=ReplicaPolicy("first"), mode="push"
+    "attention and states, 2 to 3": pair([heads(3), mamba2(6, 2)], (2, 3)),
+    "1 head, 3 to 2, the first replica": pair(
+        [heads(1)], (3, 2), replica_policy=ReplicaPolicy("first")
     ),
     "HND to NHD, 3 to 2": pair([heads(5)], (3, 2), layouts=NHD_HND[::-1]),
     "HND to NHD, 3 to 2, staged": pair([heads(5)], (3, 2), layouts=NHD_HND[::-1], staging=1),
-    "attention and states, 2 to 3, pushed, staged": pair(
-        [heads(3), mamba2(6, 2)], (2, 3), mode="push", staging=1
-    ),
+    "attention and states, 2 to 3, staged": pair([heads(3), mamba2(6, 2)], (2, 3), staging=1),
     "planes of K and V, 2 to 3": pair([heads(4)], (2, 3), layouts=("LBKHNC", "LKBNHC")),
-    "blocks across layers, 2 to 1, pushed": pair(
-        [heads(4)], (2, 1), layouts=("BLKHNC", "BHLNC"), mode="push"
-    ),
+    "blocks across layers, 2 to 1": pair([heads(4)], (2, 1), layouts=("BLKHNC", "BHLNC")),
     "padded pages, 2 to 3": pair([heads(6)], (2, 3), padded=((800,), (555,)), layouts=NHD_HND),
     "a window and a cached prefix, 1 to 2": pair([heads(2), WINDOW], (1, 2), cached=6),
-    "all of it cached, 1 to 2, pushed": pair([heads(2)], (1, 2), cached=19, mode="push"),
+    "all of it cached, 1 to 2": pair([heads(2)], (1, 2), cached=19),
     "layers with heads of their own, 2 to 3": pair([UNIFORM], (2, 3), layouts=NHD_HND),
 }
 
@@ -142,7 +136,7 @@ NIGHTLY = {
     "MLA, 4 to 3",
     "Mamba2 of one group, 4 to 2",
     "HND to NHD, 3 to 2",
-    "attention and states, 2 to 3, pushed",
+    "attention and states, 2 to 3",
 }
 assert set(CASES) > NIGHTLY
 
@@ -311,7 +305,7 @@ def test_default_command_prints_a_verdict_in_its_last_line() -> None:
 
 def test_command_with_a_wrong_byte_exits_with_1() -> None:
     """With --json, standard output is one object, which has the fault."""
-    done = run("--tamper", "--json", "--mode", "push", "--model", "gemma-3-1b")
+    done = run("--tamper", "--json", "--model", "gemma-3-1b")
     assert (1, "") == (done.returncode, done.stderr)
     output = json.loads(done.stdout)
     assert (False, 1) == (output["ok"], output["wrong_bytes"])

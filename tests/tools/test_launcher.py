@@ -109,15 +109,6 @@ def test_two_nodes_of_torchrun_move_every_byte() -> None:
     assert "" == silent
 
 
-def test_processes_of_slurm_push_every_request() -> None:
-    """The producers connect the consumers, and the consumers connect the producers."""
-    store = port()
-    ranks = [rank_of("slurm", number, store, "--mode", "push") for number in range(2)]
-    (status, output, errors), (other, _, _) = map(ended, ranks)
-    assert (0, 0) == (status, other), errors
-    assert has_in_order(["loaded", "1", "1"], output)
-
-
 def test_all_processes_fail_if_a_byte_is_wrong() -> None:
     """Only the first process prints the fault."""
     store = port()

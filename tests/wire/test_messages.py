@@ -105,15 +105,12 @@ def messages(draw: st.DrawFn) -> Message:
         more |= {"group": draw(WORDS), "layer": draw(WORDS), "upto": draw(COUNTS)}
     if kind == "checksum_request":
         more["extent"] = draw(extents())
-    if kind == "pushed":
-        more["pushed"] = draw(st.binary(min_size=16, max_size=16))
     if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
     return MESSAGES[kind](
         key=Key(draw(WORDS), draw(st.binary(min_size=8, max_size=64))),
         by=draw(PARTIES),
         to=draw(PARTIES),
-        attempt=draw(COUNTS),
         number=draw(COUNTS),
         **more,
     )
@@ -138,7 +135,7 @@ def changed(at: int, value: Any) -> bytes:
     return data[:HEAD] + msgspec.msgpack.encode(fields)
 
 
-KIND, KEYED, BY, TO, ATTEMPT, NUMBER, OWN = range(7)
+KIND, KEYED, BY, TO, NUMBER, OWN = range(6)
 ASKED = Extent(layer="l.0", parts=("k",), units=range(2), tokens=range(9))
 
 
@@ -186,7 +183,7 @@ AT = {"pp": 0, "pcp": 0, "tp": 0}
         (changed(BY, ["decode", 1, AT | {"tp": -1}]), "message.by.rank", (0, 0, -1)),
         (changed(TO, ["prefill", 1, AT | {"pp": 2**63}]), "message.to.rank", (2**63, 0, 0)),
         (changed(KIND, "shout"), "message[0]", ...),
-        (changed(KIND, "checksum_request"), "message[6]", ...),
+        (changed(KIND, "checksum_request"), "message[5]", ...),
         (changed(KIND, "valid"), "message", ...),
         (changed(KEYED, ["", b"8 bytes!"]), "message[1][0]", ...),
         (changed(KEYED, ["x" * 1025, b"8 bytes!"]), "message[1][0]", ...),
@@ -196,42 +193,39 @@ AT = {"pp": 0, "pcp": 0, "tp": 0}
         (changed(BY, ["decode", -1, AT]), "message[2][1]", ...),
         (changed(TO, ["", 1, AT]), "message[3][0]", ...),
         (changed(TO, ["x" * 256, 1, AT]), "message[3][0]", ...),
-        (changed(ATTEMPT, 2**64 - 1), "message[4]", ...),
-        (changed(NUMBER, -1), "message[5]", ...),
-        (changed(OWN, 0), "message[6]", ...),
-        (changed(OWN, 2**20 + 1), "message[6]", ...),
-        (own("heartbeat", slice(7, 7), [1]), "message", ...),
-        (own("heartbeat", slice(6, 7), []), "message", ...),
-        (own("lease", 6, float("nan"), lease=1.0), "message[6]", ...),
-        (own("lease", 6, float("inf"), lease=1.0), "message[6]", ...),
-        (own("lease", 6, -1.0, lease=1.0), "message[6]", ...),
-        (own("progress", 6, "", **LAYER), "message[6]", ...),
-        (own("progress", 7, "x" * 1025, **LAYER), "message[7]", ...),
-        (own("progress", 8, 2**63, **LAYER), "message[8]", ...),
-        (own("checksum", 6, bytes(9), total=bytes(8)), "message[6]", ...),
-        (own("checksum", 6, bytes(7), total=bytes(8)), "message[6]", ...),
-        (own("pushed", 6, bytes(15), pushed=bytes(16)), "message[6]", ...),
-        (own("pushed", 6, bytes(17), pushed=bytes(16)), "message[6]", ...),
-        (own("pushed", 6, 1.5, pushed=bytes(16)), "message[6]", ...),
-        (asked(0, ""), "message[6][0]", ...),
-        (asked(0, []), "message[6][0]", ...),
-        (asked(0, WIDE * 1025), "message[6][0]", ...),
-        (asked(1, []), "message[6].parts", ()),
-        (asked(1, ["k", "k"]), "message[6].parts", ("k", "k")),
-        (asked(1, [""] * 5000), "message[6][1][0]", ...),
-        (asked(1, ["k", WIDE * 1025]), "message[6][1][1]", ...),
-        (asked(2, [2, 2]), "message[6].units", range(2, 2)),
+        (changed(NUMBER, -1), "message[4]", ...),
+        (changed(NUMBER, 2**64 - 1), "message[4]", ...),
+        (changed(OWN, 0), "message[5]", ...),
+        (changed(OWN, 2**20 + 1), "message[5]", ...),
+        (own("heartbeat", slice(6, 6), [1]), "message", ...),
+        (own("heartbeat", slice(5, 6), []), "message", ...),
+        (own("lease", 5, float("nan"), lease=1.0), "message[5]", ...),
+        (own("lease", 5, float("inf"), lease=1.0), "message[5]", ...),
+        (own("lease", 5, -1.0, lease=1.0), "message[5]", ...),
+        (own("progress", 5, "", **LAYER), "message[5]", ...),
+        (own("progress", 6, "x" * 1025, **LAYER), "message[6]", ...),
+        (own("progress", 7, 2**63, **LAYER), "message[7]", ...),
+        (own("checksum", 5, bytes(9), total=bytes(8)), "message[5]", ...),
+        (own("checksum", 5, bytes(7), total=bytes(8)), "message[5]", ...),
+        (asked(0, ""), "message[5][0]", ...),
+        (asked(0, []), "message[5][0]", ...),
+        (asked(0, WIDE * 1025), "message[5][0]", ...),
+        (asked(1, []), "message[5].parts", ()),
+        (asked(1, ["k", "k"]), "message[5].parts", ("k", "k")),
+        (asked(1, [""] * 5000), "message[5][1][0]", ...),
+        (asked(1, ["k", WIDE * 1025]), "message[5][1][1]", ...),
+        (asked(2, [2, 2]), "message[5].units", range(2, 2)),
         (asked(2, 7), ..., ...),
         (asked(2, [1]), ..., ...),
-        (asked(3, [0, 2**63 - 1]), "message[6].tokens", range(2**63 - 1)),
-        (asked(3, [9, 0]), "message[6].tokens", range(9, 0)),
-        (asked(3, [2**62, 2**62 + 1]), "message[6].tokens", range(2**62, 2**62 + 1)),
-        (asked(4, [1, 0]), "message[6].rows", range(1, 0)),
-        (asked(5, {"rank": 0, "size": 0, "interleave": 1}), "message[6].producer.size", 0),
-        (asked(6, {"rank": 0, "size": 1, "interleave": 0}), "message[6].consumer.interleave", 0),
-        (asked(7, {"first": 1, "step": 1}), "message[6][7].stripe.first", 1),
-        (asked(8, 0), "message[6][8]", ...),
-        (asked(8, -1), "message[6][8]", ...),
+        (asked(3, [0, 2**63 - 1]), "message[5].tokens", range(2**63 - 1)),
+        (asked(3, [9, 0]), "message[5].tokens", range(9, 0)),
+        (asked(3, [2**62, 2**62 + 1]), "message[5].tokens", range(2**62, 2**62 + 1)),
+        (asked(4, [1, 0]), "message[5].rows", range(1, 0)),
+        (asked(5, {"rank": 0, "size": 0, "interleave": 1}), "message[5].producer.size", 0),
+        (asked(6, {"rank": 0, "size": 1, "interleave": 0}), "message[5].consumer.interleave", 0),
+        (asked(7, {"first": 1, "step": 1}), "message[5][7].stripe.first", 1),
+        (asked(8, 0), "message[5][8]", ...),
+        (asked(8, -1), "message[5][8]", ...),
     ],
 )
 def test_decode_message_rejects_malformed_bytes(data: Any, path: str, value: Any) -> None:
@@ -274,7 +268,7 @@ def test_longest_names_that_a_handshake_accepts_fit_into_messages() -> None:
         for address in (P[0], D[0])
     ]
     more: dict[str, Any] = {"key": Key(wide * 1024, bytes(64)), "by": far[0], "to": far[1]}
-    more |= {"attempt": 2**63 - 1, "number": 2**63 - 1}
+    more["number"] = 2**63 - 1
     name = wide * 1024
     most = BlockCyclic(2**62, 2**62, 2**62)
     extent = Extent(

@@ -255,8 +255,9 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         found = key_content_of(module, row, latent=whole.latent)
         content = agreed_key_content(f"{VARIABLE}['key_content']", settings.key_content, found)
         if content is None or contents.setdefault(group, content) != content:
-            wanted = f"{contents.get(group, 'a rotary embedding of known order')}, or key_content"
-            raise SpecError(module.path, content, f"{wanted} in {VARIABLE}")
+            shown = contents.get(group, "a module that shows how its keys are rotated")
+            setting = "key_content, such as {'rotary': 'halves', 'rotary_size': 128}"
+            raise SpecError(module.path, content, f"{shown}, or {setting}, in {VARIABLE}")
     if windows and around.decode_radix_cache:
         # Only tokens inside the window are loaded. A shorter prompt would read the others.
         rule = "not with layers that have a window: their earlier tokens are not loaded"

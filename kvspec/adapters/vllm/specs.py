@@ -192,8 +192,11 @@ class RankSpecs:
         if packed or isinstance(spec, CrossAttentionSpec):
             content = None
         elif content is None and self.key_content is not None:
-            wanted = "the KeyContent of the layer: its modules do not show how keys are rotated"
-            raise SpecError(f"key_content[{layer!r}]", None, wanted)
+            rule = (
+                "the layer's modules do not show how keys are rotated: configure key_content, "
+                "such as {'rotary': 'halves', 'rotary_size': 128}"
+            )
+            raise SpecError(f"key_content[{layer!r}]", None, rule=rule)
         if content is not None:
             instance(f"key_content[{layer!r}]", content, KeyContent)
         # The digest leaves out the name, so that layers with equal scales have equal specs.

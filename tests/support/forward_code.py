@@ -1,7 +1,9 @@
 """Find out from the code of a module whether its `forward` calls one of its children.
 
 Some models give each attention module a rotary embedding, but apply it in some layers only. The
-condition is in the code of `forward`, and its values are attributes of the module.
+condition is in the code of `forward`, and its values are attributes of the module. The adapters
+have a table of these conditions (`kvspec/adapters/rotating_modules.py`). Tests with an installed
+engine compare the table with the result of this module.
 
 Invariant: nothing is executed but the reading of attributes. A result other than None holds for
 each way through the code that the attributes allow.
@@ -85,7 +87,7 @@ def _of_steps(outcomes: Iterable[bool | None]) -> bool | None:
     return True if True in found else None if None in found else False
 
 
-def _truth(value: Any) -> bool | None:  # noqa: ANN401
+def _truth(value: Any) -> bool | None:
     """Return the truth of *value*, or None if only code of the engine knows it."""
     if value is None or isinstance(value, _PLAIN):
         return bool(value)
@@ -120,7 +122,7 @@ class _Code:
             self._globals, self._parameters = outer
         return self._results[name]
 
-    def _read(self, function: Any) -> bool | None:  # noqa: ANN401
+    def _read(self, function: Any) -> bool | None:
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
         except (OSError, TypeError, SyntaxError):
@@ -224,7 +226,7 @@ class _Code:
         truth = _truth(self._value(test))
         return body | orelse if truth is None else body if truth else orelse
 
-    def _value(self, node: ast.expr) -> Any:  # noqa: ANN401
+    def _value(self, node: ast.expr) -> Any:
         """Return the value of a condition, or `_UNKNOWN`."""
         found: Any = _UNKNOWN
         match node:
@@ -249,7 +251,7 @@ class _Code:
         return found
 
 
-def _compared(one: Any, op: ast.cmpop, other: Any) -> Any:  # noqa: ANN401
+def _compared(one: Any, op: ast.cmpop, other: Any) -> Any:
     """Return the result of a comparison, or `_UNKNOWN`."""
     if one is _UNKNOWN or other is _UNKNOWN:
         return _UNKNOWN

@@ -1,0 +1,81 @@
+"""The settings of a staging buffer, and the rule by which transfers are staged."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvspec.inputs import flag, positive_int
+
+# Default bytes of a buffer and of its slots.
+BUFFER = 32 << 20
+SLOT_BYTES = 8 << 20
+# Least bytes of a buffer.
+LEAST = 4096
+# The threshold until a rank has learned its own. Measured with NIXL over shared memory on one core
+# of an Intel Xeon. On an AMD EPYC, 12 KiB would be right.
+STAGE_BELOW = 6 << 10
+# Finding the ranges of a transfer takes as long as posting so many descriptors.
+LEAST_SAVED = 96
+# Ranges so far apart are never read as one, whatever a descriptor costs.
+MAX_GAP = 256 << 10
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Staging:
+    """The staging buffer of a rank, and the rule by which transfers are staged.
+
+    Attributes:
+        buffer: Bytes to allocate when they are first needed, in the memory type and on the device
+            of the transfer.
+        slot_bytes: Bytes of one slot. One handle moves so much at most. A transfer with a longer
+            run is not staged.
+        stage_below: Transfers of many runs are staged if their runs are shorter than this number of
+            bytes on average. None: the rank learns the number from its first transfers. Until then
+            it is 6 KiB. `kvspec calibrate` measures it too.
+        always: Stage each transfer that can be staged, however long its runs are.
+
+    Raises:
+        SpecError: If an attribute is wrong.
+    """
+
+    buffer: int = BUFFER
+    slot_bytes: int = SLOT_BYTES
+    stage_below: int | None = None
+    always: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        positive_int("staging.buffer", self.buffer, least=LEAST)
+        positive_int("staging.slot_bytes", self.slot_bytes)
+        if self.stage_below is not None:
+            positive_int("staging.stage_below", self.stage_below, least=0)
+        flag("staging.always", self.always)
+
+    def saves(self, runs: int, ranges: int, nbytes: int) -> bool:
+        """Whether *ranges* ranges of *nbytes* in all, and permuting, are faster than *runs* runs.
+
+        >>> Staging().saves(runs=8192, ranges=64, nbytes=16 << 20)  # Runs of 2 KiB
+        True
+        >>> Staging().saves(runs=2048, ranges=64, nbytes=16 << 20)  # Runs of 8 KiB
+        False
+        >>> Staging().saves(runs=64, ranges=1, nbytes=16 << 10)  # Too few to be worth the search
+        False
+        """
+        return self.always or (runs - ranges - LEAST_SAVED) * self.threshold > nbytes
+
+    @property
+    def threshold(self) -> int:
+        """The bytes that can be permuted in the time of one descriptor."""
+        return STAGE_BELOW if self.stage_below is None else self.stage_below
+
+    @property
+    def gap(self) -> int:
+        """Reads join ranges that are at most so many bytes apart.
+
+        Reading a byte takes about a quarter of the time of reading and permuting it.
+        """
+        return min(MAX_GAP, 4 * self.threshold)
+
+    @property
+    def longest(self) -> int:
+        """Bytes of a slot. A buffer smaller than `slot_bytes` is one slot."""
+        return min(self.slot_bytes, self.buffer)
