@@ -170,8 +170,6 @@ MEMORIES: tuple[tuple[str, str, str, str, str | None, Any, Any], ...] = (
      lambda h, n: (9, 2, 2, h * n * C), lambda a, i: a[:, i]),
     ("TensorRT-LLM", "pool, NHD", "full", "BLKNHC", "BK(NHC)",
      lambda h, n: (9, 2, 2, h * n * C), lambda a, i: a[:, i]),
-    ("TensorRT-LLM", "pool, no axes", "full", "BLKNHC", None,
-     lambda h, n: (9, 2, 2, h * n * C), lambda a, i: a[:, i]),
     ("TensorRT-LLM", "pool", "MLA", "BLKNHC", "BK(NC)",
      lambda _, n: (9, 2, 1, n * C), lambda a, i: a[:, i]),
     ("LMCache", "chunks", "full", "BKLNHC", "BKN(HC)",
@@ -179,8 +177,6 @@ MEMORIES: tuple[tuple[str, str, str, str, str | None, Any, Any], ...] = (
     ("LMCache", "chunk, packed by head", "full", "LBNHC", "(BN)(HC)",
      lambda h, n: (1, 2, 9 * n, 2 * h * C), lambda a, i: a[0, i]),
     ("LMCache", "chunk, packed by kind", "full", "LBNKHC", "(BN)(KHC)",
-     lambda h, n: (1, 2, 9 * n, 2 * h * C), lambda a, i: a[0, i]),
-    ("LMCache", "chunk, packed, no axes", "full", "LBNHC", None,
      lambda h, n: (1, 2, 9 * n, 2 * h * C), lambda a, i: a[0, i]),
     ("SGLang HiCache", "page_first_direct", "full", "KBLNHC", "KBNHC",
      lambda h, n: (2, 9, 2, n, h, C), lambda a, i: a[:, :, i]),
@@ -193,7 +189,7 @@ MEMORIES: tuple[tuple[str, str, str, str, str | None, Any, Any], ...] = (
 )  # fmt: skip
 
 
-def read(kind: str, layout: str, axes: str | None, shape: Any, view: Any) -> Any:
+def read(kind: str, layout: str, axes: str, shape: Any, view: Any) -> Any:
     """Return the function that builds a side from one array with two layers."""
 
     def make(tp: int, block: int) -> Side:

@@ -18,8 +18,8 @@ from typing import Any
 import kvspec
 from kvspec.models import catalogue
 from kvspec.nixl import NixlRank
-from kvspec.session import RankAgreement, ReleaseAgreement, Session, new_remote_id
-from kvspec.tickets import PrefillTicket
+from kvspec.session import Session, new_remote_id
+from kvspec.tickets import PrefillTicket, RankAgreement, ReleaseAgreement
 
 TOKENS, NULL = 200, 0
 # A window of 128 tokens no longer reads the first block of 64, so the null block is in its place.

@@ -25,7 +25,7 @@ import attrs
 from aiohttp import web
 from router import ASK, EngineError, Router, prefill_half, serve
 
-from kvspec.adapters.sglang.tickets import MOST, PATH, TicketServer
+from kvspec.adapters.sglang.tickets import MAX_ROOM, PATH, TicketServer
 from kvspec.tickets import PrefillTicket
 
 ROOMS = random.SystemRandom()
@@ -51,7 +51,7 @@ class MakersRouter(Router):
             status, text = await self.ask(url, half)
             ticket = ticket_of(json.loads(text)) if status == OK else None
             return await self.decoded(request, body, ticket or refused(status, text))
-        room = ROOMS.randint(1, MOST)
+        room = ROOMS.randint(1, MAX_ROOM)
         half |= address(self.bootstrap, room)
         # The prefill half ends when the decode half has read the prompt, or has declined it.
         asked = asyncio.ensure_future(self.ask(url, half))
@@ -88,7 +88,7 @@ class MakersRouter(Router):
         if self.tickets is None:
             body = {**body, "kv_transfer_params": {"do_remote_prefill": True, **params}}
         else:
-            room = ROOMS.randint(1, MOST)
+            room = ROOMS.randint(1, MAX_ROOM)
             self.tickets.store(room, json.dumps(params).encode())
             body = body | address(self.tickets.address, room)
         async with self.client.post(next(self.decode) + request.path, json=body) as answer:

@@ -22,8 +22,8 @@ from typing import Any
 import kvspec
 from kvspec.models import catalogue
 from kvspec.nixl import NixlRank
-from kvspec.session import RankAgreement, Session, new_remote_id
-from kvspec.tickets import PrefillTicket
+from kvspec.session import Session, new_remote_id
+from kvspec.tickets import PrefillTicket, RankAgreement
 
 ATTEMPTS = 3
 # The errors of a call if the process of a rank has ended.

@@ -34,7 +34,7 @@ from kvspec.wire.messages import Message, RankAddress
 
 NEVER = math.inf, 0
 # The heap is rebuilt when it has more than two entries for each record plus this many.
-SPARE = 64
+SPARE_WAKES = 64
 # Seconds. With shorter intervals, a poll would have something due at each moment.
 LEAST_INTERVAL = 1e-3
 
@@ -200,7 +200,7 @@ class Ledger(Generic[K, R, A]):
             record.wake = record.due, next(self._order)
             heapq.heappush(self._wakes, (*record.wake, key))
             # A load that ends early leaves its deadline in the heap. Remove such entries.
-            if len(self._wakes) > 2 * len(self.records) + SPARE:
+            if len(self._wakes) > 2 * len(self.records) + SPARE_WAKES:
                 self._rebuild()
 
     def _tick(self, now: float) -> list[A]:

@@ -4,7 +4,7 @@ Invariant: the compiled digest and the one of numpy return equal sums.
 
 How it works:
     numpy reads each word four times, once for each step of the formula, and first copies the rows
-    of a request to one array. It reaches 2 to 3 GB/s for one core. The compiled loop reads each
+    of a request to one array. It reaches 1 to 3 GB/s for one core. The compiled loop reads each
     word once, at its place in the cache. It reaches 6 to 12 GB/s, and releases the lock of Python.
 
     To compile takes one to four seconds. So only a call of `compile_digest` compiles: a session

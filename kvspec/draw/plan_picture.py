@@ -123,7 +123,7 @@ class Line:
 
 
 @attrs.define(eq=False)
-class Box:
+class RankBox:
     """One rank: its lines, a note if it has nothing to do, and its upper edge in the picture."""
 
     rank: RankId
@@ -157,14 +157,14 @@ class Column:
 
     name: str
     caption: str
-    bands: dict[str, list[Box]]
+    bands: dict[str, list[RankBox]]
     cells: float
     words: float
     width: float
     left: float = style.MARGIN
 
     @property
-    def boxes(self) -> list[Box]:
+    def boxes(self) -> list[RankBox]:
         """All boxes, from top to bottom."""
         return [box for boxes in self.bands.values() for box in boxes]
 
@@ -259,7 +259,7 @@ def _row_bytes(part: Part) -> float:
 
 def _source(
     plan: TransferPlan, rank: RankId, reads: list[Read], held: Iterable[tuple[PartGroup, range]]
-) -> Box:
+) -> RankBox:
     """Return the box of a producer rank: the units that it holds, and their consumer ranks."""
     lines, note = list[Line](), ""
     reads = [read for read in reads if read.producer == rank]
@@ -276,13 +276,13 @@ def _source(
         if units:
             # The note of a rank takes the place of the words.
             lines.append(Line(part_group, units, "" if note else part_group.name + words, own))
-    return Box(rank, lines, note)
+    return RankBox(rank, lines, note)
 
 
-def _target(plan: TransferPlan, rank: RankId, reads: list[Read]) -> Box:
+def _target(plan: TransferPlan, rank: RankId, reads: list[Read]) -> RankBox:
     """Return the box of a consumer rank: its reads."""
     lines = [_arrival(plan, read) for read in reads if read.consumer == rank]
-    return Box(rank, lines, "" if lines else "reads nothing")
+    return RankBox(rank, lines, "" if lines else "reads nothing")
 
 
 def _arrival(plan: TransferPlan, read: Read) -> Line:
@@ -300,9 +300,11 @@ def _arrival(plan: TransferPlan, read: Read) -> Line:
     return Line(read.part_group, read.units, ", ".join(words), (read,))
 
 
-def _column(name: str, engine: EngineSpec, groups: list[KVCacheGroup], boxes: list[Box]) -> Column:
+def _column(
+    name: str, engine: EngineSpec, groups: list[KVCacheGroup], boxes: list[RankBox]
+) -> Column:
     """Return one engine, with a band for each pipeline stage and context rank."""
-    bands: dict[str, list[Box]] = {}
+    bands: dict[str, list[RankBox]] = {}
     parallel, layers = engine.parallel, engine.by_stage(engine.stage_of)
     for box in sorted(boxes, key=lambda box: (box.rank.pp, parallel.context(box.rank).rank)):
         words: list[str] = []
@@ -435,7 +437,7 @@ def _curves(canvas: Canvas, producer: Column, consumer: Column) -> None:
             )
 
 
-def _box(canvas: Canvas, part_groups: list[PartGroup], column: Column, box: Box) -> None:
+def _box(canvas: Canvas, part_groups: list[PartGroup], column: Column, box: RankBox) -> None:
     """Draw the box of a rank and its lines."""
     canvas.box(
         (column.left, box.top),

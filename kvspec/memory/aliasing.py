@@ -40,9 +40,9 @@ How it works:
     Here *keys* and *later_keys* lie at the same rest, but in different periods. The values overlap
     the keys only if they begin at 3:
 
-    >>> keys = _Box(0, 4, (_Axis(stride=10, times=3),), (), region=0)
-    >>> later_keys = _Box(30, 4, (_Axis(stride=10, times=3),), (), region=1)
-    >>> values = _Box(5, 2, (_Axis(stride=10, times=6),), (), region=2)
+    >>> keys = _Repeated(0, 4, (_Axis(stride=10, times=3),), (), region=0)
+    >>> later_keys = _Repeated(30, 4, (_Axis(stride=10, times=3),), (), region=1)
+    >>> values = _Repeated(5, 2, (_Axis(stride=10, times=6),), (), region=2)
     >>> list(_sharing([keys, later_keys, values]))
     []
     >>> pairs = _sharing([keys, later_keys, values._replace(start=3)])
@@ -86,7 +86,7 @@ class _Periods(NamedTuple):
         return self.first < other.first + other.times and other.first < self.first + self.times
 
 
-class _Box(NamedTuple):
+class _Repeated(NamedTuple):
     """A content of *length* bytes at *start*, repeated along *axes*, widest stride first.
 
     *periods* has one member for each fold so far. *region* is the number of the region that the box
@@ -148,7 +148,7 @@ def meetings(regions: Iterable[Region], split: Mapping[str, int]) -> Iterator[Me
         bytes.
     """
     regions = list(regions)
-    boxes_by_device: dict[tuple[str, int], list[_Box]] = {}
+    boxes_by_device: dict[tuple[str, int], list[_Repeated]] = {}
     for number, region in enumerate(regions):
         boxes = boxes_by_device.setdefault((region.memory_type, region.device), [])
         boxes.append(_box(number, region, split[region.group]))
@@ -196,7 +196,7 @@ def _mixed(regions: list[Region]) -> bool:
     return False
 
 
-def _same_blocks(box: _Box, other_box: _Box) -> bool:
+def _same_blocks(box: _Repeated, other_box: _Repeated) -> bool:
     """Return whether two boxes that share bytes do so only in blocks with the same id.
 
     A period index is a block id only in the fold by the table axis. So both boxes must have that
@@ -210,7 +210,7 @@ def _same_blocks(box: _Box, other_box: _Box) -> bool:
     return tables[0] == tables[1] and not box.single and not other_box.single
 
 
-def _box(number: int, region: Region, split: int) -> _Box:
+def _box(number: int, region: Region, split: int) -> _Repeated:
     """Return the box of *region*. Axes inside a block that leave no gap become one content."""
     length = region.chunk_bytes
     inner = [
@@ -228,10 +228,10 @@ def _box(number: int, region: Region, split: int) -> _Box:
     # The table axis stays an axis even without a gap: its period indices identify the blocks.
     if region.num_blocks // split > 1:
         axes.append(_Axis(region.block_stride * split, region.num_blocks // split, table=True))
-    return _Box(region.base, length, tuple(sorted(axes, reverse=True)), (), number)
+    return _Repeated(region.base, length, tuple(sorted(axes, reverse=True)), (), number)
 
 
-def _sharing(boxes: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
+def _sharing(boxes: list[_Repeated]) -> Iterator[tuple[_Repeated, _Repeated]]:
     """Yield pairs of boxes that share a byte. `How it works` above has the theorem."""
     for near in _overlapping_extents(boxes):
         widest = max((box.axes[0].stride if box.axes else 0) for box in near)
@@ -251,9 +251,9 @@ def _sharing(boxes: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
             yield from _sharing(others + copies)
 
 
-def _overlapping_extents(boxes: list[_Box]) -> Iterator[list[_Box]]:
+def _overlapping_extents(boxes: list[_Repeated]) -> Iterator[list[_Repeated]]:
     """Yield sets of boxes whose extents overlap, by ascending start. A lone box is left out."""
-    near: list[_Box] = []
+    near: list[_Repeated] = []
     reached = 0
     for box in sorted(boxes):
         if near and box.start >= reached:
@@ -266,12 +266,12 @@ def _overlapping_extents(boxes: list[_Box]) -> Iterator[list[_Box]]:
         yield near
 
 
-def _within_one_period(box: _Box, origin: int) -> Iterator[_Box]:
+def _within_one_period(box: _Repeated, origin: int) -> Iterator[_Repeated]:
     """Fold *box* by its widest axis. Periods are counted from *origin*.
 
     The second box is the overhang, if the first box runs over the end of its period:
 
-    >>> for box in _within_one_period(_Box(28, 5, (_Axis(10, 3),), (), region=0), origin=0):
+    >>> for box in _within_one_period(_Repeated(28, 5, (_Axis(10, 3),), (), region=0), origin=0):
     ...     print(box.start, box.stop, *box.periods)
     8 13 _Periods(first=2, times=3, table=False)
     -2 3 _Periods(first=3, times=3, table=False)
@@ -287,7 +287,7 @@ def _within_one_period(box: _Box, origin: int) -> Iterator[_Box]:
         yield inside._replace(start=start - stride, periods=later)
 
 
-def _copies(box: _Box) -> Iterator[_Box]:
+def _copies(box: _Repeated) -> Iterator[_Repeated]:
     """Yield *box* without its widest axis, once for each repeat along that axis."""
     axis, *axes = box.axes
     for index in range(axis.times):
@@ -295,7 +295,7 @@ def _copies(box: _Box) -> Iterator[_Box]:
         yield box._replace(start=start, axes=tuple(axes), single=single)
 
 
-def _plain_sharing(near: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
+def _plain_sharing(near: list[_Repeated]) -> Iterator[tuple[_Repeated, _Repeated]]:
     """Yield pairs of boxes without axes that share a byte. *near* is sorted by start.
 
     Boxes with equal period indices are compared only with the box that reaches farthest.

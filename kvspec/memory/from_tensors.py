@@ -9,15 +9,13 @@ How it works:
 
     1. `read_array` returns the address, shape and strides of the tensor, and the memory that its
        storage occupies. It refuses tensors without bytes of their own, such as meta tensors.
-    2. The dimensions get their letters, from the caller's *axes* or from the engine's layout.
+    2. The dimensions get their letters from the caller's *axes*.
     3. `unfolded` splits each dimension that has several letters. A tensor of shape (24, 16) with
        the axes ``(BN)(HC)``, blocks of 4 tokens and 2 heads of 8 bytes becomes (6, 4, 2, 8).
     4. `_Reader` checks the sizes and strides, and returns one region for each part.
 
-    A shape alone does not identify its axes. If the caller passes no *axes*, the shape must fit
-    only one order of axes (`check_one_reading`). Without *axes*, a tensor with fewer dimensions
-    than the layout has letters is refused. The error suggests each reading that fits
-    (`folded_readings`).
+    A shape does not identify its axes, so the caller has to pass them. We tried to guess them: with
+    as many heads as tokens, a wrong guess fits too, and the bytes of two axes are swapped silently.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from inspect import ismethod
-from itertools import combinations, pairwise
 from math import prod
 from typing import Any, NoReturn
 
@@ -159,9 +156,6 @@ Dims = tuple[str, ...]
 
 NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "P": "chunk", "C": "byte"}
 
-# The orders that engines use. In the last two, keys and values of a token or a head are adjacent.
-_ORDERS = (*(layout.replace("L", "") for layout in NAMED_LAYOUTS), "BNKHC", "BHKNC")
-
 
 def dimensions(axes: object) -> Dims:
     """Return the letters of each dimension of *axes*.
@@ -267,75 +261,6 @@ def _product(letters: str, lengths: Mapping[str, int]) -> str:
     return f"{whole}{' x '.join(counted)} along ({letters})"
 
 
-def folded_readings(order: str, array: Array, parts: Mapping[Part, int]) -> Iterator[str]:
-    """Yield each reading of an *array* with fewer dimensions than *order* has letters.
-
-    A reading assigns consecutive letters to each dimension. It fits if each dimension has the size
-    of its letters. The orders that are tried are *order* and the orders that engines use.
-
-    An axis of size 1 has no letter in a reading. Its place does not change any address.
-
-    For example, a part has 2 heads (H), blocks of 4 tokens (N) and content of 8 bytes (C):
-
-    >>> part = Part(name="latent", units=2, states=4, content_bytes=8)
-    >>> for shape in ((6, 4, 16), (24, 16), (6, 64), (48, 8), (6, 63)):
-    ...     array = read_array("cache", "cache", np.zeros(shape, np.uint8))
-    ...     print(shape, *folded_readings("BNHC", array, {part: 2}))
-    (6, 4, 16) BN(HC)
-    (24, 16) (BN)(HC)
-    (6, 64) B(NHC) B(HNC)
-    (48, 8) (BNH)C (BHN)C (HBN)C
-    (6, 63)
-    """
-    num_dims = len(array.shape)
-    readings: dict[str, None] = {}  # ordered, and each reading once
-    for letters in (order, *_ORDERS):
-        # The parts may be planes (K) or packed in the content. All other letters must be equal.
-        if set(letters) - {"K"} != set(order) - {"K"} or not _side_by_side(letters, parts):
-            continue
-        lengths = _lengths(letters, parts)
-        visible = "".join(x for x in letters if x == "B" or lengths[x] > 1)
-        for cuts in combinations(range(1, len(visible)), max(num_dims - 1, 0)):
-            dims = tuple(visible[a:b] for a, b in pairwise((0, *cuts, len(visible))))
-            if len(dims) == num_dims and _fits(dims, array, lengths):
-                readings.setdefault(said(dims))
-    yield from readings
-
-
-def _side_by_side(letters: str, parts: Mapping[Part, int]) -> bool:
-    """Return whether *parts* can be side by side: all sizes are equal along the other axes."""
-    axis = beside(letters, parts)
-    first, *others = (sizes(part, units) | {axis: 0} for part, units in parts.items())
-    return all(size == first for size in others)
-
-
-def _fits(dims: Dims, array: Array, lengths: Mapping[str, int]) -> bool:
-    """Return whether each dimension of *array* has the size of its letters."""
-    return all(
-        _blocks(letters, count * (array.itemsize if "C" in letters else 1), lengths)
-        for letters, count in zip(dims, array.shape, strict=True)
-    )
-
-
-def check_one_reading(field: str, axes: str, shape: tuple[int, ...]) -> None:
-    """Check that *shape* fits no other order of axes that engines use.
-
-    The strides cannot decide between two orders, because a dense tensor has descending strides in
-    any order.
-    """
-    if "P" in axes and shape[axes.index("P")] == shape[axes.index("N")] > 1:
-        rule = f"pass {axes!r} or its order with N before P, because both fit {field}.shape={shape}"
-        raise SpecError("axes", None, rule=rule)
-    for layout in NAMED_LAYOUTS:
-        other = layout.replace("L", "")
-        if sorted(other) == sorted(axes) and other != axes:
-            moved = [letter for letter in axes if axes.index(letter) != other.index(letter)]
-            fits = all(shape[axes.index(x)] == shape[other.index(x)] for x in moved if x != "B")
-            if fits and any(shape[axes.index(x)] > 1 for x in moved):
-                rule = f"pass {axes!r} or {other!r}, because both fit {field}.shape={shape}"
-                raise SpecError("axes", None, rule=rule)
-
-
 # The arrays of each group, by layer and then by the name of a part or tensor.
 Given = dict[KVCacheGroup, dict[str, dict[str, Array]]]
 
@@ -344,7 +269,7 @@ def read(
     engine: EngineSpec,
     rank: RankId,
     tensors: Mapping[str, Any],
-    axes: str | Mapping[str, str] | None = None,
+    axes: str | Mapping[str, str],
 ) -> tuple[tuple[Region, ...], tuple[Memory, ...]]:
     """Return the regions and the memory of *tensors*. See `RankCache.from_tensors`."""
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
@@ -353,6 +278,9 @@ def read(
     for group in engine.groups:
         layers = [layer for layer in engine.layers_at(group, rank.pp) if layer in tensors]
         given[group] = {layer: _arrays(group, layer, tensors[layer]) for layer in layers}
+    # An unknown key explains why a tensor has no letters, so its error comes first.
+    if isinstance(axes, Mapping) and not _all_named(axes, given):
+        _check_names(axes, given)
     regions: list[Region] = []
     memory: dict[Memory, None] = {}
     for group, arrays_by_layer in given.items():
@@ -363,6 +291,16 @@ def read(
     if isinstance(axes, Mapping):
         _check_names(axes, given)
     return tuple(regions), _joined(memory)
+
+
+def _all_named(axes: Mapping[str, str], given: Given) -> bool:
+    """Return whether *axes* has letters for each tensor, by its name or by its group."""
+    return all(
+        group.name in axes or name in axes
+        for group, layers in given.items()
+        for arrays in layers.values()
+        for name in arrays
+    )
 
 
 def _check_names(axes: Mapping[str, str], given: Given) -> None:
@@ -465,7 +403,7 @@ def _layer(
     rank: RankId,
     layer: str,
     arrays: Mapping[str, Array],
-    axes: str | Mapping[str, str] | None,
+    axes: str | Mapping[str, str],
 ) -> Iterator[tuple[Array, Region]]:
     """Yield each region of one layer, and the array that contains it."""
     parts = {part: len(engine.units(group, part, rank)) for part in group.in_memory(layer).parts}
@@ -475,15 +413,13 @@ def _layer(
         if held:
             field = f"tensors[{layer!r}][{name!r}]"
             passed = axes.get(name, axes.get(group.name)) if isinstance(axes, Mapping) else axes
-            dims = (
-                _default_dims(field, order, array, held) if passed is None else dimensions(passed)
-            )
+            if passed is None:
+                raise SpecError("axes", axes, rule=_choices(field, array, order))
+            dims = dimensions(passed)
             letters, single_axes = "".join(dims), unfolded(field, array, dims, held)
             reader = _Reader(field, group.name, order, letters, single_axes)
             regions = list(reader.regions(layer, held))
             _check_dtype(field, held, array)
-            if passed is None:
-                check_one_reading(field, letters, array.shape)
             yield from ((array, region) for region in regions)
     missing = [
         p.name for p, units in parts.items() if units and not {p.name, p.tensor} & set(arrays)
@@ -503,22 +439,13 @@ def _order(layout: str, parts: Iterable[Part]) -> str:
     return "".join(axis for axis in axes_of(layout, parts) if axis in f"BHPNC{planes}")
 
 
-def _default_dims(field: str, order: str, array: Array, parts: Mapping[Part, int]) -> Dims:
-    """Return the letters of the dimensions if the caller passed no axes: one letter each.
-
-    A tensor with fewer dimensions than letters is refused. The error suggests axes that fit.
-    """
-    letters = order if len(parts) > 1 else order.replace("K", "")
-    if all(part.chunks == 1 for part in parts):
-        letters = letters.replace("P", "")
-    readings = (
-        list(folded_readings(letters, array, parts)) if len(array.shape) < len(letters) else []
+def _choices(field: str, array: Array, order: str) -> str:
+    """Return the sentence of the error if the caller passed no axes for a tensor."""
+    orders = dict.fromkeys([order, *(layout.replace("L", "") for layout in NAMED_LAYOUTS)])
+    return (
+        f"pass the letter of each dimension of {field}.shape={array.shape}, outermost first, such "
+        f"as {' or '.join(map(repr, orders))}, with brackets around the letters of one dimension"
     )
-    if readings:
-        fit = {1: "it fits", 2: "both fit"}.get(len(readings), "all fit")
-        rule = f"pass {' or '.join(map(repr, readings))}, because {fit} {field}.shape={array.shape}"
-        raise SpecError("axes", None, rule=rule)
-    return tuple(letters)
 
 
 @attrs.frozen

@@ -9,7 +9,7 @@ How it works:
     letter that separates (L layers, T tensors of a page, K parts of a tensor) contains one box for
     each member, side by side. The innermost box C is the content of one row of one unit.
 
-    `_Boxes.lay` walks from the outermost box inwards. On the way back it adds up sizes: a repeating
+    `_Nest.lay` walks from the outermost box inwards. On the way back it adds up sizes: a repeating
     box sets the stride of its letter to the size of the box inside, and a separating box adds to
     the offsets of its members.
 
@@ -97,7 +97,7 @@ def place(
         for part in spec.parts
     ]
     axes = axes_of(layout_letters(layout), [member.part for member in members])
-    boxes = _Boxes(layout, axes, 1 + max(axes.index("L"), axes.index("B")), num_blocks)
+    boxes = _Nest(layout, axes, 1 + max(axes.index("L"), axes.index("B")), num_blocks)
     padded = next((member.padded for member in members if member.padded), None)
     # Padding follows each page, so a page must be one contiguous range.
     if padded and not boxes.whole_pages(members):
@@ -147,7 +147,7 @@ def _with_chunks(letters: str) -> str:
 
 
 @attrs.frozen
-class _Boxes:
+class _Nest:
     """The nest of boxes along *axes*. `How it works` above describes it.
 
     *page_depth* is the depth of the box that is one block of one layer, just inside L and B.

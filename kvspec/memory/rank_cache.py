@@ -271,7 +271,7 @@ class RankCache:
         engine: EngineSpec,
         rank: RankId,
         tensors: Mapping[str, Any],
-        axes: str | Mapping[str, str] | None = None,
+        axes: str | Mapping[str, str],
     ) -> RankCache:
         """Return the cache that consists of an engine's own tensors.
 
@@ -291,9 +291,7 @@ class RankCache:
                 the name of a part or tensor to its letters. In the mapping, the name of a group
                 applies to all its other tensors. The letters of one dimension with several axes
                 stand in brackets: SGLang's ``[slots, heads, size]`` is ``(BN)HC``. An axis whose
-                letter is missing has size 1. Several of the last dimensions may be ``C``. The
-                default is the order of the engine's layout, without L. For a state, the default
-                begins with B. The default is refused if the shape fits another order too.
+                letter is missing has size 1. Several of the last dimensions may be ``C``.
 
         Returns:
             The cache.

@@ -29,7 +29,7 @@ from kvspec.nixl.staging.ranges import Batch
 from kvspec.nixl.staging.stage import Stage, StagingBuffer, free_slot, in_line
 
 IN_FLIGHT = 16  # Handles that one transfer has posted at once. A list of any length makes few.
-TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
+STAGED_TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
 # Seconds between two polls. Spinning is slower, because it takes the core from NIXL's threads.
 FIRST_WAIT, LAST_WAIT = 20e-6, 2e-3
 
@@ -197,7 +197,7 @@ class Transfer:
         if self._deadline == math.inf:
             self._deadline = now + self.timeout
         if turn is None:
-            turn = TURN if self.stage is not None else 0.0
+            turn = STAGED_TURN if self.stage is not None else 0.0
         try:
             for handle in tuple(self._in_flight):
                 if self._agent.advance(handle, "check", self._subject):

@@ -1,6 +1,5 @@
 """Sessions connect engines and move requests. Connectors are built on them."""
 
-from kvspec.session.agreement import RankAgreement, ReleaseAgreement
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.load import Load
 from kvspec.session.prometheus import SessionCollector
@@ -10,8 +9,6 @@ from kvspec.wire.messages import new_remote_id
 __all__ = [
     "Channel",
     "Load",
-    "RankAgreement",
-    "ReleaseAgreement",
     "Session",
     "SessionCollector",
     "TcpChannel",

@@ -91,12 +91,12 @@ class SessionLock:
     It took more reading than all else. A C lock is taken and released by one instruction, so `held`
     is one, and the mark is a second context manager.
 
-    Attributes:
+    Args:
         abandon: Closes the session after an interrupt. A second call does no harm.
     """
 
-    def __init__(self) -> None:
-        self.abandon: Callable[[], None] = lambda: None
+    def __init__(self, abandon: Callable[[], None] = lambda: None) -> None:
+        self._abandon = abandon
         self._changing = False  # If set while nobody has the lock, an interrupt left a call.
         # Not a plain lock: a thread would wait for itself without end. A Condition is the public
         # way to find out whether this thread holds an RLock.
@@ -105,7 +105,7 @@ class SessionLock:
 
     def __enter__(self) -> None:
         if self._changing:
-            self.abandon()
+            self._abandon()
         self._changing = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -116,7 +116,7 @@ class SessionLock:
         """Close the session, because an interrupt has left one of its calls."""
         if not self.forked and not self.inside:
             with self.held, self:
-                self.abandon()
+                self._abandon()
 
     @property
     def forked(self) -> bool:

@@ -56,11 +56,11 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance
 from kvspec.session.ports import Ports, port_range, public_host
 
-MAX_MESSAGE = 8 << 20
+MAX_FRAME = 8 << 20
 """Bytes of one message. An introduction is the longest."""
 MAX_QUESTION = 64 << 10
 """Bytes of one message from a peer that dialled, since anybody can dial."""
-MAX_UNSENT = 2 * MAX_MESSAGE
+MAX_UNSENT = 2 * MAX_FRAME
 """Bytes that wait for a peer that was dialled. A message that does not fit is lost."""
 MAX_UNREAD = 1 << 20
 """Bytes that may wait for a peer that dialled. If more wait, it is disconnected."""
@@ -72,7 +72,7 @@ ACCEPTS = 16
 """Connections that one poll accepts."""
 FRAMES = 256
 """Messages of trusted and dialled peers that one poll returns. Strangers get a quarter."""
-TURN = 32
+FRAMES_PER_PEER = 32
 """Messages of one trusted or dialled peer that one poll returns. A stranger gets an eighth."""
 RESOLVED = 1 << 16
 """Addresses that `resolve` has looked up, or that `ended` knows. The oldest is forgotten."""
@@ -263,8 +263,8 @@ class TcpChannel:
         An address with a host name must have been passed to `resolve`. A peer that connected to
         this channel is disconnected if it leaves more than `MAX_UNREAD` bytes unread.
         """
-        if (longest := max(map(len, messages))) > MAX_MESSAGE:
-            raise SpecError("messages", f"{longest} bytes", f"at most {MAX_MESSAGE} bytes each")
+        if (longest := max(map(len, messages))) > MAX_FRAME:
+            raise SpecError("messages", f"{longest} bytes", f"at most {MAX_FRAME} bytes each")
         link = None if self._closed else self._links.get(route) or self._dial(route)
         if link is not None and link.most == MAX_QUESTION and len(link.unsent) > MAX_UNREAD:
             # Anybody can dial, and can make this side answer: nothing piles up for such a peer.
@@ -372,7 +372,7 @@ class TcpChannel:
                 made = socket.socket(found[0], socket.SOCK_STREAM)
                 made.settimeout(0)
                 made.connect_ex(found[1])  # an error shows when the socket becomes writable
-                return self._keep(made, route, MAX_MESSAGE, connecting=True)
+                return self._keep(made, route, MAX_FRAME, connecting=True)
         return None
 
     def _accept(self) -> None:
@@ -427,7 +427,7 @@ class TcpChannel:
             with contextlib.suppress(KeyError, ValueError):  # an interrupted call did it already
                 self._selector.unregister(link.socket)
             link.socket.close()
-            if link.most == MAX_MESSAGE and not link.connecting:
+            if link.most == MAX_FRAME and not link.connecting:
                 self._ended[link.route] = self._ended.pop(link.route, 0) + 1
                 if len(self._ended) > RESOLVED:
                     del self._ended[next(iter(self._ended))]
@@ -484,7 +484,9 @@ class TcpChannel:
                 continue
             self._read(link)
             taken = 0
-            while link.whole and taken < min(allowed[strange], TURN // 8 if strange else TURN):
+            while link.whole and taken < min(
+                allowed[strange], FRAMES_PER_PEER // 8 if strange else FRAMES_PER_PEER
+            ):
                 stop, taken = _SIZE + link.size, taken + 1
                 messages.append((route, bytes(link.received[_SIZE:stop])))
                 del link.received[:stop]
@@ -506,7 +508,7 @@ class TcpChannel:
         if link.whole:
             return
         try:
-            chunk = link.socket.recv(_CHUNK if link.most == MAX_MESSAGE else _CHUNK // 16)
+            chunk = link.socket.recv(_CHUNK if link.most == MAX_FRAME else _CHUNK // 16)
             link.received += chunk
         except BlockingIOError:
             return

@@ -40,7 +40,7 @@ from kvspec.plan.plan import TransferPlan
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import RemoteEngine
 from kvspec.wire.messages import (
-    MAX_NAME,
+    MAX_PART_NAME,
     SUM,
     Checksum,
     ChecksumRequest,
@@ -50,10 +50,10 @@ from kvspec.wire.messages import (
 )
 
 # Seconds for which a poll computes checksums. The last one may end later.
-TURN = 0.02
+CHECKSUM_TURN = 0.02
 # Bytes of the names of the parts in one extent, each with its MessagePack head. One name of any
 # length fits, and so does a message with it.
-MOST_NAMES = 4 * MAX_NAME + 3
+NAME_BYTES_PER_EXTENT = 4 * MAX_PART_NAME + 3
 # Requests that wait for an answer. The reader of a request beyond the limit asks again.
 MAX_ASKED = 1 << 16
 # Checksums that are kept of one held request, so that a repeated question costs nothing.
@@ -94,7 +94,7 @@ class ChecksumAnswers:
 
     def move(self) -> None:
         """Compute for a bounded time, and answer."""
-        end = time.monotonic() + TURN
+        end = time.monotonic() + CHECKSUM_TURN
         while self.asked:
             message = next(iter(self.asked))
             held = self.ledger.find(message.key)
@@ -274,7 +274,7 @@ def _by_names(extent: Extent) -> Iterator[Extent]:
     parts, size = list[str](), 0
     for name in extent.parts:
         more = len(name.encode()) + 3
-        if parts and size + more > MOST_NAMES:
+        if parts and size + more > NAME_BYTES_PER_EXTENT:
             yield replace(extent, parts=tuple(parts))
             parts, size = [], 0
         parts.append(name)

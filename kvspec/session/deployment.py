@@ -41,7 +41,7 @@ from kvspec.specs.attention import FullAttentionSpec
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
 from kvspec.wire.seal import Secret
 
-ABSENT = 2.0
+PROBE_ABSENT = 2.0
 """Seconds to wait for a process to accept the connection, at most."""
 MOVED = 64 << 10
 """Bytes that `move` reads from each memory of a rank, at most."""
@@ -82,7 +82,7 @@ def ask(addresses: Iterable[str], secret: Secret, timeout: float) -> dict[str, A
         known = _looked_up(asked, messages, timeout)
         sealed = messages.ask(
             tuple(at for at in asked if at in known),
-            timeout, min(ABSENT, timeout), step, SessionLock(), each=True,
+            timeout, min(PROBE_ABSENT, timeout), step, SessionLock(), each=True,
         )  # fmt: skip
         return {address: _judged(address, sealed, secret, timeout) for address in asked}
     finally:

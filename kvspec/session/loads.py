@@ -75,7 +75,7 @@ from kvspec.wire.messages import (
 
 log = logging.getLogger(__name__)
 MAX_LINE = 250  # Characters of the log line of a failed load.
-TURN = 0.02  # Seconds that one poll spends on small transfers, and again on large ones.
+POLL_TURN = 0.02  # Seconds that one poll spends on small transfers, and again on large ones.
 # A transfer is large if it has several batches. While a load without a large transfer moves, each
 # poll posts only one batch of one large transfer. A small load needs about three polls, so it waits
 # for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
@@ -436,7 +436,7 @@ class Loads:
             self.remotes.evict(self._used)
         for load in [load for load in self.loads.values() if load.advanced]:
             self._follow(load)
-        end = time.monotonic() + TURN
+        end = time.monotonic() + POLL_TURN
         small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for name, load in list(self.loads.items()):
             if load.audit is not None and self.ledger.uncompared(name):
@@ -448,7 +448,7 @@ class Loads:
         now, slow = time.monotonic(), {load for load, _ in large}
         if any(load.moves and load not in slow for load in self.loads.values()):
             self._quiet = now + QUIET
-        share = 0.0 if now < self._quiet else TURN
+        share = 0.0 if now < self._quiet else POLL_TURN
         self._large = self._poll(large, self._large, now + share)
         for load in self.loads.values():
             if load.on_progress is not None:

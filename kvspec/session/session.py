@@ -57,10 +57,10 @@ DISCARD = 1.0  # Seconds between two looks for hellos of NIXL peers.
 CONNECTING = 64  # Locks for connecting, so that different engines rarely wait for each other.
 LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
 FIRST_NUMBER = 1 << 48  # The first number of a question is drawn below this.
-ANSWER, ABSENT = 30.0, 2.0
+TICKET_ANSWER, TICKET_ABSENT = 30.0, 2.0
 """Time limits in seconds for the producer of a ticket.
 
-`ANSWER` is the time to answer, and `ABSENT` the time to accept a connection.
+`TICKET_ANSWER` is the time to answer, and `TICKET_ABSENT` the time to accept a connection.
 """
 
 
@@ -105,6 +105,7 @@ class Session:
     """
 
     _background: Background | None = None
+    _interrupted = False
 
     def __init__(
         self,
@@ -155,8 +156,7 @@ class Session:
             lease=held_ledger.lease,
             heartbeat=load_ledger.heartbeat,
         )
-        self._lock, self._clock = SessionLock(), clock
-        self._lock.abandon, self._interrupted = self._abandon, False
+        self._lock, self._clock = SessionLock(self._abandon), clock
         self._connecting = tuple(SessionLock() for _ in range(CONNECTING))
         self._polled = self._next_discard = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
@@ -741,9 +741,9 @@ class Session:
         """Connect the producer of a ticket. Runs in the thread of `Remotes`."""
         with self._lock.held, self._lock:
             self._remotes.check_wanted(engine_id)
-        found = self.fetch(addresses, ANSWER, absent=ABSENT)
+        found = self.fetch(addresses, TICKET_ANSWER, absent=TICKET_ABSENT)
         remote = judged(self._own, self.nixl, found, "producer", dead_tokens=self._dead_tokens)
-        self._join(remote, ANSWER, ticket_of=engine_id)
+        self._join(remote, TICKET_ANSWER, ticket_of=engine_id)
 
 
 def _named(remote_id: object) -> Key:

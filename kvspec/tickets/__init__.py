@@ -1,5 +1,9 @@
-"""Tickets of held prompts, and the identity of what they contain. A router needs nothing else."""
+"""Plain values of a router and a scheduler: tickets of held prompts, and the agreement of ranks.
 
+A router needs nothing else. No module of this folder needs NIXL or a session.
+"""
+
+from kvspec.tickets.agreement import RankAgreement, ReleaseAgreement
 from kvspec.tickets.identity import ContentIdentity, MediaItem, content_of, explain_difference
 from kvspec.tickets.sampling import sampling_of
 from kvspec.tickets.ticket import PrefillTicket
@@ -8,6 +12,8 @@ __all__ = [
     "ContentIdentity",
     "MediaItem",
     "PrefillTicket",
+    "RankAgreement",
+    "ReleaseAgreement",
     "content_of",
     "explain_difference",
     "sampling_of",

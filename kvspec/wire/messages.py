@@ -42,7 +42,7 @@ from kvspec.wire.packing import Count, Seconds, WireStruct
 
 MAX_REQUEST = 1024
 """Bytes of a request's id. A receiver of a message counts characters."""
-MAX_NAME = 1024
+MAX_PART_NAME = 1024
 """Characters of the name of a group, a layer or a part, as in a handshake."""
 MAX_READERS = 2**20
 """Readers of one request on one producer rank."""
@@ -57,7 +57,7 @@ SUM = 8
 
 RemoteId = NewType("RemoteId", str)
 """Name of a request in both engines, as `new_remote_id` returns it."""
-Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_PART_NAME)]
 
 M = TypeVar("M", bound="Message")
 
@@ -125,8 +125,8 @@ class Extent(WireStruct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         names = [("parts", name) for name in instance("parts", self.parts, tuple)]
         for field, name in [("layer", self.layer), *names]:
-            if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-                raise SpecError(field, name, f"a text of 1 to {MAX_NAME} characters")
+            if not isinstance(name, str) or not 0 < len(name) <= MAX_PART_NAME:
+                raise SpecError(field, name, f"a text of 1 to {MAX_PART_NAME} characters")
         if not self.parts or len(set(self.parts)) < len(self.parts):
             raise SpecError("parts", self.parts, "at least one name, each once")
         for field, least in (("units", 1), ("tokens", 1), ("rows", 0)):

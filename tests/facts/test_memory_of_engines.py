@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from builders import engine, gqa, mla
 from moved import blocks_for, moved
-from refused import refusal
 
 import kvspec
 from kvspec import RankId
@@ -277,32 +276,6 @@ def test_memory_of_engine_moves_to_pages_and_back(name: str, tp: int, other: int
     memory = paged(MEMORIES[name].spec, other)
     assert [] == faults(side(name, tp), memory)
     assert [] == faults(memory, side(name, tp))
-
-
-AMBIGUOUS = [
-    ("TensorRT-LLM, NHD", ["BK(NHC)", "BK(HNC)"]),
-    ("TensorRT-LLM, kernels' order HND", ["BK(HNC)", "BK(NHC)"]),
-    ("LMCache, packed: each head's keys, then its values", ["(BN)(HC)", "(BN)(KHC)"]),
-    ("LMCache, packed: all heads' keys, then their values", ["(BN)(KHC)", "(BN)(HC)"]),
-    ("LMCache, chunks of a paged pool", ["BKN(HC)"]),
-    ("page_first", ["K(BN)HC"]),
-]
-
-
-@pytest.mark.parametrize(("name", "possible_axes"), AMBIGUOUS)
-def test_from_tensors_requires_axes_if_shape_is_ambiguous(
-    name: str, possible_axes: list[str]
-) -> None:
-    """The error contains all axes that fit. LMCache#4463 describes both orders of a chunk."""
-    call, layout = CALLS[name]
-    arrays = arrays_of(MEMORIES[name], HEADS)
-    tensors, axes = evaluate(call, arrays)
-    described = engine(MEMORIES[name].spec, layers=LAYERS, layout=layout)
-    assert axes == possible_axes[0]
-    error = refusal(lambda: kvspec.RankCache.from_tensors(described, RankId(), tensors))
-    assert ("axes", None) == (error.field, error.value)
-    assert possible_axes == re.findall(r"'([BHNKC()]+)'", error.rule)
-    assert f"['kv'].shape={tensors[LAYERS[0]].shape}" in error.rule
 
 
 def test_axes_of_packed_chunk_decide_which_bytes_are_values() -> None:

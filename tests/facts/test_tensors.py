@@ -120,18 +120,18 @@ def latent(tensor: Any, _part: str, block: int, _unit: int, row: int) -> Any:
     return tensor[block, row]
 
 
-SHAPES: list[tuple[str, str, str | None, tuple[int, ...], tuple[int, ...] | None, Any]] = [
+SHAPES: list[tuple[str, str, str, tuple[int, ...], tuple[int, ...] | None, Any]] = [
     # Name, layout, axes, allocated shape, permutation of the view, function to locate a content.
-    ("FlashAttention", "LKBNHC", None, (2, BLOCKS, ROWS, HEADS, SIZE), None, planes("KBNH")),
-    ("FlashInfer NHD", "LBKNHC", None, (BLOCKS, 2, ROWS, HEADS, SIZE), None, planes("BKNH")),
-    ("FlashInfer HND", "LBKHNC", None, (BLOCKS, 2, HEADS, ROWS, SIZE), None, planes("BKHN")),
+    ("FlashAttention", "LKBNHC", "KBNHC", (2, BLOCKS, ROWS, HEADS, SIZE), None, planes("KBNH")),
+    ("FlashInfer NHD", "LBKNHC", "BKNHC", (BLOCKS, 2, ROWS, HEADS, SIZE), None, planes("BKNH")),
+    ("FlashInfer HND", "LBKHNC", "BKHNC", (BLOCKS, 2, HEADS, ROWS, SIZE), None, planes("BKHN")),
     ("FlashInfer HND as NHD", "LBKHNC", "BKNHC", (BLOCKS, 2, HEADS, ROWS, SIZE), (0, 1, 3, 2, 4),
      planes("BKNH")),
     ("vLLM's view of HND", "LBHNC", "BHNC", (BLOCKS, HEADS, ROWS, 2 * SIZE), None, packed("BHN")),
     ("vLLM's view of NHD", "LBNHC", "BHNC", (BLOCKS, ROWS, HEADS, 2 * SIZE), (0, 2, 1, 3),
      packed("BHN")),
-    ("packed NHD", "NHD", None, (BLOCKS, ROWS, HEADS, 2 * SIZE), None, packed("BNH")),
-    ("packed HND", "HND", None, (BLOCKS, HEADS, ROWS, 2 * SIZE), None, packed("BHN")),
+    ("packed NHD", "NHD", "BNHC", (BLOCKS, ROWS, HEADS, 2 * SIZE), None, packed("BNH")),
+    ("packed HND", "HND", "BHNC", (BLOCKS, HEADS, ROWS, 2 * SIZE), None, packed("BHN")),
 ]  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def make(shape: tuple[int, ...], library: str, dtype: Any = ELEMENT) -> tuple[An
 def test_regions_of_tensor_equal_allocated_regions_of_layout(
     name: str,
     layout: str,
-    axes: str | None,
+    axes: str,
     shape: tuple[int, ...],
     permuted: tuple[int, ...] | None,
     locate: Any,
@@ -186,7 +186,7 @@ def test_from_tensors_reads_separate_buffers_of_k_and_v(layout: str, library: st
     pairs = {x: {p: make((BLOCKS, ROWS, HEADS, SIZE), library) for p in "kv"} for x in LAYERS}
     tensors = {x: {p: tensor for p, (tensor, _) in pair.items()} for x, pair in pairs.items()}
     views = {x: {p: view for p, (_, view) in pair.items()} for x, pair in pairs.items()}
-    cache = kvspec.RankCache.from_tensors(engine(layout), RANK, tensors)
+    cache = kvspec.RankCache.from_tensors(engine(layout), RANK, tensors, "BNHC")
     assert 4 == len(cache.memory)
     planes_, _ = kvspec.allocate(engine("LKBNHC"), RANK, BLOCKS)
     assert [x[1:] for x in shifts(planes_).values()] == [x[1:] for x in shifts(cache).values()]
@@ -282,7 +282,7 @@ def test_pool_of_all_layers_is_registered_once(library: str) -> None:
     pool, view = make((BLOCKS, len(LAYERS), 2, HEADS, ROWS, SIZE), library)
     described = engine("BLKHNC")
     tensors = {layer: pool[:, i] for i, layer in enumerate(LAYERS)}
-    cache = kvspec.RankCache.from_tensors(described, RANK, tensors)
+    cache = kvspec.RankCache.from_tensors(described, RANK, tensors, "BKHNC")
     assert (kvspec.Memory(view.ctypes.data, view.nbytes),) == cache.memory
     allocated, storage = kvspec.allocate(described, RANK, BLOCKS)
     assert storage["g"].nbytes == view.nbytes
@@ -298,7 +298,7 @@ def test_from_tensors_reads_slice_of_pool_with_padded_pages() -> None:
     pool = np.zeros((2 * BLOCKS, ROWS + 1, HEADS, 2 * SIZE), ELEMENT)
     part = pool[::2, :ROWS]
     cache = kvspec.RankCache.from_tensors(
-        engine("LBNHC"), RANK, {"l": part, "m": pool[1::2, :ROWS]}
+        engine("LBNHC"), RANK, {"l": part, "m": pool[1::2, :ROWS]}, "BNHC"
     )
     assert (kvspec.Memory(pool.ctypes.data, pool.nbytes),) == cache.memory
     assert {2 * (ROWS + 1) * HEADS * 2 * SIZE * 2} == {r.block_stride for r in cache.regions}
@@ -312,7 +312,7 @@ def test_from_tensors_registers_memory_behind_view_of_as_strided() -> None:
         pool, (BLOCKS, ROWS, HEADS, 2 * SIZE), (2048, HEADS * 4 * SIZE, 4 * SIZE, 2)
     )
     tensors = {"l": view, "m": np.zeros(view.shape, ELEMENT)}
-    cache = kvspec.RankCache.from_tensors(engine("LBNHC"), RANK, tensors)
+    cache = kvspec.RankCache.from_tensors(engine("LBNHC"), RANK, tensors, "BNHC")
     assert kvspec.Memory(pool.ctypes.data, pool.nbytes) == cache.memory[0]
 
 
@@ -330,9 +330,9 @@ def test_transfer_between_tensors_of_two_engines_copies_each_row() -> None:
     theirs = {x: np.zeros((BLOCKS, 2, 2 * HEADS, ROWS, SIZE), ELEMENT) for x in LAYERS}
     plan = kvspec.plan_transfer(producer, consumer)
     request = builders.request(7, (4, 2), (0, 3))
-    target = kvspec.RankCache.from_tensors(consumer, RankId(), theirs)
+    target = kvspec.RankCache.from_tensors(consumer, RankId(), theirs, "BKHNC")
     for rank, tensors in ours.items():
-        source = kvspec.RankCache.from_tensors(producer, rank, tensors)
+        source = kvspec.RankCache.from_tensors(producer, rank, tensors, "KBNHC")
         for start, stop, length in kvspec.build_table(plan, source, target).descriptors(request):
             ctypes.memmove(int(stop), int(start), int(length))
     for layer, plane, head, token in np.ndindex(2, 2, 2 * HEADS, 7):
@@ -350,10 +350,11 @@ def test_from_tensors_rejects_elements_of_another_float_type() -> None:
     group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec)
     engine = kvspec.EngineSpec(groups=(group,))
     half = np.zeros((6, 1, 4, 8), np.float16)
-    error = refusal(lambda: kvspec.RankCache.from_tensors(engine, kvspec.RankId(), {"l": half}))
+    rank = kvspec.RankId()
+    error = refusal(lambda: kvspec.RankCache.from_tensors(engine, rank, {"l": half}, "BHNC"))
     assert ("tensors['l']['kv'].dtype", "float16") == (error.field, error.value)
     assert "bfloat16" in error.expected
-    cache = kvspec.RankCache.from_tensors(engine, kvspec.RankId(), {"l": half.view(np.uint16)})
+    cache = kvspec.RankCache.from_tensors(engine, rank, {"l": half.view(np.uint16)}, "BHNC")
     assert 1 == len(cache.regions)
 
 

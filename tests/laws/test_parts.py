@@ -109,9 +109,9 @@ def test_transfer_moves_float32_scales_beside_bfloat16_keys() -> None:
     received = tensors(torch, 2 * LOCAL, "BHN")
     plan = kvspec.plan_transfer(producer, consumer)
     request = builders.request(11, [4, 1], [0, 5], cached_tokens=3)
-    target = kvspec.RankCache.from_tensors(consumer, RankId(), {"l": received})
+    target = kvspec.RankCache.from_tensors(consumer, RankId(), {"l": received}, "BHNC")
     sources = {
-        rank: kvspec.RankCache.from_tensors(producer, rank, {"l": own})
+        rank: kvspec.RankCache.from_tensors(producer, rank, {"l": own}, "BNHC")
         for rank, own in held.items()
     }
     assert None is kvspec.verify(plan, sources, {RankId(): target}, request)
@@ -130,7 +130,7 @@ def test_from_tensors_rejects_scales_of_another_type() -> None:
     own = tensors(torch, LOCAL, "BNH")
     wrong = own | {"v_scale": torch.zeros(BLOCKS, ROWS, LOCAL, 2, dtype=torch.float16)}
     error = refusal(
-        lambda: kvspec.RankCache.from_tensors(engine("LBNHC", 2), RankId(), {"l": wrong})
+        lambda: kvspec.RankCache.from_tensors(engine("LBNHC", 2), RankId(), {"l": wrong}, "BNHC")
     )
     assert ("tensors['l']['v_scale'].dtype", "float16") == (error.field, error.value)
     assert "float32" in str(error)

@@ -5,7 +5,6 @@ The oracle makes the tensors, so the regions that are read can be compared with 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
@@ -148,15 +147,16 @@ def test_from_tensors_reads_views_of_parts_in_unusual_layouts(
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLNHC"])
-def test_from_tensors_reads_states_with_the_axes_of_the_layout(layout: str) -> None:
-    """The default axes of a state are blocks, then units and rows in the order of the layout."""
+@pytest.mark.parametrize(("axes", "order"), [("BHNC", (0, 1, 2, 3)), ("BNHC", (0, 2, 1, 3))])
+def test_from_tensors_reads_states_with_the_axes_of_the_caller(
+    layout: str, axes: str, order: tuple[int, ...]
+) -> None:
     side = engine(STATE, layers=("a", "b"), layout=layout)
     cache, storage = kvspec.allocate(side, RankId(), 5)
-    order = (0, 1, 2, 3) if layout.index("H") < layout.index("N") else (0, 2, 1, 3)
     tensors: dict[str, dict[str, Any]] = {}
     for (_, layer, part), view in logical_views(side, RankId(), storage, 5).items():
         tensors.setdefault(layer, {})[part] = view.transpose(order)
-    assert places(cache) == places(kvspec.RankCache.from_tensors(side, RankId(), tensors))
+    assert places(cache) == places(kvspec.RankCache.from_tensors(side, RankId(), tensors, axes))
 
 
 def test_from_tensors_registers_the_span_of_strided_views_once() -> None:
@@ -168,7 +168,9 @@ def test_from_tensors_registers_the_span_of_strided_views_once() -> None:
         np.ndarray((5, 1, 2, 4), np.uint8, buffer, first, (32, 16, 8, 1)) for first in (8, 24)
     )
     start = np.frombuffer(buffer, np.uint8).ctypes.data
-    cache = kvspec.RankCache.from_tensors(side, RankId(), {"a": first_view, "b": second_view})
+    cache = kvspec.RankCache.from_tensors(
+        side, RankId(), {"a": first_view, "b": second_view}, "BHNC"
+    )
     assert (kvspec.Memory(start + 8, 4 * 32 + 8 + 4 + 16),) == cache.memory
     assert [start + 8, start + 24] == [region.base for region in cache.regions]
     table = kvspec.build_table(kvspec.plan_transfer(side, side), cache, cache)
@@ -176,42 +178,6 @@ def test_from_tensors_registers_the_span_of_strided_views_once() -> None:
 
 
 EQUAL = kvspec.FullAttentionSpec(block_size=4, total_num_kv_heads=4, head_size=8, dtype="bfloat16")
-READINGS = [
-    ("LBHNC", (6, 4, 4, 16), {"BHNC", "BNHC"}),
-    ("LBNHC", (6, 4, 4, 16), {"BNHC", "BHNC"}),
-    ("LBNHC", (1, 4, 4, 16), {"BNHC", "BHNC"}),
-    ("LHBNC", (4, 4, 4, 16), {"HBNC", "BHNC"}),
-    ("LKBNHC", (2, 6, 4, 4, 8), None),
-    ("LKBNHC", (2, 2, 4, 4, 8), {"KBNHC", "BKNHC"}),
-    ("LBKNHC", (6, 2, 4, 4, 8), {"BKNHC", "BKHNC"}),
-]
-
-
-@pytest.mark.parametrize(("layout", "shape", "readings"), READINGS)
-def test_from_tensors_requires_axes_if_a_shape_has_two_readings(
-    layout: str, shape: tuple[int, ...], readings: set[str] | None
-) -> None:
-    """With as many heads as rows, NHD and HND have the same shape."""
-    side = engine(EQUAL, layout=layout)
-    tensor = np.zeros(shape, np.uint16)
-    cache = kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor}, layout.replace("L", ""))
-    assert 2 == len(cache.regions)
-    if readings is None:
-        assert cache == kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor})
-        return
-    error = refusal(lambda: kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor}))
-    assert ("axes", None) == (error.field, error.value)
-    assert readings == set(re.findall(r"\b[KBHN]+C\b", str(error)))
-
-
-def test_from_tensors_needs_no_axes_if_a_shape_has_one_reading() -> None:
-    """There is one head, one row, or unequal numbers of both."""
-    for fields in ({"block_size": 3}, {"total_num_kv_heads": 1}, {"block_size": 1}):
-        spec: Any = attrs.evolve(EQUAL, **fields)
-        side = engine(spec, layout="LBNHC")
-        shape = (6, spec.block_size, spec.total_num_kv_heads, 16)
-        cache = kvspec.RankCache.from_tensors(side, RankId(), {"l": np.zeros(shape, np.uint16)})
-        assert 2 == len(cache.regions)
 
 
 def strange(kind: str) -> Any:
@@ -237,7 +203,7 @@ ROWS = attrs.evolve(EQUAL, block_size=3)
 def refused(tensor: Any) -> tuple[str, object]:
     """Return field and value of the error that *tensor* raises."""
     side = engine(ROWS, layout="LBNHC")
-    error = refusal(lambda: kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor}))
+    error = refusal(lambda: kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor}, "BNHC"))
     return error.field, error.value
 
 

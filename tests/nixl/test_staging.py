@@ -319,7 +319,7 @@ def test_torch_copies_the_same_bytes_as_numpy(length: int, inward: bool) -> None
 @pytest.mark.parametrize("side", ["below", "above", "both"])
 def test_bytes_between_runs_are_copied_to_scratch(length: int, side: str) -> None:
     """Runs of a slot with gaps arrive, copied in one pass or in two. Other bytes do not change."""
-    spare, items = copying.SPARE, 40
+    spare, items = copying.SCRATCH_BYTES, 40
     sizes = [items * length, spare, items * length, spare, items * length]
     below, _, base, above, end = np.cumsum([0, *sizes[:-1]]).tolist()
     held = np.random.default_rng(length).integers(0, 256, sum(sizes), dtype=np.uint8)

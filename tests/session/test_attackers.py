@@ -49,16 +49,19 @@ def asked(child: subprocess.Popen[str], command: str = "") -> Any:
     ("kind", "count"), [("idle", 1100), ("empty", 200), ("unsealed", 8), ("unsealed", 200)]
 )
 def test_healthy_load_and_new_reader_survive_attack(kind: str, count: int) -> None:
-    """The victim may open 1,024 descriptors. A load takes at most twice its time alone."""
+    """The victim may open 1,024 descriptors. A load takes at most twice its time alone.
+
+    It is the second of three: on a busy machine, one load may wait for the CPU.
+    """
     with ExitStack() as stack:
         victim = stack.enter_context(process("victim"))
         address = asked(victim)
         alone = min(asked(victim, "load") for _ in range(2))
         with process(kind, address, str(count)) as attacker:
             assert "ready" == asked(attacker)
-            during = [asked(victim, "load") for _ in range(2)]
+            during = sorted(asked(victim, "load") for _ in range(3))[1]
             asked(victim, "new")
         after = asked(victim, "new")
-        assert max(during) <= 2 * alone + GRACE
+        assert during <= 2 * alone + GRACE
         assert after <= 2 * GRACE
         assert 0 == asked(victim, "stats")["lost"]

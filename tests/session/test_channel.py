@@ -115,7 +115,7 @@ def test_message_that_is_too_long_is_refused(
     monkeypatch.setattr(channel, "STALL", 1e9)
     near, far = pair
     with pytest.raises(SpecError, match="at most"):
-        near.send(far.address, bytes(channel.MAX_MESSAGE + 1))
+        near.send(far.address, bytes(channel.MAX_FRAME + 1))
     near.send(far.address, bytes(channel.MAX_QUESTION + 1))
     near.receive()
     until(lambda: len(far) or far.receive())
@@ -222,7 +222,7 @@ def test_peer_that_writes_but_does_not_read_is_disconnected(
     deaf = raw(far.address)
     deaf.sendall(b"\0\0\0\x01x")
     ((route, _),) = received(far, count=1)
-    far.send(route, bytes(channel.MAX_MESSAGE))
+    far.send(route, bytes(channel.MAX_FRAME))
     monkeypatch.setattr(channel, "STALL", 0.2)
     end = time.monotonic() + 5.0
     with contextlib.suppress(OSError):
@@ -322,7 +322,7 @@ def test_connections_take_turns(
     _, far = pair
     for _ in "abc":
         link(far, opened, trusted=True)
-    monkeypatch.setattr(channel, "TURN", 2)
+    monkeypatch.setattr(channel, "FRAMES_PER_PEER", 2)
     monkeypatch.setattr(channel, "FRAMES", 4)
     for sender, count in zip(opened, (3, 1, 3), strict=True):
         for number in range(count):

@@ -124,7 +124,7 @@ def test_decline_is_tried_again_until_the_producer_can_be_reached(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first attempts find nobody at the address: the network was cut."""
-    monkeypatch.setattr(session, "ABSENT", 0.1)
+    monkeypatch.setattr(session, "TICKET_ABSENT", 0.1)
     monkeypatch.setattr(errands, "FIRST_PAUSE", 0.05)
     producer, consumer = sides
     ticket = ticket_of(producer)
@@ -150,7 +150,7 @@ def test_decline_is_tried_again_until_the_producer_can_be_reached(
 def test_decline_that_is_never_delivered_is_logged_and_counted(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(session, "ABSENT", 0.1)
+    monkeypatch.setattr(session, "TICKET_ABSENT", 0.1)
     monkeypatch.setattr(errands, "FIRST_PAUSE", 0.05)
     monkeypatch.setattr(errands, "LONGEST_REFUSAL", 0.5)
     producer, consumer = sides

@@ -43,6 +43,8 @@ TRANSPORTS = [
 pytestmark = [pytest.mark.faults, pytest.mark.nixl]
 SAME = {"name": "the same agent", "prefix": ""}
 TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}
+# For a test in which only the end of a reader may fail. A busy machine stops a rank for seconds.
+LENIENT = {"lease": 6.0, "heartbeat": 0.3, "patience": 6.0}
 DONE = ("done", "", {}, 0)
 # Seconds until a load fails that should fail for another reason. A busy machine is slow.
 LONG = 30.0
@@ -124,16 +126,16 @@ def test_producer_serves_other_readers_after_a_reader_ends(transport: str, end: 
     that closes with time to drain never ends the producer.
     """
     spec = engine(1, heads=2, block=16, size=512)
-    tokens, blocks = 16 * 800, {"blocks": 804}
+    tokens, options = 16 * 800, {"blocks": 804, "session": LENIENT}
     scattered = {name: [*range(1, 801, 2), *range(2, 801, 2)] for name in ("full", "window")}
     ordered = {name: [*range(1, 801)] for name in ("full", "window")}
     may_end = transport == "tcp" and end != "close"
-    with started("E", spec, 1, transport, **blocks) as other:
-        producer = started("P", spec, 1, transport, **blocks)
+    with started("E", spec, 1, transport, **options) as other:
+        producer = started("P", spec, 1, transport, **options)
         for turn in (1, 2):
             other.connect(producer)
             names = []
-            with started("D", spec, turn, transport, **blocks) as reader:
+            with started("D", spec, turn, transport, **options) as reader:
                 reader.connect(producer)
                 for one in (reader, other):
                     name = f"{turn} {one.ranks[0].name}"
@@ -142,7 +144,7 @@ def test_producer_serves_other_readers_after_a_reader_ends(transport: str, end: 
                         consumer_blocks=ordered,
                     )  # fmt: skip
                     remote_id = new_remote_id(name)
-                    producer.ask("hold", remote_id, request, 7, lease=3.0)
+                    producer.ask("hold", remote_id, request, 7, lease=6.0)
                     one.ask("load", request, remote_id, 7, 60.0)
                     names.append(name)
                 time.sleep(2e-2 * turn)
@@ -158,7 +160,7 @@ def test_producer_serves_other_readers_after_a_reader_ends(transport: str, end: 
                 assert ended_by_ucx(producer)
                 assert state == "done" or "state=peer_lost" in error
                 producer.kill()
-                producer = started("P", spec, turn + 1, transport, **blocks)
+                producer = started("P", spec, turn + 1, transport, **options)
         with producer:
             other.connect(producer)
             assert [DONE] == load(producer, other, "last")

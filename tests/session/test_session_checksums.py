@@ -379,7 +379,7 @@ def test_long_checksum_is_computed_in_several_polls(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(regions, "MANY_BYTES", 1)
     asked = Asked()
     asked.answers.receive(asked.question)
-    monkeypatch.setattr(checksums, "TURN", 1e-9)
+    monkeypatch.setattr(checksums, "CHECKSUM_TURN", 1e-9)
     polls = 0
     while asked.answers.asked:
         asked.answers.move()

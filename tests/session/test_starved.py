@@ -17,18 +17,18 @@ from two_engines import Side, engine, until
 from kvspec.testing import FakeNixl
 
 os.nice(19)
-# A heartbeat each half second, and a lease of two: the threads get little of the CPU.
+# A heartbeat each half second, and a lease of four: the threads get little of the CPU.
 with (
     FakeNixl(),
-    Side("P", engine(1), polled=False, lease=2.0, background=True) as producer,
+    Side("P", engine(1), polled=False, lease=4.0, background=True) as producer,
     Side("D", engine(1), polled=True, heartbeat=0.5, background=True) as consumer,
 ):
     producer.fill(ASKED)
     consumer.spoil(ASKED)
-    tickets = [ticket_of(producer, f"p{number}", lease=4.0) for number in range(3)]
+    tickets = [ticket_of(producer, f"p{number}", lease=6.0) for number in range(3)]
     for ticket in tickets:
         kept(consumer, ticket)
-    time.sleep(6.0)
+    time.sleep(9.0)
     for ticket in tickets:
         load = consumer.first.load(ASKED, ticket=ticket, timeout=30.0)
         assert load.wait(60.0), load

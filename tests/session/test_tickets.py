@@ -402,7 +402,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sessions wait only 0.2 seconds for an absent producer."""
-    monkeypatch.setattr(session, "ABSENT", 0.2)
+    monkeypatch.setattr(session, "TICKET_ABSENT", 0.2)
 
 
 def of(name: str) -> kvspec.TransferRequest:

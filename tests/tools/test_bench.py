@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.pages
+pytestmark = pytest.mark.commands
 
 BENCH = Path(__file__).parents[2] / "bench"
 

@@ -35,8 +35,6 @@ REFUSED = {
     ("vLLM", "fp8, no type"),
     ("SGLang", "vectorized_5d"),
     ("SGLang", "other pools"),
-    ("TensorRT-LLM", "pool, no axes"),
-    ("LMCache", "chunk, packed, no axes"),
 }
 """Pages that are always rejected."""
 

@@ -45,7 +45,7 @@ from kvspec.run.request_rank import RequestRank
 from kvspec.run.transfer_rank import STAGES, Arguments
 
 pytestmark = [
-    pytest.mark.pages,
+    pytest.mark.commands,
     pytest.mark.nixl,
     pytest.mark.skipif(not any(find_spec(name) for name in package_names()), reason="needs nixl"),
 ]

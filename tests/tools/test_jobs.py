@@ -41,8 +41,8 @@ def selected(markers: str, own: Counter[str]) -> bool:
 
 def test_jobs_are_found() -> None:
     names = {name for name, *_ in JOBS}
-    assert {"adapters", "faults", "laws", "pages", "session", "tools"} == names
-    assert {"adapters", "faults", "pages"} == MARKERS
+    assert {"adapters", "commands", "faults", "laws", "pages", "session", "tools"} == names
+    assert {"adapters", "commands", "faults", "pages"} == MARKERS
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")

@@ -27,7 +27,7 @@ from kvspec.run.job import Job
 from kvspec.run.launched import LAUNCHERS, Place
 
 pytestmark = [
-    pytest.mark.pages,
+    pytest.mark.commands,
     pytest.mark.nixl,
     pytest.mark.skipif(
         find_spec("torch") is None or not any(find_spec(name) for name in package_names()),

@@ -54,8 +54,9 @@ PROVISIONAL = """
     kvspec.draw plan_svg table_svg
     kvspec.models architectures
     kvspec.models.catalogue config names
-    kvspec.session RankAgreement ReleaseAgreement SessionCollector
-    kvspec.tickets ContentIdentity MediaItem content_of explain_difference sampling_of
+    kvspec.session SessionCollector
+    kvspec.tickets ContentIdentity MediaItem RankAgreement ReleaseAgreement content_of
+    kvspec.tickets explain_difference sampling_of
     kvspec.wire Secret
     kvspec.testing Case FakeNixl fill logical_views
     kvspec.testing.kit Counterexample Judgement Supports System SystemReport Verdict as_code judge

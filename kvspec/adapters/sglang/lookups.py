@@ -13,8 +13,8 @@ from collections.abc import Callable
 import attrs
 
 from kvspec.adapters.sglang.tickets import (
-    ANSWER,
     MOST_ROOMS,
+    SERVER_TIMEOUT,
     Params,
     check_room,
     claim,
@@ -27,7 +27,7 @@ from kvspec.tickets import PrefillTicket
 # Seconds between two looks for the tickets of waiting requests.
 REST = 0.01
 # Seconds after which a server that cannot be reached is taken for dead.
-ABSENT = 15.0
+DEAD_AFTER = 15.0
 
 
 @attrs.define(eq=False)
@@ -88,7 +88,7 @@ class Lookups:
         decline: Callable[[PrefillTicket], None],
         *,
         keep: Callable[[PrefillTicket], None] = lambda _: None,
-        absent: float = ABSENT,
+        absent: float = DEAD_AFTER,
         secret: str | bytes | None = None,
     ) -> None:
         self._timeout, self._absent = timeout, absent
@@ -127,7 +127,9 @@ class Lookups:
         while waiting := self._open(address):
             failure: Exception | None = None
             try:
-                connection = connection or http.client.HTTPConnection(address, timeout=ANSWER)
+                connection = connection or http.client.HTTPConnection(
+                    address, timeout=SERVER_TIMEOUT
+                )
                 for start in range(0, len(waiting), MOST_ROOMS):
                     self._ask(connection, waiting[start : start + MOST_ROOMS])
                 reached = time.monotonic()

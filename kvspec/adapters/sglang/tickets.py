@@ -87,11 +87,11 @@ MOST_CONNECTIONS, MOST_OF_ONE = 1024, 256
 # Seconds until a body must be complete.
 PATIENCE = 30.0
 # The largest room.
-MOST = (1 << 63) - 1
+MAX_ROOM = (1 << 63) - 1
 # The most rooms in one request.
 MOST_ROOMS = 256
 # Seconds to wait for an answer of the server.
-ANSWER = 5.0
+SERVER_TIMEOUT = 5.0
 # The beginning of the name of a request of which only the first chunks are computed.
 CHUNKS = "chunks"
 
@@ -104,12 +104,12 @@ def check_room(room: object) -> int:
     Raises:
         SpecError: If it is not.
     """
-    return positive_int("bootstrap_room", room, most=MOST)
+    return positive_int("bootstrap_room", room, most=MAX_ROOM)
 
 
 def is_room(room: object) -> bool:
     """Return whether *room* is one, as `check_room` requires."""
-    return type(room) is int and 0 < room <= MOST
+    return type(room) is int and 0 < room <= MAX_ROOM
 
 
 def room_of(text: str) -> int | None:
@@ -117,7 +117,7 @@ def room_of(text: str) -> int | None:
     # Python would take long to convert a number of many digits.
     if not text.isascii() or not text.isdecimal() or len(text) > 20:  # noqa: PLR2004
         return None
-    return room if 0 < (room := int(text)) <= MOST else None
+    return room if 0 < (room := int(text)) <= MAX_ROOM else None
 
 
 def key_in(room: int, nonce: bytes, chunks: int | None = None) -> Key:
@@ -479,7 +479,7 @@ def put(address: str, room: int, params: Params, secret: str | bytes | None = No
         OSError: If it cannot be reached.
     """
     check_room(room)
-    connection = http.client.HTTPConnection(address, timeout=ANSWER)
+    connection = http.client.HTTPConnection(address, timeout=SERVER_TIMEOUT)
     try:
         body = json.dumps(params).encode()
         headers = {PROOF: proof_of(room, len(body), secret)}
@@ -496,7 +496,7 @@ def get(address: str, rooms: Iterable[int]) -> dict[int, Params]:
         OSError: If it cannot be reached.
     """
     numbers = ",".join(str(check_room(room)) for room in rooms)
-    connection = http.client.HTTPConnection(address, timeout=ANSWER)
+    connection = http.client.HTTPConnection(address, timeout=SERVER_TIMEOUT)
     try:
         answer = _ask(connection, "GET", PATH + numbers)
         return {int(room): params for room, params in answer.items()}

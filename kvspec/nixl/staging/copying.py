@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 # torch copies words of 8 bytes if all addresses and lengths are multiples of 8, else single bytes.
 WORD = 8
 # Bytes of scratch memory on each side of the slots. Longer runs are never copied whole.
-SPARE = 64 << 10
+SCRATCH_BYTES = 64 << 10
 # `_try_copy_whole` is used below so many items per run. With more gaps, two passes are faster.
-MOST = 1.5
+MAX_ITEMS_PER_RUN = 1.5
 
 
 class _Shown:
@@ -61,8 +61,8 @@ def copy_runs(
         moves: The runs.
         inward: Copy from the slot to the near side, as a read does. Else copy to the slot.
         place: Memory type and device of both sides.
-        scratch: Addresses of `SPARE` unused bytes below and above all slots, or nothing. With
-            them, the offsets of *moves* ascend, as those of a batch do.
+        scratch: Addresses of `SCRATCH_BYTES` unused bytes below and above all slots, or nothing.
+            With them, the offsets of *moves* ascend, as those of a batch do.
     """
     memory_type, device = place
     if memory_type == "DRAM":
@@ -99,7 +99,11 @@ def _try_copy_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
     apart = low >= base + first + count * length or base >= high + length
     # Longer runs do not fit into the scratch bytes. Without gaps `_copy_on_host` needs no index for
     # the slot either. With many gaps, copying them takes more time than a second pass.
-    if length > SPARE or not len(offset) < count < MOST * len(offset) or not apart:
+    if (
+        length > SCRATCH_BYTES
+        or not len(offset) < count < MAX_ITEMS_PER_RUN * len(offset)
+        or not apart
+    ):
         return False
     begins = offset - first
     items = begins // length

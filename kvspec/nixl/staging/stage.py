@@ -16,7 +16,7 @@ import numpy as np
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.merging import Spans
-from kvspec.nixl.staging.copying import SPARE, copy_runs
+from kvspec.nixl.staging.copying import SCRATCH_BYTES, copy_runs
 from kvspec.nixl.staging.ranges import Batch
 from kvspec.nixl.staging.rule import Staging
 
@@ -34,7 +34,7 @@ class StagingBuffer:
     """
 
     def __init__(self, staging: Staging, memory_type: str, device: int) -> None:
-        nbytes, margin = staging.buffer, SPARE if memory_type == "DRAM" else 0
+        nbytes, margin = staging.buffer, SCRATCH_BYTES if memory_type == "DRAM" else 0
         try:
             if memory_type == "DRAM":
                 self.owner: Any = np.empty(margin + nbytes + margin, np.uint8)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvspec.testing.laws import Law, System
 
 # Lines of the right plan, and of the moves of the system. A smallest case rarely has more.
-_MOST = 12
+_MAX_LINES = 12
 
 
 def described(case: Case | Script, law: Law) -> Iterator[str]:
@@ -71,9 +71,9 @@ def answered(system: System, case: Case | Script) -> Iterator[str]:
 
 def _shortened(lines: Iterable[str]) -> Iterator[str]:
     lines = list(lines)
-    yield from lines[:_MOST]
-    if len(lines) > _MOST:
-        yield f"  and {len(lines) - _MOST} more lines"
+    yield from lines[:_MAX_LINES]
+    if len(lines) > _MAX_LINES:
+        yield f"  and {len(lines) - _MAX_LINES} more lines"
 
 
 def _side(engine: EngineSpec) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.session import RankAgreement, ReleaseAgreement
+from kvspec.tickets import RankAgreement, ReleaseAgreement
 
 RANKS = ("tp0", "tp1", "tp2")
 
