@@ -337,12 +337,8 @@ class Load(Progress):
     @cached_property
     def _sizes(self) -> dict[RankId, int]:
         """The bytes that come from each producer rank."""
-        sizes = {}
-        for rank, table in self.remote.tables.items():
-            rows, (_, ids) = table.consumer_rows, table.select(self.request)
-            row_of_id = np.searchsorted(np.cumsum(rows[:, 4]), ids, side="right")
-            sizes[rank] = int(rows[row_of_id, 1].sum())
-        return sizes
+        tables = self.remote.tables.items()
+        return {rank: table.select(self.request).nbytes for rank, table in tables}
 
     @property
     def _touched(self) -> bool:
