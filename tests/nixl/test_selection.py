@@ -187,9 +187,6 @@ def test_common_layouts_are_paired_by_tile(layouts: tuple[str, str], cached: int
 @pytest.mark.parametrize(
     ("layouts", "cached", "tokens", "pays"),
     [
-        # The first or last block is cut into states, each in its own row.
-        (("LHBNC", "LHBNC"), 37, 528, True),
-        (("LHBNC", "LHBNC"), 64, 517, True),
         (("LHBNC", "LHBNC"), 64, 528, False),
         (("LKBNHC", "BLHNC"), 64, 517, False),
     ],
