@@ -13,12 +13,19 @@ import works
 from timing import Options, Row, clock, cpu, interleaved, readable
 
 import kvspec
-from kvspec.check.digests import digest, wanted
+from kvspec.digests import compile_digest, digest, wanted
 from kvspec.nixl import NixlRank
 from kvspec.session import Session, new_remote_id
 
 
 def digested(options: Options) -> Iterator[Row]:
+    """Digest with numpy, and then compiled if numba is installed, alone and in a load."""
+    yield from _measured(options, "numpy")
+    if compile_digest():
+        yield from _measured(options, "compiled")
+
+
+def _measured(options: Options, how: str) -> Iterator[Row]:
     """Digest one rank's share of requests with short and with long contents."""
     for name, spec in (("heads of 256 bytes", works.heads(8, 16)), ("latents", works.LATENT)):
         work = works.Work(name=name, layers=8, spec=spec, tp_sizes=(4, 4), tokens=4096)
@@ -42,15 +49,15 @@ def digested(options: Options) -> Iterator[Row]:
             clock(copied),
         )
         speed = f"{nbytes / ours / 1e9:.2f} GB/s"
-        what = f"digest of {nbytes >> 20} MiB, {name}; other: copying as many"
+        what = f"{how}: digest of {nbytes >> 20} MiB, {name}; other: copying as many"
         ratio = f"{ours / other:.3g}"
         text = f"{readable(ours)}, {speed}"
         yield Row(budget="DIGEST", what=what, ours=text, other=readable(other), ratio=ratio)
     if find_spec("nixl_cu13") or find_spec("nixl_cu12"):
-        yield _loaded(options)
+        yield _loaded(options, how)
 
 
-def _loaded(options: Options) -> Row:
+def _loaded(options: Options, how: str) -> Row:
     """Load over NIXL with and without a digest, in CPU time; both ranks are in this process."""
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     work = works.Work(
@@ -71,7 +78,7 @@ def _loaded(options: Options) -> Row:
         def run(*, digest: bool) -> None:
             request, remote_id = work.request(), new_remote_id(f"{next(numbers)}")
             producer.hold(remote_id, blocks=request.producer_blocks)
-            load = consumer.load(request, remote_id=remote_id, timeout=60.0, verify=digest)
+            load = consumer.load(request, remote_id=remote_id, timeout=60.0, checksum=digest)
             # One thread polls both sides: the producer must answer for the digest.
             while load.poll() == "moving" or consumer.stats().loads:
                 producer.poll()
@@ -83,6 +90,7 @@ def _loaded(options: Options) -> Row:
             options.times(16), cpu(lambda: run(digest=True)), cpu(lambda: run(digest=False))
         )
     nbytes = 2 * work.layers * 8 * 128 * 2 * work.tokens  # K and V of 8 heads of 256 bytes
-    what = f"a load of {nbytes >> 20} MiB that compares a digest; other: without, CPU time of both"
+    what = f"{how}: a load of {nbytes >> 20} MiB that compares checksums"
+    what += "; other: without, CPU time of both"
     ratio = f"{ours / other:.3g}"
     return Row(budget="DIGEST", what=what, ours=readable(ours), other=readable(other), ratio=ratio)

@@ -79,7 +79,7 @@ def main() -> None:
         params = json.dumps(PrefillTicket(**common).to_params())  # What the router passes on.
         ticket = PrefillTicket.from_params(json.loads(params))
         request = ticket.request(remote_id, TOKENS - 1, RECEIVED)
-        loads = [rank.load(request, ticket=ticket, timeout=20, verify=True) for rank in decode]
+        loads = [rank.load(request, ticket=ticket, timeout=20, checksum=True) for rank in decode]
         agreement = RankAgreement(loads)
         while agreement.state == "moving":  # In each step of the decode engine.
             for load in loads:

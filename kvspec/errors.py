@@ -263,10 +263,10 @@ class TransferState(enum.StrEnum):
         "the data that arrived differs from the data that the producer holds",
         "compute the blocks, or load the request again: the sides may have named different blocks",
     )
-    UNVERIFIED = (
-        "unverified",
+    UNCOMPARED = (
+        "uncompared",
         "the data arrived, but could not be compared with the data of the producer",
-        "pass `blocks` to the producer's `hold`, or load without `verify`",
+        "pass `blocks` to the producer's `hold`, or load without `checksum`",
     )
     REFUSED = (
         "refused",

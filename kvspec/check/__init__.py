@@ -1,4 +1,4 @@
-"""Check that a transfer is right: `verify`, digests and an exhaustive proof.
+"""Check that a transfer is right: `verify`, differences between digests, and an exhaustive proof.
 
 Invariant: each checker goes through the bytes that should arrive. No checker uses the runs and rows
 of the descriptor table to decide which bytes are right.
@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvspec.check import digests
+    from kvspec.check import differences
     from kvspec.check.proof import prove
 
 __all__ = [
-    "digests",
+    "differences",
     "prove",
 ]
 
@@ -22,6 +22,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module or a function
     if name == "prove":
         return import_module("kvspec.check.proof").prove
-    if name == "digests":
-        return import_module("kvspec.check.digests")
+    if name == "differences":
+        return import_module("kvspec.check.differences")
     raise AttributeError(f"module 'kvspec.check' has no attribute {name!r}")

@@ -4,21 +4,9 @@ Invariant: a place follows from the rank's own block table and its regions alone
 block of the table holds has no place, and its address is -1.
 
 How it works:
-    If two context ranks share the tokens, a block of the table is a *virtual block*: each of the
-    two ranks stores half of its tokens in its own block. With an interleave of 2 tokens and blocks
-    of 4 tokens, the virtual block has 8 tokens:
-
-        token of the virtual block       0  1  2  3  4  5  6  7
-        context rank 0 stores it as      0  1        2  3
-        context rank 1 stores it as            0  1        2  3
-
-    A block may consist of several kernel blocks. With kernel blocks of 2 tokens, the tokens 2 and 3
-    of a block are the tokens 0 and 1 of its second kernel block. `token_places` returns the block
-    of the table, the kernel block in it, and the token in the kernel block.
-
-    `Places` computes the same from `Owners.stored`, which can be counted independently of the
-    library (`kvspec.check.ownership`). The descriptor table has its own third computation. A fault
-    in one of them is found, because the others differ.
+    `Places` computes a place from `Owners.stored`, which can be counted independently of the
+    library (`kvspec.check.ownership`). The descriptor table and the digest (`kvspec.digests.ranks`)
+    compute places themselves. A fault in one of them is found, because the others differ.
 """
 
 from __future__ import annotations
@@ -38,44 +26,10 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
-from kvspec.ownership.tokens import BlockCyclic, Ints
+from kvspec.ownership.tokens import Ints
 
 # First addresses, and lengths in bytes.
 Contents = tuple[Ints, Ints]
-
-
-def token_places(
-    group: KVCacheGroup, context: BlockCyclic, table: BlockTable, positions: Ints
-) -> tuple[Ints, Ints, Ints]:
-    """Return where a rank keeps *positions*, all of which it owns and the *table* holds.
-
-    Args:
-        group: The group of the table.
-        context: The rank's share of the tokens.
-        table: The rank's block table of the request.
-        positions: Token positions.
-
-    Returns:
-        For each position the index of its block in the table, the kernel block in that block, and
-        the token in the kernel block.
-
-    >>> from kvspec import MLAAttentionSpec
-    >>> spec = MLAAttentionSpec(block_size=4, head_size=8, dtype="uint8")
-    >>> group = KVCacheGroup(name="full", layers=["l"], spec=spec, kernel_block_size=2)
-    >>> context = BlockCyclic(rank=1, size=2, interleave=2)
-    >>> positions = np.array([2, 3, 6, 7, 10])
-    >>> places = token_places(group, context, BlockTable([5, 9]), positions)
-    >>> [column.tolist() for column in places]
-    [[0, 0, 0, 0, 1], [0, 0, 1, 1, 0], [0, 1, 0, 1, 0]]
-    """
-    local = positions
-    # This repeats `BlockCyclic.local` on purpose: the descriptor rows are made with that method.
-    if context.size > 1:
-        rounds, rest = np.divmod(positions, context.interleave * context.size)
-        local = rounds * context.interleave + rest % context.interleave
-    index, token = np.divmod(local - table.first_token // context.size, group.spec.block_size)
-    kernel_block, token = np.divmod(token, group.memory_block_size)
-    return index, kernel_block, token
 
 
 @attrs.frozen(eq=False, slots=False)

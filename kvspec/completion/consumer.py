@@ -78,10 +78,10 @@ class LoadOptions:
     """
 
     follow: bool = False
-    verify: bool = False
+    checksum: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name in ("follow", "verify"):
+        for name in ("follow", "checksum"):
             if (value := getattr(self, name)) is not False:  # The usual value needs no check.
                 flag(name, value)
 
@@ -180,7 +180,7 @@ class OpenLoad(Record, eq=False):
         plan: The plan, or `NO_PLAN` before the producer is connected.
         sources: The producer ranks that are read.
         steps: By number, the steps that may still write.
-        unverified: Whether data moves that was not compared yet, but must be.
+        uncompared: Whether data moves that was not compared yet, but must be.
         waiting: The producer ranks that have not sent their last answer, with the number of readers
             that each must expect.
         asked: Numbers of the questions whose answers count, from the first to the newest. All loads
@@ -195,7 +195,7 @@ class OpenLoad(Record, eq=False):
     plan: LoadPlan = NO_PLAN
     sources: dict[RankId, Source] = msgspec.field(default_factory=dict)
     steps: dict[int, Step] = msgspec.field(default_factory=dict)
-    unverified: bool = False
+    uncompared: bool = False
     waiting: dict[RankId, int] = msgspec.field(default_factory=dict)
     asked: range = range(0)
     next_message: float = math.inf
@@ -301,7 +301,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             for rank, ends in plan.sources.items()
             if ends
         }
-        load.unverified = plan.options.verify and bool(load.sources)
+        load.uncompared = plan.options.checksum and bool(load.sources)
 
     @recorded
     def connected(self, request_id: str, now: float) -> list[Action]:
@@ -325,13 +325,13 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         ready = {rank: source.readable() for rank, source in load.sources.items()}
         return {rank: places for rank, places in ready.items() if places}
 
-    def unverified(self, request_id: str) -> bool:
+    def uncompared(self, request_id: str) -> bool:
         """Return whether all data of a load has arrived, and must be compared now."""
         load = self.records.get(request_id)
-        return load is not None and load.state == "moving" and load.unverified and load.arrived
+        return load is not None and load.state == "moving" and load.uncompared and load.arrived
 
     @recorded
-    def verified(self, request_id: str, now: float) -> list[Action]:
+    def compared(self, request_id: str, now: float) -> list[Action]:
         """Record that the data of a load was compared and is equal. Return actions.
 
         If it differs, call `cancel`.
@@ -340,7 +340,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         load = self.records.get(request_id)
         if load is None or load.state != "moving":
             return actions  # It failed meanwhile.
-        load.unverified = False
+        load.uncompared = False
         return actions + self._advance(load)
 
     def start(
@@ -567,7 +567,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
 _CONDITIONS: dict[str, tuple[str, Callable[[OpenLoad], bool]]] = {
     # A failed step leads out of *moving*. So here all ended steps have succeeded.
-    "moving": ("whole", lambda load: load.arrived and not load.unverified),
+    "moving": ("whole", lambda load: load.arrived and not load.uncompared),
     "verifying": ("valid", lambda load: all(source.valid for source in load.sources.values())),
     "draining": ("quiet", lambda load: not load.steps),
     "done": ("answered", lambda load: not load.waiting),

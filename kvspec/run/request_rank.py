@@ -88,7 +88,7 @@ class RequestRank(RankServer):
     ) -> None:
         """Start to load a request."""
         self._spoil(request, producer=False)
-        load = self.session.load(request, remote_id=remote_id, timeout=timeout, verify=digest)
+        load = self.session.load(request, remote_id=remote_id, timeout=timeout, checksum=digest)
         self.loads[request.request_id] = load, seed
 
     def state(self, name: str) -> tuple[LoadState, int]:

@@ -5,43 +5,37 @@ checksums on both ranks, whatever their blocks and layouts are. A producer sends
 while the request is held, and only of the blocks that its own engine passed to `hold`.
 
 How it works:
-    An *extent* names contents of one layer: parts, units and tokens. After all data has arrived,
-    the consumer (`Audit`) requests the checksum of each extent from its source, and computes its
-    own. The producer (`ChecksumAnswers`) computes and answers. If two checksums differ, the load
-    fails. Before that, the consumer compares halves until one token of one unit is known to differ,
-    or the time is over. For example, layer 2 of source tp0 differs:
+    A checksum is the digest (`kvspec.digests`) of an *extent*: all contents of one layer that move
+    from one source. After all data has arrived, the consumer (`Audit`) requests the checksum of
+    each extent from its source, and computes its own. The producer (`ChecksumAnswers`) computes and
+    answers. If two checksums differ, the load fails, and its error names the layer and the source.
+    `kvspec.check.differences` then finds the rows.
 
-        request to tp0                 result
-        -----------------------------  --------------------------------------------------
-        layer 2, k+v, tokens 0..7      differs: the other layers are not compared any more
-        layer 2, k, tokens 0..7        equal
-        layer 2, v, tokens 0..7        differs
-        layer 2, v, tokens 0..3        differs, and so on until one token
-
-    Both sides compute for a bounded time in each poll. So each extent is small: its checksum is
-    computed at once, and a poll ends between two of them. A consumer that gets no answer asks again
-    after a heartbeat, with the same number. Numbers are unique across loads, so a late answer to an
-    earlier load is never taken for this one's.
+    Both sides compute for a bounded time in each poll, and continue in the next poll. A consumer
+    that gets no answer asks again after a heartbeat, with the same number. Numbers are unique
+    across loads, so a late answer to an earlier load is never taken for this one's.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 import attrs
+import numpy as np
+from msgspec.structs import replace
 
-from kvspec.check.digests import Wanted, partial_sums, readable, rows_of, wanted_of
 from kvspec.completion.consumer import LoadPlan
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.digests.ranks import Wanted, readable, rows_of, wanted_of
+from kvspec.digests.regions import RegionRows, unit_sums
 from kvspec.errors import SpecError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
-from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import RemoteEngine
@@ -57,8 +51,6 @@ from kvspec.wire.messages import (
 
 # Seconds for which a poll computes checksums. The last one may end later.
 CHECKSUM_TURN = 0.02
-# Contents in one extent, each of one part of one unit at one token. They have about 4 MiB.
-CONTENTS_PER_EXTENT = 1 << 14
 # Bytes of the names of the parts in one extent, each with its MessagePack head. One name of any
 # length fits, and so does a message with it.
 NAME_BYTES_PER_EXTENT = 4 * MAX_PART_NAME + 3
@@ -67,6 +59,8 @@ MAX_ASKED = 1 << 16
 # Checksums that are kept of one held request, so that a repeated question costs nothing.
 MAX_KNOWN = 1 << 12
 _NUMBERS = itertools.count(1)
+# A computation of a checksum. It yields after each step, and returns the checksum.
+Steps = Generator[None, None, int]
 
 
 @attrs.define(eq=False)
@@ -78,14 +72,14 @@ class ChecksumAnswers:
         cache: Memory of the rank.
         owner: Owner of the memory, so that it lives as long as it may be read.
         messages: Sends the answers.
-        asked: The requests that wait for an answer.
+        asked: The requests that wait for an answer, each with its checksum.
     """
 
     ledger: ProducerLedger
     cache: RankCache
     owner: object
     messages: Messages
-    asked: dict[ChecksumRequest, None] = attrs.field(factory=dict)
+    asked: dict[ChecksumRequest, Steps] = attrs.field(factory=dict)
     _closed: bool = False
 
     def receive(self, message: ChecksumRequest) -> None:
@@ -96,25 +90,30 @@ class ChecksumAnswers:
         if (total := held.checksums.get(message.extent)) is not None:
             self.messages.send(message.answer(Checksum, total=total))
         elif len(self.asked) < MAX_ASKED:
-            self.asked[message] = None
+            self.asked[message] = steps_of(self.cache, held.blocks, message.extent)
 
     def move(self) -> None:
         """Compute for a bounded time, and answer."""
         end = time.monotonic() + CHECKSUM_TURN
-        while self.asked and time.monotonic() < end:
+        while self.asked:
             message = next(iter(self.asked))
             held = self.ledger.find(message.key)
             if held is not None:
                 try:
-                    own = checksum_of(self.cache, held.blocks, message.extent)
-                    total = own.to_bytes(SUM, "little")
-                    if len(held.checksums) < MAX_KNOWN:
-                        held.checksums[message.extent] = total
-                    self.messages.send(message.answer(Checksum, total=total))
+                    total = advance(self.asked[message], end)
                 except SpecError as error:
                     self.messages.note(f"{message}: {error}")
                     self.messages.send(message.answer(ChecksumUnavailable))
+                else:
+                    if total is None:
+                        return
+                    known = total.to_bytes(SUM, "little")
+                    if len(held.checksums) < MAX_KNOWN:
+                        held.checksums[message.extent] = known
+                    self.messages.send(message.answer(Checksum, total=known))
             del self.asked[message]
+            if time.monotonic() >= end:
+                return
 
     def close(self) -> None:
         """Stop answering, and drop the reference to the memory."""
@@ -129,13 +128,15 @@ class Question:
     Attributes:
         rank: The producer rank that is asked.
         extent: The contents.
-        own: This rank's own checksum, once it is computed.
+        steps: The computation of this rank's own checksum.
+        own: The result of the computation.
         answer: The checksum of the producer, once it arrived.
         again: Time of the next message to the producer.
     """
 
     rank: RankId
     extent: Extent
+    steps: Steps
     own: int | None = None
     answer: int | None = None
     again: float = 0.0
@@ -146,7 +147,6 @@ class Audit:
     """The comparison of one load.
 
     Attributes:
-        differs: The difference that is known so far, or "".
         verdict: State of the load's error, if the comparison fails.
         source: The producer rank whose data differs.
     """
@@ -157,8 +157,7 @@ class Audit:
     nixl: NixlRank
     cache: RankCache
     messages: Messages
-    differs: str = ""
-    verdict: TransferState = TransferState.UNVERIFIED
+    verdict: TransferState = TransferState.UNCOMPARED
     source: RankId | None = None
     _open: dict[int, Question] | None = None
     _refused: str = ""
@@ -167,7 +166,7 @@ class Audit:
         for region in self.cache.regions:
             if region.memory_type != "DRAM":
                 rule = f"checksums need host memory, not {region.memory_type}"
-                raise SpecError("verify", True, rule=rule)  # noqa: FBT003
+                raise SpecError("checksum", True, rule=rule)  # noqa: FBT003
 
     def cancel(self) -> None:
         """Compare nothing any more. Later answers are not expected."""
@@ -189,13 +188,9 @@ class Audit:
             self.verdict = TransferState.CLOSED
             return "the rank was closed before the received data could be compared"
         try:
-            if self._open is None:  # The first questions cover everything that moves.
-                which = self.remote.plan, self.request
-                self._open = self._ask(
-                    (rank, extent)
-                    for rank in self.remote.tables
-                    for extent in extents_of(*which, rank, self.cache.rank)
-                )
+            if self._open is None:
+                # One expression builds the questions: an interrupt leaves all or none.
+                self._open = {next(_NUMBERS): question for question in self._questions()}
             for number, question in self._open.items():
                 if question.answer is None and now >= question.again:
                     question.again = now + heartbeat
@@ -205,23 +200,32 @@ class Audit:
         except SpecError as error:
             return str(error)
 
+    def _questions(self) -> Iterator[Question]:
+        """Yield one question for each extent. Together, they cover everything that moves."""
+        for rank in self.remote.tables:
+            for extent in extents_of(self.remote.plan, self.request, rank, self.cache.rank):
+                steps = steps_of(self.cache, self.request.consumer_blocks, extent)
+                yield Question(rank, extent, steps)
+
     def _compare(self, questions: dict[int, Question], end: float) -> str | None:
         """Compute and compare checksums until the time is *end*. Returns as `move`."""
-        tables = self.request.consumer_blocks
         for number, question in list(questions.items()):
-            if computes := question.own is None:
-                question.own = checksum_of(self.cache, tables, question.extent)
-            if question.answer is not None:
-                if question.own != question.answer:
-                    return self._narrow(question.rank, question.extent)
-                del questions[number]
-            elif self.differs:
-                # Compare the first half completely before the second, so that the first difference
-                # is found.
-                break
-            if computes and time.monotonic() >= end:
-                break
-        return self._refused or (None if questions else self.differs)
+            if question.own is None and time.monotonic() < end:
+                question.own = advance(question.steps, end)
+            if question.own is None or question.answer is None:
+                continue
+            if question.own != question.answer:
+                return self._differs(question)
+            del questions[number]
+        return self._refused or (None if questions else "")
+
+    def _differs(self, question: Question) -> str:
+        """Return the message of a difference."""
+        self.source, self.verdict = question.rank, TransferState.DIFFERS
+        return (
+            f"{question.extent}: received data differs from that of {question.rank}; "
+            "kvspec.check.differences finds the rows"
+        )
 
     def deliver(self, message: Checksum | ChecksumUnavailable) -> bool:
         """Process an answer. Return whether it was expected."""
@@ -236,17 +240,6 @@ class Audit:
                 "there, and keep the cache in host memory"
             )
         return True
-
-    def _ask(self, contents: Iterable[tuple[RankId, Extent]]) -> dict[int, Question]:
-        """Return new questions. One expression builds them: an interrupt leaves all or none."""
-        return {next(_NUMBERS): Question(rank, extent) for rank, extent in contents}
-
-    def _narrow(self, rank: RankId, extent: Extent) -> str | None:
-        """Compare both halves of an extent that differs. Return its name if it has no halves."""
-        self.source, self.differs = rank, f"{extent}: received data differs from that of {rank}"
-        self.verdict = TransferState.DIFFERS
-        self._open = self._ask((rank, half) for half in extent.halves or ())
-        return None if self._open else self.differs
 
 
 def extents_of(
@@ -273,37 +266,41 @@ def extents_of(
                     stripe=units.stripe,
                     block=block,
                 )
-                yield from _small(whole)
+                yield from _by_names(whole)
 
 
-def _small(extent: Extent) -> Iterator[Extent]:
-    """Yield *extent* in pieces that each take a short time and fit into a message."""
-    rows = len(extent.rows) or len(extent.tokens)
-    names = sum(3 + len(name.encode()) for name in extent.parts)
-    small = (
-        len(extent.parts) * len(extent.units) * rows <= CONTENTS_PER_EXTENT
-        and names <= NAME_BYTES_PER_EXTENT
-    )
-    if small or extent.halves is None:
-        yield extent
-    else:
-        for half in extent.halves:
-            yield from _small(half)
+def _by_names(extent: Extent) -> Iterator[Extent]:
+    """Yield *extent* in pieces whose names fit into a message. Nearly always, it is one piece."""
+    parts, size = list[str](), 0
+    for name in extent.parts:
+        more = len(name.encode()) + 3
+        if parts and size + more > NAME_BYTES_PER_EXTENT:
+            yield replace(extent, parts=tuple(parts))
+            parts, size = [], 0
+        parts.append(name)
+        size += more
+    yield replace(extent, parts=tuple(parts))
 
 
-def checksum_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) -> int:
-    """Return this rank's checksum of *extent*.
+def steps_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) -> Steps:
+    """Compute this rank's checksum of *extent* in short steps.
 
     Args:
         cache: Memory of the rank.
         tables: Block tables of the request, by group of this rank's engine.
         extent: The contents.
 
+    Yields:
+        None after each step.
+
+    Returns:
+        The checksum.
+
     Raises:
         SpecError: If the rank does not hold the contents, or cannot read them.
     """
     total = 0
-    placed: dict[tuple[int, int], tuple[Ints, Ints, Ints]] = {}
+    placed: dict[tuple[int, int], RegionRows] = {}
     for name in extent.parts:
         region = cache.region(extent.layer, name)
         part, units = readable(cache, region)
@@ -315,22 +312,36 @@ def checksum_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Exte
         key = part.tokens_per_state, region.num_blocks
         if key not in placed:
             placed[key] = _placed(cache, part, tables, extent)
-        for unit in extent.units:
-            total += sum(partial_sums(region, unit - units.start, unit, *placed[key]))
+        own = range(extent.units.start - units.start, extent.units.stop - units.start)
+        for sums in unit_sums(region, own, extent.units.start, placed[key]):
+            total += int(sums.sum(dtype=np.uint64))
+            yield
     return total % (1 << 8 * SUM)
+
+
+def advance(steps: Steps, end: float) -> int | None:
+    """Compute until the time is *end*. Return the checksum, or None if it is not complete."""
+    try:
+        next(steps)
+        while time.monotonic() < end:
+            next(steps)
+    except StopIteration as finished:
+        total: int = finished.value
+        return total
+    return None
 
 
 def _placed(
     cache: RankCache, part: Part, tables: Mapping[str, BlockTable], extent: Extent
-) -> tuple[Ints, Ints, Ints]:
-    """Return for each row of *extent*: its block in memory, its row there, and its number."""
+) -> RegionRows:
+    """Return the rows of *extent*."""
     region = cache.region(extent.layer, part.name)
     want = Wanted(extent.tokens, extent.rows.stop)
-    block, row, number = rows_of(cache, region, part, tables, want)
+    rows = rows_of(cache, region, part, tables, want)
     if part.per_token:
-        keep = extent.stripe.holds(number // extent.block)
+        keep = extent.stripe.holds(rows.number // extent.block)
         for context in (extent.producer, extent.consumer):
-            keep &= context.owns(number)
+            keep &= context.owns(rows.number)
     else:
-        keep = row >= extent.rows.start
-    return block[keep], row[keep], number[keep]
+        keep = rows.row >= extent.rows.start
+    return rows[keep]

@@ -213,13 +213,11 @@ class Load:
         state: TransferState,
         cause: BaseException | None = None,
     ) -> None:
-        """Store the first error, and the differences of checksums that are known so far."""
+        """Store the first error."""
         if self.error is None:
-            known = "" if self.audit is None else self.audit.differs
-            differs = f"; {known}" if known not in why else ""
             carried = "" if rank is None else f". It moved from {rank}: {self._carried(rank)}"
             error = TransferError(
-                f"{why}{differs}{carried}{self._advice}",
+                f"{why}{carried}{self._advice}",
                 rank=self.engine_id if rank is None else f"{self.engine_id} {rank}",
                 request=self.request.request_id,
                 state=state,

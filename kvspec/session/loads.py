@@ -171,7 +171,7 @@ class Loads:
     @property
     def moving(self) -> bool:
         """Whether anything is in flight, or is compared."""
-        return any(load.in_flight or self.ledger.unverified(n) for n, load in self.loads.items())
+        return any(load.in_flight or self.ledger.uncompared(n) for n, load in self.loads.items())
 
     def of(self, ticket: PrefillTicket) -> list[Load]:
         """Return the loads of *ticket* that wait or move."""
@@ -221,7 +221,7 @@ class Loads:
         if load.ticket is not None:
             request = load.ticket.check_held(request)
         audit = None
-        if options.verify:
+        if options.checksum:
             audit = Audit(remote, request, self.ledger.me, self.nixl, self.cache, self.messages)
         lanes = dict(remote.lanes)  # A disconnect in another thread clears it.
         sides = {rank: lane.sides(request) for rank, lane in lanes.items()}
@@ -439,7 +439,7 @@ class Loads:
         end = time.monotonic() + POLL_TURN
         small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for name, load in list(self.loads.items()):
-            if load.audit is not None and self.ledger.unverified(name):
+            if load.audit is not None and self.ledger.uncompared(name):
                 self._compare(load, load.audit, end)
             for step, flight in load.in_flight.items():
                 (large if len(flight.batches) > 1 else small).append((load, step))
@@ -554,7 +554,7 @@ class Loads:
             load.fail(audit.source, why, audit.verdict)
             self.cancel(load, why, audit.verdict)
         else:
-            self.ledger.verified(load.request.request_id, self.now())
+            self.ledger.compared(load.request.request_id, self.now())
         audit.cancel()
 
     def act(self) -> None:
@@ -583,7 +583,7 @@ class Loads:
             #   peer_lost, stale_peer         yes    the producer has ended, or was restarted
             #   timeout                       yes    it may have restarted at the same addresses
             #   gone                          no     it answered, or was disconnected on purpose
-            #   stopped, differs, unverified  no     it answered, or this rank gave the load up
+            #   stopped, differs, uncompared  no     it answered, or this rank gave the load up
             #   refused, busy                 no     the request is wrong or early
             #   closed, and all others        no     the fault is in this rank
             #

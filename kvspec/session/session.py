@@ -295,7 +295,7 @@ class Session:
         timeout: float,
         engine_id: str | None = None,
         follow: bool = False,
-        verify: bool = False,
+        checksum: bool = False,
         on_progress: Callable[[int, int], object] | None = None,
     ) -> Load:
         """Start reading *request* from all ranks that hold it.
@@ -318,7 +318,7 @@ class Session:
             timeout: Seconds from now until the load fails.
             engine_id: The producer, if several are connected. Not with a ticket.
             follow: Read each layer as far as the producer has written it.
-            verify: Compare checksums with the producer before the load is done. The producer must
+            checksum: Compare checksums with the producer before the load is done. The producer must
                 call `hold` with `blocks`.
             on_progress: Called with `Load.progress` when more bytes have arrived: bytes so far, and
                 bytes in all. It runs inside of a poll, perhaps in the background thread. So it must
@@ -335,7 +335,7 @@ class Session:
             TransferError: With state "busy" if an unfinished load writes the same blocks, or
                 "closed" if the session is closed.
         """
-        options = LoadOptions(follow, verify)
+        options = LoadOptions(follow, checksum)
         if on_progress is not None and not callable(on_progress):
             raise SpecError("on_progress", on_progress, "a function of two numbers of bytes")
         most = seconds("timeout", timeout)
@@ -490,7 +490,7 @@ class Session:
                 request gets a new name, so both can be held at the same time.
             lease: Seconds in which the first reader must send a heartbeat. Each heartbeat extends
                 it, until `longest` seconds after this call. By default, the lease of the session.
-            blocks: The block tables of the request, by group. Loads with `verify` need them. Their
+            blocks: The block tables of the request, by group. Loads with `checksum` need them. The
                 checksums are of the bytes that are there: blocks that were never written pass.
 
         Raises:

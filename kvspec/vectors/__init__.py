@@ -12,6 +12,7 @@ How it works:
     `families`    the transfers of each family
     `recording`   one transfer, planned, moved, judged and written as a vector
     `files`       files: write, read, compare with the library
+    `digests`     contents with their digests, in a file of their own
 
     The rules by which other programs compute the same result are in `docs/spec.md`.
 """

@@ -23,12 +23,14 @@ import attrs
 import msgspec
 
 from kvspec.errors import SpecError
+from kvspec.vectors import digests
 from kvspec.vectors.families import FAMILIES, transfers
 from kvspec.vectors.recording import record
 from kvspec.vectors.structure import FORMAT, VERSION, File, Head, Vector, json_schema
 
 SUFFIX = ".json.gz"
 SCHEMA = "schema.json"
+DIGESTS = "digests.json"
 
 Progress = Callable[[str, int], None]
 
@@ -52,7 +54,7 @@ class Checked:
 def write(
     folder: Path, families: Iterable[str] = tuple(FAMILIES), *, large: bool = False
 ) -> Iterator[tuple[Path, int]]:
-    """Record families and write one file for each, and the schema.
+    """Record families and write one file for each, the schema, and the vectors of the digest.
 
     Args:
         folder: The folder. It is made if it does not exist.
@@ -72,6 +74,7 @@ def write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SCHEMA).write_bytes(schema_bytes())
+        (folder / DIGESTS).write_bytes(digests.encoded())
         for name in names:
             vectors = tuple(record(transfer) for transfer in transfers(name, large=large))
             path = folder / f"{name}{SUFFIX}"

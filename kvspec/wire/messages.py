@@ -28,7 +28,6 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, NewType, TypeVar, get_args
 
-import msgspec
 from msgspec import Meta
 
 from kvspec.errors import SpecError
@@ -146,19 +145,6 @@ class Extent(WireStruct, frozen=True, kw_only=True):
         if self.rows:
             return f"{what}, rows {self.rows.start}..{self.rows.stop - 1}"
         return f"{what}, tokens {self.tokens.start}..{self.tokens.stop - 1}"
-
-    @property
-    def halves(self) -> tuple[Extent, Extent] | None:
-        """Two extents that cover this one, or None for one token or row of one unit."""
-        for field in ("parts", "units", "rows" if self.rows else "tokens"):
-            whole = getattr(self, field)
-            if half := len(whole) // 2:
-                first, second = (
-                    msgspec.structs.replace(self, **{field: some})
-                    for some in (whole[:half], whole[half:])
-                )
-                return first, second
-        return None
 
 
 class Message(WireStruct, frozen=True):

@@ -34,7 +34,7 @@ PLACE = ("full", "layers.0")
 
 def reads(**more: Any) -> LoadPlan:
     """Return a plan that reads one layer of the first producer rank, and informs both."""
-    options = {name: more.pop(name) for name in ("follow", "verify") if name in more}
+    options = {name: more.pop(name) for name in ("follow", "checksum") if name in more}
     fields: dict[str, Any] = {
         "request_id": "mine", "key": KEY, "engine_id": "prefill", "epoch": 1,
         "expected": {P[0].rank: 2, P[1].rank: 1}, "sources": {P[0].rank: {PLACE: 8}},
@@ -129,40 +129,40 @@ def test_repeated_message_keeps_its_number_and_no_other_load_has_it() -> None:
 
 def test_load_to_verify_asks_only_after_its_data_was_compared() -> None:
     """Its data must be compared when all of it has arrived, and not before."""
-    ledger = moving(verify=True, follow=True)
+    ledger = moving(checksum=True, follow=True)
     source = P[0].rank
     progress = message_of("progress", group=PLACE[0], layer=PLACE[1], upto=5)
     assert [] == ledger.receive(progress, 1.0)
     first = ledger.start("mine", source, {PLACE: 5})
     assert [] == ledger.finish(first, 2.0)
-    assert not ledger.unverified("mine")
+    assert not ledger.uncompared("mine")
     ledger.receive(replace(progress, upto=8), 3.0)
     last = ledger.start("mine", source)
-    assert not ledger.unverified("mine")
+    assert not ledger.uncompared("mine")
     assert [] == ledger.finish(last, 4.0)
-    assert ledger.unverified("mine")
+    assert ledger.uncompared("mine")
     assert ["heartbeat", "heartbeat"] == kinds(ledger.tick(5.0))
-    asked = ledger.verified("mine", 6.0)
+    asked = ledger.compared("mine", 6.0)
     assert ["done", "done"] == kinds(asked)
-    assert not ledger.unverified("mine")
-    assert [] == ledger.verified("mine", 6.0)
+    assert not ledger.uncompared("mine")
+    assert [] == ledger.compared("mine", 6.0)
     assert ["Ended"] == kinds(ledger.receive(answers(asked, "valid")[0], 7.0))
 
 
 def test_load_whose_data_differs_fails_at_once() -> None:
     """No step is open when its data is compared. It is not compared again after that."""
-    ledger = moving(verify=True)
+    ledger = moving(checksum=True)
     ledger.finish(ledger.start("mine", P[0].rank), 1.0)
     failed = ledger.cancel("mine", 2.0, "a token differs", TransferState.DIFFERS)
     assert ["Failed", "Ended", "done", "done"] == kinds(failed)
-    assert [] == ledger.verified("mine", 2.0)
-    assert not ledger.unverified("mine")
+    assert [] == ledger.compared("mine", 2.0)
+    assert not ledger.uncompared("mine")
 
 
 def test_load_to_verify_that_moves_nothing_is_done_at_once() -> None:
     """There is no data to compare."""
     ledger = ConsumerLedger(D[0])
-    assert "Ended" in kinds(expect(ledger, reads(sources={}, verify=True), 0.0, 20.0))
+    assert "Ended" in kinds(expect(ledger, reads(sources={}, checksum=True), 0.0, 20.0))
 
 
 def test_load_fails_when_its_source_answers_gone() -> None:

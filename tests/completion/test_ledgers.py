@@ -51,9 +51,9 @@ class Machine(RuleBasedStateMachine):
         self.world.admit_rank(at)
 
     @rule(at=AT, rejected=st.sampled_from((False, False, False, True)),
-          connecting=st.booleans(), verify=st.booleans())  # fmt: skip
-    def expect_rank(self, at: int, rejected: bool, connecting: bool, verify: bool) -> None:
-        self.world.expect_rank(at, rejected=rejected, connecting=connecting, verify=verify)
+          connecting=st.booleans(), checksum=st.booleans())  # fmt: skip
+    def expect_rank(self, at: int, rejected: bool, connecting: bool, checksum: bool) -> None:
+        self.world.expect_rank(at, rejected=rejected, connecting=connecting, checksum=checksum)
 
     @rule(at=AT)
     def connect_rank(self, at: int) -> None:
@@ -142,10 +142,10 @@ PLANS = tuple(
 )  # fmt: skip
 
 
-def chaos(seed: int, steps: int = 160, *, verify: bool = False, **ledgers: Any) -> World:
+def chaos(seed: int, steps: int = 160, *, checksum: bool = False, **ledgers: Any) -> World:
     """Perform steps that *seed* draws, then end everything.
 
-    Some loads compare their data if *verify*.
+    Some loads compare their data if *checksum*.
     """
     drawn = random.Random(seed)
     world = World(drawn.choice(PLANS), **ledgers)
@@ -157,7 +157,7 @@ def chaos(seed: int, steps: int = 160, *, verify: bool = False, **ledgers: Any) 
         (8, lambda: world.admit_rank(small())),
         (9, lambda: world.expect_rank(
             small(), rejected=drawn.random() < 0.1,
-            connecting=drawn.random() < 0.2, verify=verify and drawn.random() < 0.5)),
+            connecting=drawn.random() < 0.2, checksum=checksum and drawn.random() < 0.5)),
         (4, lambda: world.connect_rank(small())),
         (25, lambda: world.start(small(), drawn.choice((6, 6, 3)))),
         (25, lambda: world.finish(small(), drawn.choice(ENDS * 2 + ("done",) * 8))),
@@ -171,7 +171,7 @@ def chaos(seed: int, steps: int = 160, *, verify: bool = False, **ledgers: Any) 
         (4, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
         (0.2, lambda: world.restart(drawn.choice("PD"))),
         (0.5, lambda: world.stop_clock(drawn.choice((2.0, 11.0)))),
-        *[(9, lambda: world.compare(small(), equal=drawn.random() < 0.7))] * verify,
+        *[(9, lambda: world.compare(small(), equal=drawn.random() < 0.7))] * checksum,
     ))  # fmt: skip
     world.end()
     return world
@@ -233,7 +233,7 @@ def test_ledgers_end_every_load_as_done_without_faults() -> None:
 
 def test_ledgers_keep_their_promises_in_any_order_of_steps() -> None:
     """Loads end, fail and die, and requests are freed as done, expired and aborted."""
-    worlds = [chaos(seed, verify=seed % 3 == 0) for seed in range(150)]
+    worlds = [chaos(seed, checksum=seed % 3 == 0) for seed in range(150)]
     compared = {load.outcome for world in worlds for load in world.loads if load.compared}
     assert {"ready", "failed"} <= compared
     outcomes = {load.outcome for world in worlds for load in world.loads}
@@ -314,6 +314,6 @@ def test_chaos_finds_the_promise_that_a_ledger_breaks(
             if seed < CALM:
                 lossless = given_up if promise is Promise.PROMPT else calm
                 yield lossless(seed, **{side: ledger})
-            yield chaos(seed, verify=ledger is faults.ComparesNothing, **{side: ledger})
+            yield chaos(seed, checksum=ledger is faults.ComparesNothing, **{side: ledger})
 
     check_breaks(promise, worlds())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from itertools import product
 from typing import Any
 
@@ -16,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvspec import BlockTable, RankCache, RankId, allocate
-from kvspec.check.digests import Wanted, differing, digest, wanted
-from kvspec.session.checksums import checksum_of, extents_of
+from kvspec.check.differences import differing, differing_rows, row_digests
+from kvspec.digests import digest, wanted
+from kvspec.digests.ranks import Wanted
+from kvspec.session.checksums import advance, extents_of, steps_of
 from kvspec.testing import Case, strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import rows_of
@@ -88,7 +91,7 @@ def test_digests_of_both_sides_are_equal_only_after_the_transfer(case: Case) -> 
 @given(st.data(), strategies.cases())
 @settings(max_examples=settings.default.max_examples // 2)
 def test_digest_of_changed_content_names_its_place(data: st.DataObject, case: Case) -> None:
-    """The digest names layer, part and unit. Halving the tokens finds the token."""
+    """The digest names layer, part and unit. The digests of rows name the row."""
     here = world(case)
     here.execute(described)
     places = []
@@ -105,21 +108,27 @@ def test_digest_of_changed_content_names_its_place(data: st.DataObject, case: Ca
     _, layer, part = rows.key
     selection = wanted(here.plan, case.request)
     assert [(layer, part, rows.units[unit])] == differing(*sides(here, selection))
-    if rows.part.per_token:
-        grain = rows.part.tokens_per_state
-        tokens = selection[layer, part].tokens
-        while len(tokens) > 1:
-            first = tokens[: len(tokens) // 2]
-            differs = differing(*sides(here, {(layer, part): Wanted(first)}))
-            tokens = first if differs else tokens[len(first) :]
-        assert int(rows.token[at]) == tokens.start // grain * grain
+    only = {(layer, part): selection[layer, part]}
+    sent, received = (
+        [row_digests(cache, tables, only) for cache, _ in ranks.values()]
+        for ranks, tables in (
+            (here.producers, case.request.producer_blocks),
+            (here.consumers, case.request.consumer_blocks),
+        )
+    )
+    row = (
+        int(rows.token[at]) // rows.part.tokens_per_state * rows.part.tokens_per_state
+        if (rows.part.per_token)
+        else int(rows.row[at])
+    )
+    assert [(layer, part, rows.units[unit], row)] == differing_rows(sent, received)
 
 
 def equal(here: World, source: Any, consumer: Any, extent: Any) -> bool:
     """Return whether a consumer rank and one of its sources have the same sum of an extent."""
     request = here.case.request
     own, other = (
-        checksum_of(cache, tables, extent)
+        advance(steps_of(cache, tables, extent), math.inf)
         for cache, tables in (
             (here.consumers[consumer][0], request.consumer_blocks),
             (here.producers[source][0], request.producer_blocks),
@@ -140,10 +149,10 @@ def unequal(here: World, consumer: Any) -> list[tuple[Any, Any]]:
 
 @given(st.data(), strategies.cases() | special_cases.common_cases() | strategies.sharing_cases())
 @settings(max_examples=settings.default.max_examples // 2)
-def test_extents_of_changed_content_differ_down_to_one_token(
+def test_extents_of_changed_content_differ_for_one_source_and_layer(
     data: st.DataObject, case: Case
 ) -> None:
-    """The sums of a consumer and each source are equal. After a change, halves lead to it."""
+    """The sums of a consumer and each source are equal, until a byte changes."""
     here = world(case)
     here.execute(described)
     for rank in here.consumers:
@@ -161,17 +170,11 @@ def test_extents_of_changed_content_differ_down_to_one_token(
     rank, view, rows, at = data.draw(st.sampled_from(places))
     unit = data.draw(st.integers(0, len(rows.units) - 1))
     view[rows.block[at], unit, rows.row[at]] ^= data.draw(changes(rows.part.content_bytes))
-    ((source, extent),) = unequal(here, rank)
-    while extent.halves is not None:
-        extent = next(half for half in extent.halves if not equal(here, source, rank, half))
+    ((_, extent),) = unequal(here, rank)
     _, layer, part = rows.key
-    place = layer, (part,), range(rows.units[unit], rows.units[unit] + 1)
-    assert place == (extent.layer, extent.parts, extent.units)
-    if not rows.part.per_token:
-        assert int(rows.row[at]) == extent.rows.start
-    else:
-        grain = rows.part.tokens_per_state
-        assert int(rows.token[at]) == extent.tokens.start // grain * grain
+    assert layer == extent.layer
+    assert part in extent.parts
+    assert rows.units[unit] in extent.units
 
 
 def digest_of(words: npt.NDArray[np.uint64]) -> int:

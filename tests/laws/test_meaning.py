@@ -20,7 +20,8 @@ from ways import check_every_way
 
 import kvspec
 from kvspec import KeyContent, RankId
-from kvspec.check.digests import differing, digest, wanted
+from kvspec.check.differences import differing
+from kvspec.digests import digest, wanted
 from kvspec.draw import plan_svg, table_svg
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.laws import KVSPEC, LAWS, System

@@ -42,7 +42,7 @@ def check_rejected(call: Callable[..., object], field: str, options: dict[str, A
     [
         ("request", None, {}),
         ("follow", "no", {}),
-        ("verify", None, {}),
+        ("checksum", None, {}),
         ("on_progress", "print", {}),
     ],
 )
@@ -176,7 +176,7 @@ class Calls:
 
     def load(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
-        flags = {"follow": False, "verify": False}
+        flags = {"follow": False, "checksum": False}
         options = {"request": request(next(self.names)), "remote_id": self.held(), "timeout": 5.0}
         return self.consumer.load, options | {"engine_id": "P"} | flags
 

@@ -31,11 +31,11 @@ FORGED = ("byte", "cut", "valid")
 class Machine(RuleBasedStateMachine):
     """All steps of a world of sessions, in any order."""
 
-    @initialize(pair=st.sampled_from(PAIRS), mode=st.sampled_from(MODES), verify=st.booleans())
-    def begin(self, pair: Any, mode: Mode, verify: bool) -> None:
+    @initialize(pair=st.sampled_from(PAIRS), mode=st.sampled_from(MODES), checksum=st.booleans())
+    def begin(self, pair: Any, mode: Mode, checksum: bool) -> None:
         self.stack = contextlib.ExitStack()
         net = self.stack.enter_context(FakeNixl())
-        self.world = World(net, pair, mode, verify=verify)
+        self.world = World(net, pair, mode, checksum=checksum)
 
     @rule(tokens=st.integers(1, 18), cached=st.sampled_from((0, 0, 3, 20)), early=st.booleans())
     def admit(self, tokens: int, cached: int, early: bool) -> None:
@@ -99,12 +99,12 @@ TestSessions = Machine.TestCase
 TestSessions.settings = settings(max_examples=25, stateful_step_count=40)
 
 
-def chaos(seed: int, mode: Mode, *, verify: bool, steps: int = 120) -> World:
+def chaos(seed: int, mode: Mode, *, checksum: bool, steps: int = 120) -> World:
     """Perform steps that *seed* draws, then end everything."""
     drawn = random.Random(seed)
     small = lambda: drawn.randrange(51)  # noqa: E731
     with FakeNixl() as net:
-        world = World(net, drawn.choice(PAIRS), mode, verify=verify)
+        world = World(net, drawn.choice(PAIRS), mode, checksum=checksum)
         try:
             play(drawn, steps, (
                 (8, lambda: world.admit(
@@ -132,13 +132,13 @@ def chaos(seed: int, mode: Mode, *, verify: bool, steps: int = 120) -> World:
 def test_sessions_keep_their_promises_in_any_order_of_steps() -> None:
     """Loads end as done and as failed, and requests are freed as done and as expired."""
     for mode in MODES:
-        worlds = [chaos(seed, mode, verify=seed % 2 == 0) for seed in range(8)]
+        worlds = [chaos(seed, mode, checksum=seed % 2 == 0) for seed in range(8)]
         assert {"done", "failed"} == set().union(*(world.outcomes for world in worlds))
         why = {why for world in worlds for entry in world.asked for why in entry.freed.values()}
         assert {"done", "expired"} == why
 
 
-FAULTS: dict[Mode | Literal["verify"], dict[Any, Promise]] = {
+FAULTS: dict[Mode | Literal["checksum"], dict[Any, Promise]] = {
     "whole": {
         faults.answers_are_not_awaited: Promise.VALID,
         faults.failed_load_ends_at_once: Promise.OWNED,
@@ -156,7 +156,7 @@ FAULTS: dict[Mode | Literal["verify"], dict[Any, Promise]] = {
         faults.progress_counts_for_all_layers: Promise.VALID,
         faults.source_is_whole_after_its_first_step: Promise.UNREAD,
     },
-    "verify": {
+    "checksum": {
         faults.differences_are_ignored: Promise.VALID,
         faults.only_the_first_source_is_compared: Promise.VALID,
         faults.only_the_last_token_is_compared: Promise.VALID,
@@ -175,6 +175,6 @@ def test_chaos_finds_the_promise_that_a_fault_breaks(
     """Each fault breaks its promise within a hundred seeds, and no other promise before."""
     fault(monkeypatch)
 
-    verify = mode == "verify"
-    worlds = (chaos(seed, "whole" if verify else mode, verify=verify) for seed in range(100))
+    checksum = mode == "checksum"
+    worlds = (chaos(seed, "whole" if checksum else mode, checksum=checksum) for seed in range(100))
     check_breaks(promise, worlds)

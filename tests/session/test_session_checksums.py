@@ -1,8 +1,9 @@
-"""Loads with `verify` are done if checksums of both sides are equal, and fail otherwise."""
+"""Loads with `checksum` are done if checksums of both sides are equal, and fail otherwise."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,7 +11,6 @@ from typing import Any, cast
 
 import attrs
 import pytest
-from lines import interrupted_at
 from msgspec.structs import replace
 from refused import has_in_order
 from session_faults import cache_is_on_a_device
@@ -22,10 +22,11 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from two_engines import BLOCKS, Direct, Side, engine, request, start_of, until
 
-from kvspec.check import digests
+from kvspec.check.differences import differing_rows, row_digests
 from kvspec.completion.producer import ProducerLedger
+from kvspec.digests import regions, wanted
 from kvspec.session import Load, checksums, new_remote_id
-from kvspec.session.checksums import ChecksumAnswers, checksum_of
+from kvspec.session.checksums import ChecksumAnswers, advance, steps_of
 from kvspec.session.mailbox import MESSAGE
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
@@ -88,7 +89,7 @@ def begin(sides: tuple[Side, Side], **more: Any) -> tuple[Any, list[Load]]:
     producer.fill(asked)
     consumer.spoil(asked)
     producer.hold(remote_id, blocks=asked.producer_blocks)
-    return asked, consumer.load(asked, remote_id, verify=True, **more)
+    return asked, consumer.load(asked, remote_id, checksum=True, **more)
 
 
 def ended(loads: list[Load], *sides: Side) -> list[str]:
@@ -125,7 +126,7 @@ def test_load_is_done_when_checksums_are_equal(nixl: None, sizes: str) -> None:
 def test_load_fails_when_one_byte_differs(
     nixl: None, sizes: str, layer: str, part: str, token: int | None
 ) -> None:
-    """The error names layer, part, unit, token and producer rank. Loads of other ranks are done."""
+    """The error names layer and producer rank, and `differing_rows` finds unit and token."""
     with connected(SIZES[sizes]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
@@ -138,14 +139,25 @@ def test_load_fails_when_one_byte_differs(
         block = asked.consumer_blocks[group.name].block_ids[slot]
         views[group.name, layer, part][block, -1, 1 if token is None else row, 0] ^= 16
         assert ["done"] * (len(loads) - 1) + ["failed"] == ended(loads, *sides)
-        unit = consumer.spec.units(group, group.spec.parts[0], rank).stop - 1
-        where = "1..1" if token is None else f"{token}..{token}"
         error = loads[-1].error
         assert error is not None
         assert "differs" == error.state
-        rank_name = str(error.rank).removeprefix("P ")
-        assert has_in_order([layer, part, f"{unit}..{unit}", where, rank_name], error.message)
+        assert error.rank is not None
+        assert has_in_order([layer, "kvspec.check.differences"], error.message)
         assert asked.consumer_blocks.keys() == loads[-1].undefined_blocks.keys()
+        source = next(r for r in sides[0].sessions if str(error.rank).endswith(str(r)))
+        selection = wanted(loads[-1].remote.plan, asked)
+        selection = {key: want for key, want in selection.items() if key[0] == layer}
+        sent, received = (
+            row_digests(side.sessions[rank].cache, tables, selection)
+            for side, rank, tables in (
+                (sides[0], source, asked.producer_blocks),
+                (consumer, rank, asked.consumer_blocks),
+            )
+        )
+        unit = consumer.spec.units(group, group.spec.parts[0], rank).stop - 1
+        row = 1 if token is None else token
+        assert [(layer, part, unit, row)] == differing_rows([sent], [received])
 
 
 @pytest.mark.parametrize("signs", ["float32", "every odd bfloat16"])
@@ -174,10 +186,9 @@ def test_load_of_wrong_producer_blocks_fails() -> None:
         producer.fill(asked)
         producer.hold(remote_id, blocks=asked.producer_blocks)
         wrong = attrs.evolve(asked, producer_blocks={"full": [1, 3, 2, 4], "window": [1, 2, 3, 4]})
-        loads = consumer.load(wrong, remote_id, verify=True)
+        loads = consumer.load(wrong, remote_id, checksum=True)
         assert {"failed"} == set(ended(loads, *sides))
         assert {"differs"} == {load.error.state for load in loads if load.error}
-        assert all("4..4" in str(load.error) for load in loads)
 
 
 def test_load_fails_when_the_producer_cannot_compute_checksums() -> None:
@@ -188,11 +199,11 @@ def test_load_fails_when_the_producer_cannot_compute_checksums() -> None:
         for options in ({}, {"blocks": {name: [1] for name in asked.producer_blocks}}):
             remote_id = new_remote_id("r")
             producer.hold(remote_id, **options)
-            loads = consumer.load(asked, remote_id, verify=True)
+            loads = consumer.load(asked, remote_id, checksum=True)
             assert ["failed"] * 2 == ended(loads, *sides)
-            assert {"unverified"} == {load.error.state for load in loads if load.error}
+            assert {"uncompared"} == {load.error.state for load in loads if load.error}
             until(lambda: not any(s.held for s in producer.sessions.values()), *sides)
-        loads = consumer.load(asked, new_remote_id("r"), verify=True, timeout=0.2)
+        loads = consumer.load(asked, new_remote_id("r"), checksum=True, timeout=0.2)
         until(lambda: all(load.state == "failed" for load in loads), consumer)
         assert {"timeout"} == {load.error.state for load in loads if load.error}
         session = next(iter(producer.sessions.values()))
@@ -201,8 +212,8 @@ def test_load_fails_when_the_producer_cannot_compute_checksums() -> None:
                 session.hold(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
             assert "blocks" in caught.value.field
         with pytest.raises(SpecError) as caught:
-            consumer.load(asked, new_remote_id("r"), verify=7)
-        assert ("verify", 7) == (caught.value.field, caught.value.value)
+            consumer.load(asked, new_remote_id("r"), checksum=7)
+        assert ("checksum", 7) == (caught.value.field, caught.value.value)
 
 
 def test_checksum_rejects_an_extent_that_the_rank_lacks() -> None:
@@ -223,8 +234,8 @@ def test_checksum_rejects_an_extent_that_the_rank_lacks() -> None:
     ):
         extent = Extent(**whole | change)
         with pytest.raises(SpecError, match=word):
-            checksum_of(cache, {"full": table}, extent)
-    assert checksum_of(cache, {"full": tables[0]}, Extent(**whole))
+            next(steps_of(cache, {"full": table}, extent))
+    assert advance(steps_of(cache, {"full": tables[0]}, Extent(**whole)), math.inf)
 
 
 @pytest.mark.parametrize("parts", [("conv_x", "ssm"), ("ssm", "conv_x"), ("ssm",)])
@@ -265,26 +276,11 @@ def test_checksum_for_an_earlier_load_does_not_answer_the_next() -> None:
         # The other ranks are not polled, so their loads keep the request held.
         until(lambda: session.poll() or not session.stats().loads, sides[0])
         other = attrs.evolve(asked, request_id="again", cached_tokens=7)
-        again = session.load(other, remote_id=first.remote_id, timeout=9.0, verify=True)
+        again = session.load(other, remote_id=first.remote_id, timeout=9.0, checksum=True)
         assert again.audit is not None
         until(lambda: again.audit._open, consumer)
         assert numbers.isdisjoint(again.audit._open or ())
         assert ["done"] == ended([again], *sides), again.error
-
-
-def test_error_of_a_timeout_contains_the_differences_that_are_known() -> None:
-    """The producer becomes silent while the load searches for the differing bytes."""
-    with FakeNixl(corrupt), connected(SIZES["blocks of two"], patience=0.1) as sides:
-        consumer = sides[1]
-        _, loads = begin(sides, timeout=4.0)
-        until(lambda: all(load.audit and load.audit.differs for load in loads), *sides)
-        until(lambda: all(load.state == "failed" for load in loads), consumer)
-        for load in loads:
-            assert load.error is not None
-            assert "timeout" == load.error.state
-            assert "l.0" in load.error.message
-            assert "differs" in load.error.message
-        until(lambda: not any(s.stats().loads for s in consumer.sessions.values()), *sides)
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["producer", "consumer"])
@@ -297,7 +293,7 @@ def test_load_fails_when_a_rank_is_closed_before_its_checksums(side: int) -> Non
             session.nixl.close()
         assert ["failed"] * 2 == ended(loads, *sides)
         states = {load.error.state for load in loads if load.error}
-        assert states <= ({"unverified", "gone"}, {"closed"})[side]
+        assert states <= ({"uncompared", "gone"}, {"closed"})[side]
 
 
 def test_checksum_is_requested_again_once_in_each_heartbeat() -> None:
@@ -378,21 +374,24 @@ def test_known_checksum_is_sent_again_without_work() -> None:
     assert replace(first, number=2) == second
 
 
-def test_checksum_is_right_after_an_interrupt_before_any_line() -> None:
-    """The next call computes it again, and sends it at least once."""
-    sent, place, reached = list[Message](), 0, True
-    while reached:
-        asked = Asked()
-        asked.answers.receive(asked.question)
-        reached, _ = interrupted_at(place, asked.answers.move, checksums, digests)
+def test_long_checksum_is_computed_in_several_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll ends after a bounded time, and the next one continues. Other work is done between."""
+    monkeypatch.setattr(regions, "MANY_BYTES", 1)
+    asked = Asked()
+    asked.answers.receive(asked.question)
+    monkeypatch.setattr(checksums, "TURN", 1e-9)
+    polls = 0
+    while asked.answers.asked:
         asked.answers.move()
-        assert not asked.answers.asked
-        sent += [replace(message, key=asked.key) for message in asked.sent[-1:]]
-        place += 1
-    assert place > 50
-    assert place == len(sent)
-    totals = {message.total for message in sent if isinstance(message, Checksum)}
-    assert 1 == len(totals)
+        polls += 1
+    (answer,) = asked.sent
+    assert isinstance(answer, Checksum)
+    monkeypatch.undo()
+    asked = Asked()
+    asked.answers.receive(asked.question)
+    asked.answers.move()
+    assert polls > 1
+    assert [answer.total] == [cast("Checksum", message).total for message in asked.sent]
 
 
 def test_load_is_done_when_a_checksum_was_lost() -> None:
@@ -435,7 +434,7 @@ def test_load_rejects_verify_for_memory_of_a_device() -> None:
         cache_is_on_a_device(sides[1].first)
         with pytest.raises(SpecError, match="VRAM") as caught:
             begin(sides)
-        assert ("verify", True) == (caught.value.field, caught.value.value)
+        assert ("checksum", True) == (caught.value.field, caught.value.value)
 
 
 def test_checksums_are_compared_when_a_load_follows() -> None:

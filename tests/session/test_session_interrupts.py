@@ -161,7 +161,7 @@ class Calls:
 
 
 WAYS = [("connect", "connect")] + [
-    (call, how) for call in ("load", "poll", "wait") for how in ("", "follow", "verify", "ticket")
+    (call, how) for call in ("load", "poll", "wait") for how in ("", "follow", "checksum", "ticket")
 ]
 
 

@@ -175,7 +175,7 @@ class World(TwoEngines[bytes]):
         *,
         rejected: bool,
         connecting: bool = False,
-        verify: bool = False,
+        checksum: bool = False,
     ) -> None:
         """Start the load of a request on one consumer rank, perhaps before it is connected."""
         if not self.to_expect:
@@ -189,7 +189,7 @@ class World(TwoEngines[bytes]):
             epoch=request.epoch,
             expected={one: len(self.plan.notifiers(one)) for one in producers},
             sources={} if rejected else self.sources(rank, request.ends),
-            options=LoadOptions(follow=request.partial, verify=verify),
+            options=LoadOptions(follow=request.partial, checksum=checksum),
         )
         if request.epoch != self.epochs["P"]:
             return
@@ -284,12 +284,12 @@ class World(TwoEngines[bytes]):
             return
         load = loads[at % len(loads)]
         ledger, name = self.consumers[load.rank], load.load_plan.request_id
-        if not ledger.unverified(name):
+        if not ledger.uncompared(name):
             return
         check(Promise.WHOLE, not any(load.left.values()), "compared before its data arrived")
         load.compared = True
         if equal:
-            actions = ledger.verified(name, self.reader_now)
+            actions = ledger.compared(name, self.reader_now)
         else:
             load.void = True
             actions = ledger.cancel(name, self.reader_now, "it differs", TransferState.DIFFERS)
@@ -479,7 +479,7 @@ class World(TwoEngines[bytes]):
             check(Promise.ORDER, load.outcome == "", load.outcome)
             check(Promise.WHOLE, not any(load.left.values()), load.left)
             check(Promise.VALID, not load.void, "a read was void")
-            moved = load.load_plan.options.verify and load.load_plan.sources
+            moved = load.load_plan.options.checksum and load.load_plan.sources
             check(Promise.VALID, load.compared or not moved, "it was not compared")
             load.outcome = "ready"
         elif isinstance(action, Failed):

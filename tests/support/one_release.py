@@ -6,6 +6,7 @@ It uses only names that all releases since version 10 of the wire format have.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 import time
@@ -19,6 +20,8 @@ from kvspec.session import Session, TcpChannel, new_remote_id
 from kvspec.wire import VERSION
 
 TABLES = {"full": [1, 2, 3]}
+# The option of a load that compares checksums. It was `verify` until version 11.
+CHECKSUM = "checksum" if "checksum" in inspect.signature(Session.load).parameters else "verify"
 HEADS = (b"kvspec-message\n", b"kvspec-handshake\n")
 
 
@@ -83,7 +86,7 @@ def main(name: str) -> None:  # noqa: C901 - one branch for each command
             elif "load" in command:
                 remote_id = command["load"]
                 load = session.load(
-                    request(remote_id), remote_id=remote_id, timeout=60.0, verify=True
+                    request(remote_id), remote_id=remote_id, timeout=60.0, **{CHECKSUM: True}
                 )
                 load.wait()
                 answer([load.state, digest()])

@@ -169,10 +169,10 @@ class World(TwoEngines[tuple[str, str, bytes]]):
         pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
         mode: Mode = "whole",
         *,
-        verify: bool = False,
+        checksum: bool = False,
     ) -> None:
         super().__init__()
-        self.nixl, self.pair, self.verify = net, pair, verify
+        self.nixl, self.pair, self.checksum = net, pair, checksum
         self.follow = mode == "follow"
         net.fate = self.posted
         self.moved = set[int]()  # the consumer's bytes that transfers were posted for
@@ -252,7 +252,7 @@ class World(TwoEngines[tuple[str, str, bytes]]):
             entry, rank = self.to_hold.pop(at % len(self.to_hold))
             session = self.engines["P"].sessions[rank]
             session.hold(
-                entry.remote_id, blocks=entry.request.producer_blocks if self.verify else None
+                entry.remote_id, blocks=entry.request.producer_blocks if self.checksum else None
             )
             entry.held.add(rank)
             for (of, layer), upto in entry.written.items():
@@ -330,7 +330,7 @@ class World(TwoEngines[tuple[str, str, bytes]]):
             else:
                 load = session.load(
                     entry.request, remote_id=entry.remote_id, timeout=TIMEOUT, follow=self.follow,
-                    verify=self.verify,
+                    checksum=self.checksum,
                 )  # fmt: skip
         except TransferError as error:
             raise BrokenPromiseError(Promise.OWNED, entry.remote_id) from error
@@ -386,7 +386,7 @@ class World(TwoEngines[tuple[str, str, bytes]]):
                 flight.fail(0.5)
             else:
                 flight.land(0.5 if how == "part" else 1.0)
-            if how == "flip" and self.verify:
+            if how == "flip" and self.checksum:
                 flight.spoil(at)
             self.look()
 

@@ -49,7 +49,8 @@ PROVISIONAL = """
     kvspec.adapters.vllm WorkerInfo loses_a_token stages whole_engine worker_rank
     kvspec.analysis Simulation simulate
     kvspec.check prove
-    kvspec.check.digests differing digest wanted
+    kvspec.check.differences differing differing_rows row_digests
+    kvspec.digests compile_digest digest tensor_digest wanted
     kvspec.draw plan_svg table_svg
     kvspec.models architectures
     kvspec.models.catalogue config names
@@ -80,7 +81,7 @@ WITHOUT_EXAMPLE = {
         "kvspec.testing.kit.SystemReport kvspec.testing.kit.Verdict"
     ),
     "is part of a larger check, which has an example": (
-        "kvspec.check.digests.wanted kvspec.testing.fill kvspec.testing.laws.broken"
+        "kvspec.digests.wanted kvspec.testing.fill kvspec.testing.laws.broken"
     ),
 }
 """Public classes and functions without an example in their docstring, by the reason."""

@@ -15,7 +15,7 @@ import pytest
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.specs import UniformTypeKVCacheSpecs
 from kvspec.testing.case import Case
-from kvspec.vectors import files, recording
+from kvspec.vectors import digests, files, recording
 from kvspec.vectors.families import FAMILIES, FamilyTransfer, transfers
 from kvspec.vectors.recording import canonical, record
 from kvspec.vectors.structure import VERSION, Vector
@@ -48,6 +48,10 @@ def test_large_set_contains_each_committed_name() -> None:
 
 def test_committed_schema_describes_the_structures() -> None:
     assert files.schema_bytes() == (FOLDER / files.SCHEMA).read_bytes()
+
+
+def test_committed_digests_are_those_of_the_library() -> None:
+    assert digests.encoded() == (FOLDER / files.DIGESTS).read_bytes()
 
 
 def test_committed_files_are_smaller_than_five_megabytes() -> None:

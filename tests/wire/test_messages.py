@@ -72,26 +72,6 @@ def extents(draw: st.DrawFn) -> Extent:
     )
 
 
-@given(extents())
-def test_halves_cover_the_extent_and_end(given: Extent) -> None:
-    """Each split divides one field in two. One token of one unit has no halves."""
-    turns = 0
-    while given.halves is not None:
-        first, second = given.halves
-        split = [
-            name
-            for name in Extent.__struct_fields__
-            if getattr(first, name) != getattr(second, name)
-        ]
-        assert 1 == len(split)
-        whole = [*getattr(first, split[0]), *getattr(second, split[0])]
-        assert whole == [*getattr(given, split[0])]
-        given, turns = second, turns + 1
-    assert turns < 2 + 7 + 7 + 1
-    assert (1, 1) == (len(given.parts), len(given.units))
-    assert 1 == len(given.rows or given.tokens)
-
-
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
     """Draw any message."""

@@ -22,6 +22,7 @@ from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
+from kvspec.digests import compile_digest
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import flag, positive_int, seconds
 from kvspec.nixl import NixlRank
@@ -77,8 +78,8 @@ class Settings:
             from its queue.
         lease: Seconds for which it is held after the last message of a reader.
         timeout: Seconds within which a prompt must be read.
-        verify: Whether to compare checksums of each prompt with the producer. Both engines must set
-            it. It needs caches in host memory.
+        checksum: Whether to compare checksums of each prompt with the producer. Both engines must
+            set it. It needs caches in host memory.
         staging: MiB of host memory through which short runs move if that is cheaper. 0 for none.
         key_content: The fields of the `KeyContent` of all layers. It is required only if the
             modules of the model do not show how keys are rotated.
@@ -97,7 +98,7 @@ class Settings:
     hold: float = attrs.field(default=30.0, validator=_fits)
     lease: float = attrs.field(default=30.0, validator=_fits)
     timeout: float = attrs.field(default=120.0, validator=_fits)
-    verify: bool = attrs.field(default=False, validator=_fits)
+    checksum: bool = attrs.field(default=False, validator=_fits)
     staging: int = attrs.field(default=0, validator=_fits)
     key_content: KeyContent | None = attrs.field(default=None, converter=_key_content)
     dead_tokens: bool = attrs.field(default=False, validator=_fits)
@@ -188,9 +189,11 @@ class Serving:
         engine = whole_engine(self._vllm_config, infos, kv_caches, settings.key_content)
         engine_id = self._vllm_config.kv_transfer_config.engine_id
         cache = rank_cache(engine, worker_rank(self._vllm_config), kv_caches, config=config)
-        if settings.verify and any(region.memory_type != "DRAM" for region in cache.regions):
-            field = "kv_connector_extra_config['verify']"
+        if settings.checksum and any(region.memory_type != "DRAM" for region in cache.regions):
+            field = "kv_connector_extra_config['checksum']"
             raise SpecError(field, True, rule="checksums need caches in host memory")  # noqa: FBT003
+        if settings.checksum:
+            compile_digest()  # It takes seconds, which no request should wait for.
         staging = settings.staging << 20 or None
         nixl = NixlRank(prefix=f"{engine_id[:64]}-", staging=staging)
         # The stack closes in reverse order: first the session, then NIXL.
@@ -255,7 +258,7 @@ class Serving:
             name, timeout = request.request_id, self._settings.timeout
             try:
                 self._loads[name] = self._session.load(
-                    request, ticket=ticket, timeout=timeout, verify=self._settings.verify
+                    request, ticket=ticket, timeout=timeout, checksum=self._settings.checksum
                 )
             except KVSpecError as error:
                 # For example, an earlier load of this request has not ended on all ranks.
@@ -272,7 +275,7 @@ class Serving:
         # A session holds several requests of one id, but vLLM frees blocks by the id alone.
         if request_id in self._held:
             raise SpecError("request_id", request_id, "the id of no held request")
-        tables = ticket.tables if self._settings.verify else None
+        tables = ticket.tables if self._settings.checksum else None
         self._session.hold(ticket.remote_id, lease=self._settings.hold, blocks=tables)
         self._held.add(request_id)
 
