@@ -43,7 +43,7 @@ def b10(options: Options) -> Iterator[Row]:
         what = "  build_table (other: 1/16 of the tokens, and of the blocks)"
         yield _growth(what, full, less, limit=1.25)
         pairs = [(first_table(size), size.request()) for size in (work, short)]
-        counts = [len(table.select(request)[0]) for table, request in pairs]
+        counts = [len(table.select(request)) for table, request in pairs]
         taken = interleaved(
             repetitions, *(clock(lambda m=m: m[0].select(works.afresh(m[1]))) for m in pairs)
         )

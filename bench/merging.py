@@ -20,7 +20,8 @@ from planning import first_ranks, first_table
 from timing import Options, Row
 
 from kvspec import DescriptorTable, ParallelConfig, allocate, build_table, plan_transfer
-from kvspec.nixl.merging import pair
+from kvspec.descriptors.selection import Selection
+from kvspec.nixl.merging import pair_selection
 from kvspec.nixl.rows import checked_rows
 
 LAYOUTS = ("LBHNC", "LBNHC", "LKBNHC", "LBKHNC", "BLHNC", "BLNHC", "BHLNC", "LHBNC")
@@ -96,22 +97,23 @@ def cases(bases: Sequence[works.Work], options: Options) -> Iterator[works.Work]
         )
 
 
-def posted(table: DescriptorTable, ids: tuple[np.ndarray, np.ndarray]) -> int:
-    """Return how many descriptors `NixlRank` posts for *ids*, (producer's, consumer's)."""
+def posted(table: DescriptorTable, selection: Selection) -> int:
+    """Return how many descriptors `NixlRank` posts for *selection*."""
     rows = checked_rows(table.consumer_rows), checked_rows(table.producer_rows)
-    return pair(rows[0], ids[1], rows[1], ids[0], "local").runs
+    return pair_selection(selection, *rows, 1, "local").runs
 
 
-def merged(table: DescriptorTable, ids: tuple[np.ndarray, np.ndarray]) -> int:
-    """Return how many descriptors remain of *ids* (producer's, consumer's) by NIXL's own rule."""
+def merged(table: DescriptorTable, selection: Selection) -> int:
+    """Return how many descriptors remain of *selection* by NIXL's own rule."""
+    ids = selection.ids
     if not len(ids[0]):
-        return 0
+        return len(selection.ends)
     joined = np.ones(len(ids[0]) - 1, dtype=bool)
     for rows, own in zip((table.producer_rows, table.consumer_rows), ids, strict=True):
         _, length, _, stride, count = rows.astype(np.int64).T
         row = np.searchsorted(np.cumsum(count), own, side="right")
         joined &= (np.diff(own) == 1) & (np.diff(row) == 0) & (length == stride)[row[1:]]
-    return 1 + int((~joined).sum())
+    return len(selection.ends) + 1 + int((~joined).sum())
 
 
 def b6(options: Options) -> Iterator[Row]:
@@ -122,8 +124,8 @@ def b6(options: Options) -> Iterator[Row]:
         inside: list[_Count] = []
         for work in cases(bases, options):
             table, request = first_table(work), work.request()
-            ids, fewest = table.select(request), len(table.descriptors(request))
-            after, by_ids = posted(table, ids), merged(table, ids)
+            selection, fewest = table.select(request), len(table.descriptors(request))
+            after, by_ids = posted(table, selection), merged(table, selection)
             wrong += table.counts(request) != (by_ids, fewest)
             alone += by_ids > LIMIT * fewest
             counts = inside if work.cached % BOUNDARY else whole
@@ -218,13 +220,13 @@ def _through(rank_class: Any, work: works.Work) -> tuple[int, int]:  # noqa: ANN
     theirs, held = allocate(producer, source, work.pools[0])
     ours, own = allocate(consumer, target, work.pools[1])
     table = build_table(plan, theirs, ours)
-    ids = table.select(work.request())
+    selection = table.select(work.request())
     with rank_class(secret=b"") as far, rank_class(secret=b"", polled=True, telemetry=True) as near:
         far.register(theirs.memory, owner=held)
         near.register(ours.memory, owner=own)
         peer = near.connect(far.metadata())
         local = near.prepare(table.consumer_rows)
         remote = near.prepare(table.producer_rows, peer=peer)
-        transfer = near.read(local, ids[1], remote, ids[0], request="bench", timeout=60)
+        transfer = near.read(local, selection, remote, request="bench", timeout=60)
         transfer.wait()
-        return posted(table, ids), transfer.posted
+        return posted(table, selection), transfer.posted

@@ -163,7 +163,7 @@ def b5(options: Options) -> Iterator[Row]:
     """Time ids of a request with shuffled blocks; W3 on all ranks against Mooncake's lowering."""
     for work in (works.W1, works.W2, *OTHERS):
         table, request = first_table(work), work.request()
-        count = len(table.select(request)[0])
+        count = len(table.select(request))
         [ours] = interleaved(
             options.times(40), clock(lambda t=table, r=request: t.select(works.afresh(r)))
         )

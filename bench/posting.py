@@ -44,7 +44,7 @@ def read_cost(options: Options) -> Iterator[Row]:
         local = near.prepare(table.consumer_rows)
         remote = near.prepare(table.producer_rows, peer=peer)
         selection = table.select(_request())
-        ids = selection[1], selection[0]
+        ids = selection.consumer_ids, selection.producer_ids
 
         def by_selection() -> Transfer:
             return near.read(local, selection, remote, request="r", timeout=SECONDS)

@@ -196,7 +196,7 @@ def b12(options: Options) -> Iterator[Row]:
         return Transfer(lanes.transfers, "READ", (local, selection, remote, None), "r", 1.0)
 
     (ours,) = interleaved(options.times(16), cpu(joined))
-    what = f"check and merge W1, shuffled: {len(selection[0]):,} ids of one source"
+    what = f"check and merge W1, shuffled: {len(selection):,} ids of one source"
     # The first version took 101 to 115 ms. Checks by tile instead of by id are far fewer.
     yield budgeted("B12", what, ours, 4e-3)
 
@@ -205,7 +205,7 @@ def b13(options: Options) -> Iterator[Row]:
     """Time `select`, for each descriptor."""
     lanes = Lanes(works.W1)
     request, table = lanes.request(), lanes.tables[0]
-    many = len(table.select(request)[0])
+    many = len(table.select(request))
     (ours,) = interleaved(options.times(16), cpu(lambda: table.select(works.afresh(request))))
     # Writing the ids alone takes 0.4 to 1.6 ns each.
     yield budgeted("B13", "select W1, a descriptor", ours / many, 2.5e-9)

@@ -96,17 +96,17 @@ def copies(
     """
     for source, target in sorted({(edge.producer, edge.consumer) for edge in plan.edges}):
         table = kvspec.build_table(plan, producers[source][0], consumers[target][0])
-        sides = []
-        for rows, ids in zip(
-            (table.producer_rows, table.consumer_rows), table.select(request), strict=True
-        ):
+        sides, selection = [], table.select(request)
+        rows_of_both = table.producer_rows, table.consumer_rows
+        for rows, ids in zip(rows_of_both, selection.ids, strict=True):
             address, length, _, stride, count = rows.astype(np.int64).T
             starts = np.cumsum(count) - count
             row = np.searchsorted(starts, ids, side="right") - 1
             sides += [address[row] + (ids - starts[row]) * stride[row], length[row]]
         assert sides[1].tolist() == sides[3].tolist()
         by_ids = np.stack(sides[:3:2] + sides[1:2], axis=1)
-        yield source, target, [by_ids.tolist(), table.descriptors(request).tolist()]
+        copied = [*by_ids.tolist(), *selection.ends.tolist()]
+        yield source, target, [copied, table.descriptors(request).tolist()]
 
 
 def moving_span(case: Case, group: kvspec.KVCacheGroup, request: kvspec.TransferRequest) -> range:

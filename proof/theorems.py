@@ -1044,10 +1044,7 @@ def meet_is_true_only_for_a_common_position(lib: Library, path: Path) -> None:
 
 @theorem(
     "descriptors.paging.Paging.places",
-    (
-        "(own % self.memory_block_size - kind.skip) // kind.period",
-        "own % self.memory_block_size // kind.period - kind.skip",
-    ),
+    ("own % self.memory_block_size // tile", "own // tile % self.memory_block_size"),
     (
         "own // self.memory_block_size % self.kernel_blocks_per_block",
         "own % self.memory_block_size % self.kernel_blocks_per_block",
@@ -1055,34 +1052,34 @@ def meet_is_true_only_for_a_common_position(lib: Library, path: Path) -> None:
     module="descriptors.paging",
 )
 def places_find_the_token(lib: Library, path: Path) -> None:
-    """The index in the table, the kernel block and the period of a row lead back to its token."""
-    memory, kernels, periods = (
+    """The index in the table, the kernel block and the tile of a row lead back to its token."""
+    memory, kernels, tiles = (
         path.int("memory_block", 1),
         path.int("kernels", 1),
-        path.int("periods", 1),
+        path.int("tiles", 1),
     )
-    period = path.int("period", 1)
-    skip = path.int("skip", 0, period - 1)
+    tile = path.int("tile", 1)
+    skip = path.int("skip", 0, tile - 1)
     block = memory * kernels
-    path.assume(memory == period * periods)
+    path.assume(memory == tile * tiles)
     path.quotient(block, memory, kernels)
-    # Any row: its block in the table, its kernel block and its period.
+    # Any row: its block in the table, its kernel block and its tile.
     index, kernel = path.int("index", 0), path.int("kernel", 0, kernels - 1)
-    number = path.int("number", 0, periods - 1)
-    inside = number * period + skip
+    number = path.int("number", 0, tiles - 1)
+    inside = number * tile + skip
     own = (index * kernels + kernel) * memory + inside
     path.claim("inside the kernel block", within(inside, Range(0, memory)))
     path.quotient(own, memory, index * kernels + kernel)
     path.quotient(own // memory, block // memory, index)
     path.claim("inside the block", within(kernel * memory + inside, Range(0, block)))
     path.quotient(own, block, index)
-    path.quotient(own % memory - skip, period, number)
+    path.quotient(own % memory, tile, number)
     context = lib.tokens.BlockCyclic(0, 1, 1)
     paging = lib.paging.Paging(block, memory, context)
-    found = lib.paging.Paging.places(paging, own, lib.paging.RowKind(period, skip, 1))
+    found = lib.paging.Paging.places(paging, own, tile)
     path.claim("block of the table", found[0] == index)
     path.claim("kernel block", kernel == (0 if found[1] is None else found[1]))
-    path.claim("period", number == (0 if found[2] is None else found[2]))
+    path.claim("tile", number == (0 if found[2] is None else found[2]))
 
 
 @theorem(
@@ -1258,24 +1255,6 @@ def context_ranks_are_all_used(lib: Library, path: Path) -> None:
 # Rows of a request: prefixes and tiles
 
 
-@theorem(
-    "descriptors.paging.partial_sizes_of",
-    ("max(factors) if factors else next(larger)", "max(factors) if factors else quotient - 1"),
-    bound="all tiles <= 1,100",
-    symbolic=False,
-)
-def partial_sizes_divide_each_other(lib: Library) -> int:
-    """The sizes begin with the grain, end with the tile, and each divides the next one."""
-    cases = 0
-    for tile in range(1, 1101):
-        for grain in (g for g in range(1, tile + 1) if tile % g == 0):
-            sizes = lib.paging.partial_sizes_of(grain, tile)
-            check("ends", (sizes[0], sizes[-1]) == (grain, tile))
-            check("divides", all(b % a == 0 and a < b for a, b in itertools.pairwise(sizes)))
-            cases += 1
-    return cases
-
-
 def _moved(rows: Any) -> list[int]:
     """Return the tokens that rows move."""
     return [
@@ -1287,60 +1266,11 @@ def _moved(rows: Any) -> list[int]:
 
 
 @theorem(
-    "descriptors.tiles._part",
-    ("tokens = -start % period", "tokens = start % period"),
-    ("end = stop // size * size", "end = stop"),
-    bound="tiles <= 64, all grains and parts",
-    symbolic=False,
-)
-def parts_of_a_tile_move_it_exactly(lib: Library) -> int:
-    """The rows of a part of a tile move each of its tokens exactly once.
-
-    Each row has a kind from the table and a valid start.
-    """
-    cases = 0
-    for tile in (*range(1, 33), 40, 48, 49, 64):
-        for grain in (g for g in range(1, tile + 1) if tile % g == 0):
-            for sizes in ((), lib.paging.partial_sizes_of(grain, tile)):
-                paging = lib.paging.Paging(tile, tile, lib.tokens.BlockCyclic())
-                split = lib.paging.TokenSplit(
-                    lib.stripes.WHOLE,
-                    tile,
-                    grain,
-                    paging,
-                    paging,
-                    partial_sizes=sizes,
-                    trim_from=1,
-                    windowed=True,
-                )
-                kinds = set(split.row_kinds())
-                for start, stop in itertools.combinations(range(0, tile + 1, grain), 2):
-                    if stop - start == tile:
-                        continue  # A whole tile is a row of the body.
-                    rows = lib.tiles._part(split, start, stop)
-                    check(
-                        f"{tile}, {grain}, {start}..{stop}: tokens",
-                        _moved(rows) == [*range(start, stop)],
-                    )
-                    for kind, starts in rows:
-                        check(f"{kind}: listed", kind in kinds)
-                        check(
-                            f"{kind}: begins",
-                            all((s - kind.skip) % kind.period == 0 for s in starts.tolist()),
-                        )
-                    cases += 1
-    return cases
-
-
-@theorem(
     "descriptors.tiles._cut",
     ("if tables.wanted.start // grain * grain < tables.cached:", "if False:"),
-    ("live_stop = -(-wanted.stop // grain) * grain", "live_stop = wanted.stop // grain * grain"),
-    (
-        "tile_starts = np.arange(wanted.start // size * size, wanted.stop, size",
-        "tile_starts = np.arange(wanted.start, wanted.stop, size",
-    ),
-    ("first, counts = first + number * tiles, counts", "first, counts = first + number, counts"),
+    ("-(-wanted.stop // grain) * grain", "wanted.stop // grain * grain"),
+    ("np.arange(live.start // size * size", "np.arange(live.start"),
+    ("stop = max(live.start, end), min(live.stop, end + size)", "stop = live.start, live.stop"),
     bound="prompts <= 26, any cached prefix, blocks (4, 4) (4, 8) (6, 4) (12, 8)",
     symbolic=False,
 )
@@ -1353,80 +1283,64 @@ def requests_move_each_wanted_state_once(lib: Library) -> int:
     edge = type("Edge", (), {"group": "g", "producer_group": "g"})
     cases = 0
     for (a, b), grain in itertools.product(((4, 4), (4, 8), (6, 4), (12, 8)), (1, 2)):
-        tile = math.gcd(a, b)
-        for sizes, most in itertools.product(((), paging.partial_sizes_of(grain, tile)), (1, 2, 5)):
-            cyclic = lib.tokens.BlockCyclic()
-            sides = [
-                paging.Paging(size, size, cyclic, contiguous_across_blocks=most > 1)
-                for size in (a, b)
-            ]
-            split = paging.TokenSplit(
-                lib.stripes.WHOLE,
-                tile,
-                grain,
-                *sides,
-                tile_counts=paging.tile_counts_of(most),
-                partial_sizes=sizes,
-                trim_from=1,
-                windowed=True,
-            )
-            for stop in range(1, 27):
-                tables = [
-                    lib.request.BlockTable([*range(3, 3 + -(-26 // size))]) for size in (a, b)
-                ]
-                for start, cached in {(s, c) for s in range(stop) for c in (0, s)}:
-                    bound = tiles.Tables(edge, range(start, stop), cached, None, False, *tables)  # noqa: FBT003
-                    frame = tiles._positions(bound, split)
-                    first = start // grain * grain
-                    try:
-                        tiles.check_cached(bound, grain)
-                        rows = tiles._cut(bound, split, frame)
-                    except lib.request.SpecError:
-                        check("refused", cached > first)
-                        continue
-                    check("not refused", cached <= first)
-                    expected = [*range(first, -(-stop // grain) * grain)]
-                    check(
-                        f"{a}, {b}, {grain}: {start}..{stop}",
-                        sorted(_moved(rows.items())) == expected,
-                    )
-                    cases += 1
+        cyclic = lib.tokens.BlockCyclic()
+        sides = [paging.Paging(size, size, cyclic) for size in (a, b)]
+        split = paging.TokenSplit(lib.stripes.WHOLE, math.gcd(a, b), grain, *sides)
+        for stop in range(1, 27):
+            tables = [lib.request.BlockTable([*range(3, 3 + -(-26 // size))]) for size in (a, b)]
+            for start, cached in {(s, c) for s in range(stop) for c in (0, s)}:
+                bound = tiles.Tables(edge, range(start, stop), cached, None, False, *tables)  # noqa: FBT003
+                frame = tiles._positions(bound, split)
+                first = start // grain * grain
+                try:
+                    tiles.check_cached(bound, grain)
+                    rows = tiles._cut(bound, split, frame, None)
+                except lib.request.SpecError:
+                    check("refused", cached > first)
+                    continue
+                check("not refused", cached <= first)
+                expected = [*range(first, -(-stop // grain) * grain)]
+                check(
+                    f"{a}, {b}, {grain}: {start}..{stop}",
+                    sorted(_moved(rows.items())) == expected,
+                )
+                for kind, starts in rows.items():
+                    check("in one tile", not ((starts - kind.skip) % split.tile).any())
+                cases += 1
     return cases
 
 
 @theorem(
     "descriptors.paging.BlockLayout.ids",
-    ("number = block * self.tiles + tile", "number = block + self.tiles * tile"),
-    ("max(0, total - first) // self.span", "max(0, total - first - 1) // self.span"),
-    bound="5 blocks, 6 tiles, spans <= 4",
+    ("else block * self.tiles + tile", "else block + self.tiles * tile"),
+    ("return number % self.num_blocks, number // self.num_blocks", "return divmod(number, 1)"),
+    bound="5 blocks, 6 tiles",
     symbolic=False,
     module="descriptors.paging",
 )
 def ids_are_unique_and_invertible(lib: Library) -> int:
     """Each place has its own id, from 0 without a gap, and `place` is the inverse of `ids`."""
     cases = 0
-    for blocks, count_, span in itertools.product(range(1, 6), range(1, 7), range(1, 5)):
-        for gap in (0, 7) if span == 1 else (0,):
-            layout = lib.paging.BlockLayout(blocks, count_ * 10 + gap, count_, 10, span=span)
-            places = [(b, t) for b in range(blocks) for t in range(count_)]
-            places = places[: max(0, blocks * count_ - span + 1)]  # The last tiles begin no id.
-            if not places:
-                continue
-            block, tile = np.array(places).T
-            ids = layout.ids(block, tile).tolist()
-            check(
-                f"{layout}: ids",
-                sorted(ids) == [*range(len(places))] and len(ids) == layout.ids_per_run,
-            )
-            check(f"{layout}: inverse", [layout.place(number) for number in ids] == places)
-            if min(layout.counts):
-                # The address of an id in the strided rows is the address of its place.
-                rows = layout.rows(np.array([0]), np.array([10])).astype(int)
-                first = np.concatenate([[0], np.cumsum(layout.counts)])
-                row = layout.row(block, tile)
-                address = rows[row, 0] + (np.array(ids) - first[row]) * rows[row, 3]
-                check(f"{layout}: rows", (address == layout.offsets(block, tile)).all())
-            cases += 1
+    lib.paging.MANY_TILES = 3  # Blocks of more tiles have rows by block, if there are fewer blocks.
+    for blocks, count_, gap in itertools.product(range(1, 6), range(1, 7), (0, 7)):
+        layout = lib.paging.BlockLayout(blocks, count_ * 10 + gap, count_, 10)
+        places = [(b, t) for b in range(blocks) for t in range(count_)]
+        block, tile = np.array(places).T
+        ids = layout.ids(block, tile).tolist()
+        check(
+            f"{layout}: ids",
+            sorted(ids) == [*range(len(places))] and len(ids) == layout.ids_per_run,
+        )
+        check(f"{layout}: inverse", [layout.place(number) for number in ids] == places)
+        # The address of an id in the strided rows is the address of its place.
+        rows = layout.rows(np.array([0]), np.array([10])).astype(int)
+        row, index = np.divmod(np.array(ids), layout.count)
+        address = rows[row, 0] + index * rows[row, 3]
+        check(f"{layout}: rows", (address == layout.offsets(block, tile)).all())
+        same = row[1:] == row[:-1]
+        numbers = np.broadcast_to(layout.row(block, tile), len(ids))
+        check(f"{layout}: row", ((numbers[1:] == numbers[:-1]) == same).all() or layout.coalesced)
+        cases += 1
     return cases
 
 

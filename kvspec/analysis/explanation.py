@@ -266,7 +266,7 @@ def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
     if request is not None:
         merged, fewest = table.counts(request)
         moved = int(table.descriptors(request)[:, 2].sum())
-        size = f"{moved:,} bytes in {len(table.select(request)[0]):,} descriptors"
+        size = f"{moved:,} bytes in {len(table.select(request)):,} descriptors"
         merging = f"NIXL merges them into {merged:,}, and {fewest:,} is the minimum"
         lines.append(f"  {request.request_id}: {size}; {merging}")
         if dead := table.dead_bytes(request):
@@ -279,7 +279,7 @@ def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
 
 def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:
     """Return the place in the producer's memory that *request* pairs with a consumer id."""
-    producer_ids, consumer_ids = table.select(request)
+    producer_ids, consumer_ids = table.select(request).ids
     index = np.flatnonzero(consumer_ids == consumer_id)
     if not len(index):
         return " (not part of this request)"
@@ -337,7 +337,7 @@ def _rows(
     request: TransferRequest | None,
 ) -> str:
     """Return rows of a block in words, as token positions if the block belongs to *request*."""
-    grain = entry.rows.token_split.grain
+    grain = entry.split_rows.token_split.grain
     if request is None or not grain:
         return _span("row", state)
     engine, rank = table.consumer.engine, table.consumer.rank

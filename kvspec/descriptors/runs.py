@@ -4,17 +4,19 @@ Invariant: a run follows from the strides of both memories. It depends on no blo
 request.
 
 How it works:
-    A *run* is a range of bytes in one block that is contiguous on both sides. `row_sets` makes the
-    runs of one edge in four steps:
+    A *run* is a range of bytes in one block that is contiguous on both sides. `split_rows_of` makes
+    the rows of one edge in three steps:
 
     1. It pairs the parts of all layers that move (`_PartPair`) and groups them. All parts of a
        group are cut alike by every request (`split_key`), so that they share one `TokenSplit`.
     2. It divides each group into boxes: parts with equal strides on both sides (`Boxes`). A box
        has three axes: units, states and content. A *content* is the bytes of one unit in one state.
-    3. It decides which kinds of rows the group needs (`_tile_counts`, `_partial_sizes`,
-       `_trim_from`).
-    4. For each kind, a box becomes runs. An axis whose stride equals the length of the content
-       becomes part of the content. Then runs that touch on both sides are joined (`coalesce`).
+    3. A box becomes runs. An axis whose stride equals the length of the content becomes part of the
+       content. Then runs that touch on both sides are joined (`coalesce`).
+
+    A table has the rows of whole tiles only. The rows of a part of a tile, at the end of a request,
+    are made for that request (`SplitRows.rows`). If all of the pool had rows for each part, the
+    table could be larger than the pool: parts of transposed keys have a run for each element.
 
     For example, a tile has 4 tokens, and one head (a) of the producer's two heads (a, b) moves. The
     content of one head and one token has 8 bytes:
@@ -29,23 +31,14 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.paging import (
-    BlockLayout,
-    Paging,
-    RowKind,
-    TokenSplit,
-    partial_sizes_of,
-    tile_counts_of,
-    tile_tokens,
-)
-from kvspec.descriptors.request import MAX_TOKENS
+from kvspec.descriptors.paging import BlockLayout, Paging, RowKind, TokenSplit, tile_tokens
 from kvspec.descriptors.tiles import Tiles
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache
@@ -65,10 +58,9 @@ Boundaries = tuple[tuple[int, ...], tuple[int, ...]]
 # 2.4 us for a descriptor and moves 9 GB/s: 21,600 bytes. The host's own work adds half of that.
 DESCRIPTOR_BYTES = 32_400
 
-# Rows of several tiles are worth their place in the table if a row of two tiles has at most this
-# share of the runs of two rows of one tile. The share is 0.5 if all runs become longer, and about 1
-# if few do. In between, half of the runs become longer at 0.75.
-MOST_RUNS_LEFT = 0.75
+# The rows of so many kinds are kept for each group of parts that are cut alike. With blocks of 16,
+# these are all parts of a tile that begin it or end it.
+KEPT = 32
 
 
 @attrs.frozen(eq=False)
@@ -208,27 +200,16 @@ class Boxes:
         return min(self.producer.states, self.consumer.states)
 
 
-def block_layout_of(
-    region: Region, kind: RowKind, grain: int, *, contiguous_across_blocks: bool
-) -> BlockLayout:
-    """Return how rows of *kind* repeat in *region*.
-
-    A row begins in each period of a block if it ends in the same block. If the memory continues
-    across blocks, a row of several tiles may end in a later block.
-    """
-    tiles, span = 1, 1
-    if grain and contiguous_across_blocks and kind.tokens > kind.period and not kind.skip:
-        tiles, span = region.states * grain // kind.period, kind.tokens // kind.period
-    elif grain:
-        tiles = (region.states * grain - kind.skip - kind.tokens) // kind.period + 1
+def block_layout_of(region: Region, tile: int, grain: int) -> BlockLayout:
+    """Return how tiles of *tile* tokens repeat in *region*. A recurrent state is one tile."""
+    tiles = region.states * grain // tile if grain else 1
     return BlockLayout(
         num_blocks=region.num_blocks,
         block_stride=region.block_stride,
         tiles=tiles,
-        tile_stride=kind.period // grain * row_stride(region) if tiles > 1 or span > 1 else 0,
+        tile_stride=tile // grain * row_stride(region) if tiles > 1 else 0,
         memory_type=region.memory_type,
         device=region.device,
-        span=span,
     )
 
 
@@ -273,8 +254,7 @@ class RowSet:
     """Runs of one row kind that repeat alike: all of them have the same places on each side.
 
     Attributes:
-        token_split: How requests cut the tokens of these rows.
-        kind: The tokens that each row moves.
+        kind: The tokens of a tile that each row moves.
         producer: How the runs repeat on the producer.
         consumer: How the runs repeat on the consumer.
         producer_address: First address of each run on the producer, shape (runs,).
@@ -282,7 +262,6 @@ class RowSet:
         length: Bytes of each run, shape (runs,).
     """
 
-    token_split: TokenSplit
     kind: RowKind
     producer: BlockLayout
     consumer: BlockLayout
@@ -302,15 +281,34 @@ class RowSet:
     def id_key(self) -> tuple[object, ...]:
         """A key: sets with equal keys have equal ids for the same tiles of a request."""
         return tuple(
-            (layout.num_blocks, layout.tiles, layout.coalesced, layout.span)
+            (layout.num_blocks, layout.tiles, layout.by_tile)
             for layout in (self.producer, self.consumer)
         )
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all runs of one tile."""
+        return int(self.length.sum())
 
     @cached_property
     def size(self) -> int | None:
         """Bytes of each run, or None if they differ."""
         size = int(self.length[0])
         return size if (self.length == size).all() else None
+
+    @cached_property
+    def bunch(self) -> int:
+        """The number of runs in a bunch.
+
+        The runs of a bunch interleave in the producer's memory. All tiles of a bunch lie before
+        those of the next bunch.
+        """
+        layout, starts = self.producer, self.producer_address
+        extent = (layout.num_blocks - 1) * layout.block_stride + layout.tiles * layout.tile_stride
+        separate = np.flatnonzero(starts[1:] - starts[:-1] >= extent)
+        many = int(separate[0]) + 1 if len(separate) else len(self)
+        # Bunches of unequal size do not fit into one array. One bunch of all runs is correct, too.
+        return len(self) if len(self) % many else many
 
     def offsets(self, tiles: Tiles) -> Ints:
         """Return the bytes from a run's first address to each of *tiles*, shape (2, tiles)."""
@@ -359,26 +357,74 @@ class RowSet:
         equal = (self.length == self.producer.stride) & (self.length == self.consumer.stride)
         return np.broadcast_to(equal, len(self))
 
-    @property
-    def touching(self) -> bool:
-        """Whether consecutive ids are adjacent bytes in all runs, so that NIXL joins them."""
-        return bool(self.touches.all())
-
     @cached_property
     def plain(self) -> bool:
-        """Whether each run is one strided row on both sides: coalesced and not spanning.
+        """Whether each run is one strided row on both sides.
 
         Then adjacent tiles have consecutive ids, so that NIXL joins all tiles of equal length that
         touch on both sides.
         """
-        return all(
-            layout.coalesced and layout.span == 1 for layout in (self.producer, self.consumer)
-        )
+        return self.producer.coalesced and self.consumer.coalesced
 
-    @property
-    def dense(self) -> bool:
-        """Whether NIXL joins all tiles that follow each other, also those of two blocks."""
-        return self.touching and self.producer.coalesced and self.consumer.coalesced
+
+@attrs.frozen(eq=False, slots=False)
+class SplitRows:
+    """The parts of one edge that every request cuts alike, as rows.
+
+    Attributes:
+        token_split: How requests cut the tokens of the parts.
+        boxes: The parts.
+        boundaries: Addresses over which no run may lie.
+    """
+
+    token_split: TokenSplit
+    boxes: tuple[Boxes, ...]
+    boundaries: Boundaries
+
+    @staticmethod
+    def of(pairs: list[_PartPair], prefix_multiple: int, boundaries: Boundaries) -> SplitRows:
+        """Return the rows of *pairs*, which every request cuts alike.
+
+        A tile is one state if a row of two states has as many runs as two rows of one state. Then
+        every state moves whole. A block has 8 tokens, and one head (a) of two heads (a, b) moves:
+
+            tokens outermost    a0 b0 a1 b1 a2 b2 a3 b3 ...     a tile is one token
+            heads outermost     a0 a1 a2 a3 ...  b0 b1 ...      a tile is 8 tokens, as one run
+        """
+        pair, part, grain = pairs[0], pairs[0].part, pairs[0].part.tokens_per_state
+        paging = pair.producer.paging, pair.consumer.paging
+        tile = tile_tokens(pair.producer.region.layer, part, *paging) if part.per_token else 0
+        token_split = TokenSplit(
+            pair.stripe, tile, grain, *paging, prefix_multiple, opaque=pair.opaque
+        )
+        split_rows = SplitRows(token_split, tuple(_boxes(grain, pairs, boundaries)), boundaries)
+        if grain < tile:
+            one, two = (split_rows.runs(RowKind(0, states * grain)) for states in (1, 2))
+            if two == 2 * one:
+                return attrs.evolve(split_rows, token_split=attrs.evolve(token_split, tile=grain))
+        return split_rows
+
+    @cached_property
+    def rows(self) -> Callable[[RowKind], tuple[RowSet, ...]]:
+        """A function that returns the row sets of one kind. It keeps those of the last kinds."""
+        return lru_cache(KEPT)(partial(_rows, self.token_split, self.boxes, self.boundaries))
+
+    def runs(self, kind: RowKind) -> int:
+        """Return the number of descriptors of one row of *kind*."""
+        return sum(map(len, self.rows(kind)))
+
+    def dead_cost_less(self, kind: RowKind) -> bool:
+        """Whether a whole tile takes less time than its part *kind*, which has no dead tokens.
+
+        The dead bytes must take less time than the descriptors that they spare. If NIXL joins whole
+        tiles, it joins this one as well, so that it has no descriptor of its own.
+        """
+        whole = self.rows(self.token_split.whole)
+        spared = self.runs(kind) - sum(len(rows) for rows in whole if not rows.touches.all())
+        dead_bytes = sum(rows.nbytes for rows in whole) - sum(
+            rows.nbytes for rows in self.rows(kind)
+        )
+        return spared * DESCRIPTOR_BYTES > dead_bytes
 
 
 class _PartPair(NamedTuple):
@@ -420,17 +466,15 @@ class _PartPair(NamedTuple):
         ]
 
 
-def row_sets(
+def split_rows_of(
     edge: Edge,
     groups: tuple[KVCacheGroup, KVCacheGroup],
     producer: RankCache,
     consumer: RankCache,
     layers: frozenset[str] | None = None,
     prefix_multiple: int = 1,
-    *,
-    dead_tokens: bool = False,
-) -> tuple[RowSet, ...]:
-    """Return all row sets of one edge.
+) -> list[SplitRows]:
+    """Return the rows of one edge, for each way in which requests cut its parts.
 
     Args:
         edge: The edge.
@@ -438,13 +482,7 @@ def row_sets(
         producer: Memory of the producer rank.
         consumer: Memory of the consumer rank.
         layers: Names of the layers to include. All by default.
-        prefix_multiple: Cached prefixes are multiples of this many tokens. No tile begins with
-            cached tokens if this is a multiple of the tile.
-        dead_tokens: Whether dead tokens may move if that needs fewer descriptors.
-
-    Returns:
-        For each split of the tokens: rows of one tile, rows of several tiles if those make longer
-        runs, and rows of a part of a tile.
+        prefix_multiple: Cached prefixes are multiples of this many tokens.
 
     Raises:
         MismatchError: If blocks cut a state that stands for several tokens.
@@ -457,17 +495,7 @@ def row_sets(
         target = sides[1].part(layer, part.name, tp_slice.local_range.start)
         pair = _PartPair(part, tp_slice.stripe, len(tp_slice.global_range), source, target)
         cut_alike.setdefault(pair.split_key, []).append(pair)
-    sets: list[RowSet] = []
-    for pairs in cut_alike.values():
-        token_split = attrs.evolve(
-            _token_split(pairs[0], prefix_multiple),
-            # All layers of an edge have the same live tokens.
-            windowed=_windowed(groups[1].spec.of_layer(edge.layers[0])),
-            dead_tokens=dead_tokens,
-        )
-        boxes = tuple(_boxes(token_split.grain, pairs, boundaries))
-        sets += _split_group_rows(token_split, boxes, boundaries)
-    return tuple(sets)
+    return [SplitRows.of(pairs, prefix_multiple, boundaries) for pairs in cut_alike.values()]
 
 
 def _parts(
@@ -481,22 +509,6 @@ def _parts(
                     yield tp_slice, layer, part
 
 
-def _token_split(pair: _PartPair, prefix_multiple: int) -> TokenSplit:
-    """Return how requests cut *pair*, before it is known which kinds of rows are useful."""
-    part, region = pair.part, pair.producer.region
-    paging = pair.producer.paging, pair.consumer.paging
-    tile = tile_tokens(region.layer, part, *paging) if part.per_token else 0
-    grain = part.tokens_per_state
-    return TokenSplit(
-        pair.stripe, tile, grain, *paging, prefix_multiple=prefix_multiple, opaque=pair.opaque
-    )
-
-
-def _windowed(spec: LayerSpec) -> bool:
-    """Return whether the first live token of a long request is not its first token."""
-    return spec.live_tokens(MAX_TOKENS).start > 0
-
-
 def _boxes(grain: int, pairs: list[_PartPair], boundaries: Boundaries) -> Iterator[Boxes]:
     """Yield the boxes of parts that are cut alike."""
     equal_strides: dict[tuple[object, ...], list[_PartPair]] = {}
@@ -508,174 +520,18 @@ def _boxes(grain: int, pairs: list[_PartPair], boundaries: Boundaries) -> Iterat
         yield from Boxes.of(same[0].units, grain, sides, first, boundaries)
 
 
-def _split_group_rows(
-    token_split: TokenSplit, boxes: tuple[Boxes, ...], boundaries: Boundaries
-) -> list[RowSet]:
-    """Return all row sets of parts that are cut alike.
-
-    A kind of row that would not make runs longer is left out.
-    """
-    if token_split.tile:
-        token_split = _with_contiguity(token_split, boxes)
-        rows = partial(_rows, token_split, boxes, boundaries)
-        counts, sizes = _tile_counts(token_split, rows), _partial_sizes(token_split, rows)
-        token_split = attrs.evolve(token_split, tile_counts=counts, partial_sizes=sizes)
-        trim_from = _trim_from(token_split, boxes, rows, DESCRIPTOR_BYTES)
-        token_split = attrs.evolve(token_split, trim_from=trim_from)
-    return [
-        row_set
-        for kind in token_split.row_kinds()
-        for row_set in _rows(token_split, boxes, boundaries, kind)
-    ]
-
-
-def _with_contiguity(token_split: TokenSplit, boxes: tuple[Boxes, ...]) -> TokenSplit:
-    """Return *token_split* with `contiguous_across_blocks` of each side."""
-    sides = {}
-    for name in ("producer", "consumer"):
-        regions: list[Region] = [getattr(box, name) for box in boxes]
-        contiguous_across_blocks = all(
-            row_stride(region) * region.states == region.block_stride for region in regions
-        )
-        sides[name] = attrs.evolve(
-            getattr(token_split, name), contiguous_across_blocks=contiguous_across_blocks
-        )
-    return attrs.evolve(token_split, **sides)
-
-
-def _tile_counts(
-    token_split: TokenSplit, rows: Callable[[RowKind], list[RowSet]]
-) -> tuple[int, ...]:
-    """Return the numbers of tiles that one row may move, from the largest to 1.
-
-    Rows of several tiles are useful if a row of two tiles needs fewer runs than two rows of one
-    tile. A block has 8 tokens, a tile has 4, and one head (a) of two heads (a, b) moves:
-
-        heads outermost     a0 a1 a2 a3 | a4 a5 a6 a7   b0 b1 ...   yes: both tiles are one run
-        tokens outermost    a0 b0 a1 b1 a2 b2 a3 b3 | a4 b4 ...     no: each token is a run
-
-    The number is limited by the blocks of a side whose rows do not continue across blocks. If the
-    rows of both sides do, NIXL joins tiles that touch, and rows of one tile are enough.
-    """
-    tile, sides = token_split.tile, (token_split.producer, token_split.consumer)
-    most = min(
-        (side.memory_block_size // tile for side in sides if not side.contiguous_across_blocks),
-        default=1,
-    )
-    one_tile, two_tiles = (RowKind(period=tile, skip=0, tokens=tiles * tile) for tiles in (1, 2))
-    return tile_counts_of(most if most > 1 and _makes_longer(rows, one_tile, two_tiles) else 1)
-
-
-def _partial_sizes(
-    token_split: TokenSplit, rows: Callable[[RowKind], list[RowSet]]
-) -> tuple[int, ...]:
-    """Return the sizes of rows of a part of a tile. Empty if a row for each state is as good.
-
-    Sizes are useful if a row of two states needs fewer runs than two rows of one state. A block has
-    8 tokens and is one tile. Its last three tokens move, of one head (a) of two heads (a, b):
-
-        heads outermost     . . . . . a5 a6 a7   b0 b1 ...          yes: one run of three tokens
-        tokens outermost    . . . . . . . . . . a5 b5 a6 b6 a7 b7   no: three runs of one token
-    """
-    tile, grain = token_split.tile, token_split.grain
-    one_state = RowKind(period=grain, skip=0, tokens=grain)
-    two_states = RowKind(period=tile, skip=tile - 2 * grain, tokens=2 * grain)
-    useful = tile > 2 * grain and _makes_longer(rows, one_state, two_states)
-    return partial_sizes_of(grain, tile) if useful else ()
-
-
-def _makes_longer(
-    rows: Callable[[RowKind], list[RowSet]], single: RowKind, double: RowKind
-) -> bool:
-    """Return whether a row of *double* needs much fewer descriptors than two rows of *single*.
-
-    Rows of all lengths make the table many times larger. That is worth nothing if only a few runs
-    become longer. If one side has transposed keys of 32 elements, each element is a run, and only
-    the values of adjacent tokens can become one run: 65 instead of 66.
-    """
-    single_rows = rows(single)
-    # NIXL joins dense rows by itself, so longer rows would only make the table larger.
-    if all(row_set.dense for row_set in single_rows):
-        return False
-    return _run_count(rows(double)) <= 2 * MOST_RUNS_LEFT * _run_count(single_rows)
-
-
-def _run_count(sets: list[RowSet]) -> int:
-    return sum(map(len, sets))
-
-
-def _trim_from(
-    token_split: TokenSplit,
-    boxes: tuple[Boxes, ...],
-    rows: Callable[[RowKind], list[RowSet]],
-    descriptor_bytes: int,
-) -> int:
-    """Return the number of dead tokens from which the last tile is shortened.
-
-    It is 1 unless dead tokens may move. If they may, it is the number that makes a shortened tile
-    at least as fast as a whole tile, or 0 if it never is.
-
-    If a shortened tile needs no more descriptors than a whole tile, one dead token is enough. A
-    block has 8 tokens and is one tile, of which three tokens are live. The right column has the
-    result and the descriptors:
-
-        one head moves      a0 a1 a2 . . . . .   b0 b1 ...              1: one, as if whole
-        two heads move      a0 a1 a2 . . . . .   b0 b1 b2 . . . . .     0: two, one if whole
-
-    If NIXL joins whole tiles, a shortened tile costs one more descriptor for each run. Then the
-    dead bytes must take longer than those descriptors, at *descriptor_bytes* each.
-    """
-    tile, grain = token_split.tile, token_split.grain
-    if tile == grain:
-        return 0  # A tile of one state has no part.
-    if not token_split.dead_tokens:
-        return 1
-    whole, state = (RowKind(period=size, skip=0, tokens=size) for size in (tile, grain))
-    whole_rows, state_rows = rows(whole), rows(state)
-    if any(row_set.touching for row_set in whole_rows):
-        return _dead_tokens_worth(state_rows, tile, grain, descriptor_bytes)
-    # With sizes, a shortened tile is one row. Without sizes, it has a row for each of its states.
-    factor = 1 if token_split.partial_sizes else tile // grain
-    counts = [(len(box.runs(whole)), len(box.runs(state))) for box in boxes]
-    # The total may differ from the sum: runs of several boxes are joined where they touch.
-    counts.append((_run_count(whole_rows), _run_count(state_rows)))
-    return int(all(of_whole == factor * of_state for of_whole, of_state in counts))
-
-
-def _dead_tokens_worth(
-    state_rows: list[RowSet], tile: int, grain: int, descriptor_bytes: int
-) -> int:
-    """Return how many dead tokens take as long as one more descriptor for each run.
-
-    Returns 0 if a tile has fewer tokens, or if NIXL would not join the states that are left.
-    """
-    if not all(row_set.touching for row_set in state_rows):
-        return 0
-    state_bytes = sum(int(row_set.length.sum()) for row_set in state_rows)
-    states = -(-descriptor_bytes * _run_count(state_rows) // state_bytes)
-    return states * grain if states * grain < tile else 0
-
-
 def _rows(
     token_split: TokenSplit, boxes: tuple[Boxes, ...], boundaries: Boundaries, kind: RowKind
-) -> list[RowSet]:
+) -> tuple[RowSet, ...]:
     """Return the row sets of one kind: the runs of all boxes that repeat alike are joined."""
     repeat_alike: dict[tuple[BlockLayout, BlockLayout], list[Ints]] = {}
     for box in boxes:
         source, target = (
-            block_layout_of(
-                region,
-                kind,
-                box.grain,
-                contiguous_across_blocks=paging.contiguous_across_blocks,
-            )
-            for region, paging in (
-                (box.producer, token_split.producer),
-                (box.consumer, token_split.consumer),
-            )
+            block_layout_of(region, token_split.tile, box.grain)
+            for region in (box.producer, box.consumer)
         )
         repeat_alike.setdefault((source, target), []).append(box.runs(kind))
-    return [
-        RowSet(token_split, kind, *layouts, *coalesce(runs, boundaries))
+    return tuple(
+        RowSet(kind, *layouts, *coalesce(runs, boundaries))
         for layouts, runs in repeat_alike.items()
-    ]
+    )

@@ -1,8 +1,8 @@
 """Selections: the ids of the rows that one request moves.
 
-Invariant: the ids and the parts of a selection describe the same descriptors. A caller that only
-needs ids unpacks two arrays. A caller that joins or checks descriptors uses the parts, because
-there are far fewer runs and tiles than ids.
+Invariant: the ids, the ends and the parts of a selection describe the same descriptors. A caller
+that joins or checks descriptors uses the parts, because there are far fewer runs and tiles than
+ids.
 
 How it works:
     A table is a list of entries. Each `Entry` is one row set with the first id of its runs on each
@@ -16,6 +16,9 @@ How it works:
     `SplitGroup` contains all entries of one edge. It cuts a request once and stores the result in
     `TransferRequest.known`. The descriptor tables of other producer ranks usually split tokens
     alike (an equal `cut_key`). So the producer ranks of one consumer rank share that result.
+
+    The first and the last tile of a request may move in part. A table has no rows for parts of a
+    tile. These *ends* are descriptors with addresses, which are made for the request.
 """
 
 from __future__ import annotations
@@ -27,9 +30,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.paging import RowKind, TokenSplit
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.runs import RowSet
+from kvspec.descriptors.runs import RowSet, SplitRows
 from kvspec.descriptors.tiles import (
     Positions,
     RowStarts,
@@ -55,15 +57,22 @@ class Entry:
 
     Attributes:
         edge: The edge.
+        split_rows: The parts of the edge that are cut alike, to which the row set belongs.
         rows: The row set.
-        producer_first: First id of the row set on the producer.
+        producer_first: First id of the row set on the producer. 0 for an end, which has no ids.
         consumer_first: First id of the row set on the consumer.
     """
 
     edge: Edge
+    split_rows: SplitRows
     rows: RowSet
-    producer_first: int
-    consumer_first: int
+    producer_first: int = 0
+    consumer_first: int = 0
+
+    @property
+    def is_end(self) -> bool:
+        """Whether the rows move a part of a tile, so that they have no ids."""
+        return self.rows.kind != self.split_rows.token_split.whole
 
     @cached_property
     def starts(self) -> RowIds:
@@ -79,21 +88,6 @@ class Entry:
         tile_ids = tiles.ids.astype(np.int32)[:, None]
         np.add(self.starts, tile_ids, out=ids.reshape(2, len(self.rows), len(tiles)))
 
-    @cached_property
-    def bunch(self) -> int:
-        """The number of runs in a bunch.
-
-        The runs of a bunch interleave in the producer's memory. All tiles of a bunch lie before
-        those of the next bunch.
-        """
-        rows, layout = self.rows, self.rows.producer
-        extent = (layout.num_blocks - 1) * layout.block_stride + layout.tiles * layout.tile_stride
-        starts = rows.producer_address
-        separate = np.flatnonzero(starts[1:] - starts[:-1] >= extent)
-        many = int(separate[0]) + 1 if len(separate) else len(rows)
-        # Bunches of unequal size do not fit into one array. One bunch of all runs is correct, too.
-        return len(rows) if len(rows) % many else many
-
     def addresses(self, tiles: Tiles) -> npt.NDArray[np.int64]:
         """Return the addresses of *tiles* of all runs.
 
@@ -103,7 +97,7 @@ class Entry:
         Returns:
             Producer address, consumer address and length, shape (n, 3).
         """
-        rows, bunch = self.rows, self.bunch
+        rows, bunch = self.rows, self.rows.bunch
         columns = np.empty((3, len(rows) // bunch, len(tiles), bunch), np.int64)
         starts = rows.producer_address, rows.consumer_address
         for column, start, offsets in zip(columns, starts, rows.offsets(tiles), strict=False):
@@ -116,18 +110,22 @@ class Entry:
 Picked = tuple[Entry, Tiles]
 
 
-class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - It has attributes besides its members.
-    """The ids of one request: the producer's and the consumer's, as two arrays.
+@attrs.frozen(eq=False, slots=False)
+class Selection:
+    """The descriptors that move one request. `DescriptorTable.select` returns selections.
 
-    Both arrays are int32, read-only and of equal length n. Descriptor i of the producer pairs with
-    descriptor i of the consumer. `DescriptorTable.select` returns selections.
+    Whole tiles are ids of the table's rows. Descriptor i of the producer pairs with descriptor i of
+    the consumer. Parts of a tile, at the beginning and the end of the request, are addresses.
 
     Attributes:
+        producer_ids: Ids of the producer's rows: int32, shape (n,), read-only.
+        consumer_ids: As many ids of the consumer's rows.
         producer_rows: Strided rows of the descriptor table that the producer's ids number.
         consumer_rows: Strided rows that the consumer's ids number. NIXL lists prepared from these
             two arrays accept the selection without checking each id.
         parts: The entries that move and their tiles, in the order of the ids. A part of a block,
             such as `k`, is another thing.
+        end_parts: The same for the ends.
 
     >>> import kvspec
     >>> spec = kvspec.FullAttentionSpec(
@@ -136,42 +134,67 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - It has attributes bes
     >>> engine = kvspec.EngineSpec(groups=[group], layout="LBNHC")
     >>> caches = [kvspec.plan_memory(engine, kvspec.RankId(), 10, at) for at in (1 << 20, 1 << 30)]
     >>> table = kvspec.build_table(kvspec.plan_transfer(engine, engine), *caches)
-    >>> producer_ids, consumer_ids = table.select(kvspec.TransferRequest(
-    ...     request_id="r", num_tokens=32, producer_blocks={"full": [3, 4]},
-    ...     consumer_blocks={"full": [7, 5]}))
-    >>> producer_ids.tolist(), consumer_ids.tolist()
+    >>> selection = table.select(kvspec.TransferRequest(
+    ...     request_id="r", num_tokens=35, producer_blocks={"full": [3, 4, 9]},
+    ...     consumer_blocks={"full": [7, 5, 0]}))
+    >>> selection.producer_ids.tolist(), selection.consumer_ids.tolist()
     ([3, 4], [7, 5])
+    >>> selection.ends.tolist()  # Three tokens of 32 bytes, from the blocks 9 to 0.
+    [[1053184, 1073741824, 96]]
     """
 
+    producer_ids: RowIds
+    consumer_ids: RowIds
     producer_rows: npt.NDArray[np.uint64]
     consumer_rows: npt.NDArray[np.uint64]
     parts: Sequence[Picked]
+    end_parts: Sequence[Picked]
 
     @staticmethod
     def of(
-        parts: Sequence[Picked],
+        picked: Iterable[Picked],
         producer_rows: npt.NDArray[np.uint64],
         consumer_rows: npt.NDArray[np.uint64],
     ) -> Selection:
-        """Return the selection of *parts*, with all ids.
+        """Return the selection of all *picked*.
 
         Args:
-            parts: The row sets and their tiles.
+            picked: The row sets and their tiles.
             producer_rows: All rows of the producer in the table.
             consumer_rows: All rows of the consumer in the table.
         """
-        sizes = [len(entry.rows) * len(picked) for entry, picked in parts]
+        parts, end_parts = list[Picked](), list[Picked]()
+        for each in picked:
+            (end_parts if each[0].is_end else parts).append(each)
+        sizes = [len(entry.rows) * len(chosen) for entry, chosen in parts]
         ids = np.empty((2, sum(sizes)), np.int32)
         start = 0
-        for (entry, picked), size in zip(parts, sizes, strict=True):
-            entry.write_ids(picked, ids[:, start : start + size])
+        for (entry, chosen), size in zip(parts, sizes, strict=True):
+            entry.write_ids(chosen, ids[:, start : start + size])
             start += size
         # Code that uses the parts does not read the ids again, so the ids must never change.
         ids.setflags(write=False)
-        selection = Selection((ids[0], ids[1]))
-        selection.producer_rows, selection.consumer_rows = producer_rows, consumer_rows
-        selection.parts = parts
-        return selection
+        return Selection(ids[0], ids[1], producer_rows, consumer_rows, parts, end_parts)
+
+    @property
+    def ids(self) -> tuple[RowIds, RowIds]:
+        """The ids of both sides."""
+        return self.producer_ids, self.consumer_ids
+
+    def __len__(self) -> int:
+        return len(self.producer_ids) + sum(len(entry.rows) for entry, _ in self.end_parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all descriptors."""
+        every = *self.parts, *self.end_parts
+        return sum(entry.rows.nbytes * len(tiles) for entry, tiles in every)
+
+    @property
+    def ends(self) -> npt.NDArray[np.uint64]:
+        """Producer address, consumer address and length of each end: uint64, shape (n, 3)."""
+        found = [entry.addresses(tiles) for entry, tiles in self.end_parts]
+        return np.concatenate([np.empty((0, 3), np.int64), *found]).astype(np.uint64)
 
 
 @attrs.frozen(eq=False)
@@ -191,72 +214,77 @@ class _Cut:
 
 @attrs.frozen(eq=False)
 class SplitGroup:
-    """The entries of one edge, by token split and by kind of row.
+    """The entries of one edge, by the way in which requests cut them.
 
     Attributes:
         edge: The edge.
         spec: Spec of the first layer of the edge.
-        entries: Token splits and their entries by row kind.
+        splits: The parts that are cut alike, and the entries of their whole tiles.
         grains: Tokens of a row of each layer of the consumer's group that moves, on any rank.
+        dead_tokens: Whether dead tokens may move if that takes less time.
         cut_key: An object that is the same for every `SplitGroup` that cuts each request alike.
     """
 
     edge: Edge
     spec: LayerSpec
-    entries: tuple[tuple[TokenSplit, dict[RowKind, list[Entry]]], ...]
+    splits: tuple[tuple[SplitRows, list[Entry]], ...]
     grains: frozenset[int]
+    dead_tokens: bool
     cut_key: object
 
     @staticmethod
-    def of(plan: TransferPlan, entries: Iterable[Entry]) -> list[SplitGroup]:
+    def of(plan: TransferPlan, entries: Iterable[Entry], *, dead_tokens: bool) -> list[SplitGroup]:
         """Return the groups of the *entries* of a table, one for each edge."""
-        # Edges and token splits are compared by identity: hashing their fields is slow.
-        edges: dict[int, tuple[Edge, dict[int, tuple[TokenSplit, dict[RowKind, list[Entry]]]]]] = {}
+        # Edges and rows are compared by identity: hashing their fields is slow.
+        edges: dict[int, tuple[Edge, dict[int, tuple[SplitRows, list[Entry]]]]] = {}
         for entry in entries:
-            token_split = entry.rows.token_split
             _, splits = edges.setdefault(id(entry.edge), (entry.edge, {}))
-            _, kinds = splits.setdefault(id(token_split), (token_split, {}))
-            kinds.setdefault(entry.rows.kind, []).append(entry)
+            splits.setdefault(id(entry.split_rows), (entry.split_rows, []))[1].append(entry)
         grains = _grains(plan)
         groups = []
         for edge, splits in edges.values():
             spec = plan.pair_of(edge).specs[edge.layers[0]]
             numbers = tuple(
-                attrs.astuple(token_split, recurse=False) for token_split, _ in splits.values()
+                attrs.astuple(split_rows.token_split, recurse=False)
+                for split_rows, _ in splits.values()
             )
             own = grains[edge.group]
-            cut_key = _cut_key((edge.producer_group, edge.group, spec, numbers, own))
-            groups.append(SplitGroup(edge, spec, tuple(splits.values()), own, cut_key))
+            # If dead tokens may move, the cut depends on the rows of the pair of ranks as well.
+            key: object = object()
+            if not dead_tokens:
+                key = _cut_key((edge.producer_group, edge.group, spec, numbers, own))
+            groups.append(SplitGroup(edge, spec, tuple(splits.values()), own, dead_tokens, key))
         return groups
 
-    def picked(
-        self, request: TransferRequest, tokens: Positions | None
-    ) -> list[tuple[Entry, Tiles]]:
-        """Return the tiles that *request*, or one step of it, moves in each entry.
+    def picked(self, request: TransferRequest, tokens: Positions | None) -> list[Picked]:
+        """Return the tiles that *request*, or one step of it, moves.
 
         Raises the errors of `DescriptorTable.select`.
         """
-        cut, picked = self._cut(request, tokens), list[tuple[Entry, Tiles]]()
+        cut, picked = self._cut(request, tokens), list[Picked]()
         if cut is None:
             return picked
-        for number, (token_split, kinds) in enumerate(self.entries):
+        for number, (split_rows, entries) in enumerate(self.splits):
             for kind, starts in cut.row_starts[number].items():
-                for entry in kinds[kind]:
-                    rows = entry.rows
-                    key = number, kind, rows.id_key
-                    moving = cut.tiles.get(key)
-                    if moving is None:
-                        block_layouts = rows.producer, rows.consumer
-                        moving = tiles(cut.tables, token_split, kind, starts, block_layouts)
-                        cut.tiles[key] = moving
-                    if len(moving):
-                        picked.append((entry, moving))
+                moving = entries
+                if kind != split_rows.token_split.whole:
+                    moving = [Entry(self.edge, split_rows, rows) for rows in split_rows.rows(kind)]
+                for entry in moving:
+                    layouts = entry.rows.producer, entry.rows.consumer
+                    key = number, kind, entry.rows.id_key
+                    found = cut.tiles.get(key)
+                    if found is None:
+                        found = tiles(cut.tables, split_rows.token_split, starts, layouts)
+                        cut.tiles[key] = found
+                    if len(found):
+                        picked.append((entry, found))
         return picked
 
     def dead_bytes(self, request: TransferRequest) -> int:
         """Return the number of bytes that *request* moves for dead tokens."""
         cut, total = self._cut(request, None), 0
-        for number, (token_split, kinds) in enumerate(self.entries):
+        for number, (split_rows, _) in enumerate(self.splits):
+            token_split = split_rows.token_split
             if cut is None or not token_split.tile:
                 continue
             context, wanted = token_split.consumer.context, cut.tables.wanted
@@ -268,7 +296,7 @@ class SplitGroup:
             for kind, (_, starts) in cut.row_starts[number].items():
                 dead = int(np.clip(starts + kind.tokens - live_stop, 0, kind.tokens).sum())
                 dead += int(np.clip(live_start - starts, 0, kind.tokens).sum())
-                row_bytes = sum(int(entry.rows.length.sum()) for entry in kinds[kind])
+                row_bytes = sum(rows.nbytes for rows in split_rows.rows(kind))
                 total += dead * row_bytes // kind.tokens
         return total
 
@@ -277,7 +305,7 @@ class SplitGroup:
         if tokens is None and self.cut_key in request.known:
             known: _Cut | None = request.known[self.cut_key]
             return known
-        first = self.entries[0][0]
+        first = self.splits[0][0].token_split
         tables = Tables.of(request, self.edge, self.spec, tokens, whole=not first.tile)
         cut = None
         if tables.reached:
@@ -287,7 +315,16 @@ class SplitGroup:
             tables.check(first)
             for grain in self.grains:
                 check_cached(tables, grain)
-            cut = _Cut(tables, [row_starts(request, tables, split) for split, _ in self.entries])
+            starts = [
+                row_starts(
+                    request,
+                    tables,
+                    split_rows.token_split,
+                    split_rows.dead_cost_less if self.dead_tokens else None,
+                )
+                for split_rows, _ in self.splits
+            ]
+            cut = _Cut(tables, starts)
         if tokens is None:
             request.known[self.cut_key] = cut
         return cut

@@ -17,7 +17,8 @@ How it works:
         (1256, 256, 0, 512, 10)           10 to 19
 
     A request whose blocks are 3 and 4 selects the ids 3, 4, 13 and 14. So NIXL prepares a table
-    once, and a request costs one array of ids for each side.
+    once, and a request costs one array of ids for each side. A part of a block, at the beginning or
+    the end of a request, has no rows: its descriptors are made for the request.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ import numpy.typing as npt
 from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.paging import BlockLayout
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest
-from kvspec.descriptors.runs import coalesce, row_sets
-from kvspec.descriptors.selection import Entry, Selection, SplitGroup
-from kvspec.descriptors.tiles import Positions, Tiles, check_tokens
+from kvspec.descriptors.runs import coalesce, split_rows_of
+from kvspec.descriptors.selection import Entry, Picked, Selection, SplitGroup
+from kvspec.descriptors.tiles import Positions, check_tokens
 from kvspec.descriptors.unwritten import Pair, unwritten_ranges
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
@@ -208,7 +209,7 @@ class DescriptorTable:
     dead_tokens: bool = False
 
     def select(self, request: TransferRequest, *, tokens: Positions | None = None) -> Selection:
-        """Return the ids of the descriptors that *request* moves.
+        """Return the descriptors that *request* moves: ids of rows, and ends with addresses.
 
         Ids that are adjacent on both sides stand next to each other, because NIXL joins only
         neighbours in a list.
@@ -225,9 +226,9 @@ class DescriptorTable:
             tokens: Positions of one step, or ranges by group of the consumer. All by default.
 
         Returns:
-            Producer ids and consumer ids: two int32 arrays of shape (n,). Descriptor i of the
-            producer pairs with descriptor i of the consumer. `NixlRank.read` accepts both arrays
-            or, faster, the selection itself.
+            The selection, which `NixlRank.read` accepts. `producer_ids` and `consumer_ids` are two
+            int32 arrays of shape (n,), and descriptor i of the producer pairs with descriptor i of
+            the consumer. `ends` are the parts of a block, which have no ids.
 
         Raises:
             SpecError: If a block table, a cached prefix or *tokens* is impossible.
@@ -244,13 +245,12 @@ class DescriptorTable:
         >>> request = kvspec.TransferRequest(
         ...     request_id="r", num_tokens=48, cached_tokens=16,
         ...     producer_blocks={"full": [3, 4, 5]}, consumer_blocks={"full": [7, 8, 2]})
-        >>> [ids.tolist() for ids in table.select(request)]
-        [[4, 5], [8, 2]]
-        >>> [ids.tolist() for ids in table.select(request, tokens=range(0, 40))]
-        [[4], [8]]
+        >>> table.select(request).producer_ids.tolist(), table.select(request).consumer_ids.tolist()
+        ([4, 5], [8, 2])
+        >>> table.select(request, tokens=range(0, 40)).consumer_ids.tolist()
+        [8]
         """
-        picked = tuple(self.tiles(request, tokens))
-        return Selection.of(picked, self.producer_rows, self.consumer_rows)
+        return Selection.of(self.tiles(request, tokens), self.producer_rows, self.consumer_rows)
 
     def descriptors(self, request: TransferRequest, *, tokens: Positions | None = None) -> Rows:
         """Return the fewest descriptors that move *request*, as addresses.
@@ -280,7 +280,7 @@ class DescriptorTable:
         """Return the number of descriptors that NIXL posts, and the smallest possible number.
 
         NIXL joins neighbours in the list of ids if their ids are consecutive in one row and their
-        bytes touch.
+        bytes touch. It joins no ends.
 
         Args:
             request: The request.
@@ -288,7 +288,10 @@ class DescriptorTable:
         Returns:
             The descriptors that NIXL posts for `select`, and the length of `descriptors`.
         """
-        posted = sum(entry.rows.posted(chosen) for entry, chosen in self.tiles(request))
+        posted = sum(
+            len(entry.rows) if entry.is_end else entry.rows.posted(chosen)
+            for entry, chosen in self.tiles(request)
+        )
         return posted, len(self.descriptors(request))
 
     def dead_bytes(self, request: TransferRequest) -> int:
@@ -361,9 +364,7 @@ class DescriptorTable:
         """Groups of the producer that share memory."""
         return sharing(self.producer)
 
-    def tiles(
-        self, request: TransferRequest, tokens: Positions | None = None
-    ) -> list[tuple[Entry, Tiles]]:
+    def tiles(self, request: TransferRequest, tokens: Positions | None = None) -> list[Picked]:
         """Return the tiles that *request*, or one step of it, moves in each entry.
 
         Args:
@@ -394,7 +395,7 @@ class DescriptorTable:
 
     @cached_property
     def _split_groups(self) -> list[SplitGroup]:
-        return SplitGroup.of(self.plan, self.entries)
+        return SplitGroup.of(self.plan, self.entries, dead_tokens=self.dead_tokens)
 
 
 def build_table(
@@ -416,11 +417,10 @@ def build_table(
         consumer_cache: Memory of the consumer rank.
         layers: Names of the layers to include. All layers by default. Several tables with
             different layers move the same bytes as one table of all layers.
-        prefix_multiple: Cached prefixes of all requests are multiples of this many tokens. Engines
-            that cache whole blocks pass the block size: the table then needs far fewer rows.
+        prefix_multiple: Cached prefixes of all requests are multiples of this many tokens.
             `select` raises `SpecError` for other prefixes.
         dead_tokens: Whether blocks may move whole, with tokens after the last token or before the
-            first live token of a window, if that needs fewer descriptors. The consumer then
+            first live token of a window, if that takes less time. The consumer then
             receives whatever the producer's memory holds there. Many attention kernels return NaN
             if a masked token is NaN. So set it only if the producer's memory is finite everywhere,
             or if the consumer's kernel never reads dead tokens.
@@ -439,10 +439,9 @@ def build_table(
     >>> group = kvspec.KVCacheGroup(name="full", layers=["layer"], spec=spec)
     >>> engine = kvspec.EngineSpec(groups=[group], layout="LBNHC")
     >>> caches = [kvspec.plan_memory(engine, kvspec.RankId(), 10, at) for at in (1 << 20, 1 << 30)]
-    >>> table = kvspec.build_table(
-    ...     kvspec.plan_transfer(engine, engine), *caches, prefix_multiple=16)
-    >>> table.producer_rows.tolist()  # Ten blocks of 512 bytes, and 160 tokens of 32 bytes.
-    [[1048576, 512, 0, 512, 10], [1048576, 32, 0, 32, 160]]
+    >>> table = kvspec.build_table(kvspec.plan_transfer(engine, engine), *caches)
+    >>> table.producer_rows.tolist()  # Ten blocks of 512 bytes.
+    [[1048576, 512, 0, 512, 10]]
     """
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)
@@ -457,10 +456,11 @@ def build_table(
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
         caches = producer_cache, consumer_cache
-        for rows in row_sets(edge, groups, *caches, only, prefix_multiple, dead_tokens=dead_tokens):
-            entries.append(Entry(edge, rows, *next_ids))
-            used = rows.ids_used
-            next_ids = next_ids[0] + used[0], next_ids[1] + used[1]
+        for split_rows in split_rows_of(edge, groups, *caches, only, prefix_multiple):
+            for rows in split_rows.rows(split_rows.token_split.whole):
+                entries.append(Entry(edge, split_rows, rows, *next_ids))
+                used = rows.ids_used
+                next_ids = next_ids[0] + used[0], next_ids[1] + used[1]
     why = "descriptor ids are int32: use fewer blocks, or groups of fewer layers"
     too_many = [
         Mismatch(f"{side} descriptors", count, MAX_IDS, why, ("needed", "limit"))

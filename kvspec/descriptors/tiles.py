@@ -4,40 +4,22 @@ Invariant: a tile is identified by the tokens in it, and the block table of each
 tokens to a block. No cached byte is written. Tables are validated completely before anything moves.
 
 How it works:
-    A *tile* is a range of tokens that no block and no interleave of either side divides. A *row*
-    moves several tiles, one tile, or a part of a tile. `_cut` chooses the rows of a request. In
-    this example a tile has 4 tokens, a prompt has 15, and the consumer has cached 5 of them:
+    A *tile* is a range of tokens that no block and no interleave of either side divides. Tiles move
+    whole, except at the ends of a request. In this example a tile has 4 tokens, a prompt has 15,
+    and the consumer has cached 5 of them:
 
         token      4   5   6   7 |  8   9  10  11 | 12  13  14  15
                    c   w   w   w |  w   w   w   w |  w   w   w   d
         moves          5   6   7    8   9  10  11   12  13  14
-                        head              body           tail
+
+    The first tile moves from its first token that is neither cached nor dead. The last tile moves
+    up to its last token that is not dead. Both may be the same tile.
 
     A *dead* token (d) lies after the last token, or before the first live token of a window. The
     consumer will not read it, and the producer's memory may hold anything there. Attention kernels
-    multiply the values of masked tokens by 0, and 0 times NaN is NaN. So dead tokens do not move.
-
-    Head: the first tile begins with a cached or dead token. Only the tokens after it move.
-
-    Body: tiles move whole. Tiles that are adjacent in the memory of both sides become rows of as
-    many tiles as `TokenSplit.tile_counts` allows. NIXL joins rows of one tile that touch.
-
-    Tail: the last tile ends with a dead token. Only the tokens before it move.
-
-    The head and the tail are divided by `TokenSplit.partial_sizes`: one row for each size, as
-    `_part` shows. Without sizes, each state is a row. Both may be the same tile.
-
-    Callers may allow dead tokens to move (`TokenSplit.dead_tokens`), which needs fewer rows:
-
-        tile    condition                                       rows
-        ------  ----------------------------------------------  ------------------------------------
-        head    begins with a dead token                        as in the body
-        head    ends with a dead token; there are sizes, or     to the tile's end: dead tokens move
-                trim_from is 0
-        tail    fewer than `TokenSplit.trim_from` dead tokens,  as in the body: dead tokens move
-                or trim_from is 0
-        tail    joined to the tile before it, or the live part  as in the body: dead tokens move
-                needs more than one row by sizes
+    multiply the values of masked tokens by 0, and 0 times NaN is NaN. So dead tokens do not move,
+    unless the caller of `build_table` allows it. If it does, a tile without a cached token moves
+    whole if that takes less time (`SplitRows.dead_cost_less`).
 
     Tokens are counted in one of two ways (`_Frame`). Usually they are positions of the request. If
     both sides shard tokens among context ranks alike, they are the rank's own tokens, without
@@ -46,8 +28,7 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 import numpy as np
@@ -64,8 +45,8 @@ from kvspec.specs import LayerSpec
 Side = tuple[Role, str, BlockTable, Paging]
 # Positions of one step of a request: of the prompt, or by group of the consumer.
 Positions = range | Mapping[str, range]
-# A row kind, and the first token of each row of that kind.
-KindStarts = tuple[RowKind, Ints]
+# Whether a tile may move whole, with its dead tokens, in place of a part of it.
+MovesWhole = Callable[[RowKind], bool]
 # For each kind of row, where its rows begin: the producer's and the consumer's own tokens before
 # each row, counted from the first token of the table. For a state: its index in the table.
 RowStarts = dict[RowKind, tuple[Ints, Ints]]
@@ -262,13 +243,19 @@ class Tiles:
         return count
 
 
-def row_starts(request: TransferRequest, tables: Tables, token_split: TokenSplit) -> RowStarts:
+def row_starts(
+    request: TransferRequest,
+    tables: Tables,
+    token_split: TokenSplit,
+    moves_whole: MovesWhole | None = None,
+) -> RowStarts:
     """Return where the rows of *request* begin on one edge, by kind of row.
 
     Args:
         request: The request.
         tables: Its tables for the edge. They have been validated.
         token_split: How the request is cut.
+        moves_whole: Whether dead tokens move with a kind of row. None: they never move.
 
     Raises:
         MismatchError: If a recurrent state has seen other tokens than the request has.
@@ -278,7 +265,7 @@ def row_starts(request: TransferRequest, tables: Tables, token_split: TokenSplit
     producer, consumer = token_split.producer.context, token_split.consumer.context
     same_sharding = producer.same_sharding(consumer)
     frame = (_own_counts if same_sharding else _positions)(tables, token_split)
-    starts = _cut(tables, token_split, frame).items()
+    starts = _cut(tables, token_split, frame, moves_whole).items()
     first = tables.producer.first_token, tables.consumer.first_token
     if same_sharding and first == (0, 0):
         return {kind: (tokens, tokens) for kind, tokens in starts}
@@ -293,7 +280,6 @@ def row_starts(request: TransferRequest, tables: Tables, token_split: TokenSplit
 def tiles(
     tables: Tables,
     token_split: TokenSplit,
-    kind: RowKind,
     starts: tuple[Ints, Ints],
     block_layouts: tuple[BlockLayout, BlockLayout],
 ) -> Tiles:
@@ -302,7 +288,6 @@ def tiles(
     Args:
         tables: The tables of the request.
         token_split: How the request is cut.
-        kind: The kind of the rows.
         starts: Where the rows begin on the producer and on the consumer, as in `RowStarts`.
         block_layouts: How the rows repeat on the producer and on the consumer.
 
@@ -316,16 +301,12 @@ def tiles(
         start, block_layout = starts[side_index], block_layouts[side_index]
         # A state moves whole: its start is its index in the table.
         index, kernel_block, inner = (
-            paging.places(start, kind) if token_split.tile else (start, None, None)
+            paging.places(start, token_split.tile) if token_split.tile else (start, None, None)
         )
         block_ids = table.block_ids[index]
         num_blocks = block_layout.num_blocks // paging.kernel_blocks_per_block
         if not table.inside(num_blocks):  # An id outside is allowed if its block does not move.
             check_ids(side, group, block_ids, num_blocks)
-            if kind.tokens > token_split.tile:
-                # The ids of a row of several tiles are consecutive, so its last is the largest.
-                last = (start + kind.tokens - 1) // paging.block_size
-                check_ids(side, group, table.block_ids[last], num_blocks)
         if kernel_block is None:
             block[side_index] = block_ids
         else:
@@ -372,7 +353,7 @@ def _state(request: TransferRequest, tables: Tables, token_split: TokenSplit) ->
         np.array([table.state_block(side, paging.block_size, token)], np.int64)
         for side, _, table, paging in tables.sides(token_split)
     )
-    return {RowKind(0, 0, 0): (producer, consumer)}
+    return {token_split.whole: (producer, consumer)}
 
 
 @attrs.frozen(eq=False)
@@ -413,11 +394,12 @@ def _positions(tables: Tables, token_split: TokenSplit) -> _Frame:
     return _Frame(tables.wanted, tables.tokens, tables.cached, block, *owners)
 
 
-def _cut(tables: Tables, token_split: TokenSplit, frame: _Frame) -> dict[RowKind, Ints]:
+def _cut(
+    tables: Tables, token_split: TokenSplit, frame: _Frame, moves_whole: MovesWhole | None
+) -> dict[RowKind, Ints]:
     """Return the first tokens of the rows that move, by kind of row, in the count of *frame*.
 
-    These are the rows of the example above. The producer has the blocks 6 to 9 of 4 tokens, and its
-    rows continue from block to block. The consumer has blocks of 8 tokens.
+    These are the rows of the example above:
 
     >>> from kvspec.ownership.parallel import RankId
     >>> from kvspec.ownership.stripes import WHOLE
@@ -425,62 +407,42 @@ def _cut(tables: Tables, token_split: TokenSplit, frame: _Frame) -> dict[RowKind
     ...     layers=(), slices=())
     >>> tables = Tables(edge, wanted=range(5, 15), cached=5, tokens=None, whole=False,
     ...     producer=BlockTable([6, 7, 8, 9]), consumer=BlockTable([3, 1]))
-    >>> sides = Paging(4, 4, EVERY_TOKEN, contiguous_across_blocks=True), Paging(8, 8, EVERY_TOKEN)
-    >>> def rows(**numbers):
-    ...     token_split = TokenSplit(WHOLE, 4, 1, *sides, **numbers)
-    ...     for kind, starts in _cut(tables, token_split, _positions(tables, token_split)).items():
+    >>> token_split = TokenSplit(WHOLE, 4, 1, Paging(4, 4, EVERY_TOKEN), Paging(8, 8, EVERY_TOKEN))
+    >>> def rows(moves_whole):
+    ...     frame = _positions(tables, token_split)
+    ...     for kind, starts in _cut(tables, token_split, frame, moves_whole).items():
     ...         print(kind, starts.tolist())
+    >>> rows(None)
+    RowKind(skip=1, tokens=3) [5]
+    RowKind(skip=0, tokens=3) [12]
+    RowKind(skip=0, tokens=4) [8]
 
-    Without sizes, the head and the tail are rows of one token:
+    If dead tokens may move, the token 15 moves. The first tile has a cached token:
 
-    >>> rows(trim_from=1)
-    RowKind(period=1, skip=0, tokens=1) [5, 6, 7, 12, 13, 14]
-    RowKind(period=4, skip=0, tokens=4) [8]
-
-    With sizes 1 and 4, the head and the tail are one row of three tokens each:
-
-    >>> rows(trim_from=1, partial_sizes=(1, 4))
-    RowKind(period=4, skip=1, tokens=3) [5]
-    RowKind(period=4, skip=0, tokens=3) [12]
-    RowKind(period=4, skip=0, tokens=4) [8]
-
-    If rows may have two tiles, the body and the tail could be one row. But that row would move the
-    dead token 15, so the rows stay the same:
-
-    >>> rows(trim_from=1, partial_sizes=(1, 4), tile_counts=(2, 1))
-    RowKind(period=4, skip=1, tokens=3) [5]
-    RowKind(period=4, skip=0, tokens=3) [12]
-    RowKind(period=4, skip=0, tokens=4) [8]
-
-    If dead tokens may move, the body and the tail are one row of two tiles, with the token 15:
-
-    >>> rows(trim_from=1, partial_sizes=(1, 4), tile_counts=(2, 1), dead_tokens=True)
-    RowKind(period=4, skip=1, tokens=3) [5]
-    RowKind(period=4, skip=0, tokens=8) [8]
+    >>> rows(lambda kind: True)
+    RowKind(skip=1, tokens=3) [5]
+    RowKind(skip=0, tokens=4) [8, 12]
     """
     size, grain, wanted = token_split.tile, token_split.grain, frame.wanted
     if not wanted:
         return {}
-    tile_starts = np.arange(wanted.start // size * size, wanted.stop, size, dtype=np.int64)
+    # A state with a live token moves whole.
+    live = range(wanted.start // grain * grain, -(-wanted.stop // grain) * grain)
+    tile_starts = np.arange(live.start // size * size, live.stop, size, dtype=np.int64)
     first, last = int(tile_starts[0]), int(tile_starts[-1])
-    live_stop = -(-wanted.stop // grain) * grain  # Only dead tokens follow the last live state.
     tile_starts = _moving(tables, token_split, frame, tile_starts)
-    rows: list[KindStarts] = []
-    start = wanted.start // grain * grain
-    if token_split.dead_tokens and first >= frame.cached:
-        start = first
-    if first < start and len(tile_starts) and tile_starts[0] == first:
-        rows += _head(token_split, start, live_stop)
-        tile_starts = tile_starts[1:]
-    # A row of several tiles must not contain the last tile if that is shortened.
-    shortened = live_stop < last + size and not token_split.dead_tokens
-    separate = last if shortened else None
-    counts = _adjacent(tables, token_split, frame, tile_starts, separate)
-    alone = len(tile_starts) and tile_starts[-1] == last and (counts is None or counts[-1] == 1)
-    if alone and (tail := _tail(token_split, last, live_stop)):
-        rows += tail
-        tile_starts, counts = tile_starts[:-1], None if counts is None else counts[:-1]
-    return _by_kind(rows + _body(token_split, tile_starts, counts))
+    rows: dict[RowKind, Ints] = {}
+    for end, place in ((first, 0), (last, -1)):
+        start, stop = max(live.start, end), min(live.stop, end + size)
+        kind = RowKind(start - end, stop - start)
+        if kind == token_split.whole or not len(tile_starts) or tile_starts[place] != end:
+            continue
+        if moves_whole is None or end < frame.cached or not moves_whole(kind):
+            rows[kind] = np.array([start], np.int64)
+            tile_starts = np.delete(tile_starts, place)
+    if len(tile_starts):
+        rows[token_split.whole] = tile_starts
+    return rows
 
 
 def _moving(tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts: Ints) -> Ints:
@@ -506,130 +468,3 @@ def check_cached(tables: Tables, grain: int) -> None:
     """
     if tables.wanted.start // grain * grain < tables.cached:
         raise SpecError("cached_tokens", tables.cached, f"a multiple of tokens_per_state={grain}")
-
-
-def _head(token_split: TokenSplit, start: int, live_stop: int) -> list[KindStarts]:
-    """Return the rows from token *start* to the end of its tile, without dead tokens after it."""
-    stop = (start // token_split.tile + 1) * token_split.tile
-    # Without sizes, each state is a row of its own, so leaving out dead states always saves rows.
-    # With sizes, a whole end of a tile needs the fewest rows.
-    whole = not token_split.trim_from or bool(token_split.partial_sizes)
-    if not (token_split.dead_tokens and whole):
-        stop = min(stop, live_stop)
-    return _part(token_split, start, stop)
-
-
-def _tail(token_split: TokenSplit, last: int, live_stop: int) -> list[KindStarts]:
-    """Return the rows of a shortened last tile, which begins at *last*. Empty if it moves whole.
-
-    If dead tokens may move, the tile moves whole unless one row by sizes is enough.
-    """
-    live = live_stop - last
-    if not token_split.trim_from or token_split.tile - live < token_split.trim_from:
-        return []
-    rows = _part(token_split, last, live_stop)
-    whole = token_split.dead_tokens and token_split.partial_sizes and len(rows) > 1
-    return [] if whole else rows
-
-
-def _part(token_split: TokenSplit, start: int, stop: int) -> list[KindStarts]:
-    """Return rows of exactly the tokens from *start* to *stop*, which lie in one tile.
-
-    With sizes, rows become larger from *start* on, and smaller towards *stop*. The sizes 1, 4 and
-    16 divide the tokens 5 to 14 at 8 and 12:
-
-        tokens      row
-        5 to 7      RowKind(period=4, skip=1, tokens=3)     the end of a period of 4
-        8 to 11     RowKind(period=4, skip=0, tokens=4)     the middle of a period of 16
-        12 to 14    RowKind(period=4, skip=0, tokens=3)     the beginning of a period of 4
-    """
-    grain = token_split.grain
-    if not token_split.partial_sizes:
-        return [(RowKind(grain, 0, grain), np.arange(start, stop, grain))]
-    rows: list[KindStarts] = []
-    levels = list(pairwise(token_split.partial_sizes))
-    for _, period in levels:
-        tokens = -start % period
-        if start + tokens > stop:
-            break
-        if tokens:
-            rows.append((RowKind(period, period - tokens, tokens), np.array([start])))
-            start += tokens
-    for size, period in reversed(levels):
-        end = stop // size * size
-        if start % period and start < end:
-            rows.append((RowKind(size, 0, size), np.arange(start, end, size)))
-        elif start < end:
-            rows.append((RowKind(period, 0, end - start), np.array([start])))
-        start = max(start, end)
-    return rows
-
-
-def _adjacent(
-    tables: Tables,
-    token_split: TokenSplit,
-    frame: _Frame,
-    tile_starts: Ints,
-    separate: int | None,
-) -> Ints | None:
-    """Return the lengths of the stretches of tiles that are adjacent in both memories.
-
-    Tiles of one block are adjacent. Tiles of two blocks are adjacent if rows continue across
-    blocks and the block ids are consecutive. In this example a tile is a block of the producer,
-    whose rows continue across blocks, and half a block of the consumer:
-
-        producer    | 5     | 6     |   one stretch   | 5     | 9     |   two stretches
-        consumer    | 3             |                 | 3             |
-
-    The tile that begins at token *separate* stays alone, if it is given. None stands for stretches
-    of one tile each.
-    """
-    if token_split.tile_counts == (1,) or len(tile_starts) < 2:  # noqa: PLR2004 - A pair has two.
-        return None
-    adjacent = np.ones(len(tile_starts) - 1, np.bool_)
-    owners = frame.consumer, frame.producer
-    for (_, _, table, paging), owner in zip(tables.sides(token_split), owners, strict=True):
-        local = owner.local(tile_starts) - table.first_token // paging.context.size
-        adjacent &= local[:-1] + token_split.tile == local[1:]
-        touching = local[1:] % paging.memory_block_size != 0
-        if paging.contiguous_across_blocks:
-            ids = table.block_ids[local // paging.block_size]
-            touching |= ids[1:] == ids[:-1] + 1
-        adjacent &= touching
-    if tile_starts[-1] == separate:
-        adjacent[-1] = False
-    ends = np.flatnonzero(~adjacent) + 1
-    return np.diff(ends, prepend=0, append=len(tile_starts))
-
-
-def _body(token_split: TokenSplit, tile_starts: Ints, counts: Ints | None) -> list[KindStarts]:
-    """Return the rows of whole tiles. Long rows come first in a stretch of adjacent tiles."""
-    size = token_split.tile
-    if counts is None:
-        return [(RowKind(size, 0, size), tile_starts)] if len(tile_starts) else []
-    rows: list[KindStarts] = []
-    first = np.cumsum(counts) - counts
-    for tiles in token_split.tile_counts:
-        longest = int(counts.max())
-        if longest < tiles:
-            continue
-        number = counts // tiles
-        if longest < 2 * tiles:  # The usual case: one row of each stretch that is long enough.
-            starts = tile_starts[first[number > 0]]
-        else:
-            # The place of each row among the rows of its stretch.
-            place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
-            starts = tile_starts[np.repeat(first, number) + place * tiles]
-        rows.append((RowKind(size, 0, tiles * size), starts))
-        first, counts = first + number * tiles, counts - number * tiles
-    return rows
-
-
-def _by_kind(rows: list[KindStarts]) -> dict[RowKind, Ints]:
-    """Return the first tokens of all *rows* by their kinds."""
-    if len(rows) == 1:
-        return dict(rows)
-    starts: dict[RowKind, list[Ints]] = {}
-    for kind, tokens in rows:
-        starts.setdefault(kind, []).append(tokens)
-    return {kind: np.concatenate(tokens) for kind, tokens in starts.items()}

@@ -232,8 +232,8 @@ def _gathered(stored: list[npt.NDArray[np.void]], rows: RegionRows, axes: _Axes)
     """Return the bytes of *rows*, of shape (contents, bytes)."""
     region = axes.region
     index = (rows.block[:: region.states],) if axes.whole else (rows.block, rows.row)
-    gathered = [np.ascontiguousarray(pieces[index]).reshape(-1) for pieces in stored]
-    chunks = [pieces.view(np.uint8).reshape(-1, region.chunk_bytes) for pieces in gathered]
+    flat = [np.ascontiguousarray(pieces[index]).reshape(-1).view(np.uint8) for pieces in stored]
+    chunks = [chunk.reshape(-1, region.chunk_bytes) for chunk in flat]
     content = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=1)
     return content.take(_stored_bytes(region.segments), axis=1) if region.segments else content
 

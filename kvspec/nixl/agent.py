@@ -315,8 +315,9 @@ class Agent:
         """
         sides = []
         for memory_type, device, starts in (local, remote):
-            rows = np.column_stack((starts, lengths, np.full(len(starts), device)))
-            sides.append(self._nb.nixlXferDList(self._segment(memory_type), rows.astype(np.uint64)))
+            rows = np.empty((len(starts), 3), np.uint64)
+            rows[:, 0], rows[:, 1], rows[:, 2] = starts, lengths, device
+            sides.append(self._nb.nixlXferDList(self._segment(memory_type), rows))
         peer, request = subject
         arguments = self._verbs[operation], *sides, peer, "", list[str]()
         return int(self.call("make", "createXferReq", *arguments, peer=peer, request=request))

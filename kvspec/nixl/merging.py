@@ -20,6 +20,9 @@ How it works:
     the runs of the second merge are passed to NIXL as plain descriptors. Only a run that is too
     long for one handle is cut inside.
 
+    The ends of a selection have no ids, so they are plain descriptors as well, in a handle of their
+    own. Few runs are passed by address together with them, since a second handle takes longer.
+
     A whole selection is paired by its runs and tiles, without a look at each id (`pair_selection`).
     The result moves the same bytes as `pair` of the same ids. `select` has already checked that no
     byte is written twice, so a wrong estimate below costs time, and never bytes.
@@ -80,6 +83,9 @@ LIMIT = 1.15
 # each posted descriptor costs 1.5 to 3 us. So 16 is near the break-even. Sparing 16 of 32 runs
 # loses a little: 184 us instead of 169. Sparing 64 of 128 saves time: 274 us instead of 330.
 SPARED = 16
+# So few runs are passed by address together with ends. Making a handle of ids besides takes 50 us,
+# and an address takes 0.6 us more than an id.
+FEW = 64
 # Posting a descriptor takes 1.5 to 3 us, and pairing an id 0.1 us: about 20 ids for a post. For
 # example, a request of 10,080 ids in order has 160 runs twice: once in whole blocks, once in the
 # end of the last one. Merging them would spare 0.4 ms of NIXL's time and take 0.8 ms.
@@ -88,6 +94,7 @@ IDS_FOR_A_POST = 20
 SAMPLE = 1024
 
 _FIRST = np.zeros(1, np.int64)
+NO_ID = -1  # Stands for an end in errors.
 _ONE = partial(len, _FIRST)
 
 
@@ -117,6 +124,23 @@ class Spans(NamedTuple):
     nbytes: Ints
 
 
+class Plain(NamedTuple):
+    """Descriptors that NIXL receives by address, and the device of each side."""
+
+    spans: Spans
+    local_device: int
+    remote_device: int
+
+    def batches(self) -> Iterator[Plain]:
+        """Yield the descriptors in parts that fit one handle each."""
+        spans, *devices = self
+        if fits(len(spans.nbytes), int(spans.nbytes.sum())):
+            yield self
+            return
+        for part in cut(np.arange(len(spans.nbytes)), spans.nbytes):
+            yield Plain(Spans(*(column[part] for column in spans)), *devices)
+
+
 @attrs.define(eq=False)
 class Pairing:
     """Checked pairs of ids, cut into batches that fit one handle each.
@@ -124,20 +148,19 @@ class Pairing:
     Attributes:
         local_ids: Ids of the local list.
         remote_ids: As many ids of the remote list.
-        nbytes: Bytes of all pairs.
-        batches: Slices of the ids, or of *joined* if runs of different rows were merged.
-        spans: Returns the bytes of all pairs. Called only when it is needed: if other transfers
-            are in flight, or if the transfer may be staged.
-        joined: The merged descriptors, or None.
+        nbytes: Bytes of all pairs and ends.
+        batches: Slices of the ids, and plain descriptors: the ends, or all runs if they were merged
+            across rows.
+        spans: Returns the bytes of all pairs and ends. Called only when it is needed: if other
+            transfers are in flight, or if the transfer may be staged.
     """
 
     local_ids: Ids
     remote_ids: Ids
     nbytes: int
-    batches: tuple[slice, ...]
+    batches: tuple[slice | Plain, ...]
     _count: Callable[[], int]
     spans: Callable[[], Spans]
-    joined: Spans | None = None
 
     @property
     def runs(self) -> int:
@@ -187,9 +210,14 @@ def continues_in_memory(starts: Ints, lengths: Ints, begins: Ints) -> NDArray[np
 
 
 def pair(
-    local: StridedRows, local_ids: Ids, remote: StridedRows, remote_ids: Ids, destination: str
+    local: StridedRows,
+    local_ids: Ids,
+    remote: StridedRows,
+    remote_ids: Ids,
+    destination: str,
+    ends: Sequence[Plain] = (),
 ) -> Pairing:
-    """Return the pairs, merged and cut between runs.
+    """Return the pairs and the *ends*, merged and cut between runs.
 
     The order is that of the ids, or of the *destination* ("local" or "remote") if merging across
     rows spares enough descriptors. Rows of several devices are not merged: the addresses of two
@@ -205,38 +233,49 @@ def pair(
         )
     spans = partial(_spans_of_ids, local, local_ids, remote, remote_ids)
     # One pair has nothing to merge, and its row does not matter if all rows have equal lengths.
-    if len(local_ids) == 1 and local.size is not None and local.size == remote.size:
+    alone = len(local_ids) == 1 and not ends
+    if alone and local.size is not None and local.size == remote.size:
         return Pairing(local_ids, remote_ids, local.size, (slice(0, 1),), _ONE, spans)
-    if not len(local_ids):
+    if not len(local_ids) and not ends:
         return Pairing(local_ids, remote_ids, 0, (), int, spans)
     rows = local.row_of(local_ids), remote.row_of(remote_ids)
     length = local.length[rows[0]]
     _refuse_unequal(local_ids, length, remote_ids, remote.length[rows[1]])
     sides = (local, local_ids, rows[0]), (remote, remote_ids, rows[1])
-    first = starts_of(continues_in_row(*sides[0]) & continues_in_row(*sides[1]))
+    first = starts_of(continues_in_row(*sides[0]) & continues_in_row(*sides[1]))[: len(local_ids)]
     near, far = (side.address_of(ids[first], row[first]) for side, ids, row in sides)
-    runs = Spans(near, far, np.add.reduceat(length, first))
-    target, written = (local_ids, near) if destination == "local" else (remote_ids, far)
+    runs = _all_spans([Spans(near, far, np.add.reduceat(length, first)), *_spans_of(ends)])
+    target, written = local_ids, runs.local
+    if destination == "remote":
+        target, written = remote_ids, runs.remote
     order = written.argsort(kind="stable")
-    _refuse_overlap(f"{destination}_ids", target[first[order]], written[order], runs.nbytes[order])
-    joined = None
-    if len(first) > 1 and SEVERAL not in (local.device, remote.device):
-        continues = np.ones(len(first) - 1, np.bool_)
-        for side, starts in ((local, near), (remote, far)):
-            if continues.any():
-                continues &= continues_in_memory(
-                    starts[order], runs.nbytes[order], side.area_begins
-                )
-        if merges(len(first), int(np.count_nonzero(continues))):
-            joined = _joined(runs, order, starts_of(continues))
-            length, first = joined.nbytes, np.arange(len(joined.nbytes))
-    nbytes = int(length.sum())
-    batches: tuple[slice, ...] = (slice(0, len(length)),)
-    if not fits(len(first), nbytes):
-        batches = tuple(cut(first, length))
-    return Pairing(
-        local_ids, remote_ids, nbytes, batches, partial(len, first), lambda: runs, joined
-    )
+    names = np.append(target[first], np.full(len(order) - len(first), NO_ID))
+    _refuse_overlap(f"{destination}_ids", names[order], written[order], runs.nbytes[order])
+    nbytes, joined = int(runs.nbytes.sum()), _merged(runs, order, local, remote, ends)
+    if joined is not None:
+        count = partial(len, joined.spans.nbytes)
+        return Pairing(local_ids, remote_ids, nbytes, (*joined.batches(),), count, lambda: runs)
+    of_ids: tuple[slice, ...] = (slice(0, len(length)),)[: len(first)]
+    if not fits(len(first), int(length.sum())):
+        of_ids = tuple(cut(first, length))
+    batches: tuple[slice | Plain, ...] = (*of_ids, *_batches(ends))
+    return Pairing(local_ids, remote_ids, nbytes, batches, partial(len, order), lambda: runs)
+
+
+def _merged(
+    runs: Spans, order: Ints, local: StridedRows, remote: StridedRows, ends: Sequence[Plain]
+) -> Plain | None:
+    """Return *runs* merged across rows, or None if that is impossible or does not pay."""
+    if len(order) == 1 or SEVERAL in (local.device, remote.device):
+        return None
+    continues = np.ones(len(order) - 1, np.bool_)
+    for side, starts in ((local, runs.local), (remote, runs.remote)):
+        if continues.any():
+            continues &= continues_in_memory(starts[order], runs.nbytes[order], side.area_begins)
+    few = bool(ends) and len(order) <= FEW
+    if not few and not merges(len(order), int(np.count_nonzero(continues))):
+        return None
+    return Plain(_joined(runs, order, starts_of(continues)), local.device, remote.device)
 
 
 def _spans_of_ids(
@@ -245,6 +284,18 @@ def _spans_of_ids(
     near, far = local.row_of(local_ids), remote.row_of(remote_ids)
     begins = local.address_of(local_ids, near), remote.address_of(remote_ids, far)
     return Spans(*begins, local.length[near])
+
+
+def _spans_of(ends: Sequence[Plain]) -> Iterator[Spans]:
+    return (plain.spans for plain in ends)
+
+
+def _batches(ends: Sequence[Plain]) -> Iterator[Plain]:
+    return (part for plain in ends for part in plain.batches())
+
+
+def _all_spans(every: Sequence[Spans]) -> Spans:
+    return every[0] if len(every) == 1 else Spans(*map(np.concatenate, zip(*every, strict=True)))
 
 
 def _refuse_unequal(local_ids: Ids, local: Ints, remote_ids: Ids, remote: Ints) -> None:
@@ -346,18 +397,13 @@ def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
     if local.given_rows is not rows[own] or remote.given_rows is not rows[1 - own]:
         rule = "a selection of the table whose rows both lists contain"
         raise SpecError("local_ids", "a selection", rule)
-    return pair_selection(selection, local.rows, remote.rows, own, target) or pair(
-        local.rows, selection[own], remote.rows, selection[1 - own], target
-    )
+    return pair_selection(selection, local.rows, remote.rows, own, target)
 
 
 def pair_selection(
     selection: Selection, local: StridedRows, remote: StridedRows, own: int, destination: str
-) -> Pairing | None:
-    """Return the pairs of *selection*, or None if `pair` has to look at each id.
-
-    That is the case for an empty selection, and for a large one whose descriptors should be merged
-    across rows.
+) -> Pairing:
+    """Return the pairs of *selection*, by its parts if it is large and nothing has to be merged.
 
     Args:
         selection: The selection.
@@ -366,27 +412,38 @@ def pair_selection(
         own: Place of this rank's side among producer and consumer: 0 or 1.
         destination: The side that is written: "local" or "remote".
     """
-    parts, count, nbytes = selection.parts, len(selection[own]), 0
-    if not parts:
-        return None
-    alone = len(parts) == 1 and parts[0][0].rows.plain  # Nothing merges across rows.
-    if not alone and count <= SAMPLE:
-        merged = pair(local, selection[own], remote, selection[1 - own], destination)
-        if merged.joined is not None:
+    parts, ids = selection.parts, selection.ids
+    ends, count = plain_ends(selection.end_parts, own), len(selection.producer_ids)
+    # Nothing merges across rows if one part has plain rows.
+    alone = len(parts) == 1 and parts[0][0].rows.plain and not ends
+    small = count <= SAMPLE
+    if not alone and (small or _merging_pays(selection, local, remote, own, destination)):
+        merged = pair(local, ids[own], remote, ids[1 - own], destination, ends)
+        if not small or not parts or isinstance(merged.batches[0], Plain):
             return merged
-    elif not alone and _merging_pays(selection, local, remote, own, destination):
-        return None
-    for entry, tiles in parts:
-        size = entry.rows.size
-        of_tile = int(entry.rows.length.sum()) if size is None else size * len(entry.rows)
-        nbytes += of_tile * len(tiles)
+    nbytes = sum(entry.rows.nbytes * len(tiles) for entry, tiles in parts)
     posted = partial(_posted, parts)
     # Counting the posted descriptors takes time, so do it only if the answer depends on it.
-    batches: tuple[slice, ...] = (slice(0, count),)
+    batches = (slice(0, count),)[: len(parts)]
     if not fits(count, nbytes) and not (fits(1, nbytes) and fits(posted(), nbytes)):
         batches = tuple(_cut(parts))
-    spans = partial(_spans_of_parts, parts, own)
-    return Pairing(selection[own], selection[1 - own], nbytes, batches, posted, spans)
+    return Pairing(
+        ids[own],
+        ids[1 - own],
+        selection.nbytes,
+        (*batches, *_batches(ends)),
+        lambda: posted() + sum(len(spans.nbytes) for spans in _spans_of(ends)),
+        lambda: _all_spans([_spans_of_parts(parts, own), *_spans_of(ends)]),
+    )
+
+
+def plain_ends(parts: Sequence[Picked], own: int) -> tuple[Plain, ...]:
+    """Return the descriptors of the ends, by the device of each side."""
+    by_devices: dict[tuple[int, int], list[Picked]] = {}
+    for entry, tiles in parts:
+        devices = entry.rows.producer.device, entry.rows.consumer.device
+        by_devices.setdefault((devices[own], devices[1 - own]), []).append((entry, tiles))
+    return tuple(Plain(_spans_of_parts(same, own), *key) for key, same in by_devices.items())
 
 
 def _posted(parts: Sequence[Picked]) -> int:
@@ -394,20 +451,15 @@ def _posted(parts: Sequence[Picked]) -> int:
     return sum(entry.rows.posted(tiles) for entry, tiles in parts)
 
 
-def _firsts(picked: Picked, *, touches: bool) -> Ints:
-    """Return the first tile of each descriptor that NIXL posts for a run that *touches*."""
-    entry, tiles = picked
-    return starts_of(entry.rows.joins(tiles, touches=touches))
-
-
 def _merging_pays(
     selection: Selection, local: StridedRows, remote: StridedRows, own: int, destination: str
 ) -> bool:
     """Estimate whether a merge across rows of a large selection would spare enough descriptors.
 
-    The first tiles of the first bunch of each part are paired by id.
+    The first tiles of the first bunch of each part are paired by id. Ends do not count: they are
+    few, and each merges with one tile at most.
     """
-    parts, total = selection.parts, len(selection[own])
+    parts, total = selection.parts, len(selection.producer_ids)
     if all(entry.rows.plain for entry, _ in parts):
         # NIXL joins nearly all that touches within a part. A descriptor of the largest part merges
         # only with those of other parts. Each of these has two neighbours, so at most two merges.
@@ -418,11 +470,11 @@ def _merging_pays(
             return False
     posted, sample = 0, list[Ids]()
     for entry, tiles in parts:
-        runs = entry.bunch
+        runs = entry.rows.bunch
         count = min(len(tiles), max(1, SAMPLE // (runs * len(parts))))
         touching = int(np.count_nonzero(entry.rows.touches[:runs]))
         for number, touches in ((touching, True), (runs - touching, False)):
-            firsts = _firsts((entry, tiles), touches=touches) if number else np.arange(0)
+            firsts = starts_of(entry.rows.joins(tiles, touches=touches))
             posted += number * int(np.count_nonzero(firsts < count))
         ids = entry.starts[:, :runs] + tiles.ids[:, None, :count].astype(np.int32)
         sample.append(ids.reshape(2, -1))
@@ -446,13 +498,14 @@ def _cut(parts: Sequence[Picked]) -> Iterator[slice]:
     several handles of its own.
     """
     start = 0
-    for picked in parts:
-        rows, count = picked[0].rows, len(picked[1])
+    for entry, tiles in parts:
+        rows, count = entry.rows, len(tiles)
         length = rows.size or int(rows.length.max())
-        # At most *count* descriptors are posted for one run. Join them only if that is too many.
-        long = count > MAX_DESCRIPTORS
+        # At most *count* descriptors are posted for one run. Count them only if one run may have
+        # several handles.
+        long = not fits(count, count * length)
         firsts = {
-            touches: _firsts(picked, touches=touches) if long else np.arange(count)
+            touches: starts_of(rows.joins(tiles, touches=touches)) if long else np.arange(count)
             for touches in set(rows.touches.tolist())
         }
         posted = max(map(len, firsts.values()))

@@ -22,7 +22,7 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent, check_unreleased
 from kvspec.nixl.busy import BusyRanges, Ints, united
-from kvspec.nixl.merging import Operation, Sides, Spans, checked_pairs
+from kvspec.nixl.merging import Operation, Plain, Sides, checked_pairs
 from kvspec.nixl.staging.choosing import Buffers
 from kvspec.nixl.staging.learning import Lesson
 from kvspec.nixl.staging.ranges import Batch
@@ -50,7 +50,7 @@ class Transfer:
         key: The caller's key of the transfer, or None for a single `read` or `write`.
         pairs: The pairs of ids.
         stage: How the transfer uses the staging buffer, or None.
-        descriptors: Number of pairs of ids.
+        descriptors: Number of pairs of ids and of ends.
         nbytes: Bytes to move.
         handles: Number of batches posted so far.
         posted: Number of descriptors that NIXL posted after merging, if the rank captures
@@ -85,8 +85,8 @@ class Transfer:
         self.local, _, self.remote, _ = sides
         self.peer = self.remote.peer or ""
         self._subject = self.peer, request
-        self.descriptors, self.nbytes = len(pairs.local_ids), pairs.nbytes
-        self.batches: Sequence[slice | Batch] = pairs.batches
+        self.descriptors, self.nbytes = len(sides[1]), pairs.nbytes
+        self.batches: Sequence[slice | Plain | Batch] = pairs.batches
         if transfers.buffers is not None:
             lists = self.local, self.remote
             choose = transfers.buffers.choose
@@ -96,7 +96,9 @@ class Transfer:
         if self._agent.telemetry:
             self.posted = 0
         self._pending = [*self.batches[::-1]]  # The next one is the last.
-        self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # Batch and slot of each handle.
+        self._in_flight: dict[
+            int, tuple[slice | Plain | Batch, int]
+        ] = {}  # Batch and slot of each handle.
 
     def __repr__(self) -> str:
         name = f"{self.operation} {self.request!r} with {self.peer!r}"
@@ -249,24 +251,24 @@ class Transfer:
         self._subject = self.peer, request
         self._deadline = time.monotonic() + timeout
 
-    def make(self, batch: slice | Batch, slot: int = 0) -> int:
+    def make(self, batch: slice | Plain | Batch, slot: int = 0) -> int:
         """Return NIXL's handle for one batch. A staged batch uses *slot* of the buffer."""
         local, remote, pairs = self.local, self.remote, self.pairs
         if local.released or remote.released:  # Later batches are made after `move`.
             check_unreleased(local, remote)
         if self.stage is not None:
+            # A staging buffer has the memory type and the device of the local list.
             spans = self.stage.spans(cast("Batch", batch), slot)
-        elif pairs.joined is not None:
-            spans = Spans(*(column[cast("slice", batch)] for column in pairs.joined))
-        else:
+            batch = Plain(spans, local.rows.device, remote.rows.device)
+        if not isinstance(batch, Plain):
             ids = pairs.local_ids, pairs.remote_ids
             if len(self.batches) > 1 and isinstance(batch, slice):
                 ids = ids[0][batch], ids[1][batch]
             lists = (local.handle, ids[0]), (remote.handle, ids[1])
             return self._agent.make(self.operation, *lists, self._subject)
-        # A staging buffer has the memory type and the device of the local list.
-        near = local.memory_type, local.rows.device, spans.local
-        far = remote.memory_type, remote.rows.device, spans.remote
+        spans, *devices = batch
+        near = local.memory_type, devices[0], spans.local
+        far = remote.memory_type, devices[1], spans.remote
         return self._agent.make_plain(self.operation, spans.nbytes, near, far, self._subject)
 
     def _post(self, now: float, turn: float) -> None:

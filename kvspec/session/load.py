@@ -271,12 +271,8 @@ class Load:
     @cached_property
     def _size(self) -> int:
         """The bytes that come from all producer ranks."""
-        size = 0
-        for table in self.remote.tables.values():
-            rows, (_, ids) = table.consumer_rows, table.select(self.request)
-            row_of_id = np.searchsorted(np.cumsum(rows[:, 4]), ids, side="right")
-            size += int(rows[row_of_id, 1].sum())
-        return size
+        tables = self.remote.tables.values()
+        return sum(table.select(self.request).nbytes for table in tables)
 
     @property
     def _touched(self) -> bool:

@@ -225,7 +225,7 @@ class Loads:
             audit = Audit(remote, request, self.ledger.me, self.nixl, self.cache, self.messages)
         lanes = dict(remote.lanes)  # A disconnect in another thread clears it.
         sides = {rank: lane.sides(request) for rank, lane in lanes.items()}
-        moved = {rank: each for rank, each in sides.items() if len(each[1][0])}
+        moved = {rank: each for rank, each in sides.items() if len(each[1])}
         sources: Sources = dict.fromkeys(moved, EVERYTHING)
         if options.follow:
             sources = {rank: ends_of(lanes[rank].table, request) for rank in moved}
@@ -395,7 +395,7 @@ class Loads:
                 raise TransferError(message, state=TransferState.STALE_PEER)
             own = lane if advance.whole else lane.of_layer(self.nixl, advance.layers[0])
             sides = own.sides(load.request, tokens)
-            reads = self._read(load, {step: sides} if len(sides[1][0]) else {})
+            reads = self._read(load, {step: sides} if len(sides[1]) else {})
         except KVSpecError as error:
             why, state = _reason(error, TransferState.BUG)
             load.fail(rank, why, state)

@@ -190,7 +190,7 @@ class RemoteEngine:
         Raises as `DescriptorTable.select` does.
         """
         every = {rank: self.lanes[rank].sides(request) for rank in ranks}
-        return {rank: sides for rank, sides in every.items() if len(sides[1][0])}
+        return {rank: sides for rank, sides in every.items() if len(sides[1])}
 
     def leave(self, nixl: NixlRank, keep: Iterable[str] = ()) -> None:
         """Disconnect all agents except those to *keep*, and release the lanes.

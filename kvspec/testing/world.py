@@ -137,8 +137,20 @@ def _picked(
 
 
 def prepared(table: DescriptorTable, request: TransferRequest) -> PreparedLists:
-    """Return the rows of *table*, and the ids that its `select` returns."""
-    return PreparedLists(table.producer_rows, table.consumer_rows, *table.select(request))
+    """Return the rows of *table*, one row for each end, and the ids that `select` returns.
+
+    An end is a descriptor of the request that is no row of the table. Its id follows all others.
+    """
+    selection = table.select(request)
+    lengths, lists = selection.ends[:, 2], list[Any]()
+    for side, rows in enumerate((table.producer_rows, table.consumer_rows)):
+        ends = np.zeros((len(lengths), 5), np.uint64)
+        ends[:, 0], ends[:, 4] = selection.ends[:, side], 1
+        ends[:, 1] = ends[:, 3] = lengths
+        first = int(rows[:, 4].sum())
+        ids = np.append(selection.ids[side], np.arange(first, first + len(ends)))
+        lists += [np.concatenate([rows, ends]), ids.astype(np.int32)]
+    return PreparedLists(lists[0], lists[2], lists[1], lists[3])
 
 
 def selected(table: DescriptorTable, request: TransferRequest) -> list[Copy]:

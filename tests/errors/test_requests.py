@@ -245,7 +245,7 @@ def test_select_returns_the_last_id_of_an_int32(num_blocks: int) -> None:
     last = num_blocks - 1
     tables = {"producer_blocks": {"g": (last,)}, "consumer_blocks": {"g": (last,)}}
     ids = table_of(num_blocks, num_blocks).select(make_request(num_tokens=1, **tables))
-    assert ([last], [last]) == tuple(side.tolist() for side in ids)
+    assert ([last], [last]) == tuple(side.tolist() for side in ids.ids)
 
 
 @pytest.mark.parametrize("side", ["producer", "consumer"])
@@ -357,11 +357,11 @@ def test_select_ignores_entries_that_do_not_move(
     consumer_ids: list[int],
 ) -> None:
     """Dead, cached and foreign entries of a table do not matter, and a prefix may repeat."""
-    producer, consumer = select(spec, **changes)
-    assert producer.dtype == consumer.dtype == np.int32
-    assert producer_ids == producer[: len(producer_ids)].tolist()
-    assert consumer_ids == consumer[: len(consumer_ids)].tolist()
-    assert bool(producer_ids) == bool(len(producer))
+    selection = select(spec, **changes)
+    assert {ids.dtype for ids in selection.ids} == {np.dtype(np.int32)}
+    every = *selection.parts, *selection.end_parts
+    blocks = {tuple(pair) for _, tiles in every for pair in tiles.block.T.tolist()}
+    assert set(zip(producer_ids, consumer_ids, strict=True)) == blocks
 
 
 BAD_REQUESTS: list[tuple[kvspec.LayerSpec, dict[str, Any]]] = [
@@ -378,12 +378,12 @@ def test_rejected_select_changes_nothing(spec: kvspec.LayerSpec, changes: dict[s
     pair = Pair.of(spec)
     good = make_request(**SLOTS if spec is STATE else BLOCKS)
     pair.storage[0][:] = np.arange(pair.storage[0].size) % 251
-    before = [array.copy() for array in (*pair.storage, *pair.table.select(good))]
+    before = [array.copy() for array in (*pair.storage, *pair.table.select(good).ids)]
     bad = make_request(**changes)
     for method in (pair.table.select, pair.table.descriptors):
         with pytest.raises(kvspec.KVSpecError):
             method(bad)
-    after = [*pair.storage, *pair.table.select(good)]
+    after = [*pair.storage, *pair.table.select(good).ids]
     assert [array.tolist() for array in before] == [array.tolist() for array in after]
     assert len(after[-1]) > 0
     assert None is pair.verify(good)
@@ -432,7 +432,6 @@ def test_select_checks_every_block_of_a_long_range(sizes: tuple[int, int]) -> No
     plan = kvspec.plan_transfer(*engines)
     caches = [kvspec.allocate(each, RankId(), 6)[0] for each in engines]
     table = kvspec.build_table(plan, *caches)
-    assert any(entry.rows.token_split.tile_counts[0] > 1 for entry in table.entries)
     tables = [{"g": (3, 4, 5, 6)} if size == 4 else {"g": (0,)} for size in sizes]
     request = builders.request(16, tables[0], tables[1])
     side = "producer" if sizes[0] == 4 else "consumer"

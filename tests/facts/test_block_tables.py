@@ -264,7 +264,7 @@ def test_step_rejects_block_of_two_groups_once_both_tables_have_it() -> None:
     both = engine(a=FULL, b=FULL)
     pair, target = Pair.of(both, both, shared=True), {"a": [7, 8, 9], "b": [10, 11, 12]}
     early = ask(12, {"a": [1], "b": [4]}, target)
-    assert len(pair.table.select(early, tokens=range(4))[0])
+    assert len(pair.table.select(early, tokens=range(4)))
     wrong = ask(12, {"a": [1, 2], "b": [4, 1]}, target)
     error = refusal(lambda: pair.table.select(wrong, tokens=range(8)))
     assert ("producer_blocks['a']", 1) == (error.field, error.value)
@@ -468,7 +468,7 @@ def test_select_sorts_ids_of_long_shuffled_tables(pool: int, blocks: int) -> Non
         consumer_blocks={"full": shuffled[1]},
     )
     order = np.argsort(shuffled[0])
-    for expected, ids in zip(shuffled, table.select(request), strict=True):
+    for expected, ids in zip(shuffled, table.select(request).ids, strict=True):
         assert np.array_equal(expected[order], ids)
 
 
@@ -485,10 +485,10 @@ def test_request_is_immutable() -> None:
         producer_blocks=blocks,
         consumer_blocks=blocks,
     )
-    expected = table.select(request)[1].tolist()
+    expected = table.select(request).consumer_ids.tolist()
     cached["full"], blocks["full"] = 0, [5, 6]
     for fresh in (request, attrs.evolve(request)):
-        assert expected == table.select(fresh)[1].tolist()
+        assert expected == table.select(fresh).consumer_ids.tolist()
     for tables in (request.cached_tokens, request.producer_blocks, request.consumer_blocks):
         with pytest.raises(TypeError, match="assignment"):
             tables["full"] = 0  # type: ignore[index]

@@ -167,7 +167,7 @@ def test_table_that_does_not_begin_with_virtual_block_is_rejected() -> None:
     caches = [kvspec.allocate(side, RANK, 4)[0] for _ in range(2)]
     table = kvspec.build_table(kvspec.plan_transfer(side, side), *caches)
     valid = kvspec.BlockTable([1, 2], 8)
-    assert len(table.select(request(20, valid, valid, cached_tokens=8))[0])
+    assert len(table.select(request(20, valid, valid, cached_tokens=8)))
     for at, first in ((0, 4), (1, 12)):
         tables = [valid, valid]
         tables[at] = kvspec.BlockTable([1, 2], first)

@@ -31,7 +31,8 @@ TAILS = [
     ("LBNHC", (1, 1), 128, 228, 2, 256 * 1024, 28 * 1024),  # 28 KiB cost less than a descriptor
     ("LBNHC", (1, 1), 128, 220, 2, 220 * 1024, 0),  # 36 KiB cost more
     ("LBNHC", (1, 1), 16, 17, 2, 32 * 1024, 15 * 1024),  # a block of 16 KiB is never cut
-    ("LBHNC", (1, 1), 128, 129, 2, 256 * 1024, 127 * 1024),  # cutting two heads needs a second row
+    ("LBHNC", (1, 1), 128, 129, 3, 129 * 1024, 0),  # two more descriptors cost less than 127 KiB
+    ("LBHNC", (1, 1), 16, 17, 2, 32 * 1024, 15 * 1024),  # and more than 15 KiB
 ]
 
 

@@ -55,8 +55,7 @@ def test_staged_transfers_keep_law_1(
 
 
 def _longest(transfer: Any) -> int:
-    rows = transfer.local.rows
-    return int(rows.length[rows.row_of(transfer.pairs.local_ids)].max())
+    return int(transfer.pairs.spans().nbytes.max())
 
 
 def through_ranges(far: Role, longest: int, gap: int) -> System:
@@ -68,10 +67,8 @@ def through_ranges(far: Role, longest: int, gap: int) -> System:
         rows = checked_rows(selection.producer_rows), checked_rows(selection.consumer_rows)
         remote = rows[1 - own]
         pairs = pair_selection(selection, rows[own], remote, own, "local")
-        batches = None
-        if pairs is not None:
-            begins = remote.area_begins
-            batches = ranges_of(pairs.spans(), begins, longest=longest, gap=gap)
+        begins = remote.area_begins if len(selection) else np.empty(0, np.int64)
+        batches = ranges_of(pairs.spans(), begins, longest=longest, gap=gap)
         if batches is None:  # A run is longer than a batch, so nothing is staged.
             return described(table, moved, tokens)
         copied = []

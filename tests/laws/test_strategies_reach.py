@@ -25,7 +25,6 @@ from kvspec.check.counting import (
     rank_layers,
     rank_units,
 )
-from kvspec.descriptors.paging import RowKind, TokenSplit
 from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
 from kvspec.testing.case import Case
 from kvspec.testing.engines import NAMED_LAYOUTS
@@ -371,15 +370,12 @@ def row_kinds(case: Case) -> set[str]:
             kvspec.plan_memory(case.producer, source, case.producer_pool),
             kvspec.plan_memory(case.consumer, target, case.consumer_pool),
         )
-        kinds_by_split: dict[TokenSplit, set[RowKind]] = {}
         for entry, _ in kvspec.build_table(plan, *caches).tiles(case.request):
-            kinds_by_split.setdefault(entry.rows.token_split, set()).add(entry.rows.kind)
-        for token_split, kinds in kinds_by_split.items():
-            ends = any(kind.skip for kind in kinds)
-            begins = any(0 < kind.tokens < token_split.tile and not kind.skip for kind in kinds)
-            names |= {"an end"} if ends else set()
-            names |= {"a beginning in one row"} if begins and token_split.partial_sizes else set()
-            names |= {"a beginning row by row"} if begins and token_split.trim_from else set()
+            skip, tokens = entry.rows.kind
+            tile = entry.split_rows.token_split.tile
+            if entry.is_end:
+                ends, begins = skip + tokens == tile, not skip
+                names.add("an end" if ends else "a beginning" if begins else "a middle")
     return names
 
 
@@ -619,9 +615,9 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "the nearest of several replicas": lambda c: (
         c.replica_policy.topology is not None and any_part(c, lambda p: replicated(c.producer, p))
     ),
-    "the end of a tile in one row": lambda c: "an end" in row_kinds(c),
-    "the last tile's beginning in one row": lambda c: "a beginning in one row" in row_kinds(c),
-    "the last tile's beginning row by row": lambda c: "a beginning row by row" in row_kinds(c),
+    "the end of a tile": lambda c: "an end" in row_kinds(c),
+    "the beginning of a tile": lambda c: "a beginning" in row_kinds(c),
+    "the middle of a tile": lambda c: "a middle" in row_kinds(c),
     "rows of scales for several tokens": lambda c: any_pair(
         c,
         lambda a, b: (

@@ -99,17 +99,17 @@ def carry(here: World, mode: str, caches: tuple[Caches, Caches] | None = None) -
         for target, cache in targets.items():
             for source in here.plan.sources(target):
                 table = kvspec.build_table(here.plan, sources[source], cache)
-                ids = table.select(here.case.request)
+                selection = table.select(here.case.request)
                 rows = table.producer_rows, table.consumer_rows
                 pair = agents[0][source], agents[1][target]
                 if mode == "pull":
-                    ids, rows, pair = ids[::-1], rows[::-1], pair[::-1]
+                    rows, pair = rows[::-1], pair[::-1]
                 near, far = pair
                 peer = near.connect(far.metadata())
                 local, remote = near.prepare(rows[0]), near.prepare(rows[1], peer=peer)
                 move = near.read if mode == "pull" else near.write
-                move(local, ids[0], remote, ids[1], request="border", timeout=20).wait()
-                moves += len(ids[0])
+                move(local, selection, remote, request="border", timeout=20).wait()
+                moves += len(selection)
         assert moves > 0
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.table import build_table
 from kvspec.errors import SpecError
 from kvspec.nixl import merging as pairs
@@ -77,10 +78,10 @@ def moves(local: Drawn, remote: Drawn, pairing: pairs.Pairing) -> Iterator[tuple
     """Yield the bytes of both sides of each descriptor of *pairing*, batch after batch."""
     ids = local.bytes_of(), remote.bytes_of()
     for batch in pairing.batches:
-        if pairing.joined is None:
+        if isinstance(batch, slice):
             yield from zip(ids[0][batch], ids[1][batch], strict=True)
             continue
-        columns = (column[batch].tolist() for column in pairing.joined)
+        columns = (column.tolist() for column in batch.spans)
         for one, other, length in zip(*columns, strict=True):
             yield tuple([*range(at, at + length)] for at in (one, other))
 
@@ -112,15 +113,16 @@ def test_descriptors_have_the_bytes_of_the_ids(
     assert wanted == sorted(p for one, other in moved for p in zip(one, other, strict=True))
     assert pairing.nbytes == len(wanted)
     size = int(local.rows.length[0])
-    ends = [0, *(each.stop for each in pairing.batches)]
-    assert ends[:-1] == [each.start for each in pairing.batches]
+    slices = [each for each in pairing.batches if isinstance(each, slice)]
+    assert slices in ([], [*pairing.batches])
+    assert [each.start for each in slices] == [0, *(each.stop for each in slices)][: len(slices)]
     for batch in pairing.batches:
-        if pairing.joined is None:
+        if isinstance(batch, slice):
             assert by_nixls_rule_of(local, remote, batch) <= most
             assert (batch.stop - batch.start) * size <= max(most_bytes, size)
         else:
-            assert batch.stop - batch.start <= most
-            assert int(pairing.joined.nbytes[batch].sum()) <= most_bytes
+            assert len(batch.spans.nbytes) <= most
+            assert int(batch.spans.nbytes.sum()) <= most_bytes
     for side, number in ((local, 0), (remote, 1)):
         for each in moved:
             assert side.memory_of(each[number][0]) == side.memory_of(each[number][-1])
@@ -141,10 +143,13 @@ def test_posted_descriptors_are_near_the_minimum(case: strategies.Case) -> None:
     for p, c, _ in here.tables():
         caches = finest(here.producers[p][0]), finest(here.consumers[c][0])
         table = build_table(here.plan, *caches)
-        producer_ids, consumer_ids = table.select(case.request)
-        rows = checked_rows(table.consumer_rows), checked_rows(table.producer_rows)
-        pairing = pairs.pair(rows[0], consumer_ids, rows[1], producer_ids, "local")
-        assert pairing.runs <= 1.15 * len(table.descriptors(case.request))
+        assert paired(table, case.request).runs <= 1.15 * len(table.descriptors(case.request))
+
+
+def paired(table: kvspec.DescriptorTable, request: kvspec.TransferRequest) -> pairs.Pairing:
+    """Return what the consumer posts for *request*."""
+    rows = checked_rows(table.consumer_rows), checked_rows(table.producer_rows)
+    return pairs.pair_selection(table.select(request), *rows, 1, "local")
 
 
 @pytest.mark.parametrize(
@@ -166,11 +171,9 @@ def test_merging_posts_fewer_descriptors_than_nixl_posts_for_the_ids(
         request_id="r", num_tokens=517, cached_tokens=cached,
         producer_blocks={"g": range(33)}, consumer_blocks={"g": range(33)},
     )  # fmt: skip
-    producer_ids, consumer_ids = table.select(request)
-    rows = checked_rows(table.consumer_rows), checked_rows(table.producer_rows)
     fewest = len(table.descriptors(request))
-    assert by_nixls_rule(table, (producer_ids, consumer_ids)) > 1.15 * fewest
-    assert pairs.pair(rows[0], consumer_ids, rows[1], producer_ids, "local").runs <= 1.15 * fewest
+    assert by_nixls_rule(table, table.select(request)) > 1.15 * fewest
+    assert paired(table, request).runs <= 1.15 * fewest
 
 
 def by_nixls_rule_of(local: Drawn, remote: Drawn, batch: slice) -> int:
@@ -179,9 +182,10 @@ def by_nixls_rule_of(local: Drawn, remote: Drawn, batch: slice) -> int:
     return left_of(*both)
 
 
-def by_nixls_rule(table: kvspec.DescriptorTable, ids: tuple[np.ndarray, np.ndarray]) -> int:
-    """Return the number of descriptors that NIXL posts for (producer, consumer) ids of a table."""
-    return left_of((table.producer_rows, table.consumer_rows), ids)
+def by_nixls_rule(table: kvspec.DescriptorTable, selection: Selection) -> int:
+    """Return the number of descriptors that NIXL posts for the ids and the ends of *selection*."""
+    rows = table.producer_rows, table.consumer_rows
+    return left_of(rows, selection.ids) + len(selection.ends)
 
 
 def left_of(tables: tuple[np.ndarray, np.ndarray], ids: tuple[np.ndarray, np.ndarray]) -> int:
@@ -225,28 +229,33 @@ def test_counts_join_adjacent_blocks_of_dense_rows() -> None:
     assert (4, 4) == table.counts(request)
 
 
+def joined(pairing: pairs.Pairing) -> list[list[list[int]]]:
+    """Return the columns of each batch that is passed by address."""
+    plain = [batch.spans for batch in pairing.batches if not isinstance(batch, slice)]
+    return [[column.tolist() for column in spans] for spans in plain]
+
+
 def test_runs_of_rows_that_share_memory_are_joined() -> None:
     """The end of a tile and the next tiles become one descriptor, although their rows differ."""
     rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1000, 4, 0, 4, 32)], np.uint64))
     ids = np.array([8 + 6, 8 + 7, 2, 3, 4], np.int32)  # 8 bytes, and then three tiles.
     pairing = pairs.pair(rows, ids, rows, ids, "local")
-    assert pairing.joined is not None
-    assert ([1024], [1024], [56]) == tuple(column.tolist() for column in pairing.joined)
-    assert (1, 56, (slice(0, 1),)) == (pairing.runs, pairing.nbytes, pairing.batches)
+    assert (1, 56) == (pairing.runs, pairing.nbytes)
+    assert [[[1024], [1024], [56]]] == joined(pairing)
 
 
 def test_runs_of_rows_that_only_touch_are_separate() -> None:
     """A row that begins at the end of another row may be in another registered memory."""
     rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1128, 16, 0, 16, 8)], np.uint64))
     pairing = pairs.pair(rows, np.arange(16), rows, np.arange(16), "local")
-    assert (None, 2) == (pairing.joined, pairing.runs)
+    assert ([], 2) == (joined(pairing), pairing.runs)
 
 
 def test_rows_of_two_devices_are_separate() -> None:
     """The addresses of two devices overlap, but they are two memories."""
     rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1016, 16, 1, 16, 8)], np.uint64))
     ids = np.array([0, 8], np.int32)
-    assert pairs.pair(rows, ids, rows, ids, "local").joined is None
+    assert [] == joined(pairs.pair(rows, ids, rows, ids, "local"))
 
 
 def test_long_run_is_divided_into_descriptors_of_one_handle(
@@ -259,7 +268,6 @@ def test_long_run_is_divided_into_descriptors_of_one_handle(
     )
     ids = np.array([200 + (1 << 20) - 1, *range(1, 131)], np.int32)
     pairing = pairs.pair(rows, ids, rows, ids, "remote")
-    assert pairing.joined is not None
-    assert [64 << 20, 64 << 20, (2 << 20) + 1] == pairing.joined.nbytes.tolist()
-    assert [(1 << 20) - 1, (65 << 20) - 1] == pairing.joined.local[:2].tolist()
-    assert (slice(0, 1), slice(1, 2), slice(2, 3)) == pairing.batches
+    starts = [(1 << 20) - 1, (65 << 20) - 1, (129 << 20) - 1]
+    lengths = [64 << 20, 64 << 20, (2 << 20) + 1]
+    assert [[[at], [at], [n]] for at, n in zip(starts, lengths, strict=True)] == joined(pairing)

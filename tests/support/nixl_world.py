@@ -12,7 +12,7 @@ from kvspec import DescriptorTable
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.merging import Operation
 from kvspec.testing.fake_nixl import FakeFlight
-from kvspec.testing.world import World
+from kvspec.testing.world import World, prepared
 
 
 def keep(_: FakeFlight) -> None:
@@ -37,17 +37,20 @@ class Moving:
     ) -> Transfer:
         """Start the part of the request that a table moves, by a selection or by *plain* ids."""
         pulled = self.operation == "READ"
-        consumer = self.local.prepare(table.consumer_rows, peer=None if pulled else self.peer)
-        producer = self.local.prepare(table.producer_rows, peer=self.peer if pulled else None)
         selection = table.select(self.here.case.request)
+        lists = prepared(table, self.here.case.request) if plain else selection
+        consumer = self.local.prepare(lists.consumer_rows, peer=None if pulled else self.peer)
+        producer = self.local.prepare(lists.producer_rows, peer=self.peer if pulled else None)
         more: dict[str, Any] = {"request": "r", "timeout": timeout}
         if not plain:
             sides = (consumer, selection, producer) if pulled else (producer, selection, consumer)
             move = self.local.read if pulled else self.local.write
             return move(*sides, **more)
         if pulled:
-            return self.local.read(consumer, selection[1], producer, selection[0], **more)
-        return self.local.write(producer, selection[0], consumer, selection[1], **more)
+            return self.local.read(
+                consumer, lists.consumer_ids, producer, lists.producer_ids, **more
+            )
+        return self.local.write(producer, lists.producer_ids, consumer, lists.consumer_ids, **more)
 
     def start_all(self, **more: Any) -> list[Transfer]:
         """Start the whole request between all pairs of ranks."""

@@ -134,7 +134,7 @@ table.descriptors(request)  # numpy loads some of its modules at their first use
 sys.addaudithook(watch)
 plan = kvspec.plan_transfer(engine(2), engine(4))
 table = kvspec.build_table(plan, caches[0][RankId()], caches[1][RankId()])
-assert len(table.select(request)[0]) and len(table.descriptors(request))
+assert len(table.select(request)) and len(table.descriptors(request))
 assert kvspec.explain(plan) and kvspec.explain(table, request=request)
 assert kvspec.traffic(plan, 6) and kvspec.draw.plan_svg(plan) and kvspec.draw.table_svg(table)
 assert kvspec.verify(plan, *caches, request) is None

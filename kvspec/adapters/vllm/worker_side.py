@@ -83,7 +83,7 @@ class Settings:
         staging: MiB of host memory through which short runs move if that is cheaper. 0 for none.
         key_content: The fields of the `KeyContent` of all layers. It is required only if the
             modules of the model do not show how keys are rotated.
-        dead_tokens: Whether blocks may move whole, with tokens behind the last, if that needs fewer
+        dead_tokens: Whether blocks may move whole, with tokens behind the last, if that takes less
             descriptors. Set it only if the producer's memory is finite everywhere: vLLM's attention
             may return NaN if a masked token is NaN.
     """
