@@ -65,16 +65,13 @@ PAIRS = {
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 def test_transfer_of_special_engines_moves_every_byte(
-    pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec], mode: Any
+    pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
 ) -> None:
     """The consumer has the first 16 tokens cached. Both sides use block ids of their own."""
     producer, consumer = pair
-    report = run_transfer(
-        Job(producer=producer, consumer=consumer, tokens=75, cached=16, mode=mode)
-    )
+    report = run_transfer(Job(producer=producer, consumer=consumer, tokens=75, cached=16))
     assert () == tuple(report.faults)
     assert report.ok
 

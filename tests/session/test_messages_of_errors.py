@@ -9,7 +9,7 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from two_engines import Side, engine, let_nothing_land, request, until
+from two_engines import Side, engine, land, request, until
 
 from kvspec.errors import SpecError, TransferState
 from kvspec.session import new_remote_id
@@ -63,12 +63,14 @@ def test_error_of_a_killed_producer_is_two_sentences(
         computed_tokens=14,
         tables=BLOCKS,
     )
-    let_nothing_land(net)
+    # The byte that proves a connection lands.
+    net.fate = lambda flight: flight.land() if len(flight.copies) == 1 else None
     one = consumer.first
     with caplog.at_level("INFO", logger="kvspec.session"):
         load = one.load(ticket.request("unlucky", 14, BLOCKS), ticket=ticket, timeout=9.0)
-        until(lambda: net.moving)
+        until(lambda: load.in_flight and net.moving)
         net.kill(next(iter(producer.sessions.values())).nixl.name)
+        land(net)  # The read from the other rank.
         until(lambda: load.poll() == "failed")
     assert load.error is not None
     assert TransferState.PEER_LOST == load.error.state

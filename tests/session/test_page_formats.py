@@ -43,7 +43,7 @@ def test_engines_with_chunked_keys_connect_and_load(
             for storage in side.storage.values()
             for flat in storage.values()
         )
-        remote = consumer.first._remotes.find("producer", "P")
+        remote = consumer.first._remotes.find("P")
         for table in remote.tables.values():
             for rows in (table.producer_rows, table.consumer_rows):
                 assert 0 < rows.nbytes <= source.nbytes / 100
