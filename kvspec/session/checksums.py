@@ -276,7 +276,7 @@ def _by_names(extent: Extent) -> Iterator[Extent]:
         more = len(name.encode()) + 3
         if parts and size + more > NAME_BYTES_PER_EXTENT:
             yield replace(extent, parts=tuple(parts))
-            parts, size = [], 0
+            parts, size = list[str](), 0
         parts.append(name)
         size += more
     yield replace(extent, parts=tuple(parts))
