@@ -28,9 +28,10 @@ import attrs
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
 
 import models
+from serve import serving_model
 from servers import CONNECTORS, ROOT, Server, running, vllm
 from sglang_servers import SGLang, sglang_router
-from traffic import VERDICTS, Outcome, Traffic, body_of, chosen, prompts, tokenizer
+from traffic import VERDICTS, Outcome, Traffic, body_of, chosen, prompts
 
 LEASE = 30.0
 """Seconds of `hold` and `lease` of kvspec, as by default."""
@@ -284,8 +285,7 @@ def main(write: Callable[[str], object] = print) -> int:
     if (options := chosen(parser, [row.name for row in ROWS], write)) is None:
         return 0
     folder = options.folder
-    model = models.make("llama-6", folder)
-    tokenizer(model, models.VOCABULARY)
+    model = serving_model("llama-6", folder)
     write(f"logs and models: {folder}\n\n{HEAD}")
     wrong, rows = 0, [row for row in ROWS if row.name in options.row]
     for engines, equal in itertools.groupby(rows, lambda row: row.engines):
