@@ -74,7 +74,7 @@ class Row:
 
     @property
     def engines(self) -> tuple[object, ...]:
-        """What decides the two engines and their router. Rows in which it is equal share them."""
+        """The settings of the two engines and their router. Rows with equal settings share them."""
         cut = self.fault == "cut network"
         sizes = self.tp, self.block_sizes, self.blocks
         return self.model, *sizes, self.more, self.multi, self.proxy, cut
@@ -357,7 +357,9 @@ def _numbers(
 
 
 def line(numbers: dict[str, Any]) -> str:
-    """Return one row of the table."""
+    """Return one row of the table. A row that could not end has no numbers."""
+    if "same" not in numbers:
+        return f"| {numbers['row']} | {numbers['connector']} | {'- | ' * 13}WRONG |"
     first, last = numbers["first median"], numbers["first p99"]
     cells = [
         numbers["row"], numbers["connector"], *(numbers[each] for each in VERDICTS),
@@ -401,8 +403,7 @@ def _survived(
         except (OSError, RuntimeError) as error:  # An engine has ended, or answers no more.
             broken, left = left[0].name, left[1:]
             why = [f"{type(error).__name__}: {error}"]
-            cells = f"| {broken} | {name} | {'- | ' * 13}WRONG |"
-            yield {"row": broken, "connector": name, "right": False, "why": why, "line": cells}
+            yield {"row": broken, "connector": name, "right": False, "why": why}
 
 
 def main(write: Callable[[str], object] = print) -> int:
@@ -430,7 +431,7 @@ def main(write: Callable[[str], object] = print) -> int:
         for name in options.connector:
             for numbers in _survived(several, name, folder, options):
                 found.append(numbers)
-                write(numbers.get("line") or line(numbers))
+                write(line(numbers))
                 for why in numbers["why"]:
                     write(f"    {why}")
                 if options.json:

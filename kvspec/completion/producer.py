@@ -32,9 +32,8 @@ How it works:
         a new reader, and all have come                  refuse, and dispute the request
         anything else                                    accept
 
-    The limit
-    of 16 is `MAX_INCARNATIONS`, and 4096 is `MAX_KEPT_READERS`. The latter does not bound a
-    connected engine: its plan does. A new reader has sent no message before.
+    The limit of 16 is `MAX_INCARNATIONS`, and 4096 is `MAX_KEPT_READERS`. The latter does not bound
+    a connected engine: its plan does. A new reader has sent no message before.
 
     For example, ranks A, B and C of one engine read, and each sends `expected=2`:
 

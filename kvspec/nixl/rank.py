@@ -85,8 +85,8 @@ class NixlRank:
             `KVSPEC_SECRET`, or the file that `KVSPEC_SECRET_FILE` names. `b""` is for channels that
             only trusted programs can reach. NIXL neither authenticates nor encrypts the data.
         polled: Create the agent without a progress thread. Bytes then move only inside `poll`
-            and `wait`. That suits a rank that starts all its transfers. A rank
-            whose memory peers read or write needs the thread.
+            and `wait`. This suits a rank that starts all its transfers. A rank whose memory peers
+            read or write needs the thread.
         telemetry: Record for each `Transfer` how many descriptors NIXL posted after merging.
         staging: A `Staging`, or the bytes of its buffer. Transfers of many short runs move
             through the buffer if that takes less time. None: all transfers are direct.

@@ -613,7 +613,7 @@ class Session:
     def _abandon(self) -> None:
         """Close the session after an interrupt, which may have left everything half changed.
 
-        It needs the lock. An interrupt of this call is no harm, because the next one repeats it.
+        Call it with the lock. If an interrupt comes during this call, the next call does it again.
         """
         why = "the session was closed, because one of its calls was interrupted"
         self._interrupted = True

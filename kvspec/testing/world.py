@@ -139,7 +139,7 @@ def _picked(
 def prepared(table: DescriptorTable, request: TransferRequest) -> PreparedLists:
     """Return the rows of *table*, one row for each end, and the ids that `select` returns.
 
-    An end is a descriptor of the request that is no row of the table. Its id follows all others.
+    The table has no rows for the ends of a request, so their ids follow those of the table.
     """
     selection = table.select(request)
     lengths, lists = selection.ends[:, 2], list[Any]()

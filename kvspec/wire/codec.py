@@ -212,7 +212,7 @@ def _without_attempt(body: bytes) -> bytes:
     """Return the array of an older message as the newest version writes it.
 
     Raises:
-        WireError: If it is no array, or of an attempt that is not the first.
+        WireError: If the body is not an array, or its attempt is not 0.
     """
     fields = unpack("message", _ARRAYS, body)
     if len(fields) > _ATTEMPT and (attempt := fields.pop(_ATTEMPT)) != 0:

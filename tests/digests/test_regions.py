@@ -104,7 +104,7 @@ def test_digests_of_rows_equal_those_word_by_word(
 @given(strategies.cases())
 @settings(max_examples=20)
 def test_compiled_digests_equal_those_of_numpy(case: Case) -> None:
-    """Of all kinds of specs. Without numba, the loop runs as it is written."""
+    """The cases have all kinds of specs. Without numba, Python runs the loop uncompiled."""
     here = world(case)
     here.execute(described)
     selection = wanted(here.plan, case.request)

@@ -191,7 +191,7 @@ def test_copy_of_a_message_takes_no_answers_away(watched: Watched) -> None:
         assert [] == readers.answered("copy", number=9, to="Q")
         assert ["reader"] == readers.answered("reader", number=3)
         assert [] == readers.answered("copy", number=3)
-        # The number of a checksum request says nothing: it may be a copy or a new one.
+        # A checksum request is answered whatever its number is.
         assert ["reader"] == readers.answered("reader", ChecksumRequest)
         assert ["reader", "copy"] == readers.answered("copy", ChecksumRequest)
         assert {"reader"} == set(watched.trusted)

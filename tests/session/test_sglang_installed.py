@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from forward_code import calls
+from forward_code import calls, module_of
 
 from kvspec import RankId
 from kvspec.adapters import sglang as adapter
@@ -124,20 +123,6 @@ def test_real_pool_is_described_with_the_addresses_of_its_slots(kind: str, page:
     assert [3] == tables["full"].block_ids.tolist()
     address = cache.region("layers.1", part).address(3, 0, 0)
     assert buffers[1][3 * page].data_ptr() == address
-
-
-def module_of(name: str, **attributes: Any) -> Any:
-    """Return a module of class *name*, which nobody has initialised, with a rotary embedding."""
-    import torch  # noqa: PLC0415
-
-    file, _, kind = name.rpartition(".")
-    cls = getattr(importlib.import_module(file), kind)
-    module = cls.__new__(cls)
-    torch.nn.Module.__init__(module)
-    module.rotary_emb = torch.nn.Identity()
-    for attribute, value in attributes.items():
-        setattr(module, attribute, value)
-    return module
 
 
 @pytest.mark.parametrize("name", sorted(ALWAYS[MODELS]))

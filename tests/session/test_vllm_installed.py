@@ -6,7 +6,6 @@ states about its keys must be what the keys show.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 import os
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from forward_code import calls
+from forward_code import calls, module_of
 
 import kvspec
 from kvspec.adapters.attention_modules import key_content_of
@@ -150,18 +149,6 @@ def test_stated_key_content_is_that_of_computed_keys(
     assert kvspec.KeyContent(rotary=rotary, rotary_size=size) == shown
     assert stated is not None
     assert (stated.rotary, stated.rotary_start, stated.rotary_size) == (rotary, 0, size)
-
-
-def module_of(name: str, **attributes: Any) -> Any:
-    """Return a module of class *name*, which nobody has initialised, with a rotary embedding."""
-    file, _, kind = name.rpartition(".")
-    cls = getattr(importlib.import_module(file), kind)
-    module = cls.__new__(cls)
-    torch.nn.Module.__init__(module)
-    module.rotary_emb = torch.nn.Identity()
-    for attribute, value in attributes.items():
-        setattr(module, attribute, value)
-    return module
 
 
 @pytest.mark.parametrize(

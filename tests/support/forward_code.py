@@ -33,6 +33,7 @@ How it works:
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import operator
 import re
@@ -260,3 +261,17 @@ def _compared(one: Any, op: ast.cmpop, other: Any) -> Any:
     if type(op) in _COMPARISONS and isinstance(one, _PLAIN) and isinstance(other, _PLAIN):
         return _COMPARISONS[type(op)](one, other)
     return _UNKNOWN
+
+
+def module_of(name: str, **attributes: Any) -> Any:
+    """Return a module of the class *name* with a rotary embedding. Its `__init__` is not called."""
+    import torch  # noqa: PLC0415 - only engines need it here
+
+    file, _, kind = name.rpartition(".")
+    cls = getattr(importlib.import_module(file), kind)
+    module = cls.__new__(cls)
+    torch.nn.Module.__init__(module)
+    module.rotary_emb = torch.nn.Identity()
+    for attribute, value in attributes.items():
+        setattr(module, attribute, value)
+    return module

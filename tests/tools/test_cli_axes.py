@@ -38,8 +38,8 @@ RUNS = {
         50,
     ),
 }  # fmt: skip
-# The laws judge the bytes of each such pair. What is new here are processes and NIXL, for each kind
-# of layer.
+# The laws judge the bytes of each such pair. Here, processes move them over NIXL, for each kind of
+# layer.
 OFTEN = ("gpt-oss", "DeepSeek-V3:", "granite-4-h")
 
 
