@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,8 @@ STARTING = 900.0  # Seconds until a server answers.
 CONTEXT = 2048  # Tokens of the longest request of an engine.
 DEVICE = "serve0"  # The network device of an engine in a namespace of its own.
 ROOT = Path(__file__).resolve().parents[2]
+# Ports below those that Linux gives to connections (`net.ipv4.ip_local_port_range`).
+PORTS = itertools.chain(range(FIRST := 20000 + os.getpid() % 10000, 32000), range(20000, FIRST))
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -44,10 +47,17 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 
 
 def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Return an unused port, and never the same one twice.
+
+    A server binds its port seconds later. So the port is none of those that the kernel gives to
+    connections in the meantime.
+    """
+    while True:
+        port = next(PORTS)
+        with socket.socket() as taken, contextlib.suppress(OSError):
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
@@ -103,7 +113,9 @@ class Server:
                 contextlib.suppress(OSError),
                 urllib.request.urlopen(self._health, timeout=5),  # noqa: S310
             ):
-                return
+                # Another process may have the port.
+                if self.process.poll() is None:
+                    return
             time.sleep(0.5)
         raise RuntimeError(f"{self.name} does not answer: {self.log}")
 
