@@ -294,8 +294,15 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     @recorded
     def receive(self, message: Message, now: float) -> list[HoldAction]:
-        """Process a message of a reader. Return actions."""
-        actions = self._tick(now)
+        """Process a message of a reader. Return actions.
+
+        It may have waited while other processes had the CPU. So it can extend a lease that is over:
+        the blocks are not free before the next call of `tick`.
+        """
+        self._now = max(self._now, now)
+        held = self.records.get(message.key)
+        extends = held is not None and held.held and self._now < held.latest
+        actions = [] if extends else self._tick(now)
         if message.to != self.me or not isinstance(message, Heartbeat | Done):
             return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
         if self.epochs.get(message.by.engine_id, message.by.epoch) != message.by.epoch:

@@ -89,8 +89,8 @@ class Holds:
         if self.answers.asked:
             self.answers.move()
 
-    def tick(self) -> None:
-        """Process the time. If the `NixlRank` is closed, abort all held requests.
+    def check_memory(self) -> None:
+        """Abort all held requests if the `NixlRank` is closed.
 
         Peers on the same machine can still read the memory, and it may contain other data by then.
         So no request may be confirmed as valid.
@@ -99,7 +99,6 @@ class Holds:
             self.answers.close()
             for key in self.ledger.held:
                 self.ledger.abort(key, self.now())
-        self.ledger.tick(self.now())
 
     def close(self) -> None:
         """Forget all held requests. Their readers receive no answers from now on."""

@@ -593,9 +593,10 @@ class Session:
         # The messages come first: only a reader that asked before the NIXL rank was closed has
         # valid data.
         messages = [*self._messages.receive()]
-        self._holds.tick()
+        self._holds.check_memory()
         for message in messages:
             self._deliver(message)
+        self._holds.ledger.tick(self._clock())  # Heartbeats that waited have extended their leases.
         for rank in self._messages.lost():
             self._loads.ledger.lose(rank, self._clock())
         self._loads.move()
