@@ -29,7 +29,7 @@ A message names its request (id and nonce), its sender and its receiver. A reade
 contains how many readers will come, and a number. The answer repeats the number, so a load ignores
 answers to an earlier load of the same request."""
 HELD = """\
-The event `again` is a repeated `done` of a reader that is done. `complete` means that all expected
+The event `repeated` is a `done` that was answered before. `complete` means that all expected
 readers are done. `time` means that the lease is over. For a freed request, it means that one more
 lease has passed. An unknown request has one lease from its first message: heartbeats do not extend
 it.

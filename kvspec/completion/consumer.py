@@ -44,7 +44,7 @@ from kvspec.completion.ledger import (
     Tell,
     recorded,
 )
-from kvspec.completion.states import CONSUMER, PUBLIC
+from kvspec.completion.states import CONSUMER, PUBLIC, row_of
 from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import flag, seconds
 from kvspec.ownership.parallel import RankId
@@ -245,6 +245,14 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self.heartbeat = seconds("heartbeat", heartbeat, LEAST_INTERVAL)
         self.patience = seconds("patience", patience)
         self._names: dict[Name, str] = {}
+        # The column `action` of `CONSUMER`, but for "fail".
+        self._actions: dict[str, Callable[[OpenLoad], list[Action]]] = {
+            "begin": self._begin,
+            "ask": self._ask,
+            "await": self._await,
+            "report": self._report,
+            "close": self._close,
+        }
 
     def clear(self) -> None:
         """Forget all loads, without actions."""
@@ -514,7 +522,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
     def _step(self, load: OpenLoad, event: str, *failed: Failed) -> list[Action]:
         """Execute one row of the table, and those of all conditions that hold after it."""
-        row = CONSUMER[load.state, event]
+        row = row_of("consumer", CONSUMER, load.state, event)
         public, load.state = PUBLIC[load.state], row.state
         actions = list[Action]()
         if PUBLIC[row.state] not in (public, ""):
@@ -522,7 +530,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if row.action == "fail":
             actions += failed
         elif row.action:
-            actions += getattr(self, f"_{row.action}")(load)
+            actions += self._actions[row.action](load)
         self._schedule(load.request_id, load)
         return actions + self._advance(load)
 

@@ -54,8 +54,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,7 +68,7 @@ from kvspec.completion.ledger import (
     Tell,
     recorded,
 )
-from kvspec.completion.states import PRODUCER
+from kvspec.completion.states import PRODUCER, row_of
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
@@ -244,6 +244,16 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.longest = seconds("longest", longest)
         self.freed: dict[RemoteId, str] = {}
         self.ended = Counter[str]()
+        # The column `action` of `PRODUCER`. Arguments: request, message, and the state before.
+        self._actions: dict[str, Callable[[HeldRequest, Any, str], list[HoldAction]]] = {
+            "keep": self._keep,
+            "replay": self._replay,
+            "gone": self._gone,
+            "lease": self._lease,
+            "valid": self._valid,
+            "repeat": self._repeat,
+            "free": self._free,
+        }
         # By connected engine: the ranks that read from this rank, and how many of them send `done`.
         self._plans: dict[tuple[str, int], frozenset[RankId]] = {}
 
@@ -402,7 +412,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     def _deliver(self, request: HeldRequest, message: ReaderStatus) -> list[HoldAction]:
         """Count a reader's message and answer it, or refuse it."""
-        event = "again" if request.repeats(message) else message.kind
+        event = "repeated" if request.repeats(message) else message.kind
         if not request.held:
             return self._step(request, event, message)
         why, disputes = request.refusal(message)
@@ -419,10 +429,10 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self, request: HeldRequest, event: str, message: ReaderStatus | None = None
     ) -> list[HoldAction]:
         """Take the row of the table for *event*, and carry it out."""
-        row = PRODUCER[request.state, event]
+        row = row_of("producer", PRODUCER, request.state, event)
         before, request.state = request.state, row.state
-        act = getattr(self, f"_{row.action}") if row.action else None
-        actions: list[HoldAction] = act(request, message, before) if act else []
+        act = self._actions.get(row.action)
+        actions = [] if act is None else act(request, message, before)
         if row.state == "forgotten":
             self._count("past", -len(request.readers))
             self.records.pop(request.key, None)

@@ -6,11 +6,58 @@ row, after its sources answered `valid`. It becomes *failed* by one row, when no
 
 Time ends each state of a request or a load except *draining*. *draining* has no time limit: it ends
 when no transfer can write. No row sends the messages about checksums: the session does.
+
+How it works:
+    A ledger turns what happens into an event, looks up its row, and calls the method of the column
+    `action`. These conditions decide which event it is:
+
+    producer's event  condition                                                in the code
+    ----------------  -------------------------------------------------------  --------------------
+    heartbeat, done   the plan and the readers so far allow the message;       `receive`, `refusal`
+                      otherwise it is refused and is no event
+    repeated          a `done` with the number of the reader's last `done`     `repeats`
+    complete          no dispute; for each incarnation that reads, all         `complete`
+                      expected readers have come and all are done
+    time              `expires` is over; each accepted heartbeat moves it, at  `_wake`, `_lease`
+                      most to `latest`
+
+    consumer's event  condition
+    ----------------  -------------------------------------------------------  --------------------
+    connected         the reads are queued                                     `connected`
+    whole             each layer was started up to its end, no step is open,   `_CONDITIONS`
+                      and no checksum is to be compared
+    valid             each source has answered `valid` to a number that was    `receive`,
+                      asked in *verifying*                                     `_CONDITIONS`
+    quiet             no step is open                                          `_CONDITIONS`
+    answered          each producer rank has answered a number that was asked  `refusal_of`,
+                                                                               `_CONDITIONS`
+    time              `deadline` is over; before *done* and *failed*, that is  `_wake`
+                      a fault
+
+    Each side has a clock of its own, and messages may be lost. So a load can be in any state while
+    a producer rank is in any other. These pairs show why each answer is right:
+
+    load        request on a rank  how they get there, and what follows
+    ----------  -----------------  ------------------------------------------------------------
+    moving      unknown            it reads before `hold`: its messages wait, at most one lease
+    moving      fenced, freed      aborted, or the lease has ended: the next heartbeat is answered
+                                   `gone`, and the load fails
+    verifying   freed              it was the last reader and `valid` is on its way, or the lease
+                                   has ended and `gone` is
+    done        held               other readers still read
+    done        forgotten          the last answer was lost: `done` is repeated and answered `gone`,
+                                   which changes nothing
+    draining    held               its `done` is sent when nothing can write its blocks
+    draining    freed              the lease has ended: what still arrives is void
+    failed      held               its `done` is on its way, or other readers still read
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from kvspec.errors import TransferError, TransferState
 
 
 class Row(NamedTuple):
@@ -34,26 +81,26 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("unknown", "time"): Row("forgotten", "gone", "it was never admitted: the data is void"),
     ("held", "heartbeat"): Row("held", "lease", "a live reader gets more time, up to the longest"),
     ("held", "done"): Row("held", "valid", "held until now, so all data was valid"),
-    ("held", "again"): Row("held", "repeat", "the answer was lost"),
+    ("held", "repeated"): Row("held", "repeat", "the answer was lost"),
     ("held", "abort"): Row("fenced", "", "a reader may still read: nothing is freed yet"),
     ("held", "complete"): Row("freed", "free", "all expected readers are done"),
     ("held", "time"): Row("freed", "free", "the lease is over; later readers receive gone"),
     ("fenced", "heartbeat"): Row("fenced", "gone", "the reader may stop at once"),
     ("fenced", "done"): Row("fenced", "gone", "its data may be incomplete, so it is void"),
-    ("fenced", "again"): Row("fenced", "repeat", "data that was valid stays valid"),
+    ("fenced", "repeated"): Row("fenced", "repeat", "data that was valid stays valid"),
     ("fenced", "abort"): Row("fenced", "", "it is aborted already"),
     ("fenced", "complete"): Row("freed", "free", "all expected readers are done"),
     ("fenced", "time"): Row("freed", "free", "the lease is over"),
     ("freed", "heartbeat"): Row("freed", "gone", "late: the blocks may hold another request"),
     ("freed", "done"): Row("freed", "gone", "late: its data may belong to another request"),
-    ("freed", "again"): Row("freed", "repeat", "data that was valid stays valid"),
+    ("freed", "repeated"): Row("freed", "repeat", "data that was valid stays valid"),
     ("freed", "time"): Row(
         "forgotten", "", "the request is unknown to later readers: they receive gone, too"
     ),
 }
 """The producer's transitions, by state and event.
 
-*again* is a repeated `done` of a reader that is done. *complete* means that all expected readers
+*repeated* is a `done` that was answered before. *complete* means that all expected readers
 are done. *time* means that the lease is over. A freed or unknown request is remembered for one more
 lease.
 """
@@ -97,3 +144,17 @@ PUBLIC = {
     "forgotten": "",
 }
 """The public state of a load, by its state in the consumer's ledger."""
+
+
+def row_of(role: str, table: Mapping[tuple[str, str], Row], state: str, event: str) -> Row:
+    """Return the row of an event in the ledger of a *role*.
+
+    Raises:
+        TransferError: With state "bug" if the event is impossible in the state.
+    """
+    try:
+        return table[state, event]
+    except KeyError:
+        message = f"the {role}'s ledger has no event {event!r} in the state {state!r}"
+        advice = TransferState.BUG.advice
+        raise TransferError(f"{message}: {advice}", state=TransferState.BUG) from None
