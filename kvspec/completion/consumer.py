@@ -12,8 +12,8 @@ may stop while the producer's clock runs, for example in a paused virtual machin
 
 How it works:
     `CONSUMER` in `kvspec.completion.states` contains each state, each event and the next state. The
-    ledger executes its rows: `_step` takes the row of an event and calls the method that the column
-    `action` names. Some events are conditions (`_CONDITIONS`): after each change, `_advance`
+    ledger executes its rows: `_step` takes the row of an event and calls the method that `ACTIONS`
+    has for it. Some events are conditions (`_CONDITIONS`): after each change, `_advance`
     executes the row of a condition that holds. For example, the last step of a load ends:
 
         finish          everything was started, and no step is open
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import attrs
 import msgspec
@@ -245,14 +245,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self.heartbeat = seconds("heartbeat", heartbeat, LEAST_INTERVAL)
         self.patience = seconds("patience", patience)
         self._names: dict[Name, str] = {}
-        # The column `action` of `CONSUMER`, but for "fail".
-        self._actions: dict[str, Callable[[OpenLoad], list[Action]]] = {
-            "begin": self._begin,
-            "ask": self._ask,
-            "await": self._await,
-            "report": self._report,
-            "close": self._close,
-        }
 
     def clear(self) -> None:
         """Forget all loads, without actions."""
@@ -320,7 +312,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         load = self.records.get(request_id)
         if load is None or load.state != "connecting" or load.plan is NO_PLAN:
             raise SpecError("request_id", request_id, "a load that waits for its producer")
-        self._now = max(self._now, now)
+        self._set_time(now)
         # Take this step before the deadline check. A load that fails in *connecting* does not
         # inform its producers.
         return self._step(load, "connected") + self._tick(now)
@@ -530,7 +522,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if row.action == "fail":
             actions += failed
         elif row.action:
-            actions += self._actions[row.action](load)
+            actions += self.ACTIONS[row.action](self, load)
         self._schedule(load.request_id, load)
         return actions + self._advance(load)
 
@@ -571,6 +563,15 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             Tell(kind(*load.plan.about(self.me, rank, load.asked[-1]), expected=expected))
             for rank, expected in sorted(load.waiting.items())
         ]
+
+    # The column `action` of `CONSUMER`. The action `fail` returns the `Failed` of its fault.
+    ACTIONS: ClassVar[dict[str, Callable[[ConsumerLedger, OpenLoad], list[Action]]]] = {
+        "begin": _begin,
+        "ask": _ask,
+        "await": _await,
+        "report": _report,
+        "close": _close,
+    }
 
 
 _CONDITIONS: dict[str, tuple[str, Callable[[OpenLoad], bool]]] = {

@@ -7,8 +7,12 @@ has no clock and no socket: time is an argument. Its memory is bounded.
 
 How it works:
     Each request is one record, a `HeldRequest`. The table `PRODUCER` of `kvspec.completion.states`
-    decides when its blocks are free. The column `action` of a row names the method that carries the
-    row out.
+    decides when its blocks are free. `ACTIONS` has the method that carries a row out.
+
+    Only `tick` ends a lease that a heartbeat can still extend. The session calls it after it has
+    read all messages that wait. No block is free before, so a heartbeat extends a lease that is
+    over. We tried to end leases at the beginning of each call. Then a producer that had no CPU for
+    a lease ended it, although heartbeats had arrived meanwhile.
 
     A heartbeat extends a lease, but does not change the heap of `Ledger`. When the old time comes,
     the record is scheduled again.
@@ -55,7 +59,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -244,16 +248,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.longest = seconds("longest", longest)
         self.freed: dict[RemoteId, str] = {}
         self.ended = Counter[str]()
-        # The column `action` of `PRODUCER`. Arguments: request, message, and the state before.
-        self._actions: dict[str, Callable[[HeldRequest, Any, str], list[HoldAction]]] = {
-            "keep": self._keep,
-            "replay": self._replay,
-            "gone": self._gone,
-            "lease": self._lease,
-            "valid": self._valid,
-            "repeat": self._repeat,
-            "free": self._free,
-        }
         # By connected engine: the ranks that read from this rank, and how many of them send `done`.
         self._plans: dict[tuple[str, int], frozenset[RankId]] = {}
 
@@ -288,38 +282,33 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             SpecError: If the request is held already, or was held before.
         """
         first = self.lease if lease is None else seconds("lease", lease)
-        actions = self._tick(now)
+        self._set_time(now)
         request = self.records.get(key) or HeldRequest(key, 0.0, 0.0)
         if request.state != "unknown":
-            self.actions += actions
             raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
         request.expires = self._now + first
         request.latest = self._now + max(self.longest, self.lease, first)
         request.blocks = blocks or {}
         self._count("held", 1)
         self._count("blocks", request.num_blocks)
-        actions += self._step(request, "admit")
+        actions = self._step(request, "admit")
         self._save(key, request)
         return actions
 
     @recorded
     def receive(self, message: Message, now: float) -> list[HoldAction]:
-        """Process a message of a reader. Return actions.
-
-        It may have waited while other processes had the CPU. So it can extend a lease that is over:
-        the blocks are not free before the next call of `tick`.
-        """
-        self._now = max(self._now, now)
-        held = self.records.get(message.key)
-        extends = held is not None and held.held and self._now < held.latest
-        actions = [] if extends else self._tick(now)
+        """Process a message of a reader. Return actions."""
+        self._set_time(now)
         if message.to != self.me or not isinstance(message, Heartbeat | Done):
-            return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
+            return [Refused(message, f"it is not a reader's message to {self.me}")]
         if self.epochs.get(message.by.engine_id, message.by.epoch) != message.by.epoch:
-            return [*actions, Refused(message, "it is from another incarnation of that engine")]
+            return [Refused(message, "it is from another incarnation of that engine")]
         if why := self._unplanned(message):
-            return [*actions, Refused(message, why)]
-        known = self.records.get(message.key)
+            return [Refused(message, why)]
+        known, actions = self.records.get(message.key), list[HoldAction]()
+        if known is not None and known.latest <= self._now:  # No heartbeat can extend it.
+            actions += self._wake(known)
+            known = self.records.get(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
         actions += self._deliver(request, message) + self._complete(request)
         if known or request.early:
@@ -341,16 +330,14 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         Raises:
             SpecError: If the request is not held, or *upto* is less than before for a layer.
         """
-        actions = self._tick(now)
+        self._set_time(now)
         request, written = self.find(key), list(places)
         if request is None:
-            self.actions += actions
             raise SpecError("remote_id", key.remote_id, "a request that is held")
         for group, layer in written:
             if upto < (before := request.progress.get((group, layer), 0)):
-                self.actions += actions
                 raise SpecError("upto", upto, f"at least {before}, the progress of {layer}")
-        readers = request.reading()
+        readers, actions = request.reading(), list[HoldAction]()
         for place in written:
             request.progress[place] = upto
             actions += [_progress(reader, place, upto) for reader in readers]
@@ -359,9 +346,9 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
     @recorded
     def abort(self, key: Key, now: float) -> list[HoldAction]:
         """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
-        actions = self._tick(now)
-        request = self.records.get(key)
-        return actions + (self._step(request, "abort") if request and request.held else [])
+        self._set_time(now)
+        request = self.find(key)
+        return self._step(request, "abort") if request is not None else []
 
     def connect(self, engine_id: str, epoch: int, readers: Iterable[RankId] | None = None) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
@@ -431,8 +418,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """Take the row of the table for *event*, and carry it out."""
         row = row_of("producer", PRODUCER, request.state, event)
         before, request.state = request.state, row.state
-        act = self._actions.get(row.action)
-        actions = [] if act is None else act(request, message, before)
+        actions = self.ACTIONS[row.action](self, request, message, before) if row.action else []
         if row.state == "forgotten":
             self._count("past", -len(request.readers))
             self.records.pop(request.key, None)
@@ -517,6 +503,19 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.freed[request.key.remote_id] = how
         self.ended[how] += 1
         return []
+
+    # The column `action` of `PRODUCER`. Arguments: ledger, request, message, and the state before.
+    ACTIONS: ClassVar[
+        dict[str, Callable[[ProducerLedger, HeldRequest, Any, str], list[HoldAction]]]
+    ] = {
+        "keep": _keep,
+        "replay": _replay,
+        "gone": _gone,
+        "lease": _lease,
+        "valid": _valid,
+        "repeat": _repeat,
+        "free": _free,
+    }
 
 
 def _progress(reader: ReaderStatus, place: Place, upto: int) -> Tell:

@@ -16,12 +16,13 @@ How it works:
     heartbeat, done   the plan and the readers so far allow the message;       `receive`, `refusal`
                       otherwise it is refused and is no event
     repeated          a `done` with the number of the reader's last `done`     `repeats`
+    admit, abort      the engine calls `hold` or `abort`                       `admit`, `abort`
     complete          no dispute; for each incarnation that reads, all         `complete`
                       expected readers have come and all are done
-    time              `expires` is over; each accepted heartbeat moves it, at  `_wake`, `_lease`
-                      most to `latest`
+    time              `tick` finds that `expires` is over; each accepted       `_wake`, `_lease`
+                      heartbeat moves it, at most to `latest`
 
-    consumer's event  condition
+    consumer's event  condition                                                in the code
     ----------------  -------------------------------------------------------  --------------------
     connected         the reads are queued                                     `connected`
     whole             each layer was started up to its end, no step is open,   `_CONDITIONS`
@@ -31,25 +32,11 @@ How it works:
     quiet             no step is open                                          `_CONDITIONS`
     answered          each producer rank has answered a number that was asked  `refusal_of`,
                                                                                `_CONDITIONS`
-    time              `deadline` is over; before *done* and *failed*, that is  `_wake`
-                      a fault
+    time              `deadline` is over in *done* or *failed*; earlier, that  `_wake`
+                      is a fault
+    fault             the first error of the load, or its cancellation         `_fault`
 
-    Each side has a clock of its own, and messages may be lost. So a load can be in any state while
-    a producer rank is in any other. These pairs show why each answer is right:
-
-    load        request on a rank  how they get there, and what follows
-    ----------  -----------------  ------------------------------------------------------------
-    moving      unknown            it reads before `hold`: its messages wait, at most one lease
-    moving      fenced, freed      aborted, or the lease has ended: the next heartbeat is answered
-                                   `gone`, and the load fails
-    verifying   freed              it was the last reader and `valid` is on its way, or the lease
-                                   has ended and `gone` is
-    done        held               other readers still read
-    done        forgotten          the last answer was lost: `done` is repeated and answered `gone`,
-                                   which changes nothing
-    draining    held               its `done` is sent when nothing can write its blocks
-    draining    freed              the lease has ended: what still arrives is void
-    failed      held               its `done` is on its way, or other readers still read
+    `JOINT` has the pairs of states that both sides can be in at the same time.
 """
 
 from __future__ import annotations
@@ -144,6 +131,28 @@ PUBLIC = {
     "forgotten": "",
 }
 """The public state of a load, by its state in the consumer's ledger."""
+
+JOINT: dict[str, tuple[str, ...]] = {
+    "connecting": ("new", "held", "fenced", "expired"),
+    "moving": ("new", "held", "fenced", "expired"),
+    "draining": ("new", "held", "fenced", "expired"),
+    "verifying": ("new", "held", "fenced", "read", "expired"),
+    "failed": ("new", "held", "fenced", "read", "expired"),
+    "done": ("held", "fenced", "read", "expired"),
+}
+"""For each state of a load, where the request can be on a producer rank that the load reads.
+
+*new* means that the rank has not admitted the request yet. *read* and *expired* are the end: all
+readers were done, or the lease was over before. They include *forgotten*. Each side has a clock of
+its own, and messages may be lost, so nearly all pairs occur. Four pairs cannot occur:
+
+- *read* with *connecting*, *moving* or *draining*: the load has not sent its `done` yet, so the
+  producer still waits for it. This protects the blocks while they are read.
+- *new* with *done*: only a rank that held the request answers `valid`.
+
+That holds for the first load of a request by a rank. The rank may load it again, although it has
+sent `done`: then the producer may have freed the request.
+"""
 
 
 def row_of(role: str, table: Mapping[tuple[str, str], Row], state: str, event: str) -> Row:

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import ledger_faults as faults
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from ledger_world import World
 from two_engines import Promise, cases_of, check, check_breaks, play
 
 import kvspec
-from kvspec.completion.states import CONSUMER, PRODUCER
+from kvspec.completion.states import CONSUMER, JOINT, PRODUCER
 from kvspec.testing import strategies
 
 AT = st.integers(0, 50)
 FORGED = ("copy", "nonce", "id", "epoch", "start", "number", "fewer", "more", "stranger")
+ALL_JOINT = {(load, place) for load, places in JOINT.items() for place in places}
 ENDS = ("done", "done", "done", "done", "failed", "hangs")
 
 
@@ -103,6 +104,10 @@ class Machine(RuleBasedStateMachine):
     def advance(self, seconds: float) -> None:
         self.world.advance(seconds)
 
+    @rule(seconds=st.sampled_from((0.5, 11.0, 41.0)))
+    def starve(self, seconds: float) -> None:
+        self.world.starve(seconds)
+
     @rule(seconds=st.sampled_from((2.0, 11.0, 41.0)))
     def stop_clock(self, seconds: float) -> None:
         self.world.stop_clock(seconds)
@@ -111,6 +116,11 @@ class Machine(RuleBasedStateMachine):
     def restart(self, name: str, really: bool) -> None:
         if really:
             self.world.restart(name)
+
+    @invariant()
+    def joint_states_occur_in_the_table(self) -> None:
+        if hasattr(self, "world"):
+            assert ALL_JOINT >= {*self.world.joint_states()}
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -142,13 +152,20 @@ PLANS = tuple(
 )  # fmt: skip
 
 
-def chaos(seed: int, steps: int = 160, *, checksum: bool = False, **ledgers: Any) -> World:
+def chaos(
+    seed: int,
+    steps: int = 160,
+    *,
+    checksum: bool = False,
+    kind: type[World] = World,
+    **ledgers: Any,
+) -> World:
     """Perform steps that *seed* draws, then end everything.
 
     Some loads compare their data if *checksum*.
     """
     drawn = random.Random(seed)
-    world = World(drawn.choice(PLANS), **ledgers)
+    world = kind(drawn.choice(PLANS), **ledgers)
     small = lambda: drawn.randrange(51)  # noqa: E731
     play(drawn, steps, (
         (3, lambda: world.admit(
@@ -171,6 +188,7 @@ def chaos(seed: int, steps: int = 160, *, checksum: bool = False, **ledgers: Any
         (4, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
         (0.2, lambda: world.restart(drawn.choice("PD"))),
         (0.5, lambda: world.stop_clock(drawn.choice((2.0, 11.0)))),
+        (0.5, lambda: world.starve(drawn.choice((2.0, 11.0)))),
         *[(9, lambda: world.compare(small(), equal=drawn.random() < 0.7))] * checksum,
     ))  # fmt: skip
     world.end()
@@ -240,6 +258,24 @@ def test_ledgers_keep_their_promises_in_any_order_of_steps() -> None:
     why = {why for world in worlds for r in world.requests for why in r.freed.values()}
     assert {"ready", "failed", "died"} == outcomes
     assert {"done", "expired", "aborted"} == why
+
+
+class JointWorld(World):
+    """A world that records the joint states of its loads and their sources."""
+
+    joint: ClassVar[set[tuple[str, str]]] = set()
+
+    def acted(self, actions: list[Any], name: str, rank: Any) -> None:
+        super().acted(actions, name, rank)
+        self.joint.update(self.joint_states())
+
+
+def test_chaos_reaches_exactly_the_joint_states_of_the_table() -> None:
+    """A pair that is missing in the table would be a load that reads blocks of another request."""
+    JointWorld.joint.clear()
+    for seed in range(60):
+        chaos(seed, kind=JointWorld)
+    assert ALL_JOINT == JointWorld.joint
 
 
 class RecordedTable(dict[Any, Any]):

@@ -69,6 +69,22 @@ def test_request_is_freed_after_its_last_reader() -> None:
     assert (0, None) == (len(ledger.records), ledger.due)
 
 
+def test_heartbeat_that_waited_extends_a_lease_that_is_over() -> None:
+    """A producer had no CPU for a lease. Nothing that it does before the heartbeat frees blocks."""
+    ledger, other = held(), Key("cmpl-2", b"8 bytes?")
+    ledger.receive(heartbeat(1), 1.0)
+    assert [] == ledger.admit(other, 12.0)
+    ledger.record_progress(other, [("g", "l")], 1, 12.0)
+    ledger.abort(other, 12.0)
+    ledger.receive(heartbeat(1, key=Key("unknown", b"8 bytes!")), 12.0)
+    assert ["lease"] == kinds(ledger.receive(heartbeat(2), 12.0))
+    assert {} == ledger.freed
+    ledger.tick(21.0)
+    assert KEY in ledger.held
+    ledger.tick(22.0)
+    assert {KEY.remote_id: "expired"} == ledger.freed
+
+
 def test_repeated_heartbeat_extends_no_lease() -> None:
     """A recorded heartbeat of a dead reader is refused, so the lease ends when it must."""
     ledger = held()

@@ -7,7 +7,7 @@ ends breaks a `Promise`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -405,6 +405,12 @@ class World(TwoEngines[bytes]):
             for rank, ledger in list(ledgers.items()):
                 self.acted(ledger.tick(now), name, rank)
 
+    def starve(self, seconds: float) -> None:
+        """Advance the time while the producer has no CPU. Its messages wait meanwhile."""
+        self.now += seconds
+        for rank, ledger in self.consumers.items():
+            self.acted(ledger.tick(self.reader_now), "D", rank)
+
     @property
     def reader_now(self) -> float:
         """The time of the consumer's clock."""
@@ -417,6 +423,22 @@ class World(TwoEngines[bytes]):
             if not load.closed
             else None
         )
+
+    def place(self, request: Request, rank: Rank) -> str:
+        """Return where a request is on a producer rank, in the words of `JOINT`."""
+        if rank in request.freed:
+            return "read" if request.freed[rank] == "done" else "expired"
+        if rank not in request.promised:
+            return "new"
+        return self.producers[rank].records[request.key].state
+
+    def joint_states(self) -> Iterator[tuple[str, str]]:
+        """Yield the state of each first load, with the place of its request on each source."""
+        for load in self.loads:
+            if not (load.closed or load.reread or load.request.lost):
+                for source, ends in load.load_plan.sources.items():
+                    if ends:
+                        yield self.state(load) or "", self.place(load.request, source)
 
     def acted(self, actions: list[Any], name: str, rank: Rank) -> None:
         """Execute the actions of a ledger, and compare them with the truth."""
