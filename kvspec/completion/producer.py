@@ -83,7 +83,6 @@ from kvspec.wire.messages import (
     Gone,
     Heartbeat,
     Key,
-    LayerProgress,
     Lease,
     Message,
     RankAddress,
@@ -92,11 +91,10 @@ from kvspec.wire.messages import (
     Valid,
 )
 
-Place = tuple[str, str]
 # Incarnations of engines that may read one request. The limit bounds the memory.
 MAX_INCARNATIONS = 16
 # Readers to keep of one request, and of all requests, if their engines are not connected. Each
-# takes about 1 KiB, and each progress of a layer is sent to all readers of the request.
+# takes about 1 KiB.
 MAX_KEPT_READERS, MAX_ALL_READERS = 1 << 12, 1 << 16
 # Readers of freed requests to remember, so that their last message can be answered again. They must
 # not count as above: a busy producer frees more requests in a lease, and would refuse new readers.
@@ -141,7 +139,6 @@ class HeldRequest(Record, eq=False):
         incarnations: Incarnations of reading engines, by name and epoch.
         readers: The readers that have come.
         early: Last message of each reader that came before the request was admitted.
-        progress: Written tokens by group and layer.
         blocks: Block tables by group, if the engine passed them and the request is held.
         checksums: Checksums of its contents that were computed.
     """
@@ -154,7 +151,6 @@ class HeldRequest(Record, eq=False):
     incarnations: dict[tuple[str, int], Incarnation] = msgspec.field(default_factory=dict)
     readers: dict[RankAddress, HeldReader] = msgspec.field(default_factory=dict)
     early: dict[RankAddress, ReaderStatus] = msgspec.field(default_factory=dict)
-    progress: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
     blocks: Mapping[str, BlockTable] = msgspec.field(default_factory=dict)
     checksums: dict[Extent, bytes] = msgspec.field(default_factory=dict)
 
@@ -180,10 +176,6 @@ class HeldRequest(Record, eq=False):
             return False
         engines = self.incarnations.values()
         return all(each.come == each.expected and each.reading == 0 for each in engines)
-
-    def reading(self) -> list[ReaderStatus]:
-        """Return the last message of each reader that is not done."""
-        return [reader.message for reader in self.readers.values() if not reader.done]
 
     def repeats(self, message: ReaderStatus) -> bool:
         """Return whether *message* is a `done` that was answered before.
@@ -316,34 +308,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return actions
 
     @recorded
-    def record_progress(
-        self, key: Key, places: Iterable[Place], upto: int, now: float
-    ) -> list[HoldAction]:
-        """Record that layers are written up to position *upto*. Return messages for the readers.
-
-        Args:
-            key: A held request.
-            places: Groups and layers.
-            upto: The position behind the last written token.
-            now: Time in seconds.
-
-        Raises:
-            SpecError: If the request is not held, or *upto* is less than before for a layer.
-        """
-        self._set_time(now)
-        request, written = self.find(key), list(places)
-        if request is None:
-            raise SpecError("remote_id", key.remote_id, "a request that is held")
-        for group, layer in written:
-            if upto < (before := request.progress.get((group, layer), 0)):
-                raise SpecError("upto", upto, f"at least {before}, the progress of {layer}")
-        readers, actions = request.reading(), list[HoldAction]()
-        for place in written:
-            request.progress[place] = upto
-            actions += [_progress(reader, place, upto) for reader in readers]
-        return actions
-
-    @recorded
     def abort(self, key: Key, now: float) -> list[HoldAction]:
         """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
         self._set_time(now)
@@ -461,11 +425,10 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return actions + self._complete(request)
 
     def _lease(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
-        """Extend the lease, and inform the reader of it and of the progress."""
+        """Extend the lease, and inform the reader of it."""
         self._note(request, message, Lease)
         request.expires = max(request.expires, min(self._now + self.lease, request.latest))
-        progress = [_progress(message, at, upto) for at, upto in request.progress.items()]
-        return [Tell(message.answer(Lease, lease=request.expires - self._now)), *progress]
+        return [Tell(message.answer(Lease, lease=request.expires - self._now))]
 
     def _valid(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         self._note(request, message, Valid)
@@ -516,9 +479,3 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         "repeat": _repeat,
         "free": _free,
     }
-
-
-def _progress(reader: ReaderStatus, place: Place, upto: int) -> Tell:
-    """Return the message to a reader that a layer is written up to a position."""
-    group, layer = place
-    return Tell(reader.answer(LayerProgress, group=group, layer=layer, upto=upto))

@@ -72,7 +72,7 @@ from kvspec.wire.codec import (
     sender_of,
 )
 from kvspec.wire.handshake import MAX_NAME, Handshake, is_name
-from kvspec.wire.messages import LayerProgress, Message, RankAddress, ReaderStatus
+from kvspec.wire.messages import Message, RankAddress, ReaderStatus
 from kvspec.wire.packing import Seconds, WireStruct, decoder_of, pack, unpack
 from kvspec.wire.seal import Secret
 from kvspec.wire.versions import OLDEST, OWN, RANGED, VERSION, Versions
@@ -319,13 +319,12 @@ class Messages:
     def send(self, message: Message) -> None:
         """Send *message* to its receiver at the next `flush`.
 
-        A later heartbeat or `done` of a load replaces an unsent one, and so does a later progress
-        of a layer. So a session that is not polled keeps few messages.
+        A later heartbeat or `done` of a load replaces an unsent one. So a session that is not
+        polled keeps few messages.
         """
         name: object = object()
-        if isinstance(message, ReaderStatus | LayerProgress):
-            place = (message.group, message.layer) if isinstance(message, LayerProgress) else ()
-            name = message.to, message.key, place
+        if isinstance(message, ReaderStatus):
+            name = message.to, message.key
             self.unsent.pop(name, None)
         self.unsent[name] = message
 

@@ -1,6 +1,6 @@
 """Law 12: each request is freed once, after its last reader, and no failed load becomes readable.
 
-It holds for any plan and any order of messages, heartbeats, aborts, restarts and frontiers.
+It holds for any plan and any order of messages, heartbeats, aborts, and restarts.
 Messages may be lost, repeated, early, late, forged and reordered. Broken ledgers break a `Promise`.
 """
 
@@ -42,10 +42,9 @@ class Machine(RuleBasedStateMachine):
     def begin(self, pair: Any, replica_policy: Any) -> None:
         self.world = World(kvspec.plan_transfer(*pair, replica_policy=replica_policy))
 
-    @rule(moved=st.integers(0, 7), partial=st.booleans(),
-          old=st.integers(0, 2))  # fmt: skip
-    def admit(self, moved: int, partial: bool, old: int) -> None:
-        self.world.admit(moved, partial=partial, old=old)
+    @rule(moved=st.integers(0, 7), old=st.integers(0, 2))
+    def admit(self, moved: int, old: int) -> None:
+        self.world.admit(moved, old=old)
 
     @rule(at=AT)
     def admit_rank(self, at: int) -> None:
@@ -60,9 +59,9 @@ class Machine(RuleBasedStateMachine):
     def connect_rank(self, at: int) -> None:
         self.world.connect_rank(at)
 
-    @rule(at=AT, upto=st.sampled_from((6, 6, 2, 3)))
-    def start(self, at: int, upto: int) -> None:
-        self.world.start(at, upto)
+    @rule(at=AT)
+    def start(self, at: int) -> None:
+        self.world.start(at)
 
     @rule(at=AT, how=st.sampled_from(ENDS))
     def finish(self, at: int, how: str) -> None:
@@ -71,10 +70,6 @@ class Machine(RuleBasedStateMachine):
     @rule(at=AT, equal=st.sampled_from((True, True, False)))
     def compare(self, at: int, equal: bool) -> None:
         self.world.compare(at, equal=equal)
-
-    @rule(at=AT, upto=st.integers(1, 6))
-    def record_progress(self, at: int, upto: int) -> None:
-        self.world.record_progress(at, upto)
 
     @rule(at=AT, twice=st.booleans())
     def deliver(self, at: int, twice: bool) -> None:
@@ -168,17 +163,14 @@ def chaos(
     world = kind(drawn.choice(PLANS), **ledgers)
     small = lambda: drawn.randrange(51)  # noqa: E731
     play(drawn, steps, (
-        (3, lambda: world.admit(
-            drawn.randrange(4), partial=drawn.random() < 0.2,
-            old=drawn.randrange(2))),
+        (3, lambda: world.admit(drawn.randrange(4), old=drawn.randrange(2))),
         (8, lambda: world.admit_rank(small())),
         (9, lambda: world.expect_rank(
             small(), rejected=drawn.random() < 0.1,
             connecting=drawn.random() < 0.2, checksum=checksum and drawn.random() < 0.5)),
         (4, lambda: world.connect_rank(small())),
-        (25, lambda: world.start(small(), drawn.choice((6, 6, 3)))),
+        (25, lambda: world.start(small())),
         (25, lambda: world.finish(small(), drawn.choice(ENDS * 2 + ("done",) * 8))),
-        (3, lambda: world.record_progress(small(), drawn.randrange(1, 7))),
         (30, lambda: world.deliver(small(), twice=drawn.random() < 0.2)),
         (1, lambda: world.lose(small())),
         (3, lambda: world.forge(small(), drawn.choice(FORGED))),
@@ -199,11 +191,11 @@ def reading(drawn: random.Random, **ledgers: Any) -> tuple[World, list[Callable[
     """Return a world with three requests, and the steps of reading them."""
     world = World(drawn.choice(PLANS), **ledgers)
     for number in range(3):
-        world.admit(drawn.randrange(4), partial=False, old=number)
+        world.admit(drawn.randrange(4), old=number)
     return world, [
         lambda: world.admit_rank(drawn.randrange(9)),
         lambda: world.expect_rank(drawn.randrange(9), rejected=False),
-        lambda: world.start(drawn.randrange(50), 6),
+        lambda: world.start(drawn.randrange(50)),
         lambda: world.finish(drawn.randrange(50), "done"),
         lambda: world.deliver(drawn.randrange(50)),
     ]
