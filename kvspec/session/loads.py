@@ -367,10 +367,15 @@ class Loads:
         if self.remotes.crowded:
             self.remotes.evict(self._used)
         end = time.monotonic() + POLL_TURN
-        small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for name, load in list(self.loads.items()):
             if load.audit is not None and self.ledger.uncompared(name):
                 self._compare(load, load.audit, end)
+        self._poll_reads(end)
+
+    def _poll_reads(self, end: float) -> None:
+        """Poll the small reads until *end*, and then large ones. See `QUIET`."""
+        small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
+        for load in self.loads.values():
             for step, flight in load.in_flight.items():
                 (large if len(flight.batches) > 1 else small).append((load, step))
         self._small = self._poll(small, self._small, end)
@@ -495,45 +500,52 @@ class Loads:
         if load is None:
             return
         if isinstance(action, Failed):
-            where = ""
-            if load.connection is not None and not load.connected:
-                where = f", at {', '.join(load.connection.addresses)}"
-            load.fail(action.rank, action.why + where, action.state)
-            # The whole message names layers and heads, which are too many for a line of a log.
-            line = f"load {name} from {load.engine_id} failed ({action.state}): {action.why}{where}"
-            log.info("%s", textwrap.shorten(line, MAX_LINE, placeholder="..."))
-            # A load of a ticket that has failed decides whether the next one connects its producer
-            # again, which may wait behind other producers for half a minute:
-            #
-            #   state                         again  because
-            #   peer_lost, stale_peer         yes    the producer has ended, or was restarted
-            #   timeout                       yes    it may have restarted at the same addresses
-            #   gone                          no     it answered, or was disconnected on purpose
-            #   stopped, differs, uncompared  no     it answered, or this rank gave the load up
-            #   refused, busy                 no     the request is wrong or early
-            #   closed, and all others        no     the fault is in this rank
-            #
-            # A load that fails before the producer is connected decides nothing. The attempt to
-            # connect goes on, and the next load waits for it too.
-            if load.connection is not None and load.connected:
-                load.connection.lost |= action.state in (*LOST, TransferState.TIMEOUT)
-            if load.audit is not None:
-                load.audit.cancel()
-            for read in load.in_flight.values():
-                with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-                    read.stop("its load has failed", TransferState.STOPPED)
+            self._fail(load, action)
         elif isinstance(action, Ended) and load.state == "moving":
-            self._locks.release(name)
-            if action.state == "done":
-                load.seconds = self.now() - load.began
-                self.messages.counters.count_done(load.seconds)
-                load.state = "done"
-            else:
-                state = TransferState.STOPPED if load.error is None else load.error.state
-                self.messages.counters.count_failed(state)
-                load.state = "failed"
+            self._finish(load, done=action.state == "done")
         elif isinstance(action, Closed):
             self.loads.pop(name, None)
+
+    def _fail(self, load: Load, failed: Failed) -> None:
+        """Store and log the error of a load, and stop its reads. Bytes may still move."""
+        why = failed.why
+        if load.connection is not None and not load.connected:
+            why += f", at {', '.join(load.connection.addresses)}"
+        load.fail(failed.rank, why, failed.state)
+        # The whole message names layers and heads, which are too many for a line of a log.
+        line = f"load {failed.request_id} from {load.engine_id} failed ({failed.state}): {why}"
+        log.info("%s", textwrap.shorten(line, MAX_LINE, placeholder="..."))
+        # A load of a ticket that has failed decides whether the next one connects its producer
+        # again, which may wait behind other producers for half a minute:
+        #
+        #   state                         again  because
+        #   peer_lost, stale_peer         yes    the producer has ended, or was restarted
+        #   timeout                       yes    it may have restarted at the same addresses
+        #   gone                          no     it answered, or was disconnected on purpose
+        #   stopped, differs, uncompared  no     it answered, or this rank gave the load up
+        #   refused, busy                 no     the request is wrong or early
+        #   closed, and all others        no     the fault is in this rank
+        #
+        # A load that fails before the producer is connected decides nothing. The attempt to
+        # connect goes on, and the next load waits for it too.
+        if load.connection is not None and load.connected:
+            load.connection.lost |= failed.state in (*LOST, TransferState.TIMEOUT)
+        if load.audit is not None:
+            load.audit.cancel()
+        for read in load.in_flight.values():
+            with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                read.stop("its load has failed", TransferState.STOPPED)
+
+    def _finish(self, load: Load, *, done: bool) -> None:
+        """Free the blocks of a load that is done or has failed, and count it."""
+        self._locks.release(load.request.request_id)
+        if done:
+            load.seconds = self.now() - load.began
+            self.messages.counters.count_done(load.seconds)
+        else:
+            fault = TransferState.STOPPED if load.error is None else load.error.state
+            self.messages.counters.count_failed(fault)
+        load.state = "done" if done else "failed"  # Last: the caller may see it at once.
 
 
 def _reason(error: Exception, otherwise: TransferState) -> tuple[str, TransferState]:

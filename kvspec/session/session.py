@@ -378,19 +378,6 @@ class Session:
             result = self._loads.prepared(waiting.load, remote)
 
     @closes_if_interrupted
-    def cancel(self, remote_id: str) -> None:
-        """Cancel the loads of a request, as `Load.cancel` does. Without such loads, do nothing.
-
-        Raises:
-            SpecError: If *remote_id* is not from `new_remote_id`.
-        """
-        key = key_of(remote_id)
-        with self._lock.held, self._lock:
-            for load in [load for load in self._loads.loads.values() if load.key == key]:
-                self._loads.cancel(load)
-            self._wake()
-
-    @closes_if_interrupted
     def decline(
         self,
         remote_id: str | None = None,

@@ -74,25 +74,6 @@ def test_cancelled_load_fails_and_frees_the_request(pair: tuple[Side, Side]) -> 
     assert ["r"] * 4 == freed(4, producer, consumer)
 
 
-def test_loads_can_be_cancelled_by_the_remote_id(pair: tuple[Side, Side]) -> None:
-    """A load of another request goes on. An unknown id changes nothing."""
-    producer, consumer = pair
-    first, other = new_remote_id("r"), new_remote_id("other")
-    producer.hold(first)
-    blocks = {"full": [7], "window": [7]}
-    cancelled = consumer.load(request(), first)
-    goes_on = consumer.load(request("other", 4, consumer_blocks=blocks), other)  # Not held yet.
-    for session in consumer.sessions.values():
-        session.cancel(new_remote_id("unknown"))
-        session.cancel(first)
-        with pytest.raises(SpecError):
-            session.cancel("r")
-    assert ["failed"] * 2 == ended(cancelled, *pair)
-    assert {"moving"} == {load.poll() for load in goes_on}
-    for session in consumer.sessions.values():
-        session.cancel(first)
-
-
 def test_load_of_a_closed_rank_fails_although_its_bytes_have_arrived(
     pair: tuple[Side, Side],
 ) -> None:
