@@ -66,7 +66,6 @@ import attrs
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
-from kvspec.descriptors.tiles import Positions
 from kvspec.errors import Mismatch, MismatchError, SpecError, TransferError, TransferState
 from kvspec.inputs import sequence
 from kvspec.nixl import NixlRank
@@ -90,13 +89,11 @@ class Lane:
         table: The table of the rows.
         producer: The list of the producer's rows.
         consumer: The list of the consumer's rows.
-        layers: Lanes of single layers, created when they are first needed.
     """
 
     table: DescriptorTable
     producer: Prepared
     consumer: Prepared
-    layers: dict[str, Lane] = attrs.field(factory=dict)
 
     @staticmethod
     def open(nixl: NixlRank, table: DescriptorTable, agent: str, role: Role) -> Lane:
@@ -118,29 +115,14 @@ class Lane:
                 local.release()
             raise
 
-    def of_layer(self, nixl: NixlRank, layer: str) -> Lane:
-        """Return the lane of one layer alone."""
-        if layer not in self.layers:
-            whole = self.table
-            caches = whole.producer, whole.consumer
-            table = build_table(whole.plan, *caches, layers=[layer], dead_tokens=whole.dead_tokens)
-            role: Role = "producer" if self.consumer.peer is None else "consumer"
-            agent = self.producer.peer or self.consumer.peer or ""
-            self.layers[layer] = Lane.open(nixl, table, agent, role)
-        return self.layers[layer]
-
     def release(self) -> None:
-        """Release all lists."""
-        for lane in (*self.layers.values(), self):
-            lane.producer.release()
-            lane.consumer.release()
+        """Release both lists."""
+        self.producer.release()
+        self.consumer.release()
 
-    def sides(self, request: TransferRequest, tokens: Positions | None = None) -> Sides:
-        """Return what *request* moves, local and remote: all of it, or the *tokens* of one step.
-
-        Raises as `DescriptorTable.select` does.
-        """
-        selection = self.table.select(request, tokens=tokens)
+    def sides(self, request: TransferRequest) -> Sides:
+        """Return what *request* moves, local and remote. Raises as `DescriptorTable.select`."""
+        selection = self.table.select(request)
         if self.consumer.peer is None:
             return self.consumer, selection, self.producer, None
         return self.producer, selection, self.consumer, None
@@ -183,14 +165,6 @@ class RemoteEngine:
     def same(self, other: RemoteEngine) -> bool:
         """Whether *other* has the same introductions, and is not lost."""
         return self.ranks == other.ranks and not other.lost
-
-    def sides(self, request: TransferRequest, ranks: Iterable[RankId]) -> dict[RankId, Sides]:
-        """Return what *request* moves between this rank and each of *ranks*, if it moves anything.
-
-        Raises as `DescriptorTable.select` does.
-        """
-        every = {rank: self.lanes[rank].sides(request) for rank in ranks}
-        return {rank: sides for rank, sides in every.items() if len(sides[1])}
 
     def leave(self, nixl: NixlRank, keep: Iterable[str] = ()) -> None:
         """Disconnect all agents except those to *keep*, and release the lanes.
