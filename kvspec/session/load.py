@@ -42,11 +42,12 @@ How it works:
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,8 @@ LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected again."""
 VOID = "compute its `undefined_blocks`, or load the request again"
+LAST_SLEEP = 1e-2
+"""Longest sleep of an awaiting task between polls. It exceeds that of `wait`: tasks may be many."""
 
 
 class Load:
@@ -120,6 +123,21 @@ class Load:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request.request_id!r}: {self.state}>"
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        """Wait in an event loop until the state is "done". Return this object.
+
+        The task polls the session and sleeps in turns, so no thread is needed. Cancelling the task
+        does not cancel the load: call `cancel` for that. Raises as `wait`.
+        """
+        return self._ended().__await__()
+
+    async def _ended(self) -> Self:
+        rest = FIRST_WAIT
+        while not self.wait(0.0):
+            await asyncio.sleep(rest)
+            rest = min(2 * rest, LAST_SLEEP)
+        return self
 
     def poll(self) -> LoadState:
         """Make progress on the whole session, and return the state.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -453,6 +454,32 @@ def test_load_of_a_ticket_connects_its_producer(sides: tuple[Side, Side]) -> Non
     assert ["declined", "declined", "read", "read"] == freed(4, producer)
 
 
+def test_load_can_be_awaited(sides: tuple[Side, Side]) -> None:
+    """Several tasks wait in one event loop. Cancelling a task does not cancel its load."""
+    producer, consumer = sides
+    ticket, never = ticket_of(producer, "read"), held(tables=BLOCKS)
+    producer.fill(ASKED)
+    consumer.spoil(ASKED)
+
+    async def both() -> list[Load]:
+        loads = begin(consumer, ticket)
+        for waiting in begin(
+            consumer,
+            never,
+            request("never", consumer_blocks={"full": [5, 6, 7, 0], "window": [5, 6, 7, 0]}),
+        ):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(waiting, 0.05)
+            assert ("moving", None) == (waiting.state, waiting.error)
+            waiting.cancel()
+            with pytest.raises(TransferError):
+                await waiting
+        return list(await asyncio.gather(*loads))
+
+    assert ["done", "done"] == [load.state for load in asyncio.run(both())]
+    assert [] == consumer.wrong(ASKED)
+
+
 @pytest.mark.usefixtures("quick")
 def test_producer_that_is_absent_fails_only_its_own_loads(sides: tuple[Side, Side]) -> None:
     """A producer that aborts a request stays connected."""
@@ -767,6 +794,13 @@ def test_wait_raises_when_the_session_is_closed() -> None:
         session.close(drain=0.0)
         waiter.join(5.0)
         assert ["closed"] == [error.state for error in errors]
+
+        async def awaited() -> None:
+            await load
+
+        with pytest.raises(TransferError) as caught:
+            asyncio.run(awaited())
+        assert "closed" == caught.value.state
         land(net)
 
 
