@@ -119,6 +119,8 @@ class Load:
         self.began = self.deadline = 0.0
         self.seconds = 0.0  # From the start to the end of a load that is done.
         self.written = False  # Whether any byte may have been written.
+        self.nbytes = 0  # Bytes to read.
+        self.bytes_moved = 0  # By reads that have ended.
         self._lock, self._step, self._closed, self._cancel = lock, step, closed, cancel
 
     def __repr__(self) -> str:
@@ -227,6 +229,17 @@ class Load:
     def moves(self) -> bool:
         """Whether data of this load is still to come: it is connected, and has not failed."""
         return self.connected and self.state == "moving" and self.error is None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that have arrived, and bytes in all. (0, 0) until the producer is connected."""
+        moved = self.bytes_moved + sum(
+            # Batches have about the same size.
+            read.nbytes * (read.handles - read.live_handles) // len(read.batches)
+            for read in tuple(self.in_flight.values())
+            if read.handles
+        )
+        return min(moved, self.nbytes), self.nbytes
 
     @property
     def _touched(self) -> bool:

@@ -451,6 +451,7 @@ def test_load_of_a_ticket_connects_its_producer(sides: tuple[Side, Side]) -> Non
     until(lambda: all(load.poll() == "done" for load in loads), producer)
     assert [None, None] == [load.error for load in loads]
     assert [] == consumer.wrong(ASKED)
+    assert all(load.progress[0] == load.progress[1] > 0 for load in loads)
     assert ["declined", "declined", "read", "read"] == freed(4, producer)
 
 
@@ -488,7 +489,7 @@ def test_producer_that_is_absent_fails_only_its_own_loads(sides: tuple[Side, Sid
     one = consumer.first
     one.decline(ticket=nobody)
     first = one.load(of("first"), ticket=nobody, timeout=9.0)
-    assert ("moving", {}) == (first.poll(), first.undefined_blocks)
+    assert ("moving", (0, 0), {}) == (first.poll(), first.progress, first.undefined_blocks)
     assert [] == first.unwritten_ranges.tolist()
     until(lambda: first.poll() == "failed")
     assert "no introduction from 127.0.0.1:9" in str(first.error)
