@@ -42,11 +42,12 @@ How it works:
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,8 @@ LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected again."""
 VOID = "compute its `undefined_blocks`, or load the request again"
+LAST_SLEEP = 1e-2
+"""Longest sleep of an awaiting task between polls. It exceeds that of `wait`: tasks may be many."""
 
 
 class Load:
@@ -116,10 +119,27 @@ class Load:
         self.began = self.deadline = 0.0
         self.seconds = 0.0  # From the start to the end of a load that is done.
         self.written = False  # Whether any byte may have been written.
+        self.nbytes = 0  # Bytes to read.
+        self.bytes_moved = 0  # By reads that have ended.
         self._lock, self._step, self._closed, self._cancel = lock, step, closed, cancel
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request.request_id!r}: {self.state}>"
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        """Wait in an event loop until the state is "done". Return this object.
+
+        The task polls the session and sleeps in turns, so no thread is needed. Cancelling the task
+        does not cancel the load: call `cancel` for that. Raises as `wait`.
+        """
+        return self._ended().__await__()
+
+    async def _ended(self) -> Self:
+        rest = FIRST_WAIT
+        while not self.wait(0.0):
+            await asyncio.sleep(rest)
+            rest = min(2 * rest, LAST_SLEEP)
+        return self
 
     def poll(self) -> LoadState:
         """Make progress on the whole session, and return the state.
@@ -209,6 +229,17 @@ class Load:
     def moves(self) -> bool:
         """Whether data of this load is still to come: it is connected, and has not failed."""
         return self.connected and self.state == "moving" and self.error is None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that have arrived, and bytes in all. (0, 0) until the producer is connected."""
+        moved = self.bytes_moved + sum(
+            # Batches have about the same size.
+            read.nbytes * (read.handles - read.live_handles) // len(read.batches)
+            for read in tuple(self.in_flight.values())
+            if read.handles
+        )
+        return min(moved, self.nbytes), self.nbytes
 
     @property
     def _touched(self) -> bool:

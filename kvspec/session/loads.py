@@ -218,6 +218,7 @@ class Loads:
         self.ledger.assign(load.plan)
         left = max(load.deadline - self.now(), 1e-3)
         reads = self.nixl.move("READ", prepared.reads, request=name, timeout=left)
+        load.nbytes = sum(read.nbytes for read in reads.values())
         load.in_flight |= {self.ledger.start(name, rank): read for rank, read in reads.items()}
         if self.select is None:  # Otherwise a thread polls soon.
             for read in reads.values():
@@ -453,6 +454,7 @@ class Loads:
         try:
             if transfer.poll(max(0.0, end - time.monotonic())) == "PROC":
                 return
+            load.bytes_moved += transfer.nbytes
             self.messages.counters.bytes_read += transfer.nbytes
             self.messages.counters.descriptors_read += transfer.descriptors
         except TransferError as error:

@@ -506,7 +506,10 @@ class Messages:
             _keep(self._doubtful, message.by, route, MAX_ROUTES)
 
     def _refuse(self, route: str, error: WireError) -> None:
-        """Record why a message is refused, and disconnect its sender."""
+        """Record why a message is refused, and disconnect its sender.
+
+        An older release stays connected if it sends a past kind, such as the progress of a prompt.
+        """
         self.note(str(error))
         LOG.debug("refused a message from %s: %s", route, error)
         if error.path == "version":
@@ -518,7 +521,8 @@ class Messages:
         if chosen and route not in self._warned:
             self._warned.add(route)
             LOG.warning("%s sends messages that are refused: %s", route, error)
-        self._reject(route)
+        if error.path != "message.kind":
+            self._reject(route)
 
     def _challenge(self, route: str, body: bytes) -> None:
         """Answer a question with a challenge, unless one was sent just now.

@@ -14,8 +14,8 @@ How it works:
         everything else    itself
 
     Versions 10 and 11 are written and read too. Their messages have the number of an attempt, which
-    is always 0 here. Messages of version 10 have no start, and its handshakes have neither `start`
-    nor `versions`.
+    is always 0 here. The kinds in `PAST_KINDS` are refused by name. Messages of version 10 have no
+    start, and its handshakes have neither `start` nor `versions`.
 
     A cache has thousands of regions, and nearly all their attributes are equal. zlib shortens them
     to a few bytes each. `RankCache` checks the regions.
@@ -49,6 +49,8 @@ _MAGIC = b"kvspec-handshake\n"
 _MESSAGE = b"kvspec-message\n"
 _VERSION = 2  # Bytes of the version.
 _ATTEMPT = 4  # Place of the attempt in the array of a message before `ATTEMPTLESS`.
+PAST_KINDS = ("progress", "pushed", "stop", "stopped")
+"""Kinds of messages that only versions before `ATTEMPTLESS` have."""
 _SAME = ("library", "engine_id", "epoch", "model", "revision", "transport")
 """Fields that are equal in a `Handshake` and in its `HandshakeFields`."""
 
@@ -197,9 +199,7 @@ def decode_message(data: bytes) -> AnyMessage:
     if len(data) > MAX_MESSAGE:
         raise WireError("message", f"{len(data)} bytes", f"at most {MAX_MESSAGE}")
     body = body[START:] if version >= RANGED else body
-    message = unpack(
-        "message", _MESSAGES, _without_attempt(body) if version < ATTEMPTLESS else body
-    )
+    message = unpack("message", _MESSAGES, _upgraded(body) if version < ATTEMPTLESS else body)
     for side in ("by", "to"):
         rank = getattr(message, side).rank
         places = rank.pp, rank.pcp, rank.tp
@@ -208,13 +208,15 @@ def decode_message(data: bytes) -> AnyMessage:
     return message
 
 
-def _without_attempt(body: bytes) -> bytes:
+def _upgraded(body: bytes) -> bytes:
     """Return the array of an older message as the newest version writes it.
 
     Raises:
-        WireError: If the body is not an array, or its attempt is not 0.
+        WireError: If the body is not an array, the kind is past, or the attempt is not 0.
     """
     fields = unpack("message", _ARRAYS, body)
+    if fields and fields[0] in PAST_KINDS:
+        raise WireError("message.kind", fields[0], f"a kind of version {VERSION}")
     if len(fields) > _ATTEMPT and (attempt := fields.pop(_ATTEMPT)) != 0:
         raise WireError("message.attempt", repr(attempt)[:MAX_TEXT], "0, the only attempt")
     return pack(fields)

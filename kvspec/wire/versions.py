@@ -19,7 +19,7 @@ VERSION = 12
 OLDEST = 10
 """The oldest version that this package reads and writes."""
 ATTEMPTLESS = 12
-"""The first version without attempts and pushes. Older messages number an attempt."""
+"""The first version without attempts, pushes and progress. Older messages number an attempt."""
 RANGED = 11
 """The first version in which a session states its versions. Older sessions state none."""
 START = 16

@@ -97,3 +97,39 @@ def test_request_moves_between_two_releases(older: Path, producer: str, consumer
         assert [] == told(d, refused=True)
         common = min(versions, own)
         assert {common} == {told(p, spoken=True), told(d, spoken=True)}
+
+
+@contextmanager
+def two(
+    older: Path, producer: str, consumer: str
+) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    """Yield a producer and a connected consumer."""
+    packages = {"older": older, "this": ROOT}
+    with process(packages[producer], "P") as p, process(packages[consumer], "D") as d:
+        address, _ = told(p)
+        told(d)
+        told(d, connect=address)
+        yield p, d
+
+
+def test_older_consumer_that_follows_fails_at_its_time_limit(older: Path) -> None:
+    """It reads nothing, since no producer of this release sends progress. Others load as before."""
+    with two(older, "this", "older") as (p, d):
+        before = told(d, digest=True)
+        assert ["failed", "timeout"] == told(d, follow=told(p, hold="r", seed=1))
+        assert before == told(d, digest=True)
+        remote_id = told(p, hold="s", seed=2)
+        assert ["done", told(p, digest=True)] == told(d, load=remote_id)
+        assert 2 == told(p, settled=2)
+        assert [] == told(p, refused=True)
+
+
+def test_progress_of_an_older_producer_is_refused_by_name(older: Path) -> None:
+    """Its answers arrive all the same, so the load is done."""
+    with two(older, "older", "this") as (p, d):
+        remote_id = told(p, hold="r", seed=1, progress=True)
+        assert ["done", told(p, digest=True)] == told(d, load=remote_id)
+        assert 1 == told(p, settled=1)
+        refused = told(d, refused=True)
+        assert refused
+        assert all("'progress'" in line for line in refused)

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from two_engines import Direct, Side, engine, request, start_of
+from two_engines import Direct, Side, ended, engine, request, start_of
 
 import kvspec
 from kvspec.session import TcpChannel, new_remote_id
@@ -27,11 +28,12 @@ from kvspec.wire.messages import (
     Message,
     RankAddress,
     ReaderStatus,
+    Valid,
     key_of,
 )
 from kvspec.wire.packing import pack
 from kvspec.wire.seal import Secret
-from kvspec.wire.versions import NO_START, OWN, VERSION
+from kvspec.wire.versions import NO_START, OWN, START, VERSION
 
 REMOTE_ID = new_remote_id("r")
 ASK = pack(OWN)
@@ -421,6 +423,48 @@ def test_peer_that_was_chosen_is_warned_of_once(caplog: pytest.LogCaptureFixture
         session.disconnect("P")
     names = [(each.levelname, each.message.partition(" ")[0]) for each in caplog.records]
     assert [("INFO", "connected"), ("WARNING", "P"), ("INFO", "disconnected")] == names
+
+
+class Rejecting(Direct):
+    """A channel that records the routes that its session rejects."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.rejected: list[str] = []
+
+    def reject(self, route: str) -> None:
+        """Record the route."""
+        self.rejected.append(route)
+
+
+def test_progress_of_an_older_producer_is_refused_by_name_and_it_stays_connected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The producer sends it beside its answers, which must arrive."""
+    with (
+        FakeNixl(),
+        Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
+        Side("D", engine(1), polled=True, channel=(channel := Rejecting("D"))) as consumer,
+    ):
+        consumer.connect(producer)
+        producer.hold(REMOTE_ID)
+        (load,) = consumer.load(request(), REMOTE_ID)
+        own, me = producer.first, consumer.first.me
+        data = encode_message(Valid(key_of(REMOTE_ID), own.me, me), start_of(own), 11)
+        head = len(HEAD) + START
+        kind, *fields = msgspec.msgpack.decode(data[head:])
+        progress = msgspec.msgpack.encode(["progress", *fields, "full", "l.0", 14])
+        sealed = own.nixl.secret.seal(MESSAGE, data[:head] + progress)
+        channel.arrived += [("P", sealed)] * 3
+        assert ["done"] == ended([load], producer, consumer)
+        foreign = consumer.first.settled().foreign
+        assert [True] * 3 == ["'progress'" in line for line in foreign]
+        assert [] == channel.rejected
+        channel.arrived.append(("P", sealed[:-1]))
+        consumer.poll()
+        assert ["P"] == channel.rejected
+    assert "valid" == kind
+    assert 1 == sum("progress" in record.message for record in caplog.records)
 
 
 def test_routes_of_latest_senders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

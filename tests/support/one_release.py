@@ -80,7 +80,16 @@ def main(name: str) -> None:  # noqa: C901 - one branch for each command
                 blocks[:] = np.random.default_rng(command["seed"]).integers(0, 256, blocks.shape)
                 remote_id = new_remote_id(command["hold"])
                 session.hold(remote_id, blocks={"full": kvspec.BlockTable(TABLES["full"])})
+                if command.get("progress"):
+                    session.record_progress(remote_id, 12)  # Releases before version 12 alone.
                 answer(remote_id)
+            elif "follow" in command:
+                remote_id = command["follow"]
+                follows: dict[str, Any] = {"follow": True}
+                load = session.load(request(remote_id), remote_id=remote_id, timeout=2.0, **follows)
+                while load.poll() == "moving":
+                    time.sleep(0.01)
+                answer([load.state, load.error and load.error.state])
             elif "digest" in command:
                 answer(digest())
             elif "load" in command:

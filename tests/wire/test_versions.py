@@ -12,6 +12,7 @@ from shakes import closed, opened
 
 import kvspec
 from kvspec.wire.codec import (
+    PAST_KINDS,
     decode_handshake,
     decode_message,
     encode_handshake,
@@ -66,9 +67,8 @@ def test_recorded_message_of_an_older_version_decodes_and_encodes_equal(
 
 @pytest.mark.parametrize(
     ("at", "value", "path"),
-    [(0, "stop", "message[0]"), (0, "stopped", "message[0]"),
-     (0, "progress", "message[0]"), (4, 1, "message.attempt"),
-     (4, None, "message.attempt"), (4, "0", "message.attempt")],
+    [*((0, kind, "message.kind") for kind in PAST_KINDS), (0, "shout", "message[0]"),
+     (4, 1, "message.attempt"), (4, None, "message.attempt"), (4, "0", "message.attempt")],
 )  # fmt: skip
 def test_older_message_that_nothing_sends_any_more_is_refused(
     at: int, value: Any, path: str
@@ -80,6 +80,14 @@ def test_older_message_that_nothing_sends_any_more_is_refused(
     fields[at] = value
     wrong = data[:head] + msgspec.msgpack.encode(fields)
     assert path == refusal(lambda: decode_message(wrong), kvspec.WireError).path
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_recorded_progress_of_an_older_version_is_refused_by_name(version: int) -> None:
+    """Producers of earlier releases sent it to each reader."""
+    data = bytes.fromhex(RECORDED[version]["progress"])
+    error = refusal(lambda: decode_message(data), kvspec.WireError)
+    assert ("message.kind", "progress") == (error.path, error.value)
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc0", b"\x90", b"\x81\x90\x90", b"\x91\x81\x80\x01"])
