@@ -374,6 +374,7 @@ class Session:
                 self._wake()
                 return load
 
+    @closes_if_interrupted
     def _start(self, waiting: Waiting) -> None:
         """Begin a load of a ticket. Runs in a thread of its own."""
         result: PreparedLoad | UnpreparedLoad | None = None
