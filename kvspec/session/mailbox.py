@@ -409,8 +409,10 @@ class Messages:
         again, call = 0.0, object()
         self._asked[call] = answers
         try:
-            while missing := [at for at, answer in answers.items() if answer is None]:
+            while None in answers.values():
                 with lock.held, lock:
+                    # Another thread takes introductions while it has the lock.
+                    missing = [at for at, answer in answers.items() if answer is None]
                     if self._closed:
                         raise TransferError("the session was closed", state=TransferState.CLOSED)
                     now = time.monotonic()
