@@ -357,9 +357,11 @@ class Loads:
                 return None
         except Exception as error:  # noqa: BLE001 - it fails this load alone
             self.refuse(load, error)
-        # Another load of the ticket may have begun meanwhile. It needs the prompt.
+        # Another load of the ticket may have begun meanwhile. It needs the prompt. And a producer
+        # that was disconnected must not be connected again.
         ticket = load.ticket
-        if ticket is not None and not self.remotes.closed and self.of(ticket) in ([], [load]):
+        wanted = not self.remotes.closed and self.remotes.wants(load.engine_id)
+        if ticket is not None and wanted and self.of(ticket) in ([], [load]):
             self.errands.refuse(ticket)
         return None
 

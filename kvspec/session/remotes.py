@@ -396,8 +396,12 @@ class Remotes:
 
     def check_wanted(self, name: str) -> None:
         """Raise `TransferError` "stopped" if the producer *name* of a ticket was disconnected."""
-        if name not in self._connections:
+        if not self.wants(name):
             raise _disconnected(name)
+
+    def wants(self, name: str) -> bool:
+        """Whether a ticket has named the producer *name*, and it was not disconnected since."""
+        return name in self._connections
 
     @property
     def crowded(self) -> bool:
