@@ -499,9 +499,13 @@ class Session:
             TransferError: With state "closed" if the session or its `NixlRank` is closed.
         """
         key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
-        groups = {group.name for group in self._own.handshake.engine.groups}
-        if strange := sorted(tables.keys() - groups):
+        engine = self._own.handshake.engine
+        if strange := sorted(tables.keys() - {group.name for group in engine.groups}):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
+        for group in engine.groups:
+            if group.name in tables and all(part.per_token for part in group.own_parts):
+                field = f"blocks[{group.name!r}]"
+                tables[group.name].check_start(field, engine.virtual_block(group))
         with self._lock.held, self._lock:
             self._remotes.check_open()
             if self.nixl.closed:
