@@ -446,9 +446,10 @@ class Loads:
             for step, flight in load.in_flight.items():
                 (large if len(flight.batches) > 1 else small).append((load, step))
         self._small = self._poll(small, self._small, end)
-        # A load that moves without a large transfer waits for something short. Give it time.
+        # Give time to a load whose reads are all small. One that waits for the answer of its
+        # producer gets only `QUIET`: the answer may never come.
         now, slow = time.monotonic(), {load for load, _ in large}
-        if any(load.moves and load not in slow for load in self.loads.values()):
+        if any(load.moves and load not in slow for load, _ in small):
             self._quiet = now + QUIET
         share = 0.0 if now < self._quiet else POLL_TURN
         self._large = self._poll(large, self._large, now + share)
