@@ -323,6 +323,7 @@ class Remotes:
     ) -> None:
         self._nixl, self._lock, self._messages, self._most = nixl, lock, messages, most
         self._connect, self._disconnect, self._poll = connect, disconnect, poll
+        self._attempts: dict[tuple[str, tuple[str, ...]], Connection] = {}  # that are under way
         self._connections: OrderedDict[str, Connection] = OrderedDict()
         self._connected: dict[tuple[Role, str], RemoteEngine] = {}
         self._coming: dict[str, RemoteEngine] = {}  # by name
@@ -357,23 +358,35 @@ class Remotes:
         name, addresses = ticket.engine_id, ticket.addresses
         known = self._connections.get(name)
         if known is None or known.addresses != addresses or self._useless(known):
-            known = Connection(name, addresses, Future())
-            known.future.add_done_callback(lambda _: self._lock.inside or self._poll())
-            # A thread for each producer: one that does not answer delays no other. It is a daemon,
-            # so that a process can end while it waits. An executor would be awaited at the exit.
-            thread = threading.Thread(
-                target=self._open, args=(known,), name=f"kvspec-connect-{name}", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:  # The system has no more threads for this process.
-                why = f"{name} is not connected: {error}"
-                known.future.set_exception(
-                    TransferError(why, rank=name, state=TransferState.UNAVAILABLE)
-                )
+            known = self._attempt(name, addresses)
         self._connections[name] = known
         self._connections.move_to_end(name)
         return known
+
+    def _attempt(self, name: str, addresses: tuple[str, ...]) -> Connection:
+        """Return the attempt to connect a producer that is under way, or begin one.
+
+        A producer that has moved may be named by old and new tickets in turn. Each set of addresses
+        then has one thread.
+        """
+        self._attempts = {at: one for at, one in self._attempts.items() if not one.future.done()}
+        if (known := self._attempts.get((name, addresses))) is not None:
+            return known
+        made = self._attempts[name, addresses] = Connection(name, addresses, Future())
+        made.future.add_done_callback(lambda _: self._lock.inside or self._poll())
+        # A thread for each producer: one that does not answer delays no other. It is a daemon, so
+        # that a process can end while it waits. An executor would be awaited at the exit.
+        thread = threading.Thread(
+            target=self._open, args=(made,), name=f"kvspec-connect-{name}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # The system has no more threads for this process.
+            why = f"{name} is not connected: {error}"
+            made.future.set_exception(
+                TransferError(why, rank=name, state=TransferState.UNAVAILABLE)
+            )
+        return made
 
     def _open(self, connection: Connection) -> None:
         """Connect a producer, and put the result into the future. Runs in a thread of its own."""
@@ -486,6 +499,7 @@ class Remotes:
         self._drop(*dropped)
         if new is None:
             self._connections.pop(engine_id, None)
+            self._attempts = {at: one for at, one in self._attempts.items() if at[0] != engine_id}
         else:
             self._coming[engine_id] = new
 
