@@ -24,9 +24,9 @@ How it works:
         `leaving`       old engines whose lanes still exist      removed by `leave`
 
     Opening lanes takes long, so `connect` does it without the lock. Engines of several names are
-    connected at the same time: one whose network is cut delays no other. If `forget` is called
-    meanwhile, it removes the engine from `_coming`. Then `connect` does not find it there and gives
-    it up.
+    connected at the same time: one whose network is cut delays no other, unless both names have the
+    same of 64 locks. If `forget` is called meanwhile, it removes the engine from `_coming`. Then
+    `connect` does not find it there and gives it up.
 
     An eviction concerns only what tickets have connected:
 

@@ -226,7 +226,7 @@ class Session:
             introductions: Introductions of all ranks of the engine.
             role: Role of that engine for this rank.
             timeout: Seconds to wait for the connections. The call may first wait for another
-                `connect` of the same engine.
+                `connect`: of the same engine, or of one whose name has the same of 64 locks.
 
         Returns:
             The plan.
