@@ -409,7 +409,8 @@ class Loads:
 
     def receive(self, message: Message) -> None:
         """Process a message of a producer."""
-        if self._find(message) is None and self.errands.answers(message):
+        # The ledger knows the requests that were declined too.
+        if self.ledger.find(message) is None and self.errands.answers(message):
             return
         if isinstance(message, Checksum | ChecksumUnavailable):
             load = self._find(message)
