@@ -528,9 +528,9 @@ class Loads:
             load.bytes_moved += transfer.nbytes
             self.messages.counters.bytes_read += transfer.nbytes
             self.messages.counters.descriptors_read += transfer.descriptors
-        except TransferError as error:
-            why, state = error.message, error.state
-            load.fail(step.rank, why, state)
+        except Exception as error:  # noqa: BLE001 - it fails this load alone
+            why, state = _reason(error, TransferState.BUG)
+            load.fail(step.rank, why, state, error)
             load.remote.lost |= state in LOST
             if not transfer.over:
                 now = self.now()
@@ -619,6 +619,8 @@ def _reason(error: Exception, otherwise: TransferState) -> tuple[str, TransferSt
     """Return why a load failed by *error*, and its state: *otherwise* for a wrong argument."""
     if isinstance(error, TransferError):
         return error.message, error.state
+    if not str(error):  # For example that of `MemoryError()`.
+        return repr(error), otherwise
     return str(error), otherwise
 
 
