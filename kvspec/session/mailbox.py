@@ -343,13 +343,13 @@ class Messages:
         route is lost.
         """
         unsent, self.unsent = self.unsent, dict[object, Message]()
-        self.counters.messages_sent += len(unsent)
         batches: dict[str, list[bytes]] = {}
         for message in unsent.values():
             to = message.to
             route = self._addresses.get(to) or self._routes.get(to, (None, 0))[0]
             LOG.debug("send %s to %s at %s", message, to, route)
             if route is not None:
+                self.counters.messages_sent += 1
                 _, version = self._introduced.get(to) or self._heard.get(to) or (b"", VERSION)
                 data = encode_message(message, self._own.handshake.start, version)
                 sealed = self._secret.seal(MESSAGE, data)
