@@ -475,11 +475,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
                 actions += self._fault(load, why, state, rank.rank)
         return actions
 
-    def open_steps(self, request_id: str) -> frozenset[Step]:
-        """Return the steps of a load that may still write."""
-        load = self.records.get(request_id)
-        return frozenset(load.steps.values() if load is not None else ())
-
     def _of(self, step: Step) -> OpenLoad:
         """Return the load of an open step."""
         load = self.records.get(step.request_id)

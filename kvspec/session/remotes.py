@@ -289,7 +289,7 @@ class Connection:
     def failed(self) -> bool:
         """Whether the attempt to connect has failed."""
         future = self.future
-        return future.done() and (future.cancelled() or bool(future.exception()))
+        return future.done() and future.exception() is not None
 
 
 class Remotes:
