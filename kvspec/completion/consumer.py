@@ -17,7 +17,7 @@ How it works:
     executes the row of a condition that holds. For example, the last step of a load ends:
 
         finish          everything was started, and no step is open
-        _advance        moving + whole -> verifying: send `done` to each producer rank
+        _advance        moving + whole -> verifying: a `Tell` of `done` for each producer rank
         receive valid   the source is valid
         _advance        verifying + valid -> done: `Ended`
         _advance        done + answered -> forgotten: `Closed`
@@ -231,7 +231,7 @@ def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str:
 
 
 class ConsumerLedger(Ledger[str, OpenLoad, Action]):
-    """The loads of one consumer rank. Methods receive events and return actions.
+    """The loads of one consumer rank. Methods receive events, and append to `actions`.
 
     Args:
         me: Address of this rank.
@@ -305,7 +305,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
     @recorded
     def connected(self, request_id: str, now: float) -> list[Action]:
-        """Record that all reads of a load are posted. Its heartbeats begin. Return actions.
+        """Record that all reads of a load are queued. Its heartbeats begin. Return actions.
 
         A load that moves no data is done at once.
         """

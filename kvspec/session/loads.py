@@ -238,7 +238,8 @@ class Loads:
     def begin(self, load: Load, prepared: PreparedLoad) -> None:
         """Start an open load. Everything is checked before the first read can be posted.
 
-        Each poll posts reads. No message is sent before.
+        The reads are queued. Later polls post those that are not posted here, perhaps after the
+        first heartbeats.
         """
         name = load.request.request_id
         load.request, load.plan, load.blocks = prepared.request, prepared.plan, prepared.blocks
@@ -347,7 +348,7 @@ class Loads:
         if load.connected and load.error is None:
             return None  # It has begun.
         try:
-            self.remotes.check_open()  # A closed session has cancelled the future.
+            self.remotes.check_open()  # Otherwise the attempt to connect has a less clear error.
             waiting.connection.future.result()
             remote = self.remotes.find(waiting.connection.engine_id)
             if load.state == "moving" and load.error is None:
