@@ -16,7 +16,7 @@ How it works:
     executes the row of a condition that holds. For example, the last step of a load ends:
 
         finish          everything was started, and no step is open
-        _advance        moving + whole -> verifying: send `done` to each producer rank
+        _advance        moving + whole -> verifying: a `Tell` of `done` for each producer rank
         receive valid   the source is valid
         _advance        verifying + valid -> done: `Ended`
         _advance        done + answered -> forgotten: `Closed`
@@ -189,7 +189,7 @@ def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str:
 
 
 class ConsumerLedger(Ledger[str, OpenLoad, Action]):
-    """The loads of one consumer rank. Methods receive events and return actions.
+    """The loads of one consumer rank. Methods receive events, and append to `actions`.
 
     Args:
         me: Address of this rank.
@@ -259,7 +259,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
     @recorded
     def connected(self, request_id: str, now: float) -> list[Action]:
-        """Record that all reads of a load are posted. Its heartbeats begin. Return actions.
+        """Record that all reads of a load are queued. Its heartbeats begin. Return actions.
 
         A load that moves no data is done at once.
         """
@@ -410,11 +410,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
                 why, state = f"the process of {rank} has ended", TransferState.PEER_LOST
                 actions += self._fault(load, why, state, rank.rank)
         return actions
-
-    def open_steps(self, request_id: str) -> frozenset[Step]:
-        """Return the steps of a load that may still write."""
-        load = self.records.get(request_id)
-        return frozenset(load.steps.values() if load is not None else ())
 
     def _of(self, step: Step) -> OpenLoad:
         """Return the load of an open step."""

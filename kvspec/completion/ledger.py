@@ -1,8 +1,8 @@
 """The common part of both ledgers: records, actions and timers.
 
-Invariant: a ledger does nothing itself. It returns actions, and keeps them in `actions` until the
-session has carried them out. A method that raises an error has checked its arguments first: it has
-changed nothing but the time.
+Invariant: a ledger does nothing itself. It appends actions to `actions`, in order, and the session
+carries them out. Tests read what each method returns. A method that raises an error has checked its
+arguments first: it has changed nothing but the time.
 
 An interrupt, such as `KeyboardInterrupt`, may leave a ledger half changed. Then the session is
 closed, and the ledger is not used any more: see `kvspec.session.background.SessionLock`.
@@ -126,7 +126,7 @@ def recorded(act: Callable[Concatenate[L, P], list[A]]) -> Callable[Concatenate[
 
 
 class Ledger(Generic[K, R, A]):
-    """Records by key. Methods receive events and the time, and return actions of the type `A`.
+    """Records by key. Methods receive events and the time, and append actions of the type `A`.
 
     Attributes:
         me: Address of this rank.
@@ -134,7 +134,7 @@ class Ledger(Generic[K, R, A]):
         epochs: The current incarnation of each connected engine. If an engine is not connected,
             every incarnation of it counts as current.
         counts: Numbers that the ledger counts, by name.
-        actions: Actions that were returned. The session removes each after it was carried out.
+        actions: Actions that wait. The session removes each and carries it out.
     """
 
     def __init__(self, me: RankAddress) -> None:

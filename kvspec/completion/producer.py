@@ -19,8 +19,9 @@ How it works:
 
     A *reader* is a rank that reads. Readers of one incarnation of an engine share an
     `Incarnation`. Each message contains how many readers of the incarnation this producer rank must
-    expect. `HeldRequest.refusal` compares a message with the readers so far. The first row that
-    matches decides:
+    expect. The first row that matches decides what happens to a message. The first three rows are
+    checked when it arrives. `HeldRequest.refusal` has the others, which compare it with the readers
+    so far. So they are checked again when an early message is replayed:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
@@ -213,7 +214,7 @@ class HeldRequest(Record, eq=False):
 
 
 class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
-    """The requests that one producer rank holds. Methods receive events and return actions.
+    """The requests that one producer rank holds. Methods receive events, and append to `actions`.
 
     Args:
         me: Address of this rank.

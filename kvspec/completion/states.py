@@ -4,7 +4,8 @@ Invariant: a transition that is not in a table cannot happen. Blocks are freed o
 *freed*, and no row leads back from there, so a request is freed once. A load becomes *done* by one
 row, after its sources answered `valid`. It becomes *failed* by one row, when no byte can move.
 
-Time ends each state of a request or a load except *draining*. *draining* has no time limit: it ends
+Time ends each state of a request or a load except *draining*: by the event *time*, or before the
+end of a load by a *fault*, its deadline. *draining* has no time limit: it ends
 when no transfer can write. No row sends the messages about checksums: the session does.
 
 How it works:
@@ -94,9 +95,11 @@ lease.
 
 CONSUMER: dict[tuple[str, str], Row] = {
     ("connecting", "connected"): Row(
-        "moving", "begin", "its reads are posted: heartbeats request more lease"
+        "moving", "begin", "its reads are queued: heartbeats request more lease"
     ),
-    ("connecting", "fault"): Row("draining", "fail", "no message was sent; posted reads must end"),
+    ("connecting", "fault"): Row(
+        "draining", "fail", "no message was sent; a start that failed may have posted reads"
+    ),
     ("moving", "whole"): Row("verifying", "ask", "all data arrived: ask whether it was valid"),
     ("moving", "fault"): Row(
         "draining", "fail", "the error names the fault; its blocks may still be written"
@@ -114,7 +117,7 @@ CONSUMER: dict[tuple[str, str], Row] = {
 }
 """The consumer's transitions, by state and event.
 
-*connected* means that the producer is connected and the reads, if any, are posted. *whole* means
+*connected* means that the producer is connected and the reads, if any, are queued. *whole* means
 that nothing is missing, and that the data was compared if it must be. *valid* means that every
 source answered `valid` after its last byte had arrived. *quiet* means that no step is open.
 *answered* means that every producer rank has answered. *time* means that the patience is over. A

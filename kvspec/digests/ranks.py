@@ -231,7 +231,9 @@ def _token_rows(
     """Return the rows of wanted tokens that the rank holds."""
     row_tokens, context = part.tokens_per_state, cache.engine.context(group, cache.rank)
     first = want.tokens.start // row_tokens * row_tokens
-    held = table.tokens(cache.engine.virtual_block(group))
+    size = cache.engine.virtual_block(group)
+    table.check_start(f"tables[{group.name!r}]", size)
+    held = table.tokens(size)
     if want.tokens and not held.start <= first < want.tokens.stop <= held.stop:
         tokens = f"{want.tokens.start}..{want.tokens.stop - 1}"
         raise SpecError(f"tables[{group.name!r}]", held, f"blocks for tokens {tokens}")

@@ -24,7 +24,8 @@ How it works:
 
     A poll that raises an unexpected error does not end the thread: loads and leases depend on it.
     The thread logs the error, and polls again after `IDLE` seconds, so that an error that stays
-    neither takes the CPU nor fills the log.
+    neither takes the CPU nor fills the log. An interrupt (see `SessionLock`) closes the session, as
+    it does in a call, and ends the thread: a caller that waits must not wait for a dead thread.
 """
 
 from __future__ import annotations
@@ -237,6 +238,10 @@ class Background:
                     return  # The channel is closed.
                 _LOG.exception("a poll in the background failed; the thread polls again")
                 self._ended.wait(IDLE)  # not in the channel, which may be what fails
+            except BaseException:  # noqa: BLE001 - Python does not report a `SystemExit` of a thread
+                _LOG.exception("a poll in the background was interrupted; the session is closed")
+                self.end()
+                self._lock.interrupted()
 
 
 class Worker(Generic[T]):
@@ -276,5 +281,5 @@ class Worker(Generic[T]):
         while (thing := self._things.get()) is not None:
             try:
                 self._work(thing)
-            except Exception:  # noqa: BLE001 - the next load must start, and the log has the error
+            except BaseException:  # noqa: BLE001 - the next load must start, and the log has the error
                 _LOG.exception("a load was not started; it fails at its deadline")

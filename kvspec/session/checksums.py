@@ -101,8 +101,8 @@ class ChecksumAnswers:
             if held is not None:
                 try:
                     total = advance(self.asked[message], end)
-                except SpecError as error:
-                    self.messages.note(f"{message}: {error}")
+                except Exception as error:  # noqa: BLE001 - other readers wait for their checksums
+                    self.messages.note(f"{message}: {str(error) or repr(error)}")
                     self.messages.send(message.answer(ChecksumUnavailable))
                 else:
                     if total is None:
@@ -197,8 +197,8 @@ class Audit:
                     asked = plan.about(self.me, question.rank, number)
                     self.messages.send(ChecksumRequest(*asked, extent=question.extent))
             return self._compare(self._open, end)
-        except SpecError as error:
-            return str(error)
+        except Exception as error:  # noqa: BLE001 - it fails this load alone
+            return str(error) or repr(error)
 
     def _questions(self) -> Iterator[Question]:
         """Yield one question for each extent. Together, they cover everything that moves."""

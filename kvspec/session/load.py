@@ -8,7 +8,7 @@ How it works:
 
         state       in this state                                    leaves it when
         ----------  -----------------------------------------------  ---------------------------
-        connecting  its reads are not posted yet; the producer of a  its reads are posted
+        connecting  its reads are not queued yet; the producer of a  its reads are queued
                     ticket may still be connecting
         moving      data arrives; then checksums are compared;       all data has arrived, and
                     heartbeats keep the request held                 was compared if asked for
@@ -29,7 +29,7 @@ How it works:
     have answered. In *done* and *failed* it gives up after `patience` seconds. Until then the
     request id stays taken.
 
-    A load that fails before its reads are posted sends none. If a ticket names the producer, the
+    A load that fails before its reads are queued sends none. If a ticket names the producer, the
     session declines the request once that producer is connected.
 
     `Load.state` is "moving" in the first three states and in *draining*.

@@ -208,7 +208,8 @@ class Loads:
     def begin(self, load: Load, prepared: PreparedLoad) -> None:
         """Start an open load. Everything is checked before the first read can be posted.
 
-        Each poll posts reads. No message is sent before.
+        The reads are queued. Later polls post those that are not posted here, perhaps after the
+        first heartbeats.
         """
         name = load.request.request_id
         load.request, load.plan, load.blocks = prepared.request, prepared.plan, prepared.blocks
@@ -320,7 +321,7 @@ class Loads:
         if load.connected and load.error is None:
             return None  # It has begun.
         try:
-            self.remotes.check_open()  # A closed session has cancelled the future.
+            self.remotes.check_open()  # Otherwise the attempt to connect has a less clear error.
             waiting.connection.future.result()
             remote = self.remotes.find(waiting.connection.engine_id)
             if load.state == "moving" and load.error is None:
@@ -330,9 +331,11 @@ class Loads:
                 return None
         except Exception as error:  # noqa: BLE001 - it fails this load alone
             self.refuse(load, error)
-        # Another load of the ticket may have begun meanwhile. It needs the prompt.
+        # Another load of the ticket may have begun meanwhile. It needs the prompt. And a producer
+        # that was disconnected must not be connected again.
         ticket = load.ticket
-        if ticket is not None and not self.remotes.closed and self.of(ticket) in ([], [load]):
+        wanted = not self.remotes.closed and self.remotes.wants(load.engine_id)
+        if ticket is not None and wanted and self.of(ticket) in ([], [load]):
             self.errands.refuse(ticket)
         return None
 
@@ -347,7 +350,8 @@ class Loads:
 
     def receive(self, message: Message) -> None:
         """Process a message of a producer."""
-        if self._find(message) is None and self.errands.answers(message):
+        # The ledger knows the requests that were declined too.
+        if self.ledger.find(message) is None and self.errands.answers(message):
             return
         if isinstance(message, Checksum | ChecksumUnavailable):
             load = self._find(message)
@@ -380,9 +384,10 @@ class Loads:
             for step, flight in load.in_flight.items():
                 (large if len(flight.batches) > 1 else small).append((load, step))
         self._small = self._poll(small, self._small, end)
-        # A load that moves without a large transfer waits for something short. Give it time.
+        # Give time to a load whose reads are all small. One that waits for the answer of its
+        # producer gets only `QUIET`: the answer may never come.
         now, slow = time.monotonic(), {load for load, _ in large}
-        if any(load.moves and load not in slow for load in self.loads.values()):
+        if any(load.moves and load not in slow for load, _ in small):
             self._quiet = now + QUIET
         share = 0.0 if now < self._quiet else POLL_TURN
         self._large = self._poll(large, self._large, now + share)
@@ -457,9 +462,9 @@ class Loads:
             load.bytes_moved += transfer.nbytes
             self.messages.counters.bytes_read += transfer.nbytes
             self.messages.counters.descriptors_read += transfer.descriptors
-        except TransferError as error:
-            why, state = error.message, error.state
-            load.fail(step.rank, why, state)
+        except Exception as error:  # noqa: BLE001 - it fails this load alone
+            why, state = _reason(error, TransferState.BUG)
+            load.fail(step.rank, why, state, error)
             load.remote.lost |= state in LOST
             if not transfer.over:
                 now = self.now()
@@ -554,4 +559,6 @@ def _reason(error: Exception, otherwise: TransferState) -> tuple[str, TransferSt
     """Return why a load failed by *error*, and its state: *otherwise* for a wrong argument."""
     if isinstance(error, TransferError):
         return error.message, error.state
+    if not str(error):  # For example that of `MemoryError()`.
+        return repr(error), otherwise
     return str(error), otherwise

@@ -342,13 +342,13 @@ class Messages:
         route is lost.
         """
         unsent, self.unsent = self.unsent, dict[object, Message]()
-        self.counters.messages_sent += len(unsent)
         batches: dict[str, list[bytes]] = {}
         for message in unsent.values():
             to = message.to
             route = self._addresses.get(to) or self._routes.get(to, (None, 0))[0]
             LOG.debug("send %s to %s at %s", message, to, route)
             if route is not None:
+                self.counters.messages_sent += 1
                 _, version = self._introduced.get(to) or self._heard.get(to) or (b"", VERSION)
                 data = encode_message(message, self._own.handshake.start, version)
                 sealed = self._secret.seal(MESSAGE, data)
@@ -408,8 +408,10 @@ class Messages:
         again, call = 0.0, object()
         self._asked[call] = answers
         try:
-            while missing := [at for at, answer in answers.items() if answer is None]:
+            while None in answers.values():
                 with lock.held, lock:
+                    # Another thread takes introductions while it has the lock.
+                    missing = [at for at, answer in answers.items() if answer is None]
                     if self._closed:
                         raise TransferError("the session was closed", state=TransferState.CLOSED)
                     now = time.monotonic()

@@ -24,9 +24,9 @@ How it works:
         `leaving`       old engines whose lanes still exist      removed by `leave`
 
     Opening lanes takes long, so `connect` does it without the lock. Engines of several names are
-    connected at the same time: one whose network is cut delays no other. If `forget` is called
-    meanwhile, it removes the engine from `_coming`. Then `connect` does not find it there and gives
-    it up.
+    connected at the same time: one whose network is cut delays no other, unless both names have the
+    same of 64 locks. If `forget` is called meanwhile, it removes the engine from `_coming`. Then
+    `connect` does not find it there and gives it up.
 
     An eviction concerns only what tickets have connected:
 
@@ -263,7 +263,7 @@ class Connection:
     def failed(self) -> bool:
         """Whether the attempt to connect has failed."""
         future = self.future
-        return future.done() and (future.cancelled() or bool(future.exception()))
+        return future.done() and future.exception() is not None
 
 
 class Remotes:
@@ -297,6 +297,7 @@ class Remotes:
     ) -> None:
         self._nixl, self._lock, self._messages, self._most = nixl, lock, messages, most
         self._connect, self._disconnect, self._poll = connect, disconnect, poll
+        self._attempts: dict[tuple[str, tuple[str, ...]], Connection] = {}  # that are under way
         self._connections: OrderedDict[str, Connection] = OrderedDict()
         self._connected: dict[tuple[Role, str], RemoteEngine] = {}
         self._coming: dict[str, RemoteEngine] = {}  # by name
@@ -331,23 +332,35 @@ class Remotes:
         name, addresses = ticket.engine_id, ticket.addresses
         known = self._connections.get(name)
         if known is None or known.addresses != addresses or self._useless(known):
-            known = Connection(name, addresses, Future())
-            known.future.add_done_callback(lambda _: self._lock.inside or self._poll())
-            # A thread for each producer: one that does not answer delays no other. It is a daemon,
-            # so that a process can end while it waits. An executor would be awaited at the exit.
-            thread = threading.Thread(
-                target=self._open, args=(known,), name=f"kvspec-connect-{name}", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:  # The system has no more threads for this process.
-                why = f"{name} is not connected: {error}"
-                known.future.set_exception(
-                    TransferError(why, rank=name, state=TransferState.UNAVAILABLE)
-                )
+            known = self._attempt(name, addresses)
         self._connections[name] = known
         self._connections.move_to_end(name)
         return known
+
+    def _attempt(self, name: str, addresses: tuple[str, ...]) -> Connection:
+        """Return the attempt to connect a producer that is under way, or begin one.
+
+        A producer that has moved may be named by old and new tickets in turn. Each set of addresses
+        then has one thread.
+        """
+        self._attempts = {at: one for at, one in self._attempts.items() if not one.future.done()}
+        if (known := self._attempts.get((name, addresses))) is not None:
+            return known
+        made = self._attempts[name, addresses] = Connection(name, addresses, Future())
+        made.future.add_done_callback(lambda _: self._lock.inside or self._poll())
+        # A thread for each producer: one that does not answer delays no other. It is a daemon, so
+        # that a process can end while it waits. An executor would be awaited at the exit.
+        thread = threading.Thread(
+            target=self._open, args=(made,), name=f"kvspec-connect-{name}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # The system has no more threads for this process.
+            why = f"{name} is not connected: {error}"
+            made.future.set_exception(
+                TransferError(why, rank=name, state=TransferState.UNAVAILABLE)
+            )
+        return made
 
     def _open(self, connection: Connection) -> None:
         """Connect a producer, and put the result into the future. Runs in a thread of its own."""
@@ -370,8 +383,12 @@ class Remotes:
 
     def check_wanted(self, name: str) -> None:
         """Raise `TransferError` "stopped" if the producer *name* of a ticket was disconnected."""
-        if name not in self._connections:
+        if not self.wants(name):
             raise _disconnected(name)
+
+    def wants(self, name: str) -> bool:
+        """Whether a ticket has named the producer *name*, and it was not disconnected since."""
+        return name in self._connections
 
     @property
     def crowded(self) -> bool:
@@ -456,6 +473,7 @@ class Remotes:
         self._drop(*dropped)
         if new is None:
             self._connections.pop(engine_id, None)
+            self._attempts = {at: one for at, one in self._attempts.items() if at[0] != engine_id}
         else:
             self._coming[engine_id] = new
 

@@ -226,7 +226,7 @@ class Session:
             introductions: Introductions of all ranks of the engine.
             role: Role of that engine for this rank.
             timeout: Seconds to wait for the connections. The call may first wait for another
-                `connect` of the same engine.
+                `connect`: of the same engine, or of one whose name has the same of 64 locks.
 
         Returns:
             The plan.
@@ -365,6 +365,7 @@ class Session:
                 self._wake()
                 return load
 
+    @closes_if_interrupted
     def _start(self, waiting: Waiting) -> None:
         """Begin a load of a ticket. Runs in a thread of its own."""
         result: PreparedLoad | UnpreparedLoad | None = None
@@ -474,9 +475,13 @@ class Session:
             TransferError: With state "closed" if the session or its `NixlRank` is closed.
         """
         key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
-        groups = {group.name for group in self._own.handshake.engine.groups}
-        if strange := sorted(tables.keys() - groups):
+        engine = self._own.handshake.engine
+        if strange := sorted(tables.keys() - {group.name for group in engine.groups}):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
+        for group in engine.groups:
+            if group.name in tables and all(part.per_token for part in group.own_parts):
+                field = f"blocks[{group.name!r}]"
+                tables[group.name].check_start(field, engine.virtual_block(group))
         with self._lock.held, self._lock:
             self._remotes.check_open()
             if self.nixl.closed:

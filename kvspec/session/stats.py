@@ -40,7 +40,7 @@ class Counters:
         holds_expired: Held requests whose lease ended first.
         holds_aborted: Held requests that were given up by `abort`.
         declines: Requests that this rank has declined, as a consumer.
-        messages_sent: Messages that were sent.
+        messages_sent: Messages that were passed to the channel, which may lose them.
         messages_received: Messages that were received with a right seal.
         refusals_lost: Declined tickets whose producer could not be reached.
         messages_refused: Messages that changed nothing, because they were late, repeated, forged
@@ -88,7 +88,7 @@ class SessionStats:
     The counters do not take part in comparisons.
 
     Attributes:
-        loads: Loads that still send or expect messages.
+        loads: Loads that still send or expect messages. `close` does not wait for the last answers.
         steps: Steps that may still write.
         errands: Tickets that are kept, or whose refusal was not sent yet.
         held: Requests that are held for readers.

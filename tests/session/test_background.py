@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from two_engines import Direct, Side, engine, request
+from tickets_kept import ASKED, ticket_of
+from two_engines import Direct, Side, engine, land, let_nothing_land, request
 
+from kvspec.errors import TransferError
 from kvspec.session import Load, background, new_remote_id
+from kvspec.session.loads import Loads
 from kvspec.testing import FakeNixl
 
 
@@ -180,3 +183,51 @@ def test_closed_session_does_not_wait_for_the_rest_after_an_error(
             assert happens(lambda: caplog.records)
         start = time.monotonic()
     assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize("method", ["receive", "wait"])
+def test_interrupt_in_the_thread_closes_the_session(
+    net: FakeNixl, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """A caller that waits would wait without end, since nothing processes deadlines."""
+    with (
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+        consumer.connect(producer)
+        let_nothing_land(net)
+        load, session = begun(producer, consumer), consumer.first
+
+        def exit_thread(*_: object) -> None:
+            raise SystemExit
+
+        thread = session._background
+        target, name = (thread, "_wait") if method == "wait" else (session.channel, method)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target, name, exit_thread)
+            assert happens(lambda: caplog.records)
+        with pytest.raises(TransferError) as caught:
+            load.wait(5.0)
+        assert "closed" == caught.value.state
+        assert happens(lambda: load.error is not None)
+        land(net)
+        assert happens(lambda: load.poll() == "failed")
+
+
+def test_interrupt_while_data_is_selected_closes_the_session(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that selects it has ended, so no other load would start."""
+    with (
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+
+        def exit_thread(*_: object) -> None:
+            raise SystemExit
+
+        monkeypatch.setattr(Loads, "prepare", exit_thread)
+        load = consumer.first.load(ASKED, ticket=ticket_of(producer, lease=9.0), timeout=9.0)
+        assert happens(lambda: load.poll() == "failed")
+        assert load.error is not None
+        assert "closed" == load.error.state

@@ -120,6 +120,27 @@ def test_load_after_an_abort_of_a_kept_prompt_fails_with_gone(known: tuple[Side,
     assert "gone" == load.error.state
 
 
+def test_answer_to_a_decline_does_not_end_a_later_keep(net: FakeNixl) -> None:
+    """It ends the decline, which would be repeated otherwise."""
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        one = consumer.first
+        ticket = ticket_of(producer, lease=60.0)
+        one.decline(ticket=ticket)
+        until(lambda: not one.stats().errands, producer, consumer)
+        until(lambda: not one.stats().loads, producer, consumer)
+        other = ticket_of(producer, "other", lease=60.0)
+        producer.first.abort(other.remote_id)
+        one.decline(ticket=other)
+        consumer.poll()
+        one.keep(other, timeout=60.0)
+        consumer.poll()
+        assert (1, 1) == (one.stats().loads, one.stats().errands)
+        until(lambda: not one.stats().loads, producer, consumer, seconds=2.0)
+
+
 def test_decline_is_tried_again_until_the_producer_can_be_reached(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:

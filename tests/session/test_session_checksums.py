@@ -34,6 +34,7 @@ from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import (
     Checksum,
     ChecksumRequest,
+    ChecksumUnavailable,
     Extent,
     Key,
     Message,
@@ -207,7 +208,8 @@ def test_load_fails_when_the_producer_cannot_compute_checksums() -> None:
         until(lambda: all(load.state == "failed" for load in loads), consumer)
         assert {"timeout"} == {load.error.state for load in loads if load.error}
         session = next(iter(producer.sessions.values()))
-        for blocks in ({"else": [1]}, [1]):
+        late = kvspec.BlockTable([1, 2], first_token=2)  # inside of a block
+        for blocks in ({"else": [1]}, [1], {"full": late}):
             with pytest.raises(SpecError) as caught:
                 session.hold(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
             assert "blocks" in caught.value.field
@@ -231,6 +233,7 @@ def test_checksum_rejects_an_extent_that_the_rank_lacks() -> None:
         (tables[0], {"tokens": range(9)}, "tokens"),
         (tables[0], {"tokens": range(2**62)}, "tokens"),
         (tables[1], {}, "pool"),
+        (kvspec.BlockTable([1, 2], first_token=2), {"tokens": range(2, 8)}, "first_token"),
     ):
         extent = Extent(**whole | change)
         with pytest.raises(SpecError, match=word):
@@ -331,10 +334,11 @@ class Asked:
 
     def __init__(self) -> None:
         spec, self.sent, self.owner = engine(1), list[Message](), object()
+        self.noted: list[str] = []
         cache, _ = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
         me = RankAddress("P", 1, kvspec.RankId())
         self.ledger, self.key = ProducerLedger(me, lease=10.0), key_of(new_remote_id("r"))
-        messages = cast("Any", SimpleNamespace(send=self.sent.append))
+        messages = cast("Any", SimpleNamespace(send=self.sent.append, note=self.noted.append))
         self.answers = ChecksumAnswers(self.ledger, cache, self.owner, messages)
         self.ledger.admit(self.key, 0.0, blocks={"full": kvspec.BlockTable([1, 2])})
         extent = Extent(layer="l.0", parts=("k",), units=range(1), tokens=range(8))
@@ -360,6 +364,37 @@ def test_request_that_is_freed_gets_no_checksum() -> None:
     asked.answers.move()
     asked.answers.receive(asked.question)
     assert (0, []) == (len(asked.answers.asked), asked.sent)
+
+
+def test_checksum_that_cannot_be_computed_delays_no_other() -> None:
+    """The error is unexpected. Its reader learns that it gets no checksum."""
+    asked = Asked()
+
+    def fails() -> checksums.Steps:
+        yield
+        raise MemoryError
+
+    asked.answers.asked[asked.question] = fails()
+    asked.answers.receive(replace(asked.question, number=2))
+    until(lambda: asked.answers.move() or not asked.answers.asked)
+    assert [ChecksumUnavailable, Checksum] == [type(answer) for answer in asked.sent]
+    (why,) = asked.noted
+    assert "MemoryError" in why
+
+
+def test_load_whose_own_checksum_cannot_be_computed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is unexpected. It does not end the poll, and it is not taken for equal data."""
+
+    def fails(*_: object) -> checksums.Steps:
+        yield
+        raise MemoryError
+
+    with FakeNixl(), connected(SIZES["two of four"]) as sides:
+        monkeypatch.setattr(checksums, "steps_of", fails)
+        _, loads = begin(sides)
+        assert ["failed"] * 2 == ended(loads, *sides)
+        errors = [load.error for load in loads if load.error]
+        assert {"uncompared"} == {error.state for error in errors}
 
 
 def test_known_checksum_is_sent_again_without_work() -> None:

@@ -19,7 +19,7 @@ from two_engines import (
 )
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl import Staging
+from kvspec.nixl import Staging, Transfer
 from kvspec.session import Session, TcpChannel, new_remote_id
 from kvspec.session.mailbox import MESSAGE
 from kvspec.session.stats import SessionStats
@@ -166,6 +166,41 @@ def test_load_that_nixl_refuses_gives_its_blocks_back(
     net.fate = FakeFlight.land
     load = session.load(request(), remote_id=remote_id, timeout=9.0)  # Its blocks are free.
     assert ["done"] == ended([load], producer, consumer)
+
+
+def test_unexpected_error_of_a_read_fails_its_load_alone(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The poll goes on, and the other load is done."""
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        consumer.connect(producer)
+        let_nothing_land(net)
+        loads = []
+        for name, block in (("bad", 1), ("good", 5)):
+            remote_id, blocks = new_remote_id(name), {"full": [block], "window": [block]}
+            producer.hold(remote_id)
+            asked = request(name, 4, consumer_blocks=blocks)
+            loads += consumer.load(asked, remote_id)
+        consumer.poll()
+        bad, good = loads
+        poll = Transfer.poll
+
+        def fails(transfer: Transfer, *given: float) -> str:
+            if transfer.request == "bad":
+                raise RuntimeError
+            return poll(transfer, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Transfer, "poll", fails)
+            land(net)
+            until(lambda: good.state == "done", producer, consumer)
+            assert bad.error is not None
+            assert "bug" == bad.error.state
+            assert "RuntimeError" in bad.error.message
+        assert ["failed"] == ended([bad], consumer)
 
 
 def test_load_is_not_done_when_its_clock_stood_still_beyond_the_lease() -> None:

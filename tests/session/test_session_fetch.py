@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from two_engines import Side
 
 from kvspec.errors import SpecError, TransferError
+from kvspec.session.background import SessionLock
 
 
 def refused(side: Side, address: str, **seconds: float) -> tuple[TransferError, float]:
@@ -100,6 +101,22 @@ def test_fetch_that_begins_in_another_thread_does_not_disturb_a_message(
     challenge = messages._secret.seal(b"kvspec-challenge-1\n", b"c" * 16)
     assert messages._open("nowhere", challenge) is None
     messages._asked.clear()
+
+
+def test_introduction_that_another_thread_takes_is_kept(pair: tuple[Side, Side]) -> None:
+    """It takes it before this thread looks at the time limits."""
+    messages, (sealed, *_) = pair[1].first._messages, pair[0].introductions
+
+    class TakenBefore(SessionLock):
+        """Another thread has the lock first, and receives the answer."""
+
+        @property
+        def held(self) -> threading.RLock:
+            for answers in messages._asked.values():
+                answers["nowhere"] = sealed
+            return super().held
+
+    assert [sealed] == messages.fetch(["nowhere"], 0.0, 0.0, lambda: None, TakenBefore())
 
 
 def test_wait_for_the_own_lock_is_not_charged_to_the_peer(pair: tuple[Side, Side]) -> None:

@@ -19,12 +19,14 @@ from two_engines import (
     let_nothing_land,
     quiet,
     request,
+    until,
 )
 
 from kvspec.errors import SpecError
 from kvspec.nixl import Staging, merging
 from kvspec.session import Load, loads, new_remote_id
 from kvspec.testing import FakeNixl
+from kvspec.testing.fake_nixl import FakeFlight
 
 
 @pytest.mark.parametrize("kind", ["fake", "staged", pytest.param("real", marks=pytest.mark.nixl)])
@@ -169,6 +171,31 @@ def test_remote_id_rejects_a_request_id_that_messages_cannot_carry(name: Any) ->
     assert ("request_id", name) == (caught.value.field, caught.value.value)
 
 
+def test_large_load_has_whole_turns_while_another_waits_for_an_answer(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of the other load are there, and its producer is silent, perhaps for long."""
+    monkeypatch.setattr(loads, "QUIET", 0.01)
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("Q", engine(1), polled=False) as silent,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        session = consumer.first
+        for side in (producer, silent):
+            session.connect(side.introductions)
+        asked = request("s", 4, consumer_blocks={"full": [7], "window": [7]})
+        small = session.load(asked, remote_id=new_remote_id("s"), engine_id="Q", timeout=9.0)
+        until(lambda: not small.in_flight, consumer)
+        time.sleep(0.02)
+        monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 2)
+        remote_id = new_remote_id("r")
+        producer.hold(remote_id)
+        load = session.load(request(), remote_id=remote_id, engine_id="P", timeout=9.0)
+        session.poll()
+        assert ("moving", {}) == (small.state, load.in_flight)
+
+
 def test_open_steps_are_counted_beside_loads_that_move_nothing() -> None:
     """It does not matter which load starts first."""
     with FakeNixl() as net, four_to_two() as (_, consumer):
@@ -188,7 +215,6 @@ def test_large_load_has_whole_turns_unless_another_load_moves(
     net: FakeNixl, monkeypatch: pytest.MonkeyPatch, rest: str
 ) -> None:
     """A cancelled load whose producer is silent repeats its last message, and needs no turns."""
-    monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 2)
     with (
         Side("P", engine(1), polled=False) as producer,
         Side("Q", engine(1), polled=False) as silent,
@@ -199,6 +225,8 @@ def test_large_load_has_whole_turns_unless_another_load_moves(
             session.connect(side.introductions)
         given: dict[str, Any] = {"timeout": 9.0, "engine_id": "Q"}
         blocks = {"full": [7], "window": [7]}
+        if rest == "a load that waits":
+            let_nothing_land(net)
         if rest != "nothing":
             small = session.load(
                 request("s", 4, consumer_blocks=blocks), remote_id=new_remote_id("s"), **given
@@ -209,6 +237,8 @@ def test_large_load_has_whole_turns_unless_another_load_moves(
         wait = time.monotonic() + 2 * loads.QUIET
         while time.monotonic() < wait:
             session.poll()
+        net.fate = FakeFlight.land
+        monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 2)
         remote_id = new_remote_id("r")
         producer.hold(remote_id)
         load = session.load(request(), remote_id=remote_id, engine_id="P", timeout=9.0)

@@ -97,6 +97,23 @@ def test_decline_beside_a_load_whose_bytes_still_move_is_sent_once(
     until(lambda: not producer.first.held)
 
 
+def test_tickets_of_a_producer_that_has_moved_share_a_thread_for_each_address(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads of old and new tickets come in turns, while neither address answers."""
+    producer, consumer = sides
+    goes_on = delayed(consumer, monkeypatch)
+    new = ticket_of(producer, lease=60.0)
+    old, before = attrs.evolve(new, addresses=("127.0.0.1:9",)), {*threading.enumerate()}
+    for number in range(3):
+        for ticket in (old, new):
+            asked = renamed(f"r{number} {ticket.addresses}")
+            consumer.first.load(asked, ticket=ticket, timeout=20.0)
+    threads = {*threading.enumerate()} - before
+    goes_on.set()
+    assert ["kvspec-connect-P"] * 2 == [thread.name for thread in threads]
+
+
 def test_unexpected_error_of_connecting_breaks_no_poll(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

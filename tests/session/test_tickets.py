@@ -702,6 +702,8 @@ def test_disconnect_ends_loads_that_wait_for_the_producer(
     until(attempt.done, *three)
     assert isinstance(attempt.exception(), TransferError)
     assert fetched == asked.is_set()
+    until(lambda: not session._loads.waiting, *three)
+    assert 0 == session.stats().errands  # A refusal would connect it again.
     assert ((), 0) == (session.nixl.peers, session.stats().engines)
     assert ["done"] == ended([small_load(one, consumer)], *three)
 
