@@ -182,10 +182,12 @@ class NixlRank:
         """
         with self._agent.lock:
             self._agent.check_open()
-            self._agent.owners.append(owner)
-            for memory in new_memories(self.memory, memories):
-                self._agent.register(memory)
+            new = new_memories(self.memory, memories)
+            for memory in new:
+                self._agent.register(memory, owner)
                 self.memory += (memory,)
+            if not new:  # The registered memory may have no owner, or another one.
+                self._agent.owners.append(owner)
 
     def metadata(self) -> bytes:
         """Return the introduction of this rank, which a peer passes to `connect`.

@@ -183,17 +183,17 @@ def test_buffer_that_is_not_registered_is_freed(
     """The next transfer tries again."""
     ranks = Ranks(staging=Staging(always=True))
     agent = ranks.near._agent
-    owners, register = len(agent.owners), agent.register
-    error = TransferError("refused", state=TransferState.NOT_REGISTERED)
+    owners = len(agent.owners)
 
-    def refuse(_: Memory) -> None:
-        raise error
+    def refuse(*_: object) -> None:
+        raise net.error("Backend")
 
-    monkeypatch.setattr(agent, "register", refuse)
+    register = agent._native.registerMem
+    monkeypatch.setattr(agent._native, "registerMem", refuse)
     for _ in range(3):
         with pytest.raises(TransferError):
             ranks.read(np.arange(8) * 2, np.arange(8))
     assert owners == len(agent.owners)
-    monkeypatch.setattr(agent, "register", register)
+    monkeypatch.setattr(agent._native, "registerMem", register)
     ranks.read(np.arange(8) * 2, np.arange(8)).wait()
     assert ranks.right(np.arange(8) * 2, np.arange(8))

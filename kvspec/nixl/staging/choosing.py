@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvspec.errors import TransferError
 from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.merging import Pairing
 from kvspec.nixl.rows import SEVERAL
@@ -68,11 +67,6 @@ class Buffers:
         with self._agent.lock:  # Two threads must not create the same buffer.
             if (memory_type, device) not in self._made:
                 buffer = StagingBuffer(self.learner.staging, memory_type, device)
-                self._agent.owners.append(buffer.owner)
-                try:
-                    self._agent.register(buffer.memory)
-                except TransferError:  # Free the buffer. The next transfer makes another one.
-                    self._agent.owners.pop()
-                    raise
+                self._agent.register(buffer.memory, buffer.owner)
                 self._made[memory_type, device] = buffer
             return self._made[memory_type, device]
