@@ -29,7 +29,7 @@ class Staging:
 
     Attributes:
         buffer: Bytes to allocate when they are first needed, in the memory type and on the device
-            of the transfer.
+            of the transfer. If that fails, the transfers are direct, and a warning is logged.
         slot_bytes: Bytes of one slot. One handle moves so much at most. A transfer with a longer
             run is not staged.
         stage_below: Transfers of many runs are staged if their runs are shorter than this number of
