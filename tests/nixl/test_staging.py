@@ -319,6 +319,31 @@ def test_transfers_of_a_gpu_are_direct_if_torch_cannot_allocate(
     assert 1 == len(caplog.records)
 
 
+def test_buffer_of_a_gpu_is_used_after_all_queued_kernels(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator may return memory that a queued kernel still writes. NIXL does not wait."""
+    done = list[str]()
+
+    class Tensor:
+        memory = np.zeros(SLOT_BYTES, np.uint8)
+
+        def data_ptr(self) -> int:
+            return self.memory.ctypes.data
+
+    def empty(*_: object, **__: object) -> Tensor:
+        done.append("empty")
+        return Tensor()
+
+    cuda = SimpleNamespace(synchronize=lambda _: done.append("synchronize"))
+    torch = SimpleNamespace(empty=empty, uint8=None, cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(stage, "copy_runs", lambda *_, **__: done.append("copy"))
+    pair = Pair()
+    move_on_gpu(pair).wait()
+    assert ["empty", "synchronize", "copy"] == done[:3]
+
+
 def test_host_memory_with_a_device_number_is_staged(net: FakeNixl) -> None:
     """NIXL also numbers devices of host memory. The buffer has the number of the local list."""
     pair = Pair()

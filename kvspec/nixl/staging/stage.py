@@ -46,6 +46,8 @@ class StagingBuffer:
                 import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
 
                 self.owner = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+                # torch may return memory that a queued kernel still writes. NIXL waits for none.
+                torch.cuda.synchronize(device)
                 address = self.owner.data_ptr()
         # torch raises RuntimeError if the memory of the GPU is exhausted, and AssertionError if it
         # was built without CUDA, such as for an XPU.
