@@ -49,8 +49,8 @@ from kvspec.plan.plan import TransferPlan
 
 Rows = npt.NDArray[np.uint64]
 
-# NIXL takes int32 ids and truncates wider ones without an error.
-MAX_IDS = 2**31
+# NIXL takes int32 ids and truncates wider ones without an error. `NixlRank.prepare` has this limit.
+MAX_IDS = 2**31 - 1
 
 
 def sharing(cache: RankCache) -> tuple[frozenset[str], ...]:
