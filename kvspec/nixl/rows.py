@@ -66,8 +66,9 @@ class StridedRows:
         by_address = self._columns[:, self._columns[0].argsort(kind="stable")]
         address, length, _, stride, count = by_address
         end = address + (count - 1) * stride + length
-        separate = address[1:] >= np.maximum.accumulate(end)[:-1]
-        return np.asarray(address[np.append(True, separate)])
+        separate = np.ones(len(address), np.bool_)
+        separate[1:] = address[1:] >= np.maximum.accumulate(end)[:-1]
+        return np.asarray(address[separate])
 
     @cached_property
     def device(self) -> int:

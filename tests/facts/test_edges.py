@@ -300,3 +300,4 @@ def test_adjacent_rows_have_separate_areas() -> None:
     rows = [(0x1000, 16, 0, 16, 1), (0x1010, 16, 0, 16, 1), (0x101F, 16, 0, 16, 1)]
     begins = checked_rows(np.array(rows, np.uint64)).area_begins
     assert [0x1000, 0x1010] == begins.tolist()
+    assert [] == checked_rows(np.empty((0, 5), np.uint64)).area_begins.tolist()
