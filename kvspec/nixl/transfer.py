@@ -456,6 +456,8 @@ class InFlightTransfers:
         """Return transfers whose bytes are claimed if others are in flight. Nothing starts."""
         if not isinstance(request, str):
             instance("request", request, str)
+        with self.agent.lock:  # In a fork, the lock of the claims may be locked forever.
+            self.agent.check_open()
         made = {
             key: Transfer(self, operation, sides, request, math.inf, key)
             for key, sides in pairs.items()
