@@ -152,7 +152,8 @@ class Transfer:
             TransferError: If the transfer failed, or its deadline is over.
         """
         with self._agent.lock:
-            self._agent.check_open()
+            if not self.over:  # A transfer that has ended stays as it is when the rank is closed.
+                self._agent.check_open()
             if not self.started:  # Its bytes are not busy, so none may move.
                 raise SpecError("transfer", self, "a transfer that `move` has started")
             self.step(turn)

@@ -12,7 +12,7 @@ from lines import Other, between_lines, interrupted_at
 from nixl_pair import Pair
 from nixl_world import keep
 
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.nixl import NixlRank, Transfer, transfer
 from kvspec.nixl.agent import _ForkedLock
 from kvspec.nixl.rank import NixlStats
@@ -145,6 +145,19 @@ def test_pair_in_a_forked_child_raises_forked(
             done.set()
             other.join()
     assert "forked" == caught.value.state
+
+
+def test_transfer_that_has_ended_stays_so_after_close(net: FakeNixl, pair: Pair) -> None:
+    done, late = pair.read(0, 4), pair.read(4, 4)
+    net.moving[0].land()
+    assert "DONE" == done.poll()
+    late.stop("the test stops it", TransferState.STOPPED)
+    pair.near.close(drain=0)
+    done.wait()
+    assert "DONE" == done.poll() == done.state
+    with pytest.raises(TransferError) as caught:
+        late.wait()
+    assert "stopped" == caught.value.state == late.state
 
 
 def test_move_names_a_paired_transfer_and_sets_its_deadline(pair: Pair) -> None:
