@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # A polled rank reads one byte of each new peer. Each read has a byte of its own here, because two
-# transfers may not write one byte. So many connections can be tested at once.
+# transfers may not write one byte. Peers read the first byte, and the others are for the reads.
 PROBES = 4096
 SIDES = "tuples (local list, local ids, remote list, remote ids)"
 HELLO = b"kvspec-nixl hello"  # It opens the connection, so that the first read need not.
@@ -119,7 +119,6 @@ class NixlRank:
         self._answered: set[str] = set()
         buffers = Buffers(staging, self._agent) if staging else None
         self._in_flight = InFlightTransfers(self._agent, buffers)
-        # Peers read the first byte. This rank reads into the others.
         self._probe = np.zeros(PROBES, np.uint8)
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
@@ -230,7 +229,8 @@ class NixlRank:
 
         Args:
             metadata: Bytes that the `metadata` of each peer returned.
-            timeout: Seconds to wait for all connections together. Only a polled rank waits.
+            timeout: Seconds to wait for all connections together, or for each 4,095 new peers if
+                there are more. Only a polled rank waits.
 
         Returns:
             The names of the peers, in the order of *metadata*.
@@ -251,7 +251,9 @@ class NixlRank:
             for peer in peers:
                 self._greet(peer)
             if self.polled:
-                self._knock(new.values(), timeout)
+                knocked = [*new.values()]
+                for first in range(0, len(knocked), PROBES - 1):  # Each needs a byte of its own.
+                    self._knock(knocked[first : first + PROBES - 1], timeout)
             self._answered.update(new)
         except TransferError:
             for name in new:
