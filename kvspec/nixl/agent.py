@@ -65,7 +65,9 @@ STATE_OF_STEP = {
     ("connect", "Mismatch"): TransferState.STALE_PEER,
 }
 # Kinds after which the backend no longer uses a handle. NotFound is not one of them: it also means
-# that the peer's entry was removed while the data still moves.
+# that the peer's entry was removed while the data still moves. InvalidParam is not one either: UCX
+# may refuse one descriptor of a handle after it has posted others, and NIXL then keeps that status.
+# If NIXL refuses a post before it reaches UCX, the status stays NotPosted.
 TERMINAL_KINDS = frozenset({"RemoteDisconnect", "Cancelled", "Backend", "NotPosted"})
 # `mallopt`'s parameter: memory is filled when it is allocated, with the complement of a byte.
 M_PERTURB = -6
