@@ -117,10 +117,10 @@ class Tables:
         return self.tokens is None or self.tokens.stop >= self.wanted.stop
 
     def sides(self, token_split: TokenSplit) -> tuple[Side, Side]:
-        """Return name, group, table and paging of the consumer, then of the producer."""
+        """Return name, group, table and paging of the producer, then of the consumer."""
         return (
-            ("consumer", self.edge.group, self.consumer, token_split.consumer),
             ("producer", self.edge.producer_group, self.producer, token_split.producer),
+            ("consumer", self.edge.group, self.consumer, token_split.consumer),
         )
 
     def check(self, token_split: TokenSplit) -> None:
@@ -131,9 +131,10 @@ class Tables:
             MismatchError: If the producer's table lacks tokens that move.
         """
         check = self._check_tokens if token_split.tile else self._check_state
-        check(self.sides(token_split))
+        # The caller is the consumer, so the errors of its own table come first.
+        check(self.sides(token_split)[::-1])
 
-    def _check_tokens(self, sides: tuple[Side, Side]) -> None:
+    def _check_tokens(self, sides: tuple[Side, ...]) -> None:
         tokens = self.reached
         for side, group, table, paging in sides:
             if table.first_token:
@@ -153,7 +154,7 @@ class Tables:
             # second place of a repeated block.
             check_once(side, group, table, table.blocks_of(tokens, paging.virtual_block))
 
-    def _check_state(self, sides: tuple[Side, Side]) -> None:
+    def _check_state(self, sides: tuple[Side, ...]) -> None:
         for side, group, table, paging in sides:
             field = f"{side}_blocks[{group!r}]"
             slot = table.state_block(field, paging.block_size, self.wanted.start)
@@ -296,8 +297,7 @@ def tiles(
     """
     places = np.zeros((3, 2, len(starts[0])), np.int64)
     block, tile, ids = places[0], places[1], places[2]
-    # `sides` has the consumer first, and these arrays have the producer first.
-    for side_index, (side, group, table, paging) in enumerate(tables.sides(token_split)[::-1]):
+    for side_index, (side, group, table, paging) in enumerate(tables.sides(token_split)):
         start, block_layout = starts[side_index], block_layouts[side_index]
         # A state moves whole: its start is its index in the table.
         index, kernel_block, inner = (
@@ -349,9 +349,9 @@ def _state(request: TransferRequest, tables: Tables, token_split: TokenSplit) ->
     token = tables.wanted.start
     if not token_split.stripe.holds(token // token_split.consumer.virtual_block):
         return {}
-    consumer, producer = (
-        np.array([table.state_block(side, paging.block_size, token)], np.int64)
-        for side, _, table, paging in tables.sides(token_split)
+    producer, consumer = (
+        np.array([table.state_block(f"{side}_blocks[{group!r}]", paging.block_size, token)])
+        for side, group, table, paging in tables.sides(token_split)
     )
     return {token_split.whole: (producer, consumer)}
 
