@@ -196,7 +196,7 @@ class Boxes:
 
     @property
     def _states(self) -> int:
-        """Number of rows of a recurrent state that both sides have."""
+        """Number of states of a recurrent block that both sides have."""
         return min(self.producer.states, self.consumer.states)
 
 

@@ -220,7 +220,7 @@ class SplitGroup:
         edge: The edge.
         spec: Spec of the first layer of the edge.
         splits: The parts that are cut alike, and the entries of their whole tiles.
-        grains: Tokens of a row of each layer of the consumer's group that moves, on any rank.
+        grains: Tokens of a state of each layer of the consumer's group that moves, on any rank.
         dead_tokens: Whether dead tokens may move if that takes less time.
         cut_key: An object that is the same for every `SplitGroup` that cuts each request alike.
     """
@@ -331,7 +331,7 @@ class SplitGroup:
 
 
 def _grains(plan: TransferPlan) -> dict[str, frozenset[int]]:
-    """Return how many tokens the rows describe that move, by group of the consumer."""
+    """Return how many tokens a state describes in the layers that move, by consumer's group."""
     grains: dict[str, set[int]] = {}
     for pair in plan.pairs:
         parts = (part for spec, _ in pair.layers_by_spec for part in spec.parts if part.per_token)

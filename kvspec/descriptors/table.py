@@ -17,8 +17,9 @@ How it works:
         (1256, 256, 0, 512, 10)           10 to 19
 
     A request whose blocks are 3 and 4 selects the ids 3, 4, 13 and 14. So NIXL prepares a table
-    once, and a request costs one array of ids for each side. A part of a block, at the beginning or
-    the end of a request, has no rows: its descriptors are made for the request.
+    once, and a request costs one array of ids for each side. A part of a tile, at the beginning or
+    the end of a request, has no rows: its descriptors are made for the request. Half a block of
+    several tiles may have ids.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class DescriptorTable:
         Returns:
             The selection, which `NixlRank.read` accepts. `producer_ids` and `consumer_ids` are two
             int32 arrays of shape (n,), and descriptor i of the producer pairs with descriptor i of
-            the consumer. `ends` are the parts of a block, which have no ids.
+            the consumer. `ends` are the parts of a tile, which have no ids.
 
         Raises:
             SpecError: If a block table, a cached prefix or *tokens* is impossible.

@@ -5,8 +5,10 @@ and no id is wider than NIXL reads. NIXL itself accepts both: it truncates wide 
 and the last of two writes wins.
 
 How it works:
-    Ids that the caller computed are checked and paired one by one (`pair`). There are two merges.
-    Each takes runs in an order, and joins a run to the one before if it continues it:
+    Ids that the caller computed are checked and paired one by one (`pair`). The table has joined
+    the bytes of one block already (`runs.coalesce`). Two merges are left. A staged transfer
+    replaces both by ranges (`staging.ranges`). Each merge takes runs in an order, and joins a run
+    to the one before if it continues it:
 
         merge          runs             order of        continues if                   done by
         within a row   each id          the caller      next id of the same dense row  NIXL
@@ -72,8 +74,8 @@ Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np
 
 # The limits of one handle. Posting 1024 descriptors, or copying 16 MiB, takes 2 to 3 ms, which
 # nothing can interrupt: small loads beside a large one wait that long. Making and releasing a
-# handle costs about 0.05 ms. An id is never cut. So an id of more bytes, such as a block of 64 MiB
-# with all layers, has a handle of its own, which takes longer. The same holds for an end.
+# handle costs about 0.05 ms. An id that NIXL receives by its number is never cut. So an id of more
+# bytes, such as a block of 64 MiB with all layers, has a handle that takes longer. So has an end.
 MAX_DESCRIPTORS = 1024
 MAX_BYTES = 16 << 20
 # Ranks merge across rows if NIXL would otherwise post more than this multiple of the descriptors.

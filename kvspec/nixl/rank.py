@@ -1,9 +1,9 @@
 """The NIXL agent of one rank, with its memory, peers, lists and transfers.
 
 Invariant: all arguments are checked before NIXL receives them. Each wait has a deadline. Memory
-stays registered and referenced while a byte of it can move. A transfer that fails in flight stays
-in quarantine, because NIXL cannot stop it. Only closing the rank destroys the agent and stops all.
-All ranks are closed when the interpreter exits.
+stays registered and referenced until the rank is closed. A transfer that fails in flight stays in
+quarantine, because NIXL cannot stop it. Only closing the rank destroys the agent and stops all. All
+ranks are closed when the interpreter exits.
 
 NIXL's notifications are not used, because a session has a channel of its own for messages. Only
 `connect` sends one, a hello, which opens the connection.
@@ -383,8 +383,8 @@ class NixlRank:
         """Check several reads or writes and pair their ids. That takes long. Nothing starts.
 
         The agent is not locked meanwhile. Pass each transfer to `move` of this rank once, in place
-        of the sides, or drop it. It is not among the `transfers` until then, keeps no bytes busy,
-        and cannot be polled.
+        of the sides, or drop it. It is not among the `transfers` until then, and cannot be polled.
+        Its claim to its bytes yields to any transfer that starts first.
 
         Raises:
             SpecError: As in `read`.

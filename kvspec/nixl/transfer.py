@@ -140,7 +140,7 @@ class Transfer:
         """Return "PROC" or "DONE" without waiting.
 
         Posts the next batches. After a failure, a call releases the handles in quarantine that
-        ended.
+        ended. A staged transfer that waits for a slot also polls the others of its buffer.
 
         Args:
             turn: A call posts until 16 handles are in flight. After a post that finished at once,
@@ -454,7 +454,10 @@ class InFlightTransfers:
     def pair(
         self, operation: Operation, pairs: Mapping[K, Sides], request: str
     ) -> dict[K, Transfer]:
-        """Return transfers whose bytes are claimed if others are in flight. Nothing starts."""
+        """Return transfers, and claim their bytes if others are in flight. Nothing starts.
+
+        Such a claim yields to any transfer that starts first.
+        """
         if not isinstance(request, str):
             instance("request", request, str)
         with self.agent.lock:  # In a fork, the lock of the claims may be locked forever.

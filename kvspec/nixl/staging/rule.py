@@ -32,9 +32,10 @@ class Staging:
             of the transfer. If that fails, the transfers are direct, and a warning is logged.
         slot_bytes: Bytes of one slot. One handle moves so much at most. A transfer with a longer
             run is not staged.
-        stage_below: Transfers of many runs are staged if their runs are shorter than this number of
-            bytes on average. None: the rank learns the number from its first transfers. Until then
-            it is 6 KiB. `kvspec calibrate` measures it too.
+        stage_below: One descriptor costs as much time as permuting this number of bytes. Ranges,
+            the bytes between runs and the search count against staging. So runs are staged up to a
+            mean length that is somewhat smaller. None: the rank learns the number from its first
+            transfers. Until then it is 6 KiB. `kvspec calibrate` measures it too.
         always: Stage each transfer that can be staged, however long its runs are.
 
     Raises:
