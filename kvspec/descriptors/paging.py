@@ -259,9 +259,10 @@ class BlockLayout:
         Returns:
             Rows (address, length, device, stride, count), shape (runs * `rows_per_run`, 5).
         """
-        row_stride = self.tile_stride if self.by_tile else self.block_stride
+        # From the first id of a row to that of the next row. `stride` is that of ids in one row.
+        between_rows = self.tile_stride if self.by_tile else self.block_stride
         rows = np.empty((len(address), self.rows_per_run, 5), np.uint64)
-        rows[:, :, 0] = address[:, None] + np.arange(self.rows_per_run) * row_stride
+        rows[:, :, 0] = address[:, None] + np.arange(self.rows_per_run) * between_rows
         rows[:, :, 1] = length[:, None]
         rows[:, :, 2] = self.device
         rows[:, :, 3] = self.stride

@@ -56,6 +56,7 @@ Boundaries = tuple[tuple[int, ...], tuple[int, ...]]
 
 # The number of bytes that move in the time of one more descriptor. NIXL over shared memory needs
 # 2.4 us for a descriptor and moves 9 GB/s: 21,600 bytes. The host's own work adds half of that.
+# `kvspec/nixl/merging.py` compares all costs of a descriptor.
 DESCRIPTOR_BYTES = 32_400
 
 # The rows of so many kinds are kept for each group of parts that are cut alike. With blocks of 16,
@@ -94,7 +95,7 @@ class GroupSide:
         return Paging(group.spec.block_size, group.memory_block_size, context, null_block=null)
 
     @cached_property
-    def _whole(self) -> Paging:
+    def _joined_paging(self) -> Paging:
         """Paging in blocks of the table: kernel blocks are joined."""
         return attrs.evolve(self.paging, memory_block_size=self.group.spec.block_size)
 
@@ -106,7 +107,7 @@ class GroupSide:
         if kernel_blocks > 1 and region.block_stride == region.states * row_stride(region):
             # The states of the kernel blocks of one block are equally far apart, as in one block.
             # Larger blocks have larger tiles, so that fewer and longer rows are needed.
-            paging = self._whole
+            paging = self._joined_paging
             region = attrs.evolve(
                 region,
                 num_blocks=region.num_blocks // kernel_blocks,
@@ -253,6 +254,8 @@ def coalesce(runs: Sequence[Ints], boundaries: Boundaries) -> Ints:
 class RowSet:
     """Runs of one row kind that repeat alike: all of them have the same places on each side.
 
+    Its length is the number of runs. Each row of a request needs one descriptor of each run.
+
     Attributes:
         kind: The tokens of a tile that each row moves.
         producer: How the runs repeat on the producer.
@@ -301,7 +304,8 @@ class RowSet:
         """The number of runs in a bunch.
 
         The runs of a bunch interleave in the producer's memory. All tiles of a bunch lie before
-        those of the next bunch.
+        those of the next bunch. The number is guessed from the first gap. A wrong guess costs only
+        time: any number that divides the runs is correct.
         """
         layout, starts = self.producer, self.producer_address
         extent = (layout.num_blocks - 1) * layout.block_stride + layout.tiles * layout.tile_stride
@@ -404,9 +408,12 @@ class SplitRows:
                 return attrs.evolve(split_rows, token_split=attrs.evolve(token_split, tile=grain))
         return split_rows
 
+    def rows(self, kind: RowKind) -> tuple[RowSet, ...]:
+        """Return the row sets of one kind. Those of the last kinds are kept."""
+        return self._row_sets(kind)
+
     @cached_property
-    def rows(self) -> Callable[[RowKind], tuple[RowSet, ...]]:
-        """A function that returns the row sets of one kind. It keeps those of the last kinds."""
+    def _row_sets(self) -> Callable[[RowKind], tuple[RowSet, ...]]:
         return lru_cache(KEPT)(partial(_rows, self.token_split, self.boxes, self.boundaries))
 
     def runs(self, kind: RowKind) -> int:

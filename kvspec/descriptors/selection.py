@@ -214,7 +214,11 @@ class _Cut:
 
 @attrs.frozen(eq=False)
 class SplitGroup:
-    """The entries of one edge, by the way in which requests cut them.
+    """The entries of one edge, by the way in which requests cut them. The edge is of one table.
+
+    Tables whose edges have equal names of groups, specs, grains and token splits find the same
+    result in `TransferRequest.known`. If dead tokens may move, the cut depends on the runs of the
+    pair of ranks, so that each `SplitGroup` has a key of its own.
 
     Attributes:
         edge: The edge.

@@ -426,18 +426,20 @@ def _cut(
     size, grain, wanted = token_split.tile, token_split.grain, frame.wanted
     if not wanted:
         return {}
-    # A state with a live token moves whole.
-    live = range(wanted.start // grain * grain, -(-wanted.stop // grain) * grain)
-    tile_starts = np.arange(live.start // size * size, live.stop, size, dtype=np.int64)
+    # A state with a wanted token moves whole.
+    moving = range(wanted.start // grain * grain, -(-wanted.stop // grain) * grain)
+    tile_starts = np.arange(moving.start // size * size, moving.stop, size, dtype=np.int64)
     first, last = int(tile_starts[0]), int(tile_starts[-1])
     tile_starts = _moving(tables, token_split, frame, tile_starts)
     rows: dict[RowKind, Ints] = {}
-    for end, place in ((first, 0), (last, -1)):
-        start, stop = max(live.start, end), min(live.stop, end + size)
-        kind = RowKind(start - end, stop - start)
-        if kind == token_split.whole or not len(tile_starts) or tile_starts[place] != end:
+    # If there is only one tile, the first pass takes it, and the second finds no tile.
+    for tile_start, place in ((first, 0), (last, -1)):
+        start, stop = max(moving.start, tile_start), min(moving.stop, tile_start + size)
+        kind = RowKind(start - tile_start, stop - start)
+        if kind == token_split.whole or not len(tile_starts) or tile_starts[place] != tile_start:
             continue
-        if moves_whole is None or end < frame.cached or not moves_whole(kind):
+        # A tile that begins in the cached prefix never moves whole: it would write a cached token.
+        if moves_whole is None or tile_start < frame.cached or not moves_whole(kind):
             rows[kind] = np.array([start], np.int64)
             tile_starts = np.delete(tile_starts, place)
     if len(tile_starts):

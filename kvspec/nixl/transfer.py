@@ -176,10 +176,13 @@ class Transfer:
             rest = min(max(2 * rest, FIRST_WAIT), LAST_WAIT)
 
     def step(self, turn: float | None = None) -> bool:
-        """Release finished handles, post more, and keep an error. Return whether a handle ended.
+        """Release finished handles, post more, and keep an error. Check the deadline.
 
-        Checks the deadline. After a failure, handles are released as soon as they end, and the
-        result is whether none is left.
+        After a failure, handles are only released, as soon as they end.
+
+        Returns:
+            Whether a slot of the staging buffer may have become free: a handle ended, or a transfer
+            that failed or is done has none left.
         """
         if self.error is not None or not (self._in_flight or self._pending):
             return not self._in_flight or self.reap()
@@ -352,7 +355,9 @@ class InFlightTransfers:
     """The transfers of one rank, from `start` until no byte of them can move any more.
 
     How claims work:
-        A transfer is claimed if `BusyRanges` contains all of its bytes. One lock guards that. It is
+        A transfer is claimed if `BusyRanges` contains all of its bytes. The rule is: whenever two
+        transfers are in flight, all in flight are claimed. All else decides when the ranges are
+        computed. One lock guards the claims. It is
         not the lock of the agent, which each poll needs: claiming a million ranges takes 0.1 s.
         Computing the ranges takes longer, so `pair` does it before it takes the lock.
 

@@ -97,8 +97,8 @@ def _try_copy_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
     length, offset, first = moves.length, moves.offset, int(moves.offset[0])
     count = (int(offset[-1]) - first) // length + 1
     low, high = int(moves.near.min()), int(moves.near.max())
-    # The view of the near side reaches from its first run to its last. If it contained the slot,
-    # numpy would see an overlap and copy the whole slot first.
+    # The view of the near side reaches from its first run to its last. If it contained the bytes to
+    # copy, numpy would see an overlap and copy them first.
     apart = low >= base + first + count * length or base >= high + length
     # Longer runs do not fit into the scratch bytes. Without gaps `_copy_on_host` needs no index for
     # the slot either. With many gaps, copying them takes more time than a second pass.
@@ -115,7 +115,8 @@ def _try_copy_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
     if (items * length != begins).any() or (items[1:] == items[:-1]).any():
         return False
     # Use the scratch bytes on the near side's side of the slot, so that the view has no slot.
-    spare = scratch[high > base]
+    below, above = scratch
+    spare = above if high > base else below
     start = min(low, spare)
     places = np.full(count, spare - start)
     places[items] = moves.near - start
