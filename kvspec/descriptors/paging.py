@@ -117,7 +117,6 @@ class TokenSplit:
         grain: Tokens that one state of the part stands for (`Part.tokens_per_state`).
         producer: Paging of the producer.
         consumer: Paging of the consumer.
-        prefix_multiple: Cached prefixes are multiples of this many tokens.
         opaque: Whether a state is an opaque page, which holds its dead tokens as well.
     """
 
@@ -126,7 +125,6 @@ class TokenSplit:
     grain: int
     producer: Paging
     consumer: Paging
-    prefix_multiple: int = 1
     opaque: bool = False
 
     @property

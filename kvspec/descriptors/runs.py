@@ -386,7 +386,7 @@ class SplitRows:
     boundaries: Boundaries
 
     @staticmethod
-    def of(pairs: list[_PartPair], prefix_multiple: int, boundaries: Boundaries) -> SplitRows:
+    def of(pairs: list[_PartPair], boundaries: Boundaries) -> SplitRows:
         """Return the rows of *pairs*, which every request cuts alike.
 
         A tile is one state if a row of two states has as many runs as two rows of one state. Then
@@ -398,9 +398,7 @@ class SplitRows:
         pair, part, grain = pairs[0], pairs[0].part, pairs[0].part.tokens_per_state
         paging = pair.producer.paging, pair.consumer.paging
         tile = tile_tokens(pair.producer.region.layer, part, *paging) if part.per_token else 0
-        token_split = TokenSplit(
-            pair.stripe, tile, grain, *paging, prefix_multiple, opaque=pair.opaque
-        )
+        token_split = TokenSplit(pair.stripe, tile, grain, *paging, opaque=pair.opaque)
         split_rows = SplitRows(token_split, tuple(_boxes(grain, pairs, boundaries)), boundaries)
         if grain < tile:
             one, two = (split_rows.runs(RowKind(0, states * grain)) for states in (1, 2))
@@ -479,7 +477,6 @@ def split_rows_of(
     producer: RankCache,
     consumer: RankCache,
     layers: frozenset[str] | None = None,
-    prefix_multiple: int = 1,
 ) -> list[SplitRows]:
     """Return the rows of one edge, for each way in which requests cut its parts.
 
@@ -489,7 +486,6 @@ def split_rows_of(
         producer: Memory of the producer rank.
         consumer: Memory of the consumer rank.
         layers: Names of the layers to include. All by default.
-        prefix_multiple: Cached prefixes are multiples of this many tokens.
 
     Raises:
         MismatchError: If blocks cut a state that stands for several tokens.
@@ -502,7 +498,7 @@ def split_rows_of(
         target = sides[1].part(layer, part.name, tp_slice.local_range.start)
         pair = _PartPair(part, tp_slice.stripe, len(tp_slice.global_range), source, target)
         cut_alike.setdefault(pair.split_key, []).append(pair)
-    return [SplitRows.of(pairs, prefix_multiple, boundaries) for pairs in cut_alike.values()]
+    return [SplitRows.of(pairs, boundaries) for pairs in cut_alike.values()]
 
 
 def _parts(

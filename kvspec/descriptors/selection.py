@@ -41,7 +41,6 @@ from kvspec.descriptors.tiles import (
     row_starts,
     tiles,
 )
-from kvspec.errors import SpecError
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
@@ -313,9 +312,6 @@ class SplitGroup:
         tables = Tables.of(request, self.edge, self.spec, tokens, whole=not first.tile)
         cut = None
         if tables.reached:
-            if tables.cached % first.prefix_multiple:
-                expected = f"a multiple of the table's prefix_multiple={first.prefix_multiple}"
-                raise SpecError("cached_tokens", tables.cached, expected)
             tables.check(first)
             for grain in self.grains:
                 check_cached(tables, grain)

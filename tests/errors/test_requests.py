@@ -185,8 +185,6 @@ TABLE = [
     row(lambda: kvspec.build_table(None, PRODUCER, CONSUMER), "plan", None),  # type: ignore[arg-type]
     row(lambda: kvspec.build_table(PLAN, None, CONSUMER), "producer_cache", None),  # type: ignore[arg-type]
     row(lambda: kvspec.build_table(PLAN, PRODUCER, "c"), "consumer_cache", "c"),  # type: ignore[arg-type]
-    row(lambda: kvspec.build_table(PLAN, PRODUCER, CONSUMER, prefix_multiple=0),
-        "prefix_multiple", 0),
 ]  # fmt: skip
 
 

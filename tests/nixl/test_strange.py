@@ -102,7 +102,6 @@ CALLS: dict[str, Call] = {
     "block table": (kvspec.BlockTable, {"block_ids": [1, 2], "first_token": 0}),
     "build_table": (kvspec.build_table, {
         "plan": PLAN, "producer_cache": CACHES[0], "consumer_cache": CACHES[1], "layers": None,
-        "prefix_multiple": 1,
     }),
     "select": (TABLE.select, {"request": REQUEST, "tokens": None}),
     "descriptors": (TABLE.descriptors, {"request": REQUEST, "tokens": None}),
