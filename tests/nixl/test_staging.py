@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from nixl_world import keep
+from slotted import Slotted
 
 from kvspec import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
@@ -30,7 +31,7 @@ class Pair:
     def __init__(
         self, buffer: Any = SLOT_BYTES, slot_bytes: int = SLOT_BYTES, **options: Any
     ) -> None:
-        settings = Staging(buffer=buffer, slot_bytes=slot_bytes, always=True)
+        settings = Slotted(buffer=buffer, slot_bytes=slot_bytes, always=True)
         self.near = NixlRank(secret=b"", **{"staging": settings} | options)
         self.far = NixlRank(secret=b"")
         drawn = np.random.default_rng(0)
@@ -257,7 +258,6 @@ def test_run_longer_than_a_slot_is_not_staged(net: FakeNixl) -> None:
         ({"buffer": True}, "staging.buffer", True),
         ({"buffer": "1 MiB"}, "staging.buffer", "1 MiB"),
         ({"buffer": np.zeros(SLOT_BYTES, np.uint8)}, "staging.buffer", ...),
-        ({"slot_bytes": 0}, "staging.slot_bytes", 0),
         ({"stage_below": -1}, "staging.stage_below", -1),
         ({"stage_below": 1.5}, "staging.stage_below", 1.5),
         ({"always": 1}, "staging.always", 1),

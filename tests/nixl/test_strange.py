@@ -113,7 +113,7 @@ CALLS: dict[str, Call] = {
     "verify": (kvspec.verify, {
         "plan": PLAN, "producers": {RankId(): CACHES[0]}, "consumers": {}, "request": REQUEST,
     }),
-    "staging": (Staging, {"buffer": 4096, "slot_bytes": 4096, "stage_below": 1, "always": False}),
+    "staging": (Staging, {"buffer": 4096, "stage_below": 1, "always": False}),
     "ticket": (PrefillTicket, TICKET_FIELDS),
     "from_params": (PrefillTicket.from_params, {"given": TICKET.to_params(), "secret": None}),
     "request of a ticket": (TICKET.request, {
