@@ -15,12 +15,14 @@ How it works:
     memory is a kernel block, or the block of the table if the kernel does not divide it.
 
     A *tile* is the largest number of tokens that no block and no interleave of either side divides
-    (`tile_tokens`). A *row kind* (`RowKind`) is the whole tile or a part of it. A `BlockLayout`
-    numbers the tiles in the memory of one side.
+    (`tile_tokens`), or one state if larger tiles would spare no runs (`SplitRows.of`). A *row kind*
+    (`RowKind`) is the whole tile or a part of it. A `BlockLayout` numbers the tiles of one side in
+    memory.
 
     The word *row* has two meanings. A *row of a request* is one tile, or the part of it that moves.
     It needs one descriptor for each run. A *strided row* of NIXL describes the places of one run
-    that are equally far apart. A request selects some of them.
+    that are equally far apart. A request selects some of them. A row of a block, such as the key of
+    one token, is a *state* here.
 """
 
 from __future__ import annotations
@@ -110,11 +112,11 @@ class TokenSplit:
 
     Attributes:
         stripe: The virtual blocks of the consumer that move over this edge.
-        tile: Tokens that all tables, memory blocks and interleaves cut alike. 0 for states.
+        tile: Tokens that all tables, memory blocks and interleaves cut alike, or the tokens of one
+            state if larger tiles would spare no runs. 0 for recurrent states.
         grain: Tokens that one state of the part stands for (`Part.tokens_per_state`).
         producer: Paging of the producer.
         consumer: Paging of the consumer.
-        prefix_multiple: Cached prefixes are multiples of this many tokens.
         opaque: Whether a state is an opaque page, which holds its dead tokens as well.
     """
 
@@ -123,7 +125,6 @@ class TokenSplit:
     grain: int
     producer: Paging
     consumer: Paging
-    prefix_multiple: int = 1
     opaque: bool = False
 
     @property
@@ -144,7 +145,7 @@ def tile_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> i
         for context in (producer.context, consumer.context):
             tile = gcd(tile, context.interleave) if context.size > 1 else tile
     if tile % part.tokens_per_state:
-        why = "blocks or interleaves would cut a row that stands for several tokens"
+        why = "blocks or interleaves would cut a state that stands for several tokens"
         field = f"{layer}.{part.name}.tokens_per_state"
         raise MismatchError([Mismatch(field, part.tokens_per_state, tile, why, ("row", "cut"))])
     return tile
@@ -256,9 +257,10 @@ class BlockLayout:
         Returns:
             Rows (address, length, device, stride, count), shape (runs * `rows_per_run`, 5).
         """
-        row_stride = self.tile_stride if self.by_tile else self.block_stride
+        # From the first id of a row to that of the next row. `stride` is that of ids in one row.
+        between_rows = self.tile_stride if self.by_tile else self.block_stride
         rows = np.empty((len(address), self.rows_per_run, 5), np.uint64)
-        rows[:, :, 0] = address[:, None] + np.arange(self.rows_per_run) * row_stride
+        rows[:, :, 0] = address[:, None] + np.arange(self.rows_per_run) * between_rows
         rows[:, :, 1] = length[:, None]
         rows[:, :, 2] = self.device
         rows[:, :, 3] = self.stride

@@ -56,6 +56,7 @@ Boundaries = tuple[tuple[int, ...], tuple[int, ...]]
 
 # The number of bytes that move in the time of one more descriptor. NIXL over shared memory needs
 # 2.4 us for a descriptor and moves 9 GB/s: 21,600 bytes. The host's own work adds half of that.
+# `kvspec/nixl/merging.py` compares all costs of a descriptor.
 DESCRIPTOR_BYTES = 32_400
 
 # The rows of so many kinds are kept for each group of parts that are cut alike. With blocks of 16,
@@ -94,7 +95,7 @@ class GroupSide:
         return Paging(group.spec.block_size, group.memory_block_size, context, null_block=null)
 
     @cached_property
-    def _whole(self) -> Paging:
+    def _joined_paging(self) -> Paging:
         """Paging in blocks of the table: kernel blocks are joined."""
         return attrs.evolve(self.paging, memory_block_size=self.group.spec.block_size)
 
@@ -106,7 +107,7 @@ class GroupSide:
         if kernel_blocks > 1 and region.block_stride == region.states * row_stride(region):
             # The states of the kernel blocks of one block are equally far apart, as in one block.
             # Larger blocks have larger tiles, so that fewer and longer rows are needed.
-            paging = self._whole
+            paging = self._joined_paging
             region = attrs.evolve(
                 region,
                 num_blocks=region.num_blocks // kernel_blocks,
@@ -196,7 +197,7 @@ class Boxes:
 
     @property
     def _states(self) -> int:
-        """Number of rows of a recurrent state that both sides have."""
+        """Number of states of a recurrent block that both sides have."""
         return min(self.producer.states, self.consumer.states)
 
 
@@ -253,6 +254,8 @@ def coalesce(runs: Sequence[Ints], boundaries: Boundaries) -> Ints:
 class RowSet:
     """Runs of one row kind that repeat alike: all of them have the same places on each side.
 
+    Its length is the number of runs. Each row of a request needs one descriptor of each run.
+
     Attributes:
         kind: The tokens of a tile that each row moves.
         producer: How the runs repeat on the producer.
@@ -301,7 +304,8 @@ class RowSet:
         """The number of runs in a bunch.
 
         The runs of a bunch interleave in the producer's memory. All tiles of a bunch lie before
-        those of the next bunch.
+        those of the next bunch. The number is guessed from the first gap. A wrong guess costs only
+        time: any number that divides the runs is correct.
         """
         layout, starts = self.producer, self.producer_address
         extent = (layout.num_blocks - 1) * layout.block_stride + layout.tiles * layout.tile_stride
@@ -382,7 +386,7 @@ class SplitRows:
     boundaries: Boundaries
 
     @staticmethod
-    def of(pairs: list[_PartPair], prefix_multiple: int, boundaries: Boundaries) -> SplitRows:
+    def of(pairs: list[_PartPair], boundaries: Boundaries) -> SplitRows:
         """Return the rows of *pairs*, which every request cuts alike.
 
         A tile is one state if a row of two states has as many runs as two rows of one state. Then
@@ -394,9 +398,7 @@ class SplitRows:
         pair, part, grain = pairs[0], pairs[0].part, pairs[0].part.tokens_per_state
         paging = pair.producer.paging, pair.consumer.paging
         tile = tile_tokens(pair.producer.region.layer, part, *paging) if part.per_token else 0
-        token_split = TokenSplit(
-            pair.stripe, tile, grain, *paging, prefix_multiple, opaque=pair.opaque
-        )
+        token_split = TokenSplit(pair.stripe, tile, grain, *paging, opaque=pair.opaque)
         split_rows = SplitRows(token_split, tuple(_boxes(grain, pairs, boundaries)), boundaries)
         if grain < tile:
             one, two = (split_rows.runs(RowKind(0, states * grain)) for states in (1, 2))
@@ -404,9 +406,12 @@ class SplitRows:
                 return attrs.evolve(split_rows, token_split=attrs.evolve(token_split, tile=grain))
         return split_rows
 
+    def rows(self, kind: RowKind) -> tuple[RowSet, ...]:
+        """Return the row sets of one kind. Those of the last kinds are kept."""
+        return self._row_sets(kind)
+
     @cached_property
-    def rows(self) -> Callable[[RowKind], tuple[RowSet, ...]]:
-        """A function that returns the row sets of one kind. It keeps those of the last kinds."""
+    def _row_sets(self) -> Callable[[RowKind], tuple[RowSet, ...]]:
         return lru_cache(KEPT)(partial(_rows, self.token_split, self.boxes, self.boundaries))
 
     def runs(self, kind: RowKind) -> int:
@@ -472,7 +477,6 @@ def split_rows_of(
     producer: RankCache,
     consumer: RankCache,
     layers: frozenset[str] | None = None,
-    prefix_multiple: int = 1,
 ) -> list[SplitRows]:
     """Return the rows of one edge, for each way in which requests cut its parts.
 
@@ -482,7 +486,6 @@ def split_rows_of(
         producer: Memory of the producer rank.
         consumer: Memory of the consumer rank.
         layers: Names of the layers to include. All by default.
-        prefix_multiple: Cached prefixes are multiples of this many tokens.
 
     Raises:
         MismatchError: If blocks cut a state that stands for several tokens.
@@ -495,7 +498,7 @@ def split_rows_of(
         target = sides[1].part(layer, part.name, tp_slice.local_range.start)
         pair = _PartPair(part, tp_slice.stripe, len(tp_slice.global_range), source, target)
         cut_alike.setdefault(pair.split_key, []).append(pair)
-    return [SplitRows.of(pairs, prefix_multiple, boundaries) for pairs in cut_alike.values()]
+    return [SplitRows.of(pairs, boundaries) for pairs in cut_alike.values()]
 
 
 def _parts(

@@ -41,7 +41,6 @@ from kvspec.descriptors.tiles import (
     row_starts,
     tiles,
 )
-from kvspec.errors import SpecError
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
@@ -214,13 +213,17 @@ class _Cut:
 
 @attrs.frozen(eq=False)
 class SplitGroup:
-    """The entries of one edge, by the way in which requests cut them.
+    """The entries of one edge, by the way in which requests cut them. The edge is of one table.
+
+    Tables whose edges have equal names of groups, specs, grains and token splits find the same
+    result in `TransferRequest.known`. If dead tokens may move, the cut depends on the runs of the
+    pair of ranks, so that each `SplitGroup` has a key of its own.
 
     Attributes:
         edge: The edge.
         spec: Spec of the first layer of the edge.
         splits: The parts that are cut alike, and the entries of their whole tiles.
-        grains: Tokens of a row of each layer of the consumer's group that moves, on any rank.
+        grains: Tokens of a state of each layer of the consumer's group that moves, on any rank.
         dead_tokens: Whether dead tokens may move if that takes less time.
         cut_key: An object that is the same for every `SplitGroup` that cuts each request alike.
     """
@@ -309,9 +312,6 @@ class SplitGroup:
         tables = Tables.of(request, self.edge, self.spec, tokens, whole=not first.tile)
         cut = None
         if tables.reached:
-            if tables.cached % first.prefix_multiple:
-                expected = f"a multiple of the table's prefix_multiple={first.prefix_multiple}"
-                raise SpecError("cached_tokens", tables.cached, expected)
             tables.check(first)
             for grain in self.grains:
                 check_cached(tables, grain)
@@ -331,7 +331,7 @@ class SplitGroup:
 
 
 def _grains(plan: TransferPlan) -> dict[str, frozenset[int]]:
-    """Return how many tokens the rows describe that move, by group of the consumer."""
+    """Return how many tokens a state describes in the layers that move, by consumer's group."""
     grains: dict[str, set[int]] = {}
     for pair in plan.pairs:
         parts = (part for spec, _ in pair.layers_by_spec for part in spec.parts if part.per_token)

@@ -17,8 +17,9 @@ How it works:
         (1256, 256, 0, 512, 10)           10 to 19
 
     A request whose blocks are 3 and 4 selects the ids 3, 4, 13 and 14. So NIXL prepares a table
-    once, and a request costs one array of ids for each side. A part of a block, at the beginning or
-    the end of a request, has no rows: its descriptors are made for the request.
+    once, and a request costs one array of ids for each side. A part of a tile, at the beginning or
+    the end of a request, has no rows: its descriptors are made for the request. Half a block of
+    several tiles may have ids.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kvspec.descriptors.tiles import Positions, check_tokens
 from kvspec.descriptors.unwritten import Pair, unwritten_ranges
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.inputs import MOST, flag, instance, positive_int, texts
+from kvspec.inputs import MOST, flag, instance, texts
 from kvspec.memory.aliasing import groups_that_share
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.tokens import Ints
@@ -49,8 +50,8 @@ from kvspec.plan.plan import TransferPlan
 
 Rows = npt.NDArray[np.uint64]
 
-# NIXL takes int32 ids and truncates wider ones without an error.
-MAX_IDS = 2**31
+# NIXL takes int32 ids and truncates wider ones without an error. `NixlRank.prepare` has this limit.
+MAX_IDS = 2**31 - 1
 
 
 def sharing(cache: RankCache) -> tuple[frozenset[str], ...]:
@@ -171,7 +172,6 @@ class DescriptorTable:
         producer_memory_type: NIXL memory type of the producer's rows, "DRAM" or "VRAM".
         consumer_memory_type: NIXL memory type of the consumer's rows, "DRAM" or "VRAM".
         layers: Names of the layers in the table, or None for all.
-        prefix_multiple: Cached prefixes of requests are multiples of this many tokens.
         dead_tokens: Whether the table may move dead tokens, see `build_table`.
 
     >>> import kvspec
@@ -205,7 +205,6 @@ class DescriptorTable:
     producer_memory_type: str
     consumer_memory_type: str
     layers: frozenset[str] | None = None
-    prefix_multiple: int = 1
     dead_tokens: bool = False
 
     def select(self, request: TransferRequest, *, tokens: Positions | None = None) -> Selection:
@@ -228,7 +227,7 @@ class DescriptorTable:
         Returns:
             The selection, which `NixlRank.read` accepts. `producer_ids` and `consumer_ids` are two
             int32 arrays of shape (n,), and descriptor i of the producer pairs with descriptor i of
-            the consumer. `ends` are the parts of a block, which have no ids.
+            the consumer. `ends` are the parts of a tile, which have no ids.
 
         Raises:
             SpecError: If a block table, a cached prefix or *tokens* is impossible.
@@ -404,7 +403,6 @@ def build_table(
     consumer_cache: RankCache,
     *,
     layers: Iterable[str] | None = None,
-    prefix_multiple: int = 1,
     dead_tokens: bool = False,
 ) -> DescriptorTable:
     """Build the descriptor rows that connect one producer rank to one consumer rank.
@@ -417,8 +415,6 @@ def build_table(
         consumer_cache: Memory of the consumer rank.
         layers: Names of the layers to include. All layers by default. Several tables with
             different layers move the same bytes as one table of all layers.
-        prefix_multiple: Cached prefixes of all requests are multiples of this many tokens.
-            `select` raises `SpecError` for other prefixes.
         dead_tokens: Whether blocks may move whole, with tokens after the last token or before the
             first live token of a window, if that takes less time. The consumer then
             receives whatever the producer's memory holds there. Many attention kernels return NaN
@@ -446,7 +442,6 @@ def build_table(
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)
     instance("consumer_cache", consumer_cache, RankCache)
-    positive_int("prefix_multiple", prefix_multiple)
     flag("dead_tokens", dead_tokens)
     check_engine("producer_cache.engine", plan.producer, producer_cache.engine)
     check_engine("consumer_cache.engine", plan.consumer, consumer_cache.engine)
@@ -456,7 +451,7 @@ def build_table(
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
         caches = producer_cache, consumer_cache
-        for split_rows in split_rows_of(edge, groups, *caches, only, prefix_multiple):
+        for split_rows in split_rows_of(edge, groups, *caches, only):
             for rows in split_rows.rows(split_rows.token_split.whole):
                 entries.append(Entry(edge, split_rows, rows, *next_ids))
                 used = rows.ids_used
@@ -485,7 +480,6 @@ def build_table(
         producer_memory_type=producer_type,
         consumer_memory_type=consumer_type,
         layers=only,
-        prefix_multiple=prefix_multiple,
         dead_tokens=dead_tokens,
     )
 

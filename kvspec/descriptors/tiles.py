@@ -117,10 +117,10 @@ class Tables:
         return self.tokens is None or self.tokens.stop >= self.wanted.stop
 
     def sides(self, token_split: TokenSplit) -> tuple[Side, Side]:
-        """Return name, group, table and paging of the consumer, then of the producer."""
+        """Return name, group, table and paging of the producer, then of the consumer."""
         return (
-            ("consumer", self.edge.group, self.consumer, token_split.consumer),
             ("producer", self.edge.producer_group, self.producer, token_split.producer),
+            ("consumer", self.edge.group, self.consumer, token_split.consumer),
         )
 
     def check(self, token_split: TokenSplit) -> None:
@@ -131,9 +131,10 @@ class Tables:
             MismatchError: If the producer's table lacks tokens that move.
         """
         check = self._check_tokens if token_split.tile else self._check_state
-        check(self.sides(token_split))
+        # The caller is the consumer, so the errors of its own table come first.
+        check(self.sides(token_split)[::-1])
 
-    def _check_tokens(self, sides: tuple[Side, Side]) -> None:
+    def _check_tokens(self, sides: tuple[Side, ...]) -> None:
         tokens = self.reached
         for side, group, table, paging in sides:
             if table.first_token:
@@ -153,7 +154,7 @@ class Tables:
             # second place of a repeated block.
             check_once(side, group, table, table.blocks_of(tokens, paging.virtual_block))
 
-    def _check_state(self, sides: tuple[Side, Side]) -> None:
+    def _check_state(self, sides: tuple[Side, ...]) -> None:
         for side, group, table, paging in sides:
             field = f"{side}_blocks[{group!r}]"
             slot = table.state_block(field, paging.block_size, self.wanted.start)
@@ -296,8 +297,7 @@ def tiles(
     """
     places = np.zeros((3, 2, len(starts[0])), np.int64)
     block, tile, ids = places[0], places[1], places[2]
-    # `sides` has the consumer first, and these arrays have the producer first.
-    for side_index, (side, group, table, paging) in enumerate(tables.sides(token_split)[::-1]):
+    for side_index, (side, group, table, paging) in enumerate(tables.sides(token_split)):
         start, block_layout = starts[side_index], block_layouts[side_index]
         # A state moves whole: its start is its index in the table.
         index, kernel_block, inner = (
@@ -323,15 +323,15 @@ def tiles(
 def _ascending(ids: Ints) -> Ints:
     """Return the order of *ids*. Many ids that are close together are placed and not sorted.
 
+    No id is repeated, because `check_once` has refused repeated blocks of the producer.
+
     >>> _ascending(np.array([2, 0, 3])).tolist()
     [1, 0, 2]
     """
     if len(ids) > PLACE_FROM and (end := int(ids.max()) + 1) < PLACE_WITHIN * len(ids):
         places = np.full(end, -1)
         places[ids] = np.arange(len(ids))
-        order = places[places >= 0]
-        if len(order) == len(ids):  # No id is repeated, so no place was overwritten.
-            return order
+        return places[places >= 0]
     return ids.argsort(kind="stable")
 
 
@@ -349,9 +349,9 @@ def _state(request: TransferRequest, tables: Tables, token_split: TokenSplit) ->
     token = tables.wanted.start
     if not token_split.stripe.holds(token // token_split.consumer.virtual_block):
         return {}
-    consumer, producer = (
-        np.array([table.state_block(side, paging.block_size, token)], np.int64)
-        for side, _, table, paging in tables.sides(token_split)
+    producer, consumer = (
+        np.array([table.state_block(f"{side}_blocks[{group!r}]", paging.block_size, token)])
+        for side, group, table, paging in tables.sides(token_split)
     )
     return {token_split.whole: (producer, consumer)}
 
@@ -426,18 +426,20 @@ def _cut(
     size, grain, wanted = token_split.tile, token_split.grain, frame.wanted
     if not wanted:
         return {}
-    # A state with a live token moves whole.
-    live = range(wanted.start // grain * grain, -(-wanted.stop // grain) * grain)
-    tile_starts = np.arange(live.start // size * size, live.stop, size, dtype=np.int64)
+    # A state with a wanted token moves whole.
+    moving = range(wanted.start // grain * grain, -(-wanted.stop // grain) * grain)
+    tile_starts = np.arange(moving.start // size * size, moving.stop, size, dtype=np.int64)
     first, last = int(tile_starts[0]), int(tile_starts[-1])
     tile_starts = _moving(tables, token_split, frame, tile_starts)
     rows: dict[RowKind, Ints] = {}
-    for end, place in ((first, 0), (last, -1)):
-        start, stop = max(live.start, end), min(live.stop, end + size)
-        kind = RowKind(start - end, stop - start)
-        if kind == token_split.whole or not len(tile_starts) or tile_starts[place] != end:
+    # If there is only one tile, the first pass takes it, and the second finds no tile.
+    for tile_start, place in ((first, 0), (last, -1)):
+        start, stop = max(moving.start, tile_start), min(moving.stop, tile_start + size)
+        kind = RowKind(start - tile_start, stop - start)
+        if kind == token_split.whole or not len(tile_starts) or tile_starts[place] != tile_start:
             continue
-        if moves_whole is None or end < frame.cached or not moves_whole(kind):
+        # A tile that begins in the cached prefix never moves whole: it would write a cached token.
+        if moves_whole is None or tile_start < frame.cached or not moves_whole(kind):
             rows[kind] = np.array([start], np.int64)
             tile_starts = np.delete(tile_starts, place)
     if len(tile_starts):

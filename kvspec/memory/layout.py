@@ -7,7 +7,7 @@ How it works:
     A layout is a nest of boxes, one for each letter, outermost first. The box of a repeating letter
     (B blocks, H heads, P chunks, N tokens) contains the next box several times. The box of a
     letter that separates (L layers, T tensors of a page, K parts of a tensor) contains one box for
-    each member, side by side. The innermost box C is the content of one row of one unit.
+    each member, side by side. The innermost box C is the content of one state of one unit.
 
     `_Nest.lay` walks from the outermost box inwards. On the way back it adds up sizes: a repeating
     box sets the stride of its letter to the size of the box inside, and a separating box adds to
@@ -47,7 +47,7 @@ class Placement:
         offset: Bytes from the first byte of the group's memory to the first content.
         block_stride: Bytes from one kernel block to the next.
         unit_stride: Bytes from one unit to the next.
-        state_stride: Bytes from one row of a block to the next.
+        state_stride: Bytes from one state of a block to the next.
         chunk_stride: Bytes from one chunk of a content to the next.
     """
 

@@ -51,15 +51,15 @@ class Region:
             table consists of several kernel blocks.
         block_stride: Bytes from one block to the next.
         unit_stride: Bytes from one unit to the next.
-        state_stride: Bytes from one row of a block to the next.
-        content_bytes: Bytes of one row of one unit.
+        state_stride: Bytes from one state of a block to the next.
+        content_bytes: Bytes of one state of one unit.
         units: Number of units that the rank holds.
-        states: Number of rows of a block.
-        chunks: Number of equal chunks that the content of one row is divided into.
+        states: Number of states of a block.
+        chunks: Number of equal chunks that the content of one state is divided into.
         chunk_stride: Bytes from one chunk to the next.
         memory_type: `DRAM`, or `VRAM` for the memory of a GPU.
         device: Index of the GPU. 0 for `DRAM`.
-        segments: Where a row stores its bytes, see `kvspec.specs.key_content`. `RankCache` sets
+        segments: Where a state stores its bytes, see `kvspec.specs.key_content`. `RankCache` sets
             them from its engine.
 
     >>> keys = Region(group="g", layer="l", part="k", base=1000, num_blocks=4, block_stride=64,

@@ -65,7 +65,9 @@ STATE_OF_STEP = {
     ("connect", "Mismatch"): TransferState.STALE_PEER,
 }
 # Kinds after which the backend no longer uses a handle. NotFound is not one of them: it also means
-# that the peer's entry was removed while the data still moves.
+# that the peer's entry was removed while the data still moves. InvalidParam is not one either: UCX
+# may refuse one descriptor of a handle after it has posted others, and NIXL then keeps that status.
+# If NIXL refuses a post before it reaches UCX, the status stays NotPosted.
 TERMINAL_KINDS = frozenset({"RemoteDisconnect", "Cancelled", "Backend", "NotPosted"})
 # `mallopt`'s parameter: memory is filled when it is allocated, with the complement of a byte.
 M_PERTURB = -6
@@ -258,11 +260,19 @@ class Agent:
             message += "; NIXL_LOG_LEVEL=DEBUG names the library"
         return TransferError(message, rank=peer or self.name, request=request, state=state)
 
-    def register(self, memory: Memory) -> None:
-        """Register *memory*. The caller adds its owner to `owners` first."""
+    def register(self, memory: Memory, owner: object) -> None:
+        """Register *memory*, and keep *owner* until the agent is destroyed.
+
+        The caller holds the lock. If NIXL refuses the memory, its owner is not kept.
+        """
         row = np.array([(memory.address, memory.length, memory.device)], np.uint64)
         descs = self._nb.nixlRegDList(self._segment(memory.memory_type), row)
-        self.call("register", "registerMem", descs, [])
+        self.owners.append(owner)  # First, since an interrupt may come after the call.
+        try:
+            self.call("register", "registerMem", descs, [])
+        except TransferError:
+            self.owners.pop()
+            raise
         self.registered.append(descs)
 
     def deregister(self) -> None:

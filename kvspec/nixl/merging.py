@@ -5,8 +5,10 @@ and no id is wider than NIXL reads. NIXL itself accepts both: it truncates wide 
 and the last of two writes wins.
 
 How it works:
-    Ids that the caller computed are checked and paired one by one (`pair`). There are two merges.
-    Each takes runs in an order, and joins a run to the one before if it continues it:
+    Ids that the caller computed are checked and paired one by one (`pair`). The table has joined
+    the bytes of one block already (`runs.coalesce`). Two merges are left. A staged transfer
+    replaces both by ranges (`staging.ranges`). Each merge takes runs in an order, and joins a run
+    to the one before if it continues it:
 
         merge          runs             order of        continues if                   done by
         within a row   each id          the caller      next id of the same dense row  NIXL
@@ -30,10 +32,17 @@ How it works:
     A selection has parts. Each part moves the same tiles of several runs of blocks, so NIXL joins
     the same tiles in each run whose tiles touch. Three facts are left to find:
 
-    1. Does it pay to merge descriptors across rows? One part of plain rows has next to nothing to
-       merge: NIXL joins its tiles of one run that touch. `pair` merges any other small selection,
-       and the result is used if merging pays. For a large one, `pair` merges a sample: the first
-       tiles of the first bunch of each part. If that pays, `pair` looks at each id. A bunch is a
+    1. Does it pay to merge descriptors across rows? The first line that fits a selection decides:
+
+           selection                         decided by      result
+           one part of plain rows, no ends   -               never merged
+           up to 1,024 ids                   `pair`          its plain descriptors, if it merged
+           only plain rows, little to spare  an upper bound  not merged
+           any other                         a sample        `pair`, if the sample pays
+
+       NIXL joins the tiles of one run of plain rows that touch, so next to nothing is left to merge
+       in one part. The upper bound is twice the descriptors of all parts but the largest. The
+       sample has the first tiles of the first bunch of each part. A bunch is a
        set of runs that interleave in memory, for example the layers of one block. All bunches
        of a part look alike, and descriptors of two bunches do not touch.
 
@@ -43,7 +52,7 @@ How it works:
 
     2. How many descriptors does NIXL post? `RowSet.posted` counts them.
     3. Where are the ids cut into handles? Between runs, if the selection exceeds one handle
-       (`_cut`). NIXL never joins ids of two runs, so such a cut costs nothing.
+       (`_parts_into_handles`). NIXL never joins ids of two runs, so such a cut costs nothing.
 """
 
 from __future__ import annotations
@@ -70,9 +79,18 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # A local list, ids of it, a remote list, and as many ids of it. Or a selection, and None.
 Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np.integer] | None"]
 
+# What one descriptor costs. All times are over shared memory, and they differ between machines.
+#
+#     posting it                              1.5 to 3 us
+#     as much as moving                       32,400 bytes (`runs.DESCRIPTOR_BYTES`)
+#     as much as permuting                    6 KiB, until a rank learns it (`rule.STAGE_BELOW`)
+#     as much as pairing                      20 ids (`IDS_FOR_A_POST`)
+#     finding the ranges of a staged transfer costs as much as 96 of them (`rule.LEAST_SAVED`)
+#
 # The limits of one handle. Posting 1024 descriptors, or copying 16 MiB, takes 2 to 3 ms, which
 # nothing can interrupt: small loads beside a large one wait that long. Making and releasing a
-# handle costs about 0.05 ms.
+# handle costs about 0.05 ms. An id that NIXL receives by its number is never cut. So an id of more
+# bytes, such as a block of 64 MiB with all layers, has a handle that takes longer. So has an end.
 MAX_DESCRIPTORS = 1024
 MAX_BYTES = 16 << 20
 # Ranks merge across rows if NIXL would otherwise post more than this multiple of the descriptors.
@@ -137,7 +155,7 @@ class Plain(NamedTuple):
         if fits(len(spans.nbytes), int(spans.nbytes.sum())):
             yield self
             return
-        for part in cut(np.arange(len(spans.nbytes)), spans.nbytes):
+        for part in into_handles(np.arange(len(spans.nbytes)), spans.nbytes):
             yield Plain(Spans(*(column[part] for column in spans)), *devices)
 
 
@@ -149,8 +167,8 @@ class Pairing:
         local_ids: Ids of the local list.
         remote_ids: As many ids of the remote list.
         nbytes: Bytes of all pairs and ends.
-        batches: Slices of the ids, and plain descriptors: the ends, or all runs if they were merged
-            across rows.
+        batches: What moves, alone. Slices select pairs of ids. Plain descriptors are the ends, or
+            all runs and ends if they were merged across rows: the ids are not used then.
         spans: Returns the bytes of all pairs and ends. Called only when it is needed: if other
             transfers are in flight, or if the transfer may be staged.
     """
@@ -257,7 +275,7 @@ def pair(
         return Pairing(local_ids, remote_ids, nbytes, (*joined.batches(),), count, lambda: runs)
     of_ids: tuple[slice, ...] = (slice(0, len(length)),)[: len(first)]
     if not fits(len(first), int(length.sum())):
-        of_ids = tuple(cut(first, length))
+        of_ids = tuple(into_handles(first, length))
     batches: tuple[slice | Plain, ...] = (*of_ids, *_batches(ends))
     return Pairing(local_ids, remote_ids, nbytes, batches, partial(len, order), lambda: runs)
 
@@ -272,6 +290,8 @@ def _merged(
     for side, starts in ((local, runs.local), (remote, runs.remote)):
         if continues.any():
             continues &= continues_in_memory(starts[order], runs.nbytes[order], side.area_begins)
+    # Ends need a handle of plain descriptors in any case. A few runs join it, merged or not,
+    # instead of taking a second handle.
     few = bool(ends) and len(order) <= FEW
     if not few and not merges(len(order), int(np.count_nonzero(continues))):
         return None
@@ -346,7 +366,7 @@ def fits(posted: int, nbytes: int) -> bool:
     return posted <= MAX_DESCRIPTORS and nbytes <= MAX_BYTES
 
 
-def cut(first: Ints, length: Ints) -> Iterator[slice]:
+def into_handles(first: Ints, length: Ints) -> Iterator[slice]:
     """Yield slices of ids that fit one handle each, cut between runs.
 
     A run that is too long for a handle is cut inside. Its parts are long enough to be cheap.
@@ -426,7 +446,7 @@ def pair_selection(
     # Counting the posted descriptors takes time, so do it only if the answer depends on it.
     batches = (slice(0, count),)[: len(parts)]
     if not fits(count, nbytes) and not (fits(1, nbytes) and fits(posted(), nbytes)):
-        batches = tuple(_cut(parts))
+        batches = tuple(_parts_into_handles(parts))
     return Pairing(
         ids[own],
         ids[1 - own],
@@ -491,7 +511,7 @@ def _spans_of_parts(parts: Sequence[Picked], own: int) -> Spans:
     return Spans(found[own], found[1 - own], found[2])
 
 
-def _cut(parts: Sequence[Picked]) -> Iterator[slice]:
+def _parts_into_handles(parts: Sequence[Picked]) -> Iterator[slice]:
     """Yield slices of the ids of all parts that fit one handle each.
 
     A handle has runs of one part, and as many as fit. If one run of blocks is too long, it has
@@ -511,7 +531,9 @@ def _cut(parts: Sequence[Picked]) -> Iterator[slice]:
         posted = max(map(len, firsts.values()))
         runs = min(MAX_DESCRIPTORS // posted, MAX_BYTES // (count * length))
         within = {
-            touches: [slice(0, runs * count)] if runs else [*cut(each, np.full(count, length))]
+            touches: [slice(0, runs * count)]
+            if runs
+            else [*into_handles(each, np.full(count, length))]
             for touches, each in firsts.items()
         }
         stop = start + len(rows) * count

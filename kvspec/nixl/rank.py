@@ -1,9 +1,9 @@
 """The NIXL agent of one rank, with its memory, peers, lists and transfers.
 
 Invariant: all arguments are checked before NIXL receives them. Each wait has a deadline. Memory
-stays registered and referenced while a byte of it can move. A transfer that fails in flight stays
-in quarantine, because NIXL cannot stop it. Only closing the rank destroys the agent and stops all.
-All ranks are closed when the interpreter exits.
+stays registered and referenced until the rank is closed. A transfer that fails in flight stays in
+quarantine, because NIXL cannot stop it. Only closing the rank destroys the agent and stops all. All
+ranks are closed when the interpreter exits.
 
 NIXL's notifications are not used, because a session has a channel of its own for messages. Only
 `connect` sends one, a hello, which opens the connection.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # A polled rank reads one byte of each new peer. Each read has a byte of its own here, because two
-# transfers may not write one byte. So many connections can be tested at once.
+# transfers may not write one byte. Peers read the first byte, and the others are for the reads.
 PROBES = 4096
 SIDES = "tuples (local list, local ids, remote list, remote ids)"
 HELLO = b"kvspec-nixl hello"  # It opens the connection, so that the first read need not.
@@ -119,7 +119,6 @@ class NixlRank:
         self._answered: set[str] = set()
         buffers = Buffers(staging, self._agent) if staging else None
         self._in_flight = InFlightTransfers(self._agent, buffers)
-        # Peers read the first byte. This rank reads into the others.
         self._probe = np.zeros(PROBES, np.uint8)
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
@@ -182,10 +181,12 @@ class NixlRank:
         """
         with self._agent.lock:
             self._agent.check_open()
-            self._agent.owners.append(owner)
-            for memory in new_memories(self.memory, memories):
-                self._agent.register(memory)
+            new = new_memories(self.memory, memories)
+            for memory in new:
+                self._agent.register(memory, owner)
                 self.memory += (memory,)
+            if not new:  # The registered memory may have no owner, or another one.
+                self._agent.owners.append(owner)
 
     def metadata(self) -> bytes:
         """Return the introduction of this rank, which a peer passes to `connect`.
@@ -228,7 +229,8 @@ class NixlRank:
 
         Args:
             metadata: Bytes that the `metadata` of each peer returned.
-            timeout: Seconds to wait for all connections together. Only a polled rank waits.
+            timeout: Seconds to wait for all connections together, or for each 4,095 new peers if
+                there are more. Only a polled rank waits.
 
         Returns:
             The names of the peers, in the order of *metadata*.
@@ -249,7 +251,9 @@ class NixlRank:
             for peer in peers:
                 self._greet(peer)
             if self.polled:
-                self._knock(new.values(), timeout)
+                knocked = [*new.values()]
+                for first in range(0, len(knocked), PROBES - 1):  # Each needs a byte of its own.
+                    self._knock(knocked[first : first + PROBES - 1], timeout)
             self._answered.update(new)
         except TransferError:
             for name in new:
@@ -379,8 +383,8 @@ class NixlRank:
         """Check several reads or writes and pair their ids. That takes long. Nothing starts.
 
         The agent is not locked meanwhile. Pass each transfer to `move` of this rank once, in place
-        of the sides, or drop it. It is not among the `transfers` until then, keeps no bytes busy,
-        and cannot be polled.
+        of the sides, or drop it. It is not among the `transfers` until then, and cannot be polled.
+        Its claim to its bytes yields to any transfer that starts first.
 
         Raises:
             SpecError: As in `read`.

@@ -59,15 +59,17 @@ class StridedRows:
     def area_begins(self) -> Ints:
         """Begin of each area: a set of rows that share bytes, or are chained so.
 
-        The rows lie on one device. Each row lies in one registered memory, and memories are
-        disjoint. So an area lies in one memory, and only a byte at a begin can lie in another
-        memory than the byte before it.
+        The rows lie on one device. Each row lies in one registered memory from its first byte to
+        its last, with the bytes between its ids, and memories are disjoint. So rows that interleave
+        lie in one memory, and rows that only touch may not. An area lies in one memory, and only a
+        byte at a begin can lie in another memory than the byte before it.
         """
         by_address = self._columns[:, self._columns[0].argsort(kind="stable")]
         address, length, _, stride, count = by_address
         end = address + (count - 1) * stride + length
-        separate = address[1:] >= np.maximum.accumulate(end)[:-1]
-        return np.asarray(address[np.append(True, separate)])
+        separate = np.ones(len(address), np.bool_)
+        separate[1:] = address[1:] >= np.maximum.accumulate(end)[:-1]
+        return np.asarray(address[separate])
 
     @cached_property
     def device(self) -> int:

@@ -140,7 +140,7 @@ class Transfer:
         """Return "PROC" or "DONE" without waiting.
 
         Posts the next batches. After a failure, a call releases the handles in quarantine that
-        ended.
+        ended. A staged transfer that waits for a slot also polls the others of its buffer.
 
         Args:
             turn: A call posts until 16 handles are in flight. After a post that finished at once,
@@ -152,7 +152,8 @@ class Transfer:
             TransferError: If the transfer failed, or its deadline is over.
         """
         with self._agent.lock:
-            self._agent.check_open()
+            if not self.over:  # A transfer that has ended stays as it is when the rank is closed.
+                self._agent.check_open()
             if not self.started:  # Its bytes are not busy, so none may move.
                 raise SpecError("transfer", self, "a transfer that `move` has started")
             self.step(turn)
@@ -175,10 +176,13 @@ class Transfer:
             rest = min(max(2 * rest, FIRST_WAIT), LAST_WAIT)
 
     def step(self, turn: float | None = None) -> bool:
-        """Release finished handles, post more, and keep an error. Return whether a handle ended.
+        """Release finished handles, post more, and keep an error. Check the deadline.
 
-        Checks the deadline. After a failure, handles are released as soon as they end, and the
-        result is whether none is left.
+        After a failure, handles are only released, as soon as they end.
+
+        Returns:
+            Whether a slot of the staging buffer may have become free: a handle ended, or a transfer
+            that failed or is done has none left.
         """
         if self.error is not None or not (self._in_flight or self._pending):
             return not self._in_flight or self.reap()
@@ -351,7 +355,9 @@ class InFlightTransfers:
     """The transfers of one rank, from `start` until no byte of them can move any more.
 
     How claims work:
-        A transfer is claimed if `BusyRanges` contains all of its bytes. One lock guards that. It is
+        A transfer is claimed if `BusyRanges` contains all of its bytes. The rule is: whenever two
+        transfers are in flight, all in flight are claimed. All else decides when the ranges are
+        computed. One lock guards the claims. It is
         not the lock of the agent, which each poll needs: claiming a million ranges takes 0.1 s.
         Computing the ranges takes longer, so `pair` does it before it takes the lock.
 
@@ -453,9 +459,14 @@ class InFlightTransfers:
     def pair(
         self, operation: Operation, pairs: Mapping[K, Sides], request: str
     ) -> dict[K, Transfer]:
-        """Return transfers whose bytes are claimed if others are in flight. Nothing starts."""
+        """Return transfers, and claim their bytes if others are in flight. Nothing starts.
+
+        Such a claim yields to any transfer that starts first.
+        """
         if not isinstance(request, str):
             instance("request", request, str)
+        with self.agent.lock:  # In a fork, the lock of the claims may be locked forever.
+            self.agent.check_open()
         made = {
             key: Transfer(self, operation, sides, request, math.inf, key)
             for key, sides in pairs.items()

@@ -46,14 +46,14 @@ class Part:
         name: Name of the part, such as "k" or "conv_x".
         units: Number of units in the whole model. TP divides the units among ranks. Units are KV
             heads, SSM heads or conv channels. A part with 1 unit is never divided.
-        states: Rows of one block. For attention with one token in each row, these are the tokens
-            of a block (vLLM: `block_size`).
-        content_bytes: Bytes of one unit of one row. They are contiguous in every layout, unless a
+        states: States of one block: its rows. If each state describes one token, these are the
+            tokens of a block (vLLM: `block_size`).
+        content_bytes: Bytes of one unit of one state. They are contiguous in every layout, unless a
             page format cuts them into *chunks*.
         granularity: TP gives whole multiples of this many units to a rank. It is the channels of
             one head in a conv state.
-        tokens_per_state: Tokens that one row describes. It is 0 for a recurrent state, whose rows
-            are not tokens.
+        tokens_per_state: Tokens that one state describes. It is 0 for a recurrent state, which
+            describes no tokens of its own.
         dtype: Type of the elements, or None if the content is opaque bytes.
         tensor: Name of the tensor that contains the part. A page holds its tensors one after the
             other. Parts of one tensor lie side by side. If rows are tokens, their contents are

@@ -19,6 +19,7 @@ from refused import REJECTED, check_rejected, check_values, differences, refusal
 
 import kvspec
 from kvspec import BlockTable, RankId
+from kvspec.nixl.rows import checked_rows
 
 GQA: dict[str, Any] = {
     "block_size": 4, "total_num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16",
@@ -184,8 +185,6 @@ TABLE = [
     row(lambda: kvspec.build_table(None, PRODUCER, CONSUMER), "plan", None),  # type: ignore[arg-type]
     row(lambda: kvspec.build_table(PLAN, None, CONSUMER), "producer_cache", None),  # type: ignore[arg-type]
     row(lambda: kvspec.build_table(PLAN, PRODUCER, "c"), "consumer_cache", "c"),  # type: ignore[arg-type]
-    row(lambda: kvspec.build_table(PLAN, PRODUCER, CONSUMER, prefix_multiple=0),
-        "prefix_multiple", 0),
 ]  # fmt: skip
 
 
@@ -213,8 +212,8 @@ def table_of(producer_ids: int, consumer_ids: int) -> kvspec.DescriptorTable:
 
 
 HELD = "producer_blocks['g']"
-IDS_OF_PRODUCER = ("producer descriptors", 2**31 + 1, 2**31)
-IDS_OF_CONSUMER = ("consumer descriptors", 2**40, 2**31)
+IDS_OF_PRODUCER = ("producer descriptors", 2**31, 2**31 - 1)
+IDS_OF_CONSUMER = ("consumer descriptors", 2**40, 2**31 - 1)
 UNFIT: list[Any] = [
     (lambda: select(producer_blocks={"g": (0, 1)}), (HELD, range(8), range(10))),
     (lambda: select(producer_blocks={"g": ()}), (HELD, range(0), range(10))),
@@ -223,9 +222,9 @@ UNFIT: list[Any] = [
      (HELD, range(8), range(3, 10))),
     *((lambda n=n: select(STATE, **SLOTS, state_tokens=n), ("state_tokens", n, 10))
       for n in (9, 11, 0)),
-    (lambda: table_of(2**31 + 1, 4), IDS_OF_PRODUCER),
+    (lambda: table_of(2**31, 4), IDS_OF_PRODUCER),
     (lambda: table_of(4, 2**40), IDS_OF_CONSUMER),
-    (lambda: table_of(2**31 + 1, 2**40), IDS_OF_PRODUCER, IDS_OF_CONSUMER),
+    (lambda: table_of(2**31, 2**40), IDS_OF_PRODUCER, IDS_OF_CONSUMER),
 ]  # fmt: skip
 
 
@@ -236,16 +235,16 @@ def test_two_sides_that_do_not_fit_are_a_mismatch(case: Any) -> None:
     assert expected == differences(refusal(call, kvspec.MismatchError))
 
 
-@pytest.mark.parametrize(
-    "num_blocks",
-    [2**31 - 1, 2**31],
-)
-def test_select_returns_the_last_id_of_an_int32(num_blocks: int) -> None:
-    """A table may have exactly as many descriptors as an int32 has ids."""
+def test_select_returns_the_last_id_of_the_largest_table() -> None:
+    """A rank can prepare the rows of each table that can be built."""
+    num_blocks = 2**31 - 1
     last = num_blocks - 1
     tables = {"producer_blocks": {"g": (last,)}, "consumer_blocks": {"g": (last,)}}
-    ids = table_of(num_blocks, num_blocks).select(make_request(num_tokens=1, **tables))
+    table = table_of(num_blocks, num_blocks)
+    ids = table.select(make_request(num_tokens=1, **tables))
     assert ([last], [last]) == tuple(side.tolist() for side in ids.ids)
+    for rows in (table.producer_rows, table.consumer_rows):
+        assert num_blocks == checked_rows(rows).total
 
 
 @pytest.mark.parametrize("side", ["producer", "consumer"])

@@ -10,6 +10,7 @@ from builders import case, engine, gqa, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nixl_world import moving
+from slotted import Slotted
 
 from kvspec import DescriptorTable, RankId, TransferRequest
 from kvspec.nixl import Staging
@@ -35,7 +36,7 @@ def stagings(draw: st.DrawFn) -> Staging:
     area = draw(st.sampled_from([4096, 1 << 14, 1 << 20]))
     batch = draw(st.sampled_from([1 << 20, 4096, 1024, 256]))
     below = draw(st.sampled_from([0, 6, 60, 6 << 10]))
-    return Staging(buffer=area, slot_bytes=batch, stage_below=below, always=True)
+    return Slotted(buffer=area, slot_bytes=batch, stage_below=below, always=True)
 
 
 @given(strategies.cases() | strategies.sharing_cases(), stagings(), OPERATIONS, st.booleans())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import pytest
+from nixl_world import keep
 
 from kvspec.errors import SpecError, TransferError, WireError
-from kvspec.nixl import NixlRank
+from kvspec.nixl import NixlRank, rank
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 
@@ -81,6 +83,25 @@ def test_dead_peer_is_found_although_another_one_is_silent(
         near.connect_all([peer.metadata() for peer in far], timeout=0.2)
     assert ("peer_lost", far[0].name) == (caught.value.state, caught.value.rank)
     assert (far[1].name,) == near.peers
+
+
+def test_more_peers_than_bytes_to_read_into_are_asked_in_turn(
+    net: FakeNixl, far: list[NixlRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two reads in flight may not write one byte."""
+    monkeypatch.setattr(rank, "PROBES", 4)
+    most = list[int]()
+
+    def land(_: float) -> None:
+        most.append(len(net.moving))
+        for flight in net.moving:
+            flight.land()
+
+    monkeypatch.setattr(time, "sleep", land)
+    net.fate = keep
+    with NixlRank("near", secret=b"", polled=True) as near:
+        assert PEERS == len(near.connect_all([peer.metadata() for peer in far], timeout=5.0))
+        assert (3, ()) == (max(most), near.transfers)
 
 
 def test_peer_that_was_connected_before_stays_after_an_error(

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
 from kvspec import (
@@ -18,6 +19,8 @@ from kvspec import (
     MLAAttentionSpec,
     ParallelConfig,
 )
+from kvspec.nixl.staging import copying
+from kvspec.nixl.staging.ranges import Moves
 from kvspec.run.job import Job
 from kvspec.run.local import run_transfer
 
@@ -42,6 +45,30 @@ def gpu() -> None:
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nixl]
+
+
+def test_copy_does_not_wait_for_the_kernels_of_the_engine() -> None:
+    """The engine's kernels are queued on another stream."""
+    torch = importlib.import_module("torch")
+    slot, cache = (torch.arange(64, dtype=torch.uint8, device="cuda:0") * at for at in (1, 0))
+    place = 16 * np.arange(3, -1, -1)
+    moves = Moves(offset=16 * np.arange(4), near=place + cache.data_ptr(), length=16)
+
+    def copy() -> None:
+        copying.copy_by_torch(slot.data_ptr(), moves, inward=True, device="cuda:0")
+
+    torch.cuda.synchronize()
+    copy()  # The first copy loads the kernels.
+    slot.add_(1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # About a second.
+    queued = torch.cuda.Event()
+    queued.record()
+    copy()
+    assert not queued.query()
+    torch.cuda.synchronize()
+    assert cache.reshape(4, 16).flip(0).flatten().tolist() == slot.tolist()
+
 
 HEADS_8 = FullAttentionSpec(block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
 HEADS_6 = FullAttentionSpec(block_size=16, total_num_kv_heads=6, head_size=128, dtype="bfloat16")

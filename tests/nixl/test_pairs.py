@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,8 +12,9 @@ from lines import Other, between_lines, interrupted_at
 from nixl_pair import Pair
 from nixl_world import keep
 
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.nixl import NixlRank, Transfer, transfer
+from kvspec.nixl.agent import _ForkedLock
 from kvspec.nixl.rank import NixlStats
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
@@ -113,6 +115,49 @@ def test_pair_checks_its_arguments(
     assert field == caught.value.field
     with pytest.raises(SpecError):
         pair.near.pair("READ", paired(pair, 0), request="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_pair_in_a_forked_child_raises_forked(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Another thread may have held the lock of the claims when the process was forked."""
+    rows = [(0, 512, 1024, 4)]
+    local, remote = pair.lists(rows, rows)
+    agent, claims, some = pair.near._agent, pair.near._in_flight._claiming, np.arange(count)
+    locked, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with claims:
+            locked.set()
+            done.wait(10)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    locked.wait(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "lock", _ForkedLock(agent.name))
+        sides = {key: (local, some[key:][:1], remote, some[key:][:1]) for key in range(count)}
+        try:
+            with pytest.raises(TransferError) as caught:
+                pair.near.pair("READ", sides, request="x")
+        finally:
+            done.set()
+            other.join()
+    assert "forked" == caught.value.state
+
+
+def test_transfer_that_has_ended_stays_so_after_close(net: FakeNixl, pair: Pair) -> None:
+    done, late = pair.read(0, 4), pair.read(4, 4)
+    net.moving[0].land()
+    assert "DONE" == done.poll()
+    late.stop("the test stops it", TransferState.STOPPED)
+    pair.near.close(drain=0)
+    done.wait()
+    assert "DONE" == done.poll() == done.state
+    with pytest.raises(TransferError) as caught:
+        late.wait()
+    assert "stopped" == caught.value.state == late.state
 
 
 def test_move_names_a_paired_transfer_and_sets_its_deadline(pair: Pair) -> None:

@@ -28,6 +28,7 @@ import nixl_worker
 from nixl_pair import memory
 from nixl_worker import BLOCK, BLOCKS, SIZE, pattern, rows
 from notified import notifications, notify
+from slotted import Slotted
 
 from kvspec.nixl import NixlRank, Staging, Transfer
 from kvspec.nixl.agent import Prepared
@@ -145,7 +146,7 @@ def transfers_end(rank: NixlRank, seconds: float = 10.0) -> bool:
     return not rank.transfers
 
 
-STAGED = Staging(buffer=1 << 16, slot_bytes=1 << 15, always=True)
+STAGED = Slotted(buffer=1 << 16, slot_bytes=1 << 15, always=True)
 """The buffer has two slots. Each takes 15 blocks of 4 KiB."""
 
 

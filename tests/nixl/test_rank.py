@@ -469,6 +469,37 @@ def test_owner_of_memory_lives_until_the_rank_is_closed() -> None:
     assert alive() is None
 
 
+@pytest.mark.parametrize("wrong", ["type", "overlap", "refused"])
+def test_register_keeps_no_owner_of_memory_that_it_refuses(net: FakeNixl, wrong: str) -> None:
+    """A caller that tries again would otherwise add an owner each time."""
+
+    class Storage:
+        bytes = np.zeros(64, np.uint8)
+
+    owner = Storage()
+    alive = weakref.ref(owner)
+    with NixlRank(secret=b"") as rank:
+        rank.register([memory(owner.bytes[:32])])
+        more: Any = {"type": 3, "overlap": memory(owner.bytes[16:48])}.get(wrong)
+        if wrong == "refused":
+            more = memory(owner.bytes[32:])
+            rank._agent._native.registerMem = refusing(net)
+        with pytest.raises((SpecError, TransferError)):
+            rank.register([more], owner)
+        del owner
+        gc.collect()
+        assert alive() is None
+
+
+def refusing(net: FakeNixl) -> Callable[..., None]:
+    """Return a function that raises an error of NIXL."""
+
+    def refuse(*_: object) -> None:
+        raise net.error("Backend")
+
+    return refuse
+
+
 def test_second_connect_adds_memory_that_was_registered_later(ranks: Pair) -> None:
     """The newer metadata of a peer makes its newer memory reachable."""
     more = np.ones(4096, np.uint8)

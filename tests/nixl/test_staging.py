@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from nixl_world import keep
+from slotted import Slotted
 
 from kvspec import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
@@ -27,7 +31,7 @@ class Pair:
     def __init__(
         self, buffer: Any = SLOT_BYTES, slot_bytes: int = SLOT_BYTES, **options: Any
     ) -> None:
-        settings = Staging(buffer=buffer, slot_bytes=slot_bytes, always=True)
+        settings = Slotted(buffer=buffer, slot_bytes=slot_bytes, always=True)
         self.near = NixlRank(secret=b"", **{"staging": settings} | options)
         self.far = NixlRank(secret=b"")
         drawn = np.random.default_rng(0)
@@ -254,7 +258,6 @@ def test_run_longer_than_a_slot_is_not_staged(net: FakeNixl) -> None:
         ({"buffer": True}, "staging.buffer", True),
         ({"buffer": "1 MiB"}, "staging.buffer", "1 MiB"),
         ({"buffer": np.zeros(SLOT_BYTES, np.uint8)}, "staging.buffer", ...),
-        ({"slot_bytes": 0}, "staging.slot_bytes", 0),
         ({"stage_below": -1}, "staging.stage_below", -1),
         ({"stage_below": 1.5}, "staging.stage_below", 1.5),
         ({"always": 1}, "staging.always", 1),
@@ -268,13 +271,77 @@ def test_staging_rejects_wrong_settings(more: dict[str, Any], field: str, value:
     assert value is ... or value == caught.value.value
 
 
-def test_buffer_beyond_all_memory_is_refused_before_anything_is_posted(net: FakeNixl) -> None:
-    """The first staged transfer allocates the buffer, and raises the error."""
+def test_transfers_are_direct_if_the_buffer_cannot_be_allocated(
+    net: FakeNixl, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank tries once, and logs one warning."""
     pair = Pair(buffer=1 << 60)
-    with pytest.raises(SpecError) as caught:
-        pair.move(LONG)
-    assert ("staging.buffer", f"{1 << 60} bytes") == (caught.value.field, caught.value.value)
-    assert (0, True) == (pair.near.stats().handles, pair.right())
+    moved = [pair.move(LONG) for _ in range(2)]
+    assert ([False] * 2, True) == ([transfer.staged for transfer in moved], pair.right(LONG))
+    [warning] = caplog.records
+    assert ("kvspec.nixl", "WARNING") == (warning.name, warning.levelname)
+    assert "staging.buffer" in warning.message
+
+
+def move_on_gpu(pair: Pair) -> Transfer:
+    """Move all runs to memory that counts as that of a GPU."""
+    pair.near.register([Memory(pair.local.ctypes.data, SIZE, "VRAM")], owner=pair.local)
+    rows = np.array([(pair.local.ctypes.data, RUN, 0, 4 * RUN, RUNS)], np.uint64)
+    pair.lists[0] = pair.near.prepare(rows, "VRAM")
+    return pair.move(range(RUNS))
+
+
+def out_of_memory(*_: object, **__: object) -> None:
+    """Raise what torch raises if the memory of a GPU is exhausted."""
+    message = "CUDA out of memory"
+    raise RuntimeError(message)
+
+
+def not_compiled(*_: object, **__: object) -> None:
+    """Raise what torch raises if it was built without CUDA."""
+    message = "Torch not compiled with CUDA enabled"
+    raise AssertionError(message)
+
+
+@pytest.mark.parametrize("torch", [None, out_of_memory, not_compiled])
+def test_transfers_of_a_gpu_are_direct_if_torch_cannot_allocate(
+    net: FakeNixl,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    torch: Callable[..., None] | None,
+) -> None:
+    """None: torch is not installed."""
+    made = torch and SimpleNamespace(empty=torch, uint8=None)
+    monkeypatch.setitem(sys.modules, "torch", made)
+    pair = Pair()
+    assert not move_on_gpu(pair).staged
+    assert pair.right(range(RUNS))
+    assert 1 == len(caplog.records)
+
+
+def test_buffer_of_a_gpu_is_used_after_all_queued_kernels(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator may return memory that a queued kernel still writes. NIXL does not wait."""
+    done = list[str]()
+
+    class Tensor:
+        memory = np.zeros(SLOT_BYTES, np.uint8)
+
+        def data_ptr(self) -> int:
+            return self.memory.ctypes.data
+
+    def empty(*_: object, **__: object) -> Tensor:
+        done.append("empty")
+        return Tensor()
+
+    cuda = SimpleNamespace(synchronize=lambda _: done.append("synchronize"))
+    torch = SimpleNamespace(empty=empty, uint8=None, cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(stage, "copy_runs", lambda *_, **__: done.append("copy"))
+    pair = Pair()
+    move_on_gpu(pair).wait()
+    assert ["empty", "synchronize", "copy"] == done[:3]
 
 
 def test_host_memory_with_a_device_number_is_staged(net: FakeNixl) -> None:

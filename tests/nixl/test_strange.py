@@ -102,7 +102,6 @@ CALLS: dict[str, Call] = {
     "block table": (kvspec.BlockTable, {"block_ids": [1, 2], "first_token": 0}),
     "build_table": (kvspec.build_table, {
         "plan": PLAN, "producer_cache": CACHES[0], "consumer_cache": CACHES[1], "layers": None,
-        "prefix_multiple": 1,
     }),
     "select": (TABLE.select, {"request": REQUEST, "tokens": None}),
     "descriptors": (TABLE.descriptors, {"request": REQUEST, "tokens": None}),
@@ -114,7 +113,7 @@ CALLS: dict[str, Call] = {
     "verify": (kvspec.verify, {
         "plan": PLAN, "producers": {RankId(): CACHES[0]}, "consumers": {}, "request": REQUEST,
     }),
-    "staging": (Staging, {"buffer": 4096, "slot_bytes": 4096, "stage_below": 1, "always": False}),
+    "staging": (Staging, {"buffer": 4096, "stage_below": 1, "always": False}),
     "ticket": (PrefillTicket, TICKET_FIELDS),
     "from_params": (PrefillTicket.from_params, {"given": TICKET.to_params(), "secret": None}),
     "request of a ticket": (TICKET.request, {

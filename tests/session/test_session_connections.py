@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import msgspec
 import pytest
+from slotted import Slotted
 from two_engines import (
     Side,
     ended,
@@ -127,7 +128,7 @@ def test_introduction_rejects_an_address_that_is_not_a_short_printable_text(
 @pytest.mark.parametrize("kind", ["fake", "staged", pytest.param("real", marks=pytest.mark.nixl)])
 def test_restarted_producer_is_connected_again(kind: str) -> None:
     """Loads from its last incarnation fail, and loads from the new one are right."""
-    staging = kvspec.nixl.Staging(buffer=4096, slot_bytes=2048, always=True)
+    staging = Slotted(buffer=4096, slot_bytes=2048, always=True)
     if kind == "real":
         pytest.importorskip("nixl_cu13", reason="needs nixl")
     nixl = contextlib.nullcontext() if kind == "real" else FakeNixl()

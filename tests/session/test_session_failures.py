@@ -258,7 +258,7 @@ def test_error_of_a_load_names_what_was_lost(net: FakeNixl, pair: tuple[Side, Si
 
 def test_load_that_was_never_posted_leaves_no_undefined_blocks(net: FakeNixl) -> None:
     """It waits for a slot of the staging area until it is cancelled."""
-    staging = Staging(buffer=4096, slot_bytes=4096, always=True)
+    staging = Staging(buffer=4096, always=True)
     with (
         Side("P", engine(1), polled=False) as producer,
         Side("D", engine(1), polled=True, staging=staging) as consumer,

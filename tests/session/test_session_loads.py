@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from slotted import Slotted
 from two_engines import (
     Side,
     ended,
@@ -23,7 +24,7 @@ from two_engines import (
 )
 
 from kvspec.errors import SpecError
-from kvspec.nixl import Staging, merging
+from kvspec.nixl import merging
 from kvspec.session import Load, loads, new_remote_id
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
@@ -32,7 +33,7 @@ from kvspec.testing.fake_nixl import FakeFlight
 @pytest.mark.parametrize("kind", ["fake", "staged", pytest.param("real", marks=pytest.mark.nixl)])
 def test_load_moves_each_byte_and_each_rank_frees_the_request_once(kind: str) -> None:
     """The staging area has two slots, so the batches of a load take turns in it."""
-    staging = Staging(buffer=4096, slot_bytes=2048, always=True) if kind == "staged" else None
+    staging = Slotted(buffer=4096, slot_bytes=2048, always=True) if kind == "staged" else None
     if kind == "real":
         pytest.importorskip("nixl_cu13", reason="needs nixl")
     nixl = contextlib.nullcontext() if kind == "real" else FakeNixl()

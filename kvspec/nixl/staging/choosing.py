@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvspec.errors import TransferError
+import logging
+
+from kvspec.errors import SpecError, TransferError
 from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.merging import Pairing
 from kvspec.nixl.rows import SEVERAL
@@ -11,11 +13,14 @@ from kvspec.nixl.staging.ranges import ranges_of
 from kvspec.nixl.staging.rule import Staging
 from kvspec.nixl.staging.stage import Stage, StagingBuffer
 
+LOG = logging.getLogger("kvspec.nixl")
+
 
 class Buffers:
     """The staging buffers of one rank: one for each memory type and device.
 
-    They are created when they are first needed.
+    They are created when they are first needed. If one cannot be allocated or registered, a warning
+    is logged, and the transfers of its memory type and device are direct until the rank is closed.
 
     Attributes:
         learner: The settings, and what the rank has learned.
@@ -24,7 +29,8 @@ class Buffers:
     def __init__(self, staging: Staging, agent: Agent) -> None:
         self.learner = Learner(staging)
         self._agent = agent
-        self._made: dict[tuple[str, int], StagingBuffer] = {}
+        # None: the buffer of this memory type and device could not be created.
+        self._made: dict[tuple[str, int], StagingBuffer | None] = {}
 
     def choose(
         self, pairs: Pairing, local: Prepared, remote: Prepared, *, inward: bool
@@ -40,7 +46,9 @@ class Buffers:
             remote: List of the peer.
             inward: Whether the transfer is a read.
         """
-        if SEVERAL in (local.rows.device, remote.rows.device) or not pairs.nbytes:
+        place = local.memory_type, local.rows.device
+        several = SEVERAL in (local.rows.device, remote.rows.device)
+        if several or not pairs.nbytes or self._made.get(place, ...) is None:
             return None, None
         runs, nbytes, learner = pairs.runs, pairs.nbytes, self.learner
         saves, staging = learner.staging.saves, learner.staging
@@ -57,22 +65,30 @@ class Buffers:
         posted, moved = (sum(len(b.address) for b in batches), sum(b.nbytes for b in batches))
         # Many ranges, or many other bytes, would hide what the copies cost.
         learns = learns and 4 * posted <= runs and moved <= 2 * nbytes
-        if not learns and not saves(runs, posted, moved):
+        worth = learns or saves(runs, posted, moved)
+        if not worth or (buffer := self._beside(place)) is None:
             return None, None
-        buffer = self._beside(local.memory_type, local.rows.device)
         stage = Stage(buffer, batches, posted, moved, inward)
         return stage, Lesson(runs, nbytes, stage) if learns else None
 
-    def _beside(self, memory_type: str, device: int) -> StagingBuffer:
-        """Return the buffer for a memory type and device. Create it if it is missing."""
-        with self._agent.lock:  # Two threads must not create the same buffer.
-            if (memory_type, device) not in self._made:
-                buffer = StagingBuffer(self.learner.staging, memory_type, device)
-                self._agent.owners.append(buffer.owner)
-                try:
-                    self._agent.register(buffer.memory)
-                except TransferError:  # Free the buffer. The next transfer makes another one.
-                    self._agent.owners.pop()
-                    raise
-                self._made[memory_type, device] = buffer
-            return self._made[memory_type, device]
+    def _beside(self, place: tuple[str, int]) -> StagingBuffer | None:
+        """Return the buffer for a memory type and device, or None if it cannot be created."""
+        if place not in self._made:
+            try:
+                self._create(place)
+            except (SpecError, TransferError) as error:
+                with self._agent.lock:
+                    self._agent.check_open()
+                    if place not in self._made:
+                        self._made[place] = None
+                        LOG.warning("nothing is staged in %s of device %d: %s", *place, error)
+        return self._made[place]
+
+    def _create(self, place: tuple[str, int]) -> None:
+        """Create the buffer for a memory type and device."""
+        # Allocate without the lock of the agent, because that waits for the kernels of a GPU.
+        buffer = StagingBuffer(self.learner.staging, *place)
+        with self._agent.lock:
+            if place not in self._made:  # Another thread may have been faster.
+                self._agent.register(buffer.memory, buffer.owner)
+                self._made[place] = buffer

@@ -4,7 +4,8 @@ Invariant: a copy changes only the bytes of its runs, and the scratch bytes of t
 were checked before, and the owners of the memory are referenced: nothing here checks a size.
 
 How it works:
-    torch copies GPU memory with two kernels, and `copy_by_torch` waits for them. numpy copies host
+    torch copies GPU memory with two kernels, and `copy_by_torch` waits for them. They have a stream
+    of their own, so that the copy does not wait for the kernels of the engine. numpy copies host
     memory. It copies items of any size, here one item a run. A fancy index selects the items of
     each side (`_copy_on_host`). If runs are not adjacent in the slot, that takes two passes: one
     picks the runs from the slot, one puts them to their places.
@@ -20,6 +21,8 @@ How it works:
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,8 +97,8 @@ def _try_copy_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
     length, offset, first = moves.length, moves.offset, int(moves.offset[0])
     count = (int(offset[-1]) - first) // length + 1
     low, high = int(moves.near.min()), int(moves.near.max())
-    # The view of the near side reaches from its first run to its last. If it contained the slot,
-    # numpy would see an overlap and copy the whole slot first.
+    # The view of the near side reaches from its first run to its last. If it contained the bytes to
+    # copy, numpy would see an overlap and copy them first.
     apart = low >= base + first + count * length or base >= high + length
     # Longer runs do not fit into the scratch bytes. Without gaps `_copy_on_host` needs no index for
     # the slot either. With many gaps, copying them takes more time than a second pass.
@@ -112,7 +115,8 @@ def _try_copy_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
     if (items * length != begins).any() or (items[1:] == items[:-1]).any():
         return False
     # Use the scratch bytes on the near side's side of the slot, so that the view has no slot.
-    spare = scratch[high > base]
+    below, above = scratch
+    spare = above if high > base else below
     start = min(low, spare)
     places = np.full(count, spare - start)
     places[items] = moves.near - start
@@ -130,6 +134,25 @@ def copy_by_torch(base: int, moves: Moves, *, inward: bool, device: str) -> None
     """Do the same as `copy_runs` with tensors of *device*: "cuda:0", or "cpu" for host memory."""
     import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
 
+    stream = None if device == "cpu" else _stream(device)
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        _copy_rows(base, moves, inward=inward, device=device)
+    if stream is not None:
+        stream.synchronize()
+
+
+@cache
+def _stream(device: str) -> Any:  # noqa: ANN401 - torch is imported only if a GPU needs it
+    """Return the stream of all copies on *device*."""
+    import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
+
+    return torch.cuda.Stream(device)
+
+
+def _copy_rows(base: int, moves: Moves, *, inward: bool, device: str) -> None:
+    """Start the copy on the current stream: one gather and one scatter."""
+    import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
+
     low = int(moves.near.min())
     grain = int(np.gcd.reduce(np.concatenate((moves.offset, moves.near - low, [moves.length]))))
     word = WORD if not (grain | base | low) % WORD else 1
@@ -143,8 +166,6 @@ def copy_by_torch(base: int, moves: Moves, *, inward: bool, device: str) -> None
     (source, taken), (target, put) = sides if inward else sides[::-1]
     taken, put = (torch.from_numpy(which).to(device) for which in (taken, put))
     target.index_copy_(0, put, source.index_select(0, taken))
-    if device != "cpu":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _rows(places: Ints, length: int, grain: int) -> Ints:

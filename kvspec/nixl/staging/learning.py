@@ -32,8 +32,8 @@ class Lesson:
         runs: Number of its runs.
         nbytes: Bytes of its runs.
         stage: How it is staged, or None.
-        seconds: Its time so far: CPU time of this process, or wall time if the transport moves
-            bytes by itself.
+        seconds: Its time so far: CPU time of the thread that polls it, or wall time if the
+            transport moves bytes by itself.
     """
 
     runs: int

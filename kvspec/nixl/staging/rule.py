@@ -6,8 +6,9 @@ import attrs
 
 from kvspec.inputs import flag, positive_int
 
-# Default bytes of a buffer and of its slots.
+# Default bytes of a buffer.
 BUFFER = 32 << 20
+# Bytes of a slot. One handle moves so much at most, and a transfer with a longer run is not staged.
 SLOT_BYTES = 8 << 20
 # Least bytes of a buffer.
 LEAST = 4096
@@ -29,12 +30,11 @@ class Staging:
 
     Attributes:
         buffer: Bytes to allocate when they are first needed, in the memory type and on the device
-            of the transfer.
-        slot_bytes: Bytes of one slot. One handle moves so much at most. A transfer with a longer
-            run is not staged.
-        stage_below: Transfers of many runs are staged if their runs are shorter than this number of
-            bytes on average. None: the rank learns the number from its first transfers. Until then
-            it is 6 KiB. `kvspec calibrate` measures it too.
+            of the transfer. If that fails, the transfers are direct, and a warning is logged.
+        stage_below: One descriptor costs as much time as permuting this number of bytes. Ranges,
+            the bytes between runs and the search count against staging. So runs are staged up to a
+            mean length that is somewhat smaller. None: the rank learns the number from its first
+            transfers. Until then it is 6 KiB. `kvspec calibrate` measures it too.
         always: Stage each transfer that can be staged, however long its runs are.
 
     Raises:
@@ -42,13 +42,11 @@ class Staging:
     """
 
     buffer: int = BUFFER
-    slot_bytes: int = SLOT_BYTES
     stage_below: int | None = None
     always: bool = False
 
     def __attrs_post_init__(self) -> None:
         positive_int("staging.buffer", self.buffer, least=LEAST)
-        positive_int("staging.slot_bytes", self.slot_bytes)
         if self.stage_below is not None:
             positive_int("staging.stage_below", self.stage_below, least=0)
         flag("staging.always", self.always)
@@ -80,5 +78,5 @@ class Staging:
 
     @property
     def longest(self) -> int:
-        """Bytes of a slot. A buffer smaller than `slot_bytes` is one slot."""
-        return min(self.slot_bytes, self.buffer)
+        """Bytes of a slot. A small buffer is one slot."""
+        return min(SLOT_BYTES, self.buffer)

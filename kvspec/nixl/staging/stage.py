@@ -31,6 +31,9 @@ class StagingBuffer:
         slot_bytes: Bytes of one slot.
         scratch: Addresses of the unused bytes below and above all slots, or nothing. `copy_runs`
             writes there.
+
+    Raises:
+        SpecError: If the memory cannot be allocated.
     """
 
     def __init__(self, staging: Staging, memory_type: str, device: int) -> None:
@@ -43,10 +46,14 @@ class StagingBuffer:
                 import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
 
                 self.owner = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+                # torch may return memory that a queued kernel still writes. NIXL waits for none.
+                torch.cuda.synchronize(device)
                 address = self.owner.data_ptr()
-        # torch raises RuntimeError if the memory of the GPU is exhausted.
-        except (MemoryError, ValueError, RuntimeError) as error:
-            wanted = f"a size that fits into {memory_type} of device {device}"
+        # torch raises RuntimeError if the memory of the GPU is exhausted, and AssertionError if it
+        # was built without CUDA, such as for an XPU.
+        except (MemoryError, ValueError, RuntimeError, AssertionError, ImportError) as error:
+            why = str(error).partition("\n")[0]
+            wanted = f"a size that fits into {memory_type} of device {device} ({why})"
             raise SpecError("staging.buffer", f"{nbytes} bytes", wanted) from error
         self.memory = Memory(address, margin + nbytes + margin, memory_type, device)
         self.slot_bytes = staging.longest
