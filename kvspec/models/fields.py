@@ -277,10 +277,7 @@ def quantised_cache(*configs: Mapping[str, object]) -> str | None:
         return None
     inner = given.get("quantization", given)
     inner = inner if isinstance(inner, Mapping) else given
-    producer = inner.get("producer", given.get("producer"))
-    by_name = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
-    method = str(given.get("quant_method", ""))
-    if not (method.startswith("modelopt") or by_name):
+    if not _is_modelopt(given, inner):
         return None
     names = ("kv_cache_scheme", "kv_cache_quant_algo")
     declared = next((value for name in names for place in (inner, given)
@@ -294,3 +291,16 @@ def quantised_cache(*configs: Mapping[str, object]) -> str | None:
         rule = "the pages of an NVFP4 cache depend on the engine: pass the dtype of the cache"
         raise SpecError("quantization_config", declared, rule=rule)
     return "float8_e4m3fn" if algorithm == "fp8" else None
+
+
+def _is_modelopt(given: Mapping[str, object], inner: Mapping[str, object]) -> bool:
+    """Return whether vLLM takes the quantisation for one of ModelOpt.
+
+    Older files name a producer and no method. vLLM's `_normalize_quantization_config` then derives
+    the method from the algorithm of the weights, and ignores a file without one.
+    """
+    if str(given.get("quant_method", "")).lower().startswith("modelopt"):
+        return True
+    producer = given.get("producer")
+    named = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    return (named or "modelopt_quant_config" in inner) and inner.get("quant_algo") is not None

@@ -130,6 +130,14 @@ def test_engine_spec_rejects_class_without_movable_cache_unless_excluded(
     assert ["layer.0"] == list(engine_spec(both, excluded=["layer.1"]).homes)
 
 
+def test_engine_spec_does_not_invite_to_exclude_a_ring() -> None:
+    """Without the rows of the open group, the consumer computes other compressed keys."""
+    error = refusal(lambda: engine_spec(config((["layer.0"], like.CircularBufferSpec(**HEADS)))))
+    assert "CircularBufferSpec" == error.value
+    assert "not yet" in error.expected
+    assert "not moved" not in error.expected
+
+
 @pytest.mark.parametrize(
     "spec", [like.KVCacheSpec(block_size=16), like.TQFullAttentionSpec(**HEADS)]
 )

@@ -285,7 +285,10 @@ MODELOPT: list[dict[str, Any]] = [
         "quant_method": "modelopt",
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
     },
-    {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}},
+    {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+    },
 ]
 
 
@@ -304,6 +307,8 @@ def test_modelopt_checkpoint_with_fp8_cache_has_8_bit_keys(quantisation: dict[st
         {"quant_method": "modelopt", "kv_cache_quant_algo": "int8"},
         {"quant_method": "modelopt", "kv_cache_quant_algo": None},
         {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "dynamic": True}},
+        # vLLM derives the method of an older file from the algorithm of the weights.
+        {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}},
     ],
 )
 def test_other_quantisation_keeps_the_type_of_the_config(quantisation: dict[str, Any]) -> None:
@@ -330,7 +335,10 @@ def test_from_config_refuses_8_bit_latents_that_depend_on_the_engine() -> None:
 def test_quantisation_beside_the_config_counts(tmp_path: Path) -> None:
     """Older versions of ModelOpt write hf_quant_config.json."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    beside = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+    beside = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+    }
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
     (group,) = models.from_config(tmp_path)
     assert "float8_e4m3fn" == group.spec.dtype  # type: ignore[attr-defined]

@@ -109,6 +109,11 @@ class SinkFullAttentionSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CircularBufferSpec(FullAttentionSpec):
+    """A ring of the last rows of a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EncoderOnlyAttentionSpec(AttentionSpec):
     """A layer without a cache."""
 

@@ -219,12 +219,12 @@ def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
     if form == ROWS and str(getattr(role, "name", role)).upper() == "INDEXER":
         wanted = f"a backend that keeps an indexer's keys, as {spec.path} requires"
         raise SpecError(field, name, wanted)
-    # The two slots are all keys and all values of a rank, not two heads. If TP differs, a transfer
-    # that divides the slots like heads sends one rank only keys and the other only values. No
-    # length check finds this error. By its source, vLLM 0.33 makes it (we have not run it).
     if form.startswith("opaque:octave-") and "OCTAVE" not in quantization(spec):
         wanted = f"a backend that keeps {quantization(spec)}, as {spec.path} requires"
         raise SpecError(field, name, wanted)
+    # The two slots are all keys and all values of a rank, not two heads. If TP differs, a transfer
+    # that divides the slots like heads sends one rank only keys and the other only values. No
+    # length check finds this error. By its source, vLLM 0.33 makes it (we have not run it).
     if form in ("planes", "x-packed") and slots != 2:  # noqa: PLR2004 - keys and values
         raise SpecError(field, name, f"2 head slots in {spec.path}, keys and values, not {slots}")
     if form == "opaque:msa" and (heads is None or slots != 2 * heads):
