@@ -50,7 +50,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import attrs
 import numpy as np
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from kvspec.nixl.agent import Agent
 
 Operation = Literal["READ", "WRITE"]
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # A local list, ids of it, a remote list, and as many ids of it. Or a selection, and None.
 Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np.integer] | None"]
 

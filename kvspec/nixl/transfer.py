@@ -122,6 +122,21 @@ class Transfer:
         return self.pairs.runs if self.stage is None else self.stage.ranges
 
     @property
+    def large(self) -> bool:
+        """Whether it has several batches."""
+        return len(self.batches) > 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether bytes may have moved: a batch was posted."""
+        return self.handles > 0
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes of the batches that have ended, about: batches have about the same size."""
+        return self.nbytes * self._settled // len(self.batches) if self.batches else 0
+
+    @property
     def live_handles(self) -> int:
         """Number of handles in flight. If the transfer failed, these are in quarantine."""
         return len(self._in_flight)
@@ -408,7 +423,7 @@ class InFlightTransfers:
         with self.agent.lock:
             self.agent.check_open()
             if paired:
-                self._take(paired, operation, request, timeout)
+                self._take(paired, request, timeout)
             moving = self.reap() if self._known else ()
             every = (*moving, *started)
             try:
@@ -428,21 +443,17 @@ class InFlightTransfers:
                 self._known = ()
         return made
 
-    def _take(
-        self, paired: Mapping[K, Transfer], operation: Operation, request: str, timeout: float
-    ) -> None:
+    def _take(self, paired: Mapping[K, Transfer], request: str, timeout: float) -> None:
         """Renew *paired*, which `pair` has returned and which have not started.
 
         Raises:
-            SpecError: If one of them has started, or is of another rank or operation.
+            SpecError: If one of them has started, or is of another rank.
         """
         every = [*paired.values()]
         for transfer in every:
             expected = ""
             if not transfer.of(self):
                 expected = "transfers that this rank has paired"
-            elif transfer.operation != operation:
-                expected = f"transfers that were paired for {operation!r}"
             elif transfer.started or every.count(transfer) > 1:
                 expected = "transfers that were paired, each of which is started once"
             if expected:
@@ -450,14 +461,12 @@ class InFlightTransfers:
         for key, transfer in paired.items():
             transfer.renew(key, request, timeout)
 
-    def pair(
-        self, operation: Operation, pairs: Mapping[K, Sides], request: str
-    ) -> dict[K, Transfer]:
-        """Return transfers whose bytes are claimed if others are in flight. Nothing starts."""
+    def pair(self, pairs: Mapping[K, Sides], request: str) -> dict[K, Transfer]:
+        """Return reads whose bytes are claimed if others are in flight. Nothing starts."""
         if not isinstance(request, str):
             instance("request", request, str)
         made = {
-            key: Transfer(self, operation, sides, request, math.inf, key)
+            key: Transfer(self, "READ", sides, request, math.inf, key)
             for key, sides in pairs.items()
         }
         self._claim_all(self.reap() if self._known else (), [*made.values()])

@@ -57,12 +57,12 @@ from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance, seconds
-from kvspec.nixl import Transfer
 from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.background import SessionLock, closes_if_interrupted
 from kvspec.session.checksums import Audit
 from kvspec.session.remotes import Connection, RemoteEngine
+from kvspec.session.transport import ReadInFlight
 from kvspec.session.written import Blocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import Key
@@ -114,7 +114,7 @@ class Load:
         self.error: TransferError | None = None
         self.options, self.ticket = options, ticket
         self.connection = producer if isinstance(producer, Connection) else None
-        self.in_flight: dict[Step, Transfer] = {}
+        self.in_flight: dict[Step, ReadInFlight] = {}
         self.began = self.deadline = 0.0
         self.seconds = 0.0  # From the start to the end of a load that is done.
         self.written = False  # Whether any byte may have been written.
@@ -249,12 +249,7 @@ class Load:
         total = self._size
         if self.state == "done":
             return total, total
-        moved = self.bytes_moved + sum(
-            # Batches have about the same size.
-            read.nbytes * (read.handles - read.live_handles) // len(read.batches)
-            for read in tuple(self.in_flight.values())
-            if read.handles
-        )
+        moved = self.bytes_moved + sum(read.bytes_done for read in tuple(self.in_flight.values()))
         return min(moved, total), total
 
     def report_progress(self) -> None:
@@ -278,7 +273,7 @@ class Load:
     def _touched(self) -> bool:
         """Whether any byte may have been written by now."""
         in_flight = tuple(self.in_flight.values())  # At once: another thread may end some of them.
-        return self.written or any(read.handles for read in in_flight)
+        return self.written or any(read.begun for read in in_flight)
 
     @property
     def _advice(self) -> str:

@@ -53,15 +53,13 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
-from kvspec.nixl import NixlRank, Transfer
-from kvspec.nixl.merging import Sides
-from kvspec.nixl.transfer import K
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
 from kvspec.session.errands import Errands
 from kvspec.session.load import LOST, Load
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
+from kvspec.session.transport import K, ReadInFlight, Sides, Transport
 from kvspec.session.written import BlockLocks, Blocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import (
@@ -76,7 +74,7 @@ from kvspec.wire.messages import (
 log = logging.getLogger(__name__)
 MAX_LINE = 250  # Characters of the log line of a failed load.
 POLL_TURN = 0.02  # Seconds that one poll spends on small transfers, and again on large ones.
-# A transfer is large if it has several batches. While a load without a large transfer moves, each
+# A read is large if it has several batches. While a load without a large transfer moves, each
 # poll posts only one batch of one large transfer. A small load needs about three polls, so it waits
 # for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
 # than the load.
@@ -111,7 +109,7 @@ class PreparedLoad:
     request: TransferRequest
     plan: LoadPlan
     blocks: Blocks
-    reads: Mapping[RankId, Transfer]
+    reads: Mapping[RankId, ReadInFlight]
     audit: Audit | None
 
     @property
@@ -149,7 +147,7 @@ class Loads:
     """
 
     ledger: ConsumerLedger
-    nixl: NixlRank
+    nixl: Transport
     cache: RankCache
     now: Callable[[], float]
     messages: Messages
@@ -232,7 +230,7 @@ class Loads:
             moved.clear()
         plan = self._plan(remote, load.key, name, options, sources)
         blocks = blocks_of(remote.plan, request)
-        reads = self.nixl.pair("READ", moved, request=name)
+        reads = self.nixl.pair(moved, request=name)
         return PreparedLoad(remote, request, plan, blocks, reads, audit)
 
     def begin(self, load: Load, prepared: PreparedLoad) -> None:
@@ -255,10 +253,12 @@ class Loads:
         self.ledger.connected(name, self.now())
         self.errands.end(load.engine_id, load.key)
 
-    def _read(self, load: Load, pairs: Mapping[K, Sides | Transfer]) -> dict[K, Transfer]:
+    def _read(
+        self, load: Load, pairs: Mapping[K, Sides | ReadInFlight]
+    ) -> Mapping[K, ReadInFlight]:
         """Queue reads of *load*. The first poll of each posts it."""
         name, timeout = load.request.request_id, max(load.deadline - self.now(), 1e-3)
-        return self.nixl.move("READ", pairs, request=name, timeout=timeout)
+        return self.nixl.move(pairs, request=name, timeout=timeout)
 
     def _plan(
         self, remote: RemoteEngine, key: Key, name: str, options: LoadOptions, sources: Sources
@@ -442,7 +442,7 @@ class Loads:
             if load.audit is not None and self.ledger.uncompared(name):
                 self._compare(load, load.audit, end)
             for step, flight in load.in_flight.items():
-                (large if len(flight.batches) > 1 else small).append((load, step))
+                (large if flight.large else small).append((load, step))
         self._small = self._poll(small, self._small, end)
         # A load that moves without a large transfer waits for something short. Give it time.
         now, slow = time.monotonic(), {load for load, _ in large}
@@ -515,7 +515,7 @@ class Loads:
                     self._settle(load, step, flight, 0.0)
         self.act()
 
-    def _settle(self, load: Load, step: Step, transfer: Transfer, end: float) -> None:
+    def _settle(self, load: Load, step: Step, transfer: ReadInFlight, end: float) -> None:
         """Poll a transfer. Report its end to the ledger when nothing of it can move."""
         why, state = "", TransferState.GONE
         try:
@@ -532,7 +532,7 @@ class Loads:
                 now = self.now()
                 self.ledger.fail(step, why, now, quiet=False, state=state)
                 return
-        load.written |= transfer.handles > 0
+        load.written |= transfer.begun
         self._end(load, step, why, state)
 
     def _end(

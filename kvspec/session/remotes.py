@@ -15,8 +15,8 @@ and write the blocks of that load. If all have loads, more than `max_producers` 
 one is free.
 
 How it works:
-    `judged` checks introductions and computes the plan. The result is a `RemoteEngine`, one
-    incarnation of an engine in one role. `Remotes` keeps it in one of three places:
+    `judged` returns a `RemoteEngine`: one incarnation of an engine in one role, with the plan.
+    `Remotes` keeps it in one of three places:
 
         place           contents                                 next
         `_coming`       engines that are being connected         `_connected` by `connect`
@@ -69,15 +69,12 @@ from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.descriptors.tiles import Positions
 from kvspec.errors import Mismatch, MismatchError, SpecError, TransferError, TransferState
 from kvspec.inputs import sequence
-from kvspec.nixl import NixlRank
-from kvspec.nixl.agent import Prepared
-from kvspec.nixl.merging import Sides
-from kvspec.nixl.peers import opened
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.session.background import SessionLock
 from kvspec.session.mailbox import Introduced, Messages, introduced
+from kvspec.session.transport import PreparedRows, Sides, Transport
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.handshake import disagreements, one_engine
 
@@ -94,12 +91,12 @@ class Lane:
     """
 
     table: DescriptorTable
-    producer: Prepared
-    consumer: Prepared
+    producer: PreparedRows
+    consumer: PreparedRows
     layers: dict[str, Lane] = attrs.field(factory=dict)
 
     @staticmethod
-    def open(nixl: NixlRank, table: DescriptorTable, agent: str, role: Role) -> Lane:
+    def open(nixl: Transport, table: DescriptorTable, agent: str, role: Role) -> Lane:
         """Prepare the rows of both ranks in NIXL, which checks them.
 
         *agent* is the remote rank, and *role* is its role. After an error, the list of this rank is
@@ -107,7 +104,7 @@ class Lane:
         """
         producer = table.producer_rows, table.producer_memory_type
         consumer = table.consumer_rows, table.consumer_memory_type
-        local: Prepared | None = None
+        local: PreparedRows | None = None
         try:
             local = nixl.prepare(*(consumer if role == "producer" else producer))
             if role == "producer":
@@ -118,7 +115,7 @@ class Lane:
                 local.release()
             raise
 
-    def of_layer(self, nixl: NixlRank, layer: str) -> Lane:
+    def of_layer(self, nixl: Transport, layer: str) -> Lane:
         """Return the lane of one layer alone."""
         if layer not in self.layers:
             whole = self.table
@@ -184,15 +181,7 @@ class RemoteEngine:
         """Whether *other* has the same introductions, and is not lost."""
         return self.ranks == other.ranks and not other.lost
 
-    def sides(self, request: TransferRequest, ranks: Iterable[RankId]) -> dict[RankId, Sides]:
-        """Return what *request* moves between this rank and each of *ranks*, if it moves anything.
-
-        Raises as `DescriptorTable.select` does.
-        """
-        every = {rank: self.lanes[rank].sides(request) for rank in ranks}
-        return {rank: sides for rank, sides in every.items() if len(sides[1])}
-
-    def leave(self, nixl: NixlRank, keep: Iterable[str] = ()) -> None:
+    def leave(self, nixl: Transport, keep: Iterable[str] = ()) -> None:
         """Disconnect all agents except those to *keep*, and release the lanes.
 
         Raises:
@@ -209,7 +198,7 @@ class RemoteEngine:
 
 def judged(
     own: Introduced,
-    nixl: NixlRank,
+    nixl: Transport,
     introductions: Iterable[bytes],
     role: Role,
     *,
@@ -298,7 +287,7 @@ class Remotes:
     All methods but `connect` need the lock.
 
     Args:
-        nixl: The NIXL rank.
+        nixl: The transport.
         lock: The lock of the session.
         messages: Keeps the addresses of connected engines.
         connect: Connects the engine of a name, whose ranks are at some addresses. Returns when that
@@ -313,7 +302,7 @@ class Remotes:
 
     def __init__(
         self,
-        nixl: NixlRank,
+        nixl: Transport,
         lock: SessionLock,
         messages: Messages,
         connect: Callable[[str, tuple[str, ...]], object],
@@ -431,10 +420,10 @@ class Remotes:
         If *remote* was disconnected meanwhile, or anything else fails, no lane stays open.
         """
         metadata = {rank: remote.ranks[rank].handshake.transport for rank in remote.tables}
-        agents = {rank: opened(each, self._nixl.secret).name for rank, each in metadata.items()}
         try:
-            self._nixl.connect_all(metadata.values(), timeout)
-            remote.agents.update(agents.values())
+            names = self._nixl.connect_all(metadata.values(), timeout)
+            agents = dict(zip(metadata, names, strict=True))
+            remote.agents.update(names)
             for rank, table in remote.tables.items():
                 remote.lanes[rank] = Lane.open(self._nixl, table, agents[rank], remote.role)
             with self._lock.held, self._lock:

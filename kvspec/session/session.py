@@ -21,7 +21,6 @@ from kvspec.descriptors.request import Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, positive_int, seconds, texts
 from kvspec.memory.rank_cache import RankCache
-from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
 from kvspec.session.background import (
@@ -40,6 +39,7 @@ from kvspec.session.loads import Loads, PreparedLoad, UnpreparedLoad, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged
 from kvspec.session.stats import SessionStats
+from kvspec.session.transport import Transport, check_transport
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import (
@@ -53,7 +53,6 @@ from kvspec.wire.messages import (
 )
 from kvspec.wire.versions import START
 
-DISCARD = 1.0  # Seconds between two looks for hellos of NIXL peers.
 CONNECTING = 64  # Locks for connecting, so that different engines rarely wait for each other.
 LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
 FIRST_NUMBER = 1 << 48  # The first number of a question is drawn below this.
@@ -74,7 +73,8 @@ class Session:
     `KeyboardInterrupt` inside of a call closes the session: its loads fail with "closed".
 
     Args:
-        nixl: The NIXL agent of the rank. The caller closes it after the session.
+        nixl: The `NixlRank` of the rank, or another `Transport`. The caller closes it after the
+            session.
         cache: The KV cache of the rank. The session registers its memory with *nixl*.
         engine_id: Name of the engine, the same at each start.
         epoch: Number of this start, the same on all ranks of the engine, and larger at each start.
@@ -96,7 +96,7 @@ class Session:
         dead_tokens: As in `build_table`, for all engines that this session connects.
 
     Attributes:
-        nixl: The NIXL agent of the rank.
+        nixl: The transport of the rank.
         cache: The KV cache of the rank.
 
     Raises:
@@ -109,7 +109,7 @@ class Session:
 
     def __init__(
         self,
-        nixl: NixlRank,
+        nixl: Transport,
         cache: RankCache,
         *,
         engine_id: str,
@@ -128,7 +128,7 @@ class Session:
         dead_tokens: bool = False,
         clock: Callable[[], float] = since_boot,
     ) -> None:
-        self.nixl, self.cache = instance("nixl", nixl, NixlRank), cache
+        self.nixl, self.cache = check_transport(nixl), cache
         in_background = flag("background", background)
         self._dead_tokens = flag("dead_tokens", dead_tokens)
         most = positive_int("max_producers", max_producers)
@@ -158,7 +158,7 @@ class Session:
         )
         self._lock, self._clock = SessionLock(self._abandon), clock
         self._connecting = tuple(SessionLock() for _ in range(CONNECTING))
-        self._polled = self._next_discard = 0.0
+        self._polled = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         calls = self._connect_ranks, self._disconnect, self._poll_now
@@ -606,9 +606,8 @@ class Session:
             self._remotes.leave()
         self._messages.flush()
         self._polled = time.monotonic()
-        if self._polled >= self._next_discard and not self.nixl.closed:
-            self._next_discard = self._polled + DISCARD
-            self.nixl.discard_hellos()
+        if not self.nixl.closed:
+            self.nixl.tick()
 
     def _abandon(self) -> None:
         """Close the session after an interrupt, which may have left everything half changed.

@@ -237,24 +237,11 @@ def test_wrong_ids_are_refused_before_anything_is_posted(ranks: Pair, case: str)
     assert ranks.near.stats().handles == 0
 
 
-@pytest.mark.parametrize("operation", ["read", "Write", "COPY", "", None, 3])
-def test_move_rejects_unknown_operations(ranks: Pair, operation: Any) -> None:
-    """The error names the operation. The direction of the bytes is never guessed."""
-    sides = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
-    local, remote = ranks.local.copy(), ranks.remote.copy()
-    pair = sides[0], np.arange(4), sides[1], np.arange(4)
-    for pairs in ({0: pair}, {}):
-        with pytest.raises(SpecError) as caught:
-            ranks.near.move(operation, pairs, request="r", timeout=5)
-        assert ("operation", operation) == (caught.value.field, caught.value.value)
-    assert (local.tobytes(), remote.tobytes()) == (ranks.local.tobytes(), ranks.remote.tobytes())
-
-
 @pytest.mark.parametrize("pairs", [None, 3, [()], {0: 3}, {0: ()}, {0: "four"}, {0: (1, 2, 3)}])
 def test_move_rejects_wrong_pairs(ranks: Pair, pairs: Any) -> None:
     """Each pair needs two lists and their ids."""
     with pytest.raises(SpecError) as caught:
-        ranks.near.move("READ", pairs, request="r", timeout=5)
+        ranks.near.move(pairs, request="r", timeout=5)
     assert "pairs" == caught.value.field
 
 
@@ -604,7 +591,7 @@ def test_closed_rank_raises_closed_in_every_method(
     rank.close()
     for use in (
         rank.metadata,
-        rank.discard_hellos,
+        rank.tick,
         going.poll,
         going.wait,
         local.release,

@@ -47,8 +47,9 @@ class Pair:
     ) -> Transfer:
         """Start to move the runs *ids*. The near side has them in reverse order."""
         order = np.array(ids, np.int32)
+        move = self.near.read if operation == "READ" else self.near.write
         sides = self.lists[0], order[::-1], self.lists[1], order
-        return self.near.move(operation, {0: sides}, request=name, timeout=timeout)[0]
+        return move(*sides, request=name, timeout=timeout)
 
     def right(self, *moved: range) -> bool:
         """Return whether the near side contains the runs that were read, and no other byte."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from copying_transport import copying
 
 import kvspec
 from kvspec.errors import SpecError, TransferError
@@ -39,12 +40,13 @@ def two(heads: int = 2, **sizes: Any) -> Iterator[tuple[Side, Side]]:
         yield producer, consumer
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.nixl)])
+@pytest.fixture(params=["fake", "copies", pytest.param("real", marks=pytest.mark.nixl)])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
-    """Yield two engines, over a fake NIXL and over the real one."""
+    """Yield two engines, over a fake NIXL, the real one, and a transport that knows no NIXL."""
     if request.param == "real":
         pytest.importorskip("nixl_cu13", reason="needs nixl")
-    with FakeNixl() if request.param == "fake" else contextlib.nullcontext(), two() as sides:
+    kinds: dict[str, Any] = {"fake": FakeNixl, "copies": copying, "real": contextlib.nullcontext}
+    with kinds[request.param](), two() as sides:
         yield sides
 
 
