@@ -20,8 +20,8 @@ from typing import TypeAlias, TypeVar, cast
 
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
+from kvspec.memory.busy import BusyRanges, Ints, united
 from kvspec.nixl.agent import Agent, check_unreleased
-from kvspec.nixl.busy import BusyRanges, Ints, united
 from kvspec.nixl.merging import Operation, Plain, Sides, checked_pairs
 from kvspec.nixl.staging.choosing import Buffers
 from kvspec.nixl.staging.learning import Lesson

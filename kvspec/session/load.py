@@ -57,7 +57,6 @@ from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance, seconds
-from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.background import SessionLock, closes_if_interrupted
 from kvspec.session.checksums import Audit
@@ -72,6 +71,8 @@ LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected again."""
 VOID = "compute its `undefined_blocks`, or load the request again"
+FIRST_REST, LAST_REST = 20e-6, 2e-3
+"""Seconds between two polls of `wait`. Spinning would take the core from NIXL's threads."""
 LAST_SLEEP = 1e-2
 """Longest sleep of an awaiting task between polls. It exceeds that of `wait`: tasks may be many."""
 
@@ -166,7 +167,7 @@ class Load:
         """
         longest = math.inf if timeout is None else seconds("timeout", timeout)
         end = time.monotonic() + longest
-        for rest in self._rests(LAST_WAIT, 0.0):
+        for rest in self._rests(LAST_REST, 0.0):
             left = end - time.monotonic()
             if left <= 0:
                 return False
@@ -175,7 +176,7 @@ class Load:
 
     async def _ended(self) -> Self:
         # No poll if another task has just polled the session.
-        for rest in self._rests(LAST_SLEEP, LAST_WAIT):
+        for rest in self._rests(LAST_SLEEP, LAST_REST):
             await asyncio.sleep(rest)
         return self
 
@@ -184,7 +185,7 @@ class Load:
 
         Does not poll if the session was polled less than *polled* seconds ago. Raises as `wait`.
         """
-        rest = FIRST_WAIT
+        rest = FIRST_REST
         while self.state == "moving":
             self._step(polled)
             if self.state == "moving":

@@ -286,6 +286,18 @@ def test_only_the_agent_module_imports_nixl() -> None:
     assert lazy | systems_of_authors | {"kvspec.nixl.agent"} == importers
 
 
+def test_session_loads_nothing_of_kvspec_nixl() -> None:
+    """A session takes any `Transport`. Only a type checker needs the class of NIXL."""
+    loaded = [
+        (module, imported.name)
+        for module in SOURCES
+        if folder_of(module) == "session"
+        for imported in IMPORTS[module]
+        if imported.name.startswith("kvspec.nixl") and not imported.typing
+    ]
+    assert [] == loaded
+
+
 def test_import_of_kvspec_loads_no_heavy_module() -> None:
     """A process that only plans needs attrs and numpy."""
     code = f"import sys, kvspec; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
