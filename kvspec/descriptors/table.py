@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from importlib import import_module
 from itertools import combinations, permutations
 
 import attrs
@@ -207,6 +208,11 @@ class DescriptorTable:
     layers: frozenset[str] | None = None
     prefix_multiple: int = 1
     dead_tokens: bool = False
+
+    def _repr_svg_(self) -> str:
+        """Return the picture of the table, which notebooks display. `kvspec.draw` imports it."""
+        svg: str = import_module("kvspec.draw").table_svg(self)
+        return svg
 
     def select(self, request: TransferRequest, *, tokens: Positions | None = None) -> Selection:
         """Return the descriptors that *request* moves: ids of rows, and ends with addresses.
