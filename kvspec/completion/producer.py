@@ -72,7 +72,6 @@ from kvspec.completion.states import PRODUCER
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
-from kvspec.ownership.parallel import RankId
 from kvspec.wire.messages import (
     Done,
     Extent,
@@ -91,8 +90,8 @@ from kvspec.wire.messages import (
 Place = tuple[str, str]
 # Incarnations of engines that may read one request. The limit bounds the memory.
 MAX_INCARNATIONS = 16
-# Readers to keep of one request, and of all requests, if their engines are not connected. Each
-# takes about 1 KiB, and each progress of a layer is sent to all readers of the request.
+# Readers to keep of one request, and of all requests. Each takes about 1 KiB, and each progress of
+# a layer is sent to all readers of the request.
 MAX_KEPT_READERS, MAX_ALL_READERS = 1 << 12, 1 << 16
 # Readers of freed requests to remember, so that their last message can be answered again. They must
 # not count as above: a busy producer frees more requests in a lease, and would refuse new readers.
@@ -244,8 +243,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.longest = seconds("longest", longest)
         self.freed: dict[RemoteId, str] = {}
         self.ended = Counter[str]()
-        # By connected engine: the ranks that read from this rank, and how many of them send `done`.
-        self._plans: dict[tuple[str, int], frozenset[RankId]] = {}
 
     @property
     def held(self) -> tuple[Key, ...]:
@@ -300,7 +297,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
         if self.epochs.get(message.by.engine_id, message.by.epoch) != message.by.epoch:
             return [*actions, Refused(message, "it is from another incarnation of that engine")]
-        if why := self._unplanned(message):
+        if why := self._crowded(message):
             return [*actions, Refused(message, why)]
         known = self.records.get(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
@@ -346,11 +343,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request = self.records.get(key)
         return actions + (self._step(request, "abort") if request and request.held else [])
 
-    def connect(self, engine_id: str, epoch: int, readers: Iterable[RankId] | None = None) -> None:
+    def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
-
-        *readers*: if the plan of the engine is known, its ranks that read requests of this rank.
-        Messages of its other ranks are refused.
 
         Requests that an earlier incarnation reads are held until their lease is over, because that
         incarnation may still read.
@@ -359,33 +353,17 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             SpecError: If *epoch* is less than before.
         """
         self._connect(engine_id, epoch)
-        if readers is not None:
-            self._plans[engine_id, epoch] = frozenset(readers)
 
-    def _unplanned(self, message: ReaderStatus) -> str:
-        """Return why the plan, or the bounds of readers without a plan, refuse *message*, or ""."""
-        by, why = message.by, ""
-        planned = self._plans.get((by.engine_id, by.epoch))
-        if planned is not None:
-            if by.rank not in planned:
-                why = "the plan has no such reader of this rank"
-            elif message.expected != len(planned):
-                why = f"it expects {message.expected} readers, the plan {len(planned)}"
-            return why
+    def _crowded(self, message: ReaderStatus) -> str:
+        """Return why the bounds of readers refuse *message*, or ""."""
         request = self.records.get(message.key)
-        if request is None or by in request.readers or by in request.early:
+        if request is None or message.by in request.readers or message.by in request.early:
             return ""
         if len(request.readers) + len(request.early) >= MAX_KEPT_READERS:
-            return f"{MAX_KEPT_READERS} readers of engines that are not connected read it already"
+            return f"{MAX_KEPT_READERS} readers read it already"
         if self.counts["readers"] >= MAX_ALL_READERS:
-            why = f"{MAX_ALL_READERS} readers of all requests are known already"
-        return why
-
-    def disconnect(self, engine_id: str) -> None:
-        """Forget an engine."""
-        super().disconnect(engine_id)
-        for name in [name for name in self._plans if name[0] == engine_id]:
-            del self._plans[name]
+            return f"{MAX_ALL_READERS} readers of all requests are known already"
+        return ""
 
     def _wake(self, request: HeldRequest, /) -> list[HoldAction]:
         """End the lease of a request, or forget the request, unless a heartbeat extended it."""

@@ -21,7 +21,7 @@ from kvspec.descriptors.request import Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, positive_int, seconds, texts
 from kvspec.memory.rank_cache import RankCache
-from kvspec.ownership.replicas import ReplicaPolicy, Role
+from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.plan import TransferPlan
 from kvspec.session.background import (
     BUSY,
@@ -210,21 +210,14 @@ class Session:
         return self._messages.fetch(addresses, answer, absent, self._poll_now, self._lock)
 
     @closes_if_interrupted
-    def connect(
-        self,
-        introductions: Iterable[bytes],
-        *,
-        role: Role = "producer",
-        timeout: float = 10.0,
-    ) -> TransferPlan:
-        """Connect an engine, and return the plan between it and this rank's engine. Waits.
+    def connect(self, introductions: Iterable[bytes], *, timeout: float = 10.0) -> TransferPlan:
+        """Connect a producer, and return the plan between it and this rank's engine. Waits.
 
         The engine stays connected until `disconnect`, or until a newer incarnation is connected.
         Then loads from the old one fail. Everything is checked before a connection is opened.
 
         Args:
             introductions: Introductions of all ranks of the engine.
-            role: Role of that engine for this rank.
             timeout: Seconds to wait for the connections. The call may first wait for another
                 `connect` of the same engine.
 
@@ -240,7 +233,7 @@ class Session:
                 this incarnation is connected in another way, and bytes move. Then it stays so.
         """
         most = seconds("timeout", timeout)
-        remote = judged(self._own, self.nixl, introductions, role, dead_tokens=self._dead_tokens)
+        remote = judged(self._own, self.nixl, introductions, dead_tokens=self._dead_tokens)
         return self._join(remote, most)
 
     def _join(
@@ -260,9 +253,7 @@ class Session:
                     return known.plan
                 self._messages.check_starts(remote.incarnation, remote.ranks.values())
                 self._loads.connect(name, epoch)
-                as_consumer = remote.role == "consumer"
-                readers = remote.plan.notifiers(self._own.rank) if as_consumer else None
-                self._holds.ledger.connect(name, epoch, readers)
+                self._holds.ledger.connect(name, epoch)
                 self._remotes.forget(name, remote)
             self._remotes.connect(remote, timeout)
             return remote.plan
@@ -741,7 +732,7 @@ class Session:
         with self._lock.held, self._lock:
             self._remotes.check_wanted(engine_id)
         found = self.fetch(addresses, TICKET_ANSWER, absent=TICKET_ABSENT)
-        remote = judged(self._own, self.nixl, found, "producer", dead_tokens=self._dead_tokens)
+        remote = judged(self._own, self.nixl, found, dead_tokens=self._dead_tokens)
         self._join(remote, TICKET_ANSWER, ticket_of=engine_id)
 
 
