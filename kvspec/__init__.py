@@ -35,8 +35,10 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import (
     KVSpecError,
+    LocalTransferError,
     Mismatch,
     MismatchError,
+    RemoteTransferError,
     SpecError,
     TransferError,
     TransferState,
@@ -77,6 +79,7 @@ __all__ = [
     "KVSpecError",
     "KeyContent",
     "LayerSpec",
+    "LocalTransferError",
     "MLAAttentionSpec",
     "MambaSpec",
     "Memory",
@@ -87,6 +90,7 @@ __all__ = [
     "RankCache",
     "RankId",
     "Region",
+    "RemoteTransferError",
     "ReplicaPolicy",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",

@@ -325,15 +325,16 @@ class Transfer:
         self._agent.release(handle)
 
     def _late(self) -> TransferError:
-        rest = "nothing is in flight"
+        rest, state = "nothing is in flight", TransferState.OVERDUE
         if self.live_handles:
+            state = TransferState.TIMEOUT
             rest = (
                 f"{self.live_handles} stay in flight, in quarantine: no block of either side may be"
                 " used again until this transfer is over or the rank is closed"
             )
         done, batches = self._settled, len(self.batches)
         message = f"{done} of {batches} batches were done after {self.timeout} s; {rest}"
-        return self._failed(message, TransferState.TIMEOUT)
+        return self._failed(message, state)
 
     def _failed(self, message: str, state: TransferState) -> TransferError:
         return TransferError(message, rank=self.peer, request=self.request, state=state)

@@ -99,7 +99,7 @@ def _judged(
     answer = sealed.get(address)
     if answer is None:
         why = f"the look-up of its host name takes longer than {timeout:g} s"
-        return TransferError(why, rank=address, state=TransferState.TIMEOUT)
+        return TransferError(why, rank=address, state=TransferState.OVERDUE)
     if isinstance(answer, TransferError):
         return answer
     try:

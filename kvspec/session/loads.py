@@ -582,6 +582,7 @@ class Loads:
             #   state                         again  because
             #   peer_lost, stale_peer         yes    the producer has ended, or was restarted
             #   timeout                       yes    it may have restarted at the same addresses
+            #   overdue                       no     this rank did not get on with the load
             #   gone                          no     it answered, or was disconnected on purpose
             #   stopped, differs, uncompared  no     it answered, or this rank gave the load up
             #   refused, busy                 no     the request is wrong or early

@@ -111,7 +111,7 @@ def test_move_names_a_paired_transfer_and_sets_its_deadline(pair: Pair) -> None:
     moved = started(pair, paired(pair, 0), timeout=0.0)
     with pytest.raises(TransferError) as caught:
         moved.poll()
-    assert ("timeout", "moved", 0) == (caught.value.state, caught.value.request, moved.handles)
+    assert ("overdue", "moved", 0) == (caught.value.state, caught.value.request, moved.handles)
 
 
 def test_move_blames_the_transfer_that_starts(pair: Pair) -> None:

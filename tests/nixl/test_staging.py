@@ -125,7 +125,7 @@ def test_late_read_keeps_its_slot_and_is_never_copied(net: FakeNixl) -> None:
     other = pair.move(OTHER, timeout=0.01, name="s")
     with pytest.raises(TransferError) as caught:
         other.wait()
-    assert ("timeout", True) == (caught.value.state, other.over)
+    assert ("overdue", True) == (caught.value.state, other.over)
     assert (0, (late,)) == (other.handles, pair.near.transfers)
     flight.land()
     assert () == pair.near.transfers
