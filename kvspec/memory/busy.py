@@ -30,12 +30,15 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from kvspec.ownership.tokens import Ints
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 Owner = TypeVar("Owner", bound=Hashable)
 
 

@@ -30,8 +30,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import attrs
 import numpy as np
 
+from kvspec.descriptors.selection import RowIds
 from kvspec.errors import TransferError, TransferState
-from kvspec.nixl.rows import Ids, Ints, StridedRows, row_text
+from kvspec.nixl.rows import StridedRows, row_text
+from kvspec.ownership.tokens import Ints
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from kvspec.memory.rank_cache import Memory
 
 Subject = tuple[str | None, str | None]  # Peer and request, for errors.
-Place = tuple[str, int, Ints]  # Memory type, device, and address of each descriptor.
+ListIds = tuple[int, RowIds]  # Handle of a list, and ids of it.
+Addresses = tuple[str, int, Ints]  # Memory type, device, and address of each descriptor.
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 # Pause of the progress thread. NIXL's own Python class sets 0: its thread then uses a whole core
 # while idle. With 1 ms it uses about 4 % of a core.
@@ -293,9 +296,7 @@ class Agent:
                     raise TransferError(message, rank=error.rank, state=error.state) from error
             raise
 
-    def make(
-        self, operation: str, local: tuple[int, Ids], remote: tuple[int, Ids], subject: Subject
-    ) -> int:
+    def make(self, operation: str, local: ListIds, remote: ListIds, subject: Subject) -> int:
         """Return a handle for *operation* ("READ" or "WRITE") over (list handle, ids) pairs."""
         # "": no notification. Attached ones are sent only when this side polls the finished handle.
         # False: let NIXL merge descriptors, since each posted one costs about 3 us.
@@ -307,7 +308,7 @@ class Agent:
         return made
 
     def make_plain(
-        self, operation: str, lengths: Ints, local: Place, remote: Place, subject: Subject
+        self, operation: str, lengths: Ints, local: Addresses, remote: Addresses, subject: Subject
     ) -> int:
         """Return a handle for *operation* over descriptors of *lengths* bytes.
 

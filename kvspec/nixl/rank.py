@@ -48,7 +48,7 @@ T = TypeVar("T")
 # A polled rank reads one byte of each new peer. Each read has a byte of its own here, because two
 # transfers may not write one byte. So many connections can be tested at once.
 PROBES = 4096
-SIDES = "tuples (local list, local ids, remote list, remote ids)"
+SIDES_TEXT = "tuples (local list, local ids, remote list, remote ids)"
 DISCARD = 1.0  # Seconds between two calls that discard hellos.
 HELLO = b"kvspec-nixl hello"  # It opens the connection, so that the first read need not.
 
@@ -502,11 +502,11 @@ class NixlRank:
 
 def _checked_pairs(pairs: Mapping[K, T], *others: type[T]) -> Mapping[K, T]:
     """Return *pairs* if its values are sides or of the classes *others*, or raise `SpecError`."""
-    checked = mapping("pairs", pairs, f"keys to {SIDES}")
+    checked = mapping("pairs", pairs, f"keys to {SIDES_TEXT}")
     for sides in checked.values():
         known = isinstance(sides, others)
-        if not known and (not isinstance(sides, tuple) or len(sides) != 4):  # noqa: PLR2004 - as in SIDES
-            raise SpecError("pairs", sides, SIDES)
+        if not known and (not isinstance(sides, tuple) or len(sides) != 4):  # noqa: PLR2004 - as in SIDES_TEXT
+            raise SpecError("pairs", sides, SIDES_TEXT)
     return checked
 
 

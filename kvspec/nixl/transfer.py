@@ -20,13 +20,14 @@ from typing import TypeAlias, TypeVar, cast
 
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
-from kvspec.memory.busy import BusyRanges, Ints, united
+from kvspec.memory.busy import BusyRanges, united
 from kvspec.nixl.agent import Agent, check_unreleased
 from kvspec.nixl.merging import Operation, Plain, Sides, checked_pairs
 from kvspec.nixl.staging.choosing import Buffers
 from kvspec.nixl.staging.learning import Lesson
 from kvspec.nixl.staging.ranges import Batch
-from kvspec.nixl.staging.stage import Stage, StagingBuffer, free_slot, in_line
+from kvspec.nixl.staging.stage import StagedRanges, StagingBuffer, free_slot, in_line
+from kvspec.ownership.tokens import Ints
 
 IN_FLIGHT = 16  # Handles that one transfer has posted at once. A list of any length makes few.
 STAGED_TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
@@ -34,7 +35,7 @@ STAGED_TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its 
 FIRST_WAIT, LAST_WAIT = 20e-6, 2e-3
 
 K = TypeVar("K", bound=Hashable)
-Owner: TypeAlias = "weakref.ref[Transfer]"  # It does not keep the transfer alive.
+TransferRef: TypeAlias = "weakref.ref[Transfer]"  # It does not keep the transfer alive.
 Claimed = tuple[tuple[str, str], Ints, Ints]  # A place, and the starts and ends of ranges.
 
 
@@ -63,7 +64,7 @@ class Transfer:
     error: TransferError | None = None
     started = False
     queue_number: int | None = None  # Its place in the line for a slot of the buffer.
-    stage: Stage | None = None
+    stage: StagedRanges | None = None
     posted: int | None = None
     _deadline = math.inf  # The first step sets it, since reading the clock takes 0.4 us.
     _settled = 0
@@ -393,8 +394,9 @@ class InFlightTransfers:
         self._known: tuple[Transfer, ...] = ()
         # A thread that holds the lock of the agent may take this one. Never the other way around.
         self._claiming = threading.RLock()
-        self._busy: BusyRanges[Owner] = BusyRanges()
-        self._claimed: dict[Owner, bool] = {}  # False: the claim is being made, or is incomplete.
+        self._busy: BusyRanges[TransferRef] = BusyRanges()
+        # False: the claim is being made, or is incomplete.
+        self._claimed: dict[TransferRef, bool] = {}
 
     def __iter__(self) -> Iterator[Transfer]:
         """Yield the transfers that are not over, as far as they were polled."""
@@ -493,7 +495,7 @@ class InFlightTransfers:
                 if not self._claimed.get(weakref.ref(transfer)):
                     self._claim(transfer, ranges.get(transfer) or _ranges(transfer), started)
 
-    def _release(self, owner: Owner) -> None:
+    def _release(self, owner: TransferRef) -> None:
         """Remove a claim. The caller holds the lock of the claims."""
         if owner in self._claimed:
             self._claimed[owner] = False  # If an interrupt comes now, the claim is made again.
@@ -569,7 +571,7 @@ class InFlightTransfers:
         for transfer in self._known:
             transfer.abandon()
         with self._claiming:
-            self._known, self._busy, self._claimed = (), BusyRanges(), dict[Owner, bool]()
+            self._known, self._busy, self._claimed = (), BusyRanges(), dict[TransferRef, bool]()
 
 
 def _ranges(transfer: Transfer) -> tuple[Claimed, Claimed]:
