@@ -173,9 +173,8 @@ class Agent:
 
     forked = False
 
-    def __init__(self, name: str, *, progress_thread: bool, telemetry: bool) -> None:
+    def __init__(self, name: str, *, progress_thread: bool) -> None:
         self.name = name
-        self.telemetry = telemetry
         # Owners of registered memory. They must outlive the agent: NIXL accepts transfers into
         # freed memory, and then overwrites what lies there.
         self.owners: list[object] = []
@@ -195,7 +194,6 @@ class Agent:
         # The default, no locking, gave wrong errors while another thread registered memory, and
         # crashed if one handle was posted twice. STRICT costs nothing measurable.
         config.syncMode = nb.NIXL_THREAD_SYNC_STRICT
-        config.captureTelemetry = telemetry
         # NIXL's enums are compared by number: comparing two members takes 0.5 us.
         self._done, self._moving = nb.NIXL_SUCCESS.value, nb.NIXL_IN_PROG.value
         self._native: Any = _Destroyed(name)

@@ -89,7 +89,6 @@ class NixlRank:
         polled: Create the agent without a progress thread. Bytes then move only inside `poll`
             and `wait`. This suits a rank that starts all its transfers. A rank whose memory peers
             read or write needs the thread.
-        telemetry: Record for each `Transfer` how many descriptors NIXL posted after merging.
         staging: A `Staging`, or the bytes of its buffer. Transfers of many short runs move
             through the buffer if that takes less time. None: all transfers are direct.
 
@@ -105,15 +104,14 @@ class NixlRank:
         prefix: str = "",
         secret: Secret | str | bytes | None = None,
         polled: bool = False,
-        telemetry: bool = False,
         staging: Staging | int | None = None,
     ) -> None:
         self.name = name_of(name, prefix)
-        self.polled, timed = flag("polled", polled), flag("telemetry", telemetry)
+        self.polled = flag("polled", polled)
         self.secret = secret_of(secret)
         if staging is not None and not isinstance(staging, Staging):
             staging = Staging(buffer=staging)
-        self._agent = Agent(self.name, progress_thread=not polled, telemetry=timed)
+        self._agent = Agent(self.name, progress_thread=not polled)
         self.memory: tuple[Memory, ...] = ()
         # The lists that were prepared for each peer. None: lists of this rank.
         self._lists: dict[str | None, list[Prepared]] = {None: []}

@@ -54,8 +54,6 @@ class Transfer:
         descriptors: Number of pairs of ids and of ends.
         nbytes: Bytes to move.
         handles: Number of batches posted so far.
-        posted: Number of descriptors that NIXL posted after merging, if the rank captures
-            telemetry.
         error: The `TransferError` if the transfer failed, else None.
         started: Whether its bytes may move. False for a result of `pair` until `move`.
     """
@@ -65,7 +63,6 @@ class Transfer:
     started = False
     queue_number: int | None = None  # Its place in the line for a slot of the buffer.
     stage: StagedRanges | None = None
-    posted: int | None = None
     _deadline = math.inf  # The first step sets it, since reading the clock takes 0.4 us.
     _settled = 0
     _lesson: Lesson | None = None
@@ -94,8 +91,6 @@ class Transfer:
             self.stage, self._lesson = choose(pairs, *lists, inward=operation == "READ")
             if self.stage is not None:
                 self.batches = self.stage.batches
-        if self._agent.telemetry:
-            self.posted = 0
         self._pending = [*self.batches[::-1]]  # The next one is the last.
         self._in_flight: dict[
             int, tuple[slice | Plain | Batch, int]
@@ -312,10 +307,6 @@ class Transfer:
             # Copy first: if an interrupt comes before the release, the copy is repeated.
             batch, slot = self._in_flight[handle]
             self.stage.land(cast("Batch", batch), slot)
-        if self.posted is not None:
-            # The only count of descriptors after merging. Needs telemetry.
-            telemetry = self._agent.call("telemetry", "getXferTelemetry", handle)
-            self.posted += int(telemetry.descCount)
         self._let_go(handle)
 
     def _let_go(self, handle: int) -> None:
