@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvspec.completion.states import CONSUMER, PRODUCER, PUBLIC, Row
+from kvspec.completion.states import CONSUMER, JOINT, PRODUCER, PUBLIC, Row
 from kvspec.wire.messages import MESSAGES
 
 PAGE = Path(__file__).with_name("ledgers.md")
@@ -29,7 +29,7 @@ A message names its request (id and nonce), its sender and its receiver. A reade
 contains how many readers will come, and a number. The answer repeats the number, so a load ignores
 answers to an earlier load of the same request."""
 HELD = """\
-The event `again` is a repeated `done` of a reader that is done. `complete` means that all expected
+The event `repeated` is a `done` that was answered before. `complete` means that all expected
 readers are done. `time` means that the lease is over. For a freed request, it means that one more
 lease has passed. An unknown request has one lease from its first message: heartbeats do not extend
 it.
@@ -37,6 +37,18 @@ it.
 Each heartbeat has a new number. The ledger refuses a heartbeat whose number is not greater than the
 number of the reader's last message, because it is a copy: a copy must not extend the lease of a
 reader that has died. A repeated `done` is answered again."""
+BOTH = """\
+## Both sides
+
+A load reads from one or more producer ranks. The table shows where its request can be on each of
+them. `new` means that the rank has not admitted the request yet. `read` and `expired` are the end:
+all readers were done, or the lease was over before. Four pairs cannot occur. The request is not
+`read` before the load has sent its `done`, so no block is reused while it is read. A load is done
+only if each of these ranks has held the request.
+
+This holds for the first load of a request by a rank. A rank that loads the request again may find
+that it is free."""
+ENDS = "new", "held", "fenced", "read", "expired"
 Table = dict[tuple[str, str], Row]
 
 
@@ -54,6 +66,14 @@ def page() -> str:
         *section("Producer", PRODUCER, "unknown"),
         HELD,
         *section("Consumer", CONSUMER, "connecting", PUBLIC),
+        BOTH,
+        rows(
+            ("load", *ENDS),
+            [
+                (load, *("yes" if end in ends else "never" for end in ENDS))
+                for load, ends in JOINT.items()
+            ],
+        ),
     )
     return "\n\n".join(sections) + "\n"
 

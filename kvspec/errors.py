@@ -311,7 +311,7 @@ class TransferState(enum.StrEnum):
     )
     BUG = (
         "bug",
-        "NIXL received an argument that kvspec should have refused before",
+        "kvspec has broken a rule of its own, or NIXL refused an argument that kvspec accepted",
         "report the error with its message",
     )
 

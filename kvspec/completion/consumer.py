@@ -4,16 +4,15 @@ Invariant: a load is done only after all data of each source has arrived, and ea
 answered `valid`. Each fault fails the load with an error that names the fault. The blocks of the
 load stay reserved until nothing in flight can write them.
 
-Invariant: the frontier of a source only grows. A load moves each position once, and only after the
-producer has written it. The last frontier is the end of the request.
+Invariant: a load reads each source once.
 
 A lease never makes a load done. Each side measures the lease by its own clock. The consumer's clock
 may stop while the producer's clock runs, for example in a paused virtual machine.
 
 How it works:
     `CONSUMER` in `kvspec.completion.states` contains each state, each event and the next state. The
-    ledger executes its rows: `_step` takes the row of an event and calls the method that the column
-    `action` names. Some events are conditions (`_CONDITIONS`): after each change, `_advance`
+    ledger executes its rows: `_step` takes the row of an event and calls the method that `ACTIONS`
+    has for it. Some events are conditions (`_CONDITIONS`): after each change, `_advance`
     executes the row of a condition that holds. For example, the last step of a load ends:
 
         finish          everything was started, and no step is open
@@ -27,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import attrs
 import msgspec
@@ -44,16 +43,15 @@ from kvspec.completion.ledger import (
     Tell,
     recorded,
 )
-from kvspec.completion.states import CONSUMER, PUBLIC
+from kvspec.completion.states import CONSUMER, PUBLIC, row_of
 from kvspec.errors import SpecError, TransferState
-from kvspec.inputs import flag, seconds
+from kvspec.inputs import seconds
 from kvspec.ownership.parallel import RankId
 from kvspec.wire.messages import (
     Done,
     Gone,
     Heartbeat,
     Key,
-    LayerProgress,
     Lease,
     Message,
     RankAddress,
@@ -62,28 +60,8 @@ from kvspec.wire.messages import (
 )
 
 FREE_ID = "a new id, or one whose load has exchanged its last messages"
-Place = tuple[str, str]
-"""A group and a layer of it."""
-EVERYTHING: Mapping[Place, int] = {("", ""): 1}
-"""The one end of a source whose layers are not counted. Only a load that follows counts them."""
 Name = tuple[Key, str, int]
 """Name of a load in messages: key, the producer's name and epoch."""
-
-
-@attrs.frozen
-class LoadOptions:
-    """The options of `Session.load`, which documents them.
-
-    A load that reads without *follow* expects all data to be written already.
-    """
-
-    follow: bool = False
-    checksum: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("follow", "checksum"):
-            if (value := getattr(self, name)) is not False:  # The usual value needs no check.
-                flag(name, value)
 
 
 @attrs.frozen(kw_only=True)
@@ -96,9 +74,8 @@ class LoadPlan:
         engine_id: Name of the producer.
         epoch: Incarnation of the producer.
         expected: For each producer rank that receives messages, how many readers it must expect.
-        sources: For each producer rank that is read, the end of each layer of each group, or
-            `EVERYTHING`. Empty if nothing moves.
-        options: The options of the load.
+        sources: The producer ranks that are read. Empty if nothing moves.
+        checksum: Whether the data must be compared before the load is done.
         name: Name of the load in messages.
     """
 
@@ -107,8 +84,8 @@ class LoadPlan:
     engine_id: str
     epoch: int
     expected: Mapping[RankId, int]
-    sources: Mapping[RankId, Mapping[Place, int]] = attrs.field(factory=dict)
-    options: LoadOptions = LoadOptions()
+    sources: tuple[RankId, ...] = ()
+    checksum: bool = False
     name: Name = attrs.field(init=False)
 
     @name.default
@@ -128,36 +105,19 @@ NO_PLAN = LoadPlan(request_id="", key=Key("", b""), engine_id="", epoch=0, expec
 
 
 class Source(msgspec.Struct, eq=False):
-    """The data of one producer rank, and how far it has moved.
+    """One producer rank that a load reads.
 
     Attributes:
-        ends: The end of each layer.
-        written: Up to where the producer has written each layer.
-        started: Up to where a step was started for each layer.
+        started: Whether its step was started.
         valid: Whether the producer answered, after the last byte, that it still held the request.
     """
 
-    ends: Mapping[Place, int]
-    written: dict[Place, int]
-    started: dict[Place, int] = msgspec.field(default_factory=dict)
+    started: bool = False
     valid: bool = False
-
-    def record(self, place: Place, upto: int) -> None:
-        """Record how far the producer wrote. A frontier never goes back or beyond the end."""
-        if place in self.ends:
-            self.written[place] = max(self.written.get(place, 0), min(upto, self.ends[place]))
-
-    def readable(self) -> dict[Place, range]:
-        """Return the written positions of each layer for which no step was started."""
-        return {
-            place: range(least, upto)
-            for place, upto in self.written.items()
-            if upto > (least := self.started.get(place, 0))
-        }
 
 
 class Step(NamedTuple):
-    """A part of a load that may write its blocks, until it is finished or has failed.
+    """The read of one source. It may write the blocks of the load until it is finished or failed.
 
     Attributes:
         request_id: The load.
@@ -210,8 +170,7 @@ class OpenLoad(Record, eq=False):
     @property
     def arrived(self) -> bool:
         """Whether everything that moves has arrived, unless a step has failed."""
-        started = all(source.started == source.ends for source in self.sources.values())
-        return started and not self.steps
+        return not self.steps and all(source.started for source in self.sources.values())
 
 
 def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str:
@@ -222,8 +181,7 @@ def refusal_of(answer: Message, load: OpenLoad | None, me: RankAddress) -> str:
     if not load.asked or rank not in load.plan.expected:
         return "its sender received no question"
     # Accept a late `lease`: it changes nothing, and a slow producer is not an error.
-    late = isinstance(answer, Lease) and number < load.asked.stop
-    if late or isinstance(answer, LayerProgress):
+    if isinstance(answer, Lease) and number < load.asked.stop:
         return ""
     if not isinstance(answer, Lease | Valid | Gone):
         return "this kind is sent to producers only"
@@ -296,12 +254,8 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             raise SpecError("key", plan.key, "a request whose earlier load is over")
         self._names[plan.name] = plan.request_id
         load.plan = plan
-        load.sources = {
-            rank: Source(ends, {} if plan.options.follow else {**ends})
-            for rank, ends in plan.sources.items()
-            if ends
-        }
-        load.uncompared = plan.options.checksum and bool(load.sources)
+        load.sources = {rank: Source() for rank in plan.sources}
+        load.uncompared = plan.checksum and bool(load.sources)
 
     @recorded
     def connected(self, request_id: str, now: float) -> list[Action]:
@@ -312,18 +266,10 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         load = self.records.get(request_id)
         if load is None or load.state != "connecting" or load.plan is NO_PLAN:
             raise SpecError("request_id", request_id, "a load that waits for its producer")
-        self._now = max(self._now, now)
+        self._set_time(now)
         # Take this step before the deadline check. A load that fails in *connecting* does not
         # inform its producers.
         return self._step(load, "connected") + self._tick(now)
-
-    def readable(self, request_id: str) -> dict[RankId, dict[Place, range]]:
-        """Return the positions that can be read now, by source and layer."""
-        load = self.records.get(request_id)
-        if load is None or load.state != "moving":
-            return {}
-        ready = {rank: source.readable() for rank, source in load.sources.items()}
-        return {rank: places for rank, places in ready.items() if places}
 
     def uncompared(self, request_id: str) -> bool:
         """Return whether all data of a load has arrived, and must be compared now."""
@@ -343,28 +289,22 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         load.uncompared = False
         return actions + self._advance(load)
 
-    def start(
-        self, request_id: str, source: RankId, upto: Mapping[Place, int] | None = None
-    ) -> Step:
-        """Record that a step is about to be posted. It may write from now on.
-
-        Args:
-            request_id: The load.
-            source: Rank of the producer.
-            upto: For each layer that moves, the position behind the last token, from `readable`. By
-                default, all layers move to their ends.
-
-        Returns:
-            The step.
+    def start(self, request_id: str, source: RankId) -> Step:
+        """Record that the read of a producer rank is about to be posted. It may write from now on.
 
         Raises:
-            SpecError: If the load does not move.
+            SpecError: If the load does not move, or the rank is read already.
         """
         load = self.records.get(request_id)
-        if load is None or load.state not in ("connecting", "moving") or source not in load.sources:
-            raise SpecError("request_id", request_id, f"a load that moves from {source}")
-        moved = load.sources[source]
-        moved.started |= moved.ends if upto is None else upto
+        moved = load.sources.get(source) if load is not None else None
+        if (
+            load is None
+            or load.state not in ("connecting", "moving")
+            or moved is None
+            or moved.started
+        ):
+            raise SpecError("request_id", request_id, f"a load that is about to read {source}")
+        moved.started = True
         step = Step(request_id, self._count("numbers", 1), source)
         load.steps[step.number] = step
         return step
@@ -425,10 +365,6 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             return [*actions, Refused(message, why)]
         rank = message.by.rank
         source = load.sources.get(rank)
-        if isinstance(message, LayerProgress):
-            if source is not None:
-                source.record((message.group, message.layer), message.upto)
-            return actions
         if isinstance(message, Lease):
             return actions
         # In *moving*, the question was a heartbeat. A producer that has aborted the request frees
@@ -514,7 +450,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 
     def _step(self, load: OpenLoad, event: str, *failed: Failed) -> list[Action]:
         """Execute one row of the table, and those of all conditions that hold after it."""
-        row = CONSUMER[load.state, event]
+        row = row_of("consumer", CONSUMER, load.state, event)
         public, load.state = PUBLIC[load.state], row.state
         actions = list[Action]()
         if PUBLIC[row.state] not in (public, ""):
@@ -522,7 +458,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if row.action == "fail":
             actions += failed
         elif row.action:
-            actions += getattr(self, f"_{row.action}")(load)
+            actions += self.ACTIONS[row.action](self, load)
         self._schedule(load.request_id, load)
         return actions + self._advance(load)
 
@@ -563,6 +499,15 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             Tell(kind(*load.plan.about(self.me, rank, load.asked[-1]), expected=expected))
             for rank, expected in sorted(load.waiting.items())
         ]
+
+    # The column `action` of `CONSUMER`. The action `fail` returns the `Failed` of its fault.
+    ACTIONS: ClassVar[dict[str, Callable[[ConsumerLedger, OpenLoad], list[Action]]]] = {
+        "begin": _begin,
+        "ask": _ask,
+        "await": _await,
+        "report": _report,
+        "close": _close,
+    }
 
 
 _CONDITIONS: dict[str, tuple[str, Callable[[OpenLoad], bool]]] = {

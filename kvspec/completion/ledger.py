@@ -203,9 +203,13 @@ class Ledger(Generic[K, R, A]):
             if len(self._wakes) > 2 * len(self.records) + SPARE_WAKES:
                 self._rebuild()
 
+    def _set_time(self, now: float) -> None:
+        """Record the time, and look at no record. The time never goes back."""
+        self._now = max(self._now, now)
+
     def _tick(self, now: float) -> list[A]:
         """Set the time, and look at the records whose time has come."""
-        self._now = max(self._now, now)
+        self._set_time(now)
         actions: list[A] = []
         while self._wakes and self._wakes[0][0] <= self._now:
             *wake, key = heapq.heappop(self._wakes)

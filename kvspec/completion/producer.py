@@ -7,8 +7,12 @@ has no clock and no socket: time is an argument. Its memory is bounded.
 
 How it works:
     Each request is one record, a `HeldRequest`. The table `PRODUCER` of `kvspec.completion.states`
-    decides when its blocks are free. The column `action` of a row names the method that carries the
-    row out.
+    decides when its blocks are free. `ACTIONS` has the method that carries a row out.
+
+    Only `tick` ends a lease that a heartbeat can still extend. The session calls it after it has
+    read all messages that wait. No block is free before, so a heartbeat extends a lease that is
+    over. We tried to end leases at the beginning of each call. Then a producer that had no CPU for
+    a lease ended it, although heartbeats had arrived meanwhile.
 
     A heartbeat extends a lease, but does not change the heap of `Ledger`. When the old time comes,
     the record is scheduled again.
@@ -20,9 +24,6 @@ How it works:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
-        of a connected engine, and no rank of its plan   refuse
-        of a connected engine, and another `expected`    refuse
-            than that of the plan
         a new reader, and 4096 have come already         refuse
         first message of its incarnation, 16 are known   refuse, and dispute the request
         first message of its incarnation                 accept
@@ -54,8 +55,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -68,7 +69,7 @@ from kvspec.completion.ledger import (
     Tell,
     recorded,
 )
-from kvspec.completion.states import PRODUCER
+from kvspec.completion.states import PRODUCER, row_of
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
@@ -78,7 +79,6 @@ from kvspec.wire.messages import (
     Gone,
     Heartbeat,
     Key,
-    LayerProgress,
     Lease,
     Message,
     RankAddress,
@@ -87,11 +87,9 @@ from kvspec.wire.messages import (
     Valid,
 )
 
-Place = tuple[str, str]
 # Incarnations of engines that may read one request. The limit bounds the memory.
 MAX_INCARNATIONS = 16
-# Readers to keep of one request, and of all requests. Each takes about 1 KiB, and each progress of
-# a layer is sent to all readers of the request.
+# Readers to keep of one request, and of all requests. Each takes about 1 KiB.
 MAX_KEPT_READERS, MAX_ALL_READERS = 1 << 12, 1 << 16
 # Readers of freed requests to remember, so that their last message can be answered again. They must
 # not count as above: a busy producer frees more requests in a lease, and would refuse new readers.
@@ -136,7 +134,6 @@ class HeldRequest(Record, eq=False):
         incarnations: Incarnations of reading engines, by name and epoch.
         readers: The readers that have come.
         early: Last message of each reader that came before the request was admitted.
-        progress: Written tokens by group and layer.
         blocks: Block tables by group, if the engine passed them and the request is held.
         checksums: Checksums of its contents that were computed.
     """
@@ -149,7 +146,6 @@ class HeldRequest(Record, eq=False):
     incarnations: dict[tuple[str, int], Incarnation] = msgspec.field(default_factory=dict)
     readers: dict[RankAddress, HeldReader] = msgspec.field(default_factory=dict)
     early: dict[RankAddress, ReaderStatus] = msgspec.field(default_factory=dict)
-    progress: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
     blocks: Mapping[str, BlockTable] = msgspec.field(default_factory=dict)
     checksums: dict[Extent, bytes] = msgspec.field(default_factory=dict)
 
@@ -175,10 +171,6 @@ class HeldRequest(Record, eq=False):
             return False
         engines = self.incarnations.values()
         return all(each.come == each.expected and each.reading == 0 for each in engines)
-
-    def reading(self) -> list[ReaderStatus]:
-        """Return the last message of each reader that is not done."""
-        return [reader.message for reader in self.readers.values() if not reader.done]
 
     def repeats(self, message: ReaderStatus) -> bool:
         """Return whether *message* is a `done` that was answered before.
@@ -275,31 +267,33 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             SpecError: If the request is held already, or was held before.
         """
         first = self.lease if lease is None else seconds("lease", lease)
-        actions = self._tick(now)
+        self._set_time(now)
         request = self.records.get(key) or HeldRequest(key, 0.0, 0.0)
         if request.state != "unknown":
-            self.actions += actions
             raise SpecError("remote_id", key.remote_id, "a new name, which was not held before")
         request.expires = self._now + first
         request.latest = self._now + max(self.longest, self.lease, first)
         request.blocks = blocks or {}
         self._count("held", 1)
         self._count("blocks", request.num_blocks)
-        actions += self._step(request, "admit")
+        actions = self._step(request, "admit")
         self._save(key, request)
         return actions
 
     @recorded
     def receive(self, message: Message, now: float) -> list[HoldAction]:
         """Process a message of a reader. Return actions."""
-        actions = self._tick(now)
+        self._set_time(now)
         if message.to != self.me or not isinstance(message, Heartbeat | Done):
-            return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
+            return [Refused(message, f"it is not a reader's message to {self.me}")]
         if self.epochs.get(message.by.engine_id, message.by.epoch) != message.by.epoch:
-            return [*actions, Refused(message, "it is from another incarnation of that engine")]
+            return [Refused(message, "it is from another incarnation of that engine")]
         if why := self._crowded(message):
-            return [*actions, Refused(message, why)]
-        known = self.records.get(message.key)
+            return [Refused(message, why)]
+        known, actions = self.records.get(message.key), list[HoldAction]()
+        if known is not None and known.latest <= self._now:  # No heartbeat can extend it.
+            actions += self._wake(known)
+            known = self.records.get(message.key)
         request = known or HeldRequest(message.key, self._now + self.lease, self._now)
         actions += self._deliver(request, message) + self._complete(request)
         if known or request.early:
@@ -307,41 +301,11 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return actions
 
     @recorded
-    def record_progress(
-        self, key: Key, places: Iterable[Place], upto: int, now: float
-    ) -> list[HoldAction]:
-        """Record that layers are written up to position *upto*. Return messages for the readers.
-
-        Args:
-            key: A held request.
-            places: Groups and layers.
-            upto: The position behind the last written token.
-            now: Time in seconds.
-
-        Raises:
-            SpecError: If the request is not held, or *upto* is less than before for a layer.
-        """
-        actions = self._tick(now)
-        request, written = self.find(key), list(places)
-        if request is None:
-            self.actions += actions
-            raise SpecError("remote_id", key.remote_id, "a request that is held")
-        for group, layer in written:
-            if upto < (before := request.progress.get((group, layer), 0)):
-                self.actions += actions
-                raise SpecError("upto", upto, f"at least {before}, the progress of {layer}")
-        readers = request.reading()
-        for place in written:
-            request.progress[place] = upto
-            actions += [_progress(reader, place, upto) for reader in readers]
-        return actions
-
-    @recorded
     def abort(self, key: Key, now: float) -> list[HoldAction]:
         """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
-        actions = self._tick(now)
-        request = self.records.get(key)
-        return actions + (self._step(request, "abort") if request and request.held else [])
+        self._set_time(now)
+        request = self.find(key)
+        return self._step(request, "abort") if request is not None else []
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
@@ -373,7 +337,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     def _deliver(self, request: HeldRequest, message: ReaderStatus) -> list[HoldAction]:
         """Count a reader's message and answer it, or refuse it."""
-        event = "again" if request.repeats(message) else message.kind
+        event = "repeated" if request.repeats(message) else message.kind
         if not request.held:
             return self._step(request, event, message)
         why, disputes = request.refusal(message)
@@ -390,10 +354,9 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self, request: HeldRequest, event: str, message: ReaderStatus | None = None
     ) -> list[HoldAction]:
         """Take the row of the table for *event*, and carry it out."""
-        row = PRODUCER[request.state, event]
+        row = row_of("producer", PRODUCER, request.state, event)
         before, request.state = request.state, row.state
-        act = getattr(self, f"_{row.action}") if row.action else None
-        actions: list[HoldAction] = act(request, message, before) if act else []
+        actions = self.ACTIONS[row.action](self, request, message, before) if row.action else []
         if row.state == "forgotten":
             self._count("past", -len(request.readers))
             self.records.pop(request.key, None)
@@ -436,11 +399,10 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return actions + self._complete(request)
 
     def _lease(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
-        """Extend the lease, and inform the reader of it and of the progress."""
+        """Extend the lease, and inform the reader of it."""
         self._note(request, message, Lease)
         request.expires = max(request.expires, min(self._now + self.lease, request.latest))
-        progress = [_progress(message, at, upto) for at, upto in request.progress.items()]
-        return [Tell(message.answer(Lease, lease=request.expires - self._now)), *progress]
+        return [Tell(message.answer(Lease, lease=request.expires - self._now))]
 
     def _valid(self, request: HeldRequest, message: ReaderStatus, _: str) -> list[HoldAction]:
         self._note(request, message, Valid)
@@ -479,8 +441,15 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.ended[how] += 1
         return []
 
-
-def _progress(reader: ReaderStatus, place: Place, upto: int) -> Tell:
-    """Return the message to a reader that a layer is written up to a position."""
-    group, layer = place
-    return Tell(reader.answer(LayerProgress, group=group, layer=layer, upto=upto))
+    # The column `action` of `PRODUCER`. Arguments: ledger, request, message, and the state before.
+    ACTIONS: ClassVar[
+        dict[str, Callable[[ProducerLedger, HeldRequest, Any, str], list[HoldAction]]]
+    ] = {
+        "keep": _keep,
+        "replay": _replay,
+        "gone": _gone,
+        "lease": _lease,
+        "valid": _valid,
+        "repeat": _repeat,
+        "free": _free,
+    }

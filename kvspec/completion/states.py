@@ -6,11 +6,45 @@ row, after its sources answered `valid`. It becomes *failed* by one row, when no
 
 Time ends each state of a request or a load except *draining*. *draining* has no time limit: it ends
 when no transfer can write. No row sends the messages about checksums: the session does.
+
+How it works:
+    A ledger turns what happens into an event, looks up its row, and calls the method of the column
+    `action`. These conditions decide which event it is:
+
+    producer's event  condition                                                in the code
+    ----------------  -------------------------------------------------------  --------------------
+    heartbeat, done   the limits and the readers so far allow the message;     `receive`, `refusal`
+                      otherwise it is refused and is no event
+    repeated          a `done` with the number of the reader's last `done`     `repeats`
+    admit, abort      the engine calls `hold` or `abort`                       `admit`, `abort`
+    complete          no dispute; for each incarnation that reads, all         `complete`
+                      expected readers have come and all are done
+    time              `tick` finds that `expires` is over; each accepted       `_wake`, `_lease`
+                      heartbeat moves it, at most to `latest`
+
+    consumer's event  condition                                                in the code
+    ----------------  -------------------------------------------------------  --------------------
+    connected         the reads are queued                                     `connected`
+    whole             each layer was started up to its end, no step is open,   `_CONDITIONS`
+                      and no checksum is to be compared
+    valid             each source has answered `valid` to a number that was    `receive`,
+                      asked in *verifying*                                     `_CONDITIONS`
+    quiet             no step is open                                          `_CONDITIONS`
+    answered          each producer rank has answered a number that was asked  `refusal_of`,
+                                                                               `_CONDITIONS`
+    time              `deadline` is over in *done* or *failed*; earlier, that  `_wake`
+                      is a fault
+    fault             the first error of the load, or its cancellation         `_fault`
+
+    `JOINT` has the pairs of states that both sides can be in at the same time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from kvspec.errors import TransferError, TransferState
 
 
 class Row(NamedTuple):
@@ -34,26 +68,26 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("unknown", "time"): Row("forgotten", "gone", "it was never admitted: the data is void"),
     ("held", "heartbeat"): Row("held", "lease", "a live reader gets more time, up to the longest"),
     ("held", "done"): Row("held", "valid", "held until now, so all data was valid"),
-    ("held", "again"): Row("held", "repeat", "the answer was lost"),
+    ("held", "repeated"): Row("held", "repeat", "the answer was lost"),
     ("held", "abort"): Row("fenced", "", "a reader may still read: nothing is freed yet"),
     ("held", "complete"): Row("freed", "free", "all expected readers are done"),
     ("held", "time"): Row("freed", "free", "the lease is over; later readers receive gone"),
     ("fenced", "heartbeat"): Row("fenced", "gone", "the reader may stop at once"),
     ("fenced", "done"): Row("fenced", "gone", "its data may be incomplete, so it is void"),
-    ("fenced", "again"): Row("fenced", "repeat", "data that was valid stays valid"),
+    ("fenced", "repeated"): Row("fenced", "repeat", "data that was valid stays valid"),
     ("fenced", "abort"): Row("fenced", "", "it is aborted already"),
     ("fenced", "complete"): Row("freed", "free", "all expected readers are done"),
     ("fenced", "time"): Row("freed", "free", "the lease is over"),
     ("freed", "heartbeat"): Row("freed", "gone", "late: the blocks may hold another request"),
     ("freed", "done"): Row("freed", "gone", "late: its data may belong to another request"),
-    ("freed", "again"): Row("freed", "repeat", "data that was valid stays valid"),
+    ("freed", "repeated"): Row("freed", "repeat", "data that was valid stays valid"),
     ("freed", "time"): Row(
         "forgotten", "", "the request is unknown to later readers: they receive gone, too"
     ),
 }
 """The producer's transitions, by state and event.
 
-*again* is a repeated `done` of a reader that is done. *complete* means that all expected readers
+*repeated* is a `done` that was answered before. *complete* means that all expected readers
 are done. *time* means that the lease is over. A freed or unknown request is remembered for one more
 lease.
 """
@@ -97,3 +131,39 @@ PUBLIC = {
     "forgotten": "",
 }
 """The public state of a load, by its state in the consumer's ledger."""
+
+JOINT: dict[str, tuple[str, ...]] = {
+    "connecting": ("new", "held", "fenced", "expired"),
+    "moving": ("new", "held", "fenced", "expired"),
+    "draining": ("new", "held", "fenced", "expired"),
+    "verifying": ("new", "held", "fenced", "read", "expired"),
+    "failed": ("new", "held", "fenced", "read", "expired"),
+    "done": ("held", "fenced", "read", "expired"),
+}
+"""For each state of a load, where the request can be on a producer rank that the load reads.
+
+*new* means that the rank has not admitted the request yet. *read* and *expired* are the end: all
+readers were done, or the lease was over before. They include *forgotten*. Each side has a clock of
+its own, and messages may be lost, so nearly all pairs occur. Four pairs cannot occur:
+
+- *read* with *connecting*, *moving* or *draining*: the load has not sent its `done` yet, so the
+  producer still waits for it. This protects the blocks while they are read.
+- *new* with *done*: only a rank that held the request answers `valid`.
+
+That holds for the first load of a request by a rank. The rank may load it again, although it has
+sent `done`: then the producer may have freed the request.
+"""
+
+
+def row_of(role: str, table: Mapping[tuple[str, str], Row], state: str, event: str) -> Row:
+    """Return the row of an event in the ledger of a *role*.
+
+    Raises:
+        TransferError: With state "bug" if the event is impossible in the state.
+    """
+    try:
+        return table[state, event]
+    except KeyError:
+        message = f"the {role}'s ledger has no event {event!r} in the state {state!r}"
+        advice = TransferState.BUG.advice
+        raise TransferError(f"{message}: {advice}", state=TransferState.BUG) from None

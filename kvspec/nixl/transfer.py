@@ -128,11 +128,6 @@ class Transfer:
         return self.handles > 0
 
     @property
-    def bytes_done(self) -> int:
-        """Bytes of the batches that have ended, about: batches have about the same size."""
-        return self.nbytes * self._settled // len(self.batches) if self.batches else 0
-
-    @property
     def live_handles(self) -> int:
         """Number of handles in flight. If the transfer failed, these are in quarantine."""
         return len(self._in_flight)

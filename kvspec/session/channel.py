@@ -145,7 +145,7 @@ class _Link:
     """One connection.
 
     Attributes:
-        most: Bytes of the longest message that the peer may send.
+        dialled: Whether this side has dialled the peer. Otherwise the peer may be anybody.
         moved: When bytes last came or went.
         taken: When the peer last accepted bytes, or when the first unsent byte began to wait.
         received: Bytes that arrived and were not returned yet.
@@ -154,12 +154,17 @@ class _Link:
 
     socket: socket.socket
     route: str
-    most: int
+    dialled: bool
     moved: float
     taken: float
     connecting: bool = False
     received: bytearray = attrs.field(factory=bytearray)
     unsent: bytearray = attrs.field(factory=bytearray)
+
+    @property
+    def most(self) -> int:
+        """Bytes of the longest message that the peer may send."""
+        return MAX_FRAME if self.dialled else MAX_QUESTION
 
     @property
     def events(self) -> int:
@@ -266,7 +271,7 @@ class TcpChannel:
         if (longest := max(map(len, messages))) > MAX_FRAME:
             raise SpecError("messages", f"{longest} bytes", f"at most {MAX_FRAME} bytes each")
         link = None if self._closed else self._links.get(route) or self._dial(route)
-        if link is not None and link.most == MAX_QUESTION and len(link.unsent) > MAX_UNREAD:
+        if link is not None and not link.dialled and len(link.unsent) > MAX_UNREAD:
             # Anybody can dial, and can make this side answer: nothing piles up for such a peer.
             # Only the bytes that wait already are counted, so that any single message fits.
             self._drop(link)
@@ -372,7 +377,7 @@ class TcpChannel:
                 made = socket.socket(found[0], socket.SOCK_STREAM)
                 made.settimeout(0)
                 made.connect_ex(found[1])  # an error shows when the socket becomes writable
-                return self._keep(made, route, MAX_FRAME, connecting=True)
+                return self._keep(made, route, dialled=True)
         return None
 
     def _accept(self) -> None:
@@ -387,7 +392,7 @@ class TcpChannel:
                 break
             made.settimeout(0)
             route = f"#{next(self._numbers)}"
-            self._keep(made, route, MAX_QUESTION)
+            self._keep(made, route, dialled=False)
             if len(self._strangers) > _share(MAX_STRANGERS, 8):
                 self._drop(next(iter(self._strangers.values())))
         self._rests_until = time.monotonic() + REST
@@ -406,15 +411,13 @@ class TcpChannel:
         with contextlib.suppress(OSError):  # another thread took it: the next call tries again
             self._reserve = socket.socket()
 
-    def _keep(
-        self, made: socket.socket, route: str, most: int, *, connecting: bool = False
-    ) -> _Link:
+    def _keep(self, made: socket.socket, route: str, *, dialled: bool) -> _Link:
         """Keep a connection. A connection that this side did not dial is a stranger."""
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         now = time.monotonic()
-        link = _Link(made, route, most, now, now, connecting)
+        link = _Link(made, route, dialled, now, now, connecting=dialled)
         self._links[route] = link
-        if not connecting:
+        if not dialled:
             self._strangers[route] = link
         # Last: an interrupt before leaves a connection that `_drop_stalled` can recognize.
         self._selector.register(made, link.events, link)
@@ -427,7 +430,7 @@ class TcpChannel:
             with contextlib.suppress(KeyError, ValueError):  # an interrupted call did it already
                 self._selector.unregister(link.socket)
             link.socket.close()
-            if link.most == MAX_FRAME and not link.connecting:
+            if link.dialled and not link.connecting:
                 self._ended[link.route] = self._ended.pop(link.route, 0) + 1
                 if len(self._ended) > RESOLVED:
                     del self._ended[next(iter(self._ended))]
@@ -437,18 +440,23 @@ class TcpChannel:
             del self._links[link.route]
 
     def _drop_stalled(self, now: float) -> None:
+        """Drop peers that stall, and connections that an interrupt has left unregistered."""
         if now < self._next_check:
             return
         self._next_check = now + STALL / 8
         registered = {key.fileobj for key in self._selector.get_map().values()}
         for link in tuple(self._links.values()):
-            # A peer that waits for its turn does not stall. A peer that writes but does not read
-            # stalls, because its own bytes are not progress here.
-            begun = link.connecting or (link.received and link.route not in self._turns)
-            stalls = begun and now - link.moved > STALL
-            stalls = stalls or (link.unsent and now - link.taken > STALL)
-            if stalls or link.socket not in registered:
+            if link.socket not in registered or self._stalls(link, now):
                 self._drop(link)
+
+    def _stalls(self, link: _Link, now: float) -> bool:
+        """Whether a peer has stopped in the middle of connecting, of its message or of ours."""
+        # A peer that waits for its turn does not stall.
+        begun = link.connecting or (link.received and link.route not in self._turns)
+        if begun and now - link.moved > STALL:
+            return True
+        # A peer that writes but does not read stalls: its own bytes are not progress here.
+        return bool(link.unsent) and now - link.taken > STALL
 
     def _flush(self, link: _Link) -> None:
         """Send what can be sent now."""
@@ -483,10 +491,9 @@ class TcpChannel:
             if not allowed[strange]:
                 continue
             self._read(link)
+            most = min(allowed[strange], FRAMES_PER_PEER // 8 if strange else FRAMES_PER_PEER)
             taken = 0
-            while link.whole and taken < min(
-                allowed[strange], FRAMES_PER_PEER // 8 if strange else FRAMES_PER_PEER
-            ):
+            while link.whole and taken < most:
                 stop, taken = _SIZE + link.size, taken + 1
                 messages.append((route, bytes(link.received[_SIZE:stop])))
                 del link.received[:stop]
@@ -508,7 +515,7 @@ class TcpChannel:
         if link.whole:
             return
         try:
-            chunk = link.socket.recv(_CHUNK if link.most == MAX_FRAME else _CHUNK // 16)
+            chunk = link.socket.recv(_CHUNK if link.dialled else _CHUNK // 16)
             link.received += chunk
         except BlockingIOError:
             return

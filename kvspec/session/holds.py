@@ -11,13 +11,12 @@ How it works:
         unknown   A reader asked before `hold`. Its messages wait. One lease after the first
                   message it receives `gone`.
         held      `hold` was called. Heartbeats extend the lease, at most until `longest` seconds
-                  after `hold`. A reader that sends `done` receives `valid`. `record_progress`
-                  informs the readers that follow. Checksum requests are answered, as in *fenced*.
-                  In other states the reader asks again.
+                  after `hold`. A reader that sends `done` receives `valid`. Checksum requests are
+                  answered, as in *fenced*. In other states the reader asks again.
         fenced    `abort` was called, or the NIXL rank was closed. Readers receive `gone`, but they
                   may still read, so the blocks stay reserved. A `done` that was answered `valid` is
                   answered so again when it is repeated. An abort only changes the answers to
-                  `heartbeat` and `done`: progress and checksums go on.
+                  `heartbeat` and `done`: checksums go on.
         freed     As many readers as expected have come and are done, or the lease is over.
                   `settled` reports the request, and the blocks can be reused. Its answers are
                   remembered for one more lease.
@@ -89,8 +88,8 @@ class Holds:
         if self.answers.asked:
             self.answers.move()
 
-    def tick(self) -> None:
-        """Process the time. If the `NixlRank` is closed, abort all held requests.
+    def check_memory(self) -> None:
+        """Abort all held requests if the `NixlRank` is closed.
 
         Peers on the same machine can still read the memory, and it may contain other data by then.
         So no request may be confirmed as valid.
@@ -99,7 +98,6 @@ class Holds:
             self.answers.close()
             for key in self.ledger.held:
                 self.ledger.abort(key, self.now())
-        self.ledger.tick(self.now())
 
     def close(self) -> None:
         """Forget all held requests. Their readers receive no answers from now on."""

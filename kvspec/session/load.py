@@ -34,25 +34,25 @@ How it works:
 
     `Load.state` is "moving" in the first three states and in *draining*.
 
-    Data arrives in one of two ways. A load reads all of it at once, or it follows: then it reads
-    each layer as far as the producer has written it.
+    A load reads all data at once, so the producer must have written all of it. We had loads that
+    read each layer as soon as it was written. No engine could use them: vLLM and SGLang know the
+    blocks of a prompt only when they have computed it. SGLang holds each chunk instead, and a load
+    of its own reads it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvspec.analysis.explanation import carried
-from kvspec.completion.consumer import LoadOptions, LoadPlan, Step
+from kvspec.completion.consumer import LoadPlan, Step
 from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError, TransferState
@@ -66,15 +66,12 @@ from kvspec.session.written import Blocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import Key
 
-log = logging.getLogger(__name__)
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected again."""
 VOID = "compute its `undefined_blocks`, or load the request again"
 FIRST_REST, LAST_REST = 20e-6, 2e-3
 """Seconds between two polls of `wait`. Spinning would take the core from NIXL's threads."""
-LAST_SLEEP = 1e-2
-"""Longest sleep of an awaiting task between polls. It exceeds that of `wait`: tasks may be many."""
 
 
 class Load:
@@ -101,40 +98,29 @@ class Load:
         request: TransferRequest,
         key: Key,
         producer: RemoteEngine | Connection,
-        options: LoadOptions,
-        step: Callable[[float], None],
+        step: Callable[[], None],
         lock: SessionLock,
         closed: Callable[[], bool],
         cancel: Callable[[Load], None],
         ticket: PrefillTicket | None = None,
+        *,
+        checksum: bool = False,
     ) -> None:
         self.request = instance("request", request, TransferRequest)
         self.key, self.remote_id = key, key.remote_id
         self.engine_id = producer.engine_id
         self.state: LoadState = "moving"
         self.error: TransferError | None = None
-        self.options, self.ticket = options, ticket
+        self.checksum, self.ticket = checksum, ticket
         self.connection = producer if isinstance(producer, Connection) else None
         self.in_flight: dict[Step, ReadInFlight] = {}
         self.began = self.deadline = 0.0
         self.seconds = 0.0  # From the start to the end of a load that is done.
         self.written = False  # Whether any byte may have been written.
-        self.bytes_moved = 0  # By reads that have ended.
-        self.advanced = False  # Whether the producer wrote more that is not read yet.
-        self.on_progress: Callable[[int, int], object] | None = None
-        self._reported = 0, 0  # What it was called with last.
         self._lock, self._step, self._closed, self._cancel = lock, step, closed, cancel
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request.request_id!r}: {self.state}>"
-
-    def __await__(self) -> Generator[Any, None, Self]:
-        """Wait in an event loop until the state is "done". Return this object.
-
-        The task polls the session and sleeps in turns, so no thread is needed. Cancelling the task
-        does not cancel the load: call `cancel` for that. Raises as `wait`.
-        """
-        return self._ended().__await__()
 
     def poll(self) -> LoadState:
         """Make progress on the whole session, and return the state.
@@ -147,7 +133,7 @@ class Load:
             TransferError: With state "busy" if a signal handler or a callback calls it inside of
                 another call of the session. With state "forked" in a forked process.
         """
-        self._step(0.0)
+        self._step()
         return self.state
 
     @closes_if_interrupted
@@ -166,37 +152,20 @@ class Load:
                 before.
         """
         longest = math.inf if timeout is None else seconds("timeout", timeout)
-        end = time.monotonic() + longest
-        for rest in self._rests(LAST_REST, 0.0):
+        end, rest = time.monotonic() + longest, FIRST_REST
+        while self.state == "moving" and self.poll() == "moving":
+            if self._closed():
+                why = "the session was closed before the end, so its blocks may be written"
+                name = self.request.request_id
+                raise TransferError(why, request=name, state=TransferState.CLOSED)
             left = end - time.monotonic()
             if left <= 0:
                 return False
             time.sleep(min(rest, left))
-        return True
-
-    async def _ended(self) -> Self:
-        # No poll if another task has just polled the session.
-        for rest in self._rests(LAST_SLEEP, LAST_REST):
-            await asyncio.sleep(rest)
-        return self
-
-    def _rests(self, longest: float, polled: float) -> Iterator[float]:
-        """Poll until the state is not "moving", and yield the seconds of each rest before that.
-
-        Does not poll if the session was polled less than *polled* seconds ago. Raises as `wait`.
-        """
-        rest = FIRST_REST
-        while self.state == "moving":
-            self._step(polled)
-            if self.state == "moving":
-                if self._closed():
-                    why = "the session was closed before the end, so its blocks may be written"
-                    name = self.request.request_id
-                    raise TransferError(why, request=name, state=TransferState.CLOSED)
-                yield rest
-                rest = min(2 * rest, longest)
+            rest = min(2 * rest, LAST_REST)
         if self.error is not None:
             raise self.error
+        return True
 
     @property
     def connected(self) -> bool:
@@ -241,34 +210,6 @@ class Load:
     def moves(self) -> bool:
         """Whether data of this load is still to come: it is connected, and has not failed."""
         return self.connected and self.state == "moving" and self.error is None
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Bytes that have arrived, and bytes in all. (0, 0) until the producer is connected."""
-        if not self.connected:
-            return 0, 0
-        total = self._size
-        if self.state == "done":
-            return total, total
-        moved = self.bytes_moved + sum(read.bytes_done for read in tuple(self.in_flight.values()))
-        return min(moved, total), total
-
-    def report_progress(self) -> None:
-        """Call `on_progress` if more bytes have arrived since its last call."""
-        if self.on_progress is None or self.progress == self._reported:
-            return
-        self._reported = self.progress
-        try:
-            self.on_progress(*self._reported)
-        except Exception:
-            log.exception("on_progress of the load %s failed", self.request.request_id)
-            self.on_progress = None
-
-    @cached_property
-    def _size(self) -> int:
-        """The bytes that come from all producer ranks."""
-        tables = self.remote.tables.values()
-        return sum(table.select(self.request).nbytes for table in tables)
 
     @property
     def _touched(self) -> bool:

@@ -4,9 +4,6 @@ Invariant: the ledger decides when a load is done or has failed. It learns that 
 when the last byte has arrived, and that a step has failed for good when no byte can arrive any
 more.
 
-Invariant: a load that follows reads data after it was written, and only once. The ledger counts
-both.
-
 How it works:
     `kvspec.session.load` describes the life of a load. These methods lead from state to state:
 
@@ -15,12 +12,12 @@ How it works:
         begin     -> moving       claim the blocks, start the steps, queue the reads, then let the
                                   ledger send the first heartbeats
         refuse    -> draining     the start failed
-        move                      poll the transfers; start what was written meanwhile
+        move                      poll the transfers
         receive                   give messages to the ledger; it may answer with actions
         act       -> done, failed carry the actions out: send messages, free blocks, set states
 
-    A *step* in the ledger is one transfer. `Load.in_flight` has them. If the data must be compared,
-    the ledger waits for that after the last step.
+    A *step* in the ledger is the read of one producer rank. `Load.in_flight` has the transfers. If
+    the data must be compared, the ledger waits for that after the last step.
 
     A load whose producer is named by a ticket waits in `waiting` until the producer is connected. A
     load that fails while it waits leaves a refusal in `errands`, which informs the producer.
@@ -33,25 +30,15 @@ import logging
 import secrets
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import attrs
-import msgspec
 
-from kvspec.completion.consumer import (
-    EVERYTHING,
-    FREE_ID,
-    ConsumerLedger,
-    LoadOptions,
-    LoadPlan,
-    Place,
-    Step,
-)
+from kvspec.completion.consumer import FREE_ID, ConsumerLedger, LoadPlan, Step
 from kvspec.completion.ledger import Action, Closed, Ended, Failed, Refused, Tell
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.table import DescriptorTable
-from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
@@ -59,17 +46,10 @@ from kvspec.session.errands import Errands
 from kvspec.session.load import LOST, Load
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
-from kvspec.session.transport import K, ReadInFlight, Sides, Transport
+from kvspec.session.transport import ReadInFlight, Transport
 from kvspec.session.written import BlockLocks, Blocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
-from kvspec.wire.messages import (
-    Checksum,
-    ChecksumUnavailable,
-    Key,
-    LayerProgress,
-    Message,
-    key_of,
-)
+from kvspec.wire.messages import Checksum, ChecksumUnavailable, Key, Message, key_of
 
 log = logging.getLogger(__name__)
 MAX_LINE = 250  # Characters of the log line of a failed load.
@@ -79,10 +59,6 @@ POLL_TURN = 0.02  # Seconds that one poll spends on small transfers, and again o
 # for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
 # than the load.
 QUIET = 0.1
-
-
-Sources = Mapping[RankId, Mapping[Place, int]]
-"""The end of each layer of each group, for each producer rank that is read."""
 
 
 class Waiting(NamedTuple):
@@ -215,20 +191,16 @@ class Loads:
         It changes nothing, and needs no lock. If *remote* is disconnected meanwhile, the result is
         useless, or this raises.
         """
-        request, options, name = load.request, load.options, load.request.request_id
+        request, name = load.request, load.request.request_id
         if load.ticket is not None:
             request = load.ticket.check_held(request)
         audit = None
-        if options.checksum:
+        if load.checksum:
             audit = Audit(remote, request, self.ledger.me, self.nixl, self.cache, self.messages)
         lanes = dict(remote.lanes)  # A disconnect in another thread clears it.
         sides = {rank: lane.sides(request) for rank, lane in lanes.items()}
         moved = {rank: each for rank, each in sides.items() if len(each[1])}
-        sources: Sources = dict.fromkeys(moved, EVERYTHING)
-        if options.follow:
-            sources = {rank: ends_of(lanes[rank].table, request) for rank in moved}
-            moved.clear()
-        plan = self._plan(remote, load.key, name, options, sources)
+        plan = self._plan(remote, load.key, name, moved, checksum=load.checksum)
         blocks = blocks_of(remote.plan, request)
         reads = self.nixl.pair(moved, request=name)
         return PreparedLoad(remote, request, plan, blocks, reads, audit)
@@ -244,7 +216,8 @@ class Loads:
         load.remote = prepared.remote  # Last: `connected` means that all the others are set.
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
-        reads = self._read(load, prepared.reads)
+        left = max(load.deadline - self.now(), 1e-3)
+        reads = self.nixl.move(prepared.reads, request=name, timeout=left)
         load.in_flight |= {self.ledger.start(name, rank): read for rank, read in reads.items()}
         if self.select is None:  # Otherwise a thread polls soon.
             for read in reads.values():
@@ -253,15 +226,14 @@ class Loads:
         self.ledger.connected(name, self.now())
         self.errands.end(load.engine_id, load.key)
 
-    def _read(
-        self, load: Load, pairs: Mapping[K, Sides | ReadInFlight]
-    ) -> Mapping[K, ReadInFlight]:
-        """Queue reads of *load*. The first poll of each posts it."""
-        name, timeout = load.request.request_id, max(load.deadline - self.now(), 1e-3)
-        return self.nixl.move(pairs, request=name, timeout=timeout)
-
     def _plan(
-        self, remote: RemoteEngine, key: Key, name: str, options: LoadOptions, sources: Sources
+        self,
+        remote: RemoteEngine,
+        key: Key,
+        name: str,
+        sources: Iterable[RankId] = (),
+        *,
+        checksum: bool = False,
     ) -> LoadPlan:
         engine_id, epoch = remote.incarnation
         return LoadPlan(
@@ -270,15 +242,15 @@ class Loads:
             engine_id=engine_id,
             epoch=epoch,
             expected=remote.readers,
-            sources=sources,
-            options=options,
+            sources=tuple(sources),
+            checksum=checksum,
         )
 
     def decline(self, remote: RemoteEngine, key: Key) -> None:
         """Inform the producer that this rank will not load a request."""
         # A name that no load has.
         name, now = f"decline {secrets.token_hex(8)}", self.now()
-        plan = self._plan(remote, key, name, LoadOptions(), {})
+        plan = self._plan(remote, key, name)
         self.ledger.begin(name, now, 0.0)
         try:
             self.ledger.assign(plan)
@@ -372,39 +344,6 @@ class Loads:
         names = {load.engine_id for load in self.loads.values()} | self.errands.names
         return names | {waiting.connection.engine_id for waiting in self.waiting}
 
-    def _follow(self, load: Load) -> None:
-        """Start to read what was written since the last time."""
-        name, load.advanced = load.request.request_id, False
-        for advance in advances(self.ledger.readable(name), load.plan.sources):
-            upto = {(advance.group, layer): advance.tokens.stop for layer in advance.layers}
-            self._advance(load, advance, self.ledger.start(name, advance.rank, upto))
-            self.act()  # The deadline may have passed in between, and failed the load.
-            if load.error is not None:
-                break
-
-    def _advance(self, load: Load, advance: Advance, step: Step) -> None:
-        """Post the read of a step that has started, unless this rank needs nothing of it.
-
-        Each error fails the load, not the session.
-        """
-        rank, tokens = advance.rank, {advance.group: advance.tokens}
-        try:
-            lane = load.remote.lanes.get(rank)
-            if lane is None:
-                message = f"{load.engine_id} was connected again meanwhile"
-                raise TransferError(message, state=TransferState.STALE_PEER)
-            own = lane if advance.whole else lane.of_layer(self.nixl, advance.layers[0])
-            sides = own.sides(load.request, tokens)
-            reads = self._read(load, {step: sides} if len(sides[1]) else {})
-        except KVSpecError as error:
-            why, state = _reason(error, TransferState.BUG)
-            load.fail(rank, why, state)
-            self.ledger.fail(step, why, self.now(), state=state)
-            return
-        load.in_flight |= reads
-        if not reads:
-            self._end(load, step)
-
     def receive(self, message: Message) -> None:
         """Process a message of a producer."""
         if self._find(message) is None and self.errands.answers(message):
@@ -414,13 +353,6 @@ class Loads:
             if load is None or load.audit is None or not load.audit.deliver(message):
                 self.messages.note(f"{message}: no question is open for it")
         else:
-            if isinstance(message, LayerProgress):
-                # The groups of the producer may have other names.
-                home = self.cache.engine.homes.get(message.layer)
-                if home is not None:
-                    message = msgspec.structs.replace(message, group=home.name)
-                if (load := self._find(message)) is not None and load.options.follow:
-                    load.advanced = True
             self.ledger.receive(message, self.now())
 
     def _find(self, message: Message) -> Load | None:
@@ -434,13 +366,16 @@ class Loads:
             self.errands.move()
         if self.remotes.crowded:
             self.remotes.evict(self._used)
-        for load in [load for load in self.loads.values() if load.advanced]:
-            self._follow(load)
         end = time.monotonic() + POLL_TURN
-        small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for name, load in list(self.loads.items()):
             if load.audit is not None and self.ledger.uncompared(name):
                 self._compare(load, load.audit, end)
+        self._poll_reads(end)
+
+    def _poll_reads(self, end: float) -> None:
+        """Poll the small reads until *end*, and then large ones. See `QUIET`."""
+        small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
+        for load in self.loads.values():
             for step, flight in load.in_flight.items():
                 (large if flight.large else small).append((load, step))
         self._small = self._poll(small, self._small, end)
@@ -450,9 +385,6 @@ class Loads:
             self._quiet = now + QUIET
         share = 0.0 if now < self._quiet else POLL_TURN
         self._large = self._poll(large, self._large, now + share)
-        for load in self.loads.values():
-            if load.on_progress is not None:
-                load.report_progress()
 
     def _poll(self, steps: list[tuple[Load, Step]], first: int, end: float) -> int:
         """Poll at least one flight, until *end*. Return the index of the next one."""
@@ -521,7 +453,6 @@ class Loads:
         try:
             if transfer.poll(max(0.0, end - time.monotonic())) == "PROC":
                 return
-            load.bytes_moved += transfer.nbytes
             self.messages.counters.bytes_read += transfer.nbytes
             self.messages.counters.descriptors_read += transfer.descriptors
         except TransferError as error:
@@ -569,47 +500,52 @@ class Loads:
         if load is None:
             return
         if isinstance(action, Failed):
-            where = ""
-            if load.connection is not None and not load.connected:
-                where = f", at {', '.join(load.connection.addresses)}"
-            load.fail(action.rank, action.why + where, action.state)
-            # The whole message names layers and heads, which are too many for a line of a log.
-            line = f"load {name} from {load.engine_id} failed ({action.state}): {action.why}{where}"
-            log.info("%s", textwrap.shorten(line, MAX_LINE, placeholder="..."))
-            # A load of a ticket that has failed decides whether the next one connects its producer
-            # again, which may wait behind other producers for half a minute:
-            #
-            #   state                         again  because
-            #   peer_lost, stale_peer         yes    the producer has ended, or was restarted
-            #   timeout                       yes    it may have restarted at the same addresses
-            #   overdue                       no     this rank did not get on with the load
-            #   gone                          no     it answered, or was disconnected on purpose
-            #   stopped, differs, uncompared  no     it answered, or this rank gave the load up
-            #   refused, busy                 no     the request is wrong or early
-            #   closed, and all others        no     the fault is in this rank
-            #
-            # A load that fails before the producer is connected decides nothing. The attempt to
-            # connect goes on, and the next load waits for it too.
-            if load.connection is not None and load.connected:
-                load.connection.lost |= action.state in (*LOST, TransferState.TIMEOUT)
-            if load.audit is not None:
-                load.audit.cancel()
-            for read in load.in_flight.values():
-                with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-                    read.stop("its load has failed", TransferState.STOPPED)
+            self._fail(load, action)
         elif isinstance(action, Ended) and load.state == "moving":
-            self._locks.release(name)
-            if action.state == "done":
-                load.seconds = self.now() - load.began
-                self.messages.counters.count_done(load.seconds)
-                load.state = "done"
-                load.report_progress()
-            else:
-                state = TransferState.STOPPED if load.error is None else load.error.state
-                self.messages.counters.count_failed(state)
-                load.state = "failed"
+            self._finish(load, done=action.state == "done")
         elif isinstance(action, Closed):
             self.loads.pop(name, None)
+
+    def _fail(self, load: Load, failed: Failed) -> None:
+        """Store and log the error of a load, and stop its reads. Bytes may still move."""
+        why = failed.why
+        if load.connection is not None and not load.connected:
+            why += f", at {', '.join(load.connection.addresses)}"
+        load.fail(failed.rank, why, failed.state)
+        # The whole message names layers and heads, which are too many for a line of a log.
+        line = f"load {failed.request_id} from {load.engine_id} failed ({failed.state}): {why}"
+        log.info("%s", textwrap.shorten(line, MAX_LINE, placeholder="..."))
+        # A load of a ticket that has failed decides whether the next one connects its producer
+        # again, which may wait behind other producers for half a minute:
+        #
+        #   state                         again  because
+        #   peer_lost, stale_peer         yes    the producer has ended, or was restarted
+        #   timeout                       yes    it may have restarted at the same addresses
+        #   gone                          no     it answered, or was disconnected on purpose
+        #   stopped, differs, uncompared  no     it answered, or this rank gave the load up
+        #   refused, busy                 no     the request is wrong or early
+        #   closed, and all others        no     the fault is in this rank
+        #
+        # A load that fails before the producer is connected decides nothing. The attempt to
+        # connect goes on, and the next load waits for it too.
+        if load.connection is not None and load.connected:
+            load.connection.lost |= failed.state in (*LOST, TransferState.TIMEOUT)
+        if load.audit is not None:
+            load.audit.cancel()
+        for read in load.in_flight.values():
+            with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                read.stop("its load has failed", TransferState.STOPPED)
+
+    def _finish(self, load: Load, *, done: bool) -> None:
+        """Free the blocks of a load that is done or has failed, and count it."""
+        self._locks.release(load.request.request_id)
+        if done:
+            load.seconds = self.now() - load.began
+            self.messages.counters.count_done(load.seconds)
+        else:
+            fault = TransferState.STOPPED if load.error is None else load.error.state
+            self.messages.counters.count_failed(fault)
+        load.state = "done" if done else "failed"  # Last: the caller may see it at once.
 
 
 def _reason(error: Exception, otherwise: TransferState) -> tuple[str, TransferState]:
@@ -617,47 +553,3 @@ def _reason(error: Exception, otherwise: TransferState) -> tuple[str, TransferSt
     if isinstance(error, TransferError):
         return error.message, error.state
     return str(error), otherwise
-
-
-class Advance(NamedTuple):
-    """One step: from a rank, *layers* of a group, from one position up to another.
-
-    *whole*: whether these are all layers of the group that move from the rank.
-    """
-
-    rank: RankId
-    group: str
-    layers: tuple[str, ...]
-    tokens: range
-    whole: bool
-
-
-def ends_of(table: DescriptorTable, request: TransferRequest) -> dict[Place, int]:
-    """Return the end of each layer that moves between the two ranks of *table*."""
-    plan = table.plan
-    return {
-        (edge.group, layer): request.total(spec)
-        for edge in plan.between(table.producer.rank, table.consumer.rank)
-        for layer in edge.layers
-        for spec in (plan.pair_of(edge).specs[layer],)
-        if request.wanted(edge.group, spec)
-    }
-
-
-def advances(readable: Mapping[RankId, Mapping[Place, range]], ends: Sources) -> Iterator[Advance]:
-    """Yield the steps that can start.
-
-    All layers of a group move in one step if all of them can be read over the same positions.
-    Otherwise each layer moves in a step of its own.
-    """
-    for rank, ranges in readable.items():
-        for group in dict.fromkeys(name for name, _ in ranges):
-            all_layers = [layer for name, layer in ends[rank] if name == group]
-            by_tokens: dict[range, list[str]] = {}
-            for layer in all_layers:
-                if (group, layer) in ranges:
-                    by_tokens.setdefault(ranges[group, layer], []).append(layer)
-            for tokens, layers in by_tokens.items():
-                whole = layers == all_layers
-                for moved in [layers] if whole else [[layer] for layer in layers]:
-                    yield Advance(rank, group, tuple(moved), tokens, whole)

@@ -72,7 +72,7 @@ from kvspec.wire.codec import (
     sender_of,
 )
 from kvspec.wire.handshake import MAX_NAME, Handshake, is_name
-from kvspec.wire.messages import LayerProgress, Message, RankAddress, ReaderStatus
+from kvspec.wire.messages import Message, RankAddress, ReaderStatus
 from kvspec.wire.packing import Seconds, WireStruct, decoder_of, pack, unpack
 from kvspec.wire.seal import Secret
 from kvspec.wire.versions import OLDEST, OWN, RANGED, VERSION, Versions
@@ -234,7 +234,7 @@ class Messages:
         # By rank: another route of a message of it, that of a copy or of a new connection.
         self._doubtful: OrderedDict[RankAddress, str] = OrderedDict()
         self.unsent: dict[object, Message] = {}
-        # The answers so far, for each `fetch` that waits.
+        # The answers so far, for each `ask` that waits.
         self._asked: dict[object, dict[str, bytes | TransferError | None]] = {}
         # By route: the bytes, when they were sent, and the version of the introduction.
         self._challenges: OrderedDict[str, tuple[bytes, float, int]] = OrderedDict()
@@ -313,13 +313,12 @@ class Messages:
     def send(self, message: Message) -> None:
         """Send *message* to its receiver at the next `flush`.
 
-        A later heartbeat or `done` of a load replaces an unsent one, and so does a later progress
-        of a layer. So a session that is not polled keeps few messages.
+        A later heartbeat or `done` of a load replaces an unsent one. So a session that is not
+        polled keeps few messages.
         """
         name: object = object()
-        if isinstance(message, ReaderStatus | LayerProgress):
-            place = (message.group, message.layer) if isinstance(message, LayerProgress) else ()
-            name = message.to, message.key, place
+        if isinstance(message, ReaderStatus):
+            name = message.to, message.key
             self.unsent.pop(name, None)
         self.unsent[name] = message
 
@@ -441,23 +440,16 @@ class Messages:
         body = self._secret.unseal(kind, purpose, data, _WANTED)
         if purpose == MESSAGE:
             return self._message(body, route)
-        # A copy: other threads, which do not hold the lock, begin and end a `fetch` meanwhile.
-        every = tuple(self._asked.values())
-        waits = [asked for asked in every if asked.get(route, b"") is None]
+        expected = True
         if purpose == QUESTION:
             self._challenge(route, body)
-        elif purpose == ANSWER and self._challenges.get(route, (b"",))[0] == body != b"":
-            version = self._challenges.pop(route)[2]
-            self._trust(route)
-            older = version != VERSION
-            sealed = self._own.seal(self._secret, version) if older else self.introduction
-            self._channel.send(route, sealed)
-        elif purpose == CHALLENGE and waits:
-            self._channel.send(route, self._secret.seal(ANSWER, body))
-        elif purpose == INTRODUCTION and waits:
-            for asked in waits:
-                asked[route] = data
+        elif purpose == CHALLENGE:
+            expected = self._answer(route, body)
+        elif purpose == ANSWER:
+            expected = self._introduce(route, body)
         else:
+            expected = self._keep_introduction(route, data)
+        if not expected:
             # Its seal is right: it is a copy, or it comes late. The connection stays, since an
             # introduction may be on its way.
             self.note(f"{kind} from {route}: none is expected")
@@ -523,7 +515,7 @@ class Messages:
         self._reject(route)
 
     def _challenge(self, route: str, body: bytes) -> None:
-        """Send a challenge to *route*, unless one was sent just now.
+        """Answer a question with a challenge, unless one was sent just now.
 
         *body* has the versions of the asker. An asker of version 10 sends none.
         """
@@ -541,6 +533,38 @@ class Messages:
         nonce = nonce or secrets.token_bytes(CHALLENGE_BYTES)
         _keep(self._challenges, route, (nonce, now, version or VERSION), MAX_CHALLENGES)
         self._channel.send(route, self._secret.seal(CHALLENGE, nonce))
+
+    def _answer(self, route: str, challenge: bytes) -> bool:
+        """Answer a challenge of a rank that this session asks. Return whether it does."""
+        asks = bool(self._waiting(route))
+        if asks:
+            self._channel.send(route, self._secret.seal(ANSWER, challenge))
+        return asks
+
+    def _introduce(self, route: str, answer: bytes) -> bool:
+        """Introduce this rank to an asker. Return whether its answer fits the challenge."""
+        nonce, _, version = self._challenges.get(route, (b"", 0.0, 0))
+        if not nonce or answer != nonce:
+            return False
+        del self._challenges[route]  # An answer counts once.
+        self._trust(route)
+        older = version != VERSION
+        sealed = self._own.seal(self._secret, version) if older else self.introduction
+        self._channel.send(route, sealed)
+        return True
+
+    def _keep_introduction(self, route: str, sealed: bytes) -> bool:
+        """Pass an introduction to the calls of `ask` that wait for it. Return whether any does."""
+        waiting = self._waiting(route)
+        for answers in waiting:
+            answers[route] = sealed
+        return bool(waiting)
+
+    def _waiting(self, route: str) -> list[dict[str, bytes | TransferError | None]]:
+        """Return the answers of each `ask` that waits for the rank at *route*."""
+        # A copy: other threads, which do not hold the lock, begin and end an `ask` meanwhile.
+        every = tuple(self._asked.values())
+        return [answers for answers in every if answers.get(route, b"") is None]
 
 
 def _keep(entries: OrderedDict[K, V], key: K, value: V, most: int) -> None:

@@ -65,7 +65,6 @@ import attrs
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
-from kvspec.descriptors.tiles import Positions
 from kvspec.errors import Mismatch, MismatchError, SpecError, TransferError, TransferState
 from kvspec.inputs import sequence
 from kvspec.ownership.parallel import RankId
@@ -83,17 +82,13 @@ class Lane:
 
     Attributes:
         table: The table of the rows.
-        peer: Name of the producer rank for the transport.
         producer: The producer's rows.
         consumer: The rows of this rank.
-        layers: Lanes of single layers, created when they are first needed.
     """
 
     table: DescriptorTable
-    peer: str
     producer: PreparedRows
     consumer: PreparedRows
-    layers: dict[str, Lane] = attrs.field(factory=dict)
 
     @staticmethod
     def open(nixl: Transport, table: DescriptorTable, peer: str) -> Lane:
@@ -107,29 +102,16 @@ class Lane:
         except Exception:
             local.release()
             raise
-        return Lane(table, peer, remote, local)
-
-    def of_layer(self, nixl: Transport, layer: str) -> Lane:
-        """Return the lane of one layer alone."""
-        if layer not in self.layers:
-            whole = self.table
-            caches = whole.producer, whole.consumer
-            table = build_table(whole.plan, *caches, layers=[layer], dead_tokens=whole.dead_tokens)
-            self.layers[layer] = Lane.open(nixl, table, self.peer)
-        return self.layers[layer]
+        return Lane(table, remote, local)
 
     def release(self) -> None:
-        """Release all lists."""
-        for lane in (*self.layers.values(), self):
-            lane.producer.release()
-            lane.consumer.release()
+        """Release both lists."""
+        self.producer.release()
+        self.consumer.release()
 
-    def sides(self, request: TransferRequest, tokens: Positions | None = None) -> Sides:
-        """Return what *request* moves, local and remote: all of it, or the *tokens* of one step.
-
-        Raises as `DescriptorTable.select` does.
-        """
-        return self.consumer, self.table.select(request, tokens=tokens), self.producer, None
+    def sides(self, request: TransferRequest) -> Sides:
+        """Return what *request* moves, local and remote. Raises as `DescriptorTable.select`."""
+        return self.consumer, self.table.select(request), self.producer, None
 
 
 @attrs.define(eq=False)

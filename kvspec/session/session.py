@@ -15,11 +15,11 @@ from typing import Self
 
 import attrs
 
-from kvspec.completion.consumer import ConsumerLedger, LoadOptions
+from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.inputs import flag, instance, positive_int, seconds, texts
+from kvspec.inputs import flag, instance, positive_int, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.plan import TransferPlan
@@ -158,7 +158,6 @@ class Session:
         )
         self._lock, self._clock = SessionLock(self._abandon), clock
         self._connecting = tuple(SessionLock() for _ in range(CONNECTING))
-        self._polled = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         calls = self._connect_ranks, self._disconnect, self._poll_now
@@ -285,9 +284,7 @@ class Session:
         ticket: PrefillTicket | None = None,
         timeout: float,
         engine_id: str | None = None,
-        follow: bool = False,
         checksum: bool = False,
-        on_progress: Callable[[int, int], object] | None = None,
     ) -> Load:
         """Start reading *request* from all ranks that hold it.
 
@@ -308,13 +305,8 @@ class Session:
                 returned, or one with fewer tokens.
             timeout: Seconds from now until the load fails.
             engine_id: The producer, if several are connected. Not with a ticket.
-            follow: Read each layer as far as the producer has written it.
             checksum: Compare checksums with the producer before the load is done. The producer must
                 call `hold` with `blocks`.
-            on_progress: Called with `Load.progress` when more bytes have arrived: bytes so far, and
-                bytes in all. It runs inside of a poll, perhaps in the background thread. So it must
-                be quick, and cannot call the session. If it raises, the error is logged, and it is
-                not called again.
 
         Returns:
             The load.
@@ -326,16 +318,14 @@ class Session:
             TransferError: With state "busy" if an unfinished load writes the same blocks, or
                 "closed" if the session is closed.
         """
-        options = LoadOptions(follow, checksum)
-        if on_progress is not None and not callable(on_progress):
-            raise SpecError("on_progress", on_progress, "a function of two numbers of bytes")
+        flag("checksum", checksum)
         most = seconds("timeout", timeout)
         began = self._clock()
         with self._lock.held, self._lock:
             key, producer = self._producer(remote_id, ticket, engine_id)
-            session = self._step, self._lock, self._is_closed, self._cancel
-            load = Load(request, key, producer, options, *session, ticket)
-            load.on_progress, load.began, load.deadline = on_progress, began, began + most
+            session = self.poll, self._lock, self._is_closed, self._cancel
+            load = Load(request, key, producer, *session, ticket, checksum=checksum)
+            load.began, load.deadline = began, began + most
             if isinstance(producer, Connection):
                 self._loads.open(load)
                 self._loads.wait_for(Waiting(producer, load))
@@ -376,19 +366,6 @@ class Session:
                         self._wake()
                     return
             result = self._loads.prepared(waiting.load, remote)
-
-    @closes_if_interrupted
-    def cancel(self, remote_id: str) -> None:
-        """Cancel the loads of a request, as `Load.cancel` does. Without such loads, do nothing.
-
-        Raises:
-            SpecError: If *remote_id* is not from `new_remote_id`.
-        """
-        key = key_of(remote_id)
-        with self._lock.held, self._lock:
-            for load in [load for load in self._loads.loads.values() if load.key == key]:
-                self._loads.cancel(load)
-            self._wake()
 
     @closes_if_interrupted
     def decline(
@@ -472,9 +449,7 @@ class Session:
     ) -> None:
         """Hold a request until all its readers are done.
 
-        Call it when the data is computed: the lease runs from this call. If all loads of the
-        request follow, it may be called earlier. Start other loads only after the data is computed:
-        they read at once.
+        Call it when the data is computed: the lease runs from this call, and loads read at once.
 
         Args:
             remote_id: Name from `new_remote_id`, the same on all ranks. A client that retries a
@@ -499,33 +474,6 @@ class Session:
             now = self._clock()
             self._holds.ledger.admit(key, now, lease=lease, blocks=tables)
             self._messages.counters.holds_started += 1
-            self._wake()
-
-    @closes_if_interrupted
-    def record_progress(
-        self, remote_id: str, upto: int, layers: Iterable[str] | None = None
-    ) -> None:
-        """Record that *layers* are written up to position *upto*.
-
-        Loads that follow the request then read so far. For a recurrent state, only `num_tokens`
-        counts as written. For encoder tokens, positions count these tokens.
-
-        Args:
-            remote_id: A request that is held.
-            upto: Number of written tokens.
-            layers: Names of layers. All layers by default.
-
-        Raises:
-            SpecError: If *upto* is less than before for one of the layers. Then no layer changes.
-        """
-        key, homes = key_of(remote_id), self._own.handshake.engine.homes
-        named = texts("layers", tuple(homes) if layers is None else layers, "names of layers")
-        if strange := [layer for layer in named if layer not in homes]:
-            raise SpecError("layers", strange[:3], f"layers of the engine, such as {[*homes][:3]}")
-        positive_int("upto", upto, least=0)
-        places = [(homes[layer].name, layer) for layer in named]
-        with self._lock.held, self._lock:
-            self._holds.ledger.record_progress(key, places, upto, self._clock())
             self._wake()
 
     @closes_if_interrupted
@@ -584,9 +532,10 @@ class Session:
         # The messages come first: only a reader that asked before the NIXL rank was closed has
         # valid data.
         messages = [*self._messages.receive()]
-        self._holds.tick()
+        self._holds.check_memory()
         for message in messages:
             self._deliver(message)
+        self._holds.ledger.tick(self._clock())  # Heartbeats that waited have extended their leases.
         for rank in self._messages.lost():
             self._loads.ledger.lose(rank, self._clock())
         self._loads.move()
@@ -596,7 +545,6 @@ class Session:
         if self._remotes.leaving:
             self._remotes.leave()
         self._messages.flush()
-        self._polled = time.monotonic()
         if not self.nixl.closed:
             self.nixl.tick()
 
@@ -718,11 +666,6 @@ class Session:
         with self._lock.held, self._lock:
             self._loads.cancel(load)
             self._wake()
-
-    def _step(self, rest: float) -> None:
-        """Poll, unless the session was polled less than *rest* seconds ago."""
-        if time.monotonic() - self._polled >= rest:
-            self.poll()
 
     def _is_closed(self) -> bool:
         return self._remotes.closed

@@ -75,10 +75,6 @@ class ReadInFlight(Protocol):
         """Whether a byte of the destination may have been written."""
 
     @property
-    def bytes_done(self) -> int:
-        """Bytes that have arrived, about."""
-
-    @property
     def over(self) -> bool:
         """Whether no byte can move any more."""
 
@@ -151,7 +147,7 @@ class Transport(Protocol):
     ) -> PreparedRows:
         """Check *rows* of this rank, or of a connected peer. `NixlRank.prepare` describes them.
 
-        Called after `connect_all` in the same thread. Locked only for the rows of single layers.
+        Called after `connect_all` in the same thread. Not locked.
 
         Raises:
             TransferError: If a row is outside registered memory, or *peer* is not connected.
@@ -170,14 +166,9 @@ class Transport(Protocol):
     def move(
         self, pairs: Mapping[K, Any], *, request: str, timeout: float
     ) -> Mapping[K, ReadInFlight]:
-        """Start to read the *pairs*: `Sides`, or results of `pair`. If one is wrong, none starts.
+        """Start the reads *pairs*, which `pair` has returned. If one is wrong, none starts.
 
-        Called locked.
-
-        Args:
-            pairs: The pairs, by any key.
-            request: Name of the request, for errors.
-            timeout: Seconds from now until the reads fail.
+        They fail after *timeout* seconds. Called locked.
 
         Raises:
             TransferError: As `pair`, or with state "busy" if another read writes the same bytes.

@@ -19,8 +19,6 @@ How it works:
         Heartbeat         Lease, Gone
         Done              Valid, Gone
         ChecksumRequest   Checksum, ChecksumUnavailable
-
-    `LayerProgress` needs no question: the producer sends it to each reader that has not stopped.
 """
 
 from __future__ import annotations
@@ -156,8 +154,7 @@ class Message(WireStruct, frozen=True):
         to: Receiver.
         number: Number of the question. A reader has one counter for heartbeats and `done`, and one
             for checksum requests. Each heartbeat has a new number. A repeated `done` or checksum
-            request keeps its number. Each answer has the number of its question. `LayerProgress`
-            has the number of the reader's last heartbeat.
+            request keeps its number. Each answer has the number of its question.
     """
 
     key: Key
@@ -214,20 +211,6 @@ class Gone(Message, tag="gone", frozen=True):
     """Answer to `heartbeat` or `done`: the blocks are freed or will be, so the data is void."""
 
 
-class LayerProgress(Message, tag="progress", frozen=True, kw_only=True):
-    """The producer has written a layer up to a token, which can be read so far.
-
-    Attributes:
-        group: A group of the producer. The consumer finds its own group by the layer.
-        layer: The layer.
-        upto: Position behind the last written token.
-    """
-
-    group: PartName
-    layer: PartName
-    upto: Count
-
-
 class ChecksumRequest(Message, tag="checksum_request", frozen=True, kw_only=True):
     """The reader has all data, and requests the producer's checksum.
 
@@ -253,9 +236,8 @@ class ChecksumUnavailable(Message, tag="checksum_unavailable", frozen=True):
 
 
 AnyMessage = (
-    Heartbeat | Done | Lease | Valid | Gone | LayerProgress
-    | ChecksumRequest | Checksum | ChecksumUnavailable
-)  # fmt: skip
+    Heartbeat | Done | Lease | Valid | Gone | ChecksumRequest | Checksum | ChecksumUnavailable
+)
 MESSAGES: dict[str, type[Message]] = {
     kind.__struct_config__.tag: kind for kind in get_args(AnyMessage)
 }

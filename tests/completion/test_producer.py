@@ -15,7 +15,6 @@ from kvspec.wire.messages import (
     Done,
     Heartbeat,
     Key,
-    LayerProgress,
     Lease,
     RankAddress,
     Valid,
@@ -67,6 +66,21 @@ def test_request_is_freed_after_its_last_reader() -> None:
     assert ["gone"] == kinds(ledger.receive(done(2), 4.0))
     assert [] == ledger.tick(13.0)
     assert (0, None) == (len(ledger.records), ledger.due)
+
+
+def test_heartbeat_that_waited_extends_a_lease_that_is_over() -> None:
+    """A producer had no CPU for a lease. Nothing that it does before the heartbeat frees blocks."""
+    ledger, other = held(), Key("cmpl-2", b"8 bytes?")
+    ledger.receive(heartbeat(1), 1.0)
+    assert [] == ledger.admit(other, 12.0)
+    ledger.abort(other, 12.0)
+    ledger.receive(heartbeat(1, key=Key("unknown", b"8 bytes!")), 12.0)
+    assert ["lease"] == kinds(ledger.receive(heartbeat(2), 12.0))
+    assert {} == ledger.freed
+    ledger.tick(21.0)
+    assert KEY in ledger.held
+    ledger.tick(22.0)
+    assert {KEY.remote_id: "expired"} == ledger.freed
 
 
 def test_repeated_heartbeat_extends_no_lease() -> None:
@@ -240,19 +254,10 @@ def test_messages_for_unknown_requests_are_bounded() -> None:
 
 
 def test_request_is_admitted_once() -> None:
-    """A name is held once, progress grows, and time does not go back."""
+    """A name is held once, and time does not go back."""
     ledger = held()
     error = refusal(lambda: ledger.admit(KEY, 1.0))
     assert ("remote_id", KEY.remote_id) == (error.field, error.value)
-    ledger.record_progress(KEY, [("g", "l"), ("g", "m")], 2, 1.0)
-    error = refusal(lambda: ledger.record_progress(KEY, [("g", "k"), ("g", "l")], 1, 1.0))
-    assert ("upto", 1) == (error.field, error.value)
-    record = ledger.find(KEY)
-    assert record is not None
-    assert {("g", "l"): 2, ("g", "m"): 2} == record.progress, "not all or nothing"
-    other = Key("other", b"8 bytes!")
-    error = refusal(lambda: ledger.record_progress(other, [("g", "l")], 1, 1.0))
-    assert ("remote_id", other.remote_id) == (error.field, error.value)
     ledger.tick(9.0)
     assert [] == ledger.tick(1.0)
 
@@ -270,18 +275,6 @@ def test_requests_of_one_id_are_held_at_the_same_time() -> None:
     assert {KEY.remote_id: "aborted"} == ledger.freed
     assert ["lease"] == kinds(ledger.receive(heartbeat(7, key=again), 4.0))
     assert (again,) == ledger.held
-
-
-def test_progress_is_sent_to_readers_that_are_not_done() -> None:
-    """A later reader receives it with its lease."""
-    ledger = held()
-    ledger.receive(heartbeat(1), 1.0)
-    ledger.receive(done(1), 1.0)
-    (progress,) = ledger.record_progress(KEY, [("g", "l")], 3, 2.0)
-    assert isinstance(progress, Tell)
-    assert isinstance(progress.message, LayerProgress)
-    assert (D[0], 3) == (progress.message.to, progress.message.upto)
-    assert ["lease", "progress"] == kinds(ledger.receive(heartbeat(3), 3.0))
 
 
 def test_held_request_has_blocks_until_it_is_freed() -> None:
@@ -328,7 +321,7 @@ def invented(count: int) -> list[RankAddress]:
 
 
 def test_readers_of_a_request_are_bounded() -> None:
-    """Ranks that were invented with the secret use little memory, and progress stays cheap."""
+    """Ranks that were invented with the secret use little memory."""
     ledger, name = held(), Key("cmpl-2", b"8 bytes?")
     ledger.admit(name, 0.0)
     last: list[Any] = []
@@ -336,7 +329,6 @@ def test_readers_of_a_request_are_bounded() -> None:
         last = ledger.receive(replace(heartbeat(1, expected=2**20), by=by), 0.0)
     assert "Refused" == kinds(last)[0]
     assert MAX_KEPT_READERS == ledger.counts["readers"]
-    assert MAX_KEPT_READERS == len(ledger.record_progress(KEY, [("full", "l.0")], 1, 0.0))
     # Another request still has readers, and a known reader goes on.
     assert "lease" in kinds(ledger.receive(replace(heartbeat(1), key=name), 0.0))
     assert "lease" in kinds(ledger.receive(heartbeat(2, expected=2**20), 0.0))

@@ -40,9 +40,7 @@ def check_rejected(call: Callable[..., object], field: str, options: dict[str, A
     ("field", "value", "more"),
     [
         ("request", None, {}),
-        ("follow", "no", {}),
         ("checksum", None, {}),
-        ("on_progress", "print", {}),
     ],
 )
 def test_load_rejects_invalid_arguments(
@@ -175,7 +173,7 @@ class Calls:
 
     def load(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
-        flags = {"follow": False, "checksum": False}
+        flags = {"checksum": False}
         options = {"request": request(next(self.names)), "remote_id": self.held(), "timeout": 5.0}
         return self.consumer.load, options | {"engine_id": "P"} | flags
 
@@ -206,11 +204,6 @@ class Calls:
         }
         return self.producer.hold, options
 
-    def record_progress(self) -> tuple[Any, dict[str, Any]]:
-        """Return a call of the producer."""
-        options = {"remote_id": self.held(), "upto": 3, "layers": ["l.0"]}
-        return self.producer.record_progress, options
-
     def abort(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the producer."""
         return self.producer.abort, {"remote_id": self.held()}
@@ -223,7 +216,6 @@ CALLS = (
     "fetch",
     "disconnect",
     "hold",
-    "record_progress",
     "abort",
 )
 

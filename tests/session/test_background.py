@@ -71,24 +71,6 @@ def test_load_of_other_thread_wakes_session(net: FakeNixl, monkeypatch: pytest.M
         assert happens(lambda: load.state == "done")
 
 
-def test_progress_of_other_thread_wakes_session(
-    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its message to the reader does not wait for the next poll of a resting thread."""
-    monkeypatch.setattr(background, "IDLE", 60.0)
-    monkeypatch.setattr("kvspec.session.channel.STALL", 480.0)
-    with (
-        Side("P", engine(1), polled=False, background=True, lease=99.0) as producer,
-        Side("D", engine(1), polled=True, background=True, heartbeat=40.0) as consumer,
-    ):
-        consumer.connect(producer)
-        load = begun(producer, consumer, follow=True)
-        time.sleep(0.1)
-        (session,) = producer.sessions.values()
-        session.record_progress(load.remote_id, load.request.num_tokens)
-        assert happens(lambda: load.state == "done")
-
-
 def test_lease_ends_on_time_while_session_rests(
     net: FakeNixl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

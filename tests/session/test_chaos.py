@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import session_faults as faults
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from session_world import MODES, PAIRS, Mode, World
+from session_world import PAIRS, World
 from two_engines import Promise, cases_of, check_breaks, play
 
 from kvspec.testing import FakeNixl
@@ -31,11 +31,11 @@ FORGED = ("byte", "cut", "valid")
 class Machine(RuleBasedStateMachine):
     """All steps of a world of sessions, in any order."""
 
-    @initialize(pair=st.sampled_from(PAIRS), mode=st.sampled_from(MODES), checksum=st.booleans())
-    def begin(self, pair: Any, mode: Mode, checksum: bool) -> None:
+    @initialize(pair=st.sampled_from(PAIRS), checksum=st.booleans())
+    def begin(self, pair: Any, checksum: bool) -> None:
         self.stack = contextlib.ExitStack()
         net = self.stack.enter_context(FakeNixl())
-        self.world = World(net, pair, mode, checksum=checksum)
+        self.world = World(net, pair, checksum=checksum)
 
     @rule(tokens=st.integers(1, 18), cached=st.sampled_from((0, 0, 3, 20)), early=st.booleans())
     def admit(self, tokens: int, cached: int, early: bool) -> None:
@@ -52,10 +52,6 @@ class Machine(RuleBasedStateMachine):
     @rule(at=AT)
     def reread(self, at: int) -> None:
         self.world.reread(at)
-
-    @rule(at=AT, tokens=st.integers(1, 9), all_layers=st.booleans())
-    def write(self, at: int, tokens: int, all_layers: bool) -> None:
-        self.world.write(at, tokens, all_layers=all_layers)
 
     @rule(at=AT, how=st.sampled_from(LANDS))
     def land(self, at: int, how: str) -> None:
@@ -99,12 +95,12 @@ TestSessions = Machine.TestCase
 TestSessions.settings = settings(max_examples=25, stateful_step_count=40)
 
 
-def chaos(seed: int, mode: Mode, *, checksum: bool, steps: int = 120) -> World:
+def chaos(seed: int, *, checksum: bool, steps: int = 120) -> World:
     """Perform steps that *seed* draws, then end everything."""
     drawn = random.Random(seed)
     small = lambda: drawn.randrange(51)  # noqa: E731
     with FakeNixl() as net:
-        world = World(net, drawn.choice(PAIRS), mode, checksum=checksum)
+        world = World(net, drawn.choice(PAIRS), checksum=checksum)
         try:
             play(drawn, steps, (
                 (8, lambda: world.admit(
@@ -112,8 +108,6 @@ def chaos(seed: int, mode: Mode, *, checksum: bool, steps: int = 120) -> World:
                 (6, lambda: world.hold(small())),
                 (12, lambda: world.read(small(), "decline" if drawn.random() < 0.1 else "load")),
                 (4, lambda: world.reread(small())),
-                (25 * world.follow, lambda: world.write(
-                    small(), drawn.randint(1, 9), all_layers=drawn.random() < 0.5)),
                 (20, lambda: world.land(small(), drawn.choice(LANDS * 2 + ("land",) * 6))),
                 (40, lambda: world.deliver(small(), drawn.choice(DELIVERS + ("once",) * 9))),
                 (3, lambda: world.forge(small(), drawn.choice(FORGED))),
@@ -131,14 +125,13 @@ def chaos(seed: int, mode: Mode, *, checksum: bool, steps: int = 120) -> World:
 
 def test_sessions_keep_their_promises_in_any_order_of_steps() -> None:
     """Loads end as done and as failed, and requests are freed as done and as expired."""
-    for mode in MODES:
-        worlds = [chaos(seed, mode, checksum=seed % 2 == 0) for seed in range(8)]
-        assert {"done", "failed"} == set().union(*(world.outcomes for world in worlds))
-        why = {why for world in worlds for entry in world.asked for why in entry.freed.values()}
-        assert {"done", "expired"} == why
+    worlds = [chaos(seed, checksum=seed % 2 == 0) for seed in range(12)]
+    assert {"done", "failed"} == set().union(*(world.outcomes for world in worlds))
+    why = {why for world in worlds for entry in world.asked for why in entry.freed.values()}
+    assert {"done", "expired"} == why
 
 
-FAULTS: dict[Mode | Literal["checksum"], dict[Any, Promise]] = {
+FAULTS: dict[str, dict[Any, Promise]] = {
     "whole": {
         faults.answers_are_not_awaited: Promise.VALID,
         faults.failed_load_ends_at_once: Promise.OWNED,
@@ -148,13 +141,6 @@ FAULTS: dict[Mode | Literal["checksum"], dict[Any, Promise]] = {
         faults.handles_are_not_released: Promise.ENDS,
         faults.free_request_is_reported_twice: Promise.FREED_ONCE,
         faults.earlier_load_answers_for_the_next: Promise.VALID,
-    },
-    "follow": {
-        faults.layers_are_read_to_their_end: Promise.VALID,
-        faults.frontier_goes_back: Promise.ONCE,
-        faults.states_move_with_the_first_token: Promise.ONCE,
-        faults.progress_counts_for_all_layers: Promise.VALID,
-        faults.source_is_whole_after_its_first_step: Promise.UNREAD,
     },
     "checksum": {
         faults.differences_are_ignored: Promise.VALID,
@@ -175,6 +161,5 @@ def test_chaos_finds_the_promise_that_a_fault_breaks(
     """Each fault breaks its promise within a hundred seeds, and no other promise before."""
     fault(monkeypatch)
 
-    checksum = mode == "checksum"
-    worlds = (chaos(seed, "whole" if checksum else mode, checksum=checksum) for seed in range(100))
+    worlds = (chaos(seed, checksum=mode == "checksum") for seed in range(100))
     check_breaks(promise, worlds)

@@ -258,6 +258,28 @@ def test_prompt_stays_kept_while_its_load_waits(
     assert 0 == one.stats().errands
 
 
+def test_heartbeat_that_waits_while_its_producer_is_stopped_extends_the_lease() -> None:
+    """Another process had the CPU. The blocks are not free yet when the producer continues."""
+    now = [0.0]
+    with (
+        FakeNixl(),
+        Side("P", engine(1), polled=False, lease=2.0, clock=lambda: now[0]) as producer,
+        Side("D", engine(1), polled=True, heartbeat=0.05, background=True) as consumer,
+    ):
+        ticket, counters = ticket_of(producer, lease=2.0), consumer.first.stats
+        kept(consumer, ticket)
+        until(lambda: counters().counters.messages_received, producer)
+        sent = counters().counters.messages_sent
+        until(lambda: counters().counters.messages_sent > sent + 3)
+        time.sleep(0.2)
+        now[0] = 3.0
+        producer.poll()
+        assert ticket.remote_id in producer.first.held
+        now[0] = 4.0
+        producer.poll()
+        assert ticket.remote_id in producer.first.held
+
+
 def test_tickets_of_one_request_at_two_engines_are_two_errands(known: tuple[Side, Side]) -> None:
     """Declining one of them does not end the other."""
     producer, consumer = known

@@ -9,7 +9,7 @@ import pytest
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from two_engines import Direct, Side, engine, request, until
+from two_engines import Direct, Side, engine, land, let_nothing_land, request, until
 
 from kvspec.errors import SpecError, TransferError
 from kvspec.session import Session, new_remote_id
@@ -63,7 +63,7 @@ def test_settled_returns_each_remote_id_once_by_its_end(
     assert tuple(names) == session.held
     read, cancelled, aborted, expired = names
     for at, name in enumerate((read, cancelled)):
-        (load,) = pair[1].load(request(f"{at}"), name, follow=name == cancelled)
+        (load,) = pair[1].load(request(f"{at}"), name)
         if name == cancelled:
             load.cancel()
         until(lambda name=name: name not in session.held, *pair)
@@ -79,15 +79,17 @@ def test_settled_returns_each_remote_id_once_by_its_end(
 
 
 def test_aborted_request_that_all_readers_acknowledged_is_not_done(
-    pair: tuple[Side, Side],
+    pair: tuple[Side, Side], net: FakeNixl
 ) -> None:
     """So the engine of the producer knows that the request was not read."""
     session, remote_id = only(pair[0]), new_remote_id("r")
     session.hold(remote_id)
-    (load,) = pair[1].load(request(), remote_id, follow=True)
+    let_nothing_land(net)
+    (load,) = pair[1].load(request(), remote_id)
     until(lambda: session.stats().remembered, *pair)
     session.abort(remote_id)
     load.cancel()
+    land(net)
     until(lambda: not session.held, *pair)
     settled = session.settled()
     assert ((), (), (remote_id,)) == (settled.done, settled.expired, settled.aborted)
@@ -98,7 +100,7 @@ def test_aborted_request_is_free_when_its_readers_have_failed(pair: tuple[Side, 
     session, remote_id = only(pair[0]), new_remote_id("r")
     session.hold(remote_id)
     session.abort(remote_id)
-    (load,) = pair[1].load(request(), remote_id, follow=True)
+    (load,) = pair[1].load(request(), remote_id)
     until(lambda: load.state == "failed" and not session.held, *pair)
     assert load.error is not None
     assert "gone" == load.error.state
@@ -134,13 +136,14 @@ def test_name_that_is_no_remote_id_is_refused(pair: tuple[Side, Side], name: obj
 
 
 def test_recorded_heartbeat_of_a_dead_reader_extends_no_lease(
-    pair: tuple[Side, Side], clock: Clock
+    pair: tuple[Side, Side], clock: Clock, net: FakeNixl
 ) -> None:
     """The blocks are free after the lease, though the sealed message is sent again and again."""
     (producer, consumer), remote_id = pair, new_remote_id("r")
     session = only(producer)
     session.hold(remote_id)
-    consumer.load(request(), remote_id, follow=True)
+    let_nothing_land(net)
+    consumer.load(request(), remote_id)
     consumer.poll()
     recorded = [data for _, data in Direct.channels["P"].arrived if b"heartbeat" in data]
     assert recorded

@@ -62,24 +62,6 @@ def test_messages_of_one_poll_are_sent_together(sides: tuple[Side, Side], net: F
     assert [True, True] == [b"valid" in message for message in messages]
 
 
-def test_progress_that_was_not_sent_is_replaced_by_later_progress(
-    sides: tuple[Side, Side],
-) -> None:
-    """A producer that is not polled keeps one message for each layer and reader."""
-    producer, consumer = sides
-    remote_id = new_remote_id("r")
-    producer.hold(remote_id)
-    consumer.load(request(), remote_id, follow=True)
-    consumer.poll()
-    producer.poll()
-    calls(producer)
-    for upto in (1, 2, 3):
-        producer.first.record_progress(remote_id, upto, ["l.0", "l.1"])
-    producer.poll()
-    (messages,) = calls(producer)
-    assert 2 == len(messages)
-
-
 def test_disconnect_sends_the_messages_of_the_loads_that_it_ends(
     sides: tuple[Side, Side], net: FakeNixl
 ) -> None:

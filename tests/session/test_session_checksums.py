@@ -437,30 +437,6 @@ def test_load_rejects_verify_for_memory_of_a_device() -> None:
         assert ("checksum", True) == (caught.value.field, caught.value.value)
 
 
-def test_checksums_are_compared_when_a_load_follows() -> None:
-    """They are compared when all data has arrived."""
-    flips: list[FakeFlight] = []
-
-    def land(flight: FakeFlight) -> None:
-        flight.land()
-        flips.append(flight)
-
-    with FakeNixl(land) as net, connected(SIZES["two of four"]) as sides:
-        producer, consumer = sides
-        for broken in (False, True):
-            if broken:
-                net.fate = corrupt
-            asked, loads = begin(sides, follow=True)
-            for session in producer.sessions.values():
-                session.record_progress(loads[0].remote_id, 7)
-                producer.poll()
-                consumer.poll()
-                session.record_progress(loads[0].remote_id, 14)
-            assert [["done", "done"], ["failed", "failed"]][broken] == ended(loads, *sides)
-            assert broken == any(load.error for load in loads)
-            assert broken or [] == consumer.wrong(asked)
-
-
 def corrupt(flight: FakeFlight) -> None:
     """Land a transfer with one wrong byte."""
     flight.land()

@@ -74,7 +74,6 @@ class World:
         remote_id = new_remote_id("r")
         with uninterrupted():
             self.producer.hold(remote_id, blocks=TABLES)
-            self.producer.first.record_progress(remote_id, ASKED.num_tokens)
             self.side.spoil(ASKED)
         return remote_id
 
@@ -161,7 +160,7 @@ class Calls:
 
 
 WAYS = [("connect", "connect")] + [
-    (call, how) for call in ("load", "poll", "wait") for how in ("", "follow", "checksum", "ticket")
+    (call, how) for call in ("load", "poll", "wait") for how in ("", "checksum", "ticket")
 ]
 
 

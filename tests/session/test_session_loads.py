@@ -108,7 +108,7 @@ def test_decline_has_no_name_in_common_with_loads(pair: tuple[Side, Side]) -> No
     producer, consumer = pair
     declined = new_remote_id("declined")
     producer.hold(declined)
-    consumer.load(request("decline 0"), new_remote_id("open"), follow=True)
+    consumer.load(request("decline 0"), new_remote_id("open"))
     for session in consumer.sessions.values():
         session.decline(declined)
     assert ["declined"] * 4 == freed(4, producer, consumer)
@@ -194,46 +194,6 @@ def test_open_steps_are_counted_beside_loads_that_move_nothing() -> None:
         land(net)
 
 
-def test_load_calls_on_progress_when_more_bytes_have_arrived(pair: tuple[Side, Side]) -> None:
-    """The last call has all bytes."""
-    producer, consumer = pair
-    remote_id = new_remote_id("r")
-    producer.hold(remote_id)
-    seen = [list[Any](), list[Any]()]
-    given: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0}
-    loads = [
-        session.load(request(), **given, on_progress=lambda *both, calls=calls: calls.append(both))
-        for calls, session in zip(seen, consumer.sessions.values(), strict=True)
-    ]
-    assert ["done"] * 2 == ended(loads, producer, consumer)
-    for load, calls in zip(loads, seen, strict=True):
-        assert calls == sorted(set(calls))
-        assert load.progress == calls[-1]
-
-
-def test_on_progress_that_raises_is_not_called_again(
-    pair: tuple[Side, Side], caplog: pytest.LogCaptureFixture
-) -> None:
-    """It cannot call its session, because it runs inside of a poll."""
-    producer, consumer = pair
-    remote_id = new_remote_id("r")
-    producer.hold(remote_id)
-    calls = []
-
-    def polls(arrived: int, total: int) -> None:
-        calls.append((arrived, total))
-        consumer.first.poll()
-
-    loads = [
-        session.load(request(), remote_id=remote_id, timeout=9.0, on_progress=polls)
-        for session in consumer.sessions.values()
-    ]
-    assert ["done"] * 2 == ended(loads, producer, consumer)
-    # Only the session that the call is inside of refuses it.
-    assert 1 == sum("on_progress" in record.message for record in caplog.records)
-    assert len(calls) >= len(loads)
-
-
 @pytest.mark.parametrize("rest", ["nothing", "a cancelled load", "a load that waits"])
 def test_large_load_has_whole_turns_unless_another_load_moves(
     net: FakeNixl, monkeypatch: pytest.MonkeyPatch, rest: str
@@ -248,7 +208,7 @@ def test_large_load_has_whole_turns_unless_another_load_moves(
         session = consumer.first
         for side in (producer, silent):
             session.connect(side.introductions)
-        given: dict[str, Any] = {"timeout": 9.0, "engine_id": "Q", "follow": True}
+        given: dict[str, Any] = {"timeout": 9.0, "engine_id": "Q"}
         blocks = {"full": [7], "window": [7]}
         if rest != "nothing":
             small = session.load(
@@ -256,7 +216,7 @@ def test_large_load_has_whole_turns_unless_another_load_moves(
             )
             if rest == "a cancelled load":
                 small.cancel()
-                assert "failed" == small.state
+                assert "failed" == small.poll()
         wait = time.monotonic() + 2 * loads.QUIET
         while time.monotonic() < wait:
             session.poll()
@@ -264,5 +224,4 @@ def test_large_load_has_whole_turns_unless_another_load_moves(
         producer.hold(remote_id)
         load = session.load(request(), remote_id=remote_id, engine_id="P", timeout=9.0)
         session.poll()
-        moved, total = load.progress
-        assert (moved == total) == (rest != "a load that waits")
+        assert bool(load.in_flight) == (rest == "a load that waits")

@@ -57,7 +57,7 @@ class CopiedRead:
     source: Ints
     target: Ints
     length: Ints
-    bytes_done: int = 0
+    copied: bool = False
     error: TransferError | None = None
 
     @property
@@ -78,12 +78,12 @@ class CopiedRead:
     @property
     def begun(self) -> bool:
         """Whether a byte was written."""
-        return self.bytes_done > 0
+        return self.copied
 
     @property
     def over(self) -> bool:
         """Whether no byte can move any more."""
-        return self.error is not None or self.bytes_done == self.nbytes
+        return self.error is not None or self.copied
 
     def poll(self, turn: float | None = None) -> str:  # noqa: ARG002 - it always copies all
         """Copy the bytes."""
@@ -95,7 +95,7 @@ class CopiedRead:
                 raise self.error
             for target, source, length in zip(self.target, self.source, self.length, strict=True):
                 view(target, length)[:] = view(source, length)
-            self.bytes_done = self.nbytes
+            self.copied = True
         return "DONE"
 
     def stop(self, why: str, state: TransferState) -> bool:
@@ -220,12 +220,10 @@ class CopyTransport:
         """Start reads. The first poll copies, so no deadline passes."""
         assert timeout >= 0
         self.check_open()
-        made = {
-            key: each if isinstance(each, CopiedRead) else self._paired(each, request)
-            for key, each in pairs.items()
-        }
-        self.reads += made.values()
-        return made
+        for read in pairs.values():
+            read.request = request
+        self.reads += pairs.values()
+        return {**pairs}
 
     def tick(self) -> None:
         """Count the calls."""

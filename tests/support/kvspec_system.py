@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 import kvspec
-from kvspec.completion.consumer import EVERYTHING, ConsumerLedger, LoadPlan, Step
+from kvspec.completion.consumer import ConsumerLedger, LoadPlan, Step
 from kvspec.completion.ledger import Tell
 from kvspec.completion.producer import ProducerLedger
 from kvspec.nixl import NixlRank
@@ -66,7 +66,7 @@ class Ledgers:
                 engine_id="P",
                 epoch=1,
                 expected={PRODUCER: len(readers)},
-                sources={PRODUCER: EVERYTHING},
+                sources=(PRODUCER,),
             )
             ledger = self.reader(name, now)
             yield from self.events(ledger.begin(load, now, FOREVER))

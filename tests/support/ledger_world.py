@@ -7,7 +7,7 @@ ends breaks a `Promise`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -24,7 +24,7 @@ from two_engines import (
 )
 
 import kvspec
-from kvspec.completion.consumer import ConsumerLedger, LoadOptions, LoadPlan
+from kvspec.completion.consumer import ConsumerLedger, LoadPlan
 from kvspec.completion.consumer import Step as LedgerStep
 from kvspec.completion.ledger import Closed, Ended, Failed, Tell
 from kvspec.completion.producer import ProducerLedger
@@ -38,12 +38,11 @@ Rank = kvspec.RankId
 
 @attrs.define(eq=False)
 class Request:
-    """One request of the producer: its extent, and its outcome by producer rank."""
+    """One request of the producer: the groups that move, and its outcome by producer rank."""
 
     key: Key
     epoch: int
-    ends: dict[str, int]
-    partial: bool
+    groups: frozenset[str]
     admitted: dict[Rank, float] = attrs.field(factory=dict)
     promised: dict[Rank, float] = attrs.field(factory=dict)
     freed: dict[Rank, str] = attrs.field(factory=dict)
@@ -62,7 +61,7 @@ class Load:
     request: Request
     rank: Rank
     load_plan: LoadPlan
-    left: dict[tuple[Rank, str, str], int]
+    left: set[Rank]
     void: bool = False
     outcome: str = ""
     released: bool = False
@@ -77,7 +76,6 @@ class Step:
 
     load: Load
     source: Rank
-    moved: dict[tuple[str, str], range]
     failed: bool = False
 
 
@@ -149,14 +147,14 @@ class World(TwoEngines[bytes]):
         for ledger in self.producers.values():
             ledger.connect("D", self.epochs["D"])
 
-    def admit(self, moved: int, *, partial: bool, old: int) -> None:
+    def admit(self, moved: int, *, old: int) -> None:
         """Create a request. Its producer ranks and readers receive it one by one."""
         self.count += 1
         name = f"request {old}"  # Several requests of one id may be held at the same time.
         groups = [group.name for group in self.plan.consumer.groups]
-        ends = {group: 6 for at, group in enumerate(groups) if moved >> at & 1}
+        moving = frozenset(group for at, group in enumerate(groups) if moved >> at & 1)
         key = Key(name, self.count.to_bytes(8, "big"))
-        request = Request(key, self.epochs["P"], ends, partial)
+        request = Request(key, self.epochs["P"], moving)
         self.requests.append(request)
         self.to_admit += [(request, rank) for rank in self.producers]
         self.to_expect += [(request, rank) for rank in self.consumers]
@@ -188,14 +186,12 @@ class World(TwoEngines[bytes]):
             engine_id="P",
             epoch=request.epoch,
             expected={one: len(self.plan.notifiers(one)) for one in producers},
-            sources={} if rejected else self.sources(rank, request.ends),
-            options=LoadOptions(follow=request.partial, checksum=checksum),
+            sources=() if rejected else self.sources(rank, request.groups),
+            checksum=checksum,
         )
         if request.epoch != self.epochs["P"]:
             return
-        left = {
-            (s, *place): end for s, ends in load_plan.sources.items() for place, end in ends.items()
-        }
+        left = {*load_plan.sources}
         reread = any(
             load.load_plan.name == load_plan.name for load in self.loads if load.rank == rank
         )
@@ -209,15 +205,13 @@ class World(TwoEngines[bytes]):
             actions += ledger.connected(load_plan.request_id, self.reader_now)
         self.acted(actions, "D", rank)
 
-    def sources(self, rank: Rank, ends: dict[str, int]) -> dict[Rank, dict[tuple[str, str], int]]:
-        """Return the end of each layer that a consumer rank reads, by producer rank."""
-        sources: dict[Rank, dict[tuple[str, str], int]] = {}
-        for producer in self.plan.sources(rank):
-            for edge in self.plan.between(producer, rank):
-                if end := ends.get(edge.group, 0):
-                    layers = {(edge.group, layer): end for layer in edge.layers}
-                    sources.setdefault(producer, {}).update(layers)
-        return sources
+    def sources(self, rank: Rank, groups: frozenset[str]) -> tuple[Rank, ...]:
+        """Return the producer ranks from which a consumer rank reads any of *groups*."""
+        return tuple(
+            producer
+            for producer in self.plan.sources(rank)
+            if any(edge.group in groups for edge in self.plan.between(producer, rank))
+        )
 
     def connect_rank(self, at: int) -> None:
         """Start a load that waited for its producer's connection, unless the load has failed."""
@@ -233,25 +227,20 @@ class World(TwoEngines[bytes]):
         ledger.assign(load.load_plan)
         self.acted(ledger.connected(name, self.reader_now), "D", load.rank)
 
-    def start(self, at: int, upto: int) -> None:
-        """Post a read of tokens that can be read."""
-        moving = [load for load in self.loads if self.state(load) == "moving"]
-        if not moving:
-            return
-        load = moving[at % len(moving)]
-        readable = self.consumers[load.rank].readable(load.load_plan.request_id)
-        places = [(s, place, end) for s, ends in readable.items() for place, end in ends.items()]
-        if not places:
-            return
-        source, (group, layer), written = places[at % len(places)]
-        begin = load.load_plan.sources[source][group, layer] - load.left[source, group, layer]
-        open_ = [s for s in self.steps.values() if s.load is load and s.source == source]
-        begin += sum(len(s.moved.get((group, layer), ())) for s in open_)
-        stop = min(written.stop, begin + upto)
-        check(Promise.WHOLE, written.start == begin, f"{written} is readable from {begin}")
-        name = load.load_plan.request_id
-        step = self.consumers[load.rank].start(name, source, {(group, layer): stop})
-        self.steps[load.rank, step] = Step(load, source, {(group, layer): range(begin, stop)})
+    def start(self, at: int) -> None:
+        """Post the read of a source that was not posted yet."""
+        posted = {(id(step.load), step.source) for step in self.steps.values()}
+        places = [
+            (load, source)
+            for load in self.loads
+            if self.state(load) == "moving"
+            for source in sorted(load.left)
+            if (id(load), source) not in posted
+        ]
+        if places:
+            load, source = places[at % len(places)]
+            step = self.consumers[load.rank].start(load.load_plan.request_id, source)
+            self.steps[load.rank, step] = Step(load, source)
 
     def finish(self, at: int, how: str) -> None:
         """End a read: done, failed, or failed while it may still write."""
@@ -263,8 +252,7 @@ class World(TwoEngines[bytes]):
             del self.steps[name]
             request = step.load.request
             step.load.void |= request.lost or step.source in request.freed or step.failed
-            for place, tokens in step.moved.items():
-                step.load.left[step.source, *place] -= len(tokens)
+            step.load.left.discard(step.source)
             actions = ledger.finish(name[1], self.reader_now)
         elif how == "failed":
             del self.steps[name]
@@ -286,7 +274,7 @@ class World(TwoEngines[bytes]):
         ledger, name = self.consumers[load.rank], load.load_plan.request_id
         if not ledger.uncompared(name):
             return
-        check(Promise.WHOLE, not any(load.left.values()), "compared before its data arrived")
+        check(Promise.WHOLE, not load.left, "compared before its data arrived")
         load.compared = True
         if equal:
             actions = ledger.compared(name, self.reader_now)
@@ -294,28 +282,6 @@ class World(TwoEngines[bytes]):
             load.void = True
             actions = ledger.cancel(name, self.reader_now, "it differs", TransferState.DIFFERS)
         self.acted(actions, "D", load.rank)
-
-    def record_progress(self, at: int, upto: int) -> None:
-        """Let a producer rank record how far it wrote each layer of a partial request."""
-        partial = [
-            (request, rank)
-            for request in self.requests
-            if request.partial and not request.lost
-            for rank in request.promised
-            if rank not in request.freed
-        ]
-        if partial:
-            request, rank = partial[at % len(partial)]
-            for group in self.plan.consumer.groups:
-                for layer in group.layers:
-                    ledger, place = self.producers[rank], (group.name, layer)
-                    self.acted(ledger.tick(self.now), "P", rank)
-                    if (held := ledger.find(request.key)) is None:
-                        return
-                    # A frontier must never go back, so a lower position repeats the last one.
-                    frontier = max(held.progress.get(place, 0), upto)
-                    actions = ledger.record_progress(request.key, [place], frontier, self.now)
-                    self.acted(actions, "P", rank)
 
     def deliver(self, at: int, *, twice: bool = False) -> None:
         """Deliver a message from the network, or a copy of it."""
@@ -405,6 +371,12 @@ class World(TwoEngines[bytes]):
             for rank, ledger in list(ledgers.items()):
                 self.acted(ledger.tick(now), name, rank)
 
+    def starve(self, seconds: float) -> None:
+        """Advance the time while the producer has no CPU. Its messages wait meanwhile."""
+        self.now += seconds
+        for rank, ledger in self.consumers.items():
+            self.acted(ledger.tick(self.reader_now), "D", rank)
+
     @property
     def reader_now(self) -> float:
         """The time of the consumer's clock."""
@@ -417,6 +389,21 @@ class World(TwoEngines[bytes]):
             if not load.closed
             else None
         )
+
+    def place(self, request: Request, rank: Rank) -> str:
+        """Return where a request is on a producer rank, in the words of `JOINT`."""
+        if rank in request.freed:
+            return "read" if request.freed[rank] == "done" else "expired"
+        if rank not in request.promised:
+            return "new"
+        return self.producers[rank].records[request.key].state
+
+    def joint_states(self) -> Iterator[tuple[str, str]]:
+        """Yield the state of each first load, with the place of its request on each source."""
+        for load in self.loads:
+            if not (load.closed or load.reread or load.request.lost):
+                for source in load.load_plan.sources:
+                    yield self.state(load) or "", self.place(load.request, source)
 
     def acted(self, actions: list[Any], name: str, rank: Rank) -> None:
         """Execute the actions of a ledger, and compare them with the truth."""
@@ -477,9 +464,9 @@ class World(TwoEngines[bytes]):
         check(Promise.ORDER, not load.closed, "an event after the last")
         if isinstance(action, Ended) and action.state == "done":
             check(Promise.ORDER, load.outcome == "", load.outcome)
-            check(Promise.WHOLE, not any(load.left.values()), load.left)
+            check(Promise.WHOLE, not load.left, load.left)
             check(Promise.VALID, not load.void, "a read was void")
-            moved = load.load_plan.options.checksum and load.load_plan.sources
+            moved = load.load_plan.checksum and load.load_plan.sources
             check(Promise.VALID, load.compared or not moved, "it was not compared")
             load.outcome = "ready"
         elif isinstance(action, Failed):
@@ -519,7 +506,7 @@ class World(TwoEngines[bytes]):
         """Let everything end while the time stands still. Afterwards every request is freed."""
         self.start_all()
         while self.steps or self.net or any(self.state(load) == "moving" for load in self.loads):
-            self.start(0, 6)
+            self.start(0)
             if self.steps:
                 self.finish(0, "done")
             self.deliver(0)

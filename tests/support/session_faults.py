@@ -13,9 +13,8 @@ import attrs
 from msgspec.structs import replace
 
 from kvspec import RankCache
-from kvspec.completion.consumer import _CONDITIONS, ConsumerLedger, Source
+from kvspec.completion.consumer import _CONDITIONS, ConsumerLedger
 from kvspec.completion.producer import HeldRequest
-from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
 from kvspec.session import Load, Session
 from kvspec.session.checksums import Audit, extents_of
@@ -135,62 +134,6 @@ def late_reader_is_sent_valid(patch: pytest.MonkeyPatch) -> None:
 def handles_are_not_released(patch: pytest.MonkeyPatch) -> None:
     """Keep the handles of a transfer that failed, though they have ended."""
     patch.setattr(Transfer, "reap", lambda self: not self.live_handles)
-
-
-def layers_are_read_to_their_end(patch: pytest.MonkeyPatch) -> None:
-    """Read a whole layer as soon as any of it was written."""
-    record = Source.record
-    patch.setattr(Source, "record", lambda self, place, _: record(self, place, 10**6))
-
-
-def frontier_goes_back(patch: pytest.MonkeyPatch) -> None:
-    """Let a late message move a frontier back, and read from there again."""
-
-    def back(self: Any, place: Any, upto: int) -> None:
-        if place in self.ends:
-            self.written[place] = min(upto, self.ends[place])
-            started = min(self.started.get(place, 0), self.written[place])
-            self.started = {**self.started, place: started}
-
-    patch.setattr(Source, "record", back)
-
-
-def states_move_with_the_first_token(patch: pytest.MonkeyPatch) -> None:
-    """Move a state with the first step in which any token of its group moves."""
-    reached: Any = Tables.reached.fget  # type: ignore[attr-defined]
-
-    def hastily(self: Any) -> Any:
-        return self.wanted if self.whole and self.tokens else reached(self)
-
-    patch.setattr(Tables, "reached", property(hastily))
-
-
-def progress_counts_for_all_layers(patch: pytest.MonkeyPatch) -> None:
-    """Record the progress of one layer for all layers of its group."""
-    record = Source.record
-
-    def all_layers(self: Any, place: Any, upto: int) -> None:
-        for other in self.ends:
-            if other[0] == place[0]:
-                record(self, other, upto)
-
-    patch.setattr(Source, "record", all_layers)
-
-
-def source_is_whole_after_its_first_step(patch: pytest.MonkeyPatch) -> None:
-    """Take a source for whole as soon as any of its data has arrived."""
-    finish, whole = ConsumerLedger.finish, set[Any]()
-
-    def first_step(self: Any, step: Any, now: float) -> Any:
-        load = self.records[step.request_id]
-        whole.add((load.plan.name, step.rank))
-        return finish(self, step, now)
-
-    def arrived(load: Any) -> bool:
-        return all((load.plan.name, rank) in whole for rank in load.sources)
-
-    patch.setitem(_CONDITIONS, "moving", ("whole", arrived))
-    patch.setattr(ConsumerLedger, "finish", first_step)
 
 
 def load_ends_before_it_is_compared(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ How it works:
     has wrong bytes. The world also copies the bytes of each load that has ended. A write that is
     still in flight then changes bytes that are compared later.
 
-    A test performs steps in any order: admit, hold, write, read, land, deliver, lose, forge, abort,
+    A test performs steps in any order: admit, hold, read, land, deliver, lose, forge, abort,
     cancel, restart and advance. After each step the world polls every session and compares
     it with the truth (`look`). `end` lets everything finish and checks that nothing is left.
 """
@@ -14,7 +14,7 @@ How it works:
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -58,8 +58,6 @@ PAIRS = tuple(
         (2, 3, 6, 8, False),
     )
 )
-Mode = Literal["whole", "follow"]
-MODES: tuple[Mode, ...] = ("whole", "follow")
 
 
 def spans(views: Any, tables: Any) -> list[range]:
@@ -105,7 +103,6 @@ class Entry:
     to: int
     freed: dict[Rank, str] = attrs.field(factory=dict)
     held: set[Rank] = attrs.field(factory=set)
-    written: dict[tuple[Rank, str], int] = attrs.field(factory=dict)
     read: set[Rank] = attrs.field(factory=set)
     lost: bool = False
 
@@ -167,20 +164,17 @@ class World(TwoEngines[tuple[str, str, bytes]]):
         self,
         net: FakeNixl,
         pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
-        mode: Mode = "whole",
         *,
         checksum: bool = False,
     ) -> None:
         super().__init__()
         self.nixl, self.pair, self.checksum = net, pair, checksum
-        self.follow = mode == "follow"
         net.fate = self.posted
         self.moved = set[int]()  # the consumer's bytes that transfers were posted for
         self.asked: list[Entry] = []
         self.readers: list[Reader] = []
         self.to_hold: list[tuple[Entry, Rank]] = []
         self.to_read: list[tuple[Entry, Rank]] = []
-        self.to_write: list[tuple[Entry, Rank, str]] = []
         self.outcomes = Counter[str]()
         self.starts = {"P": 0, "D": 0}
         self.free = {side: set(range(1, BLOCKS)) for side in "PD"}
@@ -209,7 +203,6 @@ class World(TwoEngines[tuple[str, str, bytes]]):
             for entry in self.asked:
                 entry.lost = True
             self.to_hold.clear()
-            self.to_write.clear()
         else:
             self.moved.clear()
             self.readers = [r for r in self.readers if r.start == self.starts["D"]]
@@ -255,62 +248,24 @@ class World(TwoEngines[tuple[str, str, bytes]]):
                 entry.remote_id, blocks=entry.request.producer_blocks if self.checksum else None
             )
             entry.held.add(rank)
-            for (of, layer), upto in entry.written.items():
-                if of == rank and self.held(entry, rank):
-                    session.record_progress(entry.remote_id, upto, [layer])
 
     def compute(self, entry: Entry) -> None:
-        """Write the bytes of a request on every producer rank, or none yet if readers follow it."""
+        """Write the bytes of a request on every producer rank."""
         for rank, views in self.engines["P"].views.items():
             for key, view in views.items():
                 view[entry.request.producer_blocks[key[0]].block_ids] = RUBBISH
-            layers = dict.fromkeys(layer for _, layer, _ in views)
-            if self.follow:
-                self.to_write += [(entry, rank, layer) for layer in layers]
-            else:
-                self.fill(entry, rank, entry.request.num_tokens)
+            self.fill(entry, rank)
 
-    def held(self, entry: Entry, rank: Rank) -> bool:
-        """Return whether a producer rank holds a request."""
-        session = self.engines["P"].sessions[rank]
-        return entry.remote_id in session.held
-
-    def fill(self, entry: Entry, rank: Rank, upto: int, *layers: str) -> None:
-        """Write *layers* (by default all) of a request up to a position; states at the end."""
+    def fill(self, entry: Entry, rank: Rank) -> None:
+        """Write the bytes of a request on one producer rank."""
         side, tables = self.engines["P"], entry.request.producer_blocks
         true = {k: (i, r) for k, i, r, _ in side.truth(rank, entry, tables, producer=True)}
         for rows in rows_of(side.spec, rank, tables, entry.request):
-            if layers and rows.key[1] not in layers:
-                continue
             ids, right = true[rows.key]
-            own = rows.token < upto if rows.part.per_token else rows.row >= 0
-            own &= rows.part.per_token or upto == entry.request.num_tokens
+            own = (rows.token < entry.request.num_tokens) | (not rows.part.per_token)
             block, row = rows.block[own], rows.row[own]
             place = (block[:, None] == ids).argmax(axis=1)
             side.views[rank][rows.key][block, :, row] = right[place, :, row]
-
-    def write(self, at: int, tokens: int, *, all_layers: bool = False) -> None:
-        """Let one producer rank write more of a layer, or of all equally advanced layers."""
-        if not self.to_write:
-            return
-        entry, rank, layer = self.to_write[at % len(self.to_write)]
-        before, end = entry.written.get((rank, layer), 0), entry.request.num_tokens
-        upto = min(before + tokens, end)
-        same = [
-            name
-            for other, of, name in self.to_write
-            if (other, of) == (entry, rank) and entry.written.get((of, name), 0) == before
-        ]
-        layers = same if all_layers else [layer]
-        if rank not in entry.freed:
-            self.fill(entry, rank, upto, *layers)
-        entry.written |= {(rank, name): upto for name in layers}
-        if self.held(entry, rank):
-            self.engines["P"].sessions[rank].record_progress(entry.remote_id, upto, layers)
-        if upto == end:
-            gone = {(id(entry), rank, name) for name in layers}
-            self.to_write = [x for x in self.to_write if (id(x[0]), *x[1:]) not in gone]
-        self.look()
 
     def read(self, at: int, how: str) -> None:
         """Let one consumer rank load or decline a request.
@@ -329,7 +284,7 @@ class World(TwoEngines[tuple[str, str, bytes]]):
                 session.decline(entry.remote_id)
             else:
                 load = session.load(
-                    entry.request, remote_id=entry.remote_id, timeout=TIMEOUT, follow=self.follow,
+                    entry.request, remote_id=entry.remote_id, timeout=TIMEOUT,
                     checksum=self.checksum,
                 )  # fmt: skip
         except TransferError as error:
@@ -513,9 +468,8 @@ class World(TwoEngines[tuple[str, str, bytes]]):
 
     def end(self) -> None:
         """Let everything in progress end; then nothing may be left on either side."""
-        while self.to_hold or self.to_read or self.to_write:
+        while self.to_hold or self.to_read:
             self.hold(0)
-            self.write(0, 99, all_layers=True)
             self.read(0, "decline")
         for _ in range(40):
             while self.nixl.moving:

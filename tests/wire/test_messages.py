@@ -20,7 +20,6 @@ from kvspec.wire.messages import (
     ChecksumRequest,
     Extent,
     Key,
-    LayerProgress,
     Message,
     RankAddress,
     key_of,
@@ -81,8 +80,6 @@ def messages(draw: st.DrawFn) -> Message:
         more["expected"] = draw(st.integers(1, 2**20))
     if kind == "lease":
         more["lease"] = draw(st.floats(0, 1e6))
-    if kind == "progress":
-        more |= {"group": draw(WORDS), "layer": draw(WORDS), "upto": draw(COUNTS)}
     if kind == "checksum_request":
         more["extent"] = draw(extents())
     if kind == "checksum":
@@ -140,7 +137,6 @@ def own(kind: str, at: int, value: Any, **more: Any) -> bytes:
     return data[:HEAD] + msgspec.msgpack.encode(fields)
 
 
-LAYER = {"group": "full", "layer": "l.0", "upto": 9}
 AT = {"pp": 0, "pcp": 0, "tp": 0}
 
 
@@ -182,9 +178,6 @@ AT = {"pp": 0, "pcp": 0, "tp": 0}
         (own("lease", 5, float("nan"), lease=1.0), "message[5]", ...),
         (own("lease", 5, float("inf"), lease=1.0), "message[5]", ...),
         (own("lease", 5, -1.0, lease=1.0), "message[5]", ...),
-        (own("progress", 5, "", **LAYER), "message[5]", ...),
-        (own("progress", 6, "x" * 1025, **LAYER), "message[6]", ...),
-        (own("progress", 7, 2**63, **LAYER), "message[7]", ...),
         (own("checksum", 5, bytes(9), total=bytes(8)), "message[5]", ...),
         (own("checksum", 5, bytes(7), total=bytes(8)), "message[5]", ...),
         (asked(0, ""), "message[5][0]", ...),
@@ -262,11 +255,7 @@ def test_longest_names_that_a_handshake_accepts_fit_into_messages() -> None:
         stripe=Stripe(2**63 - 2, 2**63 - 1),
         block=2**62,
     )
-    longest = [
-        LayerProgress(**more, group=name, layer=name, upto=2**63 - 1),
-        ChecksumRequest(**more, extent=extent),
-    ]
-    for message in longest:
-        data = encode_message(message)
-        assert 12 << 10 < len(data) <= MAX_MESSAGE
-        assert message == decode_message(data)
+    message = ChecksumRequest(**more, extent=extent)
+    data = encode_message(message)
+    assert 12 << 10 < len(data) <= MAX_MESSAGE
+    assert message == decode_message(data)

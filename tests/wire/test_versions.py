@@ -66,13 +66,14 @@ def test_recorded_message_of_an_older_version_decodes_and_encodes_equal(
 
 @pytest.mark.parametrize(
     ("at", "value", "path"),
-    [(0, "stop", "message[0]"), (0, "stopped", "message[0]"), (4, 1, "message.attempt"),
+    [(0, "stop", "message[0]"), (0, "stopped", "message[0]"),
+     (0, "progress", "message[0]"), (4, 1, "message.attempt"),
      (4, None, "message.attempt"), (4, "0", "message.attempt")],
 )  # fmt: skip
 def test_older_message_that_nothing_sends_any_more_is_refused(
     at: int, value: Any, path: str
 ) -> None:
-    """The kinds of pushes, and another attempt than the first."""
+    """The kinds of pushes and of progress, and another attempt than the first."""
     data = bytes.fromhex(RECORDED[11]["valid"])
     head = len(b"kvspec-message\n") + 2 + START
     fields = msgspec.msgpack.decode(data[head:])
