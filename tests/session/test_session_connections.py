@@ -164,7 +164,7 @@ def test_agent_of_two_engines_stays_connected_until_both_are_disconnected(net: F
         def load(name: str) -> Load:
             remote_id = new_remote_id(name)
             sessions[name].hold(remote_id)
-            return near.load(request(), remote_id=remote_id, timeout=9.0, engine_id=name)
+            return near.load(request(remote_id), remote_id=remote_id, timeout=9.0, engine_id=name)
 
         def state(load: Load) -> str:
             until(lambda: other.poll() or load.poll() != "moving", producer, consumer)
@@ -180,8 +180,8 @@ def test_agent_of_two_engines_stays_connected_until_both_are_disconnected(net: F
         net.moving[0].fail()
         assert "failed" == state(lost)
         net.fate = FakeFlight.land
-        for session in sessions.values():
-            near.connect([session.introduction])
+        for name in ("Q", "P"):
+            near.connect([sessions[name].introduction])
         assert (2, 0) == (near.stats().engines, near.stats().leaving)
         assert ["done", "done"] == [state(load(name)) for name in sessions]
         for name in sessions:
