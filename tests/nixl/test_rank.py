@@ -574,7 +574,7 @@ def test_late_transfer_posts_no_further_batch(ranks: Pair, monkeypatch: pytest.M
     transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="late", timeout=0)
     with pytest.raises(TransferError, match="100 batches") as caught:
         transfer.wait()
-    assert ("late", "timeout") == (caught.value.request, caught.value.state)
+    assert ("late", "overdue") == (caught.value.request, caught.value.state)
     assert not ranks.local[-1024 * 50 :].any()
 
 
