@@ -367,9 +367,9 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         source = load.sources.get(rank)
         if isinstance(message, Lease):
             return actions
-        # In *moving*, the question was a heartbeat. A producer that has aborted the request frees
-        # it when it receives `done`, so this rank still has to send it.
-        if load.state != "moving":
+        # In *moving* and *draining*, the question was a heartbeat. A producer that has aborted the
+        # request frees it when it receives `done`, so this rank still has to send it.
+        if load.state not in ("moving", "draining"):
             load.waiting.pop(rank, None)
         if source is not None and isinstance(message, Valid):
             # In *verifying*, only `done` is open. It was sent after the last byte had arrived.

@@ -171,6 +171,16 @@ def test_load_fails_when_its_source_answers_gone() -> None:
     assert Ended("mine", "failed") == actions[1]
 
 
+def test_failed_load_sends_done_to_a_rank_that_answered_gone_while_bytes_moved() -> None:
+    """Both ranks have aborted the request. Each of them frees it when it receives `done`."""
+    ledger = ConsumerLedger(D[0])
+    heartbeats = expect(ledger, reads(), 0.0, 20.0)
+    step = ledger.start("mine", P[0].rank)
+    failed = [a for gone in answers(heartbeats, "gone") for a in ledger.receive(gone, 1.0)]
+    assert ["Failed"] == kinds(failed)
+    assert ["Ended", "done", "done"] == kinds(ledger.finish(step, 2.0))
+
+
 def test_failed_load_keeps_its_blocks_until_its_last_step_has_ended() -> None:
     """The step may still write into them."""
     ledger = moving()

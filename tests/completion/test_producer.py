@@ -80,7 +80,7 @@ def test_heartbeat_that_waited_extends_a_lease_that_is_over() -> None:
     ledger.tick(21.0)
     assert KEY in ledger.held
     ledger.tick(22.0)
-    assert {KEY.remote_id: "expired"} == ledger.freed
+    assert "expired" == ledger.freed[KEY.remote_id]
 
 
 def test_repeated_heartbeat_extends_no_lease() -> None:

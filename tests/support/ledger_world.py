@@ -262,7 +262,7 @@ class World(TwoEngines[bytes]):
             step.failed = step.load.void = True
             actions = ledger.fail(name[1], "a read hangs", self.reader_now, quiet=False)
         self.acted(actions, "D", name[0])
-        stopped = how == "done" or self.state(step.load) != "moving"
+        stopped = how == "done" or self.state(step.load) not in ("moving", "verifying", "done")
         check(Promise.ORDER, stopped, "a load moves on after a failed read")
 
     def compare(self, at: int, *, equal: bool) -> None:
