@@ -334,8 +334,11 @@ class TransferError(KVSpecError):
     RemoteTransferError('no answer (rank=tp0, request=r1, state=timeout)')
     """
 
-    def __new__(cls, *_: object, state: TransferState, **__: object) -> Self:
+    def __new__(
+        cls, *_: object, state: TransferState, rank: object = None, request: object = None
+    ) -> Self:
         """Create an error of the class that *state* determines."""
+        del rank, request
         remote = any(member == state and member.side == "remote" for member in TransferState)
         kind: Any = cls
         if cls is TransferError:
