@@ -36,10 +36,10 @@ def counted_posts() -> Iterator[Counter[Transfer]]:
 
         return SimpleNamespace(**{**vars(real), "nixlAgentConfig": config})
 
-    def counting(transfer: Transfer, handle: int) -> None:
-        telemetry = transfer._agent.call("telemetry", "getXferTelemetry", handle)  # noqa: SLF001
-        posted[transfer] += int(telemetry.descCount)
-        settle(transfer, handle)
+    def counting(self: Transfer, handle: int) -> None:
+        telemetry = self._agent.call("telemetry", "getXferTelemetry", handle)
+        posted[self] += int(telemetry.descCount)
+        settle(self, handle)
 
     agent.bindings, Transfer._settle = capturing, counting  # type: ignore[method-assign] # noqa: SLF001
     try:
