@@ -23,6 +23,7 @@ from kvspec import DescriptorTable, ParallelConfig, allocate, build_table, plan_
 from kvspec.descriptors.selection import Selection
 from kvspec.nixl.merging import pair_selection
 from kvspec.nixl.rows import checked_rows
+from kvspec.testing.posted import counted_posts
 
 LAYOUTS = ("LBHNC", "LBNHC", "LKBNHC", "LBKHNC", "BLHNC", "BLNHC", "BHLNC", "LHBNC")
 PAIRS = ((8, 4), (4, 8), (4, 4), (2, 8), (8, 2), (16, 4), (3, 2))
@@ -221,7 +222,11 @@ def _through(rank_class: Any, work: works.Work) -> tuple[int, int]:  # noqa: ANN
     ours, own = allocate(consumer, target, work.pools[1])
     table = build_table(plan, theirs, ours)
     selection = table.select(work.request())
-    with rank_class(secret=b"") as far, rank_class(secret=b"", polled=True, telemetry=True) as near:
+    with (
+        counted_posts() as counts,
+        rank_class(secret=b"") as far,
+        rank_class(secret=b"", polled=True) as near,
+    ):
         far.register(theirs.memory, owner=held)
         near.register(ours.memory, owner=own)
         peer = near.connect(far.metadata())
@@ -229,4 +234,4 @@ def _through(rank_class: Any, work: works.Work) -> tuple[int, int]:  # noqa: ANN
         remote = near.prepare(table.producer_rows, peer=peer)
         transfer = near.read(local, selection, remote, request="bench", timeout=60)
         transfer.wait()
-        return posted(table, selection), transfer.posted
+        return posted(table, selection), counts[transfer]

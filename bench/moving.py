@@ -25,6 +25,7 @@ from timing import Options, Row, readable
 import kvspec
 from kvspec import RankId, allocate, build_table, plan_memory, plan_transfer
 from kvspec.nixl import NixlRank, Staging, Transfer
+from kvspec.testing.posted import counted_posts
 
 TARGET = RankId()
 TIMEOUT = 60.0
@@ -213,10 +214,9 @@ class Lanes:
         ]
         self.nbytes = sum(int(table.descriptors(self.request)[:, 2].sum()) for table in self.tables)
         self.ranks, self.lists, self.reads = {}, {}, dict[str, list[Transfer]]()
+        self.posted = stack.enter_context(counted_posts())
         for way, staging in ways.items():
-            rank = stack.enter_context(
-                NixlRank(secret=b"", polled=True, telemetry=True, staging=staging)
-            )
+            rank = stack.enter_context(NixlRank(secret=b"", polled=True, staging=staging))
             rank.register(cache.memory, owner=storage)
             self.peer = rank.connect(metadata)
             self.ranks[way] = rank
@@ -249,7 +249,7 @@ class Lanes:
 
     def summary(self, way: str) -> str:
         """Return how many descriptors one way posted, and whether it staged."""
-        posted = sum(read.posted or 0 for read in self.reads[way])
+        posted = sum(self.posted[read] for read in self.reads[way])
         staged = any(read.staged for read in self.reads[way])
         return f"{posted} posted, {'staged' if staged else 'direct'}"
 

@@ -43,7 +43,7 @@ LONG = attrs.evolve(works.W1, name="W1's model, a million tokens", tokens=1_000_
 class NoAgent:
     """An agent that posts nothing."""
 
-    name, telemetry = "none", False
+    name = "none"
 
     def make(self, *_: object) -> int:
         """Return an invented handle."""

@@ -89,7 +89,10 @@ def limits_page(text: str) -> str:
     """Return limits.md with the present states of a `TransferError`."""
     from kvspec import TransferState  # noqa: PLC0415 - see `_execute`
 
-    rows = [f"| `{state}` | {state.meaning} | {state.remedy} |" for state in TransferState]
+    rows = [
+        f"| `{state}` | {state.side} | {state.meaning} | {state.remedy} |"
+        for state in TransferState
+    ]
     return _with_rows(text, "## States of a `TransferError`", rows)
 
 

@@ -35,8 +35,10 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import (
     KVSpecError,
+    LocalTransferError,
     Mismatch,
     MismatchError,
+    RemoteTransferError,
     SpecError,
     TransferError,
     TransferState,
@@ -77,6 +79,7 @@ __all__ = [
     "KVSpecError",
     "KeyContent",
     "LayerSpec",
+    "LocalTransferError",
     "MLAAttentionSpec",
     "MambaSpec",
     "Memory",
@@ -87,6 +90,7 @@ __all__ = [
     "RankCache",
     "RankId",
     "Region",
+    "RemoteTransferError",
     "ReplicaPolicy",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
@@ -142,16 +146,3 @@ def __getattr__(name: str) -> ModuleType:
     if not any(module.partition(".")[0] == name for module in ON_DEMAND):
         raise AttributeError(f"module 'kvspec' has no attribute {name!r}")
     return import_module(f"kvspec.{name}")
-
-
-def _repr_svg_(value: TransferPlan | DescriptorTable) -> str:
-    """Return the picture of *value* as SVG, which notebooks display."""
-    draw = import_module("kvspec.draw")
-    text: str = draw.plan_svg(value) if isinstance(value, TransferPlan) else draw.table_svg(value)
-    return text
-
-
-# `kvspec.draw` imports plans and tables, so their modules cannot import it. IPython looks for the
-# method on the class, so this module adds it there.
-for _drawn in (TransferPlan, DescriptorTable):
-    setattr(_drawn, "_repr_svg_", _repr_svg_)  # noqa: B010 - mypy refuses the plain assignment

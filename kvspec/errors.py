@@ -14,7 +14,8 @@ How it works:
     `TransferError`  the transport or the peer failed            does what `state` advises
 
     `SpecError` is also a `ValueError`, and `KVSpecError` is the base of all four. The first two are
-    raised before any byte moves.
+    raised before any byte moves. A `TransferError` is of one of two classes, so that `except` can
+    choose: `RemoteTransferError` if the other side is to blame, else `LocalTransferError`.
 
         >>> from kvspec import ParallelConfig
         >>> try:
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import attrs
 
@@ -206,6 +207,7 @@ class TransferState(enum.StrEnum):
     Attributes:
         meaning: The facts that are known about the transfer.
         remedy: The next step of the caller.
+        side: "remote" if the other side is to blame, so that another peer may help. Else "local".
 
     >>> TransferState.TIMEOUT == "timeout"
     True
@@ -215,23 +217,28 @@ class TransferState(enum.StrEnum):
 
     meaning: str
     remedy: str
+    side: Literal["local", "remote"]
 
-    def __new__(cls, value: str, meaning: str, remedy: str) -> Self:
+    def __new__(
+        cls, value: str, meaning: str, remedy: str, side: Literal["local", "remote"] = "local"
+    ) -> Self:
         """Create a member that equals *value*."""
         member = str.__new__(cls, value)
         member._value_ = value
-        member.meaning, member.remedy = meaning, remedy
+        member.meaning, member.remedy, member.side = meaning, remedy, side
         return member
 
     PEER_LOST = (
         "peer_lost",
         "the peer cannot be reached, or the memory of this rank is gone",
         "load with its next ticket, or disconnect the peer and connect again",
+        "remote",
     )
     STALE_PEER = (
         "stale_peer",
         "the peer is not the one that was connected, or was restarted since",
         "disconnect the peer and connect with its current metadata",
+        "remote",
     )
     NOT_REGISTERED = (
         "not_registered",
@@ -240,8 +247,14 @@ class TransferState(enum.StrEnum):
     )
     TIMEOUT = (
         "timeout",
-        "the time limit has passed, and the state of the data is unknown",
+        "the other side was not done within the time limit, and the state of the data is unknown",
         "treat the destination blocks as undefined, and try again or wait longer",
+        "remote",
+    )
+    OVERDUE = (
+        "overdue",
+        "the time limit has passed while nothing was in flight: this rank was busy or not polled",
+        "treat the destination blocks as undefined, and poll more often or wait longer",
     )
     BUSY = (
         "busy",
@@ -250,23 +263,26 @@ class TransferState(enum.StrEnum):
     )
     STOPPED = (
         "stopped",
-        "one side gave the transfer up, and operations in flight are in quarantine until they end",
+        "this side gave the transfer up, and operations in flight are in quarantine until they end",
         "reuse the destination blocks only after that, and load the request again if needed",
     )
     GONE = (
         "gone",
         "the producer no longer holds the request or has ended, and the data that was read is void",
         "compute the blocks, or load the request from a producer that holds it",
+        "remote",
     )
     DIFFERS = (
         "differs",
         "the data that arrived differs from the data that the producer holds",
         "compute the blocks, or load the request again: the sides may have named different blocks",
+        "remote",
     )
     UNCOMPARED = (
         "uncompared",
         "the data arrived, but could not be compared with the data of the producer",
         "pass `blocks` to the producer's `hold`, or load without `checksum`",
+        "remote",
     )
     REFUSED = (
         "refused",
@@ -312,11 +328,23 @@ class TransferError(KVSpecError):
         message: Description of the failure, without the facts below.
         rank: Rank or peer at which it failed, or None.
         request: Id of the request that failed, or None.
-        state: State of the transfer. It determines what the caller can do next.
+        state: State of the transfer. It determines what the caller can do next, and the class.
 
     >>> TransferError("no answer", rank="tp0", request="r1", state=TransferState.TIMEOUT)
-    TransferError('no answer (rank=tp0, request=r1, state=timeout)')
+    RemoteTransferError('no answer (rank=tp0, request=r1, state=timeout)')
     """
+
+    def __new__(
+        cls, *_: object, state: TransferState, rank: object = None, request: object = None
+    ) -> Self:
+        """Create an error of the class that *state* determines."""
+        del rank, request
+        remote = any(member == state and member.side == "remote" for member in TransferState)
+        kind: Any = cls
+        if cls is TransferError:
+            kind = RemoteTransferError if remote else LocalTransferError
+        error: Self = super().__new__(kind)
+        return error
 
     def __init__(
         self,
@@ -340,6 +368,22 @@ class TransferError(KVSpecError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _transfer_error, (self.message, self.rank, self.request, self.state)
+
+
+class LocalTransferError(TransferError):
+    """This side is to blame. Another peer would not help.
+
+    >>> TransferError("it was closed", state=TransferState.CLOSED)
+    LocalTransferError('it was closed (state=closed)')
+    """
+
+
+class RemoteTransferError(TransferError):
+    """The other side or the network is to blame. Compute the blocks, or load them elsewhere.
+
+    >>> TransferError("its process has ended", state=TransferState.PEER_LOST)
+    RemoteTransferError('its process has ended (state=peer_lost)')
+    """
 
 
 def _transfer_error(

@@ -79,9 +79,7 @@ def _move(running: Running, timeout: float) -> None:
             done.append(result)
 
     try:
-        with contextlib.closing(
-            NixlRank(prefix="check-", secret=running.secret, polled=True)
-        ) as nixl:
+        with contextlib.closing(NixlRank(prefix="check-", secret=running.secret)) as nixl:
             move(ranks, nixl, timeout, report)
     except KVSpecError as error:
         running.fault("--move", error)

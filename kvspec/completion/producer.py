@@ -25,9 +25,6 @@ How it works:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
-        of a connected engine, and no rank of its plan   refuse
-        of a connected engine, and another `expected`    refuse
-            than that of the plan
         a new reader, and 4096 have come already         refuse
         first message of its incarnation, 16 are known   refuse, and dispute the request
         first message of its incarnation                 accept
@@ -59,7 +56,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -77,7 +74,6 @@ from kvspec.completion.states import PRODUCER, row_of
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
-from kvspec.ownership.parallel import RankId
 from kvspec.wire.messages import (
     Done,
     Extent,
@@ -94,8 +90,7 @@ from kvspec.wire.messages import (
 
 # Incarnations of engines that may read one request. The limit bounds the memory.
 MAX_INCARNATIONS = 16
-# Readers to keep of one request, and of all requests, if their engines are not connected. Each
-# takes about 1 KiB.
+# Readers to keep of one request, and of all requests. Each takes about 1 KiB.
 MAX_KEPT_READERS, MAX_ALL_READERS = 1 << 12, 1 << 16
 # Readers of freed requests to remember, so that their last message can be answered again. They must
 # not count as above: a busy producer frees more requests in a lease, and would refuse new readers.
@@ -241,8 +236,6 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self.longest = seconds("longest", longest)
         self.freed: dict[RemoteId, str] = {}
         self.ended = Counter[str]()
-        # By connected engine: the ranks that read from this rank, and how many of them send `done`.
-        self._plans: dict[tuple[str, int], frozenset[RankId]] = {}
 
     @property
     def held(self) -> tuple[Key, ...]:
@@ -296,7 +289,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             return [Refused(message, f"it is not a reader's message to {self.me}")]
         if self.epochs.get(message.by.engine_id, message.by.epoch) != message.by.epoch:
             return [Refused(message, "it is from another incarnation of that engine")]
-        if why := self._unplanned(message):
+        if why := self._crowded(message):
             return [Refused(message, why)]
         known, actions = self.records.get(message.key), list[HoldAction]()
         if known is not None and known.latest <= self._now:  # No heartbeat can extend it.
@@ -315,11 +308,8 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request = self.find(key)
         return self._step(request, "abort") if request is not None else []
 
-    def connect(self, engine_id: str, epoch: int, readers: Iterable[RankId] | None = None) -> None:
+    def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
-
-        *readers*: if the plan of the engine is known, its ranks that read requests of this rank.
-        Messages of its other ranks are refused.
 
         Requests that an earlier incarnation reads are held until their lease is over, because that
         incarnation may still read.
@@ -328,33 +318,17 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
             SpecError: If *epoch* is less than before.
         """
         self._connect(engine_id, epoch)
-        if readers is not None:
-            self._plans[engine_id, epoch] = frozenset(readers)
 
-    def _unplanned(self, message: ReaderStatus) -> str:
-        """Return why the plan, or the bounds of readers without a plan, refuse *message*, or ""."""
-        by, why = message.by, ""
-        planned = self._plans.get((by.engine_id, by.epoch))
-        if planned is not None:
-            if by.rank not in planned:
-                why = "the plan has no such reader of this rank"
-            elif message.expected != len(planned):
-                why = f"it expects {message.expected} readers, the plan {len(planned)}"
-            return why
+    def _crowded(self, message: ReaderStatus) -> str:
+        """Return why the bounds of readers refuse *message*, or ""."""
         request = self.records.get(message.key)
-        if request is None or by in request.readers or by in request.early:
+        if request is None or message.by in request.readers or message.by in request.early:
             return ""
         if len(request.readers) + len(request.early) >= MAX_KEPT_READERS:
-            return f"{MAX_KEPT_READERS} readers of engines that are not connected read it already"
+            return f"{MAX_KEPT_READERS} readers read it already"
         if self.counts["readers"] >= MAX_ALL_READERS:
-            why = f"{MAX_ALL_READERS} readers of all requests are known already"
-        return why
-
-    def disconnect(self, engine_id: str) -> None:
-        """Forget an engine."""
-        super().disconnect(engine_id)
-        for name in [name for name in self._plans if name[0] == engine_id]:
-            del self._plans[name]
+            return f"{MAX_ALL_READERS} readers of all requests are known already"
+        return ""
 
     def _wake(self, request: HeldRequest, /) -> list[HoldAction]:
         """End the lease of a request, or forget the request, unless a heartbeat extended it."""

@@ -14,7 +14,7 @@ How it works:
 
     producer's event  condition                                                in the code
     ----------------  -------------------------------------------------------  --------------------
-    heartbeat, done   the plan and the readers so far allow the message;       `receive`, `refusal`
+    heartbeat, done   the limits and the readers so far allow the message;     `receive`, `refusal`
                       otherwise it is refused and is no event
     repeated          a `done` with the number of the reader's last `done`     `repeats`
     admit, abort      the engine calls `hold` or `abort`                       `admit`, `abort`

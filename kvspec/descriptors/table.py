@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from importlib import import_module
 from itertools import combinations, permutations
 
 import attrs
@@ -206,6 +207,11 @@ class DescriptorTable:
     consumer_memory_type: str
     layers: frozenset[str] | None = None
     dead_tokens: bool = False
+
+    def _repr_svg_(self) -> str:
+        """Return the picture of the table, which notebooks display. `kvspec.draw` imports it."""
+        svg: str = import_module("kvspec.draw").table_svg(self)
+        return svg
 
     def select(self, request: TransferRequest, *, tokens: Positions | None = None) -> Selection:
         """Return the descriptors that *request* moves: ids of rows, and ends with addresses.

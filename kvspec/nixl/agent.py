@@ -30,8 +30,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import attrs
 import numpy as np
 
+from kvspec.descriptors.selection import RowIds
 from kvspec.errors import TransferError, TransferState
-from kvspec.nixl.rows import Ids, Ints, StridedRows, row_text
+from kvspec.nixl.rows import StridedRows, row_text
+from kvspec.ownership.tokens import Ints
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from kvspec.memory.rank_cache import Memory
 
 Subject = tuple[str | None, str | None]  # Peer and request, for errors.
-Place = tuple[str, int, Ints]  # Memory type, device, and address of each descriptor.
+ListIds = tuple[int, RowIds]  # Handle of a list, and ids of it.
+Addresses = tuple[str, int, Ints]  # Memory type, device, and address of each descriptor.
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 # Pause of the progress thread. NIXL's own Python class sets 0: its thread then uses a whole core
 # while idle. With 1 ms it uses about 4 % of a core.
@@ -172,9 +175,8 @@ class Agent:
 
     forked = False
 
-    def __init__(self, name: str, *, progress_thread: bool, telemetry: bool) -> None:
+    def __init__(self, name: str, *, progress_thread: bool) -> None:
         self.name = name
-        self.telemetry = telemetry
         # Owners of registered memory. They must outlive the agent: NIXL accepts transfers into
         # freed memory, and then overwrites what lies there.
         self.owners: list[object] = []
@@ -194,7 +196,6 @@ class Agent:
         # The default, no locking, gave wrong errors while another thread registered memory, and
         # crashed if one handle was posted twice. STRICT costs nothing measurable.
         config.syncMode = nb.NIXL_THREAD_SYNC_STRICT
-        config.captureTelemetry = telemetry
         # NIXL's enums are compared by number: comparing two members takes 0.5 us.
         self._done, self._moving = nb.NIXL_SUCCESS.value, nb.NIXL_IN_PROG.value
         self._native: Any = _Destroyed(name)
@@ -303,9 +304,7 @@ class Agent:
                     raise TransferError(message, rank=error.rank, state=error.state) from error
             raise
 
-    def make(
-        self, operation: str, local: tuple[int, Ids], remote: tuple[int, Ids], subject: Subject
-    ) -> int:
+    def make(self, operation: str, local: ListIds, remote: ListIds, subject: Subject) -> int:
         """Return a handle for *operation* ("READ" or "WRITE") over (list handle, ids) pairs."""
         # "": no notification. Attached ones are sent only when this side polls the finished handle.
         # False: let NIXL merge descriptors, since each posted one costs about 3 us.
@@ -317,7 +316,7 @@ class Agent:
         return made
 
     def make_plain(
-        self, operation: str, lengths: Ints, local: Place, remote: Place, subject: Subject
+        self, operation: str, lengths: Ints, local: Addresses, remote: Addresses, subject: Subject
     ) -> int:
         """Return a handle for *operation* over descriptors of *lengths* bytes.
 

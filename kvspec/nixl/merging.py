@@ -59,15 +59,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import attrs
 import numpy as np
 
-from kvspec.descriptors.selection import Picked, Selection
+from kvspec.descriptors.selection import Picked, RowIds, Selection
 from kvspec.errors import SpecError
 from kvspec.nixl.agent import Prepared, check_unreleased
-from kvspec.nixl.rows import SEVERAL, Ids, Ints, StridedRows
+from kvspec.nixl.rows import SEVERAL, StridedRows
+from kvspec.ownership.tokens import Ints
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
     from kvspec.nixl.agent import Agent
 
 Operation = Literal["READ", "WRITE"]
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # A local list, ids of it, a remote list, and as many ids of it. Or a selection, and None.
 Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np.integer] | None"]
 
@@ -116,7 +116,7 @@ NO_ID = -1  # Stands for an end in errors.
 _ONE = partial(len, _FIRST)
 
 
-def checked_ids(field: str, ids: object, total: int) -> Ids:
+def checked_ids(field: str, ids: object, total: int) -> RowIds:
     """Return *ids* as int32. Raise `SpecError` unless they are integers in [0, *total*)."""
     # An array of another class may compare in another way: a masked array compares no masked id.
     if type(ids) is not np.ndarray or ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -173,8 +173,8 @@ class Pairing:
             transfers are in flight, or if the transfer may be staged.
     """
 
-    local_ids: Ids
-    remote_ids: Ids
+    local_ids: RowIds
+    remote_ids: RowIds
     nbytes: int
     batches: tuple[slice | Plain, ...]
     _count: Callable[[], int]
@@ -186,7 +186,7 @@ class Pairing:
         return self._count()
 
 
-def continues_in_row(rows: StridedRows, ids: Ids, row: Ints) -> NDArray[np.bool_]:
+def continues_in_row(rows: StridedRows, ids: RowIds, row: Ints) -> NDArray[np.bool_]:
     """Whether each of *ids*, but the first, is the next id of the same dense row.
 
     Args:
@@ -229,9 +229,9 @@ def continues_in_memory(starts: Ints, lengths: Ints, begins: Ints) -> NDArray[np
 
 def pair(
     local: StridedRows,
-    local_ids: Ids,
+    local_ids: RowIds,
     remote: StridedRows,
-    remote_ids: Ids,
+    remote_ids: RowIds,
     destination: str,
     ends: Sequence[Plain] = (),
 ) -> Pairing:
@@ -299,7 +299,7 @@ def _merged(
 
 
 def _spans_of_ids(
-    local: StridedRows, local_ids: Ids, remote: StridedRows, remote_ids: Ids
+    local: StridedRows, local_ids: RowIds, remote: StridedRows, remote_ids: RowIds
 ) -> Spans:
     near, far = local.row_of(local_ids), remote.row_of(remote_ids)
     begins = local.address_of(local_ids, near), remote.address_of(remote_ids, far)
@@ -318,7 +318,7 @@ def _all_spans(every: Sequence[Spans]) -> Spans:
     return every[0] if len(every) == 1 else Spans(*map(np.concatenate, zip(*every, strict=True)))
 
 
-def _refuse_unequal(local_ids: Ids, local: Ints, remote_ids: Ids, remote: Ints) -> None:
+def _refuse_unequal(local_ids: RowIds, local: Ints, remote_ids: RowIds, remote: Ints) -> None:
     """Raise `SpecError` if the lengths *local* and *remote* differ for a pair of ids."""
     unequal = local != remote
     if np.count_nonzero(unequal):
@@ -328,7 +328,7 @@ def _refuse_unequal(local_ids: Ids, local: Ints, remote_ids: Ids, remote: Ints) 
         raise SpecError(f"local_ids[{place}]", value, expected)
 
 
-def _refuse_overlap(field: str, ids: Ids, starts: Ints, lengths: Ints) -> None:
+def _refuse_overlap(field: str, ids: RowIds, starts: Ints, lengths: Ints) -> None:
     """Raise `SpecError` if two runs share a byte. They are sorted by address."""
     twice = starts[:-1] + lengths[:-1] > starts[1:]
     if twice.any():
@@ -488,7 +488,7 @@ def _merging_pays(
         worth = spared * IDS_FOR_A_POST > total
         if not worth or sum(each) <= LIMIT * (sum(each) - spared):
             return False
-    posted, sample = 0, list[Ids]()
+    posted, sample = 0, list[RowIds]()
     for entry, tiles in parts:
         runs = entry.rows.bunch
         count = min(len(tiles), max(1, SAMPLE // (runs * len(parts))))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -31,7 +32,7 @@ from kvspec.inputs import flag, mapping, seconds, sequence
 from kvspec.memory.region import Memory, check_memory_type
 from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.memory import new_memories
-from kvspec.nixl.merging import OPERATIONS, Operation, Sides
+from kvspec.nixl.merging import Sides
 from kvspec.nixl.peers import Envelope, name_of, opened
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging.choosing import Buffers
@@ -47,7 +48,8 @@ T = TypeVar("T")
 # A polled rank reads one byte of each new peer. Each read has a byte of its own here, because two
 # transfers may not write one byte. Peers read the first byte, and the others are for the reads.
 PROBES = 4096
-SIDES = "tuples (local list, local ids, remote list, remote ids)"
+SIDES_TEXT = "tuples (local list, local ids, remote list, remote ids)"
+DISCARD = 1.0  # Seconds between two calls that discard hellos.
 HELLO = b"kvspec-nixl hello"  # It opens the connection, so that the first read need not.
 
 
@@ -87,7 +89,6 @@ class NixlRank:
         polled: Create the agent without a progress thread. Bytes then move only inside `poll`
             and `wait`. This suits a rank that starts all its transfers. A rank whose memory peers
             read or write needs the thread.
-        telemetry: Record for each `Transfer` how many descriptors NIXL posted after merging.
         staging: A `Staging`, or the bytes of its buffer. Transfers of many short runs move
             through the buffer if that takes less time. None: all transfers are direct.
 
@@ -103,20 +104,20 @@ class NixlRank:
         prefix: str = "",
         secret: Secret | str | bytes | None = None,
         polled: bool = False,
-        telemetry: bool = False,
         staging: Staging | int | None = None,
     ) -> None:
         self.name = name_of(name, prefix)
-        self.polled, timed = flag("polled", polled), flag("telemetry", telemetry)
+        self.polled = flag("polled", polled)
         self.secret = secret_of(secret)
         if staging is not None and not isinstance(staging, Staging):
             staging = Staging(buffer=staging)
-        self._agent = Agent(self.name, progress_thread=not polled, telemetry=timed)
+        self._agent = Agent(self.name, progress_thread=not polled)
         self.memory: tuple[Memory, ...] = ()
         # The lists that were prepared for each peer. None: lists of this rank.
         self._lists: dict[str | None, list[Prepared]] = {None: []}
         # Peers that received a hello. A polled rank has also read from them.
         self._answered: set[str] = set()
+        self._next_discard = 0.0
         buffers = Buffers(staging, self._agent) if staging else None
         self._in_flight = InFlightTransfers(self._agent, buffers)
         self._probe = np.zeros(PROBES, np.uint8)
@@ -377,10 +378,8 @@ class NixlRank:
         sides = local, local_ids, remote, remote_ids
         return self._in_flight.start("WRITE", {None: sides}, request, timeout)[None]
 
-    def pair(
-        self, operation: Operation, pairs: Mapping[K, Sides], *, request: str
-    ) -> dict[K, Transfer]:
-        """Check several reads or writes and pair their ids. That takes long. Nothing starts.
+    def pair(self, pairs: Mapping[K, Sides], *, request: str) -> dict[K, Transfer]:
+        """Check several reads and pair their ids. That takes long. Nothing starts.
 
         The agent is not locked meanwhile. Pass each transfer to `move` of this rank once, in place
         of the sides, or drop it. It is not among the `transfers` until then, and cannot be polled.
@@ -390,20 +389,14 @@ class NixlRank:
             SpecError: As in `read`.
             TransferError: As in `read`, or with state "closed" if a list was released.
         """
-        return self._in_flight.pair(operation, _sides(operation, pairs), request)
+        return self._in_flight.pair(_checked_pairs(pairs), request)
 
     def move(
-        self,
-        operation: Operation,
-        pairs: Mapping[K, Sides | Transfer],
-        *,
-        request: str,
-        timeout: float,
+        self, pairs: Mapping[K, Sides | Transfer], *, request: str, timeout: float
     ) -> dict[K, Transfer]:
-        """Start several reads or writes. If one of them is wrong, none starts.
+        """Start several reads. If one of them is wrong, none starts.
 
         Args:
-            operation: "READ" or "WRITE".
             pairs: Tuples (local list, local ids, remote list, remote ids), by any key. Or results
                 of `pair`: the first `poll` of such a transfer posts its first batch. No pair may
                 write bytes that another pair reads or writes. The key becomes the `key` of the
@@ -419,14 +412,18 @@ class NixlRank:
             SpecError: As in `read`.
             TransferError: As in `read`.
         """
-        checked = _sides(operation, pairs, Transfer)
-        return self._in_flight.start(operation, checked, request, timeout)
+        return self._in_flight.start("READ", _checked_pairs(pairs, Transfer), request, timeout)
 
-    def discard_hellos(self) -> None:
-        """Discard the hellos that have arrived. NIXL would keep them until the rank is closed."""
+    def tick(self) -> None:
+        """Discard the hellos that have arrived, at most once a second.
+
+        NIXL would keep them until the rank is closed.
+        """
         with self._agent.lock:
             self._agent.check_open()
-            self._agent.call("notifications", "getNotifs", {}, [])
+            if (now := time.monotonic()) >= self._next_discard:
+                self._next_discard = now + DISCARD
+                self._agent.call("notifications", "getNotifs", {}, [])
 
     def close(self, drain: float = 1.0) -> None:
         """Release everything in the order that NIXL needs. In a forked child, do nothing.
@@ -505,15 +502,13 @@ class NixlRank:
                 transfer.stop("the connection was not established", TransferState.STOPPED)
 
 
-def _sides(operation: Operation, pairs: Mapping[K, T], *others: type[T]) -> Mapping[K, T]:
+def _checked_pairs(pairs: Mapping[K, T], *others: type[T]) -> Mapping[K, T]:
     """Return *pairs* if its values are sides or of the classes *others*, or raise `SpecError`."""
-    if not isinstance(operation, str) or operation not in OPERATIONS:
-        raise SpecError("operation", operation, " or ".join(OPERATIONS))
-    checked = mapping("pairs", pairs, f"keys to {SIDES}")
+    checked = mapping("pairs", pairs, f"keys to {SIDES_TEXT}")
     for sides in checked.values():
         known = isinstance(sides, others)
-        if not known and (not isinstance(sides, tuple) or len(sides) != 4):  # noqa: PLR2004 - as in SIDES
-            raise SpecError("pairs", sides, SIDES)
+        if not known and (not isinstance(sides, tuple) or len(sides) != 4):  # noqa: PLR2004 - as in SIDES_TEXT
+            raise SpecError("pairs", sides, SIDES_TEXT)
     return checked
 
 

@@ -7,19 +7,21 @@ exception covers all faults. Each `SpecError` here names the row, its value and 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
+from kvspec.descriptors.selection import RowIds
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST
+from kvspec.ownership.tokens import Ints
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 ID_END = 2**31
 SEVERAL = -1  # The device of rows that lie on several devices.
-
-Ints = NDArray[np.int64]
-Ids = NDArray[np.int32]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -77,15 +79,15 @@ class StridedRows:
         devices = np.unique(self._columns[2])
         return int(devices[0]) if len(devices) == 1 else SEVERAL
 
-    def row_of(self, ids: Ids) -> Ints:
+    def row_of(self, ids: RowIds) -> Ints:
         """Return the row of each id."""
         return self._ends.searchsorted(ids, side="right")
 
     @cached_property
-    def _ends(self) -> Ids:
+    def _ends(self) -> RowIds:
         return self.start[1:].astype(np.int32)
 
-    def address_of(self, ids: Ids, row: Ints) -> Ints:
+    def address_of(self, ids: RowIds, row: Ints) -> Ints:
         """Return the address of each id, which lies in *row*."""
         return np.asarray(self._columns[0][row] + (ids - self.start[row]) * self._columns[3][row])
 

@@ -20,13 +20,14 @@ from typing import TypeAlias, TypeVar, cast
 
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
+from kvspec.memory.busy import BusyRanges, united
 from kvspec.nixl.agent import Agent, check_unreleased
-from kvspec.nixl.busy import BusyRanges, Ints, united
 from kvspec.nixl.merging import Operation, Plain, Sides, checked_pairs
 from kvspec.nixl.staging.choosing import Buffers
 from kvspec.nixl.staging.learning import Lesson
 from kvspec.nixl.staging.ranges import Batch
-from kvspec.nixl.staging.stage import Stage, StagingBuffer, free_slot, in_line
+from kvspec.nixl.staging.stage import StagedRanges, StagingBuffer, free_slot, in_line
+from kvspec.ownership.tokens import Ints
 
 IN_FLIGHT = 16  # Handles that one transfer has posted at once. A list of any length makes few.
 STAGED_TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its batches are short.
@@ -34,7 +35,7 @@ STAGED_TURN = 0.01  # Seconds after which a poll of a staged transfer ends. Its 
 FIRST_WAIT, LAST_WAIT = 20e-6, 2e-3
 
 K = TypeVar("K", bound=Hashable)
-Owner: TypeAlias = "weakref.ref[Transfer]"  # It does not keep the transfer alive.
+TransferRef: TypeAlias = "weakref.ref[Transfer]"  # It does not keep the transfer alive.
 Claimed = tuple[tuple[str, str], Ints, Ints]  # A place, and the starts and ends of ranges.
 
 
@@ -53,8 +54,6 @@ class Transfer:
         descriptors: Number of pairs of ids and of ends.
         nbytes: Bytes to move.
         handles: Number of batches posted so far.
-        posted: Number of descriptors that NIXL posted after merging, if the rank captures
-            telemetry.
         error: The `TransferError` if the transfer failed, else None.
         started: Whether its bytes may move. False for a result of `pair` until `move`.
     """
@@ -63,8 +62,7 @@ class Transfer:
     error: TransferError | None = None
     started = False
     queue_number: int | None = None  # Its place in the line for a slot of the buffer.
-    stage: Stage | None = None
-    posted: int | None = None
+    stage: StagedRanges | None = None
     _deadline = math.inf  # The first step sets it, since reading the clock takes 0.4 us.
     _settled = 0
     _lesson: Lesson | None = None
@@ -93,8 +91,6 @@ class Transfer:
             self.stage, self._lesson = choose(pairs, *lists, inward=operation == "READ")
             if self.stage is not None:
                 self.batches = self.stage.batches
-        if self._agent.telemetry:
-            self.posted = 0
         self._pending = [*self.batches[::-1]]  # The next one is the last.
         self._in_flight: dict[
             int, tuple[slice | Plain | Batch, int]
@@ -120,6 +116,16 @@ class Transfer:
     def runs(self) -> int:
         """Number of descriptors expected after merging. If staged, number of ranges of the peer."""
         return self.pairs.runs if self.stage is None else self.stage.ranges
+
+    @property
+    def large(self) -> bool:
+        """Whether it has several batches."""
+        return len(self.batches) > 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether bytes may have moved: a batch was posted."""
+        return self.handles > 0
 
     @property
     def live_handles(self) -> int:
@@ -300,10 +306,6 @@ class Transfer:
             # Copy first: if an interrupt comes before the release, the copy is repeated.
             batch, slot = self._in_flight[handle]
             self.stage.land(cast("Batch", batch), slot)
-        if self.posted is not None:
-            # The only count of descriptors after merging. Needs telemetry.
-            telemetry = self._agent.call("telemetry", "getXferTelemetry", handle)
-            self.posted += int(telemetry.descCount)
         self._let_go(handle)
 
     def _let_go(self, handle: int) -> None:
@@ -314,15 +316,16 @@ class Transfer:
         self._agent.release(handle)
 
     def _late(self) -> TransferError:
-        rest = "nothing is in flight"
+        rest, state = "nothing is in flight", TransferState.OVERDUE
         if self.live_handles:
+            state = TransferState.TIMEOUT
             rest = (
                 f"{self.live_handles} stay in flight, in quarantine: no block of either side may be"
                 " used again until this transfer is over or the rank is closed"
             )
         done, batches = self._settled, len(self.batches)
         message = f"{done} of {batches} batches were done after {self.timeout} s; {rest}"
-        return self._failed(message, TransferState.TIMEOUT)
+        return self._failed(message, state)
 
     def _failed(self, message: str, state: TransferState) -> TransferError:
         return TransferError(message, rank=self.peer, request=self.request, state=state)
@@ -383,8 +386,9 @@ class InFlightTransfers:
         self._known: tuple[Transfer, ...] = ()
         # A thread that holds the lock of the agent may take this one. Never the other way around.
         self._claiming = threading.RLock()
-        self._busy: BusyRanges[Owner] = BusyRanges()
-        self._claimed: dict[Owner, bool] = {}  # False: the claim is being made, or is incomplete.
+        self._busy: BusyRanges[TransferRef] = BusyRanges()
+        # False: the claim is being made, or is incomplete.
+        self._claimed: dict[TransferRef, bool] = {}
 
     def __iter__(self) -> Iterator[Transfer]:
         """Yield the transfers that are not over, as far as they were polled."""
@@ -414,7 +418,7 @@ class InFlightTransfers:
         with self.agent.lock:
             self.agent.check_open()
             if paired:
-                self._take(paired, operation, request, timeout)
+                self._take(paired, request, timeout)
             moving = self.reap() if self._known else ()
             every = (*moving, *started)
             try:
@@ -434,21 +438,17 @@ class InFlightTransfers:
                 self._known = ()
         return made
 
-    def _take(
-        self, paired: Mapping[K, Transfer], operation: Operation, request: str, timeout: float
-    ) -> None:
+    def _take(self, paired: Mapping[K, Transfer], request: str, timeout: float) -> None:
         """Renew *paired*, which `pair` has returned and which have not started.
 
         Raises:
-            SpecError: If one of them has started, or is of another rank or operation.
+            SpecError: If one of them has started, or is of another rank.
         """
         every = [*paired.values()]
         for transfer in every:
             expected = ""
             if not transfer.of(self):
                 expected = "transfers that this rank has paired"
-            elif transfer.operation != operation:
-                expected = f"transfers that were paired for {operation!r}"
             elif transfer.started or every.count(transfer) > 1:
                 expected = "transfers that were paired, each of which is started once"
             if expected:
@@ -456,10 +456,8 @@ class InFlightTransfers:
         for key, transfer in paired.items():
             transfer.renew(key, request, timeout)
 
-    def pair(
-        self, operation: Operation, pairs: Mapping[K, Sides], request: str
-    ) -> dict[K, Transfer]:
-        """Return transfers, and claim their bytes if others are in flight. Nothing starts.
+    def pair(self, pairs: Mapping[K, Sides], request: str) -> dict[K, Transfer]:
+        """Return reads, and claim their bytes if others are in flight. Nothing starts.
 
         Such a claim yields to any transfer that starts first.
         """
@@ -468,7 +466,7 @@ class InFlightTransfers:
         with self.agent.lock:  # In a fork, the lock of the claims may be locked forever.
             self.agent.check_open()
         made = {
-            key: Transfer(self, operation, sides, request, math.inf, key)
+            key: Transfer(self, "READ", sides, request, math.inf, key)
             for key, sides in pairs.items()
         }
         self._claim_all(self.reap() if self._known else (), [*made.values()])
@@ -494,7 +492,7 @@ class InFlightTransfers:
                 if not self._claimed.get(weakref.ref(transfer)):
                     self._claim(transfer, ranges.get(transfer) or _ranges(transfer), started)
 
-    def _release(self, owner: Owner) -> None:
+    def _release(self, owner: TransferRef) -> None:
         """Remove a claim. The caller holds the lock of the claims."""
         if owner in self._claimed:
             self._claimed[owner] = False  # If an interrupt comes now, the claim is made again.
@@ -570,7 +568,7 @@ class InFlightTransfers:
         for transfer in self._known:
             transfer.abandon()
         with self._claiming:
-            self._known, self._busy, self._claimed = (), BusyRanges(), dict[Owner, bool]()
+            self._known, self._busy, self._claimed = (), BusyRanges(), dict[TransferRef, bool]()
 
 
 def _ranges(transfer: Transfer) -> tuple[Claimed, Claimed]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import attrs
@@ -38,8 +38,6 @@ class Sharding:
         units: Number of units in the whole model.
         ranges: One range of global units for each rank. Two ranges are equal or disjoint. The range
             of a rank that owns no unit is empty.
-        owned: The distinct ranges that are not empty, in ascending order.
-        holders: For each range of *owned*, its ranks in ascending order.
 
     >>> sharding = Sharding(4, (range(0, 2), range(0, 2), range(2, 4)))
     >>> sharding.ranks_of(range(1, 3))
@@ -48,22 +46,29 @@ class Sharding:
 
     units: int
     ranges: tuple[range, ...]
-    owned: tuple[range, ...] = attrs.field(init=False)
-    holders: tuple[tuple[int, ...], ...] = attrs.field(init=False)
-    _starts: tuple[int, ...] = attrs.field(init=False)
-    _stops: tuple[int, ...] = attrs.field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        # The ranges are disjoint and sorted, so a bisection over their ends finds an intersection.
-        ranks: dict[range, list[int]] = {}
+    @cached_property
+    def owned(self) -> tuple[range, ...]:
+        """The distinct ranges that are not empty, in ascending order."""
+        return tuple(sorted({own for own in self.ranges if own}, key=lambda own: own.start))
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For each range of `owned`, its ranks in ascending order."""
+        ranks: dict[range, list[int]] = {own: [] for own in self.owned}
         for rank, own in enumerate(self.ranges):
             if own:
-                ranks.setdefault(own, []).append(rank)
-        owned = tuple(sorted(ranks, key=lambda r: r.start))
-        object.__setattr__(self, "owned", owned)
-        object.__setattr__(self, "holders", tuple(tuple(ranks[own]) for own in owned))
-        object.__setattr__(self, "_starts", tuple(own.start for own in owned))
-        object.__setattr__(self, "_stops", tuple(own.stop for own in owned))
+                ranks[own].append(rank)
+        return tuple(map(tuple, ranks.values()))
+
+    # The ranges are disjoint and sorted, so a bisection over their ends finds an intersection.
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(own.start for own in self.owned)
+
+    @cached_property
+    def _stops(self) -> tuple[int, ...]:
+        return tuple(own.stop for own in self.owned)
 
     def classes(self, units: range) -> range:
         """Return the indices into `owned` of the ranges that intersect *units*.

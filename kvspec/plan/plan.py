@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from importlib import import_module
 
 import attrs
 
@@ -75,6 +76,11 @@ class TransferPlan:
 
     def __attrs_post_init__(self) -> None:
         check_cover(self.producer, self.consumer, self.replica_groups, self.edges)
+
+    def _repr_svg_(self) -> str:
+        """Return the picture of the plan, which notebooks display. `kvspec.draw` imports plans."""
+        svg: str = import_module("kvspec.draw").plan_svg(self)
+        return svg
 
     @property
     def policy_name(self) -> ReplicaPolicyName:

@@ -19,7 +19,6 @@ from tempfile import TemporaryFile
 from typing import Any, Self
 
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.replicas import Role
 from kvspec.run.rank_server import Launch
 from kvspec.run.request_rank import RequestRank
 
@@ -182,9 +181,9 @@ class EngineClient(Ranks):
             rank.send(command, *arguments, **options)
         return [rank.answer() for rank in self.ranks]
 
-    def connect(self, other: EngineClient, role: Role = "producer") -> None:
-        """Connect another engine, which has this *role*."""
-        self.ask("connect", other.ask("introduce"), role=role)
+    def connect(self, producer: EngineClient) -> None:
+        """Connect the producer."""
+        self.ask("connect", producer.ask("introduce"))
 
     def quiet(self) -> None:
         """Wait until no rank sends, holds, moves or disconnects anything."""

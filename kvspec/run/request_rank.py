@@ -15,7 +15,6 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.nixl.rank import NixlStats
 from kvspec.ownership.parallel import RankId
-from kvspec.ownership.replicas import Role
 from kvspec.run.contents import true_rows
 from kvspec.run.job import SPARE_BLOCKS
 from kvspec.run.rank_server import Launch, RankServer, request_of
@@ -55,9 +54,9 @@ class RequestRank(RankServer):
         self.held: dict[str, TransferRequest] = {}
         self.loads: dict[str, tuple[Load, int]] = {}
 
-    def connect(self, introductions: list[bytes], role: Role = "producer") -> None:
-        """Connect an engine."""
-        self.session.connect(introductions, role=role)
+    def connect(self, introductions: list[bytes]) -> None:
+        """Connect a producer."""
+        self.session.connect(introductions)
 
     def hold(
         self, remote_id: str, request: TransferRequest, seed: int, lease: float | None = None

@@ -29,7 +29,7 @@ import numpy as np
 
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.nixl import NixlRank, Staging, Transfer
-from kvspec.nixl.merging import Operation, Sides
+from kvspec.nixl.merging import Sides
 from kvspec.nixl.transfer import K
 from kvspec.ownership.parallel import RankId
 from kvspec.run.contents import Bytes, Contents
@@ -96,16 +96,11 @@ class TimedRank(NixlRank):
     ended: dict[Transfer, float]
 
     def move(
-        self,
-        operation: Operation,
-        pairs: Mapping[K, Sides | Transfer],
-        *,
-        request: str,
-        timeout: float,
+        self, pairs: Mapping[K, Sides | Transfer], *, request: str, timeout: float
     ) -> dict[K, Transfer]:
         """Start transfers, as `NixlRank` does, and record the time."""
         now = time.perf_counter()
-        transfers = super().move(operation, pairs, request=request, timeout=timeout)
+        transfers = super().move(pairs, request=request, timeout=timeout)
         self.began |= dict.fromkeys(transfers.values(), now)
         # A transport that copies while it posts may have ended them already.
         self.look()

@@ -33,12 +33,12 @@ from kvspec.digests.ranks import Wanted, readable, rows_of, wanted_of
 from kvspec.digests.regions import RegionRows, unit_sums
 from kvspec.errors import SpecError, TransferState
 from kvspec.memory.rank_cache import RankCache
-from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.plan.plan import TransferPlan
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import RemoteEngine
+from kvspec.session.transport import Transport
 from kvspec.wire.messages import (
     MAX_PART_NAME,
     SUM,
@@ -154,7 +154,7 @@ class Audit:
     remote: RemoteEngine
     request: TransferRequest
     me: RankAddress
-    nixl: NixlRank
+    nixl: Transport
     cache: RankCache
     messages: Messages
     verdict: TransferState = TransferState.UNCOMPARED

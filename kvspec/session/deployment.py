@@ -16,7 +16,8 @@ import ipaddress
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -29,17 +30,19 @@ from kvspec.errors import KVSpecError, MismatchError, SpecError, TransferError, 
 from kvspec.memory.allocation import plan_memory
 from kvspec.memory.rank_cache import RankCache
 from kvspec.memory.region import Memory
-from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan, plan_transfer
-from kvspec.session.background import SessionLock
+from kvspec.session.background import BUSY, SessionLock
 from kvspec.session.channel import TcpChannel
 from kvspec.session.mailbox import Introduced, Messages, introduced
 from kvspec.session.remotes import late
 from kvspec.specs.attention import FullAttentionSpec
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
 from kvspec.wire.seal import Secret
+
+if TYPE_CHECKING:
+    from kvspec.nixl import NixlRank
 
 PROBE_ABSENT = 2.0
 """Seconds to wait for a process to accept the connection, at most."""
@@ -96,7 +99,7 @@ def _judged(
     answer = sealed.get(address)
     if answer is None:
         why = f"the look-up of its host name takes longer than {timeout:g} s"
-        return TransferError(why, rank=address, state=TransferState.TIMEOUT)
+        return TransferError(why, rank=address, state=TransferState.OVERDUE)
     if isinstance(answer, TransferError):
         return answer
     try:
@@ -263,40 +266,54 @@ def move(
 ) -> None:
     """Read the first bytes of each memory of *ranks* into memory of this process.
 
-    The contents are ignored. A rank that computes at the same time is not disturbed.
+    All ranks are connected and read at the same time, so a silent one delays no other. The contents
+    are ignored. A rank that computes at the same time is not disturbed.
 
     Args:
         ranks: Ranks of producers.
-        nixl: The NIXL rank that reads. It must be polled.
+        nixl: The NIXL rank that reads. It must have a progress thread, so that no connection waits
+            for another one.
         timeout: Seconds for all ranks together.
         report: Called with each rank and the bytes that were read, or the error.
     """
-    scratch = np.zeros(MOVED, np.uint8)
-    nixl.register([Memory(scratch.ctypes.data, MOVED)], owner=scratch)
+    members = tuple(ranks)
+    scratch = np.zeros((len(members), MOVED), np.uint8)
+    nixl.register([Memory(scratch.ctypes.data, scratch.nbytes)], owner=scratch)
     end = time.monotonic() + timeout
-    for member in ranks:
-        if time.monotonic() >= end:
-            why = "not tried: the ranks before it have used the time"
-            report(member, TransferError(why, state=TransferState.TIMEOUT))
-            continue
-        try:
-            agent = nixl.connect(member.handshake.transport, max(0.1, end - time.monotonic()))
-            read = 0
-            for memory in member.handshake.cache.memory:
-                size = min(MOVED, memory.length)
-                local = np.array([[scratch.ctypes.data, size, 0, size, 1]], np.uint64)
-                row = [memory.address, size, memory.device, size, 1]
-                remote = np.array([row], np.uint64)
-                first = np.zeros(1, np.int64)
-                nixl.read(
-                    nixl.prepare(local),
-                    first,
-                    nixl.prepare(remote, memory.memory_type, agent),
-                    first,
-                    request="probe",
-                    timeout=max(0.1, end - time.monotonic()),
-                ).wait()
-                read += size
-            report(member, read)
-        except KVSpecError as error:
-            report(member, error)
+    moving = [
+        (member, _read_memories(member, nixl, own.ctypes.data, end))
+        for member, own in zip(members, scratch, strict=True)
+    ]
+    while moving:
+        for each in tuple(moving):
+            member, reads = each
+            try:
+                next(reads)
+                continue
+            except StopIteration as done:
+                report(member, done.value)
+            except KVSpecError as error:
+                report(member, error)
+            moving.remove(each)
+        time.sleep(BUSY)
+
+
+def _read_memories(
+    member: Introduced, nixl: NixlRank, address: int, end: float
+) -> Generator[None, None, int]:
+    """Read the memories of a rank one after the other to *address*. Return the bytes.
+
+    Yields while bytes move.
+    """
+    agent, read, first = nixl.connect(member.handshake.transport), 0, np.zeros(1, np.int64)
+    for memory in member.handshake.cache.memory:
+        size = min(MOVED, memory.length)
+        local = nixl.prepare(np.array([[address, size, 0, size, 1]], np.uint64))
+        row = np.array([[memory.address, size, memory.device, size, 1]], np.uint64)
+        remote = nixl.prepare(row, memory.memory_type, agent)
+        left = max(0.0, end - time.monotonic())
+        transfer = nixl.read(local, first, remote, first, request="probe", timeout=left)
+        while transfer.poll() == "PROC":
+            yield
+        read += size
+    return read

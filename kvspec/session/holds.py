@@ -33,8 +33,8 @@ from collections.abc import Callable
 import attrs
 
 from kvspec.completion.producer import ProducerLedger
-from kvspec.nixl import NixlRank
 from kvspec.session.checksums import ChecksumAnswers
+from kvspec.session.transport import Transport
 from kvspec.wire.messages import RemoteId
 
 
@@ -68,13 +68,13 @@ class Holds:
 
     Attributes:
         ledger: The records.
-        nixl: The NIXL rank, whose memory readers read.
+        nixl: The transport, through which readers read the memory.
         now: The clock.
         answers: The checksums that readers request.
     """
 
     ledger: ProducerLedger
-    nixl: NixlRank
+    nixl: Transport
     now: Callable[[], float]
     answers: ChecksumAnswers
 

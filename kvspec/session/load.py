@@ -58,12 +58,11 @@ from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance, seconds
-from kvspec.nixl import Transfer
-from kvspec.nixl.transfer import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.session.background import SessionLock, closes_if_interrupted
 from kvspec.session.checksums import Audit
 from kvspec.session.remotes import Connection, RemoteEngine
+from kvspec.session.transport import ReadInFlight
 from kvspec.session.written import Blocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import Key
@@ -72,6 +71,8 @@ LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected again."""
 VOID = "compute its `undefined_blocks`, or load the request again"
+FIRST_REST, LAST_REST = 20e-6, 2e-3
+"""Seconds between two polls of `wait`. Spinning would take the core from NIXL's threads."""
 LAST_SLEEP = 1e-2
 """Longest sleep of an awaiting task between polls. It exceeds that of `wait`: tasks may be many."""
 
@@ -115,7 +116,7 @@ class Load:
         self.error: TransferError | None = None
         self.checksum, self.ticket = checksum, ticket
         self.connection = producer if isinstance(producer, Connection) else None
-        self.in_flight: dict[Step, Transfer] = {}
+        self.in_flight: dict[Step, ReadInFlight] = {}
         self.began = self.deadline = 0.0
         self.seconds = 0.0  # From the start to the end of a load that is done.
         self.written = False  # Whether any byte may have been written.
@@ -171,7 +172,7 @@ class Load:
                 before.
         """
         longest = math.inf if timeout is None else seconds("timeout", timeout)
-        end, rest = time.monotonic() + longest, FIRST_WAIT
+        end, rest = time.monotonic() + longest, FIRST_REST
         while self.state == "moving" and self.poll() == "moving":
             if self._closed():
                 why = "the session was closed before the end, so its blocks may be written"
@@ -181,7 +182,7 @@ class Load:
             if left <= 0:
                 return False
             time.sleep(min(rest, left))
-            rest = min(2 * rest, LAST_WAIT)
+            rest = min(2 * rest, LAST_REST)
         if self.error is not None:
             raise self.error
         return True
@@ -245,7 +246,7 @@ class Load:
     def _touched(self) -> bool:
         """Whether any byte may have been written by now."""
         in_flight = tuple(self.in_flight.values())  # At once: another thread may end some of them.
-        return self.written or any(read.handles for read in in_flight)
+        return self.written or any(read.begun for read in in_flight)
 
     @property
     def _advice(self) -> str:

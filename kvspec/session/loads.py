@@ -40,13 +40,13 @@ from kvspec.completion.ledger import Action, Closed, Ended, Failed, Refused, Tel
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
-from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.session.checksums import Audit
 from kvspec.session.errands import Errands
 from kvspec.session.load import LOST, Load
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
+from kvspec.session.transport import ReadInFlight, Transport
 from kvspec.session.written import BlockLocks, Blocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import Checksum, ChecksumUnavailable, Key, Message, key_of
@@ -54,7 +54,7 @@ from kvspec.wire.messages import Checksum, ChecksumUnavailable, Key, Message, ke
 log = logging.getLogger(__name__)
 MAX_LINE = 250  # Characters of the log line of a failed load.
 POLL_TURN = 0.02  # Seconds that one poll spends on small transfers, and again on large ones.
-# A transfer is large if it has several batches. While a load without a large transfer moves, each
+# A read is large if it has several batches. While a load without a large transfer moves, each
 # poll posts only one batch of one large transfer. A small load needs about three polls, so it waits
 # for about three such batches. Small loads come in groups. So the rule lasts `QUIET` seconds longer
 # than the load.
@@ -85,7 +85,7 @@ class PreparedLoad:
     request: TransferRequest
     plan: LoadPlan
     blocks: Blocks
-    reads: Mapping[RankId, Transfer]
+    reads: Mapping[RankId, ReadInFlight]
     audit: Audit | None
 
     @property
@@ -123,7 +123,7 @@ class Loads:
     """
 
     ledger: ConsumerLedger
-    nixl: NixlRank
+    nixl: Transport
     cache: RankCache
     now: Callable[[], float]
     messages: Messages
@@ -202,7 +202,7 @@ class Loads:
         moved = {rank: each for rank, each in sides.items() if len(each[1])}
         plan = self._plan(remote, load.key, name, moved, checksum=load.checksum)
         blocks = blocks_of(remote.plan, request)
-        reads = self.nixl.pair("READ", moved, request=name)
+        reads = self.nixl.pair(moved, request=name)
         return PreparedLoad(remote, request, plan, blocks, reads, audit)
 
     def begin(self, load: Load, prepared: PreparedLoad) -> None:
@@ -218,7 +218,7 @@ class Loads:
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
         left = max(load.deadline - self.now(), 1e-3)
-        reads = self.nixl.move("READ", prepared.reads, request=name, timeout=left)
+        reads = self.nixl.move(prepared.reads, request=name, timeout=left)
         load.nbytes = sum(read.nbytes for read in reads.values())
         load.in_flight |= {self.ledger.start(name, rank): read for rank, read in reads.items()}
         if self.select is None:  # Otherwise a thread polls soon.
@@ -382,7 +382,7 @@ class Loads:
         small, large = list[tuple[Load, Step]](), list[tuple[Load, Step]]()
         for load in self.loads.values():
             for step, flight in load.in_flight.items():
-                (large if len(flight.batches) > 1 else small).append((load, step))
+                (large if flight.large else small).append((load, step))
         self._small = self._poll(small, self._small, end)
         # Give time to a load whose reads are all small. One that waits for the answer of its
         # producer gets only `QUIET`: the answer may never come.
@@ -453,7 +453,7 @@ class Loads:
                     self._settle(load, step, flight, 0.0)
         self.act()
 
-    def _settle(self, load: Load, step: Step, transfer: Transfer, end: float) -> None:
+    def _settle(self, load: Load, step: Step, transfer: ReadInFlight, end: float) -> None:
         """Poll a transfer. Report its end to the ledger when nothing of it can move."""
         why, state = "", TransferState.GONE
         try:
@@ -470,7 +470,7 @@ class Loads:
                 now = self.now()
                 self.ledger.fail(step, why, now, quiet=False, state=state)
                 return
-        load.written |= transfer.handles > 0
+        load.written |= transfer.begun
         self._end(load, step, why, state)
 
     def _end(

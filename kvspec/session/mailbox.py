@@ -285,20 +285,14 @@ class Messages:
         for rank in [rank for rank in self._heard if rank.engine_id == engine_id]:
             del self._heard[rank]
 
-    def disconnect(self, incarnations: Iterable[tuple[str, int]]) -> None:
-        """Forget the addresses of some incarnations of engines."""
-        self.flush()  # Their ranks learn which loads have failed.
-        for gone in incarnations:
-            kept = {
-                to: at for to, at in self._addresses.items() if (to.engine_id, to.epoch) != gone
-            }
-            if len(kept) < len(self._addresses):
-                self._addresses = kept
-                self._introduced = {
-                    to: known for to, known in self._introduced.items() if to in kept
-                }
-                self._warned.intersection_update(kept.values())
-                LOG.info("disconnected from %s, epoch %d", *gone)
+    def disconnect(self, gone: tuple[str, int]) -> None:
+        """Forget the addresses of an incarnation of an engine that was connected."""
+        self.flush()  # Its ranks learn which loads have failed.
+        kept = {to: at for to, at in self._addresses.items() if (to.engine_id, to.epoch) != gone}
+        self._addresses = kept
+        self._introduced = {to: known for to, known in self._introduced.items() if to in kept}
+        self._warned.intersection_update(kept.values())
+        LOG.info("disconnected from %s, epoch %d", *gone)
 
     def note(self, why: str) -> None:
         """Record why a message changed nothing."""

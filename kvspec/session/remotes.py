@@ -1,4 +1,4 @@
-"""The engines that one rank is connected to: check introductions, connect, find and release them.
+"""The engines that one rank reads from: check introductions, connect, find and release them.
 
 A thread connects the producers of tickets when they are first needed.
 
@@ -15,12 +15,12 @@ and write the blocks of that load. If all have loads, more than `max_producers` 
 one is free.
 
 How it works:
-    `judged` checks introductions and computes the plan. The result is a `RemoteEngine`, one
-    incarnation of an engine in one role. `Remotes` keeps it in one of three places:
+    `judged` returns a `RemoteEngine`: one incarnation of a producer, with the plan. `Remotes` keeps
+    it in one of three places:
 
         place           contents                                 next
         `_coming`       engines that are being connected         `_connected` by `connect`
-        `_connected`    one engine for each role and name        `leaving`  by `forget`
+        `_connected`    one engine for each name                 `leaving`  by `forget`
         `leaving`       old engines whose lanes still exist      removed by `leave`
 
     Opening lanes takes long, so `connect` does it without the lock. Engines of several names are
@@ -34,24 +34,23 @@ How it works:
         has an open or a waiting load         keeps it
         has a refusal that waits              keeps it
         was connected by `Session.connect`    keeps it, and does not count it
-        is connected as a consumer too        forgets its role of producer
         is not connected, or only by tickets  forgets it as `Session.disconnect` does
 
     `leave` closes the lanes of old engines, but only if no bytes move over them. Otherwise the
     engine stays in `leaving`, and each poll tries again.
 
-    One agent may serve two engines in these places, because a rank can be producer and consumer of
-    the same peer. So agents are counted by reference: `leave` disconnects an agent with its last
+    One agent may serve two engines in these places, because two sessions of a process can share
+    their transport. So agents are counted by reference: `leave` disconnects an agent with its last
     user. The count is computed from the three places each time. For example, agent a belongs to the
-    producer role P and the consumer role C:
+    engines P and Q:
 
         event                              users of a   agents that `leave` disconnects
-        P is forgotten                     C            none
-        C is forgotten too                 none         a
+        P is forgotten                     Q            none
+        Q is forgotten too                 none         a
 
-        P failed in flight (`P.lost`)      P, C         a, and C becomes lost: its lanes used the
+        P failed in flight (`P.lost`)      P, Q         a, and Q becomes lost: its lanes used the
                                                         same connection
-        C is connected again afterwards    C            C opens new lanes to a
+        Q is connected again afterwards    Q            Q opens new lanes to a
 """
 
 from __future__ import annotations
@@ -68,52 +67,42 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.errors import Mismatch, MismatchError, SpecError, TransferError, TransferState
 from kvspec.inputs import sequence
-from kvspec.nixl import NixlRank
-from kvspec.nixl.agent import Prepared
-from kvspec.nixl.merging import Sides
-from kvspec.nixl.peers import opened
 from kvspec.ownership.parallel import RankId
-from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.session.background import SessionLock
 from kvspec.session.mailbox import Introduced, Messages, introduced
+from kvspec.session.transport import PreparedRows, Sides, Transport
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.handshake import disagreements, one_engine
 
 
 @attrs.frozen(eq=False, slots=False)
 class Lane:
-    """The rows between this rank and one remote rank, as two prepared NIXL lists.
+    """The rows between this rank and one producer rank, as the transport has prepared them.
 
     Attributes:
         table: The table of the rows.
-        producer: The list of the producer's rows.
-        consumer: The list of the consumer's rows.
+        producer: The producer's rows.
+        consumer: The rows of this rank.
     """
 
     table: DescriptorTable
-    producer: Prepared
-    consumer: Prepared
+    producer: PreparedRows
+    consumer: PreparedRows
 
     @staticmethod
-    def open(nixl: NixlRank, table: DescriptorTable, agent: str, role: Role) -> Lane:
-        """Prepare the rows of both ranks in NIXL, which checks them.
+    def open(nixl: Transport, table: DescriptorTable, peer: str) -> Lane:
+        """Prepare the rows of both ranks. The transport checks them.
 
-        *agent* is the remote rank, and *role* is its role. After an error, the list of this rank is
-        released here. The other one ends with the connection to *agent*.
+        After an error, the rows of this rank are released here. The others end with the connection.
         """
-        producer = table.producer_rows, table.producer_memory_type
-        consumer = table.consumer_rows, table.consumer_memory_type
-        local: Prepared | None = None
+        local = nixl.prepare(table.consumer_rows, table.consumer_memory_type)
         try:
-            local = nixl.prepare(*(consumer if role == "producer" else producer))
-            if role == "producer":
-                return Lane(table, nixl.prepare(*producer, agent), local)
-            return Lane(table, local, nixl.prepare(*consumer, agent))
+            remote = nixl.prepare(table.producer_rows, table.producer_memory_type, peer)
         except Exception:
-            if local is not None:
-                local.release()
+            local.release()
             raise
+        return Lane(table, remote, local)
 
     def release(self) -> None:
         """Release both lists."""
@@ -122,31 +111,25 @@ class Lane:
 
     def sides(self, request: TransferRequest) -> Sides:
         """Return what *request* moves, local and remote. Raises as `DescriptorTable.select`."""
-        selection = self.table.select(request)
-        if self.consumer.peer is None:
-            return self.consumer, selection, self.producer, None
-        return self.producer, selection, self.consumer, None
+        return self.consumer, self.table.select(request), self.producer, None
 
 
 @attrs.define(eq=False)
 class RemoteEngine:
-    """One incarnation of an engine in one role.
+    """One incarnation of a producer.
 
     Attributes:
-        role: Role of the engine for this rank.
         incarnation: The name of the engine, and its epoch.
         plan: The plan between the two engines.
         ranks: The introductions of its ranks.
         tables: The tables of those ranks that exchange data with this rank.
-        readers: If the engine is a producer: for each rank that receives this rank's messages, how
-            many readers it must expect.
+        readers: For each rank that receives this rank's messages, how many readers it must expect.
         lanes: The lanes to these ranks.
-        agents: Names of the connected NIXL agents.
+        agents: Names of its ranks for the transport.
         lost: Whether a transfer has failed in a way that requires a new connection.
-        by_ticket: Whether only tickets have connected the engine in this role.
+        by_ticket: Whether only tickets have connected the engine.
     """
 
-    role: Role
     incarnation: tuple[str, int]
     plan: TransferPlan
     ranks: dict[RankId, Introduced]
@@ -166,7 +149,7 @@ class RemoteEngine:
         """Whether *other* has the same introductions, and is not lost."""
         return self.ranks == other.ranks and not other.lost
 
-    def leave(self, nixl: NixlRank, keep: Iterable[str] = ()) -> None:
+    def leave(self, nixl: Transport, keep: Iterable[str] = ()) -> None:
         """Disconnect all agents except those to *keep*, and release the lanes.
 
         Raises:
@@ -183,21 +166,18 @@ class RemoteEngine:
 
 def judged(
     own: Introduced,
-    nixl: NixlRank,
+    nixl: Transport,
     introductions: Iterable[bytes],
-    role: Role,
     *,
     dead_tokens: bool = False,
 ) -> RemoteEngine:
-    """Check the introductions of an engine, and return it without connecting it.
+    """Check the introductions of a producer, and return it without connecting it.
 
     Raises:
         WireError: If an introduction is damaged or was sealed with another secret.
         SpecError: If a rank is missing or occurs twice.
         MismatchError: If engines, models, replica policies, epochs or time limits do not fit.
     """
-    if not isinstance(role, str) or role not in ("producer", "consumer"):
-        raise SpecError("role", role, "'producer' or 'consumer'")
     wanted = "the introductions of all ranks of one engine"
     members = [
         introduced(sealed, nixl.secret)
@@ -205,24 +185,17 @@ def judged(
     ]
     ranks = one_engine(member.handshake for member in members)
     remote = next(iter(ranks.values()))
-    sides = (remote, own.handshake) if role == "producer" else (own.handshake, remote)
-    pairs = [(each, own) if role == "producer" else (own, each) for each in members]
-    delays = {mismatch for pair in pairs if (mismatch := late(*pair)) is not None}
-    if found := (*disagreements(*sides), *delays):
+    delays = {mismatch for each in members if (mismatch := late(each, own)) is not None}
+    if found := (*disagreements(remote, own.handshake), *delays):
         raise MismatchError(found)
-    plan = plan_transfer(sides[0].engine, sides[1].engine, own.handshake.replica_policy)
-    partners = plan.sources(own.rank) if role == "producer" else plan.targets(own.rank)
-    tables = {}
-    for rank in partners:
-        caches = ranks[rank].cache, own.handshake.cache
-        producer, consumer = caches if role == "producer" else caches[::-1]
-        tables[rank] = build_table(plan, producer, consumer, dead_tokens=dead_tokens)
-    readers = {
-        rank: len(plan.notifiers(rank))
-        for rank in (plan.notifies(own.rank) if role == "producer" else ())
+    plan = plan_transfer(remote.engine, own.handshake.engine, own.handshake.replica_policy)
+    tables = {
+        rank: build_table(plan, ranks[rank].cache, own.handshake.cache, dead_tokens=dead_tokens)
+        for rank in plan.sources(own.rank)
     }
+    readers = {rank: len(plan.notifiers(rank)) for rank in plan.notifies(own.rank)}
     by_rank = {member.rank: member for member in members}
-    return RemoteEngine(role, (remote.engine_id, remote.epoch), plan, by_rank, tables, readers)
+    return RemoteEngine((remote.engine_id, remote.epoch), plan, by_rank, tables, readers)
 
 
 def late(producer: Introduced, consumer: Introduced) -> Mismatch | None:
@@ -267,12 +240,12 @@ class Connection:
 
 
 class Remotes:
-    """The engines of one rank, by role and name. See the module docstring.
+    """The producers of one rank, by name. See the module docstring.
 
     All methods but `connect` need the lock.
 
     Args:
-        nixl: The NIXL rank.
+        nixl: The transport.
         lock: The lock of the session.
         messages: Keeps the addresses of connected engines.
         connect: Connects the engine of a name, whose ranks are at some addresses. Returns when that
@@ -287,7 +260,7 @@ class Remotes:
 
     def __init__(
         self,
-        nixl: NixlRank,
+        nixl: Transport,
         lock: SessionLock,
         messages: Messages,
         connect: Callable[[str, tuple[str, ...]], object],
@@ -299,7 +272,7 @@ class Remotes:
         self._connect, self._disconnect, self._poll = connect, disconnect, poll
         self._attempts: dict[tuple[str, tuple[str, ...]], Connection] = {}  # that are under way
         self._connections: OrderedDict[str, Connection] = OrderedDict()
-        self._connected: dict[tuple[Role, str], RemoteEngine] = {}
+        self._connected: dict[str, RemoteEngine] = {}
         self._coming: dict[str, RemoteEngine] = {}  # by name
         self.leaving: list[RemoteEngine] = []
         self._closed = False
@@ -310,7 +283,7 @@ class Remotes:
     def known(self, remote: RemoteEngine) -> RemoteEngine | None:
         """Return the connected engine if *remote* has the same introductions, else None."""
         self.check_open()
-        old = self._connected.get((remote.role, remote.incarnation[0]))
+        old = self._connected.get(remote.engine_id)
         if old is None or not remote.same(old):
             return None
         old.by_ticket &= remote.by_ticket
@@ -319,12 +292,12 @@ class Remotes:
     def find(self, engine_id: str | None) -> RemoteEngine:
         """Return the connected producer. Without *engine_id*, it must be the only one."""
         self.check_open()
-        names = sorted(name for role, name in self._connected if role == "producer")
+        names = sorted(self._connected)
         name = names[0] if engine_id is None and len(names) == 1 else engine_id
-        if not isinstance(name, str) or ("producer", name) not in self._connected:
+        if not isinstance(name, str) or name not in self._connected:
             wanted = f"one of the connected producers: {', '.join(names) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
-        return self._connected["producer", name]
+        return self._connected[name]
 
     def connection(self, ticket: PrefillTicket) -> Connection:
         """Return the connection to the producer of *ticket*. Begin a new one if necessary."""
@@ -377,7 +350,7 @@ class Remotes:
         It may be missing although it was connected: a later connect forgets the engine before it
         opens the new lanes, which may fail.
         """
-        remote = self._connected.get(("producer", connection.engine_id))
+        remote = self._connected.get(connection.engine_id)
         missing = connection.future.done() and (remote is None or remote.lost)
         return missing or connection.lost or connection.failed
 
@@ -403,16 +376,11 @@ class Remotes:
         tickets = [
             name
             for name in self._connections
-            if (remote := self._connected.get(("producer", name))) is None or remote.by_ticket
+            if (remote := self._connected.get(name)) is None or remote.by_ticket
         ]
         free = [name for name in tickets if name not in used and name not in self._coming]
         for name in free[: max(0, len(tickets) - self._most)]:
-            if ("consumer", name) not in self._connected:
-                self._disconnect(name)
-                continue
-            if (remote := self._connected.get(("producer", name))) is not None:
-                self._drop(remote)
-            del self._connections[name]
+            self._disconnect(name)
 
     def connect(self, remote: RemoteEngine, timeout: float) -> None:
         """Open a lane to each rank that has a table, and store *remote* as connected. This is slow.
@@ -422,12 +390,12 @@ class Remotes:
         If *remote* was disconnected meanwhile, or anything else fails, no lane stays open.
         """
         metadata = {rank: remote.ranks[rank].handshake.transport for rank in remote.tables}
-        agents = {rank: opened(each, self._nixl.secret).name for rank, each in metadata.items()}
         try:
-            self._nixl.connect_all(metadata.values(), timeout)
-            remote.agents.update(agents.values())
+            names = self._nixl.connect_all(metadata.values(), timeout)
+            agents = dict(zip(metadata, names, strict=True))
+            remote.agents.update(names)
             for rank, table in remote.tables.items():
-                remote.lanes[rank] = Lane.open(self._nixl, table, agents[rank], remote.role)
+                remote.lanes[rank] = Lane.open(self._nixl, table, agents[rank])
             with self._lock.held, self._lock:
                 self._replace(remote)
         except Exception:
@@ -439,7 +407,7 @@ class Remotes:
         self.check_open()
         if self._coming.get(remote.engine_id) is not remote:
             raise _disconnected(remote.engine_id)
-        self._connected[remote.role, remote.engine_id] = remote
+        self._connected[remote.engine_id] = remote
         del self._coming[remote.engine_id]
         self._messages.connect(remote.incarnation, remote.ranks.values())
 
@@ -451,48 +419,34 @@ class Remotes:
         self.leave()
 
     def forget(self, engine_id: str, new: RemoteEngine | None = None) -> None:
-        """Forget the engine *engine_id*, and the addresses of incarnations without any role left.
+        """Forget the engine *engine_id* and its addresses. *new* is being connected in its place.
 
-        If *new* is given, forget only older incarnations, and the role of *new* in any incarnation.
         Raises `TransferError` "busy", and forgets nothing, if *new* is an incarnation whose bytes
         still move.
         """
-        dropped = [
-            old
-            for (role, name), old in self._connected.items()
-            if name == engine_id
-            and (new is None or role == new.role or old.incarnation != new.incarnation)
-        ]
+        old = self._connected.get(engine_id)
         if new is not None:
-            self._check_idle(new, dropped)
+            self._check_idle(new, old)
             # The caller of `Session.connect` still wants the engine if a ticket connects it again.
-            new.by_ticket &= all(old.by_ticket for old in dropped if old.role == new.role)
+            new.by_ticket &= old is None or old.by_ticket
         self._coming.pop(engine_id, None)
-        remaining = {old.incarnation for old in self._connected.values() if old not in dropped}
-        self._messages.disconnect({old.incarnation for old in dropped} - remaining)
-        self._drop(*dropped)
+        if old is not None:
+            self._messages.disconnect(old.incarnation)
+            del self._connected[engine_id]
+            self.leaving.append(old)
+            self.leave()
         if new is None:
             self._connections.pop(engine_id, None)
             self._attempts = {at: one for at, one in self._attempts.items() if at[0] != engine_id}
         else:
             self._coming[engine_id] = new
 
-    def _drop(self, *dropped: RemoteEngine) -> None:
-        """Let engines leave that are connected."""
-        self._connected = {key: old for key, old in self._connected.items() if old not in dropped}
-        self.leaving += dropped
-        self.leave()
-
-    def _check_idle(self, new: RemoteEngine, dropped: Iterable[RemoteEngine]) -> None:
-        """Raise `TransferError` "busy" if bytes move over a connection that *new* replaces.
-
-        Transfers of the other role count too. They use the same agent, so it cannot be connected
-        again while they move.
-        """
+    def _check_idle(self, new: RemoteEngine, old: RemoteEngine | None) -> None:
+        """Raise `TransferError` "busy" if bytes move over a connection that *new* replaces."""
         self.leave()
         peers = {transfer.peer for transfer in self._nixl.transfers}
-        moving = (*self.leaving, *(old for old in dropped if old.agents & peers))
-        if any(old.incarnation == new.incarnation for old in moving):
+        moving = (*self.leaving, *([old] if old is not None and old.agents & peers else ()))
+        if any(each.incarnation == new.incarnation for each in moving):
             message = f"bytes still move between this rank and {new.engine_id}: try again"
             raise TransferError(message, rank=new.engine_id, state=TransferState.BUSY)
 
@@ -526,7 +480,7 @@ class Remotes:
         """Forget all engines, and accept no others."""
         self._closed = True
         self._coming.clear()
-        for _, engine_id in tuple(self._connected):
+        for engine_id in tuple(self._connected):
             self.forget(engine_id)
 
     def leave(self) -> None:

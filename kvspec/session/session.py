@@ -21,8 +21,7 @@ from kvspec.descriptors.request import Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, positive_int, seconds
 from kvspec.memory.rank_cache import RankCache
-from kvspec.nixl import NixlRank
-from kvspec.ownership.replicas import ReplicaPolicy, Role
+from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.plan import TransferPlan
 from kvspec.session.background import (
     BUSY,
@@ -40,6 +39,7 @@ from kvspec.session.loads import Loads, PreparedLoad, UnpreparedLoad, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged
 from kvspec.session.stats import SessionStats
+from kvspec.session.transport import Transport, check_transport
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import (
@@ -53,7 +53,6 @@ from kvspec.wire.messages import (
 )
 from kvspec.wire.versions import START
 
-DISCARD = 1.0  # Seconds between two looks for hellos of NIXL peers.
 CONNECTING = 64  # Locks for connecting, so that different engines rarely wait for each other.
 LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
 FIRST_NUMBER = 1 << 48  # The first number of a question is drawn below this.
@@ -74,7 +73,8 @@ class Session:
     `KeyboardInterrupt` inside of a call closes the session: its loads fail with "closed".
 
     Args:
-        nixl: The NIXL agent of the rank. The caller closes it after the session.
+        nixl: The `NixlRank` of the rank, or another `Transport`. The caller closes it after the
+            session.
         cache: The KV cache of the rank. The session registers its memory with *nixl*.
         engine_id: Name of the engine, the same at each start.
         epoch: Number of this start, the same on all ranks of the engine, and larger at each start.
@@ -96,7 +96,7 @@ class Session:
         dead_tokens: As in `build_table`, for all engines that this session connects.
 
     Attributes:
-        nixl: The NIXL agent of the rank.
+        nixl: The transport of the rank.
         cache: The KV cache of the rank.
 
     Raises:
@@ -109,7 +109,7 @@ class Session:
 
     def __init__(
         self,
-        nixl: NixlRank,
+        nixl: Transport,
         cache: RankCache,
         *,
         engine_id: str,
@@ -128,7 +128,7 @@ class Session:
         dead_tokens: bool = False,
         clock: Callable[[], float] = since_boot,
     ) -> None:
-        self.nixl, self.cache = instance("nixl", nixl, NixlRank), cache
+        self.nixl, self.cache = check_transport(nixl), cache
         in_background = flag("background", background)
         self._dead_tokens = flag("dead_tokens", dead_tokens)
         most = positive_int("max_producers", max_producers)
@@ -158,7 +158,6 @@ class Session:
         )
         self._lock, self._clock = SessionLock(self._abandon), clock
         self._connecting = tuple(SessionLock() for _ in range(CONNECTING))
-        self._next_discard = 0.0
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
         calls = self._connect_ranks, self._disconnect, self._poll_now
@@ -210,21 +209,14 @@ class Session:
         return self._messages.fetch(addresses, answer, absent, self._poll_now, self._lock)
 
     @closes_if_interrupted
-    def connect(
-        self,
-        introductions: Iterable[bytes],
-        *,
-        role: Role = "producer",
-        timeout: float = 10.0,
-    ) -> TransferPlan:
-        """Connect an engine, and return the plan between it and this rank's engine. Waits.
+    def connect(self, introductions: Iterable[bytes], *, timeout: float = 10.0) -> TransferPlan:
+        """Connect a producer, and return the plan between it and this rank's engine. Waits.
 
         The engine stays connected until `disconnect`, or until a newer incarnation is connected.
         Then loads from the old one fail. Everything is checked before a connection is opened.
 
         Args:
             introductions: Introductions of all ranks of the engine.
-            role: Role of that engine for this rank.
             timeout: Seconds to wait for the connections. The call may first wait for another
                 `connect`: of the same engine, or of one whose name has the same of 64 locks.
 
@@ -240,7 +232,7 @@ class Session:
                 this incarnation is connected in another way, and bytes move. Then it stays so.
         """
         most = seconds("timeout", timeout)
-        remote = judged(self._own, self.nixl, introductions, role, dead_tokens=self._dead_tokens)
+        remote = judged(self._own, self.nixl, introductions, dead_tokens=self._dead_tokens)
         return self._join(remote, most)
 
     def _join(
@@ -260,9 +252,7 @@ class Session:
                     return known.plan
                 self._messages.check_starts(remote.incarnation, remote.ranks.values())
                 self._loads.connect(name, epoch)
-                as_consumer = remote.role == "consumer"
-                readers = remote.plan.notifiers(self._own.rank) if as_consumer else None
-                self._holds.ledger.connect(name, epoch, readers)
+                self._holds.ledger.connect(name, epoch)
                 self._remotes.forget(name, remote)
             self._remotes.connect(remote, timeout)
             return remote.plan
@@ -560,10 +550,8 @@ class Session:
         if self._remotes.leaving:
             self._remotes.leave()
         self._messages.flush()
-        now = time.monotonic()
-        if now >= self._next_discard and not self.nixl.closed:
-            self._next_discard = now + DISCARD
-            self.nixl.discard_hellos()
+        if not self.nixl.closed:
+            self.nixl.tick()
 
     def _abandon(self) -> None:
         """Close the session after an interrupt, which may have left everything half changed.
@@ -692,7 +680,7 @@ class Session:
         with self._lock.held, self._lock:
             self._remotes.check_wanted(engine_id)
         found = self.fetch(addresses, TICKET_ANSWER, absent=TICKET_ABSENT)
-        remote = judged(self._own, self.nixl, found, "producer", dead_tokens=self._dead_tokens)
+        remote = judged(self._own, self.nixl, found, dead_tokens=self._dead_tokens)
         self._join(remote, TICKET_ANSWER, ticket_of=engine_id)
 
 

@@ -13,8 +13,8 @@ from kvspec.descriptors.request import Ids, TransferRequest, check_ids
 from kvspec.descriptors.table import sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, TransferError, TransferState
+from kvspec.memory.busy import BusyRanges
 from kvspec.memory.rank_cache import RankCache
-from kvspec.nixl.busy import BusyRanges
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
 

@@ -37,7 +37,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.wire.handshake import MAX_TRANSPORT, Handshake
 from kvspec.wire.messages import AnyMessage, Message
 from kvspec.wire.packing import Count, decoder_of, pack, refuse, unpack
-from kvspec.wire.values import MAX_TEXT, Decoder, Plain, encode
+from kvspec.wire.values import MAX_TEXT, Decoder, PlainValue, encode
 from kvspec.wire.versions import ATTEMPTLESS, NO_START, OWN, RANGED, START, VERSION, Versions
 
 MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
@@ -66,8 +66,8 @@ class HandshakeFields10(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     rank: RankId
     model: Text | None
     revision: Text | None
-    engine: Plain
-    replica_policy: Plain
+    engine: PlainValue
+    replica_policy: PlainValue
     memory: tuple[Memory, ...]
     regions: tuple[Region, ...]
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]

@@ -55,7 +55,7 @@ SUM = 8
 
 RemoteId = NewType("RemoteId", str)
 """Name of a request in both engines, as `new_remote_id` returns it."""
-Name = Annotated[str, Meta(min_length=1, max_length=MAX_PART_NAME)]
+PartName = Annotated[str, Meta(min_length=1, max_length=MAX_PART_NAME)]
 
 M = TypeVar("M", bound="Message")
 
@@ -110,8 +110,8 @@ class Extent(WireStruct, frozen=True, kw_only=True):
         block: Tokens of one block of the stripe.
     """
 
-    layer: Name
-    parts: tuple[Name, ...]
+    layer: PartName
+    parts: tuple[PartName, ...]
     units: range
     tokens: range
     rows: range = EMPTY

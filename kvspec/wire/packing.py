@@ -19,7 +19,7 @@ Count = Annotated[int, Meta(ge=0, le=MOST)]
 Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 # Characters of a text in an error. A stranger chose the text, and it must stay readable.
-MAX_SHOWN = 1024
+MAX_QUOTED = 1024
 
 
 class WireStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -63,19 +63,19 @@ def unpack(path: str, decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         problem, _, place = str(error).partition(" - at `")
-        where = place[:MAX_SHOWN].rstrip("`")
+        where = place[:MAX_QUOTED].rstrip("`")
         # Fields of a map have names. The elements of an array have only numbers.
         where = where.removeprefix("$.") if where.startswith("$.") else path + where[1:]
         # A value that checks itself raised SpecError, which has the field and its value.
         if isinstance(error.__cause__, SpecError):
             refuse(where, error.__cause__, path)
-        raise WireError(where, f"{len(data)} bytes", rule=problem[:MAX_SHOWN]) from None
+        raise WireError(where, f"{len(data)} bytes", rule=problem[:MAX_QUOTED]) from None
 
 
 def refuse(path: str, error: Exception, what: str) -> NoReturn:
     """Raise the error of a constructor as a `WireError` with the path of the value."""
     if isinstance(error, SpecError):
-        where = f"{path}.{error.field[:MAX_SHOWN]}"
-        expected, rule = error.expected[:MAX_SHOWN], error.rule[:MAX_SHOWN]
+        where = f"{path}.{error.field[:MAX_QUOTED]}"
+        expected, rule = error.expected[:MAX_QUOTED], error.rule[:MAX_QUOTED]
         raise WireError(where, error.value, expected, rule=rule) from None
-    raise WireError(path, f"{error}"[:MAX_SHOWN], f"fields that {what} accepts") from None
+    raise WireError(path, f"{error}"[:MAX_QUOTED], f"fields that {what} accepts") from None

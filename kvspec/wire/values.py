@@ -37,7 +37,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, Topology
 from kvspec.specs import KeyContent, LayerSpec
 from kvspec.wire.packing import refuse
 
-Plain = Any
+PlainValue = Any
 """None, a bool, a number, a text, a list, or a map with one entry."""
 
 MAX_WORK = 1 << 22
@@ -53,7 +53,7 @@ MAX_DEPTH = 32
 MAX_TEXT = 1024
 """Characters of one text."""
 
-KINDS: dict[str, type] = {
+KNOWN: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         Part,
@@ -73,11 +73,11 @@ KINDS: dict[str, type] = {
 """Classes that a message may contain, by name."""
 
 
-def encode(value: object) -> Plain:
+def encode(value: object) -> PlainValue:
     """Return *value* as plain data.
 
     Raises:
-        SpecError: If its class is not in `KINDS`.
+        SpecError: If its class is not in `KNOWN`.
     """
     kind: type[Any] = type(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -90,8 +90,8 @@ def encode(value: object) -> Plain:
         return {"rank": [value.pp, value.pcp, value.tp]}
     if isinstance(value, Mapping):
         return {"map": [[encode(key), encode(member)] for key, member in value.items()]}
-    if KINDS.get(kind.__name__) is not kind:
-        raise SpecError("handshake", kind.__name__, f"a plain value, or one of {', '.join(KINDS)}")
+    if KNOWN.get(kind.__name__) is not kind:
+        raise SpecError("handshake", kind.__name__, f"a plain value, or one of {', '.join(KNOWN)}")
     fields = [field for field in attrs.fields(kind) if field.init]
     return {kind.__name__: {field.alias: encode(getattr(value, field.name)) for field in fields}}
 
@@ -102,7 +102,7 @@ class Decoder:
     def __init__(self) -> None:
         self._work = 0
 
-    def value(self, path: str, plain: Plain, depth: int = 0) -> Any:  # noqa: ANN401
+    def value(self, path: str, plain: PlainValue, depth: int = 0) -> Any:  # noqa: ANN401
         """Return the value that *plain* stands for."""
         self._charge(path, VALUE)
         if _is_scalar(plain):
@@ -111,7 +111,7 @@ class Decoder:
             return tuple(self.value(f"{path}[{n}]", one, depth + 1) for n, one in enumerate(plain))
         if isinstance(plain, dict) and depth < MAX_DEPTH and len(plain) == 1:
             ((word, content),) = plain.items()
-            kind = KINDS.get(word)
+            kind = KNOWN.get(word)
             place = f"{path}.{word}" if kind else path
             try:
                 if kind:
@@ -130,7 +130,7 @@ class Decoder:
             f" characters, a list, or a map with one entry, at most {MAX_DEPTH} deep",
         )
 
-    def _object(self, path: str, kind: type[Any], content: Plain, depth: int) -> object:
+    def _object(self, path: str, kind: type[Any], content: PlainValue, depth: int) -> object:
         known = {field.alias for field in attrs.fields(kind) if field.init}
         if strange := known.symmetric_difference(content):
             expected = f"exactly the fields {', '.join(sorted(known))}"
@@ -139,9 +139,9 @@ class Decoder:
         self._charge(path, _work(kind, fields))
         return kind(**fields)
 
-    def _other(self, path: str, word: object, plain: Plain, depth: int) -> object:
+    def _other(self, path: str, word: object, plain: PlainValue, depth: int) -> object:
         if word not in ("map", "range", "rank"):
-            known = f"map, range, rank or one of {', '.join(KINDS)}"
+            known = f"map, range, rank or one of {', '.join(KNOWN)}"
             raise WireError(path, word if isinstance(word, str) else "another key", known)
         content = self.value(path, plain, depth)
         if word == "map":
@@ -166,7 +166,7 @@ class Decoder:
             raise WireError(path, self._work, f"at most {MAX_WORK} steps of work in one message")
 
 
-def _is_scalar(plain: Plain) -> bool:
+def _is_scalar(plain: PlainValue) -> bool:
     """Return whether *plain* stands for itself and is within the bounds."""
     if isinstance(plain, str):
         return len(plain) <= MAX_TEXT
@@ -175,7 +175,7 @@ def _is_scalar(plain: Plain) -> bool:
     return plain is None or (isinstance(plain, float) and math.isfinite(plain))
 
 
-def _is_entry(pair: Plain) -> bool:
+def _is_entry(pair: PlainValue) -> bool:
     """Return whether *pair* is a key and a value of a map."""
     # The types are compared exactly, because True is an int in Python, but no key.
     is_pair = isinstance(pair, tuple) and len(pair) == 2  # noqa: PLR2004 - key and value

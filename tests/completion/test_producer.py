@@ -316,32 +316,11 @@ def test_done_of_another_session_is_not_answered_as_the_first_one() -> None:
 
 
 def invented(count: int) -> list[RankAddress]:
-    """Return ranks that no plan has."""
+    """Return ranks of one engine."""
     return [RankAddress("decode", 1, kvspec.RankId(tp=tp)) for tp in range(count)]
 
 
-def test_reader_that_the_plan_of_a_connected_engine_does_not_have_is_refused() -> None:
-    """It is not remembered, and the true readers complete the request."""
-    ledger = held()
-    ledger.connect("decode", 1, [D[0].rank, D[1].rank])
-    for by in invented(500)[2:]:
-        (action,) = ledger.receive(replace(heartbeat(1), by=by), 0.0)
-        assert isinstance(action, Refused)
-        assert "plan" in action.why
-    ledger.receive(heartbeat(1), 0.0)
-    (wrong,) = ledger.receive(done(1, expected=7), 1.0)
-    assert isinstance(wrong, Refused)
-    assert "plan" in wrong.why
-    assert 1 == ledger.counts["readers"]
-    ledger.receive(done(0), 1.0)
-    ledger.receive(done(1), 1.0)
-    assert {KEY.remote_id: "done"} == ledger.freed
-    ledger.disconnect("decode")
-    ledger.tick(20.0)
-    assert 0 == ledger.counts["readers"]
-
-
-def test_readers_of_engines_that_are_not_connected_are_bounded() -> None:
+def test_readers_of_a_request_are_bounded() -> None:
     """Ranks that were invented with the secret use little memory."""
     ledger, name = held(), Key("cmpl-2", b"8 bytes?")
     ledger.admit(name, 0.0)

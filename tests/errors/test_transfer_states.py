@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvspec
-from kvspec import TransferState
+from kvspec import LocalTransferError, RemoteTransferError, TransferState
 from kvspec.nixl import agent
 
 PACKAGE = Path(kvspec.__file__).parent
@@ -21,7 +21,9 @@ def test_limits_page_lists_every_transfer_state() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("## States of a `TransferError`")[2]
     rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
     printed = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
-    assert [(f"`{state}`", state.meaning, state.remedy) for state in TransferState] == printed
+    assert printed == [
+        (f"`{state}`", state.side, state.meaning, state.remedy) for state in TransferState
+    ]
 
 
 @pytest.mark.parametrize("state", TransferState)
@@ -37,6 +39,15 @@ def test_transfer_error_converts_a_plain_string_to_its_state() -> None:
     """A caller may pass the string instead of the member."""
     error = kvspec.TransferError("late", state="timeout")  # type: ignore[arg-type]
     assert error.state is TransferState.TIMEOUT
+
+
+@pytest.mark.parametrize("state", TransferState)
+def test_class_of_a_transfer_error_shows_the_side_to_blame(state: TransferState) -> None:
+    """A plain string and a pickle give the same class."""
+    kind = {"local": LocalTransferError, "remote": RemoteTransferError}[state.side]
+    errors = [kvspec.TransferError("x", state=each) for each in (state, state.value)]  # type: ignore[arg-type]
+    for error in (*errors, pickle.loads(pickle.dumps(errors[0]))):  # noqa: S301 - our own bytes
+        assert type(error) is kind
 
 
 def test_transfer_error_rejects_an_unknown_state() -> None:

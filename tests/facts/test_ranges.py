@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvspec.nixl import Staging
 from kvspec.nixl.merging import Spans
-from kvspec.nixl.rows import Ints
 from kvspec.nixl.staging.ranges import Batch, ranges_of
+from kvspec.ownership.tokens import Ints
 
 NEAR = 1 << 20
 

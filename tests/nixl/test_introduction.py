@@ -218,5 +218,5 @@ def test_session_keeps_no_hello_of_a_peer_that_connects_often() -> None:
         for _ in range(20):
             far.connect(near.metadata())
         time.sleep(0.2)
-        near.discard_hellos()
+        near.tick()
         assert {} == notifications(near)

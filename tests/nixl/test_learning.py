@@ -15,7 +15,7 @@ from kvspec.nixl.staging import learning, rule, stage
 from kvspec.nixl.staging.learning import LEARNED, Learner, Lesson, threshold_of
 from kvspec.nixl.staging.ranges import Moves
 from kvspec.nixl.staging.rule import STAGE_BELOW
-from kvspec.nixl.staging.stage import Stage
+from kvspec.nixl.staging.stage import StagedRanges
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 SIZE = 4 << 20
@@ -140,7 +140,7 @@ def test_rank_chooses_the_faster_way_on_each_machine(
 def test_threshold_is_that_of_the_example() -> None:
     """The module's docstring has these times."""
     nbytes, runs = 16 << 20, 2048
-    work = Stage(None, (), 64, nbytes, inward=True, copying=3.9e-3)  # type: ignore[arg-type]
+    work = StagedRanges(None, (), 64, nbytes, inward=True, copying=3.9e-3)  # type: ignore[arg-type]
     staged = [Lesson(runs, nbytes, work, seconds=6e-3), Lesson(runs, nbytes, work, seconds=9e-3)]
     direct = [Lesson(runs, nbytes, seconds=seconds) for seconds in (9.9e-3, 7.8e-3, 8.1e-3)]
     assert 12 << 10 == pytest.approx(threshold_of(direct, staged), rel=0.03)
@@ -154,7 +154,7 @@ def test_threshold_has_limits_whatever_the_clock_shows(
     seconds: float, copying: float, learned: int
 ) -> None:
     """A clock may stand still, and another program may take the processor."""
-    work = Stage(None, (), 1, 1 << 20, inward=True, copying=copying)  # type: ignore[arg-type]
+    work = StagedRanges(None, (), 1, 1 << 20, inward=True, copying=copying)  # type: ignore[arg-type]
     staged = [Lesson(256, 1 << 20, work, seconds=copying)]
     assert learned == threshold_of([Lesson(256, 1 << 20, seconds=seconds)], staged)
 

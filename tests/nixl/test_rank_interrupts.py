@@ -11,9 +11,9 @@ import pytest
 from nixl_world import keep
 
 from kvspec.errors import TransferError, TransferState
+from kvspec.memory.busy import BusyRanges
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, Staging, Transfer, merging
-from kvspec.nixl.busy import BusyRanges
 from kvspec.nixl.rank import NixlStats
 from kvspec.nixl.transfer import InFlightTransfers
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl

@@ -44,7 +44,7 @@ def rank_calls(ranks: Pair) -> dict[str, Call]:
         "prepare": (near.prepare, {"rows": rows, "memory_type": "DRAM", "peer": None}),
         "read": (near.read, sides | more),
         "write": (near.write, sides | more),
-        "move": (near.move, {"operation": "READ", "pairs": {0: tuple(sides.values())}} | more),
+        "move": (near.move, {"pairs": {0: tuple(sides.values())}} | more),
     }
 
 

@@ -112,15 +112,15 @@ def test_move_starts_all_transfers_or_none(slow: Pair) -> None:
     for bad, error in ((busy, TransferError), (wrong, SpecError), (np.arange(4, 6), TransferError)):
         pairs = {"a": (local, free, remote, free), "b": (local, bad, remote, bad)}
         with pytest.raises(error):
-            slow.near.move("READ", pairs, request="both", timeout=9)
+            slow.near.move(pairs, request="both", timeout=9)
         assert 1 == slow.near.stats().transfers
     several = zip("abc", (free, np.arange(30, 40), np.arange(4, 6)), strict=True)
     pairs = {key: (local, ids, remote, ids) for key, ids in several}
     with pytest.raises(TransferError, match=r"pairs\['a'\] and pairs\['c'\]") as caught:
-        slow.near.move("READ", pairs, request="both", timeout=9)
+        slow.near.move(pairs, request="both", timeout=9)
     assert "busy" == caught.value.state
     del pairs["c"]
-    both = slow.near.move("READ", pairs, request="both", timeout=9)
+    both = slow.near.move(pairs, request="both", timeout=9)
     assert {"a": "a", "b": "b"} == {key: transfer.key for key, transfer in both.items()}
     every = first, *both.values()
     until(lambda: all(transfer.poll() == "DONE" for transfer in every), slow.far)

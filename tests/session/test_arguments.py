@@ -19,14 +19,13 @@ from kvspec.testing import FakeNixl
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Side, Side]]:
-    """Yield two engines that are connected with each other, so that one can push."""
+    """Yield two engines that are connected."""
     with (
         FakeNixl(),
         Side("P", engine(2), polled=False) as producer,
         Side("D", engine(1), polled=False) as consumer,
     ):
         consumer.connect(producer)
-        producer.connect(consumer, "consumer")
         yield producer, consumer
 
 

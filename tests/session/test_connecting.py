@@ -1,4 +1,4 @@
-"""A session connects an engine completely or not at all, in both roles and from several threads."""
+"""A session connects an engine completely or not at all, also from several threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tickets_kept import ASKED, ticket_of
 from two_engines import Side, engine, land, let_nothing_land, request, until
 
 from kvspec.errors import MismatchError, SpecError, TransferError
-from kvspec.ownership.replicas import Role
 from kvspec.session import Session, new_remote_id, remotes
 from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl
@@ -46,16 +45,15 @@ def loads(producer: Side, session: Session, name: str) -> bool:
 
 
 def test_failed_connect_breaks_no_other_connection(net: FakeNixl, pair: tuple[Side, Side]) -> None:
-    """Ranks that are connected in the other role stay connected."""
+    """Ranks of another engine stay connected."""
     producer, consumer = pair
     (session,) = consumer.sessions.values()
-    last = net.agents[max(session.nixl.peers)]
-    last.alive = False
-    with pytest.raises(TransferError, match="P-tp1"):
-        session.connect(producer.introductions, role="consumer")
-    last.alive = True
-    assert (2, 1) == (len(session.nixl.peers), session.stats().engines)
-    assert loads(producer, session, "r")
+    with Side("Q", engine(2), polled=False) as other:
+        net.agents[[*other.sessions.values()][1].nixl.name].alive = False
+        with pytest.raises(TransferError, match="Q-tp1"):
+            session.connect(other.introductions)
+        assert (2, 1) == (len(session.nixl.peers), session.stats().engines)
+        assert loads(producer, session, "r")
 
 
 def test_disconnect_while_connecting_leaves_all_or_nothing(pair: tuple[Side, Side]) -> None:
@@ -67,14 +65,13 @@ def test_disconnect_while_connecting_leaves_all_or_nothing(pair: tuple[Side, Sid
         other = Other(lambda: session.disconnect("P"))
         with contextlib.suppress(TransferError), between_lines(other.at(place), remotes):
             failed += 1
-            session.connect(producer.introductions, role="consumer")
+            session.connect(producer.other_introductions)
             failed -= 1
         other.join()
         met = session.stats().engines
         assert bool(met) == bool(session.nixl.peers)
-        assert loads(producer, session, f"a{place}") in (False, met > 1)
-        for role in ("consumer", "producer"):
-            session.connect(producer.introductions, role=role)
+        assert loads(producer, session, f"a{place}") == bool(met)
+        session.connect(producer.introductions)
         assert loads(producer, session, f"b{place}")
         session.disconnect("P")
         assert (0, ()) == (session.nixl.stats().lists, session.nixl.peers)
@@ -122,22 +119,21 @@ def test_wait_ends_after_its_time_although_bytes_are_in_flight(
     assert load.error is not None
 
 
-@pytest.mark.parametrize("role", ["producer", "consumer"])
-def test_heartbeat_must_be_shorter_than_half_of_lease(net: FakeNixl, role: Role) -> None:
-    """The limits of both sides are compared when they connect, whoever connects."""
+@pytest.mark.usefixtures("net")
+def test_heartbeat_must_be_shorter_than_half_of_lease() -> None:
+    """The limits of both sides are compared when they connect."""
     with (
         Side("P", engine(2), polled=False, lease=4.0) as producer,
         Side("D", engine(1), polled=False, heartbeat=2.0) as slow,
         Side("E", engine(1), polled=False, heartbeat=1.9) as quick,
     ):
         for consumer, fits in ((slow, False), (quick, True)):
-            sides = (consumer, producer) if role == "producer" else (producer, consumer)
-            session = next(iter(sides[0].sessions.values()))
+            session = consumer.first
             if fits:
-                session.connect(sides[1].introductions, role=role)
+                session.connect(producer.introductions)
                 continue
             with pytest.raises(MismatchError) as caught:
-                session.connect(sides[1].introductions, role=role)
+                session.connect(producer.introductions)
             (found,) = caught.value.mismatches
             assert ("lease, heartbeat", 4.0, 2.0) == (
                 found.field, found.producer, found.consumer,

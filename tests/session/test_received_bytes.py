@@ -216,11 +216,11 @@ def test_reader_on_a_new_connection_is_answered_while_the_old_one_seems_open(
 
 
 def test_connection_of_a_rank_that_was_dialled_is_trusted(watched: Watched) -> None:
-    """A producer that has connected its consumer dials the address of the consumer."""
+    """A producer that reads from its consumer too dials the address of the consumer."""
     with Side("P", engine(1), polled=False, channel=watched) as producer:
         session, readers = producer.sessions[RANK], Readers(producer)
         with Side("D", engine(1), polled=False, channel=Direct("D")) as consumer:
-            session.connect(consumer.introductions, role="consumer")
+            session.connect(consumer.introductions)
             answers = Direct.channels["D"]
             readers.routes["D"], readers.start = answers, start_of(consumer.first)
             readers.answered("D", number=1)

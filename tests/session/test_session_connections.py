@@ -1,4 +1,4 @@
-"""Connections of sessions: introductions that are rejected, restarts, and engines in both roles."""
+"""Connections of sessions: rejected introductions, restarts, and agents that two engines share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from two_engines import (
     let_nothing_land,
     quiet,
     request,
+    until,
 )
 
 import kvspec
 from kvspec.errors import MismatchError, SpecError, TransferError, WireError
 from kvspec.nixl import NixlRank, merging, transfer
-from kvspec.ownership.replicas import Role
-from kvspec.session import Session, new_remote_id
+from kvspec.session import Load, Session, new_remote_id
 from kvspec.session.mailbox import INTRODUCTION, introduced
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
@@ -94,10 +94,6 @@ def test_connect_rejects_introductions_that_do_not_fit(pair: tuple[Side, Side]) 
             session.connect(introductions)
         assert (kind, [field]) == (type(caught.value), place(caught.value))
         assert peers == session.nixl.peers
-    wrong: Any = "friend"
-    with pytest.raises(SpecError) as refused:
-        session.connect([good, *others], role=wrong)
-    assert ("role", "friend") == (refused.value.field, refused.value.value)
     session.connect([good, *others])
     assert peers == session.nixl.peers
 
@@ -156,39 +152,41 @@ def test_restarted_producer_is_connected_again(kind: str) -> None:
                 assert "engine_id" == caught.value.field
 
 
-def test_connection_in_one_role_outlives_that_in_the_other(net: FakeNixl) -> None:
-    """A lost connection is lost in both roles, and both are connected again."""
+def test_agent_of_two_engines_stays_connected_until_both_are_disconnected(net: FakeNixl) -> None:
+    """A lost connection is lost for both engines, and both are connected again."""
+    cache, storage = kvspec.allocate(engine(1), kvspec.RankId(), num_blocks=8)
     with (
-        Side("A", engine(1), polled=False, heartbeat=0.05) as one,
-        Side("B", engine(1), polled=False, heartbeat=0.05) as other,
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=False, heartbeat=0.05) as consumer,
+        Session(producer.first.nixl, cache, engine_id="Q", owner=storage) as other,
     ):
-        near, far = one.first, other.first
-        for role in ("producer", "consumer"):
-            one.connect(other, role)  # type: ignore[arg-type]
-            other.connect(one, role)  # type: ignore[arg-type]
+        near, sessions = consumer.first, {"P": producer.first, "Q": other}
+
+        def load(name: str) -> Load:
+            remote_id = new_remote_id(name)
+            sessions[name].hold(remote_id)
+            return near.load(request(remote_id), remote_id=remote_id, timeout=9.0, engine_id=name)
+
+        def state(load: Load) -> str:
+            until(lambda: other.poll() or load.poll() != "moving", producer, consumer)
+            return load.state
+
+        for session in sessions.values():
+            near.connect([session.introduction])
+        near.disconnect("P")
+        assert (1, "done") == (len(near.nixl.peers), state(load("Q")))
+        near.connect([producer.first.introduction])
         let_nothing_land(net)
-        options: dict[str, Any] = {"remote_id": new_remote_id("r"), "timeout": 9.0}
-        far.hold(options["remote_id"])
-        load = near.load(request(), **options)
+        lost = load("Q")
         net.moving[0].fail()
-        assert ["failed"] == ended([load], one, other)
+        assert "failed" == state(lost)
         net.fate = FakeFlight.land
-        for role in ("producer", "consumer"):
-            one.connect(other, role)  # type: ignore[arg-type]
+        for name in ("Q", "P"):
+            near.connect([sessions[name].introduction])
         assert (2, 0) == (near.stats().engines, near.stats().leaving)
-        options["remote_id"] = new_remote_id("back")
-        one.fill(request("back"))
-        other.spoil(request("back"))
-        near.hold(options["remote_id"])
-        load = far.load(request("back"), **options)
-        assert ["done"] == ended([load], one, other)
-        assert [] == other.wrong(request("back"))
-        options["remote_id"] = new_remote_id("again")
-        far.hold(options["remote_id"])
-        load = near.load(request("again"), **options)
-        assert ["done"] == ended([load], one, other)
-        quiet(one, other)
-        near.disconnect("B")
+        assert ["done", "done"] == [state(load(name)) for name in sessions]
+        for name in sessions:
+            near.disconnect(name)
         assert () == near.nixl.peers
 
 
@@ -215,9 +213,8 @@ def test_failed_connect_leaves_no_connection(net: FakeNixl) -> None:
         assert () == session.nixl.peers
 
 
-@pytest.mark.parametrize("roles", [("producer",), ("producer", "consumer")], ids=len)
 def test_connect_that_is_refused_as_busy_leaves_the_engine_connected(
-    net: FakeNixl, monkeypatch: pytest.MonkeyPatch, roles: tuple[Role, ...]
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the lists would be released under a load that has not posted all of its batches."""
     monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 2)
@@ -227,8 +224,7 @@ def test_connect_that_is_refused_as_busy_leaves_the_engine_connected(
         Side("D", engine(1), polled=False, heartbeat=0.05) as consumer,
     ):
         session, remote_id = consumer.first, new_remote_id("r")
-        for role in roles:
-            session.connect(producer.introductions, role=role)
+        session.connect(producer.introductions)
         producer.fill(request())
         consumer.spoil(request())
         producer.hold(remote_id)
@@ -237,13 +233,13 @@ def test_connect_that_is_refused_as_busy_leaves_the_engine_connected(
         with pytest.raises(TransferError) as caught:
             session.connect(producer.other_introductions)
         assert "busy" == caught.value.state
-        assert (len(roles), 0) == (session.stats().engines, session.stats().leaving)
+        assert (1, 0) == (session.stats().engines, session.stats().leaving)
         net.fate = FakeFlight.land
         land(net)
         assert ["done"] == ended([load], producer, consumer)
         assert [] == consumer.wrong(request())
         session.connect(producer.other_introductions)
-        assert (len(roles), 0) == (session.stats().engines, session.stats().leaving)
+        assert (1, 0) == (session.stats().engines, session.stats().leaving)
 
 
 def test_connect_asks_all_ranks_of_an_engine_at_the_same_time(net: FakeNixl) -> None:

@@ -156,7 +156,7 @@ def test_load_that_nixl_refuses_gives_its_blocks_back(
     sides = next(iter(hit.remote.lanes.values())).sides(request())
     until(lambda: not session.stats().loads, producer, consumer)
     let_nothing_land(net)
-    own = session.nixl.move("READ", {0: sides}, request="own", timeout=9.0)[0]
+    own = session.nixl.move({0: sides}, request="own", timeout=9.0)[0]
     with pytest.raises(TransferError) as caught:
         session.load(request(), remote_id=remote_id, timeout=9.0)
     assert "busy" == caught.value.state

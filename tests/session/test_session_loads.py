@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+from copying_transport import copying
 from slotted import Slotted
 from two_engines import (
     Side,
@@ -30,14 +32,23 @@ from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 
 
-@pytest.mark.parametrize("kind", ["fake", "staged", pytest.param("real", marks=pytest.mark.nixl)])
+@pytest.fixture(params=["nixl", "copies"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    """Yield two engines over a fake NIXL, and over a transport that knows no NIXL."""
+    with copying() if request.param == "copies" else FakeNixl(), four_to_two() as sides:
+        yield sides
+
+
+@pytest.mark.parametrize(
+    "kind", ["fake", "staged", "copies", pytest.param("real", marks=pytest.mark.nixl)]
+)
 def test_load_moves_each_byte_and_each_rank_frees_the_request_once(kind: str) -> None:
     """The staging area has two slots, so the batches of a load take turns in it."""
     staging = Slotted(buffer=4096, slot_bytes=2048, always=True) if kind == "staged" else None
     if kind == "real":
         pytest.importorskip("nixl_cu13", reason="needs nixl")
-    nixl = contextlib.nullcontext() if kind == "real" else FakeNixl()
-    with nixl, four_to_two(staging) as (producer, consumer):
+    kinds: dict[str, Any] = {"real": contextlib.nullcontext, "copies": copying}
+    with kinds.get(kind, FakeNixl)(), four_to_two(staging) as (producer, consumer):
         asked, remote_id = request(tokens=14, cached=3), new_remote_id("cmpl-1")
         producer.fill(asked)
         consumer.spoil(asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +31,15 @@ def table(base: int, rows: list[tuple[int, ...]]) -> np.ndarray:
 
 
 class Pair:
-    """A rank that reads and writes, a rank that serves, and the memory of both."""
+    """A rank that reads and writes, a rank that serves, and the memory of both.
 
-    def __init__(self, near: NixlRank, far: NixlRank) -> None:
-        self.near, self.far = near, far
+    *posted*: what `counted_posts` counts.
+    """
+
+    def __init__(
+        self, near: NixlRank, far: NixlRank, posted: Mapping[Transfer, int] | None = None
+    ) -> None:
+        self.near, self.far, self.posted = near, far, {} if posted is None else posted
         self.local = np.zeros(SIZE, np.uint8)
         self.remote = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
         near.register([memory(self.local)], owner=self.local)

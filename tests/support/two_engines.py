@@ -45,8 +45,6 @@ from kvspec.wire.messages import key_of
 if TYPE_CHECKING:
     import numpy as np
 
-    from kvspec.ownership.replicas import Role
-
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 BLOCKS = 8
 # Seconds for worlds. Heartbeats fit three times into a lease, the consumer waits longer than a
@@ -261,10 +259,10 @@ class Side:
         """The addresses of the ranks' channels."""
         return [session.channel.address for session in self.sessions.values()]
 
-    def connect(self, other: Side, role: Role = "producer") -> None:
-        """Connect every rank with the *other* engine, whose role is *role*."""
+    def connect(self, producer: Side) -> None:
+        """Connect every rank with the *producer*."""
         for session in self.sessions.values():
-            session.connect(other.introductions, role=role)
+            session.connect(producer.introductions)
 
     def hold(self, remote_id: str, **more: Any) -> None:
         """Hold a request on every rank."""

@@ -272,7 +272,8 @@ def test_torch_is_imported_only_inside_functions() -> None:
 def test_only_the_agent_module_imports_nixl() -> None:
     """Only `kvspec.nixl.agent` imports NIXL, also if the name of the module is computed.
 
-    The other modules in the set import only their own modules by a computed name.
+    The other modules in the set import only modules of kvspec by a computed name. Plans and tables
+    import `kvspec.draw`, when a notebook displays them.
     """
     importers = {
         module
@@ -281,14 +282,27 @@ def test_only_the_agent_module_imports_nixl() -> None:
         or "import_module" in path.read_text(encoding="utf-8")
     }
     lazy = {"kvspec", "kvspec.adapters", "kvspec.analysis", "kvspec.check", "kvspec.testing"}
-    lazy |= {"kvspec.testing.kit"}
+    lazy |= {"kvspec.testing.kit", "kvspec.plan.plan", "kvspec.descriptors.table"}
     systems_of_authors = {"kvspec.testing.kit.pytest_plugin"}
     assert lazy | systems_of_authors | {"kvspec.nixl.agent"} == importers
 
 
+def test_session_loads_nothing_of_kvspec_nixl() -> None:
+    """A session takes any `Transport`. Only a type checker needs the class of NIXL."""
+    loaded = [
+        (module, imported.name)
+        for module in SOURCES
+        if folder_of(module) == "session"
+        for imported in IMPORTS[module]
+        if imported.name.startswith("kvspec.nixl") and not imported.typing
+    ]
+    assert [] == loaded
+
+
 def test_import_of_kvspec_loads_no_heavy_module() -> None:
-    """A process that only plans needs attrs and numpy."""
-    code = f"import sys, kvspec; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    """A process that only plans needs attrs and numpy, and none of the tools."""
+    unused = (*HEAVY, "kvspec.run", "kvspec.vectors", "kvspec.testing", "kvspec.cli")
+    code = f"import sys, kvspec; print(*sorted(set({unused!r}) & set(sys.modules)))"
     done = subprocess.run(  # noqa: S603 - our own interpreter and code
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )

@@ -27,8 +27,10 @@ import kvspec
 from kvspec.cli import app as cli
 from kvspec.cli.running import addresses
 from kvspec.errors import SpecError
+from kvspec.nixl import agent as binding
 from kvspec.session import TcpChannel
 from kvspec.testing import FakeNixl
+from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.wire.versions import OWN
 
 REPO = Path(kvspec.__file__).parents[1]
@@ -117,6 +119,22 @@ def test_check_fails_when_nothing_can_be_moved() -> None:
         result = run("check", *named(producer, consumer), "--move", "--timeout=2")
     assert 1 == result.exit_code
     assert "NO: moving from tp1" in result.stdout
+
+
+def test_check_reads_from_all_ranks_at_the_same_time() -> None:
+    """No read ends before both ranks are read, so one silent rank delays no other."""
+    flights: list[FakeFlight] = []
+
+    def land(flight: FakeFlight) -> None:
+        flights.append(flight)
+        for each in flights if len(flights) > 1 else ():
+            each.land()
+
+    with running() as (producer, consumer):
+        binding.bindings().fate = land
+        result = run("check", *named(producer, consumer), "--move", "--timeout=5")
+    assert 0 == result.exit_code, result.output
+    assert "of 2 producer ranks into" in result.stdout
 
 
 def test_check_of_one_side_accepts_an_engine_with_all_ranks() -> None:

@@ -43,7 +43,7 @@ FROZEN = """
 """Names that version 1.0 will keep. Each line has a module and its names."""
 
 PROVISIONAL = """
-    kvspec scales_digest
+    kvspec LocalTransferError RemoteTransferError scales_digest
     kvspec.adapters.sglang worker_rank
     kvspec.adapters.transformers Prompts
     kvspec.adapters.vllm WorkerInfo loses_a_token stages whole_engine worker_rank
@@ -54,7 +54,7 @@ PROVISIONAL = """
     kvspec.draw plan_svg table_svg
     kvspec.models architectures
     kvspec.models.catalogue config names
-    kvspec.session SessionCollector
+    kvspec.session SessionCollector Transport
     kvspec.tickets ContentIdentity MediaItem RankAgreement ReleaseAgreement content_of
     kvspec.tickets explain_difference sampling_of
     kvspec.wire Secret
@@ -66,7 +66,9 @@ PROVISIONAL = """
 """Names that may change before version 1.0."""
 
 WITHOUT_EXAMPLE = {
-    "is a base class or a protocol": ("kvspec.KVSpecError kvspec.LayerSpec kvspec.session.Channel"),
+    "is a base class or a protocol": (
+        "kvspec.KVSpecError kvspec.LayerSpec kvspec.session.Channel kvspec.session.Transport"
+    ),
     "needs NIXL or a second process": (
         "kvspec.nixl.NixlRank kvspec.nixl.Staging kvspec.nixl.Transfer "
         "kvspec.session.Session kvspec.session.Load kvspec.session.SessionCollector"

@@ -21,7 +21,7 @@ import kvspec
 from kvspec.testing import strategies
 from kvspec.wire.codec import decode_handshake, encode_handshake
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
-from kvspec.wire.values import KINDS
+from kvspec.wire.values import KNOWN
 from kvspec.wire.versions import NO_START, OLDEST, RANGED, VERSION, Versions
 
 GOLDEN = Path(__file__).parent
@@ -445,7 +445,7 @@ def test_handshake_that_would_decode_unequal_is_not_sent(
 ) -> None:
     """A constructor that changes its argument, and a text that UTF-8 cannot encode."""
     for kind in (GrowingSpec, PickySpec):
-        monkeypatch.setitem(KINDS, kind.__name__, kind)
+        monkeypatch.setitem(KNOWN, kind.__name__, kind)
     growing = of_kind(GrowingSpec, extra_retained_tokens=3)
     error = refusal(lambda: encode_handshake(growing))
     assert ("handshake", growing) == (error.field, error.value)

@@ -38,7 +38,7 @@ from kvspec.wire.codec import decode_message, encode_handshake, encode_message, 
 from kvspec.wire.handshake import Handshake
 from kvspec.wire.messages import MESSAGES, Extent, Message
 from kvspec.wire.seal import MAC, Secret
-from kvspec.wire.values import KINDS, MAX_DEPTH, VALUE, Decoder, encode
+from kvspec.wire.values import KNOWN, MAX_DEPTH, VALUE, Decoder, encode
 from kvspec.wire.versions import NO_START, OLDEST, VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -288,7 +288,7 @@ def default_of(field: attrs.Attribute[Any]) -> str:
 
 def test_page_lists_every_kind_of_object_with_its_fields() -> None:
     """Each kind has a row with every field and its default."""
-    for name, kind in KINDS.items():
+    for name, kind in KNOWN.items():
         fields = [f"`{each.alias}{default_of(each)}`" for each in attrs.fields(kind) if each.init]
         assert f"| `{name}` | {', '.join(fields)} |" in PAGE.splitlines()
 
@@ -349,7 +349,7 @@ def steps(plain: Any) -> int:
     if not isinstance(plain, dict):
         return VALUE
     ((word, content),) = plain.items()
-    if word in KINDS:
+    if word in KNOWN:
         return VALUE + sum(map(steps, content.values()))
     span = abs(content[1] - content[0]) if word == "range" else 0
     return VALUE + steps(content) + span

@@ -23,7 +23,7 @@ from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.digests import compile_digest
-from kvspec.errors import KVSpecError, SpecError
+from kvspec.errors import KVSpecError, RemoteTransferError, SpecError
 from kvspec.inputs import flag, positive_int, seconds
 from kvspec.nixl import NixlRank
 from kvspec.session import Load, Session, TcpChannel
@@ -306,7 +306,10 @@ class Serving:
         """Return whether a load that ended succeeded."""
         if load.error is not None:
             error = load.error.__cause__ or load.error
-            level = logging.INFO if name in self._cancelled else logging.ERROR
+            # A producer that has ended or is slow is no fault of this engine.
+            remote = isinstance(load.error, RemoteTransferError)
+            level = logging.WARNING if remote else logging.ERROR
+            level = logging.INFO if name in self._cancelled else level
             self._cancelled.discard(name)
             log.log(level, "%s: %s: %s", name, type(error).__name__, error)
             return False

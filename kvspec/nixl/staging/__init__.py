@@ -44,7 +44,7 @@ How it works:
 
     A transfer calls this folder at three places:
 
-        when it is created    `Buffers.choose` decides whether it is staged
-        before each handle    `free_slot` finds a slot, and `Stage.spans` returns the descriptors
-        after each handle     `Stage.land` copies the runs into their places
+        when it is created    `Buffers.choose` decides whether it is staged: `StagedRanges`
+        before each handle    `free_slot` finds a slot, and `spans` returns the descriptors
+        after each handle     `land` copies the runs into their places
 """

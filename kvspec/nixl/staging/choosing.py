@@ -11,7 +11,7 @@ from kvspec.nixl.rows import SEVERAL
 from kvspec.nixl.staging.learning import Learner, Lesson
 from kvspec.nixl.staging.ranges import ranges_of
 from kvspec.nixl.staging.rule import Staging
-from kvspec.nixl.staging.stage import Stage, StagingBuffer
+from kvspec.nixl.staging.stage import StagedRanges, StagingBuffer
 
 LOG = logging.getLogger("kvspec.nixl")
 
@@ -34,7 +34,7 @@ class Buffers:
 
     def choose(
         self, pairs: Pairing, local: Prepared, remote: Prepared, *, inward: bool
-    ) -> tuple[Stage | None, Lesson | None]:
+    ) -> tuple[StagedRanges | None, Lesson | None]:
         """Return how to stage *pairs*, and what to measure while they move.
 
         The stage is None if staging is impossible or slower. A staged transfer has one device of
@@ -68,7 +68,7 @@ class Buffers:
         worth = learns or saves(runs, posted, moved)
         if not worth or (buffer := self._beside(place)) is None:
             return None, None
-        stage = Stage(buffer, batches, posted, moved, inward)
+        stage = StagedRanges(buffer, batches, posted, moved, inward)
         return stage, Lesson(runs, nbytes, stage) if learns else None
 
     def _beside(self, place: tuple[str, int]) -> StagingBuffer | None:

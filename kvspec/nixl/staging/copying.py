@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.nixl.rows import Ints
 from kvspec.nixl.staging.ranges import Moves
+from kvspec.ownership.tokens import Ints
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import attrs
 
 from kvspec.nixl.staging.rule import Staging
-from kvspec.nixl.staging.stage import Stage
+from kvspec.nixl.staging.stage import StagedRanges
 
 LOG = logging.getLogger("kvspec.nixl")
 # A rank learns from transfers whose runs have so many bytes on average. Shorter ones were faster
@@ -38,7 +38,7 @@ class Lesson:
 
     runs: int
     nbytes: int
-    stage: Stage | None = None
+    stage: StagedRanges | None = None
     seconds: float = 0.0
     _begun: float = 0.0
     _waited: bool = False

@@ -49,7 +49,7 @@ import attrs
 import numpy as np
 
 from kvspec.nixl.merging import Spans, starts_of
-from kvspec.nixl.rows import Ints
+from kvspec.ownership.tokens import Ints
 
 # Descriptors of one handle. Posting more blocks for too long: a post cannot be interrupted.
 MAX_RANGES = 4096

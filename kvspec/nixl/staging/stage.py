@@ -67,7 +67,7 @@ class StagingBuffer:
 
 
 @attrs.define(eq=False)
-class Stage:
+class StagedRanges:
     """The ranges of one staged transfer.
 
     Attributes:
@@ -122,7 +122,7 @@ class SlotUser(Protocol):
         queue_number: Its place in the line, or None if it does not wait.
     """
 
-    stage: Stage | None
+    stage: StagedRanges | None
     queue_number: int | None
 
     @property

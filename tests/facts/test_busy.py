@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvspec.nixl.busy import BusyRanges
+from kvspec.memory.busy import BusyRanges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -3,8 +3,9 @@
 Invariant: no exclusive claim overlaps another claim of the same place. Shared claims may overlap
 each other, as two transfers may read the same bytes.
 
-This module only computes with numbers. It has no lock: the caller holds one. Each change of a place
-is one assignment, so an interrupt leaves the old state or the new one.
+`kvspec.nixl` claims bytes here, and `kvspec.session` claims blocks. This module only computes with
+numbers. It has no lock: the caller holds one. Each change of a place is one assignment, so an
+interrupt leaves the old state or the new one.
 
 How it works:
     A *place* is a space of numbers, such as the memory of one peer or the blocks of one pool. An
@@ -29,12 +30,15 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from kvspec.ownership.tokens import Ints
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 Owner = TypeVar("Owner", bound=Hashable)
 
 
