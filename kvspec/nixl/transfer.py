@@ -128,6 +128,11 @@ class Transfer:
         return self.handles > 0
 
     @property
+    def arrived(self) -> int:
+        """About how many bytes have arrived: the batches have about the same size."""
+        return self.nbytes * self._settled // len(self.batches) if self.batches else 0
+
+    @property
     def live_handles(self) -> int:
         """Number of handles in flight. If the transfer failed, these are in quarantine."""
         return len(self._in_flight)

@@ -136,7 +136,7 @@ class Load:
         return self._ended().__await__()
 
     async def _ended(self) -> Self:
-        rest = FIRST_WAIT
+        rest = FIRST_REST
         while not self.wait(0.0):
             await asyncio.sleep(rest)
             rest = min(2 * rest, LAST_SLEEP)
@@ -234,12 +234,7 @@ class Load:
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes that have arrived, and bytes in all. (0, 0) until the producer is connected."""
-        moved = self.bytes_moved + sum(
-            # Batches have about the same size.
-            read.nbytes * (read.handles - read.live_handles) // len(read.batches)
-            for read in tuple(self.in_flight.values())
-            if read.handles
-        )
+        moved = self.bytes_moved + sum(read.arrived for read in tuple(self.in_flight.values()))
         return min(moved, self.nbytes), self.nbytes
 
     @property

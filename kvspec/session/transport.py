@@ -63,6 +63,10 @@ class ReadInFlight(Protocol):
         """Bytes to move."""
 
     @property
+    def arrived(self) -> int:
+        """About how many of them have arrived."""
+
+    @property
     def descriptors(self) -> int:
         """Number of pairs of ids and of ends."""
 

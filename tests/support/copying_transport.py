@@ -71,6 +71,11 @@ class CopiedRead:
         return len(self.length)
 
     @property
+    def arrived(self) -> int:
+        """Bytes that have arrived."""
+        return self.nbytes if self.copied else 0
+
+    @property
     def large(self) -> bool:
         """Whether it takes several polls: never."""
         return False
