@@ -132,7 +132,7 @@ def test_pair_in_a_forked_child_raises_forked(
         sides = {key: (local, some[key:][:1], remote, some[key:][:1]) for key in range(count)}
         try:
             with pytest.raises(TransferError) as caught:
-                pair.near.pair("READ", sides, request="x")
+                pair.near.pair(sides, request="x")
         finally:
             done.set()
             other.join()
