@@ -229,9 +229,11 @@ _LAYER_TYPES = {
 def kinds_of(read: ModelConfig, rule: KindRule) -> list[str]:
     """Return the kind of each layer, from ``layer_types`` if the config has it, or from *rule*."""
     if read.get("use_bidirectional_attention") in (True, "all"):
-        rule = "not yet: attention to later tokens, for which transformers changes the window"
-        value = read.get("use_bidirectional_attention")
-        raise SpecError("use_bidirectional_attention", value, rule=rule)
+        raise SpecError(
+            "use_bidirectional_attention",
+            read.get("use_bidirectional_attention"),
+            rule="not yet: attention to later tokens, for which transformers changes the window",
+        )
     layers = read.number("num_hidden_layers")
     if layers > MAX_LAYERS:
         raise SpecError("num_hidden_layers", layers, f"at most {MAX_LAYERS}")
