@@ -28,8 +28,14 @@ import attrs
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.models.architectures import ROWS, Architecture
-from kvspec.models.fields import ModelConfig, indexer_layers, kinds_of, quantised_cache
+from kvspec.models.architectures import NOT_YET, ROWS, Architecture
+from kvspec.models.fields import (
+    ModelConfig,
+    fields_by_layer,
+    indexer_layers,
+    kinds_of,
+    quantised_cache,
+)
 from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
@@ -84,12 +90,14 @@ def from_config(
             Recurrent states have the same type, unless it is an 8-bit type. Engines use 8-bit types
             only for attention, so the states then have the dtype of the config. It must have one.
         ssm_dtype: Element type of the temporal state. By default the config's
-            ``mamba_ssm_dtype``, or else the dtype of the conv state.
+            ``mamba_ssm_dtype``, or else the dtype of the conv state, as in vLLM. SGLang's default
+            is float32.
         num_speculative_tokens: Additional rows of a conv state.
 
     Returns:
         The groups in this order: full or mla, sliding_window, chunked_local, and the state group
-        (mamba, gated_delta_net or short_conv).
+        (mamba, gated_delta_net or short_conv). Layers of one kind with different heads are one
+        group of `UniformTypeKVCacheSpecs`.
 
     Raises:
         SpecError: If the architecture is unknown, or a field is missing or impossible.
@@ -115,10 +123,13 @@ def from_config(
     cache = dtype_name(wanted)
     states = cache if itemsize(cache) > 1 else declared
     read = ModelConfig(text, row.defaults)
+    kinds = kinds_of(read, row.kinds)
+    read = attrs.evolve(read, by_layer=fields_by_layer(read, kinds))
     ssm = read.get("mamba_ssm_dtype") if ssm_dtype is None else ssm_dtype
     model = _Model(
         row=row,
         read=read,
+        kinds=kinds,
         prefix=prefix,
         block_size=positive_int("block_size", block_size),
         dtype=cache,
@@ -135,6 +146,7 @@ class _Model:
 
     row: Architecture
     read: ModelConfig
+    kinds: list[str]
     prefix: str
     block_size: int
     dtype: str
@@ -143,7 +155,7 @@ class _Model:
     num_speculative_tokens: int
 
     def groups(self) -> tuple[KVCacheGroup, ...]:
-        kinds = kinds_of(self.read, self.row.kinds)
+        kinds = self.kinds
         return tuple(
             self._group(kind, [index for index, own in enumerate(kinds) if own == kind])
             for kind in _KINDS
@@ -153,23 +165,36 @@ class _Model:
     def _group(self, kind: str, indices: list[int]) -> KVCacheGroup:
         if kind == "state":
             return self._state_group(indices)
-        layers = self._named(self.row.attention, indices)
+        specs: dict[str, LayerSpec] = {}
+        alike: LayerSpec | None = None
+        for index in indices:
+            if index in self.read.by_layer:
+                spec = attrs.evolve(self, read=self.read.of_layer(index)).spec(kind)
+            else:
+                spec = alike = alike or self.spec(kind)
+            specs[self._named(self.row.attention, index)] = spec
+        if kind == "mla" and self.row.indexer:
+            return self._with_indexers(specs, indices)
+        first, *others = specs.values()
+        together = first if all(other == first for other in others) else None
+        if together is None:
+            together = UniformTypeKVCacheSpecs(specs=specs)
+        return KVCacheGroup(name=kind, layers=tuple(specs), spec=together)
+
+    def spec(self, kind: str) -> LayerSpec:
+        """Return the spec of an attention layer."""
         match kind:
             case "mla":
-                latent = self._latent()
-                if self.row.indexer:
-                    return self._with_indexers(latent, layers, indices)
-                return KVCacheGroup(name=kind, layers=layers, spec=latent)
+                return self._latent()
             case "sliding_window":
-                spec = self._attention(SlidingWindowSpec, "sliding_window")
+                return self._attention(SlidingWindowSpec, "sliding_window")
             case "chunked_local":
-                spec = self._attention(ChunkedLocalAttentionSpec, "attention_chunk_size")
+                return self._attention(ChunkedLocalAttentionSpec, "attention_chunk_size")
             case _:
-                spec = self._attention(FullAttentionSpec)
-        return KVCacheGroup(name=kind, layers=layers, spec=spec)
+                return self._attention(FullAttentionSpec)
 
-    def _named(self, pattern: str, indices: list[int]) -> tuple[str, ...]:
-        return tuple(self.prefix + pattern.format(index) for index in indices)
+    def _named(self, pattern: str, index: int) -> str:
+        return self.prefix + pattern.format(index)
 
     def _attention(self, kind: type[FullAttentionSpec], *extra: str) -> LayerSpec:
         for name in self.row.required:
@@ -205,13 +230,15 @@ class _Model:
         return hidden // heads
 
     def _latent(self) -> MLAAttentionSpec:
+        # If a config has this, vLLM's class of DeepSeek-V3 makes the indexers of DeepSeek-V3.2.
+        if not self.row.indexer and self.read.get("index_topk") is not None:
+            rule = f"{self.row.names[0]} has no indexers: use the class of DeepSeek-V3.2"
+            raise SpecError("index_topk", self.read.get("index_topk"), rule=rule)
         # The latent of a token is the compressed key and value, followed by the rotary key.
         size = self.read.number("kv_lora_rank") + self.read.number("qk_rope_head_dim")
         return MLAAttentionSpec(block_size=self.block_size, head_size=size, dtype=self.dtype)
 
-    def _with_indexers(
-        self, latent: MLAAttentionSpec, layers: tuple[str, ...], indices: list[int]
-    ) -> KVCacheGroup:
+    def _with_indexers(self, latents: Mapping[str, LayerSpec], indices: list[int]) -> KVCacheGroup:
         """Return latents and indexer keys as one group, because they share block tables.
 
         A key has 8-bit floats and one float32 scale for each 128 elements. A key of 128 elements
@@ -222,14 +249,19 @@ class _Model:
         if size % _INDEXER_BLOCK:
             raise SpecError("index_head_dim", size, f"a multiple of {_INDEXER_BLOCK}")
         content = size + size // _INDEXER_BLOCK * itemsize("float32")
-        keys = attrs.evolve(
-            latent, head_size=size, state_content_bytes=content, page_format="opaque:indexer"
+        keys = MLAAttentionSpec(
+            block_size=self.block_size,
+            head_size=size,
+            dtype=self.dtype,
+            state_content_bytes=content,
+            page_format="opaque:indexer",
         )
         owners = set(indexer_layers(self.read, indices))
         specs: dict[str, LayerSpec] = {}
-        names = zip(indices, layers, self._named(self.row.indexer, indices), strict=True)
-        for index, layer, indexer in names:
-            specs |= {layer: latent} | ({indexer: keys} if index in owners else {})
+        for index, (layer, latent) in zip(indices, latents.items(), strict=True):
+            specs[layer] = latent
+            if index in owners:
+                specs[self._named(self.row.indexer, index)] = keys
         spec = UniformTypeKVCacheSpecs(specs=specs)
         return KVCacheGroup(name="mla", layers=spec.layers, spec=spec)
 
@@ -241,6 +273,11 @@ class _Model:
         if self.state_dtype is None:
             rule = "the config has no dtype, and states do not have the 8-bit type of the attention"
             raise SpecError("dtype", None, rule=rule)
+        keys = {word for key in state.fields.values() for word in key.split("*")}
+        for index in indices:
+            for name in keys & set(self.read.by_layer.get(index, ())):
+                rule = "not yet: recurrent layers that differ"
+                raise SpecError(f"per_layer_config.{index}.{name}", None, rule=rule)
         sizes = {name: self.read.product(key) for name, key in state.fields.items()}
         build: Callable[..., MambaSpec] = getattr(MambaSpec, state.kind)
         # A short convolution has no temporal state, so its constructor has no ssm_dtype.
@@ -253,7 +290,8 @@ class _Model:
             **temporal,
             **sizes,
         )
-        return KVCacheGroup(name=state.group, layers=self._named(state.layer, indices), spec=spec)
+        layers = tuple(self._named(state.layer, index) for index in indices)
+        return KVCacheGroup(name=state.group, layers=layers, spec=spec)
 
 
 def _declared_dtype(*configs: Mapping[str, object]) -> object:
@@ -312,5 +350,8 @@ def _row(names: list[str], outer: Mapping[str, object]) -> Architecture:
         if name in _BY_NAME:
             return _BY_NAME[name]
     field = "architectures" if outer.get("architectures") else "model_type"
+    for name in names:
+        if name in NOT_YET:
+            raise SpecError(field, outer.get(field), rule=f"not yet: {NOT_YET[name]}")
     known = ", ".join(architectures())
     raise SpecError(field, outer.get(field), f"one of the known architectures: {known}")

@@ -43,10 +43,22 @@ class ModelConfig:
     Attributes:
         values: The parsed config.
         defaults: Values that the class supplies if the config omits them.
+        by_layer: Fields of single layers, by the index of the layer.
     """
 
     values: Mapping[str, object]
     defaults: Mapping[str, object]
+    by_layer: Mapping[int, Mapping[str, object]] = attrs.field(factory=dict)
+
+    def of_layer(self, index: int) -> ModelConfig:
+        """Return the config of one layer.
+
+        >>> config = ModelConfig({"head_dim": 64}, {}, {1: {"head_dim": 128}})
+        >>> [config.of_layer(index).get("head_dim") for index in range(2)]
+        [64, 128]
+        """
+        own = self.by_layer.get(index)
+        return self if own is None else ModelConfig({**self.values, **own}, self.defaults)
 
     def get(self, name: str) -> object:
         """Return the field, or else the default of the class, or else None."""
@@ -216,6 +228,12 @@ _LAYER_TYPES = {
 
 def kinds_of(read: ModelConfig, rule: KindRule) -> list[str]:
     """Return the kind of each layer, from ``layer_types`` if the config has it, or from *rule*."""
+    if read.get("use_bidirectional_attention") in (True, "all"):
+        raise SpecError(
+            "use_bidirectional_attention",
+            read.get("use_bidirectional_attention"),
+            rule="not yet: attention to later tokens, for which transformers changes the window",
+        )
     layers = read.number("num_hidden_layers")
     if layers > MAX_LAYERS:
         raise SpecError("num_hidden_layers", layers, f"at most {MAX_LAYERS}")
@@ -234,6 +252,45 @@ def kinds_of(read: ModelConfig, rule: KindRule) -> list[str]:
     return [_LAYER_TYPES[name] for name in types]
 
 
+# Fields of `per_layer_config` that would change the kind of a layer.
+_OF_KINDS = ("sliding_window", "attention_chunk_size", "layer_types", "num_kv_shared_layers")
+
+
+def fields_by_layer(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[str, object]]:
+    """Return the fields of single layers, from ``per_layer_config``.
+
+    The key is one of transformers, which accepts it for every class.
+    """
+    given = read.get("per_layer_config")
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise SpecError("per_layer_config", given, "a dict of the fields of each layer")
+    found: dict[int, Mapping[str, object]] = {}
+    for key, own in given.items():
+        field = f"per_layer_config.{key}"
+        # No index has more digits, and `int` refuses thousands of them.
+        if (
+            not str(key).isdecimal()
+            or len(str(key)) > len(str(MAX_LAYERS))
+            or (int(key) >= len(kinds))
+        ):
+            raise SpecError(field, key, f"an index below num_hidden_layers={len(kinds)}")
+        if not isinstance(own, Mapping):
+            raise SpecError(field, own, "a dict")
+        for name in own:
+            if name == "skip" and own[name]:
+                raise SpecError(f"{field}.skip", own[name], rule="not yet: layers without a part")
+            if name in _OF_KINDS and own[name] != read.get(name):
+                rule_text = f"not yet: layers that differ in their {name}"
+                raise SpecError(f"{field}.{name}", own[name], rule=rule_text)
+        found[int(key)] = own
+    return found
+
+
+_INDEXERS = ["full", "shared"]
+
+
 def indexer_layers(read: ModelConfig, indices: Sequence[int]) -> list[int]:
     """Return those of *indices* whose layers keep indexer keys. The others share earlier choices.
 
@@ -244,6 +301,22 @@ def indexer_layers(read: ModelConfig, indices: Sequence[int]) -> list[int]:
     >>> indexer_layers(ModelConfig({"index_topk_pattern": "FSSF"}, {}), range(4))
     [0, 3]
     """
+    types = read.get("indexer_types")
+    if types is None:
+        return _scheduled_indexers(read, indices)
+    valid = isinstance(types, list) and all(each in _INDEXERS for each in types)
+    if not isinstance(types, list) or not valid or len(types) < len(indices):
+        expected = f"{' or '.join(_INDEXERS)} for each of {len(indices)} layers"
+        raise SpecError("indexer_types", types, expected)
+    owners = [index for index in indices if types[index] == "full"]
+    # For most classes, vLLM follows the other fields, and transformers this list.
+    if "indexer_types" not in read.defaults and owners != _scheduled_indexers(read, indices):
+        rule = "the other fields describe other layers, and engines follow different fields"
+        raise SpecError("indexer_types", types, rule=rule)
+    return owners
+
+
+def _scheduled_indexers(read: ModelConfig, indices: Sequence[int]) -> list[int]:
     pattern = read.get("index_topk_pattern")
     if pattern is not None:
         # The engines accept one letter for each layer, as a text or a list. S shares.

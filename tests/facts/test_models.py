@@ -22,6 +22,7 @@ from kvspec import (
     models,
 )
 from kvspec.models import catalogue
+from kvspec.models.architectures import NOT_YET, ROWS
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FACTS: list[dict[str, Any]] = json.loads((GOLDENS / "arch_facts.json").read_text())["rows"]
@@ -452,3 +453,66 @@ def test_size_with_a_default_of_the_class_is_required(field: str) -> None:
     assert {2} == {group.spec.total_num_kv_heads for group in models.from_config(sizes)}
     error = refusal(lambda: models.from_config({key: sizes[key] for key in sizes if key != field}))
     assert (field, None) == (error.field, error.value)
+
+
+# Layers that differ, and models that are refused.
+
+
+def test_layers_that_differ_have_their_own_sizes() -> None:
+    """Transformers reads `per_layer_config` for every class."""
+    own = {"1": {"num_key_value_heads": 1, "head_dim": 16}}
+    (group,) = models.from_config({**LLAMA, "per_layer_config": own})
+    specs: Any = [group.spec.of_layer(layer) for layer in group.layers]
+    assert [(2, 64), (1, 16)] == [(spec.total_num_kv_heads, spec.head_size) for spec in specs]
+    same = {"0": {"num_key_value_heads": 2}, "1": {"intermediate_size": 7, "skip": []}}
+    assert models.from_config(LLAMA) == models.from_config({**LLAMA, "per_layer_config": same})
+
+
+@pytest.mark.parametrize(
+    ("own", "field", "value"),
+    [
+        ([], "per_layer_config", []),
+        ({"2": {}}, "per_layer_config.2", "2"),
+        ({"x": {}}, "per_layer_config.x", "x"),
+        ({"1": 3}, "per_layer_config.1", 3),
+        ({"1": {"skip": ["attention"]}}, "per_layer_config.1.skip", ["attention"]),
+        ({"1": {"sliding_window": 8}}, "per_layer_config.1.sliding_window", 8),
+        ({"1": {"num_key_value_heads": 0}}, "num_key_value_heads", 0),
+    ],
+)
+def test_from_config_rejects_layers_that_differ_in_another_way(
+    own: object, field: str, value: object
+) -> None:
+    error = refusal(lambda: models.from_config({**LLAMA, "per_layer_config": own}))
+    assert (field, value) == (error.field, error.value)
+
+
+def test_from_config_rejects_states_that_differ_by_layer() -> None:
+    own = {"per_layer_config": {"0": {"linear_num_value_heads": 8}}}
+    error = refusal(lambda: models.from_config(catalogue.config("Qwen3-Next-80B-A3B") | own))
+    assert "per_layer_config.0.linear_num_value_heads" == error.field
+
+
+def test_from_config_refuses_indexers_of_a_class_without_them() -> None:
+    """VLLM's class of DeepSeek-V3 makes indexers if the config has `index_topk`."""
+    config = catalogue.config("DeepSeek-V3") | {"index_topk": 2048}
+    error = refusal(lambda: models.from_config(config))
+    assert ("index_topk", 2048) == (error.field, error.value)
+
+
+def test_from_config_rejects_contradicting_indexers() -> None:
+    """Transformers follows the list, and vLLM the frequency."""
+    config = catalogue.config("DeepSeek-V3.2") | {"num_hidden_layers": 4, "index_topk_freq": 3}
+    listed = ["full", "full", "shared", "shared"]
+    assert models.from_config(config) == models.from_config(config | {"indexer_types": listed})
+    error = refusal(lambda: models.from_config(config | {"indexer_types": ["full"] * 4}))
+    assert ("indexer_types", ["full"] * 4) == (error.field, error.value)
+
+
+@pytest.mark.parametrize(("name", "reason"), NOT_YET.items())
+def test_refusal_of_a_known_model_names_what_is_missing(name: str, reason: str) -> None:
+    key = "model_type" if name.islower() else "architectures"
+    value = name if name.islower() else [name]
+    error = refusal(lambda: models.from_config({**LLAMA, "architectures": None, key: value}))
+    assert (key, value, f"not yet: {reason}") == (error.field, error.value, error.rule)
+    assert name not in {row_name for row in ROWS for row_name in row.names}
