@@ -184,7 +184,7 @@ class Calls:
 
     def connect(self) -> tuple[Any, dict[str, Any]]:
         """Return a call of the consumer."""
-        options = {"introductions": self.pair[0].introductions, "role": "producer"}
+        options = {"introductions": self.pair[0].introductions}
         return self.consumer.connect, options | {"timeout": 1.0}
 
     def fetch(self) -> tuple[Any, dict[str, Any]]:
