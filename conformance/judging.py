@@ -206,7 +206,7 @@ def kit_rows(system: System) -> list[dict[str, Any]]:
             "exact": found.exact,
             "refused": found.refused,
             "wrong": found.wrong,
-            "fault": found.counterexample.fault if found.counterexample else "",
+            "fault": found.wrong_case.fault if found.wrong_case else "",
         }
         for found in kit.judge(system, laws=of).judgements
         if found.value

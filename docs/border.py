@@ -311,7 +311,7 @@ def rows() -> Iterator[Row]:
     yield Row("SGLang", "slots, DCP 2", "full", on_sglang("MHATokenToKVPool", 2))
     yield Row("SGLang", "vectorized_5d", "full",
               on_sglang("MHATokenToKVPool", kv_cache_layout="vectorized_5d"))  # fmt: skip
-    for cls in sorted(sglang.engine.NOT_YET):
+    for cls in sorted(sglang.engine.POOLS_NOT_YET):
         yield Row("SGLang", "other pools", cls, on_sglang(cls))
     for name, page, kind, *how in MEMORIES:
         yield Row(name, page, kind, read(kind, *how))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvspec.completion.states import CONSUMER, JOINT, PRODUCER, PUBLIC, Row
+from kvspec.completion.states import CONSUMER, JOINT, PRODUCER, PUBLIC, Transition
 from kvspec.wire.messages import MESSAGES
 
 PAGE = Path(__file__).with_name("ledgers.md")
@@ -49,7 +49,7 @@ only if each of these ranks has held the request.
 This holds for the first load of a request by a rank. A rank that loads the request again may find
 that it is free."""
 ENDS = "new", "held", "fenced", "read", "expired"
-Table = dict[tuple[str, str], Row]
+Table = dict[tuple[str, str], Transition]
 
 
 def page() -> str:

@@ -20,7 +20,7 @@ from kvspec.check.counting import own_positions, rank_units
 from kvspec.ownership.replicas import ReplicaPolicyName
 from kvspec.ownership.tokens import BlockCyclic, meet
 from kvspec.testing.parallels import explicit_shardings
-from kvspec.testing.strategies import POLICIES
+from kvspec.testing.strategies import KNOWN_POLICIES
 
 LAYER = "layers.0"
 # Four context ranks are enough for two interleaves that share no divisor on either side. More would
@@ -112,7 +112,7 @@ def placed(
             raise AssertionError(f"address {address:#x} is in no region of {rank}")
 
 
-@given(st.data(), st.integers(1, 4), st.sampled_from(POLICIES), st.integers(0, 3))
+@given(st.data(), st.integers(1, 4), st.sampled_from(KNOWN_POLICIES), st.integers(0, 3))
 def test_consumers_receive_each_token_once(
     data: st.DataObject, units: int, replica_policy: ReplicaPolicyName, salt: int
 ) -> None:

@@ -24,8 +24,8 @@ from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import (
     MESSAGES,
     Checksum,
+    ChecksumContents,
     ChecksumRequest,
-    Extent,
     Key,
     Lease,
     Message,
@@ -39,8 +39,8 @@ DRAWN = st.randoms(use_true_random=False)
 RANKS = [kvspec.RankId(tp=tp) for tp in range(3)]
 P, D = ([RankAddress(name, 1, rank) for rank in RANKS] for name in ("prefill", "decode"))
 KEYS = [Key(f"request {n % 2}", bytes([n] * 8)) for n in range(4)]
-EXTENT = Extent(layer="layers.0", parts=("k", "v"), units=range(2), tokens=range(3, 9))
-ONE_ROW = Extent(layer="layers.0", parts=("v",), units=range(1, 2), tokens=range(8, 9))
+CONTENTS = ChecksumContents(layer="layers.0", parts=("k", "v"), units=range(2), tokens=range(3, 9))
+ONE_ROW = ChecksumContents(layer="layers.0", parts=("v",), units=range(1, 2), tokens=range(8, 9))
 TRUE = Valid(key=KEYS[0], by=P[0], to=D[0])
 # The magic string, two bytes of the wire version, and the start. Every message begins with them.
 HEAD = encode_message(TRUE)[: len(b"kvspec-message\n") + 2 + START]
@@ -62,7 +62,7 @@ def true_message(rng: random.Random) -> Message:
     if issubclass(kind, ReaderStatus):
         own["expected"] = rng.choice((1, 2, 3))
     if kind is ChecksumRequest:
-        own["extent"] = rng.choice((EXTENT, ONE_ROW))
+        own["contents"] = rng.choice((CONTENTS, ONE_ROW))
     if kind is Checksum:
         own["total"] = bytes(8)
     if kind is Lease:
@@ -130,7 +130,7 @@ class Pair:
     def begin(self, key: Key) -> None:
         """Begin a request on both sides unless it is already in progress."""
         try:
-            self.producer.admit(key, self.now)
+            self.producer.hold(key, self.now)
         except kvspec.SpecError:
             return
         self.started += 1

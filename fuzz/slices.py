@@ -18,7 +18,7 @@ from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, tp_chooser
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.testing.parallels import explicit_shardings
-from kvspec.testing.strategies import POLICIES
+from kvspec.testing.strategies import KNOWN_POLICIES
 
 # With 24 ranks on a side, sizes that share no divisor and sizes that divide each other both occur.
 LARGEST = 24
@@ -76,7 +76,7 @@ def slices_of(
     )
 
 
-@given(st.data(), parts(), st.sampled_from(POLICIES), st.integers(0, 40))
+@given(st.data(), parts(), st.sampled_from(KNOWN_POLICIES), st.integers(0, 40))
 def test_consumers_read_each_unit_once(
     data: st.DataObject, part: Part, replica_policy: ReplicaPolicyName, salt: int
 ) -> None:

@@ -261,9 +261,9 @@ class TransferState(enum.StrEnum):
         "an earlier transfer or load of the same bytes or blocks has not ended",
         "wait until it is over, or close() first",
     )
-    STOPPED = (
-        "stopped",
-        "this side gave the transfer up, and operations in flight are in quarantine until they end",
+    CANCELLED = (
+        "cancelled",
+        "this side cancelled it, and operations in flight are in quarantine until they end",
         "reuse the destination blocks only after that, and load the request again if needed",
     )
     GONE = (

@@ -92,10 +92,10 @@ def texts(field: str, value: object, members: str) -> tuple[str, ...]:
     return items
 
 
-def mapping(field: str, value: object, entries: str) -> Mapping[Any, Any]:
-    """Return *value* if it is a mapping. *entries* completes the error "a mapping from ..."."""
+def mapping(field: str, value: object, what: str) -> Mapping[Any, Any]:
+    """Return *value* if it is a mapping. *what* completes the error "a mapping from ..."."""
     if not isinstance(value, Mapping):
-        raise SpecError(field, value, f"a mapping from {entries}")
+        raise SpecError(field, value, f"a mapping from {what}")
     return value
 
 

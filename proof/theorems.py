@@ -1267,8 +1267,11 @@ def _moved(rows: Any) -> list[int]:
 
 @theorem(
     "descriptors.tiles._cut",
-    ("if tables.wanted.start // grain * grain < tables.cached:", "if False:"),
-    ("-(-wanted.stop // grain) * grain", "wanted.stop // grain * grain"),
+    ("if tables.wanted.start // tokens_per_state * tokens_per_state < tables.cached:", "if False:"),
+    (
+        "-(-wanted.stop // tokens_per_state) * tokens_per_state",
+        "wanted.stop // tokens_per_state * tokens_per_state",
+    ),
     ("np.arange(live.start // size * size", "np.arange(live.start"),
     ("stop = max(live.start, end), min(live.stop, end + size)", "stop = live.start, live.stop"),
     bound="prompts <= 26, any cached prefix, blocks (4, 4) (4, 8) (6, 4) (12, 8)",
@@ -1282,26 +1285,26 @@ def requests_move_each_wanted_state_once(lib: Library) -> int:
     tiles, paging = lib.tiles, lib.paging
     edge = type("Edge", (), {"group": "g", "producer_group": "g"})
     cases = 0
-    for (a, b), grain in itertools.product(((4, 4), (4, 8), (6, 4), (12, 8)), (1, 2)):
+    for (a, b), tokens_per_state in itertools.product(((4, 4), (4, 8), (6, 4), (12, 8)), (1, 2)):
         cyclic = lib.tokens.BlockCyclic()
         sides = [paging.Paging(size, size, cyclic) for size in (a, b)]
-        split = paging.TokenSplit(lib.stripes.WHOLE, math.gcd(a, b), grain, *sides)
+        split = paging.TokenSplit(lib.stripes.WHOLE, math.gcd(a, b), tokens_per_state, *sides)
         for stop in range(1, 27):
             tables = [lib.request.BlockTable([*range(3, 3 + -(-26 // size))]) for size in (a, b)]
             for start, cached in {(s, c) for s in range(stop) for c in (0, s)}:
-                bound = tiles.Tables(edge, range(start, stop), cached, None, False, *tables)  # noqa: FBT003
+                bound = tiles.EdgeTables(edge, range(start, stop), cached, None, False, *tables)  # noqa: FBT003
                 frame = tiles._positions(bound, split)
-                first = start // grain * grain
+                first = start // tokens_per_state * tokens_per_state
                 try:
-                    tiles.check_cached(bound, grain)
+                    tiles.check_cached(bound, tokens_per_state)
                     rows = tiles._cut(bound, split, frame, None)
                 except lib.request.SpecError:
                     check("refused", cached > first)
                     continue
                 check("not refused", cached <= first)
-                expected = [*range(first, -(-stop // grain) * grain)]
+                expected = [*range(first, -(-stop // tokens_per_state) * tokens_per_state)]
                 check(
-                    f"{a}, {b}, {grain}: {start}..{stop}",
+                    f"{a}, {b}, {tokens_per_state}: {start}..{stop}",
                     sorted(_moved(rows.items())) == expected,
                 )
                 for kind, starts in rows.items():

@@ -38,8 +38,8 @@ from kvspec.tickets import ContentIdentity, PrefillTicket, content_of
 
 _Spec = TypeVar("_Spec", bound=AttentionSpec)
 
-Tables = Mapping[str, BlockTable]
-Rows = npt.NDArray[np.uint8]
+HeldTables = Mapping[str, BlockTable]
+ByteRows = npt.NDArray[np.uint8]
 
 
 def name_layers(pattern: str, specs: Sequence[_Spec]) -> dict[str, _Spec]:
@@ -104,10 +104,10 @@ class PromptBuffer:
                 (region.block_stride, region.unit_stride, region.state_stride),
             )
         self._free = {group.name: [*range(num_blocks)] for group in engine.groups}
-        self._held: dict[str, tuple[Session, Tables]] = {}
-        self._loads: list[tuple[Load, Tables]] = []
+        self._held: dict[str, tuple[Session, HeldTables]] = {}
+        self._loads: list[tuple[Load, HeldTables]] = []
 
-    def take(self, num_tokens: int, computed_tokens: int) -> Tables:
+    def take(self, num_tokens: int, computed_tokens: int) -> HeldTables:
         """Take free blocks for a prompt.
 
         Args:
@@ -129,25 +129,27 @@ class PromptBuffer:
             tables[group.name] = BlockTable([free.pop() for _ in range(count)], first)
         return tables
 
-    def give(self, tables: Tables) -> None:
+    def give(self, tables: HeldTables) -> None:
         """Give blocks back that nothing reads or writes. Those of a held prompt stay taken."""
         if any(tables is held for _, held in self._held.values()):
             return
         for group, table in tables.items():
             self._free[group] += table.block_ids.tolist()
 
-    def write(self, tables: Tables, layer: str, part: str, tokens: range, rows: Rows) -> None:
+    def write(
+        self, tables: HeldTables, layer: str, part: str, tokens: range, rows: ByteRows
+    ) -> None:
         """Write *rows* [tokens, heads, bytes] into the blocks of *tables*."""
         block, row = self._places(tables, layer, tokens)
         view = self._views[layer, part]
         view[block, :, row] = np.ascontiguousarray(rows).view(view.dtype)[..., 0]
 
-    def read(self, tables: Tables, layer: str, part: str, tokens: range) -> Rows:
+    def read(self, tables: HeldTables, layer: str, part: str, tokens: range) -> ByteRows:
         """Return a copy of the rows of *tokens*, [tokens, heads, bytes]."""
         block, row = self._places(tables, layer, tokens)
         return self._views[layer, part][block, :, row][..., None].view(np.uint8)
 
-    def _places(self, tables: Tables, layer: str, tokens: range) -> tuple[Any, Any]:
+    def _places(self, tables: HeldTables, layer: str, tokens: range) -> tuple[Any, Any]:
         """Return the block of each token, and its row in the block."""
         group = self.engine.homes[layer]
         table = tables[group.name]
@@ -159,7 +161,7 @@ class PromptBuffer:
         session: Session,
         request_id: str,
         tokens: Sequence[int],
-        tables: Tables,
+        tables: HeldTables,
         sampled: Mapping[str, Any] | None = None,
         *,
         adapter: str | None = "",
@@ -194,7 +196,7 @@ class PromptBuffer:
     @contextmanager
     def loaded(
         self, session: Session, ticket: PrefillTicket, num_tokens: int, timeout: float
-    ) -> Iterator[Tables]:
+    ) -> Iterator[HeldTables]:
         """Load a prompt into free blocks for the duration of a ``with`` block. Waits.
 
         Args:

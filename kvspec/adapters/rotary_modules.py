@@ -35,7 +35,7 @@ _NOT_ONE_ANGLE = ("DualChunkRotaryEmbedding", "FourierRotaryEmbedding")
 _ROUNDING = 2**-7
 
 # Row 1 of each table. All layers of a model share a few modules, and a table has many megabytes.
-_ROWS: WeakKeyDictionary[Any, list[float]] = WeakKeyDictionary()
+_ROWS_OF: WeakKeyDictionary[Any, list[float]] = WeakKeyDictionary()
 
 
 def rotation(rotary: FieldReader, pairs: int) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def rotation(rotary: FieldReader, pairs: int) -> dict[str, Any]:
 
 def _row(rotary: FieldReader) -> list[float]:
     """Return row 1 of the table that the module computes. Raise if it keeps another."""
-    if rotary.value not in _ROWS:
+    if rotary.value not in _ROWS_OF:
         table = rotary.call("_compute_cos_sin_cache").value
-        _ROWS[rotary.value] = [float(each) for each in table[1].tolist()]
-    row, kept = _ROWS[rotary.value], rotary.get("cos_sin_cache")
+        _ROWS_OF[rotary.value] = [float(each) for each in table[1].tolist()]
+    row, kept = _ROWS_OF[rotary.value], rotary.get("cos_sin_cache")
     stored = kept.item(1).value.tolist()
     near = len(row) == len(stored) and all(
         abs(computed - kept_value) <= _ROUNDING * max(1, abs(computed))

@@ -32,14 +32,14 @@ import numpy.typing as npt
 from kvspec.errors import SpecError
 from kvspec.specs import KeyContent
 
-Rows = npt.NDArray[np.float64]
+FloatRows = npt.NDArray[np.float64]
 
 # Products of rounded sines and cosines differ from a rotation by this many roundings at most. In
 # the wrong order, the fastest elements differ by the size of the key.
 ROUNDINGS = 8
 
 
-def rotation_of(field: str, rows: list[Rows], resolution: float) -> KeyContent:
+def rotation_of(field: str, rows: list[FloatRows], resolution: float) -> KeyContent:
     """Return the rotation between *rows* of equal keys at several positions, the last one at 0.
 
     >>> turn = lambda z, angle: np.stack([(z * np.exp(1j * angle)).real,
@@ -71,8 +71,8 @@ def rotation_of(field: str, rows: list[Rows], resolution: float) -> KeyContent:
 def turns_by(
     content: KeyContent,
     frequencies: Sequence[float],
-    base: Rows,
-    row: Rows,
+    base: FloatRows,
+    row: FloatRows,
     position: int,
     resolution: float,
 ) -> bool:
@@ -92,7 +92,7 @@ def turns_by(
     return bool((error <= most * abs(old).max(axis=0)).all())
 
 
-def _complex(order: str, rows: Rows) -> npt.NDArray[np.complex128]:
+def _complex(order: str, rows: FloatRows) -> npt.NDArray[np.complex128]:
     """Return each pair of elements as one complex number."""
     half = rows.shape[1] // 2
     one, other = (np.s_[:half], np.s_[half:]) if order == "halves" else (np.s_[::2], np.s_[1::2])
@@ -100,7 +100,7 @@ def _complex(order: str, rows: Rows) -> npt.NDArray[np.complex128]:
     return numbers
 
 
-def _turns(order: str, near: Rows, far: Rows, resolution: float) -> bool:
+def _turns(order: str, near: FloatRows, far: FloatRows, resolution: float) -> bool:
     """Return whether each couple of elements turns by one angle in all rows."""
     most = ROUNDINGS * resolution
     old, new = (_complex(order, rows) for rows in (near, far))

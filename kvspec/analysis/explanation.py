@@ -7,7 +7,7 @@ How it works:
     descriptor id back to the model. A table holds runs, a run has one id for each block and tile,
     and each id stands for a range of memory:
 
-        id  ->  entry and run  ->  block and tile  ->  address range  ->  layer, part, unit, token
+        id  ->  row set and run  ->  block and tile  ->  address range  ->  layer, part, unit, token
 
     `_place_of` does the first two steps. `_lines` does the last one: it computes the address of
     each unit, row and chunk of a region in block 0, and finds the blocks that shift the address
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.selection import Entry
+from kvspec.descriptors.selection import NumberedRows
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError, counted
 from kvspec.memory.rank_cache import Region
@@ -115,7 +115,7 @@ def _plan_lines(plan: TransferPlan) -> Iterator[str]:
         ranks = f"consumer {edge.consumer} reads producer {edge.producer}"
         yield f"{ranks}, group {edge.group}, {layer_names(edge.layers)}"
         tokens = edge_tokens(plan, edge)
-        yield from (f"  {line}{tokens}" for line in carried(edge))
+        yield from (f"  {line}{tokens}" for line in slice_lines(edge))
     for rank in plan.producer.parallel.ranks:
         notifiers = plan.notifiers(rank)
         unread = "" if plan.targets(rank) else ", which no consumer rank reads"
@@ -138,21 +138,23 @@ def layer_names(layers: tuple[str, ...]) -> str:
     return f"{counted(len(layers), 'layer')}: {names}"
 
 
-def carried(edge: Edge) -> Iterator[str]:
+def slice_lines(edge: Edge) -> Iterator[str]:
     """Yield the parts, units, layers and blocks that move over an edge, one line for each slice."""
-    for piece in edge.slices:
-        units = _span("unit", np.arange(piece.global_range.start, piece.global_range.stop))
-        layers = "" if piece.layers == edge.layers else f" of {layer_names(piece.layers)}"
-        blocks = "" if piece.stripe.whole else f", {piece.stripe}"
-        yield f"{'+'.join(piece.parts)} {units}{layers}{blocks}"
+    for tp_slice in edge.slices:
+        units = _range_text(
+            "unit", np.arange(tp_slice.global_range.start, tp_slice.global_range.stop)
+        )
+        layers = "" if tp_slice.layers == edge.layers else f" of {layer_names(tp_slice.layers)}"
+        blocks = "" if tp_slice.stripe.whole else f", {tp_slice.stripe}"
+        yield f"{'+'.join(tp_slice.parts)} {units}{layers}{blocks}"
 
 
-def carried_heads(plan: TransferPlan, edge: Edge) -> Iterator[str]:
+def head_lines(plan: TransferPlan, edge: Edge) -> Iterator[str]:
     """Yield the parts, heads, layers and blocks that move over an edge.
 
     A head is what tensor parallelism gives to a rank as a whole: a KV head, or the channels of one
-    head of a recurrent state. So all parts of a layer count the same heads, where `carried` counts
-    channels for some parts. Parts with equal heads are one line.
+    head of a recurrent state. So all parts of a layer count the same heads, where `slice_lines`
+    counts channels for some parts. Parts with equal heads are one line.
 
     >>> from kvspec import EngineSpec, KVCacheGroup, MambaSpec, ParallelConfig, plan_transfer
     >>> spec = MambaSpec.mamba2(num_heads=4, head_dim=8, state_size=16, n_groups=1, conv_kernel=4,
@@ -160,25 +162,27 @@ def carried_heads(plan: TransferPlan, edge: Edge) -> Iterator[str]:
     >>> group = KVCacheGroup(name="mamba", layers=["l.0"], spec=spec)
     >>> engines = [EngineSpec(groups=[group], parallel=ParallelConfig(tp_size=n)) for n in (1, 2)]
     >>> plan = plan_transfer(*engines)
-    >>> list(carried(plan.edges[1]))
+    >>> list(slice_lines(plan.edges[1]))
     ['conv_x units 16..31', 'conv_b+conv_c units 0..15', 'ssm units 2..3']
-    >>> list(carried_heads(plan, plan.edges[1]))
+    >>> list(head_lines(plan, plan.edges[1]))
     ['conv_x+ssm heads 2..3', 'conv_b+conv_c']
     """
     spec = plan.consumer.group(edge.group).spec
     names: dict[tuple[str, str, str], list[str]] = {}
-    for piece in edge.slices:
-        grains = {part.name: part for part in spec.of_layer(piece.layers[0]).parts}
-        layers = "" if piece.layers == edge.layers else f" of {layer_names(piece.layers)}"
-        blocks = "" if piece.stripe.whole else f", {piece.stripe}"
-        for name in piece.parts:
-            part, units = grains[name], piece.global_range
+    for tp_slice in edge.slices:
+        parts_by_name = {part.name: part for part in spec.of_layer(tp_slice.layers[0]).parts}
+        layers = "" if tp_slice.layers == edge.layers else f" of {layer_names(tp_slice.layers)}"
+        blocks = "" if tp_slice.stripe.whole else f", {tp_slice.stripe}"
+        for name in tp_slice.parts:
+            part, units = parts_by_name[name], tp_slice.global_range
             # Explicit shardings may divide a head.
             whole = units.start % part.granularity == units.stop % part.granularity == 0
             size = part.granularity if whole else 1
             heads = range(units.start // size, units.stop // size)
             only = len(heads) == part.units // size == 1
-            noun = "" if only else f" {_span('head' if whole else 'channel', np.array(heads))}"
+            noun = (
+                "" if only else f" {_range_text('head' if whole else 'channel', np.array(heads))}"
+            )
             names.setdefault((layers, blocks, noun), []).append(name)
     for (layers, blocks, noun), parts in names.items():
         yield f"{'+'.join(parts)}{noun}{layers}{blocks}"
@@ -234,8 +238,8 @@ def _describe(table: DescriptorTable, consumer_id: int, request: TransferRequest
 
     With a request, the text also names the tokens and the place in the producer's memory.
     """
-    entry, run, block, tile = _place_of(table, "consumer", consumer_id)
-    rows, edge = entry.rows, entry.edge
+    numbered, run, block, tile = _place_of(table, "consumer", consumer_id)
+    rows, edge = numbered.rows, numbered.edge
     start = int(rows.consumer_address[run] + rows.consumer.offsets(block, tile))
     length = int(rows.length[run])
     source = "" if request is None else _source(table, consumer_id, request)
@@ -245,10 +249,12 @@ def _describe(table: DescriptorTable, consumer_id: int, request: TransferRequest
         for region in table.consumer.regions
         if region.group == edge.group and region.layer in edge.layers
     ]
-    span = range(start, start + length)
-    contents = (line for region in regions for line in _lines(table, entry, region, span, request))
+    addresses = range(start, start + length)
+    contents = (
+        line for region in regions for line in _lines(table, numbered, region, addresses, request)
+    )
     title = f"id {consumer_id}: {length} bytes, {ranks} at {start:#x}"
-    return "\n".join([title, *contents, f"  {_why(table, entry)}"])
+    return "\n".join([title, *contents, f"  {_why(table, numbered)}"])
 
 
 def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
@@ -260,7 +266,7 @@ def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
     lines = [f"producer {table.producer.rank} -> consumer {table.consumer.rank}"]
     for number, side in enumerate(("producer", "consumer")):
         rows = len(getattr(table, f"{side}_rows"))
-        ids = sum(entry.rows.ids_used[number] for entry in table.entries)
+        ids = sum(numbered.rows.ids_used[number] for numbered in table.numbered_rows)
         memory_type = getattr(table, f"{side}_memory_type")
         lines.append(f"  {side}: {rows:,} rows of {ids:,} descriptors in {memory_type}")
     if request is not None:
@@ -283,81 +289,85 @@ def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) 
     index = np.flatnonzero(consumer_ids == consumer_id)
     if not len(index):
         return " (not part of this request)"
-    entry, run, block, tile = _place_of(table, "producer", int(producer_ids[index[0]]))
-    rows = entry.rows
+    numbered, run, block, tile = _place_of(table, "producer", int(producer_ids[index[0]]))
+    rows = numbered.rows
     address = int(rows.producer_address[run] + rows.producer.offsets(block, tile))
     return f" at {address:#x} (block {int(block)})"
 
 
-def _place_of(table: DescriptorTable, side: Role, id_: int) -> tuple[Entry, int, Ints, Ints]:
-    """Return the entry of an id, its run, its block in memory and its tile in the block."""
+def _place_of(table: DescriptorTable, side: Role, id_: int) -> tuple[NumberedRows, int, Ints, Ints]:
+    """Return the numbered rows of an id, its run, its block in memory and its tile in the block."""
     number = 0 if side == "producer" else 1
-    total = sum(entry.rows.ids_used[number] for entry in table.entries)
+    total = sum(numbered.rows.ids_used[number] for numbered in table.numbered_rows)
     if not total:
         raise SpecError(f"{side}_id", id_, rule="these two ranks exchange nothing, so no id exists")
     if isinstance(id_, bool) or not isinstance(id_, (int, np.integer)) or not 0 <= id_ < total:
         raise SpecError(f"{side}_id", id_, f"an id from 0 to {total - 1}")
-    # The ids of each entry follow those of the entry before it.
-    firsts = [getattr(entry, f"{side}_first") for entry in table.entries]
-    entry = table.entries[bisect_right(firsts, id_) - 1]
-    block_layout = getattr(entry.rows, side)
-    run, id_in_run = divmod(int(id_) - getattr(entry, f"{side}_first"), block_layout.ids_per_run)
+    # The ids of each row set follow those of the one before it.
+    firsts = [getattr(numbered, f"{side}_first") for numbered in table.numbered_rows]
+    numbered = table.numbered_rows[bisect_right(firsts, id_) - 1]
+    block_layout = getattr(numbered.rows, side)
+    run, id_in_run = divmod(int(id_) - getattr(numbered, f"{side}_first"), block_layout.ids_per_run)
     block, tile = block_layout.place(id_in_run)
-    return entry, run, np.asarray(block, np.int64), np.asarray(tile, np.int64)
+    return numbered, run, np.asarray(block, np.int64), np.asarray(tile, np.int64)
 
 
 def _lines(
     table: DescriptorTable,
-    entry: Entry,
+    numbered: NumberedRows,
     region: Region,
-    span: range,
+    addresses: range,
     request: TransferRequest | None,
 ) -> Iterator[str]:
-    """Yield one line for each block of which *span* contains bytes: its part, units and rows."""
-    grid = region.addresses()
+    """Yield one line for each block with bytes in *addresses*: its part, units and rows."""
+    block_addresses = region.addresses()
     _, units = table.consumer.part_of(region)
     stride = max(region.block_stride, 1)
-    # `grid` has the addresses in block 0. Each content is in the span for one range of blocks,
-    # because a block further on moves its address by the stride.
-    first_block = np.maximum(-((grid - span.start) // stride), 0)
-    last_block = np.minimum((span.stop - 1 - grid) // stride, region.num_blocks - 1)
+    # `block_addresses` has the addresses in block 0. The addresses has each content for one range
+    # of blocks, because a block further on moves its address by the stride.
+    first_block = np.maximum(-((block_addresses - addresses.start) // stride), 0)
+    last_block = np.minimum((addresses.stop - 1 - block_addresses) // stride, region.num_blocks - 1)
     ranges = zip(first_block.ravel().tolist(), last_block.ravel().tolist(), strict=True)
     for block in sorted({block for first, last in ranges for block in range(first, last + 1)}):
         unit, state, _ = np.nonzero((first_block <= block) & (block <= last_block))
-        names = _span("unit", unit + units.start)
+        names = _range_text("unit", unit + units.start)
         place = f"  {region.layer} {region.part}: {names}, consumer block {block}"
-        yield f"{place}, {_rows(table, entry, block, state, request)}"
+        yield f"{place}, {_rows(table, numbered, block, state, request)}"
 
 
 def _rows(
     table: DescriptorTable,
-    entry: Entry,
+    numbered: NumberedRows,
     block: int,
     state: Ints,
     request: TransferRequest | None,
 ) -> str:
     """Return rows of a block in words, as token positions if the block belongs to *request*."""
-    grain = entry.split_rows.token_split.grain
-    if request is None or not grain:
-        return _span("row", state)
+    tokens_per_state = numbered.split_rows.token_split.tokens_per_state
+    if request is None or not tokens_per_state:
+        return _range_text("row", state)
     engine, rank = table.consumer.engine, table.consumer.rank
-    group = engine.group(entry.edge.group)
+    group = engine.group(numbered.edge.group)
     block_table = request.consumer_blocks[group.name]
     # Block tables count logical blocks, memory counts the blocks of the attention kernel.
     logical_block, part = divmod(block, group.kernel_blocks_per_block)
     index = np.flatnonzero(block_table.block_ids == logical_block)
     if not len(index):
-        return f"{_span('row', state)} of a block that is not part of the request"
+        return f"{_range_text('row', state)} of a block that is not part of the request"
     context = engine.context(group, rank)
-    local = int(index[0]) * group.spec.block_size + part * group.memory_block_size + state * grain
+    local = (
+        int(index[0]) * group.spec.block_size
+        + part * group.memory_block_size
+        + state * tokens_per_state
+    )
     tokens = context.position(block_table.first_token // context.size + local)
-    return _span("token", tokens)
+    return _range_text("token", tokens)
 
 
-def _span(noun: str, values: Ints) -> str:
+def _range_text(noun: str, values: Ints) -> str:
     """Return numbers with their noun.
 
-    >>> [_span("row", np.array(rows)) for rows in ([3], [4, 5, 6], [1, 3])]
+    >>> [_range_text("row", np.array(rows)) for rows in ([3], [4, 5, 6], [1, 3])]
     ['row 3', 'rows 4..6', 'rows 1, 3']
     """
     numbers = np.unique(values)
@@ -368,13 +378,13 @@ def _span(noun: str, values: Ints) -> str:
     return f"{noun}s {', '.join(map(str, numbers.tolist()))}"
 
 
-def _why(table: DescriptorTable, entry: Entry) -> str:
+def _why(table: DescriptorTable, numbered: NumberedRows) -> str:
     """Return which producer ranks hold the same bytes, and why this rank was chosen."""
-    return "\n  ".join(dict.fromkeys(_reasons(table, entry)))
+    return "\n  ".join(dict.fromkeys(_reasons(table, numbered)))
 
 
-def _reasons(table: DescriptorTable, entry: Entry) -> Iterator[str]:
-    plan, edge = table.plan, entry.edge
+def _reasons(table: DescriptorTable, numbered: NumberedRows) -> Iterator[str]:
+    plan, edge = table.plan, numbered.edge
     ranks = plan.producer.parallel.ranks
     at = ranks.index(edge.producer)
     for replica_group in plan.replica_groups:
@@ -384,7 +394,7 @@ def _reasons(table: DescriptorTable, entry: Entry) -> Iterator[str]:
         ):
             continue
         units = replica_group.producer_sharding.ranges[at]
-        held = _span("unit", np.arange(units.start, units.stop))
+        held = _range_text("unit", np.arange(units.start, units.stop))
         members = replica_group.producer_sharding.ranks_of(units)
         if not set(replica_group.layers) & set(edge.layers):
             continue

@@ -39,7 +39,7 @@ from kvspec.plan.replica_groups import ReplicaGroup
 # Runs of tokens that are tested for one pair of context ranks. This many take some seconds.
 MAX_RUNS = 2**28
 # Runs that are tested together, as one array of 32 MiB.
-STEP = 2**22
+BLOCKS_AT_ONCE = 2**22
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -180,8 +180,8 @@ def _unit_bytes(
     return nbytes
 
 
-def shared_rows(owners: Iterable[BlockCyclic], live: range, grain: int) -> int:
-    """Return the number of rows of *grain* tokens that have live tokens and that all *owners* own.
+def shared_rows(owners: Iterable[BlockCyclic], live: range, tokens_per_state: int) -> int:
+    """Return the number of states with live tokens that all *owners* own.
 
     The module docstring shows the example in a picture. One owner alone can count its own tokens,
     so that case takes no loop.
@@ -198,10 +198,13 @@ def shared_rows(owners: Iterable[BlockCyclic], live: range, grain: int) -> int:
     if not live:
         return 0
     # All tokens of a row have the same owner. The row moves if any of them is live.
-    start, stop = live.start // grain * grain, -(-live.stop // grain) * grain
+    start, stop = (
+        live.start // tokens_per_state * tokens_per_state,
+        -(-live.stop // tokens_per_state) * tokens_per_state,
+    )
     deciding = [owner for owner in owners if owner.size > 1] or [BlockCyclic()]
     if len(deciding) == 1:
-        return (deciding[0].local(stop) - deciding[0].local(start)) // grain
+        return (deciding[0].local(stop) - deciding[0].local(start)) // tokens_per_state
     run = gcd(*(owner.interleave for owner in deciding))
     period = lcm(*(owner.size * owner.interleave for owner in deciding))
     if min(period, len(live)) // run > MAX_RUNS:
@@ -211,14 +214,16 @@ def shared_rows(owners: Iterable[BlockCyclic], live: range, grain: int) -> int:
     # Any stretch of one period has the same count, wherever it starts.
     periods, rest = divmod(stop - start, period)
     in_period = _count_shared(deciding, start, start + period, run) if periods else 0
-    return (periods * in_period + _count_shared(deciding, start, start + rest, run)) // grain
+    return (
+        periods * in_period + _count_shared(deciding, start, start + rest, run)
+    ) // tokens_per_state
 
 
 def _count_shared(owners: list[BlockCyclic], start: int, stop: int, run: int) -> int:
     """Count the tokens from *start* to *stop* that all owners own, in runs of *run* tokens."""
     count = 0
-    for at in range(start // run, -(-stop // run), STEP):
-        first = np.arange(at, min(at + STEP, -(-stop // run))) * run
+    for at in range(start // run, -(-stop // run), BLOCKS_AT_ONCE):
+        first = np.arange(at, min(at + BLOCKS_AT_ONCE, -(-stop // run))) * run
         shared = np.logical_and.reduce([owner.owns(first) for owner in owners])
         inside = np.minimum(first + run, stop) - np.maximum(first, start)
         count += int(inside[shared].sum())

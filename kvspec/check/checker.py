@@ -4,8 +4,8 @@ Invariant: the check goes through the bytes that should arrive. It looks for eac
 writes. Only then it looks for bytes that were written or read without need.
 
 How it works:
-    A *content* is one row of one unit of one part. A `Grid` is a matrix of contents, rows x units.
-    `Checker.judge` is the definition of the check, for one byte of one content:
+    A *content* is one row of one unit of one part. A `CheckedContents` is a matrix of contents,
+    rows x units. `Checker.judge` is the definition of the check, for one byte of one content:
 
         byte     writes       source of the write                verdict
         ------   ----------   --------------------------------   --------------
@@ -17,20 +17,20 @@ How it works:
         cached   one or more                                     unwanted
 
     A request of 128k tokens has billions of bytes, so `Checker.suspects` looks at all
-    contents of a grid at once. The starts and ends of the writes cut the addresses into segments.
-    All bytes of one content in one segment have the same verdict. For example, one content of 8
+    contents of a matrix at once. The starts and ends of the writes cut the addresses. All bytes of
+    one content from one cut to the next have the same verdict. For example, one content of 8
     bytes at address 100 is written in two rows, and the second row is 2 bytes short:
 
         row             reads        writes     length
         0               producer 0   100        4
         1               producer 0   104        2
 
-        segment         writes       verdict
+        from..to        writes       verdict
         100..104        1            right, if row 0 reads from the first byte of the content
         104..106        1            right, if row 1 reads from byte 4 of the content
         106..108        0            missing: the counter-example is byte 6
 
-    `first_fault` passes the first byte of each suspect segment to `judge`. So `suspects` only
+    `first_fault` passes the first byte of each suspect cut to `judge`. So `suspects` only
     selects bytes, and `judge` decides. `tests/laws/test_verify_laws.py` compares the two methods.
 
     Afterwards, `_unwanted` finds bytes that were written outside the request's blocks, and
@@ -47,19 +47,19 @@ import attrs
 import numpy as np
 
 from kvspec.check.coverage import Coverage, Small
-from kvspec.check.places import Contents, Places, covered
+from kvspec.check.places import AddressRanges, Places, covered
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import sharing
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region
-from kvspec.memory.region import common_pieces
+from kvspec.memory.region import common_runs
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
 
-Kind = Literal["missing", "double", "wrong source", "unwanted", "foreign"]
+FaultKind = Literal["missing", "double", "wrong source", "unwanted", "foreign"]
 
 
 @attrs.frozen(kw_only=True)
@@ -87,7 +87,7 @@ class CounterExample:
     have sent it
     """
 
-    kind: Kind
+    kind: FaultKind
     consumer: RankId
     layer: str
     part: str
@@ -123,8 +123,8 @@ class CounterExample:
         )
 
 
-# A grid has about this many contents. Larger grids need more memory, smaller ones more time.
-AT_ONCE = 2**18
+# A matrix has about this many contents. Larger ones need more memory, smaller ones more time.
+CONTENTS_AT_ONCE = 2**18
 
 
 @attrs.frozen(eq=False)
@@ -142,21 +142,21 @@ class Moving:
 
 
 @attrs.frozen(eq=False)
-class Grid:
-    """Some contents of one part, rows x units, and where the consumer keeps one piece of each.
+class CheckedContents:
+    """Some contents of one part, rows x units, and where the consumer keeps one run of each.
 
-    All contents of the grid have the same piece: *size* bytes from *byte* on.
+    All contents of the matrix have the same run: *size* bytes from *byte* on.
 
     Attributes:
         moving: The part.
         units: Numbers of the units in the model.
         rows: Numbers of a state's rows, or the first token of each row.
         cached: Whether the consumer already has the contents. Then nothing may write them.
-        byte: First byte of the piece in its content.
-        size: Bytes of the piece, which is contiguous in the memory of all ranks.
-        address: Address of the piece of each content, flat and row by row. -1 if the consumer's
+        byte: First byte of the run in its content.
+        size: Bytes of the run, which is contiguous in the memory of all ranks.
+        address: Address of the run of each content, flat and row by row. -1 if the consumer's
             block table has no block for the row.
-        offsets: Distance of the piece from the address of its content, by producer rank.
+        offsets: Distance of the run from the address of its content, by producer rank.
     """
 
     moving: Moving
@@ -195,7 +195,7 @@ class Checker:
 
     def first(self) -> CounterExample | None:
         """Return the first fault, or None if the rank receives exactly the right bytes."""
-        faults = map(self.first_fault, self.grids())
+        faults = map(self.first_fault, self.checked_contents())
         fault = next((fault for fault in faults if fault is not None), None)
         return fault or self._unwanted() or self._foreign()
 
@@ -226,8 +226,8 @@ class Checker:
                     moving.append(Moving(group, producer_group, layer, common, wanted))
         return moving
 
-    def grids(self) -> Iterator[Grid]:
-        """Yield the wanted and the cached contents of all parts, about `AT_ONCE` at a time."""
+    def checked_contents(self) -> Iterator[CheckedContents]:
+        """Yield wanted and cached contents of all parts, about `CONTENTS_AT_ONCE` at a time."""
         for moving in self._moving:
             wanted, cached = self._rows(moving)
             units = self.consumer.units(moving.group, moving.part)
@@ -235,20 +235,22 @@ class Checker:
             strides = places * self.consumer.unit_stride(moving.layer, moving.part)
             stored = self.consumer.stored_units(moving.group, moving.layer, moving.part)
             lacking = places >= len(stored)
-            step = -(-AT_ONCE // len(units))
-            pieces = self._pieces(moving)
+            step = -(-CONTENTS_AT_ONCE // len(units))
+            runs = self._runs(moving)
             for all_rows in (wanted, cached):
                 for at in range(0, len(all_rows), step):
                     rows = all_rows[at : at + step]
                     first = self._row_addresses(self.consumer, moving.group, moving, rows)[:, None]
                     begins = np.where((first < 0) | lacking, -1, first + strides).ravel()
-                    for byte, size, offset, offsets in pieces:
+                    for byte, size, offset, offsets in runs:
                         address = np.where(begins < 0, -1, begins + offset)
                         is_cached = all_rows is cached
-                        yield Grid(moving, units, rows, is_cached, byte, size, address, offsets)
+                        yield CheckedContents(
+                            moving, units, rows, is_cached, byte, size, address, offsets
+                        )
 
-    def _pieces(self, moving: Moving) -> list[tuple[int, int, int, dict[RankId, int]]]:
-        """Return the pieces of a content that are contiguous in the memory of all ranks.
+    def _runs(self, moving: Moving) -> list[tuple[int, int, int, dict[RankId, int]]]:
+        """Return the runs of a content that are contiguous in the memory of all ranks.
 
         Each has its first byte, its length, and its distance from the address of the content on
         the consumer and on each producer rank.
@@ -266,7 +268,7 @@ class Checker:
                 sum(offsets[: len(target)]),
                 dict(zip(regions, offsets[len(target) :], strict=True)),
             )
-            for byte, size, offsets in common_pieces(*target, *regions.values())
+            for byte, size, offsets in common_runs(*target, *regions.values())
         ]
 
     def _rows(self, moving: Moving) -> tuple[Ints, Ints]:
@@ -308,70 +310,70 @@ class Checker:
             return side.rows(group, region, moving.part, rows)
         return side.states(group, region, moving.wanted.stop - 1, rows)
 
-    def first_fault(self, grid: Grid) -> CounterExample | None:
-        """Return the first wrong byte of *grid*."""
-        for content, byte in zip(*self.suspects(grid), strict=True):
-            kind = self.judge(grid, int(content), int(byte))
+    def first_fault(self, checked: CheckedContents) -> CounterExample | None:
+        """Return the first wrong byte of *checked*."""
+        for content, byte in zip(*self.suspects(checked), strict=True):
+            kind = self.judge(checked, int(content), int(byte))
             if kind is not None:
-                return self._counter_example(grid, kind, int(content), int(byte))
+                return self._counter_example(checked, kind, int(content), int(byte))
         return None
 
-    def judge(self, grid: Grid, content: int, byte: int) -> Kind | None:
-        """Return the fault of one byte of one content of *grid*, or None if the byte is right.
+    def judge(self, checked: CheckedContents, content: int, byte: int) -> FaultKind | None:
+        """Return the fault of one byte of one content of *checked*, or None if the byte is right.
 
-        This is the definition of the check. *byte* counts from the first byte of the grid's piece.
+        This is the definition of the check. *byte* counts from the first byte of the matrix's run.
         """
         start, stop = self.table[:, 1], self.table[:, 1] + self.table[:, 2]
-        piece = int(grid.address[content])
-        address = piece + byte
+        run = int(checked.address[content])
+        address = run + byte
         # The consumer has no memory for a content without an address, so no row writes it.
-        writers = np.flatnonzero((piece >= 0) & (start <= address) & (address < stop))
-        if grid.cached:
+        writers = np.flatnonzero((run >= 0) & (start <= address) & (address < stop))
+        if checked.cached:
             return "unwanted" if len(writers) else None
         if len(writers) != 1:
             return "double" if len(writers) else "missing"
         ((reads, writes, _),) = self.table[writers].tolist()
         read = reads + address - writes
-        source = self._source(grid, np.array([content]), self.numbers[writers]).item()
+        source = self._source(checked, np.array([content]), self.numbers[writers]).item()
         return None if source >= 0 and source + byte == read else "wrong source"
 
-    def suspects(self, grid: Grid) -> tuple[Ints, Ints]:
+    def suspects(self, checked: CheckedContents) -> tuple[Ints, Ints]:
         """Return the content and the byte in it of the first byte of each wrong segment."""
-        content, segment = self.writes.segments(grid.address, grid.address + grid.size)
-        address = grid.address[content]
-        times = np.where(address < 0, 0, self.writes.times[segment])
-        wrong = times > 0 if grid.cached else times != 1
-        if not grid.cached:
+        content, cut = self.writes.cuts_in(checked.address, checked.address + checked.size)
+        address = checked.address[content]
+        times = np.where(address < 0, 0, self.writes.times[cut])
+        wrong = times > 0 if checked.cached else times != 1
+        if not checked.cached:
             once = np.flatnonzero(~wrong)
-            write = self.writes.span[segment[once]]
-            source = self._source(grid, content[once], self.numbers[write])
+            write = self.writes.range_index[cut[once]]
+            source = self._source(checked, content[once], self.numbers[write])
             # The distance from reads to writes is the same for all bytes of a row.
             distance = self.table[write, 0] - self.table[write, 1]
             wrong[once] = (source < 0) | (source - address[once] != distance)
-        content, address, begin = content[wrong], address[wrong], self.writes.cuts[segment[wrong]]
+        content, address, begin = content[wrong], address[wrong], self.writes.cuts[cut[wrong]]
         return content, np.maximum(begin - address, 0)
 
-    def _source(self, grid: Grid, content: Ints, number: Small) -> Ints:
-        """Return the address of each content's piece at its source, or -1 if the source lacks it.
+    def _source(self, checked: CheckedContents, content: Ints, number: Small) -> Ints:
+        """Return the address of each content's run at its source, or -1 if the source lacks it.
 
         *number* is the index of each content's producer rank in `sources`.
         """
-        moving = grid.moving
-        row, unit = np.divmod(content, len(grid.units))
-        unit += grid.units.start
+        moving = checked.moving
+        row, unit = np.divmod(content, len(checked.units))
+        unit += checked.units.start
         address = np.full(len(content), -1, np.int64)
         for index, rank in enumerate(self.sources):
             side, group = self.producers[rank], moving.producer_group
             held = EMPTY
             if moving.layer in side.layers:
                 held = side.stored_units(group, moving.layer, moving.part)
-            if held.stop <= grid.units.start or grid.units.stop <= held.start:
+            if held.stop <= checked.units.start or checked.units.stop <= held.start:
                 continue
             here = np.flatnonzero((number == index) & (unit >= held.start) & (unit < held.stop))
-            first = self._row_addresses(side, group, moving, grid.rows)[row[here]]
+            first = self._row_addresses(side, group, moving, checked.rows)[row[here]]
             begin = first + (unit[here] - held.start) * side.unit_stride(moving.layer, moving.part)
             # A rank without the part has no address either.
-            offset = grid.offsets.get(rank, 0)
+            offset = checked.offsets.get(rank, 0)
             address[here] = np.where(first < 0, -1, begin + offset)
         return address
 
@@ -386,7 +388,7 @@ class Checker:
             if region is not None:
                 rows = min(moving.part.states, region.states)
                 by_group.setdefault(moving.group.name, (moving, []))[1].append((region, rows))
-        allowed: list[Contents] = []
+        allowed: list[AddressRanges] = []
         for moving, regions in by_group.values():
             spec = moving.group.spec.of_layer(moving.layer)
             first_live = self.consumer.owners.first_live(self.request, spec)
@@ -405,7 +407,7 @@ class Checker:
         return None
 
     def _at(
-        self, kind: Kind, cache: RankCache, address: int, producer: RankId | None = None
+        self, kind: FaultKind, cache: RankCache, address: int, producer: RankId | None = None
     ) -> CounterExample:
         """Return the counter-example of the byte at *address*, named by its region."""
         consumer = self.consumer.cache.rank
@@ -421,19 +423,21 @@ class Checker:
             kind=kind, consumer=consumer, layer="", part="", byte=address, producer=producer
         )
 
-    def _counter_example(self, grid: Grid, kind: Kind, content: int, byte: int) -> CounterExample:
-        """Return the counter-example of one byte of one content of *grid*.
+    def _counter_example(
+        self, checked: CheckedContents, kind: FaultKind, content: int, byte: int
+    ) -> CounterExample:
+        """Return the counter-example of one byte of one content of *checked*.
 
-        *byte* counts from the first byte of the grid's piece.
+        *byte* counts from the first byte of the matrix's run.
         """
-        moving, (row, unit) = grid.moving, divmod(content, len(grid.units))
-        stored, address = grid.byte + byte, int(grid.address[content])
+        moving, (row, unit) = checked.moving, divmod(content, len(checked.units))
+        stored, address = checked.byte + byte, int(checked.address[content])
         # A consumer without memory for the content has no order of its own.
         if address >= 0:
             region = self.consumer.regions[moving.layer, moving.part.name]
             place = region.locate(address + byte)
             stored = stored if place is None else place[-1]
-        unit, number = grid.units[unit], int(grid.rows[row])
+        unit, number = checked.units[unit], int(checked.rows[row])
         token = number if moving.part.per_token else None
         senders = (
             rank

@@ -1,6 +1,7 @@
 """Count how often each address is touched, and check that ranks do not share memory.
 
-Invariant: the count of a byte does not depend on the order, the overlaps or the cuts of the spans.
+Invariant: the count of a byte does not depend on the order, the overlaps or the cuts of the counted
+ranges.
 """
 
 from __future__ import annotations
@@ -19,33 +20,34 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 
 Small = npt.NDArray[np.int32]
-# Spans that one step of `first_outside` looks up. More spans need more memory for the results.
-AT_ONCE = 2**20
+# Counted ranges that one step of `first_outside` looks up. More counted ranges need more memory for
+# the results.
+RANGES_AT_ONCE = 2**20
 
 
 class Coverage:
-    """The number of spans that touch each address.
+    """The number of counted ranges that touch each address.
 
-    The starts and ends of all spans cut the addresses into segments. All bytes of a segment are
-    touched by the same spans. In this example 0..8 is written, then 4..6 again, and 8..12:
+    The starts and ends of all counted ranges are cuts. All bytes from one cut to the next are
+    touched by the same counted ranges. In this example 0..8 is written, then 4..6 again, and 8..12:
 
     >>> writes = Coverage(np.array([0, 4, 8]), np.array([8, 2, 4]))
     >>> writes.cuts.tolist(), writes.times.tolist()
     ([-1, 0, 4, 6, 8, 12], [0, 1, 2, 1, 1, 0])
-    >>> writes.span[3:5].tolist()
+    >>> writes.range_index[3:5].tolist()
     [0, 2]
     >>> writes.first_outside(np.array([6]), np.array([8]))  # addresses 6..14
     (0, 12)
 
     Attributes:
-        cuts: First address of each segment. The first segment begins at -1, before all addresses.
-            The last segment has no end.
-        times: Number of spans that touch each segment.
-        span: Index of the span that touches each segment. It has no meaning unless *times* is 1.
+        cuts: The addresses at which the count changes. The first cut is -1, before all addresses.
+        times: Number of counted ranges that touch the bytes behind each cut.
+        range_index: Index of the counted range that touches them. It has no meaning unless *times*
+            is 1.
     """
 
     def __init__(self, start: Ints, length: Ints) -> None:
-        """Count the spans, which have first addresses and lengths in bytes."""
+        """Count the counted ranges, which have first addresses and lengths in bytes."""
         nonempty = np.flatnonzero(length > 0)
         if len(nonempty) < len(start):
             start, length = start[nonempty], length[nonempty]
@@ -54,24 +56,24 @@ class Coverage:
         ends = ends[order]
         last = np.append(ends[1:] != ends[:-1], [True])
         self.cuts: Ints = ends[last]
-        del ends  # A large request has millions of spans, so free the array before the sums.
+        del ends  # There may be millions: free the array before the sums.
         self.times = _running(np.ones(len(nonempty), np.int32), order)[last]
-        # This is the sum of the indices of all spans that touch a segment. If only one span touches
-        # it, the sum is the index of that span.
-        self.span = _running(nonempty.astype(np.int32), order)[last]
+        # This is the sum of the indices of all counted ranges that touch the bytes. If only one
+        # counted range touches it, the sum is the index of that counted range.
+        self.range_index = _running(nonempty.astype(np.int32), order)[last]
 
-    def segments(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-        """Return each pair of a range and a segment that overlap, in order.
+    def cuts_in(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+        """Return each pair of a range and a cut that concerns it, in order.
 
         Args:
             start: First address of each range.
             stop: End of each range. No range is empty.
 
         Returns:
-            The index of the range and the index of the segment, for each pair.
+            The index of the range and the index of the cut, for each pair.
 
         >>> writes = Coverage(np.array([0, 4, 8]), np.array([8, 2, 4]))
-        >>> [found.tolist() for found in writes.segments(np.array([0, 5]), np.array([4, 9]))]
+        >>> [found.tolist() for found in writes.cuts_in(np.array([0, 5]), np.array([4, 9]))]
         [[0, 1, 1, 1], [1, 2, 3, 4]]
         """
         first = np.searchsorted(self.cuts, start, "right") - 1
@@ -81,7 +83,7 @@ class Coverage:
         return index, np.arange(len(index)) + (first - before)[index]
 
     def first_outside(self, start: Ints, length: Ints) -> tuple[int, int] | None:
-        """Return where the ranges first have a byte that no span touches, or None.
+        """Return where the ranges first have a byte that no counted range touches, or None.
 
         Args:
             start: First address of each range.
@@ -90,22 +92,22 @@ class Coverage:
         Returns:
             The index of the range, and the address of the byte.
         """
-        for at in range(0, len(start), AT_ONCE):
-            begins, lengths = start[at : at + AT_ONCE], length[at : at + AT_ONCE]
+        for at in range(0, len(start), RANGES_AT_ONCE):
+            begins, lengths = start[at : at + RANGES_AT_ONCE], length[at : at + RANGES_AT_ONCE]
             outside = self._untouched_before(begins + lengths) > self._untouched_before(begins)
             if outside.any():
                 index = int(np.argmax(outside))
                 begin = begins[index : index + 1]
-                _, segment = self.segments(begin, begin + lengths[index])
-                untouched = segment[self.times[segment] == 0][0]
+                _, cut = self.cuts_in(begin, begin + lengths[index])
+                untouched = cut[self.times[cut] == 0][0]
                 return at + index, max(int(begin[0]), int(self.cuts[untouched]))
         return None
 
     def _untouched_before(self, address: Ints) -> Ints:
-        """Return the number of bytes from 0 to each address that no span touches."""
-        segment = np.searchsorted(self.cuts, address, "right") - 1
-        rest = (address - self._begins[segment]) * (self.times[segment] == 0)
-        return np.asarray(self._untouched[segment] + rest, np.int64)
+        """Return the number of bytes from 0 to each address that no counted range touches."""
+        cut = np.searchsorted(self.cuts, address, "right") - 1
+        rest = (address - self._begins[cut]) * (self.times[cut] == 0)
+        return np.asarray(self._untouched[cut] + rest, np.int64)
 
     @cached_property
     def _begins(self) -> Ints:
@@ -114,18 +116,18 @@ class Coverage:
 
     @cached_property
     def _untouched(self) -> Ints:
-        """The number of bytes before each cut that no span touches."""
+        """The number of bytes before each cut that no counted range touches."""
         untouched = np.diff(self._begins) * (self.times[:-1] == 0)
         return np.concatenate([[0], np.cumsum(untouched)])
 
 
 def _running(value: Small, order: Ints) -> Small:
-    """Return the sum of *value* over all spans that are open, at each start and end in *order*."""
+    """Return the sum of *value* over all ranges that are open, at each start and end in *order*."""
     return np.cumsum(np.concatenate([np.zeros(1, np.int32), value, -value])[order], dtype=np.int32)
 
 
 def merged(start: Ints, length: Ints) -> tuple[Ints, Ints]:
-    """Return spans that touch the same bytes, sorted, with a gap between any two of them.
+    """Return counted ranges that touch the same bytes, sorted, with a gap between any two of them.
 
     >>> [found.tolist() for found in merged(np.array([8, 0, 2]), np.array([4, 4, 6]))]
     [[0], [12]]

@@ -29,7 +29,7 @@ from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
 
 # First addresses, and lengths in bytes.
-Contents = tuple[Ints, Ints]
+AddressRanges = tuple[Ints, Ints]
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -144,11 +144,11 @@ class Places:
 
     def contents(
         self, group: KVCacheGroup, regions: Iterable[tuple[Region, int]], ids: Ints
-    ) -> Iterator[Contents]:
-        """Yield the spans of all contents in the blocks *ids* of *group*.
+    ) -> Iterator[AddressRanges]:
+        """Yield the address ranges of all contents in the blocks *ids* of *group*.
 
         *regions* are pairs of a region and a number of rows. Only so many rows of each unit are
-        included, from the first on. Adjacent contents are merged into one span.
+        included, from the first on. Adjacent contents are merged into one range.
         """
         # Regions with equal block strides repeat together. So the contents of their first block
         # are merged once, and shifted to each block.
@@ -171,7 +171,7 @@ class Places:
     @cached_property
     def own(self) -> Coverage:
         """The bytes of all contents in the request's blocks, whether they move or not."""
-        own: list[Contents] = []
+        own: list[AddressRanges] = []
         for group in self.owners.engine.groups:
             if group.name in self.tables:
                 regions = (r for r in self.cache.regions if r.group == group.name)
@@ -193,14 +193,14 @@ class Places:
         return table.block_ids[at : at + 1]
 
 
-def covered(contents: list[Contents]) -> Coverage:
+def covered(contents: list[AddressRanges]) -> Coverage:
     """Return the coverage of *contents*. Each byte counts once, even if contents overlap."""
     none = np.empty((2, 0), np.int64)  # `concatenate` needs at least one array
     start, length = (np.concatenate(column) for column in zip(none, *contents, strict=True))
     return Coverage(*merged(start, length))
 
 
-def _first_block(region: Region, rows: int) -> Contents:
+def _first_block(region: Region, rows: int) -> AddressRanges:
     """Return the contents of block 0 of *region*: the first *rows* of each unit."""
     start = region.addresses()[:, :rows].ravel()
     return start, np.full(len(start), region.chunk_bytes)

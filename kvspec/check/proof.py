@@ -41,7 +41,7 @@ LOG = logging.getLogger(__name__)
 Owned = tuple[tuple[int, int], ...]
 # The producer rank of each virtual block that one consumer rank reads. After the last one, they
 # repeat.
-Sources = tuple[int, ...]
+SourceRanks = tuple[int, ...]
 
 # With both bounds the proof tries two billion consumer ranks, which takes one core about an hour.
 MAX_TP = MAX_HEADS = 256
@@ -185,7 +185,7 @@ def _fault(
     """Return the first fault of one pair of TP sizes, or None."""
     everybody = chooser.policy.candidates is None
     # The sources of each reader, by the replicas that it chose from or by the heads that they own.
-    reads: dict[tuple[int, ...], list[Sources]] = {}
+    reads: dict[tuple[int, ...], list[SourceRanks]] = {}
     for rank, (start, stop) in enumerate(wanted):
         reached = start
         unit_ranges = consumer_unit_ranges(consumer, producer, rank, chooser)
@@ -220,7 +220,7 @@ def _owners(held: Owned) -> dict[tuple[int, int], list[int]]:
 
 
 def _unfair(
-    held: Owned, reads: dict[tuple[int, ...], list[Sources]], *, striped: bool
+    held: Owned, reads: dict[tuple[int, ...], list[SourceRanks]], *, striped: bool
 ) -> str | None:
     """Return which replicas are read unevenly, or None.
 
@@ -241,7 +241,7 @@ def _unfair(
 
 def _with_sources(
     unit_ranges: list[UnitRange],
-) -> Iterable[tuple[int, int, Sources, tuple[int, ...]]]:
+) -> Iterable[tuple[int, int, SourceRanks, tuple[int, ...]]]:
     """Yield start, stop, sources and replicas of each set of equal ranges.
 
     The ranges of a set differ only in their stripes. A set is left out unless each virtual block

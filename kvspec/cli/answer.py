@@ -19,7 +19,7 @@ from typing import Any
 
 from kvspec.analysis import simulate
 from kvspec.analysis.counts import Pair, traffic
-from kvspec.analysis.explanation import carried_heads, edge_tokens
+from kvspec.analysis.explanation import edge_tokens, head_lines
 from kvspec.cli import options
 from kvspec.descriptors.table import build_table
 from kvspec.draw import plan_svg, table_svg
@@ -31,11 +31,11 @@ from kvspec.ownership.replicas import POLICIES
 from kvspec.plan.plan import TransferPlan, plan_transfer
 
 # With these sizes, an answer takes a few seconds and a picture has less than a megabyte.
-MAX_RANKS, MAX_TOKENS, MAX_BLOCK = 256, 1 << 17, 1 << 12
+MAX_PAGE_RANKS, MAX_PAGE_TOKENS, MAX_BLOCK = 256, 1 << 17, 1 << 12
 # GB/s of each link for the predicted time. The page states the number.
-SPEED = 50
+DEFAULT_SPEED = 50
 # A picture of a pair of ranks shows one block. Its cache needs only a few.
-_BLOCKS = 64
+_DEFAULT_BLOCKS = 64
 LAYOUTS = ("LBNHC", "LBHNC", "LBKNHC", "LBKHNC", "BLKNHC", "BLKHNC", "LKBNHC")
 """Layouts that the page offers: those of vLLM, SGLang, TensorRT-LLM and LMCache."""
 
@@ -93,7 +93,7 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
     model = question.get("model", catalogue.DEFAULT)
     words = {side: question.get(side, "") for side in options.DEFAULTS}
     policy = question.get("policy", "spread")
-    tokens = options.whole("tokens", question.get("tokens", "8192"), MAX_TOKENS)
+    tokens = options.whole("tokens", question.get("tokens", "8192"), MAX_PAGE_TOKENS)
     config = catalogue.config(model)  # The command line would also read a file of this name.
     producer, consumer = (_engine(side, config, words[side]) for side in words)
     engines = producer, consumer
@@ -105,7 +105,7 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
     if "pair" in question:
         number = options.whole("pair", question["pair"], len(pairs) - 1)
         return {"picture": _memory_picture(plan, pairs[number])}
-    speed = SPEED * 1e9
+    speed = DEFAULT_SPEED * 1e9
     loads = simulate(engines, num_tokens=tokens, out_speed=speed, in_speed=speed).policies
     predicted = next(load.seconds for load in loads if load.replica_policy == policy)
     return {
@@ -115,14 +115,14 @@ def _answer(question: Mapping[str, str]) -> dict[str, Any]:
         "descriptors": counts.total.descriptors,
         "busiest": f"{busiest.side} {busiest.rank}: {nbytes(busiest.load.nbytes)}",
         "predicted": f"{predicted * 1e3:,.2f} ms",
-        "speed": SPEED,
+        "speed": DEFAULT_SPEED,
         "edges": [
             {
                 "consumer": str(edge.consumer),
                 "producer": str(edge.producer),
                 "group": edge.group,
                 "layers": len(edge.layers),
-                "heads": [f"{line}{edge_tokens(plan, edge)}" for line in carried_heads(plan, edge)],
+                "heads": [f"{line}{edge_tokens(plan, edge)}" for line in head_lines(plan, edge)],
             }
             for edge in plan.edges
         ],
@@ -145,8 +145,8 @@ def _engine(side: str, config: options.Model, words: str) -> EngineSpec:
     fields = options.engine_words(side, words)
     sizes = [fields.get(name, 1) for name in ("tp_size", "pp_size", "dcp_size", "pcp_size")]
     # Context ranks of decoding divide the TP ranks, so this product is an upper bound.
-    if (ranks := math.prod(map(int, sizes))) > MAX_RANKS:
-        raise SpecError(side, ranks, f"sizes whose product is at most {MAX_RANKS}")
+    if (ranks := math.prod(map(int, sizes))) > MAX_PAGE_RANKS:
+        raise SpecError(side, ranks, f"sizes whose product is at most {MAX_PAGE_RANKS}")
     if int(fields.get("block_size", 1)) > MAX_BLOCK:
         raise SpecError(f"{side}.block_size", fields["block_size"], f"at most {MAX_BLOCK}")
     return options.engine(side, config, words)
@@ -165,7 +165,7 @@ def _memory_picture(plan: TransferPlan, pair: Pair) -> str:
     return table_svg(
         build_table(
             plan,
-            plan_memory(plan.producer, producer, _BLOCKS),
-            plan_memory(plan.consumer, consumer, _BLOCKS),
+            plan_memory(plan.producer, producer, _DEFAULT_BLOCKS),
+            plan_memory(plan.consumer, consumer, _DEFAULT_BLOCKS),
         )
     )

@@ -11,11 +11,11 @@ import typer
 
 from kvspec.cli import printing
 from kvspec.cli.running import (
-    CONSUMER,
-    MAX_TOKENS,
+    CONSUMER_ADDRESSES,
+    MAX_JUDGED_TOKENS,
     NO_SECRET,
-    PRODUCER,
-    TIMEOUT,
+    PRODUCER_ADDRESSES,
+    TIMEOUT_OPTION,
     Running,
     show_pairs,
 )
@@ -27,13 +27,13 @@ from kvspec.session.mailbox import Introduced
 
 
 def check(
-    producer: list[str] = PRODUCER,
-    consumer: list[str] = CONSUMER,
+    producer: list[str] = PRODUCER_ADDRESSES,
+    consumer: list[str] = CONSUMER_ADDRESSES,
     tokens: int = typer.Option(1024, help="Tokens of the request in the table."),
     moving: bool = typer.Option(
         False, "--move", help="Also read the first bytes of the producer's caches over NIXL."
     ),
-    timeout: float = TIMEOUT,
+    timeout: float = TIMEOUT_OPTION,
     no_secret: bool = NO_SECRET,
 ) -> None:
     """Check that engines that run now are complete and fit together.
@@ -47,7 +47,7 @@ def check(
     """
     with printing.reported_errors():
         most = seconds("timeout", timeout, 0.1)
-        positive_int("tokens", tokens, most=MAX_TOKENS)
+        positive_int("tokens", tokens, most=MAX_JUDGED_TOKENS)
         running = Running(producer, consumer, no_secret=no_secret)
         running.find(most)
         made = running.compare()

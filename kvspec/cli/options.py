@@ -56,7 +56,7 @@ request_option = partial(typer.Option, rich_help_panel="The requests")
 MODEL = typer.Option(
     catalogue.DEFAULT, help="Name of a model in the catalogue, or path of a config.json."
 )
-PRODUCER, CONSUMER = (
+PRODUCER_OPTION, CONSUMER_OPTION = (
     engine_option(
         "",
         metavar="KEY=VALUE,…",

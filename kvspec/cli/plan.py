@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from kvspec.analysis.counts import Pair, edge_descriptors
-from kvspec.analysis.explanation import carried_heads, edge_tokens, layer_numbers
+from kvspec.analysis.explanation import edge_tokens, head_lines, layer_numbers
 from kvspec.analysis.flows import flows
 from kvspec.analysis.kvbench import matrix_text, pattern_text, traffic_matrix
 from kvspec.analysis.simulation import LinkTime, PolicyLoad, Simulation, simulate
@@ -24,26 +24,28 @@ from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge, assignments
 from kvspec.plan.plan import TransferPlan, plan_transfer
 
-_STEPS = "▁▂▃▄▅▆▇█"
+_BAR_HEIGHTS = "▁▂▃▄▅▆▇█"
 
 # Bars of one policy, so that a line fits on a terminal. If there are more ranks, each bar stands
 # for several neighbouring ranks and shows the busiest of them.
 BARS = 64
-SPEED = typer.Option(50.0, help="GB/s out of each producer rank, or into each consumer rank.")
+SPEED_OPTION = typer.Option(
+    50.0, help="GB/s out of each producer rank, or into each consumer rank."
+)
 
 
 def plan(
     model: str = options.MODEL,
-    producer: str = options.PRODUCER,
-    consumer: str = options.CONSUMER,
+    producer: str = options.PRODUCER_OPTION,
+    consumer: str = options.CONSUMER_OPTION,
     consumers: int = options.engine_option(1, help="Number of consumer engines that read at once."),
     replica_policy: str = options.REPLICA_POLICY,
     ranks_per_node: int | None = options.RANKS_PER_NODE,
     tokens: int = options.request_option(
         8192, help="Tokens of each prompt, of which none is cached."
     ),
-    out_speed: float = SPEED,
-    in_speed: float = SPEED,
+    out_speed: float = SPEED_OPTION,
+    in_speed: float = SPEED_OPTION,
     svg: str | None = typer.Option(None, metavar="FILE", help="Also draw the plan as SVG."),
     kvbench: str | None = typer.Option(
         None, metavar="FILE", help="Also write the traffic for NIXL's KVBench, as YAML."
@@ -137,7 +139,7 @@ def _has_stages(made: TransferPlan) -> bool:
 
 def _row(made: TransferPlan, edge: Edge, load: int, count: int | None) -> Iterable[str]:
     tokens, stages = edge_tokens(made, edge), _has_stages(made)
-    heads = "\n".join(f"{line}{tokens}" for line in carried_heads(made, edge))
+    heads = "\n".join(f"{line}{tokens}" for line in head_lines(made, edge))
     ranks = (printing.rank_name(rank, stages=stages) for rank in (edge.consumer, edge.producer))
     mean = nbytes(load // count) if count else "-"
     numbers = f"{load:,}", "-" if count is None else f"{count:,}", mean
@@ -208,7 +210,9 @@ def _link(link: LinkTime, *, stages: bool) -> str:
 
 def _bars(load: PolicyLoad, step: int, most: int) -> str:
     tops = [int(load.out[at : at + step].max()) for at in range(0, len(load.out), step)]
-    return "".join(_STEPS[(top * len(_STEPS) - 1) // most] if top else "·" for top in tops)
+    return "".join(
+        _BAR_HEIGHTS[(top * len(_BAR_HEIGHTS) - 1) // most] if top else "·" for top in tops
+    )
 
 
 def _policy(load: PolicyLoad) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from kvspec.wire.seal import secret_of
 
 MAX_ADDRESSES = 4096
 """Addresses of one side. Each is a question at the same time."""
-MAX_TOKENS = 1 << 17
+MAX_JUDGED_TOKENS = 1 << 17
 """Tokens of a request. Judging more takes minutes."""
 SHORT_RUN = 4 << 10
 """Bytes. Shorter descriptors are slow on most networks."""
 
-PRODUCER, CONSUMER = (
+PRODUCER_ADDRESSES, CONSUMER_ADDRESSES = (
     options.engine_option(
         [],
         metavar="HOST:PORT",
@@ -36,7 +36,7 @@ PRODUCER, CONSUMER = (
     )
     for side in ("producer", "consumer")
 )
-TIMEOUT = typer.Option(10.0, help="Seconds to wait for answers.")
+TIMEOUT_OPTION = typer.Option(10.0, help="Seconds to wait for answers.")
 NO_SECRET = typer.Option(
     False,
     "--no-secret",

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Wrong bytes that are printed. ``--json`` has all of them.
-MAX_LINES = 12
+MAX_PRINTED = 12
 # Columns of the pairs of ranks. Numbers are right-aligned.
-NUMBERS = ("bytes", "descriptors", "mean run", "time", "GB/s")
+REPORT_NUMBERS = ("bytes", "descriptors", "mean run", "time", "GB/s")
 
 run_option = partial(typer.Option, rich_help_panel="The run")
 
 
 def transfer(
     model: str = options.MODEL,
-    producer: str = options.PRODUCER,
-    consumer: str = options.CONSUMER,
+    producer: str = options.PRODUCER_OPTION,
+    consumer: str = options.CONSUMER_OPTION,
     replica_policy: str = options.REPLICA_POLICY,
     ranks_per_node: int | None = options.RANKS_PER_NODE,
     tokens: int = options.request_option(300, help="Tokens of each prompt."),
@@ -164,8 +164,8 @@ def _show_report(console: Console, job: Job, report: Report) -> None:
     """Print the pairs of ranks, the counts and the result."""
     console.print()
     if report.moved:
-        names = ("producer", "consumer", *NUMBERS)
-        printing.pairs(console, names, list(map(_pair, report.moved)), NUMBERS)
+        names = ("producer", "consumer", *REPORT_NUMBERS)
+        printing.pairs(console, names, list(map(_pair, report.moved)), REPORT_NUMBERS)
         moved = sum(pair.nbytes for pair in report.moved)
         console.print(f"moved: {moved:,} bytes, the sum of the table")
         if job.staging:
@@ -186,9 +186,9 @@ def _show_report(console: Console, job: Job, report: Report) -> None:
         )
         where = counted(len(report.consumers), "consumer rank")
         console.print(f"every byte right: {report.judged:,} bytes on {where}", style="bold green")
-    for fault in report.faults[:MAX_LINES]:
+    for fault in report.faults[:MAX_PRINTED]:
         console.print(f"WRONG: {fault}", style="bold red", soft_wrap=True)
-    for line in report.lines[:MAX_LINES]:
+    for line in report.lines[:MAX_PRINTED]:
         console.print(f"  {line}", soft_wrap=True)
 
 

@@ -9,17 +9,24 @@ import typer
 
 from kvspec.check.verify import verify as first_fault
 from kvspec.cli import printing
-from kvspec.cli.running import CONSUMER, MAX_TOKENS, NO_SECRET, PRODUCER, TIMEOUT, Running
+from kvspec.cli.running import (
+    CONSUMER_ADDRESSES,
+    MAX_JUDGED_TOKENS,
+    NO_SECRET,
+    PRODUCER_ADDRESSES,
+    TIMEOUT_OPTION,
+    Running,
+)
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import positive_int, seconds
 from kvspec.session.deployment import Deployment
 
 
 def verify(
-    producer: list[str] = PRODUCER,
-    consumer: list[str] = CONSUMER,
+    producer: list[str] = PRODUCER_ADDRESSES,
+    consumer: list[str] = CONSUMER_ADDRESSES,
     tokens: int = typer.Option(1024, help="Tokens of the longest request."),
-    timeout: float = TIMEOUT,
+    timeout: float = TIMEOUT_OPTION,
     no_secret: bool = NO_SECRET,
 ) -> None:
     """Judge where each byte would go between two engines that run now.
@@ -33,7 +40,7 @@ def verify(
     """
     with printing.reported_errors():
         most = seconds("timeout", timeout, 0.1)
-        positive_int("tokens", tokens, most=MAX_TOKENS)
+        positive_int("tokens", tokens, most=MAX_JUDGED_TOKENS)
         if not producer or not consumer:
             rule = "pass the addresses of both engines. `kvspec prove` needs none"
             raise SpecError("producer, consumer", None, rule=rule)

@@ -23,7 +23,7 @@ def view(
         try:
             import uvicorn  # noqa: PLC0415 - only this command needs it, and a server
 
-            from kvspec.cli.view_server import HOSTS, app  # noqa: PLC0415 - see the line above
+            from kvspec.cli.view_server import HOSTS, page_app  # noqa: PLC0415 - see the line above
         except ModuleNotFoundError as error:
             rule = "is not installed: run pip install 'kvspec[view]'"
             raise SpecError("view", error.name, rule=rule) from None
@@ -38,5 +38,5 @@ def view(
         typer.echo(f"{address} (Ctrl-C ends it)")
         if browser:
             webbrowser.open(address)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(page_app, log_level="warning", timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[listening])

@@ -31,7 +31,7 @@ def _answer(request: Request) -> Response:
     return JSONResponse(answer(request.query_params))
 
 
-app = Starlette(
+page_app = Starlette(
     routes=[Route("/", _page), Route("/answer", _answer)],
     middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)],
 )

@@ -11,14 +11,14 @@ may stop while the producer's clock runs, for example in a paused virtual machin
 
 How it works:
     `CONSUMER` in `kvspec.completion.states` contains each state, each event and the next state. The
-    ledger executes its rows: `_step` takes the row of an event and calls the method that `ACTIONS`
-    has for it. Some events are conditions (`_CONDITIONS`): after each change, `_advance`
+    ledger executes its rows: `_take_row` takes the row of an event and calls the method that
+    `ACTIONS` has for it. Some events are conditions (`_CONDITIONS`): after each change, `_advance`
     executes the row of a condition that holds. For example, the last step of a load ends:
 
         finish          everything was started, and no step is open
-        _advance        moving + whole -> verifying: a `Tell` of `done` for each producer rank
+        _advance        moving + whole -> asking: a `Tell` of `done` for each producer rank
         receive valid   the source is valid
-        _advance        verifying + valid -> done: `Ended`
+        _advance        asking + valid -> done: `Ended`
         _advance        done + answered -> forgotten: `Closed`
 """
 
@@ -60,7 +60,7 @@ from kvspec.wire.messages import (
 )
 
 FREE_ID = "a new id, or one whose load has exchanged its last messages"
-Name = tuple[Key, str, int]
+LoadName = tuple[Key, str, int]
 """Name of a load in messages: key, the producer's name and epoch."""
 
 
@@ -86,10 +86,10 @@ class LoadPlan:
     expected: Mapping[RankId, int]
     sources: tuple[RankId, ...] = ()
     checksum: bool = False
-    name: Name = attrs.field(init=False)
+    name: LoadName = attrs.field(init=False)
 
     @name.default
-    def _name(self) -> Name:
+    def _name(self) -> LoadName:
         return self.key, self.engine_id, self.epoch
 
     def about(
@@ -202,7 +202,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         super().__init__(me)
         self.heartbeat = seconds("heartbeat", heartbeat, LEAST_INTERVAL)
         self.patience = seconds("patience", patience)
-        self._names: dict[Name, str] = {}
+        self._names: dict[LoadName, str] = {}
 
     def clear(self) -> None:
         """Forget all loads, without actions."""
@@ -269,7 +269,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self._set_time(now)
         # Take this step before the deadline check. A load that fails in *connecting* does not
         # inform its producers.
-        return self._step(load, "connected") + self._tick(now)
+        return self._take_row(load, "connected") + self._tick(now)
 
     def uncompared(self, request_id: str) -> bool:
         """Return whether all data of a load has arrived, and must be compared now."""
@@ -348,9 +348,9 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         request_id: str,
         now: float,
         why: str = "cancelled",
-        state: TransferState = TransferState.STOPPED,
+        state: TransferState = TransferState.CANCELLED,
     ) -> list[Action]:
-        """Give a load up. If it has already ended, nothing changes. Return actions."""
+        """Cancel a load. If it has already ended, nothing changes. Return actions."""
         actions = self._tick(now)
         load = self.records.get(request_id)
         return actions + (self._fault(load, why, state) if load is not None else [])
@@ -372,8 +372,8 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         if load.state not in ("moving", "draining"):
             load.waiting.pop(rank, None)
         if source is not None and isinstance(message, Valid):
-            # In *verifying*, only `done` is open. It was sent after the last byte had arrived.
-            source.valid |= load.state == "verifying"
+            # In *asking*, only `done` is open. It was sent after the last byte had arrived.
+            source.valid |= load.state == "asking"
         elif source is not None and not source.valid:
             why = f"{message.by} aborted it, or its lease ended before it was read"
             return actions + self._fault(load, why, TransferState.GONE, rank)
@@ -426,7 +426,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             moves = load.state == "moving"
             return self._send(load, Heartbeat if moves else Done, repeat=not moves)
         if (load.state, "time") in CONSUMER:
-            return self._step(load, "time")
+            return self._take_row(load, "time")
         why = "not there in time"
         if load.plan is NO_PLAN:
             why += ": its producer is not connected yet"
@@ -436,14 +436,14 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self, load: OpenLoad, why: str, state: TransferState, rank: RankId | None = None
     ) -> list[Action]:
         """Execute the row of a fault. Only the first fault of a load becomes its error."""
-        return self._step(load, "fault", Failed(load.request_id, why, state, rank))
+        return self._take_row(load, "fault", Failed(load.request_id, why, state, rank))
 
     def _advance(self, load: OpenLoad) -> list[Action]:
         """Execute the row of the condition that leads out of the state, if it holds."""
         event, holds = _CONDITIONS.get(load.state, ("", None))
-        return self._step(load, event) if holds and holds(load) else []
+        return self._take_row(load, event) if holds and holds(load) else []
 
-    def _step(self, load: OpenLoad, event: str, *failed: Failed) -> list[Action]:
+    def _take_row(self, load: OpenLoad, event: str, *failed: Failed) -> list[Action]:
         """Execute one row of the table, and those of all conditions that hold after it."""
         row = row_of("consumer", CONSUMER, load.state, event)
         public, load.state = PUBLIC[load.state], row.state
@@ -508,7 +508,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
 _CONDITIONS: dict[str, tuple[str, Callable[[OpenLoad], bool]]] = {
     # A failed step leads out of *moving*. So here all ended steps have succeeded.
     "moving": ("whole", lambda load: load.arrived and not load.uncompared),
-    "verifying": ("valid", lambda load: all(source.valid for source in load.sources.values())),
+    "asking": ("valid", lambda load: all(source.valid for source in load.sources.values())),
     "draining": ("quiet", lambda load: not load.steps),
     "done": ("answered", lambda load: not load.waiting),
     "failed": ("answered", lambda load: not load.waiting),

@@ -158,7 +158,7 @@ class Ledger(Generic[K, R, A]):
         return self._tick(now)
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget an engine."""
+        """Disconnect an engine."""
         self.epochs.pop(engine_id, None)
 
     def clear(self) -> None:

@@ -75,8 +75,8 @@ from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
 from kvspec.wire.messages import (
+    ChecksumContents,
     Done,
-    Extent,
     Gone,
     Heartbeat,
     Key,
@@ -134,7 +134,7 @@ class HeldRequest(Record, eq=False):
         disputed: Whether readers disagreed.
         incarnations: Incarnations of reading engines, by name and epoch.
         readers: The readers that have come.
-        early: Last message of each reader that came before the request was admitted.
+        early: Last message of each reader that came before the request was held.
         blocks: Block tables by group, if the engine passed them and the request is held.
         checksums: Checksums of its contents that were computed.
     """
@@ -148,7 +148,7 @@ class HeldRequest(Record, eq=False):
     readers: dict[RankAddress, HeldReader] = msgspec.field(default_factory=dict)
     early: dict[RankAddress, ReaderStatus] = msgspec.field(default_factory=dict)
     blocks: Mapping[str, BlockTable] = msgspec.field(default_factory=dict)
-    checksums: dict[Extent, bytes] = msgspec.field(default_factory=dict)
+    checksums: dict[ChecksumContents, bytes] = msgspec.field(default_factory=dict)
 
     @property
     def due(self) -> float:
@@ -213,19 +213,19 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     Args:
         me: Address of this rank.
-        lease: Seconds that a request is held after its admission, or after the last heartbeat of a
+        lease: Seconds that a request is held after `hold`, or after the last heartbeat of a
             reader. A freed or unknown request is remembered as long.
         longest: Seconds after which heartbeats no longer extend the lease.
 
     Attributes:
         counts: "held": requests whose blocks are not free. "early": messages for requests that are
-            not admitted yet. "blocks": blocks of the held requests, as far as `admit` was passed
+            not held yet. "blocks": blocks of the held requests, as far as `hold` was passed
             them. "readers": readers of held requests. "past": readers of freed requests that are
             remembered.
         freed: By remote id, how each request has ended that was freed: `done`, `expired` or
             `aborted`. The session takes them out.
         ended: Number of requests that were freed, by how they have ended.
-        most_early: Number of messages to keep for requests that are not admitted yet.
+        most_early: Number of messages to keep for requests that are not held yet.
     """
 
     most_early = 4096
@@ -248,7 +248,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return request if request is not None and request.held else None
 
     @recorded
-    def admit(
+    def hold(
         self,
         key: Key,
         now: float,
@@ -277,7 +277,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         request.blocks = blocks or {}
         self._count("held", 1)
         self._count("blocks", request.num_blocks)
-        actions = self._step(request, "admit")
+        actions = self._take_row(request, "hold")
         self._save(key, request)
         return actions
 
@@ -303,10 +303,10 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
 
     @recorded
     def abort(self, key: Key, now: float) -> list[HoldAction]:
-        """Give up a request. Its readers receive `gone`, but nothing is freed yet."""
+        """Abort a request. Its readers receive `gone`, but nothing is freed yet."""
         self._set_time(now)
         request = self.find(key)
-        return self._step(request, "abort") if request is not None else []
+        return self._take_row(request, "abort") if request is not None else []
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Messages of others are refused.
@@ -334,24 +334,24 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         """End the lease of a request, or forget the request, unless a heartbeat extended it."""
         if request.expires > self._now:
             return []
-        return self._step(request, "time")
+        return self._take_row(request, "time")
 
     def _deliver(self, request: HeldRequest, message: ReaderStatus) -> list[HoldAction]:
         """Count a reader's message and answer it, or refuse it."""
         event = "repeated" if request.repeats(message) else message.kind
         if not request.held:
-            return self._step(request, event, message)
+            return self._take_row(request, event, message)
         why, disputes = request.refusal(message)
         request.disputed |= disputes
         if why:
             return [Refused(message, why)]
-        return self._step(request, event, message)
+        return self._take_row(request, event, message)
 
     def _complete(self, request: HeldRequest) -> list[HoldAction]:
         """Free the request if it is held and all its readers are done."""
-        return self._step(request, "complete") if request.held and request.complete else []
+        return self._take_row(request, "complete") if request.held and request.complete else []
 
-    def _step(
+    def _take_row(
         self, request: HeldRequest, event: str, message: ReaderStatus | None = None
     ) -> list[HoldAction]:
         """Take the row of the table for *event*, and carry it out."""
@@ -391,7 +391,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return early
 
     def _replay(self, request: HeldRequest, _: None, __: str) -> list[HoldAction]:
-        """Process the early messages of a request that is admitted now.
+        """Process the early messages of a request that is held now.
 
         Only all of them together show which readers have come.
         """
@@ -435,7 +435,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self._count("past", len(request.readers))
         self._count("blocks", -request.num_blocks)
         request.expires = self._now + self.lease
-        request.blocks, request.checksums = dict[str, BlockTable](), dict[Extent, bytes]()
+        request.blocks, request.checksums = dict[str, BlockTable](), dict[ChecksumContents, bytes]()
         how = "done" if request.complete else "expired"
         how = "aborted" if before == "fenced" else how
         self.freed[request.key.remote_id] = how

@@ -17,7 +17,7 @@ How it works:
     heartbeat, done   the limits and the readers so far allow the message;     `receive`, `refusal`
                       otherwise it is refused and is no event
     repeated          a `done` with the number of the reader's last `done`     `repeats`
-    admit, abort      the engine calls `hold` or `abort`                       `admit`, `abort`
+    hold, abort       the engine calls `hold` or `abort`                       `hold`, `abort`
     complete          no dispute; for each incarnation that reads, all         `complete`
                       expected readers have come and all are done
     time              `tick` finds that `expires` is over; each accepted       `_wake`, `_lease`
@@ -29,7 +29,7 @@ How it works:
     whole             each layer was started up to its end, no step is open,   `_CONDITIONS`
                       and no checksum is to be compared
     valid             each source has answered `valid` to a number that was    `receive`,
-                      asked in *verifying*                                     `_CONDITIONS`
+                      asked in *asking*                                     `_CONDITIONS`
     quiet             no step is open                                          `_CONDITIONS`
     answered          each producer rank has answered a number that was asked  `refusal_of`,
                                                                                `_CONDITIONS`
@@ -48,7 +48,7 @@ from typing import NamedTuple
 from kvspec.errors import TransferError, TransferState
 
 
-class Row(NamedTuple):
+class Transition(NamedTuple):
     """One transition.
 
     Attributes:
@@ -62,27 +62,33 @@ class Row(NamedTuple):
     why: str
 
 
-PRODUCER: dict[tuple[str, str], Row] = {
-    ("unknown", "heartbeat"): Row("unknown", "keep", "the engine may admit the request later"),
-    ("unknown", "done"): Row("unknown", "keep", "it counts when the request is admitted"),
-    ("unknown", "admit"): Row("held", "replay", "earlier messages count"),
-    ("unknown", "time"): Row("forgotten", "gone", "it was never admitted: the data is void"),
-    ("held", "heartbeat"): Row("held", "lease", "a live reader gets more time, up to the longest"),
-    ("held", "done"): Row("held", "valid", "held until now, so all data was valid"),
-    ("held", "repeated"): Row("held", "repeat", "the answer was lost"),
-    ("held", "abort"): Row("fenced", "", "a reader may still read: nothing is freed yet"),
-    ("held", "complete"): Row("freed", "free", "all expected readers are done"),
-    ("held", "time"): Row("freed", "free", "the lease is over; later readers receive gone"),
-    ("fenced", "heartbeat"): Row("fenced", "gone", "the reader may stop at once"),
-    ("fenced", "done"): Row("fenced", "gone", "its data may be incomplete, so it is void"),
-    ("fenced", "repeated"): Row("fenced", "repeat", "data that was valid stays valid"),
-    ("fenced", "abort"): Row("fenced", "", "it is aborted already"),
-    ("fenced", "complete"): Row("freed", "free", "all expected readers are done"),
-    ("fenced", "time"): Row("freed", "free", "the lease is over"),
-    ("freed", "heartbeat"): Row("freed", "gone", "late: the blocks may hold another request"),
-    ("freed", "done"): Row("freed", "gone", "late: its data may belong to another request"),
-    ("freed", "repeated"): Row("freed", "repeat", "data that was valid stays valid"),
-    ("freed", "time"): Row(
+PRODUCER: dict[tuple[str, str], Transition] = {
+    ("unknown", "heartbeat"): Transition(
+        "unknown", "keep", "the engine may hold the request later"
+    ),
+    ("unknown", "done"): Transition("unknown", "keep", "it counts when the request is held"),
+    ("unknown", "hold"): Transition("held", "replay", "earlier messages count"),
+    ("unknown", "time"): Transition("forgotten", "gone", "it was never held: the data is void"),
+    ("held", "heartbeat"): Transition(
+        "held", "lease", "a live reader gets more time, up to the longest"
+    ),
+    ("held", "done"): Transition("held", "valid", "held until now, so all data was valid"),
+    ("held", "repeated"): Transition("held", "repeat", "the answer was lost"),
+    ("held", "abort"): Transition("fenced", "", "a reader may still read: nothing is freed yet"),
+    ("held", "complete"): Transition("freed", "free", "all expected readers are done"),
+    ("held", "time"): Transition("freed", "free", "the lease is over; later readers receive gone"),
+    ("fenced", "heartbeat"): Transition("fenced", "gone", "the reader may stop at once"),
+    ("fenced", "done"): Transition("fenced", "gone", "its data may be incomplete, so it is void"),
+    ("fenced", "repeated"): Transition("fenced", "repeat", "data that was valid stays valid"),
+    ("fenced", "abort"): Transition("fenced", "", "it is aborted already"),
+    ("fenced", "complete"): Transition("freed", "free", "all expected readers are done"),
+    ("fenced", "time"): Transition("freed", "free", "the lease is over"),
+    ("freed", "heartbeat"): Transition(
+        "freed", "gone", "late: the blocks may hold another request"
+    ),
+    ("freed", "done"): Transition("freed", "gone", "late: its data may belong to another request"),
+    ("freed", "repeated"): Transition("freed", "repeat", "data that was valid stays valid"),
+    ("freed", "time"): Transition(
         "forgotten", "", "the request is unknown to later readers: they receive gone, too"
     ),
 }
@@ -93,27 +99,29 @@ are done. *time* means that the lease is over. A freed or unknown request is rem
 lease.
 """
 
-CONSUMER: dict[tuple[str, str], Row] = {
-    ("connecting", "connected"): Row(
+CONSUMER: dict[tuple[str, str], Transition] = {
+    ("connecting", "connected"): Transition(
         "moving", "begin", "its reads are queued: heartbeats request more lease"
     ),
-    ("connecting", "fault"): Row(
+    ("connecting", "fault"): Transition(
         "draining", "fail", "no message was sent; a start that failed may have posted reads"
     ),
-    ("moving", "whole"): Row("verifying", "ask", "all data arrived: ask whether it was valid"),
-    ("moving", "fault"): Row(
+    ("moving", "whole"): Transition("asking", "ask", "all data arrived: ask whether it was valid"),
+    ("moving", "fault"): Transition(
         "draining", "fail", "the error names the fault; its blocks may still be written"
     ),
-    ("verifying", "valid"): Row("done", "await", "each source answered after it was read"),
-    ("verifying", "fault"): Row("draining", "fail", "a source is gone, or does not answer in time"),
-    ("draining", "fault"): Row("draining", "", "it has already failed by its first fault"),
-    ("draining", "quiet"): Row("failed", "report", "nothing in flight can write its blocks"),
-    ("done", "fault"): Row("done", "", "it ended already"),
-    ("done", "answered"): Row("forgotten", "close", "every producer rank has answered"),
-    ("done", "time"): Row("forgotten", "close", "the other producer ranks are given up"),
-    ("failed", "fault"): Row("failed", "", "it ended already"),
-    ("failed", "answered"): Row("forgotten", "close", "every producer rank has answered"),
-    ("failed", "time"): Row("forgotten", "close", "the other producer ranks are given up"),
+    ("asking", "valid"): Transition("done", "await", "each source answered after it was read"),
+    ("asking", "fault"): Transition(
+        "draining", "fail", "a source is gone, or does not answer in time"
+    ),
+    ("draining", "fault"): Transition("draining", "", "it has already failed by its first fault"),
+    ("draining", "quiet"): Transition("failed", "report", "nothing in flight can write its blocks"),
+    ("done", "fault"): Transition("done", "", "it ended already"),
+    ("done", "answered"): Transition("forgotten", "close", "every producer rank has answered"),
+    ("done", "time"): Transition("forgotten", "close", "the other producer ranks are given up"),
+    ("failed", "fault"): Transition("failed", "", "it ended already"),
+    ("failed", "answered"): Transition("forgotten", "close", "every producer rank has answered"),
+    ("failed", "time"): Transition("forgotten", "close", "the other producer ranks are given up"),
 }
 """The consumer's transitions, by state and event.
 
@@ -127,7 +135,7 @@ source answered `valid` after its last byte had arrived. *quiet* means that no s
 PUBLIC = {
     "connecting": "moving",
     "moving": "moving",
-    "verifying": "moving",
+    "asking": "moving",
     "draining": "moving",
     "done": "done",
     "failed": "failed",
@@ -139,13 +147,13 @@ JOINT: dict[str, tuple[str, ...]] = {
     "connecting": ("new", "held", "fenced", "expired"),
     "moving": ("new", "held", "fenced", "expired"),
     "draining": ("new", "held", "fenced", "expired"),
-    "verifying": ("new", "held", "fenced", "read", "expired"),
+    "asking": ("new", "held", "fenced", "read", "expired"),
     "failed": ("new", "held", "fenced", "read", "expired"),
     "done": ("held", "fenced", "read", "expired"),
 }
 """For each state of a load, where the request can be on a producer rank that the load reads.
 
-*new* means that the rank has not admitted the request yet. *read* and *expired* are the end: all
+*new* means that the rank does not hold the request yet. *read* and *expired* are the end: all
 readers were done, or the lease was over before. They include *forgotten*. Each side has a clock of
 its own, and messages may be lost, so nearly all pairs occur. Four pairs cannot occur:
 
@@ -158,7 +166,9 @@ sent `done`: then the producer may have freed the request.
 """
 
 
-def row_of(role: str, table: Mapping[tuple[str, str], Row], state: str, event: str) -> Row:
+def row_of(
+    role: str, table: Mapping[tuple[str, str], Transition], state: str, event: str
+) -> Transition:
     """Return the row of an event in the ledger of a *role*.
 
     Raises:

@@ -114,7 +114,7 @@ class TokenSplit:
         stripe: The virtual blocks of the consumer that move over this edge.
         tile: Tokens that all tables, memory blocks and interleaves cut alike, or the tokens of one
             state if larger tiles would spare no runs. 0 for recurrent states.
-        grain: Tokens that one state of the part stands for (`Part.tokens_per_state`).
+        tokens_per_state: Tokens that one state of the part stands for (`Part.tokens_per_state`).
         producer: Paging of the producer.
         consumer: Paging of the consumer.
         opaque: Whether a state is an opaque page, which holds its dead tokens as well.
@@ -122,7 +122,7 @@ class TokenSplit:
 
     stripe: Stripe
     tile: int
-    grain: int
+    tokens_per_state: int
     producer: Paging
     consumer: Paging
     opaque: bool = False

@@ -9,10 +9,10 @@ How it works:
 
     1. It pairs the parts of all layers that move (`_PartPair`) and groups them. All parts of a
        group are cut alike by every request (`split_key`), so that they share one `TokenSplit`.
-    2. It divides each group into boxes: parts with equal strides on both sides (`Boxes`). A box
-       has three axes: units, states and content. A *content* is the bytes of one unit in one state.
-    3. A box becomes runs. An axis whose stride equals the length of the content becomes part of the
-       content. Then runs that touch on both sides are joined (`coalesce`).
+    2. It divides each group by strides, which are equal on both sides (`RepeatedContents`). A
+       *content* is the bytes of one unit in one state. It is repeated along units and states.
+    3. Repeated contents become runs. An axis whose stride equals the length of the content becomes
+       part of the content. Then runs that touch on both sides are joined (`coalesce`).
 
     A table has the rows of whole tiles only. The rows of a part of a tile, at the end of a request,
     are made for that request (`SplitRows.rows`). If all of the pool had rows for each part, the
@@ -42,7 +42,7 @@ from kvspec.descriptors.paging import BlockLayout, Paging, RowKind, TokenSplit, 
 from kvspec.descriptors.tiles import Tiles
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache
-from kvspec.memory.region import Region, common_pieces
+from kvspec.memory.region import Region, common_runs
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.stripes import Stripe
@@ -61,7 +61,7 @@ DESCRIPTOR_BYTES = 32_400
 
 # The rows of so many kinds are kept for each group of parts that are cut alike. With blocks of 16,
 # these are all parts of a tile that begin it or end it.
-KEPT = 32
+KEPT_KINDS = 32
 
 
 @attrs.frozen(eq=False)
@@ -124,40 +124,40 @@ def row_stride(region: Region) -> int:
 
 
 @attrs.frozen(eq=False)
-class Boxes:
-    """Boxes (units x states x content) that differ only in their first addresses.
+class RepeatedContents:
+    """Contents, repeated along units and states, that differ only in their first addresses.
 
     Attributes:
-        units: Units of one box.
-        grain: Tokens of one state, or 0 for recurrent states.
-        producer: A region with the strides of all boxes on the producer.
-        consumer: A region with the strides of all boxes on the consumer.
-        content: Bytes of one content.
-        first: First addresses on the producer and on the consumer, shape (boxes, 2).
+        units: Units of each part.
+        tokens_per_state: Tokens of one state, or 0 for recurrent states.
+        producer: A region with the strides on the producer.
+        consumer: A region with the strides on the consumer.
+        content_bytes: Bytes of one content.
+        first: First addresses on the producer and on the consumer, shape (contents, 2).
     """
 
     units: int
-    grain: int
+    tokens_per_state: int
     producer: Region
     consumer: Region
-    content: int
+    content_bytes: int
     first: Ints
 
     @staticmethod
     def of(
         units: int,
-        grain: int,
+        tokens_per_state: int,
         sides: tuple[PartSide, PartSide],
         first: Ints,
         boundaries: Boundaries,
-    ) -> Iterator[Boxes]:
-        """Yield boxes that repeat like *sides*, one `Boxes` for each length of content.
+    ) -> Iterator[RepeatedContents]:
+        """Yield contents that repeat like *sides*, one `RepeatedContents` for each length.
 
         Contents of two parts, such as `k` and `v`, become one if they are adjacent on both sides.
 
         Args:
-            units: Units of one box.
-            grain: Tokens of one state, or 0.
+            units: Units of each part.
+            tokens_per_state: Tokens of one state, or 0.
             sides: The producer's and the consumer's side of any of the parts.
             first: Producer address, consumer address and length of the first content of each
                 part, shape (parts, 3).
@@ -166,7 +166,9 @@ class Boxes:
         source, target, content = coalesce([first], boundaries)
         for length in np.unique(content).tolist():
             addresses = np.column_stack([source, target])[content == length]
-            yield Boxes(units, grain, sides[0].region, sides[1].region, length, addresses)
+            yield RepeatedContents(
+                units, tokens_per_state, sides[0].region, sides[1].region, length, addresses
+            )
 
     def runs(self, kind: RowKind) -> Ints:
         """Return the runs of the first row of *kind* in the first block.
@@ -174,19 +176,19 @@ class Boxes:
         Returns:
             Producer address, consumer address and length, shape (runs, 3).
         """
-        states = kind.tokens // self.grain if self.grain else self._states
+        states = kind.tokens // self.tokens_per_state if self.tokens_per_state else self._states
         state_strides = row_stride(self.producer), row_stride(self.consumer)
         unit_strides = self.producer.unit_stride, self.consumer.unit_stride
         axes = [(self.units, *unit_strides), (states, *state_strides)]
         axes = [axis for axis in axes if axis[0] > 1]
-        length = self.content
+        length = self.content_bytes
         # An axis whose stride is the length of a run on both sides only makes the run longer.
         while (touching := next((a for a in axes if a[1] == a[2] == length), None)) is not None:
             length *= touching[0]
             axes.remove(touching)
         starts = self.first
         if kind.skip:
-            starts = starts + kind.skip // self.grain * np.array(state_strides)
+            starts = starts + kind.skip // self.tokens_per_state * np.array(state_strides)
         # Each axis that is left repeats all runs.
         for count, *strides in axes:
             steps = np.arange(count, dtype=np.int64)[:, None] * np.array(strides)
@@ -201,14 +203,14 @@ class Boxes:
         return min(self.producer.states, self.consumer.states)
 
 
-def block_layout_of(region: Region, tile: int, grain: int) -> BlockLayout:
+def block_layout_of(region: Region, tile: int, tokens_per_state: int) -> BlockLayout:
     """Return how tiles of *tile* tokens repeat in *region*. A recurrent state is one tile."""
-    tiles = region.states * grain // tile if grain else 1
+    tiles = region.states * tokens_per_state // tile if tokens_per_state else 1
     return BlockLayout(
         num_blocks=region.num_blocks,
         block_stride=region.block_stride,
         tiles=tiles,
-        tile_stride=tile // grain * row_stride(region) if tiles > 1 else 0,
+        tile_stride=tile // tokens_per_state * row_stride(region) if tiles > 1 else 0,
         memory_type=region.memory_type,
         device=region.device,
     )
@@ -300,18 +302,18 @@ class RowSet:
         return size if (self.length == size).all() else None
 
     @cached_property
-    def bunch(self) -> int:
-        """The number of runs in a bunch.
+    def interleaved(self) -> int:
+        """The number of runs in an interleaved set.
 
-        The runs of a bunch interleave in the producer's memory. All tiles of a bunch lie before
-        those of the next bunch. The number is guessed from the first gap. A wrong guess costs only
+        The runs of a set interleave in the producer's memory. All tiles of a set lie before
+        those of the next set. The number is guessed from the first gap. A wrong guess costs only
         time: any number that divides the runs is correct.
         """
         layout, starts = self.producer, self.producer_address
-        extent = (layout.num_blocks - 1) * layout.block_stride + layout.tiles * layout.tile_stride
-        separate = np.flatnonzero(starts[1:] - starts[:-1] >= extent)
+        reach = (layout.num_blocks - 1) * layout.block_stride + layout.tiles * layout.tile_stride
+        separate = np.flatnonzero(starts[1:] - starts[:-1] >= reach)
         many = int(separate[0]) + 1 if len(separate) else len(self)
-        # Bunches of unequal size do not fit into one array. One bunch of all runs is correct, too.
+        # Sets of unequal size do not fit into one array. One set of all runs is correct, too.
         return len(self) if len(self) % many else many
 
     def offsets(self, tiles: Tiles) -> Ints:
@@ -377,12 +379,12 @@ class SplitRows:
 
     Attributes:
         token_split: How requests cut the tokens of the parts.
-        boxes: The parts.
+        contents: The contents of the parts.
         boundaries: Addresses over which no run may lie.
     """
 
     token_split: TokenSplit
-    boxes: tuple[Boxes, ...]
+    contents: tuple[RepeatedContents, ...]
     boundaries: Boundaries
 
     @staticmethod
@@ -395,15 +397,19 @@ class SplitRows:
             tokens outermost    a0 b0 a1 b1 a2 b2 a3 b3 ...     a tile is one token
             heads outermost     a0 a1 a2 a3 ...  b0 b1 ...      a tile is 8 tokens, as one run
         """
-        pair, part, grain = pairs[0], pairs[0].part, pairs[0].part.tokens_per_state
+        pair, part, tokens_per_state = pairs[0], pairs[0].part, pairs[0].part.tokens_per_state
         paging = pair.producer.paging, pair.consumer.paging
         tile = tile_tokens(pair.producer.region.layer, part, *paging) if part.per_token else 0
-        token_split = TokenSplit(pair.stripe, tile, grain, *paging, opaque=pair.opaque)
-        split_rows = SplitRows(token_split, tuple(_boxes(grain, pairs, boundaries)), boundaries)
-        if grain < tile:
-            one, two = (split_rows.runs(RowKind(0, states * grain)) for states in (1, 2))
+        token_split = TokenSplit(pair.stripe, tile, tokens_per_state, *paging, opaque=pair.opaque)
+        split_rows = SplitRows(
+            token_split, tuple(_repeated_contents(tokens_per_state, pairs, boundaries)), boundaries
+        )
+        if tokens_per_state < tile:
+            one, two = (split_rows.runs(RowKind(0, states * tokens_per_state)) for states in (1, 2))
             if two == 2 * one:
-                return attrs.evolve(split_rows, token_split=attrs.evolve(token_split, tile=grain))
+                return attrs.evolve(
+                    split_rows, token_split=attrs.evolve(token_split, tile=tokens_per_state)
+                )
         return split_rows
 
     def rows(self, kind: RowKind) -> tuple[RowSet, ...]:
@@ -412,7 +418,9 @@ class SplitRows:
 
     @cached_property
     def _row_sets(self) -> Callable[[RowKind], tuple[RowSet, ...]]:
-        return lru_cache(KEPT)(partial(_rows, self.token_split, self.boxes, self.boundaries))
+        return lru_cache(KEPT_KINDS)(
+            partial(_rows, self.token_split, self.contents, self.boundaries)
+        )
 
     def runs(self, kind: RowKind) -> int:
         """Return the number of descriptors of one row of *kind*."""
@@ -446,8 +454,8 @@ class _PartPair(NamedTuple):
         """A key: every request cuts all parts with equal keys in the same way."""
         # The members are plain numbers, because hashing an attrs object for each part is slow.
         blocks = self.producer.paging.memory_block_size, self.consumer.paging.memory_block_size
-        grain = self.part.tokens_per_state
-        return self.stripe.first, self.stripe.step, grain, self.opaque, *blocks
+        tokens_per_state = self.part.tokens_per_state
+        return self.stripe.first, self.stripe.step, tokens_per_state, self.opaque, *blocks
 
     @property
     def opaque(self) -> bool:
@@ -462,12 +470,12 @@ class _PartPair(NamedTuple):
     def contents(self) -> list[tuple[int, int, int]]:
         """Return producer address, consumer address and length of the first unit and state.
 
-        If the sides order the bytes of a content differently, each piece is a content of its own.
+        If the sides order the bytes of a content differently, each run is a content of its own.
         """
         source, target = self.producer, self.consumer
         return [
             (source.first + offsets[0], target.first + offsets[1], size)
-            for _, size, offsets in common_pieces(source.region, target.region)
+            for _, size, offsets in common_runs(source.region, target.region)
         ]
 
 
@@ -512,28 +520,33 @@ def _parts(
                     yield tp_slice, layer, part
 
 
-def _boxes(grain: int, pairs: list[_PartPair], boundaries: Boundaries) -> Iterator[Boxes]:
-    """Yield the boxes of parts that are cut alike."""
+def _repeated_contents(
+    tokens_per_state: int, pairs: list[_PartPair], boundaries: Boundaries
+) -> Iterator[RepeatedContents]:
+    """Yield the contents of parts that are cut alike."""
     equal_strides: dict[tuple[object, ...], list[_PartPair]] = {}
     for pair in pairs:
         equal_strides.setdefault(pair.repeats, []).append(pair)
     for same in equal_strides.values():
         sides = same[0].producer, same[0].consumer
         first = np.array([content for pair in same for content in pair.contents()], np.int64)
-        yield from Boxes.of(same[0].units, grain, sides, first, boundaries)
+        yield from RepeatedContents.of(same[0].units, tokens_per_state, sides, first, boundaries)
 
 
 def _rows(
-    token_split: TokenSplit, boxes: tuple[Boxes, ...], boundaries: Boundaries, kind: RowKind
+    token_split: TokenSplit,
+    contents: tuple[RepeatedContents, ...],
+    boundaries: Boundaries,
+    kind: RowKind,
 ) -> tuple[RowSet, ...]:
-    """Return the row sets of one kind: the runs of all boxes that repeat alike are joined."""
+    """Return the row sets of one kind: the runs of all contents that repeat alike are joined."""
     repeat_alike: dict[tuple[BlockLayout, BlockLayout], list[Ints]] = {}
-    for box in boxes:
+    for repeated in contents:
         source, target = (
-            block_layout_of(region, token_split.tile, box.grain)
-            for region in (box.producer, box.consumer)
+            block_layout_of(region, token_split.tile, repeated.tokens_per_state)
+            for region in (repeated.producer, repeated.consumer)
         )
-        repeat_alike.setdefault((source, target), []).append(box.runs(kind))
+        repeat_alike.setdefault((source, target), []).append(repeated.runs(kind))
     return tuple(
         RowSet(kind, *layouts, *coalesce(runs, boundaries))
         for layouts, runs in repeat_alike.items()

@@ -5,17 +5,17 @@ that joins or checks descriptors uses the parts, because there are far fewer run
 ids.
 
 How it works:
-    A table is a list of entries. Each `Entry` is one row set with the first id of its runs on each
-    side. The id of a descriptor is the first id of its run plus the id of its tile. For example, an
-    entry has two runs with 100 ids each, and a request moves the tiles 3 and 7:
+    A table is a list of `NumberedRows`. Each is one row set with the first id of its runs on each
+    side. The id of a descriptor is the first id of its run plus the id of its tile. For example, a
+    row set has two runs with 100 ids each, and a request moves the tiles 3 and 7:
 
         run    first id    ids
         0      0           3, 7
         1      100         103, 107
 
-    `SplitGroup` contains all entries of one edge. It cuts a request once and stores the result in
-    `TransferRequest.known`. The descriptor tables of other producer ranks usually split tokens
-    alike (an equal `cut_key`). So the producer ranks of one consumer rank share that result.
+    `SplitGroup` contains all numbered rows of one edge. It cuts a request once and stores the
+    result in `TransferRequest.known`. The descriptor tables of other producer ranks usually split
+    tokens alike (an equal `cut_key`). So the producer ranks of one consumer rank share that result.
 
     The first and the last tile of a request may move in part. A table has no rows for parts of a
     tile. These *ends* are descriptors with addresses, which are made for the request.
@@ -33,9 +33,9 @@ import numpy.typing as npt
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import RowSet, SplitRows
 from kvspec.descriptors.tiles import (
+    EdgeTables,
     Positions,
     RowStarts,
-    Tables,
     Tiles,
     check_cached,
     row_starts,
@@ -51,7 +51,7 @@ RowIds = npt.NDArray[np.int32]
 
 
 @attrs.frozen(eq=False)
-class Entry:
+class NumberedRows:
     """One row set of one edge.
 
     Attributes:
@@ -90,23 +90,23 @@ class Entry:
     def addresses(self, tiles: Tiles) -> npt.NDArray[np.int64]:
         """Return the addresses of *tiles* of all runs.
 
-        The order is bunch by bunch and then tile by tile: nearly ascending, so that sorting is
+        The order is by interleaved sets and then tile by tile: nearly ascending, so that sorting is
         cheap.
 
         Returns:
             Producer address, consumer address and length, shape (n, 3).
         """
-        rows, bunch = self.rows, self.rows.bunch
-        columns = np.empty((3, len(rows) // bunch, len(tiles), bunch), np.int64)
+        rows, interleaved = self.rows, self.rows.interleaved
+        columns = np.empty((3, len(rows) // interleaved, len(tiles), interleaved), np.int64)
         starts = rows.producer_address, rows.consumer_address
         for column, start, offsets in zip(columns, starts, rows.offsets(tiles), strict=False):
-            np.add(start.reshape(-1, 1, bunch), offsets[:, None], out=column)
-        columns[2] = rows.length.reshape(-1, 1, bunch)
+            np.add(start.reshape(-1, 1, interleaved), offsets[:, None], out=column)
+        columns[2] = rows.length.reshape(-1, 1, interleaved)
         return columns.reshape(3, -1).T
 
 
 # A row set and its tiles that move.
-Picked = tuple[Entry, Tiles]
+Picked = tuple[NumberedRows, Tiles]
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -122,8 +122,8 @@ class Selection:
         producer_rows: Strided rows of the descriptor table that the producer's ids number.
         consumer_rows: Strided rows that the consumer's ids number. NIXL lists prepared from these
             two arrays accept the selection without checking each id.
-        parts: The entries that move and their tiles, in the order of the ids. A part of a block,
-            such as `k`, is another thing.
+        parts: The numbered rows that move and their tiles, in the order of the ids. A part of a
+            block, such as `k`, is another thing.
         end_parts: The same for the ends.
 
     >>> import kvspec
@@ -165,11 +165,11 @@ class Selection:
         parts, end_parts = list[Picked](), list[Picked]()
         for each in picked:
             (end_parts if each[0].is_end else parts).append(each)
-        sizes = [len(entry.rows) * len(chosen) for entry, chosen in parts]
+        sizes = [len(numbered.rows) * len(chosen) for numbered, chosen in parts]
         ids = np.empty((2, sum(sizes)), np.int32)
         start = 0
-        for (entry, chosen), size in zip(parts, sizes, strict=True):
-            entry.write_ids(chosen, ids[:, start : start + size])
+        for (numbered, chosen), size in zip(parts, sizes, strict=True):
+            numbered.write_ids(chosen, ids[:, start : start + size])
             start += size
         # Code that uses the parts does not read the ids again, so the ids must never change.
         ids.setflags(write=False)
@@ -181,18 +181,18 @@ class Selection:
         return self.producer_ids, self.consumer_ids
 
     def __len__(self) -> int:
-        return len(self.producer_ids) + sum(len(entry.rows) for entry, _ in self.end_parts)
+        return len(self.producer_ids) + sum(len(numbered.rows) for numbered, _ in self.end_parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all descriptors."""
         every = *self.parts, *self.end_parts
-        return sum(entry.rows.nbytes * len(tiles) for entry, tiles in every)
+        return sum(numbered.rows.nbytes * len(tiles) for numbered, tiles in every)
 
     @property
     def ends(self) -> npt.NDArray[np.uint64]:
         """Producer address, consumer address and length of each end: uint64, shape (n, 3)."""
-        found = [entry.addresses(tiles) for entry, tiles in self.end_parts]
+        found = [numbered.addresses(tiles) for numbered, tiles in self.end_parts]
         return np.concatenate([np.empty((0, 3), np.int64), *found]).astype(np.uint64)
 
 
@@ -206,44 +206,49 @@ class _Cut:
         tiles: Its tiles by token split, row kind and `RowSet.id_key`, filled on demand.
     """
 
-    tables: Tables
+    tables: EdgeTables
     row_starts: list[RowStarts]
     tiles: dict[object, Tiles] = attrs.field(init=False, factory=dict)
 
 
 @attrs.frozen(eq=False)
 class SplitGroup:
-    """The entries of one edge, by the way in which requests cut them. The edge is of one table.
+    """The numbered rows of one edge, by the way in which requests cut them. The edge is of one table.
 
-    Tables whose edges have equal names of groups, specs, grains and token splits find the same
-    result in `TransferRequest.known`. If dead tokens may move, the cut depends on the runs of the
-    pair of ranks, so that each `SplitGroup` has a key of its own.
+    Tables whose edges have equal names of groups, specs, all_tokens_per_state and token splits find
+    the same result in `TransferRequest.known`. If dead tokens may move, the cut depends on the runs
+    of the pair of ranks, so that each `SplitGroup` has a key of its own.
 
     Attributes:
         edge: The edge.
         spec: Spec of the first layer of the edge.
-        splits: The parts that are cut alike, and the entries of their whole tiles.
-        grains: Tokens of a state of each layer of the consumer's group that moves, on any rank.
+        splits: The parts that are cut alike, and the numbered rows of their whole tiles.
+        all_tokens_per_state: Tokens of a state of each layer of the consumer's group that moves, on
+            any rank.
         dead_tokens: Whether dead tokens may move if that takes less time.
         cut_key: An object that is the same for every `SplitGroup` that cuts each request alike.
     """
 
     edge: Edge
     spec: LayerSpec
-    splits: tuple[tuple[SplitRows, list[Entry]], ...]
-    grains: frozenset[int]
+    splits: tuple[tuple[SplitRows, list[NumberedRows]], ...]
+    all_tokens_per_state: frozenset[int]
     dead_tokens: bool
     cut_key: object
 
     @staticmethod
-    def of(plan: TransferPlan, entries: Iterable[Entry], *, dead_tokens: bool) -> list[SplitGroup]:
-        """Return the groups of the *entries* of a table, one for each edge."""
+    def of(
+        plan: TransferPlan, numbered_rows: Iterable[NumberedRows], *, dead_tokens: bool
+    ) -> list[SplitGroup]:
+        """Return the groups of the *numbered_rows* of a table, one for each edge."""
         # Edges and rows are compared by identity: hashing their fields is slow.
-        edges: dict[int, tuple[Edge, dict[int, tuple[SplitRows, list[Entry]]]]] = {}
-        for entry in entries:
-            _, splits = edges.setdefault(id(entry.edge), (entry.edge, {}))
-            splits.setdefault(id(entry.split_rows), (entry.split_rows, []))[1].append(entry)
-        grains = _grains(plan)
+        edges: dict[int, tuple[Edge, dict[int, tuple[SplitRows, list[NumberedRows]]]]] = {}
+        for numbered in numbered_rows:
+            _, splits = edges.setdefault(id(numbered.edge), (numbered.edge, {}))
+            splits.setdefault(id(numbered.split_rows), (numbered.split_rows, []))[1].append(
+                numbered
+            )
+        all_tokens_per_state = _all_tokens_per_state(plan)
         groups = []
         for edge, splits in edges.values():
             spec = plan.pair_of(edge).specs[edge.layers[0]]
@@ -251,7 +256,7 @@ class SplitGroup:
                 attrs.astuple(split_rows.token_split, recurse=False)
                 for split_rows, _ in splits.values()
             )
-            own = grains[edge.group]
+            own = all_tokens_per_state[edge.group]
             # If dead tokens may move, the cut depends on the rows of the pair of ranks as well.
             key: object = object()
             if not dead_tokens:
@@ -267,20 +272,22 @@ class SplitGroup:
         cut, picked = self._cut(request, tokens), list[Picked]()
         if cut is None:
             return picked
-        for number, (split_rows, entries) in enumerate(self.splits):
+        for number, (split_rows, numbered_rows) in enumerate(self.splits):
             for kind, starts in cut.row_starts[number].items():
-                moving = entries
+                moving = numbered_rows
                 if kind != split_rows.token_split.whole:
-                    moving = [Entry(self.edge, split_rows, rows) for rows in split_rows.rows(kind)]
-                for entry in moving:
-                    layouts = entry.rows.producer, entry.rows.consumer
-                    key = number, kind, entry.rows.id_key
+                    moving = [
+                        NumberedRows(self.edge, split_rows, rows) for rows in split_rows.rows(kind)
+                    ]
+                for numbered in moving:
+                    layouts = numbered.rows.producer, numbered.rows.consumer
+                    key = number, kind, numbered.rows.id_key
                     found = cut.tiles.get(key)
                     if found is None:
                         found = tiles(cut.tables, split_rows.token_split, starts, layouts)
                         cut.tiles[key] = found
                     if len(found):
-                        picked.append((entry, found))
+                        picked.append((numbered, found))
         return picked
 
     def dead_bytes(self, request: TransferRequest) -> int:
@@ -292,10 +299,12 @@ class SplitGroup:
                 continue
             context, wanted = token_split.consumer.context, cut.tables.wanted
             # A state with a live token is live. But a page holds the bytes of each of its tokens.
-            grain = 1 if token_split.opaque else token_split.grain
+            tokens_per_state = 1 if token_split.opaque else token_split.tokens_per_state
             before = cut.tables.consumer.first_token // context.size
-            live_start = context.local(wanted.start) // grain * grain - before
-            live_stop = -(-context.local(wanted.stop) // grain) * grain - before
+            live_start = context.local(wanted.start) // tokens_per_state * tokens_per_state - before
+            live_stop = (
+                -(-context.local(wanted.stop) // tokens_per_state) * tokens_per_state - before
+            )
             for kind, (_, starts) in cut.row_starts[number].items():
                 dead = int(np.clip(starts + kind.tokens - live_stop, 0, kind.tokens).sum())
                 dead += int(np.clip(live_start - starts, 0, kind.tokens).sum())
@@ -309,12 +318,12 @@ class SplitGroup:
             known: _Cut | None = request.known[self.cut_key]
             return known
         first = self.splits[0][0].token_split
-        tables = Tables.of(request, self.edge, self.spec, tokens, whole=not first.tile)
+        tables = EdgeTables.of(request, self.edge, self.spec, tokens, whole=not first.tile)
         cut = None
         if tables.reached:
             tables.check(first)
-            for grain in self.grains:
-                check_cached(tables, grain)
+            for tokens_per_state in self.all_tokens_per_state:
+                check_cached(tables, tokens_per_state)
             starts = [
                 row_starts(
                     request,
@@ -330,13 +339,15 @@ class SplitGroup:
         return cut
 
 
-def _grains(plan: TransferPlan) -> dict[str, frozenset[int]]:
+def _all_tokens_per_state(plan: TransferPlan) -> dict[str, frozenset[int]]:
     """Return how many tokens a state describes in the layers that move, by consumer's group."""
-    grains: dict[str, set[int]] = {}
+    all_tokens_per_state: dict[str, set[int]] = {}
     for pair in plan.pairs:
         parts = (part for spec, _ in pair.layers_by_spec for part in spec.parts if part.per_token)
-        grains.setdefault(pair.consumer.name, set()).update(part.tokens_per_state for part in parts)
-    return {group: frozenset(tokens) for group, tokens in grains.items()}
+        all_tokens_per_state.setdefault(pair.consumer.name, set()).update(
+            part.tokens_per_state for part in parts
+        )
+    return {group: frozenset(tokens) for group, tokens in all_tokens_per_state.items()}
 
 
 @lru_cache(maxsize=4096)

@@ -37,9 +37,9 @@ from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.paging import BlockLayout
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest
 from kvspec.descriptors.runs import coalesce, split_rows_of
-from kvspec.descriptors.selection import Entry, Picked, Selection, SplitGroup
+from kvspec.descriptors.selection import NumberedRows, Picked, Selection, SplitGroup
 from kvspec.descriptors.tiles import Positions, check_tokens
-from kvspec.descriptors.unwritten import Pair, unwritten_ranges
+from kvspec.descriptors.unwritten import CachePair, unwritten_ranges
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import MOST, flag, instance, texts
@@ -167,7 +167,7 @@ class DescriptorTable:
         plan: The transfer plan of the two engines.
         producer: Memory of the producer rank.
         consumer: Memory of the consumer rank.
-        entries: The row sets, each with its first ids.
+        numbered_rows: The row sets, each with its first ids.
         producer_rows: All rows of the producer, uint64, shape (rows, 5), read-only.
         consumer_rows: All rows of the consumer, uint64, shape (rows, 5), read-only.
         producer_memory_type: NIXL memory type of the producer's rows, "DRAM" or "VRAM".
@@ -200,7 +200,7 @@ class DescriptorTable:
     plan: TransferPlan
     producer: RankCache
     consumer: RankCache
-    entries: tuple[Entry, ...]
+    numbered_rows: tuple[NumberedRows, ...]
     producer_rows: Rows
     consumer_rows: Rows
     producer_memory_type: str
@@ -274,7 +274,7 @@ class DescriptorTable:
             SpecError: As `select`.
             MismatchError: As `select`.
         """
-        addresses = [entry.addresses(chosen) for entry, chosen in self.tiles(request, tokens)]
+        addresses = [numbered.addresses(chosen) for numbered, chosen in self.tiles(request, tokens)]
         if not addresses:
             return np.empty((0, 3), np.uint64)
         return coalesce(addresses, (self.producer.boundaries, self.consumer.boundaries)).T.view(
@@ -294,8 +294,8 @@ class DescriptorTable:
             The descriptors that NIXL posts for `select`, and the length of `descriptors`.
         """
         posted = sum(
-            len(entry.rows) if entry.is_end else entry.rows.posted(chosen)
-            for entry, chosen in self.tiles(request)
+            len(numbered.rows) if numbered.is_end else numbered.rows.posted(chosen)
+            for numbered, chosen in self.tiles(request)
         )
         return posted, len(self.descriptors(request))
 
@@ -330,7 +330,7 @@ class DescriptorTable:
         Returns:
             Address and length in bytes of each range, ascending by address: uint64, shape (n, 2).
         """
-        pair = Pair(self.plan, self.producer, self.consumer, self.layers)
+        pair = CachePair(self.plan, self.producer, self.consumer, self.layers)
         return unwritten_ranges(pair, request, self.descriptors(request))
 
     def complete_blocks(self, request: TransferRequest) -> dict[str, Ids]:
@@ -370,14 +370,14 @@ class DescriptorTable:
         return sharing(self.producer)
 
     def tiles(self, request: TransferRequest, tokens: Positions | None = None) -> list[Picked]:
-        """Return the tiles that *request*, or one step of it, moves in each entry.
+        """Return the tiles that *request*, or one step of it, moves of each row set.
 
         Args:
             request: The request.
             tokens: Positions of one step, as in `select`. All by default.
 
         Returns:
-            The entries that move anything, each with its tiles.
+            The numbered rows that move anything, each with its tiles.
 
         Raises:
             SpecError: As `select`.
@@ -400,7 +400,7 @@ class DescriptorTable:
 
     @cached_property
     def _split_groups(self) -> list[SplitGroup]:
-        return SplitGroup.of(self.plan, self.entries, dead_tokens=self.dead_tokens)
+        return SplitGroup.of(self.plan, self.numbered_rows, dead_tokens=self.dead_tokens)
 
 
 def build_table(
@@ -452,14 +452,14 @@ def build_table(
     check_engine("producer_cache.engine", plan.producer, producer_cache.engine)
     check_engine("consumer_cache.engine", plan.consumer, consumer_cache.engine)
     only = None if layers is None else _layer_names(plan, layers)
-    entries: list[Entry] = []
+    numbered_rows: list[NumberedRows] = []
     next_ids = (0, 0)
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
         caches = producer_cache, consumer_cache
         for split_rows in split_rows_of(edge, groups, *caches, only):
             for rows in split_rows.rows(split_rows.token_split.whole):
-                entries.append(Entry(edge, split_rows, rows, *next_ids))
+                numbered_rows.append(NumberedRows(edge, split_rows, rows, *next_ids))
                 used = rows.ids_used
                 next_ids = next_ids[0] + used[0], next_ids[1] + used[1]
     why = "descriptor ids are int32: use fewer blocks, or groups of fewer layers"
@@ -471,16 +471,18 @@ def build_table(
     if too_many:
         raise MismatchError(too_many)
     producer_rows, producer_type = _side(
-        "producer", [(e.rows.producer, e.rows.producer_address, e.rows.length) for e in entries]
+        "producer",
+        [(e.rows.producer, e.rows.producer_address, e.rows.length) for e in numbered_rows],
     )
     consumer_rows, consumer_type = _side(
-        "consumer", [(e.rows.consumer, e.rows.consumer_address, e.rows.length) for e in entries]
+        "consumer",
+        [(e.rows.consumer, e.rows.consumer_address, e.rows.length) for e in numbered_rows],
     )
     return DescriptorTable(
         plan=plan,
         producer=producer_cache,
         consumer=consumer_cache,
-        entries=tuple(entries),
+        numbered_rows=tuple(numbered_rows),
         producer_rows=producer_rows,
         consumer_rows=consumer_rows,
         producer_memory_type=producer_type,

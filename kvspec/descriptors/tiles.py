@@ -42,7 +42,7 @@ from kvspec.ownership.tokens import BlockCyclic, Ints
 from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
 
-Side = tuple[Role, str, BlockTable, Paging]
+TableSide = tuple[Role, str, BlockTable, Paging]
 # Positions of one step of a request: of the prompt, or by group of the consumer.
 Positions = range | Mapping[str, range]
 # Whether a tile may move whole, with its dead tokens, in place of a part of it.
@@ -60,7 +60,7 @@ PLACE_FROM, PLACE_WITHIN = 1000, 8
 
 
 @attrs.frozen(eq=False)
-class Tables:
+class EdgeTables:
     """The block tables of one edge, and the tokens that the request moves over it.
 
     Attributes:
@@ -89,9 +89,9 @@ class Tables:
         tokens: Positions | None,
         *,
         whole: bool,
-    ) -> Tables:
+    ) -> EdgeTables:
         """Return the tables of *request* for *edge*, between layers of *spec*."""
-        return Tables(
+        return EdgeTables(
             edge=edge,
             wanted=request.wanted(edge.group, spec),
             cached=request.cached(edge.group, spec),
@@ -116,7 +116,7 @@ class Tables:
         """Whether this step is the last."""
         return self.tokens is None or self.tokens.stop >= self.wanted.stop
 
-    def sides(self, token_split: TokenSplit) -> tuple[Side, Side]:
+    def sides(self, token_split: TokenSplit) -> tuple[TableSide, TableSide]:
         """Return name, group, table and paging of the producer, then of the consumer."""
         return (
             ("producer", self.edge.producer_group, self.producer, token_split.producer),
@@ -134,7 +134,7 @@ class Tables:
         # The caller is the consumer, so the errors of its own table come first.
         check(self.sides(token_split)[::-1])
 
-    def _check_tokens(self, sides: tuple[Side, ...]) -> None:
+    def _check_tokens(self, sides: tuple[TableSide, ...]) -> None:
         tokens = self.reached
         for side, group, table, paging in sides:
             if table.first_token:
@@ -154,7 +154,7 @@ class Tables:
             # second place of a repeated block.
             check_once(side, group, table, table.blocks_of(tokens, paging.virtual_block))
 
-    def _check_state(self, sides: tuple[Side, ...]) -> None:
+    def _check_state(self, sides: tuple[TableSide, ...]) -> None:
         for side, group, table, paging in sides:
             field = f"{side}_blocks[{group!r}]"
             slot = table.state_block(field, paging.block_size, self.wanted.start)
@@ -246,7 +246,7 @@ class Tiles:
 
 def row_starts(
     request: TransferRequest,
-    tables: Tables,
+    tables: EdgeTables,
     token_split: TokenSplit,
     moves_whole: MovesWhole | None = None,
 ) -> RowStarts:
@@ -279,7 +279,7 @@ def row_starts(
 
 
 def tiles(
-    tables: Tables,
+    tables: EdgeTables,
     token_split: TokenSplit,
     starts: tuple[Ints, Ints],
     block_layouts: tuple[BlockLayout, BlockLayout],
@@ -343,7 +343,7 @@ def check_state_tokens(request: TransferRequest) -> None:
         raise MismatchError([Mismatch("state_tokens", seen, request.num_tokens, why)])
 
 
-def _state(request: TransferRequest, tables: Tables, token_split: TokenSplit) -> RowStarts:
+def _state(request: TransferRequest, tables: EdgeTables, token_split: TokenSplit) -> RowStarts:
     """Return where the recurrent state of *request* lies in both tables."""
     check_state_tokens(request)
     token = tables.wanted.start
@@ -378,7 +378,7 @@ class _Frame:
     consumer: BlockCyclic
 
 
-def _own_counts(tables: Tables, token_split: TokenSplit) -> _Frame:
+def _own_counts(tables: EdgeTables, token_split: TokenSplit) -> _Frame:
     """Count the tokens that both ranks own. They shard alike, so both count the same tokens."""
     local, wanted = token_split.consumer.context.local, tables.wanted
     own = range(local(wanted.start), local(wanted.stop))
@@ -387,7 +387,7 @@ def _own_counts(tables: Tables, token_split: TokenSplit) -> _Frame:
     return _Frame(own, tokens, local(tables.cached), block, EVERY_TOKEN, EVERY_TOKEN)
 
 
-def _positions(tables: Tables, token_split: TokenSplit) -> _Frame:
+def _positions(tables: EdgeTables, token_split: TokenSplit) -> _Frame:
     """Count positions of the request. Each tile has one owner on each side."""
     owners = token_split.producer.context, token_split.consumer.context
     block = token_split.consumer.virtual_block
@@ -395,7 +395,7 @@ def _positions(tables: Tables, token_split: TokenSplit) -> _Frame:
 
 
 def _cut(
-    tables: Tables, token_split: TokenSplit, frame: _Frame, moves_whole: MovesWhole | None
+    tables: EdgeTables, token_split: TokenSplit, frame: _Frame, moves_whole: MovesWhole | None
 ) -> dict[RowKind, Ints]:
     """Return the first tokens of the rows that move, by kind of row, in the count of *frame*.
 
@@ -405,7 +405,7 @@ def _cut(
     >>> from kvspec.ownership.stripes import WHOLE
     >>> edge = Edge(producer=RankId(), consumer=RankId(), producer_group="g", group="g",
     ...     layers=(), slices=())
-    >>> tables = Tables(edge, wanted=range(5, 15), cached=5, tokens=None, whole=False,
+    >>> tables = EdgeTables(edge, wanted=range(5, 15), cached=5, tokens=None, whole=False,
     ...     producer=BlockTable([6, 7, 8, 9]), consumer=BlockTable([3, 1]))
     >>> token_split = TokenSplit(WHOLE, 4, 1, Paging(4, 4, EVERY_TOKEN), Paging(8, 8, EVERY_TOKEN))
     >>> def rows(moves_whole):
@@ -423,11 +423,14 @@ def _cut(
     RowKind(skip=1, tokens=3) [5]
     RowKind(skip=0, tokens=4) [8, 12]
     """
-    size, grain, wanted = token_split.tile, token_split.grain, frame.wanted
+    size, tokens_per_state, wanted = token_split.tile, token_split.tokens_per_state, frame.wanted
     if not wanted:
         return {}
     # A state with a wanted token moves whole.
-    moving = range(wanted.start // grain * grain, -(-wanted.stop // grain) * grain)
+    moving = range(
+        wanted.start // tokens_per_state * tokens_per_state,
+        -(-wanted.stop // tokens_per_state) * tokens_per_state,
+    )
     tile_starts = np.arange(moving.start // size * size, moving.stop, size, dtype=np.int64)
     first, last = int(tile_starts[0]), int(tile_starts[-1])
     tile_starts = _moving(tables, token_split, frame, tile_starts)
@@ -447,7 +450,7 @@ def _cut(
     return rows
 
 
-def _moving(tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts: Ints) -> Ints:
+def _moving(tables: EdgeTables, token_split: TokenSplit, frame: _Frame, tile_starts: Ints) -> Ints:
     """Return the tiles that move over this edge in this step of the request."""
     for owner in (frame.producer, frame.consumer):
         if owner.size > 1:
@@ -461,12 +464,14 @@ def _moving(tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts:
     return tile_starts
 
 
-def check_cached(tables: Tables, grain: int) -> None:
-    """Raise `SpecError` if a state of *grain* tokens has cached tokens and tokens that move.
+def check_cached(tables: EdgeTables, tokens_per_state: int) -> None:
+    """Raise `SpecError` if a state has cached tokens and tokens that move.
 
     Every edge of the group must refuse the request, whichever ranks have the state. So positions
-    are compared, not a rank's own tokens, and *grain* may be that of a layer of another rank. No
-    interleave divides a state, so a state has consecutive positions.
+    are compared, not a rank's own tokens, and *tokens_per_state* may be that of a layer of another
+    rank. No interleave divides a state, so a state has consecutive positions.
     """
-    if tables.wanted.start // grain * grain < tables.cached:
-        raise SpecError("cached_tokens", tables.cached, f"a multiple of tokens_per_state={grain}")
+    if tables.wanted.start // tokens_per_state * tokens_per_state < tables.cached:
+        raise SpecError(
+            "cached_tokens", tables.cached, f"a multiple of tokens_per_state={tokens_per_state}"
+        )

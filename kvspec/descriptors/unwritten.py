@@ -33,7 +33,7 @@ from kvspec.plan.plan import TransferPlan
 
 
 @attrs.frozen(eq=False)
-class Pair:
+class CachePair:
     """Two ranks of a plan with their memory, and the layers to include (None: all)."""
 
     plan: TransferPlan
@@ -43,7 +43,7 @@ class Pair:
 
 
 def unwritten_ranges(
-    pair: Pair, request: TransferRequest, written: npt.NDArray[np.uint64]
+    pair: CachePair, request: TransferRequest, written: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     """Return the bytes of the consumer's blocks that no descriptor writes.
 
@@ -72,7 +72,7 @@ def unwritten_ranges(
     return coalesce(ranges, (boundaries, boundaries))[1:].T.view(np.uint64)
 
 
-def _not_required(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:
+def _not_required(pair: CachePair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:
     """Yield addresses of contents that neither must move nor are cached, and their length.
 
     Some of them move nevertheless: the dead tokens of a tile that moves whole.
@@ -87,7 +87,7 @@ def _not_required(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, 
         yield (moved[:, None, None] + first_rows).ravel(), region.chunk_bytes
 
 
-def _parts(pair: Pair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]:
+def _parts(pair: CachePair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]:
     """Yield the parts that move between the two ranks, with their edge, slice and layer."""
     for edge in pair.plan.between(pair.producer.rank, pair.consumer.rank):
         specs = pair.plan.pair_of(edge).specs
@@ -100,7 +100,7 @@ def _parts(pair: Pair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]:
 
 
 def _token_rows(
-    pair: Pair,
+    pair: CachePair,
     request: TransferRequest,
     edge: Edge,
     tp_slice: TPTransferSlice,
@@ -109,7 +109,7 @@ def _token_rows(
 ) -> tuple[Ints, Ints]:
     """Return block and row of each state that neither must move nor is cached, in *region*."""
     positions = _positions_not_required(pair, request, edge, tp_slice, part.tokens_per_state)
-    engine, grain = pair.consumer.engine, part.tokens_per_state
+    engine, tokens_per_state = pair.consumer.engine, part.tokens_per_state
     group, table = engine.group(edge.group), request.table("consumer", edge.group)
     context = engine.context(group, pair.consumer.rank)
     local = context.local(positions) - table.first_token // context.size
@@ -117,11 +117,17 @@ def _token_rows(
     kernel_block, token = np.divmod(token, group.memory_block_size)
     ids = table.block_ids[index]
     own = _own_blocks(ids, table, engine.null_block, region, group.kernel_blocks_per_block)
-    return ids[own] * group.kernel_blocks_per_block + kernel_block[own], token[own] // grain
+    return ids[own] * group.kernel_blocks_per_block + kernel_block[own], token[
+        own
+    ] // tokens_per_state
 
 
 def _positions_not_required(
-    pair: Pair, request: TransferRequest, edge: Edge, tp_slice: TPTransferSlice, grain: int
+    pair: CachePair,
+    request: TransferRequest,
+    edge: Edge,
+    tp_slice: TPTransferSlice,
+    tokens_per_state: int,
 ) -> Ints:
     """Return the first positions of states that both ranks own and that need not move.
 
@@ -134,13 +140,13 @@ def _positions_not_required(
     wanted, tokens = request.wanted(group.name, spec), table.tokens(virtual_block)
     live_block = spec.live_tokens(request.total(spec)).start // virtual_block * virtual_block
     # A state with any cached token counts as cached, so round up.
-    cached = -(-request.cached(group.name, spec) // grain) * grain
+    cached = -(-request.cached(group.name, spec) // tokens_per_state) * tokens_per_state
     first = max(live_block, tokens.start, cached)
-    positions = np.arange(first, max(tokens.stop, first), grain, dtype=np.int64)
+    positions = np.arange(first, max(tokens.stop, first), tokens_per_state, dtype=np.int64)
     keep = tp_slice.stripe.holds(positions // virtual_block)
     for cache, name in ((pair.producer, edge.producer_group), (pair.consumer, edge.group)):
         keep &= cache.engine.context(cache.engine.group(name), cache.rank).owns(positions)
-    keep &= (positions + grain <= wanted.start) | (positions >= wanted.stop)
+    keep &= (positions + tokens_per_state <= wanted.start) | (positions >= wanted.stop)
     return positions[keep]
 
 
@@ -161,7 +167,7 @@ def _own_blocks(
 
 
 def _state_rows(
-    pair: Pair,
+    pair: CachePair,
     request: TransferRequest,
     edge: Edge,
     tp_slice: TPTransferSlice,

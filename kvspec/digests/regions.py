@@ -3,9 +3,9 @@
 Invariant: a sum covers exactly the rows and units that are passed, whatever the layout is.
 
 How it works:
-    numpy gathers rows into one array, and sums the array. Many short pieces are slow to gather. So
-    rows that lie side by side are gathered as one piece. With 16 tokens in a block and 8 heads of
-    256 bytes, a piece is one of these:
+    numpy gathers rows into one array, and sums the array. Many short runs are slow to gather. So
+    rows that lie side by side are gathered as one run. With 16 tokens in a block and 8 heads of
+    256 bytes, a run is one of these:
 
         layout     a part of a block            whole blocks
         ---------  ---------------------------  ----------------------------
@@ -42,7 +42,7 @@ from kvspec.specs.key_content import Segment
 
 Bytes = npt.NDArray[np.uint8]
 # Name, length and stride in bytes.
-_Axis = tuple[str, int, int]
+_NamedAxis = tuple[str, int, int]
 
 # Bytes that numpy sums at once, in about 0.2 ms. With 128 KiB, the calls of numpy take half of the
 # time. Larger temporary arrays leave the cache of a core.
@@ -100,14 +100,14 @@ def all_row_digests(region: Region, own: range, first: int, rows: RegionRows) ->
     many = max(1, MANY_BYTES // (region.content_bytes * len(own)))
     whole = _whole_blocks(rows, states) if _is_plain(region) and many >= states else range(0)
     parts, blocks = _axes(region, len(own), whole=False), _axes(region, len(own), whole=True)
-    for span, axes, count in (
+    for row_range, axes, count in (
         (range(whole.start), parts, many),
         (whole, blocks, many // states * states),
         (range(whole.stop, len(rows)), parts, many),
     ):
-        stored = _stored(own.start, axes) if span else []
-        for at in range(span.start, span.stop, max(1, count)):
-            some = rows[at : min(at + count, span.stop)]
+        stored = _stored(own.start, axes) if row_range else []
+        for at in range(row_range.start, row_range.stop, max(1, count)):
+            some = rows[at : min(at + count, row_range.stop)]
             content = _words(_gathered(stored, some, axes))
             sums = content_sums(content, np.empty_like(content))
             yield row_digests(axes.by_row(sums), some.number.astype(np.uint64), hashes)
@@ -136,7 +136,7 @@ def _has_words(region: Region) -> bool:
 
 
 def _is_plain(region: Region) -> bool:
-    """Return whether each content of *region* is stored in one piece, in the common order."""
+    """Return whether each content of *region* is stored in one run, in the common order."""
     return region.chunks == 1 and not region.segments
 
 
@@ -151,11 +151,11 @@ def _whole_blocks(rows: RegionRows, states: int) -> range:
         return range(0)
     start = int(starts[0])
     blocks = (len(rows) - start) // states
-    span = range(start, start + blocks * states)
-    row = rows.row[span.start : span.stop].reshape(blocks, states)
-    block = rows.block[span.start : span.stop].reshape(blocks, states)
+    row_range = range(start, start + blocks * states)
+    row = rows.row[row_range.start : row_range.stop].reshape(blocks, states)
+    block = rows.block[row_range.start : row_range.stop].reshape(blocks, states)
     same = (row == np.arange(states)).all() and (block == block[:, :1]).all()
-    return span if same else range(0)
+    return row_range if same else range(0)
 
 
 @attrs.frozen
@@ -164,19 +164,19 @@ class _Axes:
 
     Attributes:
         region: The region.
-        outer: Axes that count pieces, each as its name, its length and its stride.
-        inner: Axes inside a contiguous piece, from the largest stride to the smallest.
+        outer: Axes that count runs, each as its name, its length and its stride.
+        inner: Axes inside a contiguous run, from the largest stride to the smallest.
         whole: Whether the contents of a whole block are gathered together.
     """
 
     region: Region
-    outer: tuple[_Axis, ...]
-    inner: tuple[_Axis, ...]
+    outer: tuple[_NamedAxis, ...]
+    inner: tuple[_NamedAxis, ...]
     whole: bool
 
     @property
-    def piece(self) -> int:
-        """Bytes of a contiguous piece."""
+    def run_bytes(self) -> int:
+        """Bytes of a contiguous run."""
         return self.region.chunk_bytes * math.prod(length for _, length, _ in self.inner)
 
     def by_row(self, sums: Words) -> Words:
@@ -193,13 +193,13 @@ def _axes(region: Region, units: int, *, whole: bool) -> _Axes:
 
     >>> keys = Region(group="g", layer="l", part="k", base=0, num_blocks=4, block_stride=64,
     ...     unit_stride=32, state_stride=8, content_bytes=8, units=2, states=4)
-    >>> _axes(keys, 2, whole=False).piece, _axes(keys, 2, whole=True).piece
+    >>> _axes(keys, 2, whole=False).run_bytes, _axes(keys, 2, whole=True).run_bytes
     (8, 64)
     """
-    outer: list[_Axis] = [("unit", units, region.unit_stride)]
+    outer: list[_NamedAxis] = [("unit", units, region.unit_stride)]
     if whole:
         outer.append(("state", region.states, region.state_stride))
-    inner, size = list[_Axis](), region.chunk_bytes
+    inner, size = list[_NamedAxis](), region.chunk_bytes
     while adjacent := [
         axis for axis in outer if _is_plain(region) and (axis[1] == 1 or axis[2] == size)
     ]:
@@ -210,7 +210,7 @@ def _axes(region: Region, units: int, *, whole: bool) -> _Axes:
 
 
 def _stored(unit: int, axes: _Axes) -> list[npt.NDArray[np.void]]:
-    """Return the pieces of each chunk in memory, from *unit* on. An index selects rows of them.
+    """Return the runs of each chunk in memory, from *unit* on. An index selects rows of them.
 
     numpy copies one element of many bytes faster than many elements.
     """
@@ -223,7 +223,7 @@ def _stored(unit: int, axes: _Axes) -> list[npt.NDArray[np.void]]:
     memory, stored = _memory(region), list[npt.NDArray[np.void]]()
     for chunk in range(region.chunks):
         start = unit * region.unit_stride + chunk * region.chunk_stride
-        first = memory[start : start + axes.piece].view(f"V{axes.piece}")
+        first = memory[start : start + axes.run_bytes].view(f"V{axes.run_bytes}")
         stored.append(as_strided(first, lengths, strides, writeable=False))
     return stored
 
@@ -232,7 +232,7 @@ def _gathered(stored: list[npt.NDArray[np.void]], rows: RegionRows, axes: _Axes)
     """Return the bytes of *rows*, of shape (contents, bytes)."""
     region = axes.region
     index = (rows.block[:: region.states],) if axes.whole else (rows.block, rows.row)
-    flat = [np.ascontiguousarray(pieces[index]).reshape(-1).view(np.uint8) for pieces in stored]
+    flat = [np.ascontiguousarray(runs[index]).reshape(-1).view(np.uint8) for runs in stored]
     chunks = [chunk.reshape(-1, region.chunk_bytes) for chunk in flat]
     content = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=1)
     return content.take(_stored_bytes(region.segments), axis=1) if region.segments else content
@@ -262,8 +262,8 @@ def _stored_bytes(segments: tuple[Segment, ...]) -> Ints:
 
 def _memory(region: Region) -> Bytes:
     """Return the memory of *region* as an array of bytes."""
-    extent = region.extent
-    return np.ctypeslib.as_array((ctypes.c_uint8 * len(extent)).from_address(extent.start))
+    addresses = region.address_range
+    return np.ctypeslib.as_array((ctypes.c_uint8 * len(addresses)).from_address(addresses.start))
 
 
 def _hashes(region: Region, first: int, units: int) -> Words:

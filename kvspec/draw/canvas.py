@@ -15,9 +15,9 @@ from kvspec.draw import style
 _FONT = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif"
 
 Point = tuple[float, float]
-Span = tuple[float, float]
+LeftRight = tuple[float, float]
 # An entry of a legend: colour, pattern and meaning.
-Key = tuple[str, str, str]
+LegendItem = tuple[str, str, str]
 # The value of an SVG attribute. Attributes with the values None and "" are not written.
 Look = str | float | None
 
@@ -74,8 +74,8 @@ class Canvas:
         self.text(style.MARGIN, y, line, fill=style.FAINT)
         return y + 18
 
-    def keys(self, y: float, keys: Iterable[Key], width: float) -> float:
-        """Draw a legend: a box and a meaning for each of *keys*.
+    def keys(self, y: float, keys: Iterable[LegendItem], width: float) -> float:
+        """Draw a legend: a rectangle and a meaning for each of *keys*.
 
         Returns:
             The top of the next line.
@@ -86,14 +86,14 @@ class Canvas:
             if x > style.MARGIN and x + room > width - style.MARGIN:
                 x, y = style.MARGIN, y + 20
             faded = style.FADED if fill in style.PALETTE else 1
-            self.box(
+            self.rectangle(
                 (x, y), (26, 14), pattern, fill=fill, fill_opacity=faded, stroke=style.LINE, rx=2
             )
             self.text(x + 34, y + 11, meaning, style.SMALL)
             x += room
         return y + 20 if x > style.MARGIN else y
 
-    def box(self, corner: Point, size: Point, pattern: str = "", **look: Look) -> None:
+    def rectangle(self, corner: Point, size: Point, pattern: str = "", **look: Look) -> None:
         """Draw a rectangle. The *pattern* covers its colour."""
         (x, y), (width, height) = corner, size
         place: dict[str, Look] = {"x": x, "y": y, "width": width, "height": height}
@@ -107,26 +107,31 @@ class Canvas:
         (x0, y0), (x1, y1) = start, stop
         self._path(("M", x1 - 7, y1 - 4, "L", x1, y1, "L", x1 - 7, y1 + 4, "Z"), fill=stroke)
         half = (x0 + x1 - 6) / 2
-        steps = ("M", x0, y0, "C", half, y0, half, y1, x1 - 6, y1)
-        self._path(steps, fill="none", stroke=stroke, stroke_width=1.8, **look)
+        words = ("M", x0, y0, "C", half, y0, half, y1, x1 - 6, y1)
+        self._path(words, fill="none", stroke=stroke, stroke_width=1.8, **look)
 
-    def ribbon(self, upper: Span, lower: Span, rows: Point, colour: str, **look: Look) -> None:
-        """Fill the area between two horizontal spans (left, right) at the heights *rows*.
+    def ribbon(
+        self, upper: LeftRight, lower: LeftRight, rows: Point, colour: str, **look: Look
+    ) -> None:
+        """Fill the area between two horizontal lines (left, right) at the heights *rows*.
 
         Its left and right edges are S-shaped.
         """
         (a, b), (c, d), (y0, y1) = upper, lower, rows
         half = (y0 + y1) / 2
         there, back = ("C", a, half, c, half, c, y1), ("C", d, half, b, half, b, y0)
-        steps = ("M", a, y0, *there, "L", d, y1, *back, "Z")
-        self._path(steps, fill=colour, fill_opacity=0.38, stroke=colour, stroke_width=0.5, **look)
+        words = ("M", a, y0, *there, "L", d, y1, *back, "Z")
+        self._path(words, fill=colour, fill_opacity=0.38, stroke=colour, stroke_width=0.5, **look)
 
     def rule(self, start: Point, stop: Point) -> None:
         """Draw a thin straight line."""
         self._path(("M", *start, "L", *stop), stroke=style.LINE)
 
-    def _path(self, steps: Iterable[str | float], **look: Look) -> None:
-        drawn = " ".join(step if isinstance(step, str) else f"{step:.1f}" for step in steps)
+    def _path(self, words: Iterable[str | float], **look: Look) -> None:
+        drawn = " ".join(
+            drawn_word if isinstance(drawn_word, str) else f"{drawn_word:.1f}"
+            for drawn_word in words
+        )
         self.elements.append(element("path", d=drawn, **look))
 
     def svg(self, width: float, height: float, title: str) -> str:

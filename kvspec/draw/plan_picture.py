@@ -1,13 +1,13 @@
 """Draw a transfer plan: the ranks of both engines, and the units that move between them.
 
-Invariant: each rank is one box, and each slice of each edge is one curve between two boxes. The
+Invariant: each rank is one panel, and each slice of each edge is one curve between two panels. The
 texts at both ends of a curve name its ranks, so the colour of the curve adds no fact.
 
 How it works:
-    `_scene` selects the content of the picture: boxes, their lines, and the reads between them.
+    `_scene` selects the content of the picture: panels, their lines, and the reads between them.
     `Column` computes the places, and `plan_svg` draws. For TP 4 to TP 3 and 8 heads, a scene has:
 
-        producer box   line           consumer box   lines
+        producer panel   line           consumer panel   lines
         tp0            heads 0 1      tp0            heads 0 1  from tp0
         tp1            heads 2 3      tp1            heads 2 3  from tp1
         tp2            heads 4 5                     head  4    from tp2
@@ -41,10 +41,10 @@ from kvspec.plan.plan import TransferPlan
 # A line with more cells shows the range of its units as one cell. A line with more consumers
 # shows the first, the last and the number of them.
 _MOST_CELLS, _MOST_READERS = 8, 3
-# In pixels: the height of a line, the space around the lines of a box, the space between boxes,
+# In pixels: the height of a line, the space around the lines of a panel, the space between panels,
 # and the height of a caption.
-_ROW, _PAD, _GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0
-# In pixels: the space for the curves, and the least width of a box.
+_ROW, _PAD, _PANEL_GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0
+# In pixels: the space for the curves, and the least width of a panel.
 _MIDDLE, _NARROWEST = 280.0, 180.0
 # The palette repeats after six producers. Each repetition has other dashes.
 _DASHES = ("", "7 3", "2 3", "10 3 2 3")
@@ -102,7 +102,7 @@ class Read:
 
 @attrs.frozen
 class Line:
-    """One line in the box of a rank.
+    """One line in the panel of a rank.
 
     Attributes:
         words: Text behind the cells of the units.
@@ -119,11 +119,11 @@ class Line:
         """The text of each cell: one head or group of channels, or the range of all."""
         size = self.part_group.granularity
         packs = range(self.units.start // size, self.units.stop // size)
-        return list(map(str, packs)) if len(packs) <= _MOST_CELLS else [style.span_text(packs)]
+        return list(map(str, packs)) if len(packs) <= _MOST_CELLS else [style.range_text(packs)]
 
 
 @attrs.define(eq=False)
-class RankBox:
+class RankPanel:
     """One rank: its lines, a note if it has nothing to do, and its upper edge in the picture."""
 
     rank: RankId
@@ -144,59 +144,59 @@ class RankBox:
 
 @attrs.define(eq=False)
 class Column:
-    """One engine: its boxes, and their places in pixels. Its texts determine the widths.
+    """One engine: its panels, and their places in pixels. Its texts determine the widths.
 
     Attributes:
         caption: Description of the engine.
-        bands: The boxes of each pipeline stage and context rank, by the caption of the band.
-        cells: Distance from the left edge of a box to the cells of units.
+        bands: The panels of each pipeline stage and context rank, by the caption of the band.
+        cells: Distance from the left edge of a panel to the cells of units.
         words: Distance to the texts behind the cells.
-        width: Width of each box.
-        left: Left edge of the boxes.
+        width: Width of each panel.
+        left: Left edge of the panels.
     """
 
     name: str
     caption: str
-    bands: dict[str, list[RankBox]]
+    bands: dict[str, list[RankPanel]]
     cells: float
     words: float
     width: float
     left: float = style.MARGIN
 
     @property
-    def boxes(self) -> list[RankBox]:
-        """All boxes, from top to bottom."""
-        return [box for boxes in self.bands.values() for box in boxes]
+    def panels(self) -> list[RankPanel]:
+        """All panels, from top to bottom."""
+        return [panel for panels in self.bands.values() for panel in panels]
 
     @property
     def right(self) -> float:
-        """Right edge of the widest box or text."""
+        """Right edge of the widest panel or text."""
         captions = (style.width_of(caption, style.SMALL) for caption in self.bands)
         return self.left + max(self.width, style.width_of(self.caption), *captions)
 
-    def stack(self, y: float, gap: float = _GAP) -> float:
-        """Place the boxes from *y* down with *gap* between them. Return the lower edge."""
-        for caption, boxes in self.bands.items():
+    def stack(self, y: float, gap: float = _PANEL_GAP) -> float:
+        """Place the panels from *y* down with *gap* between them. Return the lower edge."""
+        for caption, panels in self.bands.items():
             y += _CAPTION + _PAD if caption else 0
-            for box in boxes:
-                box.top = y
-                y += box.height + gap
-            y += _PAD + _GAP if caption else 0
-        return y - gap - (_GAP if caption else 0)
+            for panel in panels:
+                panel.top = y
+                y += panel.height + gap
+            y += _PAD + _PANEL_GAP if caption else 0
+        return y - gap - (_PANEL_GAP if caption else 0)
 
     def spread(self, y: float, end: float) -> None:
-        """Place the boxes evenly from *y* to *end*."""
-        extra = (end - self.stack(y)) / len(self.boxes)
-        self.stack(y + extra / 2, _GAP + extra)
+        """Place the panels evenly from *y* to *end*."""
+        extra = (end - self.stack(y)) / len(self.panels)
+        self.stack(y + extra / 2, _PANEL_GAP + extra)
 
     def frames(self, canvas: Canvas) -> None:
-        """Draw the bands with their captions behind the boxes."""
-        for caption, boxes in self.bands.items():
+        """Draw the bands with their captions behind the panels."""
+        for caption, panels in self.bands.items():
             if caption:
-                top = boxes[0].top - _CAPTION - _PAD
-                height = boxes[-1].top + boxes[-1].height + _PAD - top
-                size = self.width + 2 * _GAP, height
-                canvas.box((self.left - _GAP, top), size, fill=style.BAND, rx=6)
+                top = panels[0].top - _CAPTION - _PAD
+                height = panels[-1].top + panels[-1].height + _PAD - top
+                size = self.width + 2 * _PANEL_GAP, height
+                canvas.rectangle((self.left - _PANEL_GAP, top), size, fill=style.BAND, rx=6)
                 canvas.text(self.left, top + 16, caption, style.SMALL, fill=style.FAINT)
 
 
@@ -239,11 +239,11 @@ def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
     for edge in plan.edges:
         # A state of these specs has only the rows that both sides have.
         specs = plan.pair_of(edge).specs
-        for piece in edge.slices if group in (None, edge.group) else ():
-            units = piece.global_range
-            for layer in piece.layers:
-                parts = [part for part in specs[layer].parts if part.name in piece.parts]
-                key = (edge.consumer, edge.producer, PartGroup.of(parts), units, piece.stripe)
+        for tp_slice in edge.slices if group in (None, edge.group) else ():
+            units = tp_slice.global_range
+            for layer in tp_slice.layers:
+                parts = [part for part in specs[layer].parts if part.name in tp_slice.parts]
+                key = (edge.consumer, edge.producer, PartGroup.of(parts), units, tp_slice.stripe)
                 reads.setdefault(key, {})[layer] = sum(map(_row_bytes, parts)) * len(units)
     numbers = {rank: number for number, rank in enumerate(sorted({key[1] for key in reads}))}
     for key, layers in reads.items():
@@ -259,8 +259,8 @@ def _row_bytes(part: Part) -> float:
 
 def _source(
     plan: TransferPlan, rank: RankId, reads: list[Read], held: Iterable[tuple[PartGroup, range]]
-) -> RankBox:
-    """Return the box of a producer rank: the units that it holds, and their consumer ranks."""
+) -> RankPanel:
+    """Return the panel of a producer rank: the units that it holds, and their consumer ranks."""
     lines, note = list[Line](), ""
     reads = [read for read in reads if read.producer == rank]
     if not reads:
@@ -276,13 +276,13 @@ def _source(
         if units:
             # The note of a rank takes the place of the words.
             lines.append(Line(part_group, units, "" if note else part_group.name + words, own))
-    return RankBox(rank, lines, note)
+    return RankPanel(rank, lines, note)
 
 
-def _target(plan: TransferPlan, rank: RankId, reads: list[Read]) -> RankBox:
-    """Return the box of a consumer rank: its reads."""
+def _target(plan: TransferPlan, rank: RankId, reads: list[Read]) -> RankPanel:
+    """Return the panel of a consumer rank: its reads."""
     lines = [_arrival(plan, read) for read in reads if read.consumer == rank]
-    return RankBox(rank, lines, "" if lines else "reads nothing")
+    return RankPanel(rank, lines, "" if lines else "reads nothing")
 
 
 def _arrival(plan: TransferPlan, read: Read) -> Line:
@@ -301,28 +301,30 @@ def _arrival(plan: TransferPlan, read: Read) -> Line:
 
 
 def _column(
-    name: str, engine: EngineSpec, groups: list[KVCacheGroup], boxes: list[RankBox]
+    name: str, engine: EngineSpec, groups: list[KVCacheGroup], panels: list[RankPanel]
 ) -> Column:
     """Return one engine, with a band for each pipeline stage and context rank."""
-    bands: dict[str, list[RankBox]] = {}
+    bands: dict[str, list[RankPanel]] = {}
     parallel, layers = engine.parallel, engine.by_stage(engine.stage_of)
-    for box in sorted(boxes, key=lambda box: (box.rank.pp, parallel.context(box.rank).rank)):
+    for panel in sorted(
+        panels, key=lambda panel: (panel.rank.pp, parallel.context(panel.rank).rank)
+    ):
         words: list[str] = []
-        context = parallel.context(box.rank)
+        context = parallel.context(panel.rank)
         if parallel.pp_size > 1:
-            words.append(f"stage {box.rank.pp}: {_layers(layers.get(box.rank.pp, ()))}")
+            words.append(f"stage {panel.rank.pp}: {_layers(layers.get(panel.rank.pp, ()))}")
         if context.size > 1:
             tokens = counted(context.interleave, "token")
             words.append(f"context {context.rank} of {context.size}, {tokens} at a time")
         # An engine with one stage and one context rank has one band without a caption.
-        bands.setdefault(" · ".join(words), []).append(box)
+        bands.setdefault(" · ".join(words), []).append(panel)
     caption = [sizes(parallel), f"layout {'/'.join(dict.fromkeys(map(engine.layout_of, groups)))}"]
     blocks = {g.spec.block_size for g in groups if any(part.per_token for part in g.own_parts)}
     if blocks:
         caption.append(f"blocks of {'/'.join(map(str, sorted(blocks)))} tokens")
-    lines = [line for box in boxes for line in box.lines]
-    texts = [*(line.words for line in lines), *(box.note for box in boxes)]
-    cells = _PAD + 16 + max(style.width_of(str(box.rank), bold=True) for box in boxes)
+    lines = [line for panel in panels for line in panel.lines]
+    texts = [*(line.words for line in lines), *(panel.note for panel in panels)]
+    cells = _PAD + 16 + max(style.width_of(str(panel.rank), bold=True) for panel in panels)
     behind = cells + 8 + max((sum(map(_cell, line.labels)) for line in lines), default=0)
     width = behind + max(style.width_of(text, style.SMALL) for text in texts) + 4 + _PAD
     short = style.shortened(" · ".join(caption))
@@ -337,15 +339,15 @@ def _layers(names: Iterable[str]) -> str:
     numbers = sorted({int(n.group()) for n in map(re.compile(r"\d+").search, layers) if n})
     if len(layers) == len(numbers) == numbers[-1] - numbers[0] + 1:
         noun = "layers" if layers[1:] else "layer"
-        return f"{noun} {style.span_text(range(numbers[0], numbers[-1] + 1))}"
+        return f"{noun} {style.range_text(range(numbers[0], numbers[-1] + 1))}"
     return f"{layers[0]} and {len(layers) - 1} more" if layers[1:] else layers[0]
 
 
 def plan_svg(plan: TransferPlan, group: str | None = None, *, model: str = "") -> str:
     r"""Draw *plan* as SVG text: the ranks of both engines, and the units that move between them.
 
-    Each rank is a box with its units. A line runs from a producer rank to each consumer rank that
-    reads from it. The box of a producer rank without reads is grey and names the consumer rank
+    Each rank is a panel with its units. A line runs from a producer rank to each consumer rank that
+    reads from it. The panel of a producer rank without reads is grey and names the consumer rank
     that releases it. A plan that moves nothing becomes a picture with text only.
 
     Args:
@@ -391,8 +393,8 @@ def plan_svg(plan: TransferPlan, group: str | None = None, *, model: str = "") -
         column.frames(canvas)
     _curves(canvas, *columns)
     for column in columns:
-        for box in column.boxes:
-            _box(canvas, part_groups, column, box)
+        for panel in column.panels:
+            _draw_panel(canvas, part_groups, column, panel)
     nouns = dict.fromkeys(f"{part_group.noun}s" for part_group in part_groups)
     keys = f"numbers: {', '.join(nouns)} of the model", "colours and dashes: producer ranks"
     y = canvas.words(end + 32, keys, width)
@@ -418,8 +420,8 @@ def _facts(plan: TransferPlan, part_groups: list[PartGroup], reads: list[Read]) 
 
 def _curves(canvas: Canvas, producer: Column, consumer: Column) -> None:
     """Draw a curve for each read. Curves that begin at the same line begin side by side."""
-    ends = {read: y for box in consumer.boxes for line, y in box.rows for read in line.reads}
-    for line, middle in (row for box in producer.boxes for row in box.rows):
+    ends = {read: y for panel in consumer.panels for line, y in panel.rows for read in line.reads}
+    for line, middle in (row for panel in producer.panels for row in panel.rows):
         step = min(5.0, (_ROW - 6) / max(len(line.reads), 1))
         y = middle - (len(line.reads) - 1) / 2 * step
         # In the order of their ends, the curves of one line do not cross.
@@ -437,22 +439,24 @@ def _curves(canvas: Canvas, producer: Column, consumer: Column) -> None:
             )
 
 
-def _box(canvas: Canvas, part_groups: list[PartGroup], column: Column, box: RankBox) -> None:
-    """Draw the box of a rank and its lines."""
-    canvas.box(
-        (column.left, box.top),
-        (column.width, box.height),
-        fill=style.SHADE if box.note else style.PAPER,
+def _draw_panel(
+    canvas: Canvas, part_groups: list[PartGroup], column: Column, panel: RankPanel
+) -> None:
+    """Draw the panel of a rank and its lines."""
+    canvas.rectangle(
+        (column.left, panel.top),
+        (column.width, panel.height),
+        fill=style.SHADE if panel.note else style.PAPER,
         stroke=style.LINE,
         rx=5,
         data_side=column.name.lower(),
-        data_rank=str(box.rank),
+        data_rank=str(panel.rank),
     )
-    base, ink = box.top + box.height / 2 + 4.5, style.FAINT if box.note else style.INK
+    base, ink = panel.top + panel.height / 2 + 4.5, style.FAINT if panel.note else style.INK
     words = column.left + column.words
-    canvas.text(column.left + _PAD + 4, base, str(box.rank), fill=ink, font_weight="bold")
-    canvas.text(words, base, box.note, style.SMALL, fill=style.FAINT)
-    for line, y in box.rows:
+    canvas.text(column.left + _PAD + 4, base, str(panel.rank), fill=ink, font_weight="bold")
+    canvas.text(words, base, panel.note, style.SMALL, fill=style.FAINT)
+    for line, y in panel.rows:
         name, x = line.part_group.name, column.left + column.cells
         ink, fill, stroke, opacity = style.FAINT, style.HOLLOW, style.LINE, 0.6
         if line.reads:
@@ -460,7 +464,7 @@ def _box(canvas: Canvas, part_groups: list[PartGroup], column: Column, box: Rank
             ink, opacity = style.INK, 0.32
         for label in line.labels:
             width = _cell(label)
-            canvas.box(
+            canvas.rectangle(
                 (x + 1, y + 3 - _ROW / 2),
                 (width - 2, _ROW - 6),
                 style.hatch(part_groups.index(line.part_group)),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 # yellow.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 INK, FAINT, LINE, BAND, PAPER = "#1B1F24", "#57606A", "#8C959F", "#F3F5F7", "#FFFFFF"
-# SHADE fills the box of a rank without reads. HOLLOW fills a box that contains several units.
+# SHADE fills the panel of a rank without reads. HOLLOW fills a cell that contains several units.
 SHADE, HOLLOW = "#ECEFF2", "#D5DADF"
 # Sizes of letters, in pixels.
 SMALL, NORMAL, MEDIUM, LARGE = 11.0, 12.0, 14.0, 18.0
@@ -70,13 +70,13 @@ def shortened(text: str, longest: int = LONGEST) -> str:
     return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
 
 
-def span_text(span: range) -> str:
-    r"""Return the only number of *span*, or the first and the last of several.
+def range_text(numbers: range) -> str:
+    r"""Return the only number of *numbers*, or the first and the last of several.
 
-    >>> span_text(range(4, 5)), span_text(range(4, 8)) == "4\N{EN DASH}7"
+    >>> range_text(range(4, 5)), range_text(range(4, 8)) == "4\N{EN DASH}7"
     ('4', True)
     """
-    first, last = span[0], span[-1]
+    first, last = numbers[0], numbers[-1]
     return str(first) if first == last else f"{first}\N{EN DASH}{last}"
 
 

@@ -6,9 +6,9 @@ scale. A text or a mark shows each omission. Labels appear only if they have eno
 How it works:
     1. Without a request, `_first_blocks` finds a short request whose bytes move.
     2. `_moved` finds the block of the first descriptor on each side, and its token in it.
-    3. `Window.stretches` cuts each block into *stretches*: contiguous bytes of one part of one
-       layer. `_fit` reduces tokens and layers until there are few enough stretches.
-    4. `_axis` joins adjacent stretches to chunks and places the chunks side by side. A gap in
+    3. `Window.side_runs` cuts each block into *runs*: contiguous bytes of one part of one
+       layer. `_fit` reduces tokens and layers until there are few enough runs.
+    4. `_axis` joins adjacent runs to ranges and places the ranges side by side. A gap in
        memory becomes a gap of fixed width.
     5. `_cut` cuts the descriptors to the drawn bytes of each side. Each rest is a ribbon.
 
@@ -35,7 +35,7 @@ import numpy as np
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.draw import style
-from kvspec.draw.canvas import Canvas, Key, Span, note_svg
+from kvspec.draw.canvas import Canvas, LeftRight, LegendItem, note_svg
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.inputs import instance
@@ -51,16 +51,16 @@ _GAP = 30.0
 # `_first_blocks` searches at most so many tokens, and tries at most so many shorter requests.
 _MOST_TOKENS, _MOST_TRIED = 2**16, 8
 # More would be too narrow to distinguish, or too many for a browser.
-_MOST_STRETCHES, _MOST_UNITS, _MOST_LAYERS = 200, 64, 3
+_MOST_RUNS, _MOST_UNITS, _MOST_LAYERS = 200, 64, 3
 _MOST_RIBBONS, _MOST_KEYS = 256, 12
 
 
-Axis = list["Chunk"]
+DrawnAxis = list["DrawnRange"]
 """The drawn bytes of one side, from left to right."""
 
 
 @attrs.frozen
-class Stretch:
+class SideRun:
     """Contiguous bytes of one part of one layer.
 
     Attributes:
@@ -110,26 +110,26 @@ class Window:
         null = self.cache.engine.null_block
         return range(count) if null is None else max(range(null), range(null + 1, count), key=len)
 
-    def stretches(self, layers: Sequence[str], count: int) -> list[Stretch]:
-        """Return the stretches of *layers* and *count* tokens, by memory and address."""
-        stretches, memories = list[Stretch](), dict[Memory, int]()
+    def side_runs(self, layers: Sequence[str], count: int) -> list[SideRun]:
+        """Return the runs of *layers* and *count* tokens, by memory and address."""
+        side_runs, memories = list[SideRun](), dict[Memory, int]()
         for region in (region for region in self.cache.regions if region.layer in layers):
             home = next(m for m in self.cache.memory if 0 <= region.base - m.address < m.length)
-            stretches += self._of(region, memories.setdefault(home, len(memories)), count)
-        return sorted(stretches, key=lambda stretch: (stretch.memory, stretch.start))
+            side_runs += self._of(region, memories.setdefault(home, len(memories)), count)
+        return sorted(side_runs, key=lambda side_run: (side_run.memory, side_run.start))
 
-    def _of(self, region: Region, memory: int, count: int) -> Iterator[Stretch]:
-        """Yield the stretches of one region: its chunks of content, joined if they touch.
+    def _of(self, region: Region, memory: int, count: int) -> Iterator[SideRun]:
+        """Yield the runs of one region: its chunks of content, joined if they touch.
 
-        A stretch has one unit, unless the region has many.
+        A run has one unit, unless the region has many.
         """
         part, units = self.cache.part_of(region)
-        grid = region.addresses()
+        addresses = region.addresses()
         if part.per_token:
             size = part.tokens_per_state
-            grid = grid[:, self.first // size : -(-(self.first + count) // size)]
-        address = grid.ravel() + self.block * region.block_stride
-        packs = np.repeat(np.array(units) // part.granularity, grid[0].size)
+            addresses = addresses[:, self.first // size : -(-(self.first + count) // size)]
+        address = addresses.ravel() + self.block * region.block_stride
+        packs = np.repeat(np.array(units) // part.granularity, addresses[0].size)
         order = np.argsort(address, kind="stable")
         separate = np.diff(address[order]) != region.chunk_bytes
         if region.units <= _MOST_UNITS:
@@ -137,53 +137,53 @@ class Window:
         for own in np.split(order, np.flatnonzero(separate) + 1):
             start, stop = int(address[own[0]]), int(address[own[-1]]) + region.chunk_bytes
             own_packs = range(int(packs[own].min()), int(packs[own].max()) + 1)
-            yield Stretch(memory, start, stop, region.layer, region.part, own_packs)
+            yield SideRun(memory, start, stop, region.layer, region.part, own_packs)
 
 
 @attrs.frozen
-class Chunk:
+class DrawnRange:
     """Contiguous bytes in the picture.
 
     Attributes:
-        stretches: Adjacent stretches.
+        side_runs: Adjacent runs.
         start: Address of the first byte.
         stop: Address behind the last byte.
         left: Left edge in pixels.
         scale: Pixels a byte.
     """
 
-    stretches: list[Stretch]
+    side_runs: list[SideRun]
     start: int
     stop: int
     left: float
     scale: float
 
-    def span(self, start: int, stop: int) -> Span:
+    def pixels(self, start: int, stop: int) -> LeftRight:
         """Return the left and right edges of the bytes from *start* to *stop*."""
         left, right = ((at - self.start) * self.scale + self.left for at in (start, stop))
         return left, right
 
 
-def _axis(stretches: list[Stretch]) -> Axis:
-    """Join adjacent *stretches* to chunks, and place these side by side with one scale."""
-    joined = [stretches[:1]]
-    for before, stretch in pairwise(stretches):
-        if (before.memory, before.stop) == (stretch.memory, stretch.start):
-            joined[-1].append(stretch)
+def _axis(side_runs: list[SideRun]) -> DrawnAxis:
+    """Join adjacent *side_runs* to ranges, and place these side by side with one scale."""
+    joined = [side_runs[:1]]
+    for before, side_run in pairwise(side_runs):
+        if (before.memory, before.stop) == (side_run.memory, side_run.start):
+            joined[-1].append(side_run)
         else:
-            joined.append([stretch])
+            joined.append([side_run])
     sizes = [own[-1].stop - own[0].start for own in joined]
     gap = min(_GAP, _WIDTH / 2 / len(joined))
     scale = (_WIDTH - gap * (len(joined) - 1)) / sum(sizes)
-    chunks, left = list[Chunk](), style.MARGIN
+    drawn_ranges, left = list[DrawnRange](), style.MARGIN
     for own, size in zip(joined, sizes, strict=True):
-        chunks.append(Chunk(own, own[0].start, own[-1].stop, left, scale))
+        drawn_ranges.append(DrawnRange(own, own[0].start, own[-1].stop, left, scale))
         left += size * scale + gap
-    return chunks
+    return drawn_ranges
 
 
-def _cut(runs: Ints, axis: Axis, column: int) -> Ints:
-    """Return *runs* cut to the bytes of *axis*, with the number of their chunk as a new column.
+def _cut(runs: Ints, axis: DrawnAxis, column: int) -> Ints:
+    """Return *runs* cut to the bytes of *axis*, with the number of their range as a new column.
 
     Args:
         runs: Rows that begin with (producer address, consumer address, length).
@@ -191,11 +191,11 @@ def _cut(runs: Ints, axis: Axis, column: int) -> Ints:
         column: The column with the addresses of this side.
     """
     rests = list[Ints]()
-    for number, chunk in enumerate(axis):
+    for number, drawn_range in enumerate(axis):
         rest = np.insert(runs, runs.shape[1], number, axis=1)
-        skip = np.maximum(chunk.start - runs[:, column], 0)
+        skip = np.maximum(drawn_range.start - runs[:, column], 0)
         rest[:, :2] += skip[:, np.newaxis]
-        rest[:, 2] = np.minimum(runs[:, 2] - skip, chunk.stop - rest[:, column])
+        rest[:, 2] = np.minimum(runs[:, 2] - skip, drawn_range.stop - rest[:, column])
         rests.append(rest[rest[:, 2] > 0])
     return np.concatenate(rests)
 
@@ -235,14 +235,16 @@ def table_svg(
     instance("table", table, DescriptorTable)
     if request is not None:
         instance("request", request, TransferRequest)
-    if group is None and not table.entries:
+    if group is None and not table.numbered_rows:
         title = f"{table.producer.rank} → {table.consumer.rank}"
         return note_svg("table", title, ["these two ranks exchange nothing"])
-    edge = next((e.edge for e in table.entries if group in (None, e.edge.group)), None)
+    edge = next((e.edge for e in table.numbered_rows if group in (None, e.edge.group)), None)
     if edge is None:
-        moved = sorted({entry.edge.group for entry in table.entries}) or "nothing"
+        moved = sorted({numbered.edge.group for numbered in table.numbered_rows}) or "nothing"
         raise SpecError("group", group, f"a group that these two ranks exchange: {moved}")
-    of_edge = attrs.evolve(table, entries=tuple(e for e in table.entries if e.edge is edge))
+    of_edge = attrs.evolve(
+        table, numbered_rows=tuple(e for e in table.numbered_rows if e.edge is edge)
+    )
     windows = [
         Window("Producer", table.producer, table.producer.engine.group(edge.producer_group)),
         Window("Consumer", table.consumer, table.consumer.engine.group(edge.group)),
@@ -291,7 +293,7 @@ def _first_blocks(edge: Edge, producer: Window, consumer: Window) -> Iterator[Tr
 
 def _moved(edge: Edge, window: Window, runs: Ints, column: int) -> Window:
     """Return *window* at the block and token of the first run, whose address is in *column*."""
-    parts = {name for piece in edge.slices for name in piece.parts}
+    parts = {name for tp_slice in edge.slices for name in tp_slice.parts}
     for region in window.cache.regions if len(runs) else ():
         place = region.locate(int(runs[0, column]))
         if place and region.layer in edge.layers and region.part in parts:
@@ -303,12 +305,12 @@ def _moved(edge: Edge, window: Window, runs: Ints, column: int) -> Window:
 def _fit(edge: Edge, windows: list[Window]) -> tuple[int, tuple[str, ...]]:
     """Return the number of tokens and the layers to draw.
 
-    Their stretches are few enough to distinguish. The number of tokens is 0 if no part has any.
+    Their runs are few enough to distinguish. The number of tokens is 0 if no part has any.
     """
 
     def too_many(layers: int) -> bool:
-        counts = (len(own.stretches(edge.layers[:layers], count)) for own in windows)
-        return max(counts) > _MOST_STRETCHES
+        counts = (len(own.side_runs(edge.layers[:layers], count)) for own in windows)
+        return max(counts) > _MOST_RUNS
 
     count = 0
     if _per_token(edge, windows[1].group):
@@ -324,9 +326,11 @@ def _fit(edge: Edge, windows: list[Window]) -> tuple[int, tuple[str, ...]]:
 
 def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
     count, layers = _fit(edge, windows)
-    axes = [_axis(window.stretches(layers, count)) for window in windows]
-    stretches = [stretch for axis in axes for chunk in axis for stretch in chunk.stretches]
-    parts = list(dict.fromkeys(stretch.part for stretch in stretches))
+    axes = [_axis(window.side_runs(layers, count)) for window in windows]
+    side_runs = [
+        side_run for axis in axes for drawn_range in axis for side_run in drawn_range.side_runs
+    ]
+    parts = list(dict.fromkeys(side_run.part for side_run in side_runs))
     canvas, title = Canvas(), f"One block of {edge.group}: {edge.producer} → {edge.consumer}"
     canvas.text(style.MARGIN, style.MARGIN + 14, title, style.LARGE, font_weight="bold")
     canvas.text(style.MARGIN, style.MARGIN + 36, facts, fill=style.FAINT)
@@ -347,8 +351,10 @@ def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
     noun = style.unit_noun(*parts)
     y, meaning = bottom + _BAR + 86, f"colours and numbers: {noun}s of the model"
     canvas.text(style.MARGIN, y, f"{drawn} · {meaning}", fill=style.FAINT)
-    keys: list[Key] = [(style.HOLLOW, style.hatch(at), part) for at, part in enumerate(parts)]
-    units = sorted({own.units.start for own in stretches if len(own.units) == 1})
+    keys: list[LegendItem] = [
+        (style.HOLLOW, style.hatch(at), part) for at, part in enumerate(parts)
+    ]
+    units = sorted({own.units.start for own in side_runs if len(own.units) == 1})
     if len(units) <= _MOST_KEYS:
         keys += [(style.colour(unit), "", f"{noun} {unit}") for unit in units]
     y = canvas.keys(y + 12, keys, _RIGHT + style.MARGIN)
@@ -368,38 +374,38 @@ def _heading(canvas: Canvas, window: Window, count: int, y: float) -> None:
     canvas.text(style.MARGIN + width + 10, y, " · ".join(words), fill=style.FAINT)
 
 
-def _bar(canvas: Canvas, side: str, axis: Axis, y: float, parts: Sequence[str]) -> None:
-    """Draw the stretches with a pattern for each part, and their units."""
-    for chunk in axis:
-        for stretch in chunk.stretches:
-            (left, right), units = chunk.span(stretch.start, stretch.stop), stretch.units
-            canvas.box(
+def _bar(canvas: Canvas, side: str, axis: DrawnAxis, y: float, parts: Sequence[str]) -> None:
+    """Draw the runs with a pattern for each part, and their units."""
+    for drawn_range in axis:
+        for side_run in drawn_range.side_runs:
+            (left, right), units = drawn_range.pixels(side_run.start, side_run.stop), side_run.units
+            canvas.rectangle(
                 (left, y),
                 (right - left, _BAR),
-                style.hatch(parts.index(stretch.part)),
+                style.hatch(parts.index(side_run.part)),
                 fill=style.colour(units.start) if len(units) == 1 else style.HOLLOW,
                 fill_opacity=style.FADED,
                 data_side=side.lower(),
-                data_layer=stretch.layer,
-                data_part=stretch.part,
-                data_units=style.span_text(units),
+                data_layer=side_run.layer,
+                data_part=side_run.part,
+                data_units=style.range_text(units),
             )
-    # Stretches of the same unit share a label if they touch.
-    for chunk in axis:
-        for units, same_units in groupby(chunk.stretches, key=lambda own: own.units):
-            stretches, text = list(same_units), style.span_text(units)
-            left, right = chunk.span(stretches[0].start, stretches[-1].stop)
-            texts = f"{style.unit_noun(stretches[0].part)} {text}", text
+    # Runs of the same unit share a label if they touch.
+    for drawn_range in axis:
+        for units, same_units in groupby(drawn_range.side_runs, key=lambda own: own.units):
+            side_runs, text = list(same_units), style.range_text(units)
+            left, right = drawn_range.pixels(side_runs[0].start, side_runs[-1].stop)
+            texts = f"{style.unit_noun(side_runs[0].part)} {text}", text
             label, middle = style.fitting(texts, right - left - 3), (left + right) / 2
             canvas.text(middle, y + _BAR / 2 + 4, label, style.SMALL, text_anchor="middle")
 
 
-def _layers(canvas: Canvas, axis: Axis, y: float) -> None:
-    """Write the name of each layer over or under its stretches."""
-    placed = ((chunk, own) for chunk in axis for own in chunk.stretches)
+def _layers(canvas: Canvas, axis: DrawnAxis, y: float) -> None:
+    """Write the name of each layer over or under its runs."""
+    placed = ((drawn_range, own) for drawn_range in axis for own in drawn_range.side_runs)
     for layer, same_layer in groupby(placed, key=lambda pair: pair[1].layer):
-        spans = [chunk.span(own.start, own.stop) for chunk, own in same_layer]
-        left, right = spans[0][0], spans[-1][1]
+        pixels = [drawn_range.pixels(own.start, own.stop) for drawn_range, own in same_layer]
+        left, right = pixels[0][0], pixels[-1][1]
         middle = (left + right) / 2
         names = (style.shortened(layer, most) for most in (len(layer), 24, 16, 10, 6))
         name = style.fitting(names, right - left - 8)
@@ -409,22 +415,24 @@ def _layers(canvas: Canvas, axis: Axis, y: float) -> None:
         canvas.rule((middle + half, y - 4), (right, y - 4))
 
 
-def _ticks(canvas: Canvas, axis: Axis, y: float) -> None:
-    """Write the distance of each chunk from the first drawn byte of its memory, if it fits.
+def _ticks(canvas: Canvas, axis: DrawnAxis, y: float) -> None:
+    """Write the distance of each range from the first drawn byte of its memory, if it fits.
 
     Addresses would be different in each process.
     """
     origin, free = dict[int, int](), 0.0
-    for chunk in axis:
-        distance = chunk.start - origin.setdefault(chunk.stretches[0].memory, chunk.start)
+    for drawn_range in axis:
+        distance = drawn_range.start - origin.setdefault(
+            drawn_range.side_runs[0].memory, drawn_range.start
+        )
         label = f"+{nbytes(distance)}" if distance else "0 B"
         if not distance and len(origin) > 1:
             label = f"memory {len(origin)}"
         width = style.width_of(label, style.SMALL)
-        if free <= chunk.left <= _RIGHT - width:
-            canvas.rule((chunk.left, y - 9), (chunk.left, y + 1))
-            canvas.text(chunk.left + 3, y, label, style.SMALL, fill=style.FAINT)
-            free = chunk.left + width + 11
+        if free <= drawn_range.left <= _RIGHT - width:
+            canvas.rule((drawn_range.left, y - 9), (drawn_range.left, y + 1))
+            canvas.text(drawn_range.left + 3, y, label, style.SMALL, fill=style.FAINT)
+            free = drawn_range.left + width + 11
 
 
 def _lengths(runs: Ints) -> str:
@@ -436,7 +444,9 @@ def _lengths(runs: Ints) -> str:
     return f"{counted(len(runs), 'run')} of {size}"
 
 
-def _ribbons(canvas: Canvas, axes: Sequence[Axis], runs: Ints, rows: tuple[float, float]) -> str:
+def _ribbons(
+    canvas: Canvas, axes: Sequence[DrawnAxis], runs: Ints, rows: tuple[float, float]
+) -> str:
     """Draw the runs between the blocks. Return a text with their number and lengths."""
     # The number of its run stays with each ribbon: a run may be cut into several.
     drawn = np.column_stack([runs, np.arange(len(runs))])
@@ -447,12 +457,12 @@ def _ribbons(canvas: Canvas, axes: Sequence[Axis], runs: Ints, rows: tuple[float
     for source, target, length, number, *ends in drawn[
         np.isin(drawn[:, 3], numbers[::step])
     ].tolist():
-        upper, lower = (axis[chunk] for axis, chunk in zip(axes, ends, strict=True))
+        upper, lower = (axis[drawn_range] for axis, drawn_range in zip(axes, ends, strict=True))
         end = target + length
-        touched = (own for own in lower.stretches if own.start < end and target < own.stop)
+        touched = (own for own in lower.side_runs if own.start < end and target < own.stop)
         units = {unit for own in touched for unit in own.units}
         fill = style.colour(units.pop()) if len(units) == 1 else style.LINE
-        spans = upper.span(source, source + length), lower.span(target, end)
-        canvas.ribbon(*spans, rows, fill, data_length=int(runs[number, 2]))
+        pixels = upper.pixels(source, source + length), lower.pixels(target, end)
+        canvas.ribbon(*pixels, rows, fill, data_length=int(runs[number, 2]))
     every = f", 1 of {step} drawn" if step > 1 else ""
     return f"{_lengths(runs[numbers])} between the drawn bytes{every}"

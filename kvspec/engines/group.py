@@ -15,7 +15,7 @@ from kvspec.engines.letters import layout_letters, without_alias
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int, sequence
 from kvspec.ownership.part import Part
-from kvspec.ownership.sharding import Ranges, explicit_shardings
+from kvspec.ownership.sharding import UnitRanges, explicit_shardings
 from kvspec.specs import LayerSpec
 
 
@@ -27,7 +27,7 @@ def _excluded(value: Iterable[str]) -> tuple[str, ...]:
     return sequence("excluded", value, "layer names")
 
 
-def _explicit_shardings(value: object) -> Mapping[str, Ranges]:
+def _explicit_shardings(value: object) -> Mapping[str, UnitRanges]:
     return explicit_shardings(value, "part names")
 
 
@@ -65,7 +65,7 @@ class KVCacheGroup:
     layout: str | None = attrs.field(default=None, converter=without_alias)
     kernel_block_size: int | None = None
     excluded: tuple[str, ...] = attrs.field(default=(), converter=_excluded)
-    shardings: Mapping[str, Ranges] = attrs.field(factory=dict, converter=_explicit_shardings)
+    shardings: Mapping[str, UnitRanges] = attrs.field(factory=dict, converter=_explicit_shardings)
     context_sharded: bool = True
 
     def __attrs_post_init__(self) -> None:

@@ -50,12 +50,12 @@ NAMED_LAYOUTS = (
 )
 
 # Values of vLLM's `VLLM_KV_CACHE_LAYOUT`.
-_ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
+_LAYOUT_ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 
 def without_alias(layout: object) -> object:
     """Return the letters of an alias (`NHD`, `HND`). Return any other value unchanged."""
-    return _ALIASES.get(layout, layout) if isinstance(layout, str) else layout
+    return _LAYOUT_ALIASES.get(layout, layout) if isinstance(layout, str) else layout
 
 
 def layout_letters(layout: object, field: str = "layout") -> str:

@@ -14,7 +14,7 @@ import re
 from itertools import pairwise
 
 from kvspec.errors import SpecError
-from kvspec.ownership.parallel import ParallelConfig, Stage
+from kvspec.ownership.parallel import ParallelConfig, StageLayers
 
 # A number with 18 digits fits into 64 bits. Without a limit, `int` would raise its own ValueError
 # for a text with thousands of digits.
@@ -56,7 +56,7 @@ def _number(layer: str) -> int | None:
     return int(digits[1]) if digits else None
 
 
-def _holds(stage: Stage, layer: str) -> bool:
+def _holds(stage: StageLayers, layer: str) -> bool:
     return _number(layer) in stage if isinstance(stage, range) else layer in stage
 
 

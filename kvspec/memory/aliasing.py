@@ -5,14 +5,15 @@ groups may share memory, as hybrid allocators do, because a block id belongs to 
 Then block i of one group may share bytes with block i of the other group, and with no other block.
 
 How it works:
-    A *box* is one content that is repeated along axes. A box with two axes contains the bytes
+    A content is repeated along axes: blocks, units, rows. With two axes it has the bytes
     ``start + i * stride1 + j * stride2 + byte``, for all indices and all bytes of one content.
-    Comparing all contents would cost time for each block, so the boxes are folded instead.
+    Comparing all copies would cost time for each block, so repeated contents are folded instead.
 
-    Theorem: let several boxes repeat along their widest axis with the same stride S. Write each
+    Theorem: let several contents repeat along their widest axis with the same stride S. Write each
     address as ``period * S + rest``. Two addresses are equal exactly if their periods are equal and
-    their rests are equal. So two boxes share a byte exactly if their *period indices* overlap and
-    the boxes that remain inside one period share a byte. The remaining boxes have one axis fewer.
+    their rests are equal. So two contents share a byte exactly if their *period indices* overlap
+    and the contents that remain inside one period share a byte. The remaining contents have one
+    axis fewer.
 
     Worked example: keys of 4 bytes and values of 2 bytes, 2 rows a block, 3 blocks.
 
@@ -21,21 +22,21 @@ How it works:
 
         step                 keys                        values
         ------------------   -------------------------   -------------------------
-        the boxes            0..4, axes 3 x 12, 2 x 6    4..6, axes 3 x 12, 2 x 6
+        the contents         0..4, axes 3 x 12, 2 x 6    4..6, axes 3 x 12, 2 x 6
         fold by 12           0..4, axis 2 x 6            4..6, axis 2 x 6
                              period indices 0..2         period indices 0..2
         fold by 6            0..4                        4..6
                              period indices 0..2, 0..1   period indices 0..2, 0..1
         compare              0..4 and 4..6 do not overlap: no byte is shared
 
-    Before each fold, `_sharing` sorts the boxes by address. It separates boxes whose extents do not
-    overlap, because they cannot share a byte. Two cases need more work:
+    Before each fold, `_sharing` sorts the contents by address. It separates contents whose ranges
+    do not overlap, because they cannot share a byte. Two cases need more work:
 
-    - A box may run over the end of the period. Then its overhang is added as a second box, one
-      period index later (`_within_one_period`).
-    - Some boxes may repeat with a smaller stride, or not at all. Then each box with the widest
-      stride is replaced by its copies, one for each repeat (`_copies`). More than `MOST_COPIES`
-      copies are not compared. They are assumed to share bytes.
+    - A content may run over the end of the period. Then its overhang is added as a second content,
+      one period index later (`_within_one_period`).
+    - Some contents may repeat with a smaller stride, or not at all. Then each content with the
+      widest stride is replaced by its copies, one for each repeat (`_copies`). More than
+      `MOST_COPIES` copies are not compared. They are assumed to share bytes.
 
     Here *keys* and *later_keys* lie at the same rest, but in different periods. The values overlap
     the keys only if they begin at 3:
@@ -62,13 +63,13 @@ from kvspec.memory.region import Region
 # Two regions that share a byte, and whether only blocks with the same id share bytes.
 Meeting = tuple[Region, Region, bool]
 
-# The time of a comparison grows with the number of copies. Real engines need no copies: the boxes
-# that overlap have equal strides.
+# The time of a comparison grows with the number of copies. Real engines need no copies: the
+# contents that overlap have equal strides.
 MOST_COPIES = 2**16
 
 
 class _Axis(NamedTuple):
-    """One axis of a box. *table*: whether it counts the blocks of a block table."""
+    """One axis of a content. *table*: whether it counts the blocks of a block table."""
 
     stride: int
     times: int
@@ -76,7 +77,7 @@ class _Axis(NamedTuple):
 
 
 class _Periods(NamedTuple):
-    """The period indices of a box after one fold: *times* indices from *first* on."""
+    """The period indices of a content after one fold: *times* indices from *first* on."""
 
     first: int
     times: int
@@ -89,8 +90,8 @@ class _Periods(NamedTuple):
 class _Repeated(NamedTuple):
     """A content of *length* bytes at *start*, repeated along *axes*, widest stride first.
 
-    *periods* has one member for each fold so far. *region* is the number of the region that the box
-    belongs to. *single*: whether the box is the copy of one block of a table.
+    *periods* has one member for each fold so far. *region* is the number of the region that the
+    content belongs to. *single*: whether the content is the copy of one block of a table.
     """
 
     start: int
@@ -148,15 +149,15 @@ def meetings(regions: Iterable[Region], split: Mapping[str, int]) -> Iterator[Me
         bytes.
     """
     regions = list(regions)
-    boxes_by_device: dict[tuple[str, int], list[_Repeated]] = {}
+    contents_by_device: dict[tuple[str, int], list[_Repeated]] = {}
     for number, region in enumerate(regions):
-        boxes = boxes_by_device.setdefault((region.memory_type, region.device), [])
-        boxes.append(_box(number, region, split[region.group]))
+        contents = contents_by_device.setdefault((region.memory_type, region.device), [])
+        contents.append(_repeated_content(number, region, split[region.group]))
     seen: set[tuple[int, int, bool]] = set()
-    for boxes in boxes_by_device.values():
-        for box, other_box in _sharing(boxes):
-            first, second = sorted((box.region, other_box.region))
-            meeting = first, second, _same_blocks(box, other_box)
+    for contents in contents_by_device.values():
+        for content, other_content in _sharing(contents):
+            first, second = sorted((content.region, other_content.region))
+            meeting = first, second, _same_blocks(content, other_content)
             if meeting not in seen:
                 seen.add(meeting)
                 yield regions[first], regions[second], meeting[2]
@@ -184,34 +185,37 @@ def groups_that_share(
 def _mixed(regions: list[Region]) -> bool:
     """Return whether memory of one group begins before memory of another group ends.
 
-    Most caches have separate groups. This cheap test saves the comparison of their boxes.
+    Most caches have separate groups. This cheap test saves the comparison of their contents.
     """
-    ordered = sorted(regions, key=lambda r: (r.memory_type, r.device, r.extent.start))
+    ordered = sorted(regions, key=lambda r: (r.memory_type, r.device, r.address_range.start))
     stop, last = 0, ordered[0]
     for region in ordered:
         same_device = (region.memory_type, region.device) == (last.memory_type, last.device)
-        if same_device and region.group != last.group and region.extent.start < stop:
+        if same_device and region.group != last.group and region.address_range.start < stop:
             return True
-        stop, last = max(stop, region.extent.stop) if same_device else region.extent.stop, region
+        stop, last = (
+            max(stop, region.address_range.stop) if same_device else region.address_range.stop,
+            region,
+        )
     return False
 
 
-def _same_blocks(box: _Repeated, other_box: _Repeated) -> bool:
-    """Return whether two boxes that share bytes do so only in blocks with the same id.
+def _same_blocks(content: _Repeated, other_content: _Repeated) -> bool:
+    """Return whether two contents that share bytes do so only in blocks with the same id.
 
-    A period index is a block id only in the fold by the table axis. So both boxes must have that
+    A period index is a block id only in the fold by the table axis. So both contents must have that
     axis at the same fold. Groups with their blocks outermost in one and innermost in the other have
     equal numbers of blocks, but block 0 of one may share bytes with block 1 of the other.
     """
     tables = [
         [periods if periods.table else None for periods in member.periods]
-        for member in (box, other_box)
+        for member in (content, other_content)
     ]
-    return tables[0] == tables[1] and not box.single and not other_box.single
+    return tables[0] == tables[1] and not content.single and not other_content.single
 
 
-def _box(number: int, region: Region, split: int) -> _Repeated:
-    """Return the box of *region*. Axes inside a block that leave no gap become one content."""
+def _repeated_content(number: int, region: Region, split: int) -> _Repeated:
+    """Return the content of *region*, with its axes. Axes without a gap become part of it."""
     length = region.chunk_bytes
     inner = [
         _Axis(region.unit_stride, region.units),
@@ -231,86 +235,93 @@ def _box(number: int, region: Region, split: int) -> _Repeated:
     return _Repeated(region.base, length, tuple(sorted(axes, reverse=True)), (), number)
 
 
-def _sharing(boxes: list[_Repeated]) -> Iterator[tuple[_Repeated, _Repeated]]:
-    """Yield pairs of boxes that share a byte. `How it works` above has the theorem."""
-    for near in _overlapping_extents(boxes):
-        widest = max((box.axes[0].stride if box.axes else 0) for box in near)
-        repeating = [box for box in near if box.axes and box.axes[0].stride == widest]
+def _sharing(contents: list[_Repeated]) -> Iterator[tuple[_Repeated, _Repeated]]:
+    """Yield pairs of contents that share a byte. `How it works` above has the theorem."""
+    for near in _overlapping(contents):
+        widest = max((content.axes[0].stride if content.axes else 0) for content in near)
+        repeating = [
+            content for content in near if content.axes and content.axes[0].stride == widest
+        ]
         if not widest:
             yield from _plain_sharing(near)
         elif len(repeating) == len(near):
-            origin = min(box.start for box in near)
-            yield from _sharing([part for box in near for part in _within_one_period(box, origin)])
-        elif sum(box.axes[0].times for box in repeating) > MOST_COPIES:
+            origin = min(content.start for content in near)
+            yield from _sharing(
+                [part for content in near for part in _within_one_period(content, origin)]
+            )
+        elif sum(content.axes[0].times for content in repeating) > MOST_COPIES:
             # Every neighbour, because a caller may ignore pairs of one region or of one rank.
             # `single` marks that it is unknown which blocks share bytes, so groups are refused.
-            yield from ((box._replace(single=True), later) for box, later in pairwise(near))
+            yield from ((content._replace(single=True), later) for content, later in pairwise(near))
         else:
-            others = [box for box in near if box not in repeating]
-            copies = [copy for box in repeating for copy in _copies(box)]
+            others = [content for content in near if content not in repeating]
+            copies = [copy for content in repeating for copy in _copies(content)]
             yield from _sharing(others + copies)
 
 
-def _overlapping_extents(boxes: list[_Repeated]) -> Iterator[list[_Repeated]]:
-    """Yield sets of boxes whose extents overlap, by ascending start. A lone box is left out."""
+def _overlapping(contents: list[_Repeated]) -> Iterator[list[_Repeated]]:
+    """Yield sets of contents that overlap, by ascending start. A lone content is in none."""
     near: list[_Repeated] = []
     reached = 0
-    for box in sorted(boxes):
-        if near and box.start >= reached:
+    for content in sorted(contents):
+        if near and content.start >= reached:
             if len(near) > 1:
                 yield near
             near = []
-        near.append(box)
-        reached = max(reached, box.stop) if len(near) > 1 else box.stop
+        near.append(content)
+        reached = max(reached, content.stop) if len(near) > 1 else content.stop
     if len(near) > 1:
         yield near
 
 
-def _within_one_period(box: _Repeated, origin: int) -> Iterator[_Repeated]:
-    """Fold *box* by its widest axis. Periods are counted from *origin*.
+def _within_one_period(content: _Repeated, origin: int) -> Iterator[_Repeated]:
+    """Fold *content* by its widest axis. Periods are counted from *origin*.
 
-    The second box is the overhang, if the first box runs over the end of its period:
+    The second content is the overhang, if the first content runs over the end of its period:
 
-    >>> for box in _within_one_period(_Repeated(28, 5, (_Axis(10, 3),), (), region=0), origin=0):
-    ...     print(box.start, box.stop, *box.periods)
+    >>> for content in _within_one_period(_Repeated(28, 5, (_Axis(10, 3),), (), region=0),
+    origin=0):
+    ...     print(content.start, content.stop, *content.periods)
     8 13 _Periods(first=2, times=3, table=False)
     -2 3 _Periods(first=3, times=3, table=False)
     """
-    (stride, times, table), *axes = box.axes
-    first, start = divmod(box.start - origin, stride)
-    inside = box._replace(
-        start=start, axes=tuple(axes), periods=(*box.periods, _Periods(first, times, table))
+    (stride, times, table), *axes = content.axes
+    first, start = divmod(content.start - origin, stride)
+    inside = content._replace(
+        start=start, axes=tuple(axes), periods=(*content.periods, _Periods(first, times, table))
     )
     yield inside
     if inside.stop > stride:
-        later = (*box.periods, _Periods(first + 1, times, table))
+        later = (*content.periods, _Periods(first + 1, times, table))
         yield inside._replace(start=start - stride, periods=later)
 
 
-def _copies(box: _Repeated) -> Iterator[_Repeated]:
-    """Yield *box* without its widest axis, once for each repeat along that axis."""
-    axis, *axes = box.axes
+def _copies(content: _Repeated) -> Iterator[_Repeated]:
+    """Yield *content* without its widest axis, once for each repeat along that axis."""
+    axis, *axes = content.axes
     for index in range(axis.times):
-        start, single = box.start + index * axis.stride, box.single or axis.table
-        yield box._replace(start=start, axes=tuple(axes), single=single)
+        start, single = content.start + index * axis.stride, content.single or axis.table
+        yield content._replace(start=start, axes=tuple(axes), single=single)
 
 
 def _plain_sharing(near: list[_Repeated]) -> Iterator[tuple[_Repeated, _Repeated]]:
-    """Yield pairs of boxes without axes that share a byte. *near* is sorted by start.
+    """Yield pairs of contents without axes that share a byte. *near* is sorted by start.
 
-    Boxes with equal period indices are compared only with the box that reaches farthest.
+    Contents with equal period indices are compared only with the content that reaches farthest.
     """
-    if len({box.periods for box in near}) > 1:
-        # The box that reaches farthest may be in another period, so compare all pairs.
-        for box, later in combinations(near, 2):
-            folds = zip(box.periods, later.periods, strict=True)
-            if later.start < box.stop and all(periods.overlap(other) for periods, other in folds):
-                yield box, later
+    if len({content.periods for content in near}) > 1:
+        # The content that reaches farthest may be in another period, so compare all pairs.
+        for content, later in combinations(near, 2):
+            folds = zip(content.periods, later.periods, strict=True)
+            if later.start < content.stop and all(
+                periods.overlap(other) for periods, other in folds
+            ):
+                yield content, later
         return
     farthest = near[0]
-    for box in near[1:]:
-        yield farthest, box
-        farthest = max(farthest, box, key=lambda member: member.stop)
+    for content in near[1:]:
+        yield farthest, content
+        farthest = max(farthest, content, key=lambda member: member.stop)
 
 
 def _nested(region: Region) -> bool:

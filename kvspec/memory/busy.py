@@ -97,7 +97,7 @@ def _without(some: Ints, others: Ints) -> Ints:
     return some[keep]
 
 
-class _Place(NamedTuple, Generic[Owner]):
+class _PlaceClaims(NamedTuple, Generic[Owner]):
     """All claims of one place. It is never changed, only replaced.
 
     Attributes:
@@ -126,7 +126,7 @@ class BusyRanges(Generic[Owner]):
     """Claimed ranges by place and owner."""
 
     def __init__(self) -> None:
-        self._places: dict[Hashable, _Place[Owner]] = {}
+        self._places: dict[Hashable, _PlaceClaims[Owner]] = {}
 
     def claim(
         self, owner: Owner, place: Hashable, starts: Ints, ends: Ints, *, shared: bool = False
@@ -147,7 +147,7 @@ class BusyRanges(Generic[Owner]):
         if not len(starts):
             return None
         ranges = united(starts, ends)
-        known = self._places.get(place) or _Place({}, (_NONE, _NONE))
+        known = self._places.get(place) or _PlaceClaims({}, (_NONE, _NONE))
         for kept in known.kept[:1] if shared else known.kept:
             busy = kept.overlaps(ranges)
             if busy.any():
@@ -157,7 +157,7 @@ class BusyRanges(Generic[Owner]):
         claims = {**known.claims, owner: (*known.claims.get(owner, ()), (ranges, shared))}
         rest = list(known.kept)
         rest[shared] = Ranges(*map(_merged, rest[shared], ranges))
-        self._places[place] = _Place(claims, tuple(rest))
+        self._places[place] = _PlaceClaims(claims, tuple(rest))
         return None
 
     def release(self, owner: Owner) -> None:
@@ -170,6 +170,6 @@ class BusyRanges(Generic[Owner]):
                 rest[shared] = Ranges(*map(_without, rest[shared], ranges))
             others = {other: claimed for other, claimed in claims.items() if other != owner}
             if others:
-                self._places[place] = _Place(others, tuple(rest))
+                self._places[place] = _PlaceClaims(others, tuple(rest))
             else:
                 del self._places[place]

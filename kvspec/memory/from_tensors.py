@@ -12,7 +12,7 @@ How it works:
     2. The dimensions get their letters from the caller's *axes*.
     3. `unfolded` splits each dimension that has several letters. A tensor of shape (24, 16) with
        the axes ``(BN)(HC)``, blocks of 4 tokens and 2 heads of 8 bytes becomes (6, 4, 2, 8).
-    4. `_Reader` checks the sizes and strides, and returns one region for each part.
+    4. `_TensorReader` checks the sizes and strides, and returns one region for each part.
 
     A shape does not identify its axes, so the caller has to pass them. We tried to guess them: with
     as many heads as tokens, a wrong guess fits too, and the bytes of two axes are swapped silently.
@@ -417,7 +417,7 @@ def _layer(
                 raise SpecError("axes", axes, rule=_choices(field, array, order))
             dims = dimensions(passed)
             letters, single_axes = "".join(dims), unfolded(field, array, dims, held)
-            reader = _Reader(field, group.name, order, letters, single_axes)
+            reader = _TensorReader(field, group.name, order, letters, single_axes)
             regions = list(reader.regions(layer, held))
             _check_dtype(field, held, array)
             yield from ((array, region) for region in regions)
@@ -449,7 +449,7 @@ def _choices(field: str, array: Array, order: str) -> str:
 
 
 @attrs.frozen
-class _Reader:
+class _TensorReader:
     """One tensor with one letter for each dimension."""
 
     field: str
@@ -492,7 +492,7 @@ class _Reader:
     def _dims(self) -> tuple[tuple[str, int, int], ...]:
         return tuple(zip(self.axes, self.array.shape, self.array.strides, strict=True))
 
-    def extent(self, letter: str) -> int:
+    def size_of(self, letter: str) -> int:
         """Return the size of the tensor along *letter*. C is in bytes."""
         counts = [count for axis, count, _ in self._dims if axis == letter]
         return prod(counts) * (self.array.itemsize if letter == "C" else 1)
@@ -518,7 +518,7 @@ class _Reader:
                 layer=layer,
                 part=part.name,
                 base=self.array.address + offset * (1 if axis == "C" else self.stride(axis)),
-                num_blocks=self.extent("B"),
+                num_blocks=self.size_of("B"),
                 block_stride=self.stride("B"),
                 unit_stride=self.stride("H"),
                 state_stride=self.stride("N"),
@@ -534,7 +534,7 @@ class _Reader:
 
     def _check(self, letter: str, expected: int) -> None:
         """Check the size of the tensor along *letter*."""
-        actual = self.extent(letter)
+        actual = self.size_of(letter)
         if actual != expected:
             count = f"{expected} {NOUNS[letter]}{'s' if expected > 1 else ''} along {letter}"
             content = f"content of {expected} bytes, not {actual}"

@@ -4,20 +4,21 @@ Invariant: a layout is only an order of axes. It changes the offset and the stri
 each layer, and nothing else.
 
 How it works:
-    A layout is a nest of boxes, one for each letter, outermost first. The box of a repeating letter
-    (B blocks, H heads, P chunks, N tokens) contains the next box several times. The box of a
-    letter that separates (L layers, T tensors of a page, K parts of a tensor) contains one box for
-    each member, side by side. The innermost box C is the content of one state of one unit.
+    A layout is a nest of levels, one for each letter, outermost first. The level of a repeating
+    letter (B blocks, H heads, P chunks, N tokens) contains the next level several times. The level
+    of a letter that separates (L layers, T tensors of a page, K parts of a tensor) contains one
+    level for each member, side by side. The innermost level C is the content of one state of one
+    unit.
 
-    `_Nest.lay` walks from the outermost box inwards. On the way back it adds up sizes: a repeating
-    box sets the stride of its letter to the size of the box inside, and a separating box adds to
-    the offsets of its members.
+    `_Nest.lay` walks from the outermost level inwards. On the way back it adds up sizes: a
+    repeating level sets the stride of its letter to the size of the level inside, and a separating
+    level adds to the offsets of its members.
 
     For example, one layer has keys and values of 2 heads, 4 tokens a block and 8 bytes of content.
     There are 3 blocks. In LKBNHC, all blocks of keys precede all blocks of values. In LBNKHC, the
     keys of a token are just before its values:
 
-        layout    order of boxes    block    token    head    offset of v    bytes
+        layout    order of levels   block    token    head    offset of v    bytes
         LKBNHC    L K B T N H C     64       16       8       192            384
         LBNKHC    L B T N K H C     128      32       8       16             384
 """
@@ -80,7 +81,7 @@ def place(
         The placement of each part of each layer, and the bytes of the group.
 
     Raises:
-        SpecError: If the layers do not fit into one nest of boxes, or cannot be padded.
+        SpecError: If the layers do not fit into one nest of levels, or cannot be padded.
 
     >>> from kvspec import FullAttentionSpec
     >>> spec = FullAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=8, dtype="uint8")
@@ -97,13 +98,13 @@ def place(
         for part in spec.parts
     ]
     axes = axes_of(layout_letters(layout), [member.part for member in members])
-    boxes = _Nest(layout, axes, 1 + max(axes.index("L"), axes.index("B")), num_blocks)
+    levels = _Nest(layout, axes, 1 + max(axes.index("L"), axes.index("B")), num_blocks)
     padded = next((member.padded for member in members if member.padded), None)
     # Padding follows each page, so a page must be one contiguous range.
-    if padded and not boxes.whole_pages(members):
+    if padded and not levels.whole_pages(members):
         expected = f"no padding in layout {layout}, or L and B outermost"
         raise SpecError("page_size_padded", padded, expected)
-    return members, boxes.lay(0, members)
+    return members, levels.lay(0, members)
 
 
 def axes_of(letters: str, parts: Iterable[Part]) -> str:
@@ -148,9 +149,9 @@ def _with_chunks(letters: str) -> str:
 
 @attrs.frozen
 class _Nest:
-    """The nest of boxes along *axes*. `How it works` above describes it.
+    """The nest of levels along *axes*. `How it works` above describes it.
 
-    *page_depth* is the depth of the box that is one block of one layer, just inside L and B.
+    *page_depth* is the depth of the level that is one block of one layer, just inside L and B.
     """
 
     layout: str
@@ -164,13 +165,13 @@ class _Nest:
         return all(self._single(axis, members) for axis in outside)
 
     def _single(self, axis: str, members: Sequence[Placement]) -> bool:
-        """Return whether the box of *axis* contains only one box."""
+        """Return whether the level of *axis* contains only one level."""
         if axis == "K":
             return len({member.part.name for member in members}) == 1
         return all(self._count(axis, member) == 1 for member in members)
 
     def lay(self, depth: int, members: Sequence[Placement]) -> int:
-        """Place *members* in the box at *depth* and return the bytes of that box."""
+        """Place *members* in the level at *depth* and return the bytes of that level."""
         axis = self.axes[depth]
         if axis == "C":
             return members[0].part.content_bytes // members[0].part.chunks
@@ -178,14 +179,14 @@ class _Nest:
         return padded_page(size, members[0].padded) if depth == self.page_depth else size
 
     def _beside(self, axis: str, depth: int, members: Sequence[Placement]) -> int:
-        boxes: dict[str, list[Placement]] = {}
+        levels: dict[str, list[Placement]] = {}
         for member in members:
             key = {"L": member.layer, "T": member.part.tensor, "K": member.part.name}[axis]
-            boxes.setdefault(key, []).append(member)
+            levels.setdefault(key, []).append(member)
         offset = 0
-        for box in boxes.values():
-            size = self.lay(depth + 1, box)
-            for member in box:
+        for level in levels.values():
+            size = self.lay(depth + 1, level)
+            for member in level:
                 member.offset += offset
             offset += size
         return offset

@@ -194,11 +194,11 @@ class RankCache:
                 stops.append(max(memory.end, reached))
         for region in self.regions:
             starts, stops = bounds.get((region.memory_type, region.device), ([], []))
-            extent = region.extent
-            preceding = bisect_right(starts, extent.start)
-            if not preceding or stops[preceding - 1] < extent.stop:
+            addresses = region.address_range
+            preceding = bisect_right(starts, addresses.start)
+            if not preceding or stops[preceding - 1] < addresses.stop:
                 field = f"regions['{region.layer}.{region.part}']"
-                raise SpecError(field, extent, "a region inside the memory given")
+                raise SpecError(field, addresses, "a region inside the memory given")
 
     def _check_devices(self) -> None:
         """Check that regions of two devices do not overlap in address.
@@ -209,15 +209,15 @@ class RankCache:
         if len(self._by_device) == 1:
             return
         reached: dict[tuple[str, int], int] = {}
-        for region in sorted(self.regions, key=lambda region: region.extent.start):
-            extent, device = region.extent, (region.memory_type, region.device)
+        for region in sorted(self.regions, key=lambda region: region.address_range.start):
+            addresses, device = region.address_range, (region.memory_type, region.device)
             for (memory_type, other), stop in reached.items():
                 is_other = memory_type == region.memory_type and other != region.device
-                if is_other and stop > extent.start:
+                if is_other and stop > addresses.start:
                     rule = f"has addresses of a region on device {other}: they must differ"
                     field = f"regions['{region.layer}.{region.part}'].device"
                     raise SpecError(field, region.device, rule=rule)
-            reached[device] = max(reached.get(device, 0), extent.stop)
+            reached[device] = max(reached.get(device, 0), addresses.stop)
 
     @cached_property
     def _by_device(self) -> dict[tuple[str, int], list[Memory]]:

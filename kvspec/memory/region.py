@@ -6,14 +6,14 @@ transfer rows.
 
 How it works:
     Two regions may store the bytes of one content in different orders: in chunks (page formats), or
-    in segments (the order of a key's elements). `common_pieces` cuts a content into pieces that are
+    in segments (the order of a key's elements). `common_runs` cuts a content into runs that are
     contiguous in both. In this example, one side stores a key of 4 elements as pairs (a A b B) and
     the other as halves (a b A B):
 
         >>> pairs = Region(group="g", layer="l", part="k", base=0, num_blocks=1, block_stride=16,
         ...     unit_stride=16, state_stride=4, content_bytes=4, units=1, states=4,
         ...     segments=((0, 1, 2, 2), (1, 1, 2, 2)))
-        >>> common_pieces(pairs, attrs.evolve(pairs, segments=()))
+        >>> common_runs(pairs, attrs.evolve(pairs, segments=()))
         ((0, 1, (0, 0)), (1, 1, (2, 1)), (2, 1, (1, 2)), (3, 1, (3, 3)))
 """
 
@@ -33,7 +33,7 @@ from kvspec.specs.key_content import Segment
 # Bytes of a content, number of chunks, bytes from one chunk to the next, and segments.
 _Shape = tuple[int, int, int, tuple[Segment, ...]]
 # First byte of the content, bytes, and the distance from the content's address in each region.
-Piece = tuple[int, int, tuple[int, ...]]
+ContentRun = tuple[int, int, tuple[int, ...]]
 
 MEMORY_TYPES = ("DRAM", "VRAM")
 
@@ -68,7 +68,7 @@ class Region:
     1112
     >>> keys.locate(1112 + 5)
     (1, 1, 2, 5)
-    >>> keys.extent
+    >>> keys.address_range
     range(1000, 1256)
     """
 
@@ -148,53 +148,51 @@ class Region:
         return self.base + units + states + np.arange(self.chunks) * self.chunk_stride
 
     @property
-    def extent(self) -> range:
+    def address_range(self) -> range:
         """The addresses from the first byte of the region to the end of its last content."""
         last = self.address(self.num_blocks - 1, self.units - 1, self.states - 1)
         return range(self.base, last + self.chunk_offset(self.content_bytes - 1) + 1)
 
 
-def common_pieces(*regions: Region) -> tuple[Piece, ...]:
-    """Return the longest pieces of a content that are contiguous in all *regions*.
+def common_runs(*regions: Region) -> tuple[ContentRun, ...]:
+    """Return the longest runs of a content that are contiguous in all *regions*.
 
     If all regions have equal segments, bytes are counted as they are stored. Otherwise they are
     counted in the common order.
 
     Returns:
-        For each piece its first byte in the content, its length in bytes, and its distance from
+        For each run its first byte in the content, its length in bytes, and its distance from
         the address of the content in each region.
 
     >>> keys = Region(group="g", layer="l", part="k", base=0, num_blocks=1, block_stride=0,
     ...     unit_stride=0, state_stride=2, content_bytes=8, units=1, states=4, chunks=4,
     ...     chunk_stride=8)
     >>> rows = attrs.evolve(keys, state_stride=8, chunks=1)
-    >>> common_pieces(keys, rows)
+    >>> common_runs(keys, rows)
     ((0, 2, (0, 0)), (2, 2, (8, 2)), (4, 2, (16, 4)), (6, 2, (24, 6)))
     """
-    return _common_pieces(tuple(region.shape for region in regions))
+    return _common_runs(tuple(region.shape for region in regions))
 
 
-# Most layers have the same shapes, and a content may have hundreds of pieces.
+# Most layers have the same shapes, and a content may have hundreds of runs.
 @lru_cache(maxsize=1024)
-def _common_pieces(shapes: tuple[_Shape, ...]) -> tuple[Piece, ...]:
+def _common_runs(shapes: tuple[_Shape, ...]) -> tuple[ContentRun, ...]:
     if len({segments for *_, segments in shapes}) == 1:
         shapes = tuple((*shape[:3], ()) for shape in shapes)
-    sides = [list(_pieces(shape)) for shape in shapes]
+    sides = [list(_runs(shape)) for shape in shapes]
     starts = sorted({byte for side in sides for byte, _ in side})
     offsets = []
     for side in sides:
-        # The last piece that begins at or before each start contains it.
+        # The last run that begins at or before each start contains it.
         index = np.searchsorted([byte for byte, _ in side], starts, "right") - 1
-        pieces = [side[at] for at in index.tolist()]
-        offsets.append(
-            [at + start - byte for start, (byte, at) in zip(starts, pieces, strict=True)]
-        )
+        runs = [side[at] for at in index.tolist()]
+        offsets.append([at + start - byte for start, (byte, at) in zip(starts, runs, strict=True)])
     sizes = np.diff(starts, append=shapes[0][0]).tolist()
     return tuple(zip(starts, sizes, zip(*offsets, strict=True), strict=True))
 
 
-def _pieces(shape: _Shape) -> Iterator[tuple[int, int]]:
-    """Yield where the contiguous pieces of one content begin: byte of the content, and distance."""
+def _runs(shape: _Shape) -> Iterator[tuple[int, int]]:
+    """Yield where the contiguous runs of one content begin: byte of the content, and distance."""
     content, chunks, chunk_stride, segments = shape
     chunk_bytes, byte = content // chunks, 0
     for start, size, count, stride in segments or ((0, content, 1, content),):

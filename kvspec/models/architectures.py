@@ -1,7 +1,8 @@
 """List the known architectures, one row for each.
 
-Invariant: no code compares the name of an architecture. A new architecture is a new row of `ROWS`.
-It needs a new rule in `kvspec.models.fields` only if its layers alternate in a new way.
+Invariant: no code compares the name of an architecture. A new architecture is a new row of
+`ARCHITECTURES`. It needs a new rule in `kvspec.models.fields` only if its layers alternate in a new
+way.
 
 How it works:
     A row has the kinds of the layers, their names, and the values that the model class supplies if
@@ -30,15 +31,15 @@ from kvspec.models.fields import (
     MLA,
     KindRule,
     all_layers,
-    chunks,
+    chunked_layers,
     even_window,
     every,
-    late_window,
     letters,
     listed,
     offset,
     switched,
     unrotated_window,
+    upper_window,
     window,
 )
 
@@ -92,8 +93,8 @@ class Architecture:
     defaults: Mapping[str, object] = attrs.field(factory=dict, kw_only=True)
 
 
-_KV_HEADS = ("num_key_value_heads",)
-_BOTH = (*_KV_HEADS, "head_dim")
+_KV_HEADS_FIELD = ("num_key_value_heads",)
+_BOTH = (*_KV_HEADS_FIELD, "head_dim")
 _MIXER = "model.layers.{}.mixer"
 _MAMBA1 = {"intermediate_size": "intermediate_size", "state_size": "state_size"}
 _MAMBA2 = {
@@ -110,24 +111,24 @@ _GATED_DELTA_NET = {
     "head_v_dim": "linear_value_head_dim",
     "conv_kernel": "linear_conv_kernel_dim",
 }
-_CONV = {"conv_kernel": "conv_kernel"}
+_CONV_FIELDS = {"conv_kernel": "conv_kernel"}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GPT = "transformer.h.{}.attn.attn"
 _BLOOM = "transformer.h.{}.self_attention.attn"
 
 # Every known architecture. Layer names follow the module names in vLLM.
-ROWS: tuple[Architecture, ...] = (
+ARCHITECTURES: tuple[Architecture, ...] = (
     # Every layer is full attention.
     Architecture("LlamaForCausalLM llama"),
     Architecture("ArceeForCausalLM arcee"),
     Architecture("ApertusForCausalLM apertus"),
     Architecture("CohereForCausalLM cohere"),
     Architecture("Ernie4_5ForCausalLM Ernie4_5_ForCausalLM ernie4_5", required=_BOTH),
-    Architecture("Ernie4_5_MoeForCausalLM ernie4_5_moe", required=_KV_HEADS),
-    Architecture("GemmaForCausalLM gemma", required=_KV_HEADS, defaults={"head_dim": 256}),
-    Architecture("GlmForCausalLM glm", required=_KV_HEADS, defaults={"head_dim": 128}),
-    Architecture("Glm4ForCausalLM glm4", required=_KV_HEADS, defaults={"head_dim": 128}),
-    Architecture("Glm4MoeForCausalLM glm4_moe", required=_KV_HEADS),
+    Architecture("Ernie4_5_MoeForCausalLM ernie4_5_moe", required=_KV_HEADS_FIELD),
+    Architecture("GemmaForCausalLM gemma", required=_KV_HEADS_FIELD, defaults={"head_dim": 256}),
+    Architecture("GlmForCausalLM glm", required=_KV_HEADS_FIELD, defaults={"head_dim": 128}),
+    Architecture("Glm4ForCausalLM glm4", required=_KV_HEADS_FIELD, defaults={"head_dim": 128}),
+    Architecture("Glm4MoeForCausalLM glm4_moe", required=_KV_HEADS_FIELD),
     Architecture("GraniteForCausalLM granite"),
     Architecture("GraniteMoeForCausalLM granitemoe"),
     Architecture("GraniteMoeSharedForCausalLM granitemoeshared"),
@@ -139,9 +140,9 @@ ROWS: tuple[Architecture, ...] = (
     Architecture("OlmoeForCausalLM olmoe"),
     Architecture("PhiForCausalLM phi"),
     Architecture("qwen3_vl_text", required=_BOTH),
-    Architecture("qwen3_vl_moe_text", required=_KV_HEADS),
+    Architecture("qwen3_vl_moe_text", required=_KV_HEADS_FIELD),
     Architecture("SeedOssForCausalLM seed_oss", required=_BOTH),
-    Architecture("StableLmForCausalLM stablelm", required=_KV_HEADS),
+    Architecture("StableLmForCausalLM stablelm", required=_KV_HEADS_FIELD),
     Architecture("FalconForCausalLM falcon", attention=_BLOOM, defaults={"multi_query": True}),
     Architecture("BloomForCausalLM bloom", attention=_BLOOM),
     Architecture("GPT2LMHeadModel gpt2", attention=_GPT),
@@ -154,32 +155,34 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "MistralForCausalLM mistral",
         window,
-        required=_KV_HEADS,
+        required=_KV_HEADS_FIELD,
         # Only an explicit null turns the window off.
         defaults={"sliding_window": 4096},
     ),
     Architecture("Ministral3ForCausalLM ministral3", window, required=_BOTH),
-    Architecture("MixtralForCausalLM mixtral", window, required=_KV_HEADS),
+    Architecture("MixtralForCausalLM mixtral", window, required=_KV_HEADS_FIELD),
     Architecture("Phi3ForCausalLM phi3", window),
-    Architecture("Starcoder2ForCausalLM starcoder2", window, required=_KV_HEADS),
+    Architecture("Starcoder2ForCausalLM starcoder2", window, required=_KV_HEADS_FIELD),
     # Most published configs have a window, but turn it off with ``use_sliding_window``.
-    Architecture("Qwen2ForCausalLM qwen2", late_window, required=_KV_HEADS, defaults=_QWEN),
-    Architecture("Qwen2MoeForCausalLM qwen2_moe", even_window, required=_KV_HEADS, defaults=_QWEN),
-    Architecture("Qwen3ForCausalLM qwen3", late_window, required=_BOTH, defaults=_QWEN),
+    Architecture("Qwen2ForCausalLM qwen2", upper_window, required=_KV_HEADS_FIELD, defaults=_QWEN),
     Architecture(
-        "Qwen3MoeForCausalLM qwen3_moe", switched(window), required=_KV_HEADS, defaults=_QWEN
+        "Qwen2MoeForCausalLM qwen2_moe", even_window, required=_KV_HEADS_FIELD, defaults=_QWEN
+    ),
+    Architecture("Qwen3ForCausalLM qwen3", upper_window, required=_BOTH, defaults=_QWEN),
+    Architecture(
+        "Qwen3MoeForCausalLM qwen3_moe", switched(window), required=_KV_HEADS_FIELD, defaults=_QWEN
     ),
     Architecture(
         "SmolLM3ForCausalLM smollm3",
         unrotated_window,
-        required=_KV_HEADS,
+        required=_KV_HEADS_FIELD,
         defaults={"use_sliding_window": False, "no_rope_layer_interval": 4},
     ),
     Architecture(
         "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration"
         " qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
-        late_window,
-        required=_KV_HEADS,
+        upper_window,
+        required=_KV_HEADS_FIELD,
         defaults={**_QWEN, "max_window_layers": 80},
         attention="language_model.model.layers.{}.self_attn.attn",
     ),
@@ -187,7 +190,7 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "Gemma2ForCausalLM gemma2",
         every(2, "sliding_window"),
-        required=_KV_HEADS,
+        required=_KV_HEADS_FIELD,
         defaults={"head_dim": 256, "sliding_window": 4096},
     ),
     Architecture(
@@ -214,7 +217,7 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "Exaone4ForCausalLM exaone4",
         every("sliding_window_pattern", "sliding_window"),
-        required=_KV_HEADS,
+        required=_KV_HEADS_FIELD,
         defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     Architecture(
@@ -226,8 +229,8 @@ ROWS: tuple[Architecture, ...] = (
     ),
     Architecture(
         "Llama4ForCausalLM Llama4ForConditionalGeneration llama4_text llama4",
-        chunks,
-        required=_KV_HEADS,
+        chunked_layers,
+        required=_KV_HEADS_FIELD,
         defaults={"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
     ),
     # Multi-head latent attention.
@@ -266,7 +269,7 @@ ROWS: tuple[Architecture, ...] = (
             "mamba",
             _MIXER,
             "mamba2",
-            _CONV
+            _CONV_FIELDS
             | {
                 "num_heads": "mamba_num_heads",
                 "head_dim": "mamba_head_dim",
@@ -285,14 +288,14 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "BambaForCausalLM bamba",
         listed("attn_layer_indices"),
-        required=_KV_HEADS,
+        required=_KV_HEADS_FIELD,
         attention="model.layers.{}.attn",
         state=State("mamba", _MIXER, "mamba2", _MAMBA2),
     ),
     Architecture(
         "JambaForCausalLM jamba",
         offset,
-        required=_KV_HEADS,
+        required=_KV_HEADS_FIELD,
         attention="model.layers.{}.attn",
         state=State(
             "mamba",
@@ -308,7 +311,7 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "Lfm2ForCausalLM lfm2",
         listed("full_attn_idxs"),
-        required=_KV_HEADS,
+        required=_KV_HEADS_FIELD,
         state=State(
             "short_conv",
             "model.layers.{}.short_conv",
@@ -319,7 +322,7 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "MambaForCausalLM FalconMambaForCausalLM mamba falcon_mamba",
         all_layers("state"),
-        state=State("mamba", "backbone.layers.{}.mixer", "mamba1", _CONV | _MAMBA1),
+        state=State("mamba", "backbone.layers.{}.mixer", "mamba1", _CONV_FIELDS | _MAMBA1),
     ),
     Architecture(
         "Mamba2ForCausalLM mamba2",
@@ -328,7 +331,8 @@ ROWS: tuple[Architecture, ...] = (
             "mamba",
             "backbone.layers.{}.mixer",
             "mamba2",
-            _CONV | {name: name for name in ("num_heads", "head_dim", "n_groups", "state_size")},
+            _CONV_FIELDS
+            | {name: name for name in ("num_heads", "head_dim", "n_groups", "state_size")},
         ),
     ),
 )

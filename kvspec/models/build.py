@@ -28,7 +28,7 @@ import attrs
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.models.architectures import NOT_YET, ROWS, Architecture
+from kvspec.models.architectures import ARCHITECTURES, NOT_YET, Architecture
 from kvspec.models.fields import (
     ModelConfig,
     fields_by_layer,
@@ -50,7 +50,7 @@ from kvspec.specs import (
 # A parsed ``config.json``, its path, or the path of the folder that holds it.
 ConfigSource: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
 
-_BY_NAME: dict[str, Architecture] = {name: row for row in ROWS for name in row.names}
+_BY_NAME: dict[str, Architecture] = {name: row for row in ARCHITECTURES for name in row.names}
 _KINDS = ("full", "mla", "sliding_window", "chunked_local", "state")
 # Elements of an indexer key that share one float32 scale. vLLM fixes this number as well.
 _INDEXER_BLOCK = 128

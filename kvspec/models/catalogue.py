@@ -29,12 +29,12 @@ def names() -> tuple[str, ...]:
     >>> "Llama-3.1-8B" in names()
     True
     """
-    return tuple(_entries())
+    return tuple(_models())
 
 
 def repository(name: str) -> str:
     """Return the repository of a model on the Hugging Face Hub."""
-    return _entry(name)[0]
+    return _model(name)[0]
 
 
 def config(name: str) -> dict[str, object]:
@@ -50,17 +50,17 @@ def config(name: str) -> dict[str, object]:
     8
     """
     # A caller may change the dict, and the entries are cached.
-    return copy.deepcopy(_entry(name)[1])
+    return copy.deepcopy(_model(name)[1])
 
 
 @functools.cache
-def _entries() -> dict[str, tuple[str, dict[str, object]]]:
+def _models() -> dict[str, tuple[str, dict[str, object]]]:
     text = resources.files("kvspec").joinpath("data", "catalogue.json").read_text(encoding="utf-8")
     return {entry["name"]: (entry["repository"], entry["config"]) for entry in json.loads(text)}
 
 
-def _entry(name: str) -> tuple[str, dict[str, object]]:
-    entries = _entries()
+def _model(name: str) -> tuple[str, dict[str, object]]:
+    entries = _models()
     folded_name = str(name).casefold()
     for known, entry in entries.items():
         if folded_name in (known.casefold(), entry[0].casefold()):

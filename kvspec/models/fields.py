@@ -24,7 +24,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 
 # Other keys that published configs use for the same field.
-_ALIASES: dict[str, tuple[str, ...]] = {
+_FIELD_ALIASES: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
@@ -66,7 +66,7 @@ class ModelConfig:
 
     def omits(self, name: str) -> bool:
         """Return whether neither the config nor the class has the field, not even as null."""
-        names = (name, *_ALIASES.get(name, ()))
+        names = (name, *_FIELD_ALIASES.get(name, ()))
         return name not in self.defaults and not any(key in self.values for key in names)
 
     def number(self, name: str) -> int:
@@ -81,7 +81,7 @@ class ModelConfig:
         return total
 
     def _find(self, name: str) -> tuple[str, object]:
-        for key in (name, *_ALIASES.get(name, ())):
+        for key in (name, *_FIELD_ALIASES.get(name, ())):
             if self.values.get(key) is not None:
                 return key, self.values[key]
         # An explicit null turns a window or a chunk off, so it overrides the default.
@@ -117,7 +117,7 @@ def switched(rule: KindRule) -> KindRule:
 
 
 @switched
-def late_window(read: ModelConfig, layers: int) -> list[str]:
+def upper_window(read: ModelConfig, layers: int) -> list[str]:
     """Give layers from ``max_window_layers`` on a window if the config has one."""
     first = positive_int("max_window_layers", read.get("max_window_layers"), least=0)
     return ["full"] * min(first, layers) + window(read, max(0, layers - first))
@@ -190,7 +190,7 @@ def letters(read: ModelConfig, layers: int) -> list[str]:
     return [meaning[letter] for letter in pattern]
 
 
-def chunks(read: ModelConfig, layers: int) -> list[str]:
+def chunked_layers(read: ModelConfig, layers: int) -> list[str]:
     """Make layers with rotary positions chunked, and layers without them full."""
     if read.get("attention_chunk_size") is None:
         return ["full"] * layers

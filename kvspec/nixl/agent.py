@@ -56,7 +56,7 @@ STATE_OF_KIND = {
     "Unknown": TransferState.PEER_LOST,
     "NotFound": TransferState.STALE_PEER,
 }
-STATE_OF_STEP = {
+STATE_OF_PURPOSE = {
     ("create", "NotFound"): TransferState.UNAVAILABLE,
     ("create", "Backend"): TransferState.UNAVAILABLE,
     ("create", "NotSupported"): TransferState.UNAVAILABLE,
@@ -81,9 +81,9 @@ def kind_of(error: BaseException) -> str:
     return type(error).__name__.removeprefix("nixl").removesuffix("Error")
 
 
-def state_of(step: str, kind: str) -> TransferState:
-    """Return the state after an error *kind* in *step*."""
-    return STATE_OF_STEP.get((step, kind), STATE_OF_KIND.get(kind, TransferState.BUG))
+def state_of(purpose: str, kind: str) -> TransferState:
+    """Return the state after an error *kind* of a call for *purpose*."""
+    return STATE_OF_PURPOSE.get((purpose, kind), STATE_OF_KIND.get(kind, TransferState.BUG))
 
 
 def package_names() -> tuple[str, ...]:
@@ -208,7 +208,7 @@ class Agent:
         _AGENTS.add(self)
 
     def __del__(self) -> None:
-        self.drop()
+        self.close()
 
     @property
     def closed(self) -> bool:
@@ -227,7 +227,7 @@ class Agent:
 
     def call(
         self,
-        step: str,
+        purpose: str,
         method: str,
         *arguments: object,
         peer: str | None = None,
@@ -236,7 +236,7 @@ class Agent:
         """Call *method* of the native agent with the lock. Turn its exceptions into ours.
 
         Args:
-            step: What the call is for. It decides what an exception means.
+            purpose: What the call is for. It decides what an exception means.
             method: Name of NIXL's method.
             *arguments: Arguments of the method.
             peer: Name of the peer, for errors.
@@ -246,15 +246,15 @@ class Agent:
             try:
                 return getattr(self._native, method)(*arguments)
             except self._errors as error:
-                raise self._failed(step, error, peer, request) from error
+                raise self._failed(purpose, error, peer, request) from error
 
     def _failed(
-        self, step: str, error: Exception, peer: str | None = None, request: str | None = None
+        self, purpose: str, error: Exception, peer: str | None = None, request: str | None = None
     ) -> TransferError:
         """Return the `TransferError` for an exception of NIXL."""
         kind = kind_of(error)
-        state = state_of(step, kind)
-        message = f"nixl {step} failed: {kind} ({error}): {state.advice}"
+        state = state_of(purpose, kind)
+        message = f"nixl {purpose} failed: {kind} ({error}): {state.advice}"
         if state is TransferState.UNAVAILABLE:
             # UCX lists the devices that it accepts in a line of its own.
             message += "; UCX_NET_DEVICES or UCX_TLS may be wrong"
@@ -267,7 +267,7 @@ class Agent:
         The caller holds the lock. If NIXL refuses the memory, its owner is not kept.
         """
         row = np.array([(memory.address, memory.length, memory.device)], np.uint64)
-        descs = self._nb.nixlRegDList(self._segment(memory.memory_type), row)
+        descs = self._nb.nixlRegDList(self._memory_kind(memory.memory_type), row)
         self.owners.append(owner)  # First, since an interrupt may come after the call.
         try:
             self.call("register", "registerMem", descs, [])
@@ -290,7 +290,7 @@ class Agent:
         name = self._nb.NIXL_INIT_AGENT if peer is None else peer
 
         def prepared(table: NDArray[np.uint64]) -> int:
-            arguments = name, self._segment(memory_type), table, list[str]()
+            arguments = name, self._memory_kind(memory_type), table, list[str]()
             return int(self.call("prepare", "prepXferDlist", *arguments, peer=peer))
 
         try:
@@ -326,25 +326,25 @@ class Agent:
         for memory_type, device, starts in (local, remote):
             rows = np.empty((len(starts), 3), np.uint64)
             rows[:, 0], rows[:, 1], rows[:, 2] = starts, lengths, device
-            sides.append(self._nb.nixlXferDList(self._segment(memory_type), rows))
+            sides.append(self._nb.nixlXferDList(self._memory_kind(memory_type), rows))
         peer, request = subject
         arguments = self._verbs[operation], *sides, peer, "", list[str]()
         return int(self.call("make", "createXferReq", *arguments, peer=peer, request=request))
 
-    def advance(self, handle: int, step: Literal["post", "check"], subject: Subject) -> bool:
+    def advance(self, handle: int, purpose: Literal["post", "check"], subject: Subject) -> bool:
         """Post *handle*, or check it, which makes progress. Return whether it is done."""
         try:
-            if step == "post":
+            if purpose == "post":
                 status = self._native.postXferReq(handle).value
             else:
                 status = self._native.getXferStatus(handle).value
         except self._errors as error:
-            raise self._failed(step, error, *subject) from error
+            raise self._failed(purpose, error, *subject) from error
         if status == self._done:
             return True
         # All failures seen were exceptions. Another status would be new.
         if status != self._moving:
-            raise self._failed(step, RuntimeError(status), *subject)
+            raise self._failed(purpose, RuntimeError(status), *subject)
         return False
 
     def terminal(self, handle: int) -> bool:
@@ -361,7 +361,7 @@ class Agent:
         except self._errors as error:
             raise self._failed("release", error) from error
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Destroy the agent, which stops everything in flight. Then release the owners."""
         if not self.forked:
             with self.lock:
@@ -369,7 +369,7 @@ class Agent:
                 self.registered.clear()
                 self.owners.clear()
 
-    def _segment(self, memory_type: str) -> Any:  # noqa: ANN401 - nixl has no stubs
+    def _memory_kind(self, memory_type: str) -> Any:  # noqa: ANN401 - nixl has no stubs
         return getattr(self._nb, f"{memory_type}_SEG")
 
 

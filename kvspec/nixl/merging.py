@@ -42,11 +42,11 @@ How it works:
 
        NIXL joins the tiles of one run of plain rows that touch, so next to nothing is left to merge
        in one part. The upper bound is twice the descriptors of all parts but the largest. The
-       sample has the first tiles of the first bunch of each part. A bunch is a
-       set of runs that interleave in memory, for example the layers of one block. All bunches
-       of a part look alike, and descriptors of two bunches do not touch.
+       sample has the first tiles of the first interleaved set of each part. An interleaved set
+       has runs that interleave in memory, for example the layers of one block. All interleaved sets
+       of a part look alike, and descriptors of two interleaved sets do not touch.
 
-           bunches     A: runs 1, 2          B: runs 3, 4
+           sets        A: runs 1, 2          B: runs 3, 4
            memory      A1 A2 . A1 A2 . A1 A2   B3 B4 . B3 B4 . B3 B4
            sample      A1 A2 . A1 A2
 
@@ -77,7 +77,9 @@ if TYPE_CHECKING:
 
 Operation = Literal["READ", "WRITE"]
 # A local list, ids of it, a remote list, and as many ids of it. Or a selection, and None.
-Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np.integer] | None"]
+PreparedSides = tuple[
+    Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np.integer] | None"
+]
 
 # What one descriptor costs. All times are over shared memory, and they differ between machines.
 #
@@ -134,8 +136,8 @@ def checked_ids(field: str, ids: object, total: int) -> RowIds:
     return ids.astype(np.int32)
 
 
-class Spans(NamedTuple):
-    """Bytes that are copied, in any order: the address on both sides, and the length of each."""
+class Runs(NamedTuple):
+    """Runs of bytes, in any order: the address on both sides, and the length of each."""
 
     local: Ints
     remote: Ints
@@ -145,18 +147,18 @@ class Spans(NamedTuple):
 class Plain(NamedTuple):
     """Descriptors that NIXL receives by address, and the device of each side."""
 
-    spans: Spans
+    moved_runs: Runs
     local_device: int
     remote_device: int
 
     def batches(self) -> Iterator[Plain]:
         """Yield the descriptors in parts that fit one handle each."""
-        spans, *devices = self
-        if fits(len(spans.nbytes), int(spans.nbytes.sum())):
+        moved_runs, *devices = self
+        if fits(len(moved_runs.nbytes), int(moved_runs.nbytes.sum())):
             yield self
             return
-        for part in into_handles(np.arange(len(spans.nbytes)), spans.nbytes):
-            yield Plain(Spans(*(column[part] for column in spans)), *devices)
+        for part in into_handles(np.arange(len(moved_runs.nbytes)), moved_runs.nbytes):
+            yield Plain(Runs(*(column[part] for column in moved_runs)), *devices)
 
 
 @attrs.define(eq=False)
@@ -169,7 +171,7 @@ class Pairing:
         nbytes: Bytes of all pairs and ends.
         batches: What moves, alone. Slices select pairs of ids. Plain descriptors are the ends, or
             all runs and ends if they were merged across rows: the ids are not used then.
-        spans: Returns the bytes of all pairs and ends. Called only when it is needed: if other
+        moved_runs: Returns the bytes of all pairs and ends. Called only when it is needed: if other
             transfers are in flight, or if the transfer may be staged.
     """
 
@@ -178,7 +180,7 @@ class Pairing:
     nbytes: int
     batches: tuple[slice | Plain, ...]
     _count: Callable[[], int]
-    spans: Callable[[], Spans]
+    moved_runs: Callable[[], Runs]
 
     @property
     def runs(self) -> int:
@@ -206,7 +208,7 @@ def continues_in_row(rows: StridedRows, ids: RowIds, row: Ints) -> NDArray[np.bo
     Three runs are left: 24 to 32, 32 to 64 and 96 to 112. The first two touch, in different rows:
 
     >>> starts, lengths = np.array([24, 32, 96]) + 4096, np.array([8, 32, 16])
-    >>> continues_in_memory(starts, lengths, rows.area_begins).tolist()
+    >>> continues_in_memory(starts, lengths, rows.memory_begins).tolist()
     [True, False]
     """
     next_id = (ids[1:] - ids[:-1] == 1) & (row[1:] == row[:-1])
@@ -249,20 +251,20 @@ def pair(
         raise SpecError(
             "local_ids", len(local_ids), f"as many ids as remote_ids has: {len(remote_ids)}"
         )
-    spans = partial(_spans_of_ids, local, local_ids, remote, remote_ids)
+    moved_runs = partial(_runs_of_ids, local, local_ids, remote, remote_ids)
     # One pair has nothing to merge, and its row does not matter if all rows have equal lengths.
     alone = len(local_ids) == 1 and not ends
     if alone and local.size is not None and local.size == remote.size:
-        return Pairing(local_ids, remote_ids, local.size, (slice(0, 1),), _ONE, spans)
+        return Pairing(local_ids, remote_ids, local.size, (slice(0, 1),), _ONE, moved_runs)
     if not len(local_ids) and not ends:
-        return Pairing(local_ids, remote_ids, 0, (), int, spans)
+        return Pairing(local_ids, remote_ids, 0, (), int, moved_runs)
     rows = local.row_of(local_ids), remote.row_of(remote_ids)
     length = local.length[rows[0]]
     _refuse_unequal(local_ids, length, remote_ids, remote.length[rows[1]])
     sides = (local, local_ids, rows[0]), (remote, remote_ids, rows[1])
     first = starts_of(continues_in_row(*sides[0]) & continues_in_row(*sides[1]))[: len(local_ids)]
     near, far = (side.address_of(ids[first], row[first]) for side, ids, row in sides)
-    runs = _all_spans([Spans(near, far, np.add.reduceat(length, first)), *_spans_of(ends)])
+    runs = _all_runs([Runs(near, far, np.add.reduceat(length, first)), *_runs_of(ends)])
     target, written = local_ids, runs.local
     if destination == "remote":
         target, written = remote_ids, runs.remote
@@ -271,7 +273,7 @@ def pair(
     _refuse_overlap(f"{destination}_ids", names[order], written[order], runs.nbytes[order])
     nbytes, joined = int(runs.nbytes.sum()), _merged(runs, order, local, remote, ends)
     if joined is not None:
-        count = partial(len, joined.spans.nbytes)
+        count = partial(len, joined.moved_runs.nbytes)
         return Pairing(local_ids, remote_ids, nbytes, (*joined.batches(),), count, lambda: runs)
     of_ids: tuple[slice, ...] = (slice(0, len(length)),)[: len(first)]
     if not fits(len(first), int(length.sum())):
@@ -281,7 +283,7 @@ def pair(
 
 
 def _merged(
-    runs: Spans, order: Ints, local: StridedRows, remote: StridedRows, ends: Sequence[Plain]
+    runs: Runs, order: Ints, local: StridedRows, remote: StridedRows, ends: Sequence[Plain]
 ) -> Plain | None:
     """Return *runs* merged across rows, or None if that is impossible or does not pay."""
     if len(order) == 1 or SEVERAL in (local.device, remote.device):
@@ -289,7 +291,7 @@ def _merged(
     continues = np.ones(len(order) - 1, np.bool_)
     for side, starts in ((local, runs.local), (remote, runs.remote)):
         if continues.any():
-            continues &= continues_in_memory(starts[order], runs.nbytes[order], side.area_begins)
+            continues &= continues_in_memory(starts[order], runs.nbytes[order], side.memory_begins)
     # Ends need a handle of plain descriptors in any case. A few runs join it, merged or not,
     # instead of taking a second handle.
     few = bool(ends) and len(order) <= FEW
@@ -298,24 +300,24 @@ def _merged(
     return Plain(_joined(runs, order, starts_of(continues)), local.device, remote.device)
 
 
-def _spans_of_ids(
+def _runs_of_ids(
     local: StridedRows, local_ids: RowIds, remote: StridedRows, remote_ids: RowIds
-) -> Spans:
+) -> Runs:
     near, far = local.row_of(local_ids), remote.row_of(remote_ids)
     begins = local.address_of(local_ids, near), remote.address_of(remote_ids, far)
-    return Spans(*begins, local.length[near])
+    return Runs(*begins, local.length[near])
 
 
-def _spans_of(ends: Sequence[Plain]) -> Iterator[Spans]:
-    return (plain.spans for plain in ends)
+def _runs_of(ends: Sequence[Plain]) -> Iterator[Runs]:
+    return (plain.moved_runs for plain in ends)
 
 
 def _batches(ends: Sequence[Plain]) -> Iterator[Plain]:
     return (part for plain in ends for part in plain.batches())
 
 
-def _all_spans(every: Sequence[Spans]) -> Spans:
-    return every[0] if len(every) == 1 else Spans(*map(np.concatenate, zip(*every, strict=True)))
+def _all_runs(every: Sequence[Runs]) -> Runs:
+    return every[0] if len(every) == 1 else Runs(*map(np.concatenate, zip(*every, strict=True)))
 
 
 def _refuse_unequal(local_ids: RowIds, local: Ints, remote_ids: RowIds, remote: Ints) -> None:
@@ -343,7 +345,7 @@ def starts_of(continues: NDArray[np.bool_]) -> Ints:
     return np.concatenate((_FIRST, (~continues).nonzero()[0] + 1))
 
 
-def _joined(runs: Spans, order: Ints, starts: Ints) -> Spans:
+def _joined(runs: Runs, order: Ints, starts: Ints) -> Runs:
     """Return one descriptor for the runs in *order* from each of *starts* to the next.
 
     A descriptor that is too long for one handle is cut.
@@ -353,7 +355,7 @@ def _joined(runs: Spans, order: Ints, starts: Ints) -> Spans:
     number = np.repeat(np.arange(len(starts)), cuts)
     skipped = (np.arange(len(number)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * MAX_BYTES
     run, length = order[starts[number]], np.minimum(total[number] - skipped, MAX_BYTES)
-    return Spans(runs.local[run] + skipped, runs.remote[run] + skipped, length)
+    return Runs(runs.local[run] + skipped, runs.remote[run] + skipped, length)
 
 
 def merges(posted: int, spared: int) -> bool:
@@ -391,7 +393,7 @@ def into_handles(first: Ints, length: Ints) -> Iterator[slice]:
         run = stop
 
 
-def checked_pairs(agent: Agent, operation: Operation, sides: Sides) -> Pairing:
+def checked_pairs(agent: Agent, operation: Operation, sides: PreparedSides) -> Pairing:
     """Return the pairs of ids of *sides*, which must be lists of *agent*.
 
     The ids of a selection are paired by its parts if that is possible.
@@ -441,7 +443,7 @@ def pair_selection(
         merged = pair(local, ids[own], remote, ids[1 - own], destination, ends)
         if not small or not parts or isinstance(merged.batches[0], Plain):
             return merged
-    nbytes = sum(entry.rows.nbytes * len(tiles) for entry, tiles in parts)
+    nbytes = sum(numbered.rows.nbytes * len(tiles) for numbered, tiles in parts)
     posted = partial(_posted, parts)
     # Counting the posted descriptors takes time, so do it only if the answer depends on it.
     batches = (slice(0, count),)[: len(parts)]
@@ -452,23 +454,23 @@ def pair_selection(
         ids[1 - own],
         selection.nbytes,
         (*batches, *_batches(ends)),
-        lambda: posted() + sum(len(spans.nbytes) for spans in _spans_of(ends)),
-        lambda: _all_spans([_spans_of_parts(parts, own), *_spans_of(ends)]),
+        lambda: posted() + sum(len(moved_runs.nbytes) for moved_runs in _runs_of(ends)),
+        lambda: _all_runs([_runs_of_parts(parts, own), *_runs_of(ends)]),
     )
 
 
 def plain_ends(parts: Sequence[Picked], own: int) -> tuple[Plain, ...]:
     """Return the descriptors of the ends, by the device of each side."""
     by_devices: dict[tuple[int, int], list[Picked]] = {}
-    for entry, tiles in parts:
-        devices = entry.rows.producer.device, entry.rows.consumer.device
-        by_devices.setdefault((devices[own], devices[1 - own]), []).append((entry, tiles))
-    return tuple(Plain(_spans_of_parts(same, own), *key) for key, same in by_devices.items())
+    for numbered, tiles in parts:
+        devices = numbered.rows.producer.device, numbered.rows.consumer.device
+        by_devices.setdefault((devices[own], devices[1 - own]), []).append((numbered, tiles))
+    return tuple(Plain(_runs_of_parts(same, own), *key) for key, same in by_devices.items())
 
 
 def _posted(parts: Sequence[Picked]) -> int:
     """Return the number of descriptors that NIXL posts."""
-    return sum(entry.rows.posted(tiles) for entry, tiles in parts)
+    return sum(numbered.rows.posted(tiles) for numbered, tiles in parts)
 
 
 def _merging_pays(
@@ -476,27 +478,27 @@ def _merging_pays(
 ) -> bool:
     """Estimate whether a merge across rows of a large selection would spare enough descriptors.
 
-    The first tiles of the first bunch of each part are paired by id. Ends do not count: they are
-    few, and each merges with one tile at most.
+    The first tiles of the first interleaved set of each part are paired by id. Ends do not count:
+    they are few, and each merges with one tile at most.
     """
     parts, total = selection.parts, len(selection.producer_ids)
-    if all(entry.rows.plain for entry, _ in parts):
+    if all(numbered.rows.plain for numbered, _ in parts):
         # NIXL joins nearly all that touches within a part. A descriptor of the largest part merges
         # only with those of other parts. Each of these has two neighbours, so at most two merges.
-        each = [entry.rows.posted(tiles) for entry, tiles in parts]
+        each = [numbered.rows.posted(tiles) for numbered, tiles in parts]
         spared = 2 * (sum(each) - max(each))
         worth = spared * IDS_FOR_A_POST > total
         if not worth or sum(each) <= LIMIT * (sum(each) - spared):
             return False
     posted, sample = 0, list[RowIds]()
-    for entry, tiles in parts:
-        runs = entry.rows.bunch
+    for numbered, tiles in parts:
+        runs = numbered.rows.interleaved
         count = min(len(tiles), max(1, SAMPLE // (runs * len(parts))))
-        touching = int(np.count_nonzero(entry.rows.touches[:runs]))
+        touching = int(np.count_nonzero(numbered.rows.touches[:runs]))
         for number, touches in ((touching, True), (runs - touching, False)):
-            firsts = starts_of(entry.rows.joins(tiles, touches=touches))
+            firsts = starts_of(numbered.rows.joins(tiles, touches=touches))
             posted += number * int(np.count_nonzero(firsts < count))
-        ids = entry.starts[:, :runs] + tiles.ids[:, None, :count].astype(np.int32)
+        ids = numbered.starts[:, :runs] + tiles.ids[:, None, :count].astype(np.int32)
         sample.append(ids.reshape(2, -1))
     ids = np.concatenate(sample, axis=1)
     merged = pair(local, ids[own], remote, ids[1 - own], destination)
@@ -505,10 +507,10 @@ def _merging_pays(
     return posted > LIMIT * merged.runs and spared * IDS_FOR_A_POST > ids.shape[1]
 
 
-def _spans_of_parts(parts: Sequence[Picked], own: int) -> Spans:
+def _runs_of_parts(parts: Sequence[Picked], own: int) -> Runs:
     """Return all descriptors of the selection."""
-    found = np.concatenate([entry.addresses(tiles).T for entry, tiles in parts], axis=1)
-    return Spans(found[own], found[1 - own], found[2])
+    found = np.concatenate([numbered.addresses(tiles).T for numbered, tiles in parts], axis=1)
+    return Runs(found[own], found[1 - own], found[2])
 
 
 def _parts_into_handles(parts: Sequence[Picked]) -> Iterator[slice]:
@@ -518,8 +520,8 @@ def _parts_into_handles(parts: Sequence[Picked]) -> Iterator[slice]:
     several handles of its own.
     """
     start = 0
-    for entry, tiles in parts:
-        rows, count = entry.rows, len(tiles)
+    for numbered, tiles in parts:
+        rows, count = numbered.rows, len(tiles)
         length = rows.size or int(rows.length.max())
         # At most *count* descriptors are posted for one run. Count them only if one run may have
         # several handles.

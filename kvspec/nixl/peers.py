@@ -21,7 +21,7 @@ from kvspec.wire.handshake import MAX_NAME, is_name
 from kvspec.wire.packing import WireStruct, decoder_of, pack, unpack
 from kvspec.wire.seal import Secret
 
-_MAGIC = b"kvspec-nixl-3\n"
+_METADATA_MAGIC = b"kvspec-nixl-3\n"
 _INNER = struct.Struct("<16sQ")  # how NIXL's bytes begin: a tag, and the length of the agent's name
 _TAG = b"nixlSerDes|Agent"
 
@@ -41,7 +41,7 @@ class Envelope(WireStruct, frozen=True, kw_only=True):
 
     def seal(self, secret: Secret) -> bytes:
         """Return the sealed bytes. A peer with the same *secret* detects any change."""
-        return secret.seal(_MAGIC, pack(self))
+        return secret.seal(_METADATA_MAGIC, pack(self))
 
 
 _ENVELOPES = decoder_of(Envelope)
@@ -57,10 +57,10 @@ def name_of(name: object, prefix: str) -> str:
     return is_name("name", name)
 
 
-def opened(sealed: object, secret: Secret) -> Envelope:
+def open_metadata(sealed: object, secret: Secret) -> Envelope:
     """Return what was sealed, or raise `WireError`."""
     wanted = "the complete bytes that NixlRank.metadata() returned"
-    body = secret.unseal("metadata", _MAGIC, sealed, wanted)
+    body = secret.unseal("metadata", _METADATA_MAGIC, sealed, wanted)
     peer = unpack("metadata", _ENVELOPES, body)
     name = peer.name.encode()
     if not 0 < len(name) <= MAX_NAME:

@@ -32,8 +32,8 @@ from kvspec.inputs import flag, mapping, seconds, sequence
 from kvspec.memory.region import Memory, check_memory_type
 from kvspec.nixl.agent import Agent, Prepared
 from kvspec.nixl.memory import new_memories
-from kvspec.nixl.merging import Sides
-from kvspec.nixl.peers import Envelope, name_of, opened
+from kvspec.nixl.merging import PreparedSides
+from kvspec.nixl.peers import Envelope, name_of, open_metadata
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staging.choosing import Buffers
 from kvspec.nixl.staging.rule import Staging
@@ -246,7 +246,7 @@ class NixlRank:
         timeout = seconds("timeout", timeout)
         given = sequence("metadata", metadata, "the metadata of some ranks")
         # All are checked before NIXL receives any: it keeps half of wrong metadata.
-        peers = [opened(each, self.secret) for each in given]
+        peers = [open_metadata(each, self.secret) for each in given]
         new = {peer.name: peer for peer in peers if peer.name not in self._answered}
         try:
             for peer in peers:
@@ -276,7 +276,7 @@ class NixlRank:
         self._agent.call("notify", "genNotif", peer.name, HELLO, peer=peer.name)
 
     def disconnect(self, peer: str) -> None:
-        """Forget *peer* and its lists.
+        """Disconnect *peer* and release its lists.
 
         Each cycle of `disconnect` and `connect` to a live peer costs both sides one file
         descriptor, which NIXL keeps until the agent is destroyed.
@@ -293,7 +293,7 @@ class NixlRank:
             for prepared in self._lists[peer]:
                 prepared.release()
             del self._lists[peer]
-            self._forget(peer)
+            self._disconnect(peer)
 
     def prepare(
         self, rows: NDArray[np.uint64], memory_type: str = "DRAM", peer: str | None = None
@@ -378,7 +378,7 @@ class NixlRank:
         sides = local, local_ids, remote, remote_ids
         return self._in_flight.start("WRITE", {None: sides}, request, timeout)[None]
 
-    def pair(self, pairs: Mapping[K, Sides], *, request: str) -> dict[K, Transfer]:
+    def pair(self, pairs: Mapping[K, PreparedSides], *, request: str) -> dict[K, Transfer]:
         """Check several reads and pair their ids. That takes long. Nothing starts.
 
         The agent is not locked meanwhile. Pass each transfer to `move` of this rank once, in place
@@ -392,7 +392,7 @@ class NixlRank:
         return self._in_flight.pair(_checked_pairs(pairs), request)
 
     def move(
-        self, pairs: Mapping[K, Sides | Transfer], *, request: str, timeout: float
+        self, pairs: Mapping[K, PreparedSides | Transfer], *, request: str, timeout: float
     ) -> dict[K, Transfer]:
         """Start several reads. If one of them is wrong, none starts.
 
@@ -442,9 +442,9 @@ class NixlRank:
             # object, the rest is skipped: all of it goes with the agent.
             with contextlib.suppress(TransferError):
                 self._agent.check_open()
-                idle = self._in_flight.stop(limit)
+                idle = self._in_flight.cancel_all(limit)
                 try:
-                    self._in_flight.abandon()
+                    self._in_flight.release_now()
                     # NIXL's order: handles, lists, peers, memory, agent. If bytes are still in
                     # flight, only the destruction of the agent stops them. Then the handles are
                     # released and the agent is destroyed at once. Lists, peers and memory go with
@@ -452,8 +452,8 @@ class NixlRank:
                     if idle:
                         self._release_all()
                 finally:
-                    # Also after an interrupt: the bytes of an abandoned transfer may still move.
-                    self._agent.drop()
+                    # Also after an interrupt: the bytes of a released transfer may still move.
+                    self._agent.close()
             self._lists = {None: []}
             self._answered = set()
 
@@ -463,11 +463,11 @@ class NixlRank:
             for prepared in lists:
                 prepared.release()
         for peer in self.peers:
-            self._forget(peer)
+            self._disconnect(peer)
         self._agent.deregister()
 
-    def _forget(self, peer: str) -> None:
-        """Let NIXL forget *peer*. It has forgotten a dead peer already."""
+    def _disconnect(self, peer: str) -> None:
+        """Let NIXL disconnect *peer*. It has disconnected a dead peer already."""
         with contextlib.suppress(TransferError):
             self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
 
@@ -490,16 +490,16 @@ class NixlRank:
                 stack.callback(local.release)
                 remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
                 stack.callback(remote.release)
-                stack.callback(self._stop_probe, local)
+                stack.callback(self._cancel_probe, local)
                 sides = local, first, remote, first
                 knocks.append(self.read(*sides, request="connect", timeout=timeout))
             wait_for_all(knocks)
 
-    def _stop_probe(self, local: Prepared) -> None:
-        """Stop the read of `_knock` if an interrupt has left it. No other call polls it."""
+    def _cancel_probe(self, local: Prepared) -> None:
+        """Cancel the read of `_knock` if an interrupt has left it. No other call polls it."""
         for transfer in self._in_flight:
             if transfer.local is local:
-                transfer.stop("the connection was not established", TransferState.STOPPED)
+                transfer.cancel("the connection was not established", TransferState.CANCELLED)
 
 
 def _checked_pairs(pairs: Mapping[K, T], *others: type[T]) -> Mapping[K, T]:

@@ -58,8 +58,8 @@ class StridedRows:
         return np.asarray(self.table[:, 1] == self.table[:, 3])
 
     @cached_property
-    def area_begins(self) -> Ints:
-        """Begin of each area: a set of rows that share bytes, or are chained so.
+    def memory_begins(self) -> Ints:
+        """Begin of each set of rows that share bytes, or are chained so.
 
         The rows lie on one device. Each row lies in one registered memory from its first byte to
         its last, with the bytes between its ids, and memories are disjoint. So rows that interleave

@@ -22,7 +22,7 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
 from kvspec.memory.busy import BusyRanges, united
 from kvspec.nixl.agent import Agent, check_unreleased
-from kvspec.nixl.merging import Operation, Plain, Sides, checked_pairs
+from kvspec.nixl.merging import Operation, Plain, PreparedSides, checked_pairs
 from kvspec.nixl.staging.choosing import Buffers
 from kvspec.nixl.staging.learning import Lesson
 from kvspec.nixl.staging.ranges import Batch
@@ -71,7 +71,7 @@ class Transfer:
         self,
         transfers: InFlightTransfers,
         operation: Operation,
-        sides: Sides,
+        sides: PreparedSides,
         request: str,
         timeout: float,
         key: object = None,
@@ -167,7 +167,7 @@ class Transfer:
                 self._agent.check_open()
             if not self.started:  # Its bytes are not busy, so none may move.
                 raise SpecError("transfer", self, "a transfer that `move` has started")
-            self.step(turn)
+            self.make_progress(turn)
             if self.queue_number is not None and self.stage is not None and self.state == "PROC":
                 self._all.poll_others(self, self.stage.buffer)
             if self.error is not None:
@@ -186,7 +186,7 @@ class Transfer:
             time.sleep(max(0.0, min(rest, self._deadline - time.monotonic())))
             rest = min(max(2 * rest, FIRST_WAIT), LAST_WAIT)
 
-    def step(self, turn: float | None = None) -> bool:
+    def make_progress(self, turn: float | None = None) -> bool:
         """Release finished handles, post more, and keep an error. Check the deadline.
 
         After a failure, handles are only released, as soon as they end.
@@ -209,7 +209,7 @@ class Transfer:
         return ended
 
     def _move(self, turn: float | None) -> bool:
-        """Do the work of `step` for a transfer that has not ended."""
+        """Do the work of `make_progress` for a transfer that has not ended."""
         settled, now = self._settled, time.monotonic()
         if self._deadline == math.inf:
             self._deadline = now + self.timeout
@@ -222,7 +222,7 @@ class Transfer:
                     if self.stage is not None and time.monotonic() >= now + turn:
                         break
             if now >= self._deadline and (self._in_flight or self._pending):
-                raise self._late()
+                raise self._timed_out()
             self._post(now, turn)
         except TransferError as error:
             self._fail(error)
@@ -243,14 +243,14 @@ class Transfer:
         self._pending.clear()
         self.reap()
 
-    def stop(self, why: str, state: TransferState) -> bool:
+    def cancel(self, why: str, state: TransferState) -> bool:
         """Post nothing more, and fail with *why*. Return whether nothing is in flight."""
         with self._agent.lock:
             if self.state == "PROC":
                 self._fail(self._failed(f"{why}: {state.advice}", state))
             return self.reap()
 
-    def abandon(self) -> None:
+    def release_now(self) -> None:
         """Release handles in flight. The caller must destroy the agent next to stop their bytes."""
         while self._in_flight:
             with contextlib.suppress(TransferError):
@@ -273,18 +273,18 @@ class Transfer:
             check_unreleased(local, remote)
         if self.stage is not None:
             # A staging buffer has the memory type and the device of the local list.
-            spans = self.stage.spans(cast("Batch", batch), slot)
-            batch = Plain(spans, local.rows.device, remote.rows.device)
+            moved_runs = self.stage.moved_runs(cast("Batch", batch), slot)
+            batch = Plain(moved_runs, local.rows.device, remote.rows.device)
         if not isinstance(batch, Plain):
             ids = pairs.local_ids, pairs.remote_ids
             if len(self.batches) > 1 and isinstance(batch, slice):
                 ids = ids[0][batch], ids[1][batch]
             lists = (local.handle, ids[0]), (remote.handle, ids[1])
             return self._agent.make(self.operation, *lists, self._subject)
-        spans, *devices = batch
-        near = local.memory_type, devices[0], spans.local
-        far = remote.memory_type, devices[1], spans.remote
-        return self._agent.make_plain(self.operation, spans.nbytes, near, far, self._subject)
+        moved_runs, *devices = batch
+        near = local.memory_type, devices[0], moved_runs.local
+        far = remote.memory_type, devices[1], moved_runs.remote
+        return self._agent.make_plain(self.operation, moved_runs.nbytes, near, far, self._subject)
 
     def _post(self, now: float, turn: float) -> None:
         """Post batches. Stop *turn* seconds after *now* if a batch ends at once."""
@@ -320,7 +320,7 @@ class Transfer:
         self._settled += 1
         self._agent.release(handle)
 
-    def _late(self) -> TransferError:
+    def _timed_out(self) -> TransferError:
         rest, state = "nothing is in flight", TransferState.OVERDUE
         if self.live_handles:
             state = TransferState.TIMEOUT
@@ -402,7 +402,7 @@ class InFlightTransfers:
     def start(
         self,
         operation: Operation,
-        pairs: Mapping[K, Sides | Transfer],
+        pairs: Mapping[K, PreparedSides | Transfer],
         request: str,
         timeout: float,
     ) -> dict[K, Transfer]:
@@ -417,7 +417,7 @@ class InFlightTransfers:
         paired = {key: each for key, each in pairs.items() if isinstance(each, Transfer)}
         made = {
             key: paired.get(key) or Transfer(self, operation, sides, request, timeout, key)
-            for key, sides in cast("Mapping[K, Sides]", pairs).items()
+            for key, sides in cast("Mapping[K, PreparedSides]", pairs).items()
         }
         started = [*made.values()]
         with self.agent.lock:
@@ -438,7 +438,7 @@ class InFlightTransfers:
                 raise
             for key, transfer in made.items():
                 if key not in paired:
-                    transfer.step()
+                    transfer.make_progress()
             if len(every) == 1 and every[0].over:  # A small one often ends at once.
                 self._known = ()
         return made
@@ -461,7 +461,7 @@ class InFlightTransfers:
         for key, transfer in paired.items():
             transfer.renew(key, request, timeout)
 
-    def pair(self, pairs: Mapping[K, Sides], request: str) -> dict[K, Transfer]:
+    def pair(self, pairs: Mapping[K, PreparedSides], request: str) -> dict[K, Transfer]:
         """Return reads, and claim their bytes if others are in flight. Nothing starts.
 
         Such a claim yields to any transfer that starts first.
@@ -549,7 +549,7 @@ class InFlightTransfers:
         Those that wait for a slot come first: a free slot may be reserved for one of them.
         """
         for user in in_line(buffer, self):
-            if user is not waiting and user.step():
+            if user is not waiting and user.make_progress():
                 return
 
     def check_idle(self, peer: str) -> None:
@@ -558,27 +558,27 @@ class InFlightTransfers:
             state = TransferState.BUSY
             raise TransferError(f"{busy}: {state.advice}", rank=peer, state=state)
 
-    def stop(self, drain: float) -> bool:
+    def cancel_all(self, drain: float) -> bool:
         """Post no more, and wait up to *drain* seconds. Return whether nothing is in flight."""
         deadline = time.monotonic() + drain
         why = "the rank was closed first", TransferState.CLOSED
-        while not all([transfer.stop(*why) for transfer in self._known]):  # noqa: C419 - stop each
+        while not all([transfer.cancel(*why) for transfer in self._known]):  # noqa: C419 - stop each
             if time.monotonic() >= deadline:
                 return False
             time.sleep(FIRST_WAIT)
         return True
 
-    def abandon(self) -> None:
+    def release_now(self) -> None:
         """Release everything, in flight or not, and forget it."""
         for transfer in self._known:
-            transfer.abandon()
+            transfer.release_now()
         with self._claiming:
             self._known, self._busy, self._claimed = (), BusyRanges(), dict[TransferRef, bool]()
 
 
 def _ranges(transfer: Transfer) -> tuple[Claimed, Claimed]:
     """Return the bytes that *transfer* writes and those that it reads. This takes long."""
-    local, remote, nbytes = transfer.pairs.spans()
+    local, remote, nbytes = transfer.pairs.moved_runs()
     start, stop = united(local, local + nbytes)
     near = ("", transfer.local.memory_type), start, stop
     start, stop = united(remote, remote + nbytes)

@@ -28,7 +28,7 @@ ITEMSIZE: dict[str, int] = {
 }
 
 # Other names that stand in the configuration of vLLM and of models. There, "fp8" means E4M3.
-_ALIASES = {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn"}
+_DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn"}
 
 
 def dtype_name(dtype: object, field: str = "dtype") -> str:
@@ -46,7 +46,7 @@ def dtype_name(dtype: object, field: str = "dtype") -> str:
     ('float16', 'int8')
     """
     text = str(dtype).removeprefix("torch.")
-    name = _ALIASES.get(text, text)
+    name = _DTYPE_ALIASES.get(text, text)
     if isinstance(dtype, (bool, int, float)) or name not in ITEMSIZE:
         raise SpecError(field, dtype, f"one of {', '.join(ITEMSIZE)}")
     return name

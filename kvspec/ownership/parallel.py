@@ -31,8 +31,8 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.ownership.sharding import (
-    Ranges,
     Sharding,
+    UnitRanges,
     check_granularity,
     even_sharding,
     explicit_sharding,
@@ -64,10 +64,10 @@ class RankId:
 
 
 # The layers of a pipeline stage: a range of layer numbers, or the names of the layers.
-Stage = range | tuple[str, ...]
+StageLayers = range | tuple[str, ...]
 
 
-def _stages(value: Iterable[Stage] | None) -> tuple[Stage, ...] | None:
+def _stages(value: Iterable[StageLayers] | None) -> tuple[StageLayers, ...] | None:
     if value is None:
         return None
     stages = sequence("stages", value, "stages, each a range of layer numbers or layer names")
@@ -86,7 +86,7 @@ def _context_ranks(value: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ..
     )
 
 
-def _explicit_shardings(value: object) -> Mapping[int, Ranges]:
+def _explicit_shardings(value: object) -> Mapping[int, UnitRanges]:
     return explicit_shardings(value, "units")
 
 
@@ -130,8 +130,8 @@ class ParallelConfig:
     dcp_size: int = 1
     pcp_size: int = 1
     interleave_size: int = 1
-    shardings: Mapping[int, Ranges] = attrs.field(factory=dict, converter=_explicit_shardings)
-    stages: tuple[Stage, ...] | None = attrs.field(default=None, converter=_stages)
+    shardings: Mapping[int, UnitRanges] = attrs.field(factory=dict, converter=_explicit_shardings)
+    stages: tuple[StageLayers, ...] | None = attrs.field(default=None, converter=_stages)
     context_ranks: tuple[tuple[int, ...], ...] | None = attrs.field(
         default=None, converter=_context_ranks
     )

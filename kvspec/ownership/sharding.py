@@ -126,10 +126,10 @@ def even_sharding(units: int, tp_size: int, granularity: int = 1) -> Sharding:
 
 
 # An explicit sharding: one range of units for each TP rank, in the order of ranks.
-Ranges = tuple[range, ...]
+UnitRanges = tuple[range, ...]
 
 
-def explicit_shardings(value: object, keys: str) -> Frozen[Any, Ranges]:
+def explicit_shardings(value: object, keys: str) -> Frozen[Any, UnitRanges]:
     """Return an immutable copy of a mapping to explicit shardings.
 
     The ranges are checked later by `explicit_sharding`, when the number of units is known.

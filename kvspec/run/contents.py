@@ -21,7 +21,7 @@ from kvspec.run.job import Job, Side
 from kvspec.run.report import Compared
 from kvspec.testing import logical_views
 from kvspec.testing.oracle import content_of, differences
-from kvspec.testing.positions import Rows, rows_of
+from kvspec.testing.positions import PartRows, rows_of
 
 Bytes = NDArray[np.uint8]
 Storage = dict[str, Bytes]
@@ -111,7 +111,7 @@ class Contents:
         name, free = next(iter(self.after(after)[1].items()))
         after[name][np.argmin(free)] ^= 0xFF
 
-    def _rows(self) -> Iterator[tuple[Rows, Bytes]]:
+    def _rows(self) -> Iterator[tuple[PartRows, Bytes]]:
         """Yield the rows of all requests, with their true bytes."""
         engine, producer = self.job.engine(self.side), self.side == "producer"
         for number, request in enumerate(self.job.moves):
@@ -125,7 +125,7 @@ class Contents:
 
 def true_rows(
     engine: EngineSpec, rank: RankId, request: TransferRequest, seed: int, *, producer: bool
-) -> Iterator[tuple[Rows, Bytes]]:
+) -> Iterator[tuple[PartRows, Bytes]]:
     """Yield the rows of a request on one rank, part by part.
 
     The cost depends on the request, not on the size of the cache. The second value has the true

@@ -41,11 +41,11 @@ def has_tokens(group: KVCacheGroup) -> bool:
 SPARE_BLOCKS = 3
 """Blocks of each pool that belong to no request. They must not change."""
 MAX_TIMEOUT = 24 * 3600.0
-MAX_TOKENS = 10**9
+MAX_JOB_TOKENS = 10**9
 MAX_STAGING = 1 << 16
-MAX_RANKS = 256
+MAX_JOB_RANKS = 256
 """Processes of one run, each with an agent."""
-_SEED_STEP = 16  # Seeds differ by more than what the oracle itself adds to a seed.
+_SEED_DISTANCE = 16  # Seeds differ by more than what the oracle itself adds to a seed.
 _NONCE = "00" * 16
 
 
@@ -89,8 +89,8 @@ class Job:
         positive_int("requests", self.requests)
         positive_int("seed", self.seed, least=0)
         positive_int("staging", self.staging, least=0, most=MAX_STAGING)
-        if self.tokens * self.requests > MAX_TOKENS:
-            expected = f"at most {MAX_TOKENS} tokens in all {self.requests} requests together"
+        if self.tokens * self.requests > MAX_JOB_TOKENS:
+            expected = f"at most {MAX_JOB_TOKENS} tokens in all {self.requests} requests together"
             raise SpecError("tokens", self.tokens, expected)
         if positive_int("cached", self.cached, least=0) > self.tokens:
             raise SpecError("cached", self.cached, f"at most tokens={self.tokens}")
@@ -98,8 +98,8 @@ class Job:
         if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.device):
             raise SpecError("device", self.device, "cpu, cuda, or one GPU such as cuda:0")
         ranks = sum(len(self.engine(side).parallel.ranks) for side in SIDES)
-        if ranks > MAX_RANKS:
-            raise SpecError("ranks", ranks, f"at most {MAX_RANKS} ranks of both engines")
+        if ranks > MAX_JOB_RANKS:
+            raise SpecError("ranks", ranks, f"at most {MAX_JOB_RANKS} ranks of both engines")
         if not 0 < seconds("timeout", self.timeout) <= MAX_TIMEOUT:
             expected = f"seconds, more than 0 and at most {MAX_TIMEOUT:.0f}"
             raise SpecError("timeout", self.timeout, expected)
@@ -144,7 +144,7 @@ class Job:
 
     def content_seed(self, request: int) -> int:
         """Return the seed of a request. Each request has other contents."""
-        return (self.seed * self.requests + request) * _SEED_STEP
+        return (self.seed * self.requests + request) * _SEED_DISTANCE
 
     def num_blocks(self, side: Side) -> dict[str, int]:
         """Return the number of blocks of each group: those of all requests, and a few more."""

@@ -28,8 +28,8 @@ from kvspec.run.report import Failure, RankReport, Report
 from kvspec.run.transfer_rank import STAGES, Arguments, StageError, TransferRank, lead
 from kvspec.wire.seal import MIN_SECRET
 
-REST = 0.02  # seconds between two looks at the store
-LEAVE = 5.0  # seconds for which the first rank, which may keep the store, waits for the others
+STORE_REST = 0.02  # seconds between two looks at the store
+STORE_WAIT = 5.0  # seconds for which the first rank, which may keep the store, waits for the others
 ANSWERS: dict[str, type] = {"start": bytes, "compare": RankReport}
 """The types of the answers that other processes read, by stage."""
 OPTIONS = ("tokens", "cached", "requests", "seed", "staging", "tamper")
@@ -130,7 +130,7 @@ def run_launched(job: Job, place: Place) -> Report:
     # The thread cannot be ended, but it does not keep the process.
     Thread(target=rank.run, args=(reports.put,), daemon=True).start()
     try:
-        return reports.get(timeout=job.timeout + 2 * LEAVE)
+        return reports.get(timeout=job.timeout + 2 * STORE_WAIT)
     except Empty:
         where = f"the store at {place.address}:{place.port}"
         why = f"neither {where} nor this rank answers within {job.timeout:g} s"
@@ -150,7 +150,7 @@ class LaunchedRank:
     def run(self, put: Callable[[Report], None]) -> None:
         """Do all stages, leave the store, and *put* the report."""
         report = lead(self.job, self.through)
-        self.leave()
+        self.close_store()
         put(report)
 
     def through(self, stage: str, arguments: Arguments) -> list[Any]:
@@ -174,16 +174,16 @@ class LaunchedRank:
             why = f"no store at {where} (MASTER_ADDR, MASTER_PORT), or not any more: {words}"
             raise StageError((self.failure(self.place.number, why),)) from error
 
-    def leave(self) -> None:
+    def close_store(self) -> None:
         """Leave the store, the first rank last, since its process may keep the store."""
         with suppress(Exception):
             if self.server is not None:
                 self.server.close()  # It did not, if the run has failed.
             self.store.set(f"left/{self.place.number}", b"")
-            end = time.monotonic() + LEAVE
+            end = time.monotonic() + STORE_WAIT
             left = [f"left/{number}" for number in range(self.place.size)]
             while self.place.number == 0 and time.monotonic() < end and not self.store.check(left):
-                time.sleep(REST)
+                time.sleep(STORE_REST)
 
     def _open(self) -> Any:  # noqa: ANN401 - torch's store
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # Otherwise it prints its own stack.
@@ -240,7 +240,7 @@ class LaunchedRank:
                 late = [n for n, key in enumerate(keys) if not self.store.check([key])]
                 if late:
                     raise StageError(tuple(self.failure(n, why) for n in late))
-            time.sleep(REST)
+            time.sleep(STORE_REST)
 
     def failure(self, number: int, why: str) -> Failure:
         """Return the failure of a rank in the present stage."""

@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 RANK = RankId()
 HEADS = 8
 SOURCE = "LBKHNC"  # the layout of the producer
-TIMEOUT = 60.0
+JOB_TIMEOUT = 60.0
 
 
 @attrs.frozen(kw_only=True)
@@ -116,7 +116,7 @@ def _measured(probe: Job, metadata: bytes, base: int, tries: int) -> Sample:
     for staging in (None, Staging(always=True)):
         with NixlRank(secret=b"", polled=True, staging=staging) as rank:
             rank.register(cache.memory, owner=storage)
-            peer = rank.connect(metadata, TIMEOUT)
+            peer = rank.connect(metadata, JOB_TIMEOUT)
             sides = rank.prepare(table.consumer_rows), rank.prepare(table.producer_rows, peer=peer)
             least.append(min(_timed(rank, table.select(request), sides) for _ in range(tries + 1)))
     lengths = table.descriptors(request)[:, 2]
@@ -127,7 +127,7 @@ def _measured(probe: Job, metadata: bytes, base: int, tries: int) -> Sample:
 def _timed(rank: NixlRank, selection: Selection, sides: tuple[Prepared, Prepared]) -> float:
     """Return the seconds of one read."""
     started = time.perf_counter(), time.process_time()
-    read = rank.read(sides[0], selection, sides[1], request="calibrate", timeout=TIMEOUT)
+    read = rank.read(sides[0], selection, sides[1], request="calibrate", timeout=JOB_TIMEOUT)
     at_once = not read.live_handles
     read.wait()
     return (time.process_time if at_once else time.perf_counter)() - started[at_once]

@@ -183,10 +183,10 @@ class Recovery:
         due = dict(zip(sorted(at), faults, strict=True))
         while self.figures.requests < self.job.requests and time.monotonic() < self.deadline:
             if self.slots:
-                self.admit(due.get(self.figures.requests, ""))
+                self.start_request(due.get(self.figures.requests, ""))
             self.look()
 
-    def admit(self, fault: str) -> None:
+    def start_request(self, fault: str) -> None:
         """Send a request and inject *fault* meanwhile."""
         number, slot = self.figures.requests, self.slots.pop()
         tokens, name = self.drawn.randint(1, self.job.tokens), f"request-{number}"

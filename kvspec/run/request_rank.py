@@ -39,7 +39,7 @@ class RankStats(NamedTuple):
     def active(self) -> int:
         """Number of the objects that still send, hold, move or disconnect something."""
         session, nixl = self.session, self.nixl
-        of_session = session.loads + session.steps + session.held + session.leaving
+        of_session = session.loads + session.steps + session.held + session.disconnecting
         return of_session + nixl.transfers + nixl.handles
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.nixl import NixlRank, Staging, Transfer
-from kvspec.nixl.merging import Sides
+from kvspec.nixl.merging import PreparedSides
 from kvspec.nixl.transfer import K
 from kvspec.ownership.parallel import RankId
 from kvspec.run.contents import Bytes, Contents
@@ -53,8 +53,8 @@ EPOCH = 1  # number of the only start of each engine
 LEASE = 30.0  # seconds for which a request is held at least
 # A rank stops to wait before the end of the run, and reports what is missing: so many seconds, or
 # this share of the job's time if that is shorter.
-MARGIN, MARGIN_SHARE = 1.0, 0.1
-REST = 1e-3  # seconds between two looks at the session
+TIME_MARGIN, MARGIN_SHARE = 1.0, 0.1
+POLL_REST = 1e-3  # seconds between two looks at the session
 
 
 class StageError(KVSpecError):
@@ -96,7 +96,7 @@ class TimedRank(NixlRank):
     ended: dict[Transfer, float]
 
     def move(
-        self, pairs: Mapping[K, Sides | Transfer], *, request: str, timeout: float
+        self, pairs: Mapping[K, PreparedSides | Transfer], *, request: str, timeout: float
     ) -> dict[K, Transfer]:
         """Start transfers, as `NixlRank` does, and record the time."""
         now = time.perf_counter()
@@ -145,7 +145,7 @@ class TransferRank(RankServer):
         self.nixl.began = dict[Transfer, float]()
         self.nixl.ended = dict[Transfer, float]()
         self.job, self.side, self.other = job, side, other_side(side)
-        self.deadline = deadline - min(MARGIN, job.timeout * MARGIN_SHARE)
+        self.deadline = deadline - min(TIME_MARGIN, job.timeout * MARGIN_SHARE)
         self.contents = Contents(job, side, rank)
         self.finished: list[str] = []
         self.expired: list[str] = []
@@ -183,7 +183,7 @@ class TransferRank(RankServer):
             settled = self.session.settled()
             self.finished += map(request_of, settled.done)
             self.expired += map(request_of, settled.expired)
-            time.sleep(REST)
+            time.sleep(POLL_REST)
 
     def compare(self) -> RankReport:
         """Compare the cache with what it must contain, and return the report of this rank."""
@@ -208,7 +208,7 @@ class TransferRank(RankServer):
         """Wait for a load, and measure its transfers. Raise its error if it failed."""
         while load.poll() == "moving":
             self.nixl.look()
-            time.sleep(REST)
+            time.sleep(POLL_REST)
         self.nixl.look()
         load.wait()
 

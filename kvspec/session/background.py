@@ -83,9 +83,9 @@ class SessionLock:
 
     An *interrupt* is an exception that may come between any two instructions, such as
     `KeyboardInterrupt`: any `BaseException` that is no `Exception`. It may leave everything half
-    changed. So an interrupt inside of a call closes the session, and only `abandon` looks at what
+    changed. So an interrupt inside of a call closes the session, and only `close` looks at what
     is left. Each change of the session is made in `with lock.held, lock:`. If an interrupt leaves
-    it, the lock stays marked, and the next thread that enters calls `abandon` first. Each public
+    it, the lock stays marked, and the next thread that enters calls `close` first. Each public
     call has the decorator `closes_if_interrupted`, for the parts that need no lock.
 
     We tried to keep the state correct between any two lines, by journals and by the order of lines.
@@ -93,11 +93,11 @@ class SessionLock:
     is one, and the mark is a second context manager.
 
     Args:
-        abandon: Closes the session after an interrupt. A second call does no harm.
+        close: Closes the session after an interrupt. A second call does no harm.
     """
 
-    def __init__(self, abandon: Callable[[], None] = lambda: None) -> None:
-        self._abandon = abandon
+    def __init__(self, close: Callable[[], None] = lambda: None) -> None:
+        self._close = close
         self._changing = False  # If set while nobody has the lock, an interrupt left a call.
         # Not a plain lock: a thread would wait for itself without end. A Condition is the public
         # way to find out whether this thread holds an RLock.
@@ -106,7 +106,7 @@ class SessionLock:
 
     def __enter__(self) -> None:
         if self._changing:
-            self._abandon()
+            self._close()
         self._changing = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -117,7 +117,7 @@ class SessionLock:
         """Close the session, because an interrupt has left one of its calls."""
         if not self.forked and not self.inside:
             with self.held, self:
-                self._abandon()
+                self._close()
 
     @property
     def forked(self) -> bool:
@@ -183,7 +183,7 @@ class Background:
     """A thread that polls a session until it is stopped.
 
     Args:
-        step: The poll. It is called while the lock is held.
+        poll: The poll. It is called while the lock is held.
         rest: Returns how many seconds the next poll may be away.
         channel: Its `wait` is where the thread rests.
         lock: The lock of the session.
@@ -191,12 +191,12 @@ class Background:
 
     def __init__(
         self,
-        step: Callable[[], None],
+        poll: Callable[[], None],
         rest: Callable[[], float],
         channel: Channel,
         lock: SessionLock,
     ) -> None:
-        self._step, self._rest, self._wait, self._lock = step, rest, channel.wait, lock
+        self._poll, self._rest, self._wait, self._lock = poll, rest, channel.wait, lock
         self._wake: Callable[[], None] | None = getattr(channel, "wake", None)
         self._longest = UNWOKEN if self._wake is None else IDLE
         self._until = math.inf  # when the rest ends
@@ -218,7 +218,7 @@ class Background:
         """Start no other poll."""
         self._ended.set()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Wait for the current poll, and start no other."""
         self.end()
         if self._wake is not None:
@@ -229,7 +229,7 @@ class Background:
         while not self._ended.is_set():
             try:
                 with self._lock.held, self._lock:  # so that no other poll comes between the lines
-                    self._step()
+                    self._poll()
                     rest = min(self._rest(), self._longest)
                     self._until = time.monotonic() + rest
                 self._wait(rest)
@@ -271,7 +271,7 @@ class Worker(Generic[T]):
             else:
                 self._thread = thread
 
-    def stop(self, timeout: float) -> None:
+    def close(self, timeout: float) -> None:
         """Begin nothing new, and wait up to *timeout* seconds for the work."""
         self._things.put(None)
         if self._thread is not None:

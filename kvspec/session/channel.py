@@ -29,13 +29,14 @@ How it works:
         1      a: 3 messages, b: 1, c: 3   a1, a2, b1, c1   a3, c2, c3
         2      b: 1                        a3, c2, c3, b2   nothing
 
-    Connecting is slowed down too: after `ACCEPTS` connections the listener rests for `REST`
+    Connecting is slowed down too: after `ACCEPTS` connections the listener rests for `CHANNEL_REST`
     seconds. At 16 connections in 0.025 s, 128 strangers need 0.2 s. So a stranger has at least
     0.2 s to show that it knows the secret.
 
     A signal may interrupt any line, and then its handler raises. `_links` contains each connection
     from before it is registered until after it is closed. So no socket is lost, and an interrupted
-    `_keep` or `_drop` leaves a connection that is not registered. `_drop_stalled` drops it.
+    `_keep` or `_disconnect` leaves a connection that is not registered. `_disconnect_stalled` drops
+    it.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ FRAMES_PER_PEER = 32
 """Messages of one trusted or dialled peer that one poll returns. A stranger gets an eighth."""
 RESOLVED = 1 << 16
 """Addresses that `resolve` has looked up, or that `ended` knows. The oldest is forgotten."""
-REST = 0.025
+CHANNEL_REST = 0.025
 """Seconds for which the listener rests after `ACCEPTS` connections, or without descriptors."""
 STALL = 10.0
 """Seconds in which a connection is established, and a message that has begun makes progress."""
 EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - hosts to listen on that are no address for peers
-_CHUNK = 256 << 10
+_READ_AT_ONCE = 256 << 10
 _SIZE = 4  # bytes of a message's length
 
 
@@ -274,7 +275,7 @@ class TcpChannel:
         if link is not None and not link.dialled and len(link.unsent) > MAX_UNREAD:
             # Anybody can dial, and can make this side answer: nothing piles up for such a peer.
             # Only the bytes that wait already are counted, so that any single message fits.
-            self._drop(link)
+            self._disconnect(link)
             link = None
         if link is None:
             self.lost += len(messages)
@@ -312,12 +313,12 @@ class TcpChannel:
             self._trusted[route] = link
             del self._strangers[route]
             if len(self._trusted) > _share(MAX_ACCEPTED, 2):
-                self._drop(next(iter(self._trusted.values())))
+                self._disconnect(next(iter(self._trusted.values())))
 
     def reject(self, route: str) -> None:
         """Close the connection of *route*. The next message to an address dials it again."""
         if (link := self._links.get(route)) is not None:
-            self._drop(link)
+            self._disconnect(link)
 
     def receive(self) -> list[tuple[str, bytes]]:
         """Return (route, data) of messages that arrived, and send waiting ones.
@@ -330,7 +331,7 @@ class TcpChannel:
         for key, events in self._selector.select(0) if self._selector in ready else ():
             link: _Link | None = key.data
             if link is None:
-                self._woken.recv(_CHUNK)
+                self._woken.recv(_READ_AT_ONCE)
                 continue
             if events & selectors.EVENT_WRITE:
                 self._flush(link)
@@ -341,7 +342,7 @@ class TcpChannel:
             self._accept()
         messages = self._take_turns()
         # Last: after a long time without a call, the bytes that arrived meanwhile are progress.
-        self._drop_stalled(time.monotonic())
+        self._disconnect_stalled(time.monotonic())
         return messages
 
     def wait(self, timeout: float) -> None:
@@ -351,7 +352,7 @@ class TcpChannel:
                 # The end of a rest, and peers that stall, cause no event.
                 rests = time.monotonic() < self._rests_until
                 selector = self._selector if rests else self._all
-                selector.select(min(timeout, REST if rests else STALL / 8))
+                selector.select(min(timeout, CHANNEL_REST if rests else STALL / 8))
         except (OSError, ValueError):  # `close` does not wait for threads that wait here
             if not self._closed:
                 raise
@@ -365,7 +366,7 @@ class TcpChannel:
         """Close all connections. If this is interrupted, the next call closes the rest."""
         self._closed = True
         for link in tuple(self._links.values()):
-            self._drop(link)
+            self._disconnect(link)
         sockets = self._listener, self._waker, self._woken, self._reserve
         for each in (self._all, self._selector, *sockets):
             each.close()
@@ -394,8 +395,8 @@ class TcpChannel:
             route = f"#{next(self._numbers)}"
             self._keep(made, route, dialled=False)
             if len(self._strangers) > _share(MAX_STRANGERS, 8):
-                self._drop(next(iter(self._strangers.values())))
-        self._rests_until = time.monotonic() + REST
+                self._disconnect(next(iter(self._strangers.values())))
+        self._rests_until = time.monotonic() + CHANNEL_REST
 
     def _refuse(self) -> None:
         """Close one connection that waits, though the process has no free descriptor.
@@ -404,7 +405,8 @@ class TcpChannel:
         at once, and the session spins. The reserve is given up for a moment to accept it.
         """
         if self._strangers:
-            self._drop(next(iter(self._strangers.values())))  # the process needs its descriptor
+            # The process needs the descriptor.
+            self._disconnect(next(iter(self._strangers.values())))
         self._reserve.close()
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
@@ -419,11 +421,11 @@ class TcpChannel:
         self._links[route] = link
         if not dialled:
             self._strangers[route] = link
-        # Last: an interrupt before leaves a connection that `_drop_stalled` can recognize.
+        # Last: an interrupt before leaves a connection that `_disconnect_stalled` can recognize.
         self._selector.register(made, link.events, link)
         return link
 
-    def _drop(self, link: _Link) -> None:
+    def _disconnect(self, link: _Link) -> None:
         """Close a connection. An interrupted call can be repeated."""
         if self._links.get(link.route) is link:
             # Unregister before closing: a new socket may get the number of a closed one.
@@ -439,7 +441,7 @@ class TcpChannel:
             self.lost += bool(link.unsent)
             del self._links[link.route]
 
-    def _drop_stalled(self, now: float) -> None:
+    def _disconnect_stalled(self, now: float) -> None:
         """Drop peers that stall, and connections that an interrupt has left unregistered."""
         if now < self._next_check:
             return
@@ -447,7 +449,7 @@ class TcpChannel:
         registered = {key.fileobj for key in self._selector.get_map().values()}
         for link in tuple(self._links.values()):
             if link.socket not in registered or self._stalls(link, now):
-                self._drop(link)
+                self._disconnect(link)
 
     def _stalls(self, link: _Link, now: float) -> bool:
         """Whether a peer has stopped in the middle of connecting, of its message or of ours."""
@@ -465,7 +467,7 @@ class TcpChannel:
             if error == errno.ECONNREFUSED:
                 self._refused.add(link.route)
             if error:
-                self._drop(link)
+                self._disconnect(link)
                 return
         link.connecting = False
         try:
@@ -475,11 +477,11 @@ class TcpChannel:
                     link.moved = link.taken = time.monotonic()
             self._selector.modify(link.socket, link.events, link)
         except (OSError, KeyError):  # KeyError: an interrupt has left it unregistered
-            self._drop(link)
+            self._disconnect(link)
         except BaseException:
             # The socket may have taken bytes that are still in `unsent`. The peer would receive
             # them twice, and take them for the length of a message.
-            self._drop(link)
+            self._disconnect(link)
             raise
 
     def _take_turns(self) -> list[tuple[str, bytes]]:
@@ -499,7 +501,7 @@ class TcpChannel:
                 del link.received[:stop]
             allowed[strange] -= taken
             if link.size > link.most:
-                self._drop(link)
+                self._disconnect(link)
             elif link.whole:
                 self._turns.move_to_end(route)
             else:
@@ -515,7 +517,7 @@ class TcpChannel:
         if link.whole:
             return
         try:
-            chunk = link.socket.recv(_CHUNK if link.dialled else _CHUNK // 16)
+            chunk = link.socket.recv(_READ_AT_ONCE if link.dialled else _READ_AT_ONCE // 16)
             link.received += chunk
         except BlockingIOError:
             return
@@ -523,10 +525,10 @@ class TcpChannel:
             chunk = b""
         except BaseException:
             # Bytes may be lost, and then the next ones would be taken for the length of a message.
-            self._drop(link)
+            self._disconnect(link)
             raise
         if not chunk:
-            self._drop(link)
+            self._disconnect(link)
         if link.route in self._trusted:
             self._trusted.move_to_end(link.route)
         link.moved = time.monotonic()

@@ -5,9 +5,9 @@ checksums on both ranks, whatever their blocks and layouts are. A producer sends
 while the request is held, and only of the blocks that its own engine passed to `hold`.
 
 How it works:
-    A checksum is the digest (`kvspec.digests`) of an *extent*: all contents of one layer that move
-    from one source. After all data has arrived, the consumer (`Audit`) requests the checksum of
-    each extent from its source, and computes its own. The producer (`ChecksumAnswers`) computes and
+    A checksum is the digest (`kvspec.digests`) of all contents of one layer that move from one
+    source (`ChecksumContents`). After all data has arrived, the consumer (`Audit`) requests each
+    checksum from its source, and computes its own. The producer (`ChecksumAnswers`) computes and
     answers. If two checksums differ, the load fails, and its error names the layer and the source.
     `kvspec.check.differences` then finds the rows.
 
@@ -43,24 +43,24 @@ from kvspec.wire.messages import (
     MAX_PART_NAME,
     SUM,
     Checksum,
+    ChecksumContents,
     ChecksumRequest,
     ChecksumUnavailable,
-    Extent,
     RankAddress,
 )
 
 # Seconds for which a poll computes checksums. The last one may end later.
 CHECKSUM_TURN = 0.02
-# Bytes of the names of the parts in one extent, each with its MessagePack head. One name of any
+# Bytes of the names of the parts in one question, each with its MessagePack head. One name of any
 # length fits, and so does a message with it.
-NAME_BYTES_PER_EXTENT = 4 * MAX_PART_NAME + 3
+MAX_NAME_BYTES = 4 * MAX_PART_NAME + 3
 # Requests that wait for an answer. The reader of a request beyond the limit asks again.
 MAX_ASKED = 1 << 16
 # Checksums that are kept of one held request, so that a repeated question costs nothing.
 MAX_KNOWN = 1 << 12
 _NUMBERS = itertools.count(1)
 # A computation of a checksum. It yields after each step, and returns the checksum.
-Steps = Generator[None, None, int]
+Computation = Generator[None, None, int]
 
 
 @attrs.define(eq=False)
@@ -79,7 +79,7 @@ class ChecksumAnswers:
     cache: RankCache
     owner: object
     messages: Messages
-    asked: dict[ChecksumRequest, Steps] = attrs.field(factory=dict)
+    asked: dict[ChecksumRequest, Computation] = attrs.field(factory=dict)
     _closed: bool = False
 
     def receive(self, message: ChecksumRequest) -> None:
@@ -87,10 +87,10 @@ class ChecksumAnswers:
         held = self.ledger.find(message.key)
         if self._closed or held is None or message in self.asked:
             return
-        if (total := held.checksums.get(message.extent)) is not None:
+        if (total := held.checksums.get(message.contents)) is not None:
             self.messages.send(message.answer(Checksum, total=total))
         elif len(self.asked) < MAX_ASKED:
-            self.asked[message] = steps_of(self.cache, held.blocks, message.extent)
+            self.asked[message] = computation_of(self.cache, held.blocks, message.contents)
 
     def move(self) -> None:
         """Compute for a bounded time, and answer."""
@@ -109,37 +109,37 @@ class ChecksumAnswers:
                         return
                     known = total.to_bytes(SUM, "little")
                     if len(held.checksums) < MAX_KNOWN:
-                        held.checksums[message.extent] = known
+                        held.checksums[message.contents] = known
                     self.messages.send(message.answer(Checksum, total=known))
             del self.asked[message]
             if time.monotonic() >= end:
                 return
 
     def close(self) -> None:
-        """Stop answering, and drop the reference to the memory."""
+        """Send no more answers, and keep no reference to the memory."""
         self.asked.clear()
         self._closed, self.owner = True, None
 
 
 @attrs.define(eq=False)
 class Question:
-    """One extent that is compared.
+    """One question about contents that are compared.
 
     Attributes:
         rank: The producer rank that is asked.
-        extent: The contents.
-        steps: The computation of this rank's own checksum.
+        contents: The contents.
+        computation: The computation of this rank's own checksum.
         own: The result of the computation.
         answer: The checksum of the producer, once it arrived.
-        again: Time of the next message to the producer.
+        next_message: Time of the next message to the producer.
     """
 
     rank: RankId
-    extent: Extent
-    steps: Steps
+    contents: ChecksumContents
+    computation: Computation
     own: int | None = None
     answer: int | None = None
-    again: float = 0.0
+    next_message: float = 0.0
 
 
 @attrs.define(eq=False)
@@ -192,26 +192,26 @@ class Audit:
                 # One expression builds the questions: an interrupt leaves all or none.
                 self._open = {next(_NUMBERS): question for question in self._questions()}
             for number, question in self._open.items():
-                if question.answer is None and now >= question.again:
-                    question.again = now + heartbeat
+                if question.answer is None and now >= question.next_message:
+                    question.next_message = now + heartbeat
                     asked = plan.about(self.me, question.rank, number)
-                    self.messages.send(ChecksumRequest(*asked, extent=question.extent))
+                    self.messages.send(ChecksumRequest(*asked, contents=question.contents))
             return self._compare(self._open, end)
         except Exception as error:  # noqa: BLE001 - it fails this load alone
             return str(error) or repr(error)
 
     def _questions(self) -> Iterator[Question]:
-        """Yield one question for each extent. Together, they cover everything that moves."""
+        """Yield the questions. Together, they cover everything that moves."""
         for rank in self.remote.tables:
-            for extent in extents_of(self.remote.plan, self.request, rank, self.cache.rank):
-                steps = steps_of(self.cache, self.request.consumer_blocks, extent)
-                yield Question(rank, extent, steps)
+            for contents in contents_of(self.remote.plan, self.request, rank, self.cache.rank):
+                computation = computation_of(self.cache, self.request.consumer_blocks, contents)
+                yield Question(rank, contents, computation)
 
     def _compare(self, questions: dict[int, Question], end: float) -> str | None:
         """Compute and compare checksums until the time is *end*. Returns as `move`."""
         for number, question in list(questions.items()):
             if question.own is None and time.monotonic() < end:
-                question.own = advance(question.steps, end)
+                question.own = advance(question.computation, end)
             if question.own is None or question.answer is None:
                 continue
             if question.own != question.answer:
@@ -223,7 +223,7 @@ class Audit:
         """Return the message of a difference."""
         self.source, self.verdict = question.rank, TransferState.DIFFERS
         return (
-            f"{question.extent}: received data differs from that of {question.rank}; "
+            f"{question.contents}: received data differs from that of {question.rank}; "
             "kvspec.check.differences finds the rows"
         )
 
@@ -242,10 +242,10 @@ class Audit:
         return True
 
 
-def extents_of(
+def contents_of(
     plan: TransferPlan, request: TransferRequest, producer: RankId, consumer: RankId
-) -> Iterator[Extent]:
-    """Yield the extents that *request* moves from *producer* to *consumer*."""
+) -> Iterator[ChecksumContents]:
+    """Yield the contents that *request* moves from *producer* to *consumer*."""
     for edge in plan.between(producer, consumer):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
         block = plan.consumer.virtual_block(groups[1])
@@ -255,7 +255,7 @@ def extents_of(
                 if part.per_token or units.stripe.holds(want.tokens.start // block):
                     parts.setdefault((layer, want), []).append(part.name)
             for (layer, want), names in parts.items():
-                whole = Extent(
+                whole = ChecksumContents(
                     layer=layer,
                     parts=tuple(names),
                     units=units.global_range,
@@ -269,26 +269,28 @@ def extents_of(
                 yield from _by_names(whole)
 
 
-def _by_names(extent: Extent) -> Iterator[Extent]:
-    """Yield *extent* in pieces whose names fit into a message. Nearly always, it is one piece."""
+def _by_names(contents: ChecksumContents) -> Iterator[ChecksumContents]:
+    """Yield *contents*, divided so that the names fit into a message. Nearly always, once."""
     parts, size = list[str](), 0
-    for name in extent.parts:
+    for name in contents.parts:
         more = len(name.encode()) + 3
-        if parts and size + more > NAME_BYTES_PER_EXTENT:
-            yield replace(extent, parts=tuple(parts))
+        if parts and size + more > MAX_NAME_BYTES:
+            yield replace(contents, parts=tuple(parts))
             parts, size = list[str](), 0
         parts.append(name)
         size += more
-    yield replace(extent, parts=tuple(parts))
+    yield replace(contents, parts=tuple(parts))
 
 
-def steps_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) -> Steps:
-    """Compute this rank's checksum of *extent* in short steps.
+def computation_of(
+    cache: RankCache, tables: Mapping[str, BlockTable], contents: ChecksumContents
+) -> Computation:
+    """Compute this rank's checksum of *contents* in short steps.
 
     Args:
         cache: Memory of the rank.
         tables: Block tables of the request, by group of this rank's engine.
-        extent: The contents.
+        contents: The contents.
 
     Yields:
         None after each step.
@@ -300,48 +302,48 @@ def steps_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent)
         SpecError: If the rank does not hold the contents, or cannot read them.
     """
     total = 0
-    placed: dict[tuple[int, int], RegionRows] = {}
-    for name in extent.parts:
-        region = cache.region(extent.layer, name)
+    rows_by_part: dict[tuple[int, int], RegionRows] = {}
+    for name in contents.parts:
+        region = cache.region(contents.layer, name)
         part, units = readable(cache, region)
-        if extent.units.start < units.start or units.stop < extent.units.stop:
-            raise SpecError("units", extent.units, f"units of the rank: {units}")
-        if not part.per_token and part.states < extent.rows.stop:
+        if contents.units.start < units.start or units.stop < contents.units.stop:
+            raise SpecError("units", contents.units, f"units of the rank: {units}")
+        if not part.per_token and part.states < contents.rows.stop:
             wanted = f"rows below {part.states}, the rows of {name}"
-            raise SpecError("rows", extent.rows, wanted)
+            raise SpecError("rows", contents.rows, wanted)
         key = part.tokens_per_state, region.num_blocks
-        if key not in placed:
-            placed[key] = _placed(cache, part, tables, extent)
-        own = range(extent.units.start - units.start, extent.units.stop - units.start)
-        for sums in unit_sums(region, own, extent.units.start, placed[key]):
+        if key not in rows_by_part:
+            rows_by_part[key] = _rows_of(cache, part, tables, contents)
+        own = range(contents.units.start - units.start, contents.units.stop - units.start)
+        for sums in unit_sums(region, own, contents.units.start, rows_by_part[key]):
             total += int(sums.sum(dtype=np.uint64))
             yield
     return total % (1 << 8 * SUM)
 
 
-def advance(steps: Steps, end: float) -> int | None:
+def advance(computation: Computation, end: float) -> int | None:
     """Compute until the time is *end*. Return the checksum, or None if it is not complete."""
     try:
-        next(steps)
+        next(computation)
         while time.monotonic() < end:
-            next(steps)
+            next(computation)
     except StopIteration as finished:
         total: int = finished.value
         return total
     return None
 
 
-def _placed(
-    cache: RankCache, part: Part, tables: Mapping[str, BlockTable], extent: Extent
+def _rows_of(
+    cache: RankCache, part: Part, tables: Mapping[str, BlockTable], contents: ChecksumContents
 ) -> RegionRows:
-    """Return the rows of *extent*."""
-    region = cache.region(extent.layer, part.name)
-    want = Wanted(extent.tokens, extent.rows.stop)
+    """Return the rows of *contents*."""
+    region = cache.region(contents.layer, part.name)
+    want = Wanted(contents.tokens, contents.rows.stop)
     rows = rows_of(cache, region, part, tables, want)
     if part.per_token:
-        keep = extent.stripe.holds(rows.number // extent.block)
-        for context in (extent.producer, extent.consumer):
+        keep = contents.stripe.holds(rows.number // contents.block)
+        for context in (contents.producer, contents.consumer):
             keep &= context.owns(rows.number)
     else:
-        keep = rows.row >= extent.rows.start
+        keep = rows.row >= contents.rows.start
     return rows[keep]

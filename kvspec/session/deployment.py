@@ -35,8 +35,8 @@ from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.session.background import BUSY, SessionLock
 from kvspec.session.channel import TcpChannel
-from kvspec.session.mailbox import Introduced, Messages, introduced
-from kvspec.session.remotes import late
+from kvspec.session.mailbox import Introduced, Messages, open_introduction
+from kvspec.session.remotes import slow_heartbeat
 from kvspec.specs.attention import FullAttentionSpec
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
 from kvspec.wire.seal import Secret
@@ -77,7 +77,7 @@ def ask(addresses: Iterable[str], secret: Secret, timeout: float) -> dict[str, A
     channel = TcpChannel()
     messages = Messages(channel, secret, _nobody())
 
-    def step() -> None:
+    def poll() -> None:
         for _ in messages.receive():
             pass
 
@@ -85,14 +85,14 @@ def ask(addresses: Iterable[str], secret: Secret, timeout: float) -> dict[str, A
         known = _looked_up(asked, messages, timeout)
         sealed = messages.ask(
             tuple(at for at in asked if at in known),
-            timeout, min(PROBE_ABSENT, timeout), step, SessionLock(), each=True,
+            timeout, min(PROBE_ABSENT, timeout), poll, SessionLock(), each=True,
         )  # fmt: skip
-        return {address: _judged(address, sealed, secret, timeout) for address in asked}
+        return {address: _answer_at(address, sealed, secret, timeout) for address in asked}
     finally:
         messages.close()
 
 
-def _judged(
+def _answer_at(
     address: str, sealed: Mapping[str, bytes | TransferError], secret: Secret, timeout: float
 ) -> Answer:
     """Return the rank that answered at an address, or the error."""
@@ -103,7 +103,7 @@ def _judged(
     if isinstance(answer, TransferError):
         return answer
     try:
-        return introduced(answer, secret)
+        return open_introduction(answer, secret)
     except KVSpecError as error:
         return error
 
@@ -183,7 +183,7 @@ class Deployment:
             MismatchError: If they do not fit together. It has all differences.
         """
         first, other = producer[0].handshake, consumer[0].handshake
-        times = {late(one, two) for one in producer for two in consumer} - {None}
+        times = {slow_heartbeat(one, two) for one in producer for two in consumer} - {None}
         if found := (*disagreements(first, other), *(each for each in times if each is not None)):
             raise MismatchError(found)
         plan = plan_transfer(first.engine, other.engine, other.replica_policy)

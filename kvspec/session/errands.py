@@ -1,6 +1,6 @@
 """What a rank owes to the producers of tickets before a load: keep a prompt, or decline it.
 
-Invariant: each errand ends. A kept prompt is declined when its time is over. A refusal is tried
+Invariant: each errand ends. A kept prompt is declined when its time is over. A decline is tried
 again until it was sent over a connection, or until nobody can wait for it any more. Then the log
 and a counter show that it was lost.
 
@@ -9,7 +9,7 @@ How it works:
     meanwhile, so a producer needs only a short lease for prompts that nobody wants. An errand needs
     a connection, which a thread opens:
 
-        connection        a kept prompt                    a refusal
+        connection        a kept prompt                    a decline
         is being opened   waits                            waits
         has failed        tries again after a pause        tries again after a pause
         is open           heartbeat, then one each         is passed to the ledger, which repeats
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LAST_PAUSE = 0.5, 30.0
 """Seconds between attempts to reach a producer. Each pause is twice as long as the one before."""
-LONGEST_REFUSAL = 600.0
-"""Seconds for which a refusal is tried again. A lease is usually over much earlier."""
+LONGEST_DECLINE = 600.0
+"""Seconds for which a decline is tried again. A lease is usually over much earlier."""
 
 
-Name = tuple[str, Key]
+ErrandName = tuple[str, Key]
 """The engine and the request of an errand."""
 
 
@@ -52,7 +52,7 @@ class Errand:
 
     Attributes:
         ticket: The ticket.
-        until: When a kept prompt is declined, or a refusal is lost.
+        until: When a kept prompt is declined, or a decline is lost.
         keeps: Whether the prompt is kept. Otherwise it is declined.
         due: When to act next.
         pause: Seconds until the next attempt, if this one fails.
@@ -83,16 +83,16 @@ class Errands:
         remotes: The connected engines.
         messages: Sends the heartbeats.
         now: The clock.
-        decline: Passes a refusal to the ledger. It raises if a load has the same name.
+        send_decline: Passes a decline to the ledger. It raises if a load has the same name.
     """
 
     ledger: ConsumerLedger
     remotes: Remotes
     messages: Messages
     now: Callable[[], float]
-    decline: Callable[[RemoteEngine, Key], None]
+    send_decline: Callable[[RemoteEngine, Key], None]
     # By engine and request: two tickets of one request may name two engines.
-    _errands: dict[Name, Errand] = attrs.field(factory=dict)
+    _errands: dict[ErrandName, Errand] = attrs.field(factory=dict)
     # A poll is called often, and a producer that is gone leaves thousands of errands. So `move`
     # looks at them only if the earliest is due, or if a connection has ended that some wait for.
     _next: float = math.inf
@@ -120,9 +120,9 @@ class Errands:
             return
         self._begin(Errand(ticket, self.now() + timeout, keeps=True))
 
-    def refuse(self, ticket: PrefillTicket) -> None:
+    def decline(self, ticket: PrefillTicket) -> None:
         """Decline a prompt, also if it is kept."""
-        self._begin(Errand(ticket, self.now() + LONGEST_REFUSAL, keeps=False))
+        self._begin(Errand(ticket, self.now() + LONGEST_DECLINE, keeps=False))
 
     def extend(self, load: Load) -> None:
         """Prepare for *load*, which waits: do not decline its prompt, and keep it if it is kept."""
@@ -137,7 +137,7 @@ class Errands:
         """Forget the errand of a request, because a load has begun."""
         self._errands.pop((engine_id, key), None)
 
-    def forget(self, engine_id: str | None = None) -> None:
+    def clear(self, engine_id: str | None = None) -> None:
         """Forget the errands to an engine that has ended, or all errands."""
         for name in list(self._errands):
             if engine_id in (None, name[0]):
@@ -184,7 +184,7 @@ class Errands:
         self._run(name, errand, self.now())
         self._look_at(errand)
 
-    def _run(self, name: Name, errand: Errand, now: float) -> None:
+    def _run(self, name: ErrandName, errand: Errand, now: float) -> None:
         try:
             if errand.connection is None:
                 errand.connection = self.remotes.connection(errand.ticket)
@@ -195,8 +195,8 @@ class Errands:
             remote = self.remotes.find(errand.ticket.engine_id)
             if not errand.keeps:
                 # This raises `SpecError` while a load of the ticket ends. The load may be one that
-                # informs no producer, so the refusal is sent after it.
-                self.decline(remote, name[1])
+                # informs no producer, so the decline is sent after it.
+                self.send_decline(remote, name[1])
         except Exception as error:  # noqa: BLE001 - the session's poll must go on
             errand.connection, errand.why = None, error
             errand.due = now + errand.pause
@@ -219,18 +219,18 @@ class Errands:
             about = plan.about(self.ledger.me, rank, number)
             self.messages.send(Heartbeat(*about, expected=expected))
 
-    def _end(self, name: Name, errand: Errand) -> None:
-        """Decline a prompt that was kept for its whole time, or give a refusal up."""
+    def _end(self, name: ErrandName, errand: Errand) -> None:
+        """Decline a prompt that was kept for its whole time, or note that a decline is lost."""
         request_id = name[1].request_id
         if errand.keeps:
             log.info("%s is declined: it was kept for its whole time", request_id)
-            self.refuse(errand.ticket)
+            self.decline(errand.ticket)
             return
-        self.messages.counters.refusals_lost += 1
+        self.messages.counters.declines_lost += 1
         producer = f"{errand.ticket.engine_id} at {', '.join(errand.ticket.addresses)}"
         log.warning("%s is not declined at %s: %s", request_id, producer, errand.why)
         del self._errands[name]
 
 
-def _name(ticket: PrefillTicket) -> Name:
+def _name(ticket: PrefillTicket) -> ErrandName:
     return ticket.engine_id, key_of(ticket.remote_id)

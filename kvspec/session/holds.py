@@ -48,13 +48,13 @@ class Settled:
         done: All readers have finished: each has read the request, or cancelled or declined it.
         expired: The lease ended first. A later reader receives `gone`.
         aborted: `abort` was called, and then all readers stopped or the lease ended.
-        foreign: The last few messages that changed nothing, each with the reason.
+        refused: The last few messages that changed nothing, each with the reason.
     """
 
     done: tuple[RemoteId, ...] = ()
     expired: tuple[RemoteId, ...] = ()
     aborted: tuple[RemoteId, ...] = ()
-    foreign: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
     @property
     def freed(self) -> tuple[RemoteId, ...]:

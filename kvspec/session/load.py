@@ -12,7 +12,7 @@ How it works:
                     ticket may still be connecting
         moving      data arrives; then checksums are compared;       all data has arrived, and
                     heartbeats keep the request held                 was compared if asked for
-        verifying   the producers are asked whether the data was     each producer rank that was
+        asking      the producers are asked whether the data was     each producer rank that was
                     valid                                            read has answered `valid`
         done        the blocks may be used                           its `done` is answered
         draining    an error is known, but bytes may be in flight    no byte can move any more
@@ -25,7 +25,7 @@ How it works:
     In *draining* the load sends no heartbeats and has no deadline. It ends when NIXL has ended its
     reads. That a producer has ended is not enough: its last bytes may be on their way.
 
-    From *verifying* on, the load repeats its last messages, `done` to each producer rank, until all
+    From *asking* on, the load repeats its last messages, `done` to each producer rank, until all
     have answered. In *done* and *failed* it gives up after `patience` seconds. Until then the
     request id stays taken.
 
@@ -52,7 +52,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.analysis.explanation import carried
+from kvspec.analysis.explanation import slice_lines
 from kvspec.completion.consumer import LoadPlan, Step
 from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.request import TransferRequest
@@ -63,7 +63,7 @@ from kvspec.session.background import SessionLock, closes_if_interrupted
 from kvspec.session.checksums import Audit
 from kvspec.session.remotes import Connection, RemoteEngine
 from kvspec.session.transport import ReadInFlight
-from kvspec.session.written import Blocks, blocks_of
+from kvspec.session.written import LoadBlocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import Key
 
@@ -101,7 +101,7 @@ class Load:
         request: TransferRequest,
         key: Key,
         producer: RemoteEngine | Connection,
-        step: Callable[[], None],
+        poll_session: Callable[[], None],
         lock: SessionLock,
         closed: Callable[[], bool],
         cancel: Callable[[Load], None],
@@ -122,7 +122,12 @@ class Load:
         self.written = False  # Whether any byte may have been written.
         self.nbytes = 0  # Bytes to read.
         self.bytes_moved = 0  # By reads that have ended.
-        self._lock, self._step, self._closed, self._cancel = lock, step, closed, cancel
+        self._lock, self._poll_session, self._closed, self._cancel = (
+            lock,
+            poll_session,
+            closed,
+            cancel,
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request.request_id!r}: {self.state}>"
@@ -153,7 +158,7 @@ class Load:
             TransferError: With state "busy" if a signal handler or a callback calls it inside of
                 another call of the session. With state "forked" in a forked process.
         """
-        self._step()
+        self._poll_session()
         return self.state
 
     @closes_if_interrupted
@@ -193,7 +198,7 @@ class Load:
         return hasattr(self, "remote")
 
     def cancel(self) -> None:
-        """Give up the load. It fails as soon as nothing can write its blocks any more."""
+        """Cancel the load. It fails as soon as nothing can write its blocks any more."""
         self._cancel(self)
 
     def fail(
@@ -205,9 +210,9 @@ class Load:
     ) -> None:
         """Store the first error."""
         if self.error is None:
-            carried = "" if rank is None else f". It moved from {rank}: {self._carried(rank)}"
+            moved = "" if rank is None else f". It moved from {rank}: {self._moved_from(rank)}"
             error = TransferError(
-                f"{why}{carried}{self._advice}",
+                f"{why}{moved}{self._advice}",
                 rank=self.engine_id if rank is None else f"{self.engine_id} {rank}",
                 request=self.request.request_id,
                 state=state,
@@ -215,7 +220,7 @@ class Load:
             error.__cause__ = cause
             self.error = error
 
-    def _carried(self, rank: RankId) -> str:
+    def _moved_from(self, rank: RankId) -> str:
         """Describe what moves between this rank and another: groups, layers, units, tokens."""
         table = self.remote.tables[rank]
         parts: list[str] = []
@@ -223,7 +228,7 @@ class Load:
             wanted = self.request.wanted(edge.group, table.plan.consumer.group(edge.group).spec)
             layers = f"layers {edge.layers[0]} to {edge.layers[-1]}"
             tokens = f"tokens {wanted.start}..{wanted.stop - 1}"
-            parts.append(f"group {edge.group}, {layers}, {', '.join(carried(edge))}, {tokens}")
+            parts.append(f"group {edge.group}, {layers}, {', '.join(slice_lines(edge))}, {tokens}")
         return "; ".join(parts)
 
     @property
@@ -265,7 +270,7 @@ class Load:
         return {group: tuple(sorted({*ids.tolist()})) for group, ids in self.blocks.items()}
 
     @cached_property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> LoadBlocks:
         """By group, the consumer's blocks that the load writes."""
         return blocks_of(self.remote.plan, self.request)
 

@@ -11,7 +11,7 @@ How it works:
         prepare   -> connecting   check everything and select the data, without the lock
         begin     -> moving       claim the blocks, start the steps, queue the reads, then let the
                                   ledger send the first heartbeats
-        refuse    -> draining     the start failed
+        fail_start -> draining    the start failed
         move                      poll the transfers
         receive                   give messages to the ledger; it may answer with actions
         act       -> done, failed carry the actions out: send messages, free blocks, set states
@@ -20,7 +20,7 @@ How it works:
     the data must be compared, the ledger waits for that after the last step.
 
     A load whose producer is named by a ticket waits in `waiting` until the producer is connected. A
-    load that fails while it waits leaves a refusal in `errands`, which informs the producer.
+    load that fails while it waits leaves a decline in `errands`, which informs the producer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from kvspec.session.load import LOST, Load
 from kvspec.session.mailbox import Messages
 from kvspec.session.remotes import Connection, RemoteEngine, Remotes
 from kvspec.session.transport import ReadInFlight, Transport
-from kvspec.session.written import BlockLocks, Blocks, blocks_of
+from kvspec.session.written import BlockLocks, LoadBlocks, blocks_of
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.messages import Checksum, ChecksumUnavailable, Key, Message, key_of
 
@@ -84,7 +84,7 @@ class PreparedLoad:
     remote: RemoteEngine
     request: TransferRequest
     plan: LoadPlan
-    blocks: Blocks
+    blocks: LoadBlocks
     reads: Mapping[RankId, ReadInFlight]
     audit: Audit | None
 
@@ -115,7 +115,7 @@ class Loads:
         ledger: The ledger.
         remotes: The connected engines.
         waiting: Loads whose producer is being connected.
-        abandoned: Loads of an interrupted session, of which bytes may move.
+        interrupted_loads: Loads of an interrupted session, of which bytes may move.
         errands: Tickets that are kept or declined.
         closing: Whether the session is being closed, so that no load may begin.
         select: Passes a load whose producer is connected to a thread, which calls `serve`. If it is
@@ -130,7 +130,7 @@ class Loads:
     remotes: Remotes
     loads: dict[str, Load] = attrs.field(factory=dict)
     waiting: list[Waiting] = attrs.field(factory=list)
-    abandoned: dict[str, Load] = attrs.field(factory=dict)
+    interrupted_loads: dict[str, Load] = attrs.field(factory=dict)
     _small: int = 0  # Index of the next small flight to poll.
     _large: int = 0  # The same for large flights.
     _quiet: float = 0.0  # When large loads may take a whole turn.
@@ -140,7 +140,9 @@ class Loads:
     closing: bool = False
 
     def __attrs_post_init__(self) -> None:
-        self.errands = Errands(self.ledger, self.remotes, self.messages, self.now, self.decline)
+        self.errands = Errands(
+            self.ledger, self.remotes, self.messages, self.now, self.send_decline
+        )
 
     @property
     def moving(self) -> bool:
@@ -156,10 +158,10 @@ class Loads:
             if name == (load.engine_id, load.key) and load.state == "moving"
         ]
 
-    def give_up_ticket(self, ticket: PrefillTicket) -> None:
+    def decline_ticket(self, ticket: PrefillTicket) -> None:
         """Decline *ticket*, unless a load of it informs the producer by itself when it ends."""
         if not self.of(ticket):
-            self.errands.refuse(ticket)
+            self.errands.decline(ticket)
 
     def check_free(self, name: str) -> None:
         """Raise `SpecError` if a load of the id *name* is open.
@@ -177,7 +179,7 @@ class Loads:
     def open(self, load: Load) -> None:
         """Add *load* in the state *connecting*. It fails at its deadline.
 
-        Call `refuse` if `begin` raises.
+        Call `fail_start` if `begin` raises.
         """
         name, now = load.request.request_id, self.now()
         self.check_free(name)
@@ -197,8 +199,8 @@ class Loads:
         audit = None
         if load.checksum:
             audit = Audit(remote, request, self.ledger.me, self.nixl, self.cache, self.messages)
-        lanes = dict(remote.lanes)  # A disconnect in another thread clears it.
-        sides = {rank: lane.sides(request) for rank, lane in lanes.items()}
+        list_pairs = dict(remote.list_pairs)  # A disconnect in another thread clears it.
+        sides = {rank: list_pair.sides(request) for rank, list_pair in list_pairs.items()}
         moved = {rank: each for rank, each in sides.items() if len(each[1])}
         plan = self._plan(remote, load.key, name, moved, checksum=load.checksum)
         blocks = blocks_of(remote.plan, request)
@@ -248,7 +250,7 @@ class Loads:
             checksum=checksum,
         )
 
-    def decline(self, remote: RemoteEngine, key: Key) -> None:
+    def send_decline(self, remote: RemoteEngine, key: Key) -> None:
         """Inform the producer that this rank will not load a request."""
         # A name that no load has.
         name, now = f"decline {secrets.token_hex(8)}", self.now()
@@ -263,15 +265,15 @@ class Loads:
         self.messages.counters.declines += 1
 
     def cancel(
-        self, load: Load, why: str = "cancelled", state: TransferState = TransferState.STOPPED
+        self, load: Load, why: str = "cancelled", state: TransferState = TransferState.CANCELLED
     ) -> None:
-        """Give up a load, unless it has ended."""
+        """Cancel a load, unless it has ended."""
         name = load.request.request_id
         if self.loads.get(name) is load:
             self.ledger.cancel(name, self.now(), why, state)
             self.act()
 
-    def refuse(self, load: Load, error: Exception) -> None:
+    def fail_start(self, load: Load, error: Exception) -> None:
         """End a load whose start raised *error*."""
         why, state = _reason(error, TransferState.REFUSED)
         load.fail(None, why, state, error)
@@ -330,20 +332,20 @@ class Loads:
                 self.begin(load, result.usable)
                 return None
         except Exception as error:  # noqa: BLE001 - it fails this load alone
-            self.refuse(load, error)
+            self.fail_start(load, error)
         # Another load of the ticket may have begun meanwhile. It needs the prompt. And a producer
         # that was disconnected must not be connected again.
         ticket = load.ticket
         wanted = not self.remotes.closed and self.remotes.wants(load.engine_id)
         if ticket is not None and wanted and self.of(ticket) in ([], [load]):
-            self.errands.refuse(ticket)
+            self.errands.decline(ticket)
         return None
 
     @property
     def _used(self) -> set[str]:
         """Names of the producers of open and waiting loads, and of errands.
 
-        A refusal that was sent needs no producer: if the message is lost, the lease expires.
+        A decline that was sent needs no producer: if the message is lost, the lease expires.
         """
         names = {load.engine_id for load in self.loads.values()} | self.errands.names
         return names | {waiting.connection.engine_id for waiting in self.waiting}
@@ -370,7 +372,7 @@ class Loads:
         if self.errands:
             self.errands.move()
         if self.remotes.crowded:
-            self.remotes.evict(self._used)
+            self.remotes.disconnect_unused(self._used)
         end = time.monotonic() + POLL_TURN
         for name, load in list(self.loads.items()):
             if load.audit is not None and self.ledger.uncompared(name):
@@ -402,46 +404,46 @@ class Loads:
                 return place + 1
         return first
 
-    def abandon(self, why: str) -> None:
+    def close_interrupted(self, why: str) -> None:
         """Let all loads fail with "closed", whatever an interrupt has left. See `drain`."""
         self.closing = True
         for name, load in self.loads.items():
             if load.state == "moving":
                 load.written |= load.connected  # Any byte may have been written.
                 load.fail(None, why, TransferState.CLOSED)
-                self.abandoned[name] = load
+                self.interrupted_loads[name] = load
         self.loads.clear()
         self.waiting.clear()
-        self.errands.forget()
+        self.errands.clear()
         self.ledger.clear()
 
     def drain(self) -> None:
-        """End the abandoned loads of which no byte can move."""
+        """End the interrupted loads of which no byte can move."""
         for read in self.nixl.transfers:
-            if read.request in self.abandoned:
+            if read.request in self.interrupted_loads:
                 with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-                    read.stop("the session was interrupted", TransferState.CLOSED)
+                    read.cancel("the session was interrupted", TransferState.CLOSED)
         moving = {read.request for read in self.nixl.transfers}
-        for name in self.abandoned.keys() - moving:
-            load = self.abandoned.pop(name)
+        for name in self.interrupted_loads.keys() - moving:
+            load = self.interrupted_loads.pop(name)
             self.messages.counters.count_failed(TransferState.CLOSED)
             load.state = "failed"
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Record the current incarnation of an engine. Loads from another one fail."""
         self.ledger.connect(engine_id, epoch, self.now())
-        self._leave(engine_id, epoch)
+        self._settle_old(engine_id, epoch)
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget an engine that has ended. Loads from it fail, also those that wait for it."""
+        """Disconnect an engine that has ended. Loads from it fail, also those that wait for it."""
         for load in list(self.loads.values()):
             if load.engine_id == engine_id:
                 self.cancel(load, f"{engine_id} was disconnected", TransferState.GONE)
-        self.errands.forget(engine_id)
-        self._leave(engine_id)
+        self.errands.clear(engine_id)
+        self._settle_old(engine_id)
         self.ledger.disconnect(engine_id)
 
-    def _leave(self, engine_id: str, epoch: int | None = None) -> None:
+    def _settle_old(self, engine_id: str, epoch: int | None = None) -> None:
         """Report reads that are over from all incarnations of an engine except *epoch*.
 
         The others wait for `move`.
@@ -541,7 +543,7 @@ class Loads:
             load.audit.cancel()
         for read in load.in_flight.values():
             with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-                read.stop("its load has failed", TransferState.STOPPED)
+                read.cancel("its load has failed", TransferState.CANCELLED)
 
     def _finish(self, load: Load, *, done: bool) -> None:
         """Free the blocks of a load that is done or has failed, and count it."""
@@ -550,7 +552,7 @@ class Loads:
             load.seconds = self.now() - load.began
             self.messages.counters.count_done(load.seconds)
         else:
-            fault = TransferState.STOPPED if load.error is None else load.error.state
+            fault = TransferState.CANCELLED if load.error is None else load.error.state
             self.messages.counters.count_failed(fault)
         load.state = "done" if done else "failed"  # Last: the caller may see it at once.
 

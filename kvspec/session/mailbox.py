@@ -180,7 +180,7 @@ def epoch_of(epoch: int | None, cache: RankCache) -> int:
     return time.time_ns() if epoch is None else epoch
 
 
-def introduced(sealed: object, secret: Secret) -> Introduced:
+def open_introduction(sealed: object, secret: Secret) -> Introduced:
     """Return the rank that *sealed* introduces. Raises `WireError` for any other bytes."""
     body = secret.unseal("introduction", INTRODUCTION, sealed, _SEALED)
     fields = unpack("introduction", _INTRODUCTIONS, body)
@@ -280,7 +280,7 @@ class Messages:
                 )
                 raise SpecError("introductions", str(rank), rule=rule)
 
-    def forget(self, engine_id: str) -> None:
+    def clear_starts(self, engine_id: str) -> None:
         """Forget which sessions the ranks of an engine were that has ended."""
         for rank in [rank for rank in self._heard if rank.engine_id == engine_id]:
             del self._heard[rank]
@@ -370,7 +370,7 @@ class Messages:
         addresses: Iterable[str],
         timeout: float,
         absent: float,
-        step: Callable[[], None],
+        poll: Callable[[], None],
         lock: SessionLock,
     ) -> list[bytes]:
         """Ask the ranks at *addresses* for their introductions, and wait for them.
@@ -380,7 +380,7 @@ class Messages:
         """
         asked = _addresses(addresses)
         self.resolve(asked)
-        answers = self.ask(asked, timeout, absent, step, lock, each=False)
+        answers = self.ask(asked, timeout, absent, poll, lock, each=False)
         return [answer for answer in answers.values() if isinstance(answer, bytes)]
 
     def ask(
@@ -388,7 +388,7 @@ class Messages:
         addresses: tuple[str, ...],
         timeout: float,
         absent: float,
-        step: Callable[[], None],
+        poll: Callable[[], None],
         lock: SessionLock,
         *,
         each: bool,
@@ -399,7 +399,7 @@ class Messages:
         """
         answers: dict[str, bytes | TransferError | None] = dict.fromkeys(addresses)
         limits = _Limits(self._reaches, self._ended, timeout, absent, addresses)
-        again, call = 0.0, object()
+        next_question, call = 0.0, object()
         self._asked[call] = answers
         try:
             while None in answers.values():
@@ -413,13 +413,13 @@ class Messages:
                         if (error := limits.look(address, now)) is not None and not each:
                             raise error
                         answers[address] = error
-                    if now >= again:
-                        again = now + ASK_AGAIN
+                    if now >= next_question:
+                        next_question = now + ASK_AGAIN
                         for address in missing:
                             if answers[address] is None:
                                 self._channel.send(address, self._secret.seal(QUESTION, _QUESTION))
                 self._channel.wait(LOOK_AGAIN)
-                step()
+                poll()
             return {at: answer for at, answer in answers.items() if answer is not None}
         finally:
             del self._asked[call]
@@ -573,12 +573,12 @@ class Messages:
         return [answers for answers in every if answers.get(route, b"") is None]
 
 
-def _keep(entries: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
     """Store an entry as the latest one. Remove the oldest if there are more than *most*."""
-    entries[key] = value
-    entries.move_to_end(key)
-    if len(entries) > most:
-        entries.popitem(last=False)
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _twice(rank: RankAddress) -> str:

@@ -88,7 +88,7 @@ METRICS = (
     _now("kvspec_held_blocks", "Blocks of held requests, if known.", "held_blocks"),
     _now("kvspec_tickets_pending", "Tickets that are kept, or whose decline is due.", "errands"),
     _sum("kvspec_declines", "Requests that this rank has declined.", "declines"),
-    _sum("kvspec_declines_lost", "Declines that reached no producer.", "refusals_lost"),
+    _sum("kvspec_declines_lost", "Declines that reached no producer.", "declines_lost"),
     _now("kvspec_connected_engines", "Engines that are connected.", "engines"),
     _sum("kvspec_messages_sent", "Messages that were sent.", "messages_sent"),
     _sum("kvspec_messages_received", "Messages with a right seal.", "messages_received"),

@@ -9,48 +9,48 @@ connected does not become connected. Neither does the producer of a ticket if it
 while the thread fetched its introductions, or if another engine is at its addresses.
 
 Invariant: no caller waits for the producer of a ticket. Beyond `max_producers` of them, the least
-recently used are evicted, so that producers that are gone for good use no memory. An eviction
-changes no load: a producer with an open or a waiting load is never evicted, because it may be alive
+recently used are disconnected, so that producers that are gone for good use no memory. That
+changes no load: a producer with an open or a waiting load stays connected, because it may be alive
 and write the blocks of that load. If all have loads, more than `max_producers` stay connected until
 one is free.
 
 How it works:
-    `judged` returns a `RemoteEngine`: one incarnation of a producer, with the plan. `Remotes` keeps
-    it in one of three places:
+    `remote_engine_of` returns a `RemoteEngine`: one incarnation of a producer, with the plan.
+    `Remotes` keeps it in one of three places:
 
         place           contents                                 next
         `_coming`       engines that are being connected         `_connected` by `connect`
-        `_connected`    one engine for each name                 `leaving`  by `forget`
-        `leaving`       old engines whose lanes still exist      removed by `leave`
+        `_connected`    one engine for each name                 `disconnecting` by `disconnect`
+        `disconnecting` old engines whose lists still exist      removed by `disconnect_idle`
 
-    Opening lanes takes long, so `connect` does it without the lock. Engines of several names are
-    connected at the same time: one whose network is cut delays no other, unless both names have the
-    same of 64 locks. If `forget` is called meanwhile, it removes the engine from `_coming`. Then
-    `connect` does not find it there and gives it up.
+    Opening pairs of lists takes long, so `connect` does it without the lock. Engines of several
+    names are connected at the same time: one whose network is cut delays no other, unless both
+    names have the same of 64 locks. If `disconnect` is called meanwhile, it removes the engine from
+    `_coming`. Then `connect` does not find it there and gives it up.
 
-    An eviction concerns only what tickets have connected:
+    That concerns only what tickets have connected:
 
-        the producer                          `evict`
+        the producer                          `disconnect_unused`
         has an open or a waiting load         keeps it
-        has a refusal that waits              keeps it
+        has a decline that waits              keeps it
         was connected by `Session.connect`    keeps it, and does not count it
-        is not connected, or only by tickets  forgets it as `Session.disconnect` does
+        is not connected, or only by tickets  disconnects it as `Session.disconnect` does
 
-    `leave` closes the lanes of old engines, but only if no bytes move over them. Otherwise the
-    engine stays in `leaving`, and each poll tries again.
+    `disconnect_idle` closes the pairs of lists of old engines, but only if no bytes move over them.
+    Otherwise the engine stays in `disconnecting`, and each poll tries again.
 
     One agent may serve two engines in these places, because two sessions of a process can share
-    their transport. So agents are counted by reference: `leave` disconnects an agent with its last
-    user. The count is computed from the three places each time. For example, agent a belongs to the
-    engines P and Q:
+    their transport. So agents are counted by reference: `disconnect_idle` disconnects an agent with
+    its last user. The count is computed from the three places each time. For example, agent a
+    belongs to the engines P and Q:
 
-        event                              users of a   agents that `leave` disconnects
+        event                              users of a   agents that `disconnect_idle` disconnects
         P is forgotten                     Q            none
         Q is forgotten too                 none         a
 
-        P failed in flight (`P.lost`)      P, Q         a, and Q becomes lost: its lanes used the
+        P failed in flight (`P.lost`)      P, Q         a, and Q becomes lost: its lists used the
                                                         same connection
-        Q is connected again afterwards    Q            Q opens new lanes to a
+        Q is connected again afterwards    Q            Q prepares new lists for a
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ from kvspec.inputs import sequence
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.session.background import SessionLock
-from kvspec.session.mailbox import Introduced, Messages, introduced
+from kvspec.session.mailbox import Introduced, Messages, open_introduction
 from kvspec.session.transport import PreparedRows, Sides, Transport
 from kvspec.tickets.ticket import PrefillTicket
 from kvspec.wire.handshake import disagreements, one_engine
 
 
 @attrs.frozen(eq=False, slots=False)
-class Lane:
+class ListPair:
     """The rows between this rank and one producer rank, as the transport has prepared them.
 
     Attributes:
@@ -91,7 +91,7 @@ class Lane:
     consumer: PreparedRows
 
     @staticmethod
-    def open(nixl: Transport, table: DescriptorTable, peer: str) -> Lane:
+    def open(nixl: Transport, table: DescriptorTable, peer: str) -> ListPair:
         """Prepare the rows of both ranks. The transport checks them.
 
         After an error, the rows of this rank are released here. The others end with the connection.
@@ -102,7 +102,7 @@ class Lane:
         except Exception:
             local.release()
             raise
-        return Lane(table, remote, local)
+        return ListPair(table, remote, local)
 
     def release(self) -> None:
         """Release both lists."""
@@ -124,7 +124,7 @@ class RemoteEngine:
         ranks: The introductions of its ranks.
         tables: The tables of those ranks that exchange data with this rank.
         readers: For each rank that receives this rank's messages, how many readers it must expect.
-        lanes: The lanes to these ranks.
+        list_pairs: The pairs of lists for these ranks.
         agents: Names of its ranks for the transport.
         lost: Whether a transfer has failed in a way that requires a new connection.
         by_ticket: Whether only tickets have connected the engine.
@@ -135,7 +135,7 @@ class RemoteEngine:
     ranks: dict[RankId, Introduced]
     tables: dict[RankId, DescriptorTable]
     readers: dict[RankId, int] = attrs.field(factory=dict)
-    lanes: dict[RankId, Lane] = attrs.field(factory=dict)
+    list_pairs: dict[RankId, ListPair] = attrs.field(factory=dict)
     agents: set[str] = attrs.field(factory=set)
     lost: bool = False
     by_ticket: bool = False
@@ -149,8 +149,8 @@ class RemoteEngine:
         """Whether *other* has the same introductions, and is not lost."""
         return self.ranks == other.ranks and not other.lost
 
-    def leave(self, nixl: Transport, keep: Iterable[str] = ()) -> None:
-        """Disconnect all agents except those to *keep*, and release the lanes.
+    def disconnect(self, nixl: Transport, keep: Iterable[str] = ()) -> None:
+        """Disconnect all agents except those to *keep*, and release the pairs of lists.
 
         Raises:
             TransferError: With state "busy" while bytes move.
@@ -158,13 +158,13 @@ class RemoteEngine:
         for agent in self.agents.difference(keep):
             if agent in nixl.peers:
                 nixl.disconnect(agent)
-        for lane in self.lanes.values():
+        for list_pair in self.list_pairs.values():
             with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-                lane.release()
-        self.lanes.clear()
+                list_pair.release()
+        self.list_pairs.clear()
 
 
-def judged(
+def remote_engine_of(
     own: Introduced,
     nixl: Transport,
     introductions: Iterable[bytes],
@@ -180,12 +180,12 @@ def judged(
     """
     wanted = "the introductions of all ranks of one engine"
     members = [
-        introduced(sealed, nixl.secret)
+        open_introduction(sealed, nixl.secret)
         for sealed in sequence("introductions", introductions, wanted)
     ]
     ranks = one_engine(member.handshake for member in members)
     remote = next(iter(ranks.values()))
-    delays = {mismatch for each in members if (mismatch := late(each, own)) is not None}
+    delays = {mismatch for each in members if (mismatch := slow_heartbeat(each, own)) is not None}
     if found := (*disagreements(remote, own.handshake), *delays):
         raise MismatchError(found)
     plan = plan_transfer(remote.engine, own.handshake.engine, own.handshake.replica_policy)
@@ -198,7 +198,7 @@ def judged(
     return RemoteEngine((remote.engine_id, remote.epoch), plan, by_rank, tables, readers)
 
 
-def late(producer: Introduced, consumer: Introduced) -> Mismatch | None:
+def slow_heartbeat(producer: Introduced, consumer: Introduced) -> Mismatch | None:
     """Return why heartbeats of *consumer* come too late for *producer*, or None.
 
     A message may be lost. With less than two heartbeats in a lease, one lost message would end the
@@ -212,7 +212,7 @@ def late(producer: Introduced, consumer: Introduced) -> Mismatch | None:
 
 def _disconnected(engine_id: str) -> TransferError:
     message = f"{engine_id} was disconnected while it was being connected"
-    return TransferError(message, rank=engine_id, state=TransferState.STOPPED)
+    return TransferError(message, rank=engine_id, state=TransferState.CANCELLED)
 
 
 @attrs.define(eq=False)
@@ -255,7 +255,7 @@ class Remotes:
         most: Number of producers of tickets that stay connected if no load needs more of them.
 
     Attributes:
-        leaving: Old engines whose lanes still exist, because bytes move over them.
+        disconnecting: Old engines whose pairs of lists still exist, because bytes move over them.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Remotes:
         self._connections: OrderedDict[str, Connection] = OrderedDict()
         self._connected: dict[str, RemoteEngine] = {}
         self._coming: dict[str, RemoteEngine] = {}  # by name
-        self.leaving: list[RemoteEngine] = []
+        self.disconnecting: list[RemoteEngine] = []
         self._closed = False
 
     def __len__(self) -> int:
@@ -348,14 +348,14 @@ class Remotes:
         """Whether the producer must be connected again for the next load.
 
         It may be missing although it was connected: a later connect forgets the engine before it
-        opens the new lanes, which may fail.
+        opens the new pairs of lists, which may fail.
         """
         remote = self._connected.get(connection.engine_id)
         missing = connection.future.done() and (remote is None or remote.lost)
         return missing or connection.lost or connection.failed
 
     def check_wanted(self, name: str) -> None:
-        """Raise `TransferError` "stopped" if the producer *name* of a ticket was disconnected."""
+        """Raise `TransferError` "cancelled" if the producer *name* of a ticket was disconnected."""
         if not self.wants(name):
             raise _disconnected(name)
 
@@ -365,10 +365,10 @@ class Remotes:
 
     @property
     def crowded(self) -> bool:
-        """Whether `evict` may find anything to do."""
+        """Whether `disconnect_unused` may find anything to do."""
         return len(self._connections) > self._most
 
-    def evict(self, used: Container[str]) -> None:
+    def disconnect_unused(self, used: Container[str]) -> None:
         """Disconnect producers of tickets that are too many, unless their names are in *used*.
 
         See the table in the module docstring. The least recently used are disconnected first.
@@ -383,11 +383,11 @@ class Remotes:
             self._disconnect(name)
 
     def connect(self, remote: RemoteEngine, timeout: float) -> None:
-        """Open a lane to each rank that has a table, and store *remote* as connected. This is slow.
+        """Prepare the lists for each rank that has a table, and connect *remote*. This is slow.
 
         The caller makes sure that only one engine of each name is connected at a time.
 
-        If *remote* was disconnected meanwhile, or anything else fails, no lane stays open.
+        If *remote* was disconnected meanwhile, or anything else fails, no pair of lists stays open.
         """
         metadata = {rank: remote.ranks[rank].handshake.transport for rank in remote.tables}
         try:
@@ -395,12 +395,12 @@ class Remotes:
             agents = dict(zip(metadata, names, strict=True))
             remote.agents.update(names)
             for rank, table in remote.tables.items():
-                remote.lanes[rank] = Lane.open(self._nixl, table, agents[rank])
+                remote.list_pairs[rank] = ListPair.open(self._nixl, table, agents[rank])
             with self._lock.held, self._lock:
                 self._replace(remote)
         except Exception:
             with self._lock.held, self._lock:
-                self._give_up(remote)
+                self._fail(remote)
             raise
 
     def _replace(self, remote: RemoteEngine) -> None:
@@ -411,15 +411,15 @@ class Remotes:
         del self._coming[remote.engine_id]
         self._messages.connect(remote.incarnation, remote.ranks.values())
 
-    def _give_up(self, remote: RemoteEngine) -> None:
-        """Close the lanes of *remote*."""
+    def _fail(self, remote: RemoteEngine) -> None:
+        """Release the lists of *remote*."""
         if self._coming.get(remote.engine_id) is remote:
             del self._coming[remote.engine_id]
-        self.leaving.append(remote)
-        self.leave()
+        self.disconnecting.append(remote)
+        self.disconnect_idle()
 
-    def forget(self, engine_id: str, new: RemoteEngine | None = None) -> None:
-        """Forget the engine *engine_id* and its addresses. *new* is being connected in its place.
+    def disconnect(self, engine_id: str, new: RemoteEngine | None = None) -> None:
+        """Disconnect an engine, and forget its addresses. *new* is being connected in its place.
 
         Raises `TransferError` "busy", and forgets nothing, if *new* is an incarnation whose bytes
         still move.
@@ -433,8 +433,8 @@ class Remotes:
         if old is not None:
             self._messages.disconnect(old.incarnation)
             del self._connected[engine_id]
-            self.leaving.append(old)
-            self.leave()
+            self.disconnecting.append(old)
+            self.disconnect_idle()
         if new is None:
             self._connections.pop(engine_id, None)
             self._attempts = {at: one for at, one in self._attempts.items() if at[0] != engine_id}
@@ -443,9 +443,9 @@ class Remotes:
 
     def _check_idle(self, new: RemoteEngine, old: RemoteEngine | None) -> None:
         """Raise `TransferError` "busy" if bytes move over a connection that *new* replaces."""
-        self.leave()
+        self.disconnect_idle()
         peers = {transfer.peer for transfer in self._nixl.transfers}
-        moving = (*self.leaving, *([old] if old is not None and old.agents & peers else ()))
+        moving = (*self.disconnecting, *([old] if old is not None and old.agents & peers else ()))
         if any(each.incarnation == new.incarnation for each in moving):
             message = f"bytes still move between this rank and {new.engine_id}: try again"
             raise TransferError(message, rank=new.engine_id, state=TransferState.BUSY)
@@ -460,32 +460,32 @@ class Remotes:
         """Whether the session was closed."""
         return self._closed
 
-    def abandon(self) -> None:
+    def close_interrupted(self) -> None:
         """Disconnect all peers, whatever an interrupt has left.
 
         A peer with which bytes move stays connected until the NIXL rank is closed.
         """
         self._closed = True
-        for remote in (*self._connected.values(), *self._coming.values(), *self.leaving):
-            for lane in remote.lanes.values():
+        for remote in (*self._connected.values(), *self._coming.values(), *self.disconnecting):
+            for list_pair in remote.list_pairs.values():
                 with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-                    lane.release()
+                    list_pair.release()
         for peer in self._nixl.peers:
             with contextlib.suppress(TransferError):
                 self._nixl.disconnect(peer)
-        for place in (self._connected, self._coming, self.leaving):
+        for place in (self._connected, self._coming, self.disconnecting):
             place.clear()
 
     def close(self) -> None:
-        """Forget all engines, and accept no others."""
+        """Disconnect all engines, and accept no others."""
         self._closed = True
         self._coming.clear()
         for engine_id in tuple(self._connected):
-            self.forget(engine_id)
+            self.disconnect(engine_id)
 
-    def leave(self) -> None:
-        """Close the lanes of old engines if no bytes move over them. See the module docstring."""
-        for remote in tuple(self.leaving):
+    def disconnect_idle(self) -> None:
+        """Release the lists of old engines if no bytes move over them. See the module docstring."""
+        for remote in tuple(self.disconnecting):
             users = (*self._connected.values(), *self._coming.values())
             if remote.lost:
                 for user in users:
@@ -494,5 +494,5 @@ class Remotes:
                     user.agents -= remote.agents
             used = set[str]().union(*(user.agents for user in users))
             with contextlib.suppress(TransferError):
-                remote.leave(self._nixl, keep=used)
-                self.leaving.remove(remote)
+                remote.disconnect(self._nixl, keep=used)
+                self.disconnecting.remove(remote)

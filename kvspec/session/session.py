@@ -37,7 +37,7 @@ from kvspec.session.holds import Holds, Settled
 from kvspec.session.load import Load
 from kvspec.session.loads import Loads, PreparedLoad, UnpreparedLoad, Waiting
 from kvspec.session.mailbox import Introduced, Messages, epoch_of
-from kvspec.session.remotes import Connection, RemoteEngine, Remotes, judged
+from kvspec.session.remotes import Connection, RemoteEngine, Remotes, remote_engine_of
 from kvspec.session.stats import SessionStats
 from kvspec.session.transport import Transport, check_transport
 from kvspec.tickets.ticket import PrefillTicket
@@ -54,7 +54,7 @@ from kvspec.wire.messages import (
 from kvspec.wire.versions import START
 
 CONNECTING = 64  # Locks for connecting, so that different engines rarely wait for each other.
-LEAVING = 0.02  # Seconds between checks of old engines for bytes in flight.
+DISCONNECTING = 0.02  # Seconds between checks of old engines for bytes in flight.
 FIRST_NUMBER = 1 << 48  # The first number of a question is drawn below this.
 TICKET_ANSWER, TICKET_ABSENT = 30.0, 2.0
 """Time limits in seconds for the producer of a ticket.
@@ -156,7 +156,7 @@ class Session:
             lease=held_ledger.lease,
             heartbeat=load_ledger.heartbeat,
         )
-        self._lock, self._clock = SessionLock(self._abandon), clock
+        self._lock, self._clock = SessionLock(self._close_interrupted), clock
         self._connecting = tuple(SessionLock() for _ in range(CONNECTING))
         messages = self._messages = Messages(self.channel, nixl.secret, self._own)
         answers = ChecksumAnswers(held_ledger, cache, owner, messages)
@@ -232,7 +232,9 @@ class Session:
                 this incarnation is connected in another way, and bytes move. Then it stays so.
         """
         most = seconds("timeout", timeout)
-        remote = judged(self._own, self.nixl, introductions, dead_tokens=self._dead_tokens)
+        remote = remote_engine_of(
+            self._own, self.nixl, introductions, dead_tokens=self._dead_tokens
+        )
         return self._join(remote, most)
 
     def _join(
@@ -253,13 +255,13 @@ class Session:
                 self._messages.check_starts(remote.incarnation, remote.ranks.values())
                 self._loads.connect(name, epoch)
                 self._holds.ledger.connect(name, epoch)
-                self._remotes.forget(name, remote)
+                self._remotes.disconnect(name, remote)
             self._remotes.connect(remote, timeout)
             return remote.plan
 
     @closes_if_interrupted
     def disconnect(self, engine_id: str) -> None:
-        """Forget an engine that has ended. Loads from it fail, also those that wait for it.
+        """Disconnect an engine that has ended. Loads from it fail, also those that wait for it.
 
         Reads in flight keep the blocks of their loads until they have ended.
         """
@@ -269,11 +271,11 @@ class Session:
             self._wake()
 
     def _disconnect(self, engine_id: str) -> None:
-        """Forget an engine. Needs the lock."""
+        """Disconnect an engine. Needs the lock."""
         self._loads.disconnect(engine_id)
         self._holds.ledger.disconnect(engine_id)
-        self._remotes.forget(engine_id)
-        self._messages.forget(engine_id)
+        self._remotes.disconnect(engine_id)
+        self._messages.clear_starts(engine_id)
 
     @closes_if_interrupted
     def load(
@@ -350,7 +352,7 @@ class Session:
                 try:
                     self._loads.begin(load, prepared)
                 except Exception as error:
-                    self._loads.refuse(load, error)
+                    self._loads.fail_start(load, error)
                     raise
                 self._wake()
                 return load
@@ -384,7 +386,7 @@ class Session:
             remote_id: Name of a request that a connected producer holds.
             ticket: Or the ticket of the producer, which a thread connects first if necessary. If
                 that fails, the thread tries again for ten minutes. After that, the log and the
-                counter `refusals_lost` show it, and the lease of the request expires.
+                counter `declines_lost` show it, and the lease of the request expires.
             engine_id: As in `load`.
 
         Raises:
@@ -394,10 +396,10 @@ class Session:
         with self._lock.held, self._lock:
             if ticket is None:
                 key = _named(remote_id)
-                self._loads.decline(self._remotes.find(engine_id), key)
+                self._loads.send_decline(self._remotes.find(engine_id), key)
             else:
                 self._remotes.check_open()
-                self._loads.give_up_ticket(_ticket(ticket, remote_id, engine_id))
+                self._loads.decline_ticket(_ticket(ticket, remote_id, engine_id))
             self._wake()
 
     @closes_if_interrupted
@@ -477,13 +479,13 @@ class Session:
             if self.nixl.closed:
                 raise TransferError("the NIXL rank was closed", state=TransferState.CLOSED)
             now = self._clock()
-            self._holds.ledger.admit(key, now, lease=lease, blocks=tables)
+            self._holds.ledger.hold(key, now, lease=lease, blocks=tables)
             self._messages.counters.holds_started += 1
             self._wake()
 
     @closes_if_interrupted
     def abort(self, remote_id: str) -> None:
-        """Give up a held request. Its readers receive `gone`.
+        """Abort a held request. Its readers receive `gone`.
 
         Its blocks are free when the readers have stopped, or the lease is over. Then `settled`
         returns the request as aborted. If the request is not held any more, nothing happens.
@@ -503,14 +505,14 @@ class Session:
         if not ledger.freed and not self._messages.refused:
             return Settled()  # Without the lock, for which a scheduler might wait.
         with self._lock.held, self._lock:
-            freed, foreign = dict(ledger.freed), tuple(self._messages.refused)
+            freed, refused = dict(ledger.freed), tuple(self._messages.refused)
             ledger.freed.clear()
             self._messages.refused.clear()
         ended = {
             end: tuple(name for name, how in freed.items() if how == end)
             for end in ("done", "expired", "aborted")
         }
-        return Settled(**ended, foreign=foreign)
+        return Settled(**ended, refused=refused)
 
     @closes_if_interrupted
     def poll(self) -> None:
@@ -547,24 +549,24 @@ class Session:
         self._holds.move()
         self._loads.ledger.tick(self._clock())  # Heartbeats are due, or a load is late.
         self._act()
-        if self._remotes.leaving:
-            self._remotes.leave()
+        if self._remotes.disconnecting:
+            self._remotes.disconnect_idle()
         self._messages.flush()
         if not self.nixl.closed:
             self.nixl.tick()
 
-    def _abandon(self) -> None:
+    def _close_interrupted(self) -> None:
         """Close the session after an interrupt, which may have left everything half changed.
 
         Call it with the lock. If an interrupt comes during this call, the next call does it again.
         """
         why = "the session was closed, because one of its calls was interrupted"
         self._interrupted = True
-        self._loads.abandon(why)
+        self._loads.close_interrupted(why)
         self._holds.close()
         self._messages.close()
         self._loads.drain()
-        self._remotes.abandon()
+        self._remotes.close_interrupted()
         if self._background is not None:
             self._background.end()
 
@@ -583,7 +585,7 @@ class Session:
             held_blocks=held.counts["blocks"],
             remembered=len(held.records),
             engines=len(self._remotes),
-            leaving=len(self._remotes.leaving),
+            disconnecting=len(self._remotes.disconnecting),
             sums=len(self._holds.answers.asked),
             counters=attrs.evolve(
                 self._messages.counters,
@@ -618,10 +620,10 @@ class Session:
                 break
             time.sleep(BUSY)
         if self._background is not None:
-            self._starting.stop(max(0.0, end - time.monotonic()))
-            self._background.stop()
+            self._starting.close(max(0.0, end - time.monotonic()))
+            self._background.close()
         with self._lock.held, self._lock:
-            self._loads.errands.forget()
+            self._loads.errands.clear()
             self._remotes.close()
             self._holds.close()
             self._messages.close()
@@ -640,7 +642,7 @@ class Session:
     @property
     def _moving(self) -> bool:
         """Whether anything is in flight on either side. Needs the lock."""
-        return bool(self._loads.moving or self._holds.moving or self._loads.abandoned)
+        return bool(self._loads.moving or self._holds.moving or self._loads.interrupted_loads)
 
     def _rest(self) -> float:
         """Return how many seconds the next poll may be away, if nothing happens before.
@@ -649,8 +651,8 @@ class Session:
         """
         if self._moving or self._messages.unsent:
             return BUSY
-        if self._remotes.leaving:
-            return LEAVING
+        if self._remotes.disconnecting:
+            return DISCONNECTING
         ledgers = self._holds.ledger.due, self._loads.ledger.due
         due = [at for at in (*ledgers, self._loads.errands.due) if at is not None]
         return max(BUSY, min(due, default=math.inf) - self._clock())
@@ -680,7 +682,7 @@ class Session:
         with self._lock.held, self._lock:
             self._remotes.check_wanted(engine_id)
         found = self.fetch(addresses, TICKET_ANSWER, absent=TICKET_ABSENT)
-        remote = judged(self._own, self.nixl, found, dead_tokens=self._dead_tokens)
+        remote = remote_engine_of(self._own, self.nixl, found, dead_tokens=self._dead_tokens)
         self._join(remote, TICKET_ANSWER, ticket_of=engine_id)
 
 

@@ -38,11 +38,11 @@ class Counters:
         holds_started: Requests that were held.
         holds_done: Held requests that all readers have read, cancelled or declined.
         holds_expired: Held requests whose lease ended first.
-        holds_aborted: Held requests that were given up by `abort`.
+        holds_aborted: Held requests that were aborted.
         declines: Requests that this rank has declined, as a consumer.
         messages_sent: Messages that were passed to the channel, which may lose them.
         messages_received: Messages that were received with a right seal.
-        refusals_lost: Declined tickets whose producer could not be reached.
+        declines_lost: Declined tickets whose producer could not be reached.
         messages_refused: Messages that changed nothing, because they were late, repeated, forged
             or meant for another incarnation. A late `lease` of an open load does not count.
     """
@@ -65,7 +65,7 @@ class Counters:
     declines: int = 0
     messages_sent: int = 0
     messages_received: int = 0
-    refusals_lost: int = 0
+    declines_lost: int = 0
     messages_refused: int = 0
 
     def count_done(self, seconds: float) -> None:
@@ -95,7 +95,7 @@ class SessionStats:
         held_blocks: Blocks of these requests, if `hold` was called with `blocks`.
         remembered: Requests that the ledger still remembers.
         engines: Connected engines.
-        leaving: Old engines whose connections still exist.
+        disconnecting: Old engines whose connections still exist.
         sums: Checksums that readers wait for.
         counters: Sums since the session was opened.
     """
@@ -107,6 +107,6 @@ class SessionStats:
     held_blocks: int = 0
     remembered: int = 0
     engines: int = 0
-    leaving: int = 0
+    disconnecting: int = 0
     sums: int = 0
     counters: Counters = attrs.field(factory=Counters, eq=False)

@@ -92,7 +92,7 @@ class ReadInFlight(Protocol):
             TransferError: If the read failed. Each later call raises it again.
         """
 
-    def stop(self, why: str, state: TransferState) -> bool:
+    def cancel(self, why: str, state: TransferState) -> bool:
         """Begin no other byte, and fail. Return whether the read is over. Called locked."""
 
 

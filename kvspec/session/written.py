@@ -18,11 +18,11 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
 
-Blocks = Mapping[str, Ids]
+LoadBlocks = Mapping[str, Ids]
 """By group, the ids of blocks, in any order."""
 
 
-def placed(
+def tokens_and_blocks(
     plan: TransferPlan, group: KVCacheGroup, request: TransferRequest
 ) -> Iterator[tuple[range, Ids]]:
     """Yield the tokens that *request* writes into one group of the consumer, and their blocks.
@@ -64,7 +64,7 @@ def _moving(plan: TransferPlan, group: KVCacheGroup) -> Iterator[LayerSpec]:
             yield spec
 
 
-def blocks_of(plan: TransferPlan, request: TransferRequest) -> Blocks:
+def blocks_of(plan: TransferPlan, request: TransferRequest) -> LoadBlocks:
     """Return the blocks that *request* writes on the consumer, by group.
 
     Groups without a table are left out, and so are groups whose layers are all excluded. The table
@@ -74,7 +74,7 @@ def blocks_of(plan: TransferPlan, request: TransferRequest) -> Blocks:
     null = plan.consumer.null_block
     for group in plan.consumer.groups:
         if group.name in request.consumer_blocks:
-            parts = [ids for _, ids in placed(plan, group, request)]
+            parts = [ids for _, ids in tokens_and_blocks(plan, group, request)]
             ids = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
             found[group.name] = ids if null is None else ids[ids != null]
     return {group: ids for group, ids in found.items() if len(ids)}
@@ -94,7 +94,7 @@ class BlockLocks:
             self._counts |= dict.fromkeys(groups, max(self._counts[name] for name in groups))
         self._busy: BusyRanges[str] = BusyRanges()
 
-    def acquire(self, request_id: str, blocks: Blocks) -> None:
+    def acquire(self, request_id: str, blocks: LoadBlocks) -> None:
         """Claim *blocks* until `release`. Call `release` even if this raises.
 
         Raises:

@@ -126,7 +126,7 @@ def _element_bytes(dtype: str | None) -> int:
     return int(bits[0]) // 8 if bits else 1
 
 
-Storage = Mapping[str, Bytes]
+StoredBytes = Mapping[str, Bytes]
 # Arrays or `Ordered`, by (group, layer, part).
 Views = dict[tuple[str, str, str], Any]
 Blocks = int | Mapping[str, int]
@@ -344,7 +344,9 @@ def in_common_order(engine: EngineSpec, views: Views) -> Views:
     return ordered
 
 
-def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks) -> Views:
+def logical_views(
+    engine: EngineSpec, rank: RankId, storage: StoredBytes, num_blocks: Blocks
+) -> Views:
     """Return the arrays of all parts of all layers that a rank holds.
 
     Args:
@@ -375,7 +377,9 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
     return in_common_order(engine, stored_views(engine, rank, storage, num_blocks))
 
 
-def stored_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks) -> Views:
+def stored_views(
+    engine: EngineSpec, rank: RankId, storage: StoredBytes, num_blocks: Blocks
+) -> Views:
     """Return what `logical_views` returns, with the bytes of each row in the order in memory."""
     views: Views = {}
     shared = len({id(flat) for flat in storage.values()}) < len(storage)

@@ -15,7 +15,7 @@ How it works:
         FakeNixl.kill         moving          gone           raises RemoteDisconnect
         releaseXferReq        any             unchanged      AssertionError
 
-    A handle whose bytes move late, after its transfer was given up:
+    A handle whose bytes move late, after its transfer was cancelled:
 
     >>> import ctypes
     >>> here, there = FakeLife("here", 1), FakeLife("there", 2)
@@ -47,7 +47,7 @@ from kvspec.nixl import agent as binding
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Copy = tuple[int, int, int]  # to, from, length
+ByteCopy = tuple[int, int, int]  # to, from, length
 # NIXL's metadata begins with this tag, and with the length and the name of the agent.
 _HEAD = struct.Struct("<16sQ")
 _TAG = b"nixlSerDes|Agent"
@@ -66,7 +66,7 @@ class FakeLife:
         name: Name of the agent.
         number: A number that no other agent has, not even one of the same name.
         alive: Whether the agent exists.
-        memory: Registered memory: (segment, start, stop).
+        memory: Registered memory: (memory_type, start, stop).
         inbox: Unread notifications, by the name of the sender.
 
     >>> FakeLife("worker", 1).alive
@@ -79,10 +79,10 @@ class FakeLife:
     memory: list[tuple[str, int, int]] = attrs.field(factory=list)
     inbox: dict[str, list[bytes]] = attrs.field(factory=dict)
 
-    def holds(self, segment: str, start: int, length: int) -> bool:
+    def holds(self, memory_type: str, start: int, length: int) -> bool:
         """Return whether one registered memory contains all these bytes."""
         return any(
-            segment == kind and low <= start and start + length <= high
+            memory_type == kind and low <= start and start + length <= high
             for kind, low, high in self.memory
         )
 
@@ -101,7 +101,7 @@ class FakeFlight:
     """
 
     between: tuple[FakeLife, FakeLife]
-    copies: list[Copy]
+    copies: list[ByteCopy]
     state: str = "made"
 
     def land(self, part: float = 1.0) -> None:
@@ -127,8 +127,8 @@ class FakeFlight:
             self.state = "gone"
 
 
-def _descriptors(segment: str, rows: NDArray[np.uint64]) -> tuple[str, NDArray[np.uint64]]:
-    return segment, np.array(rows)
+def _descriptors(memory_type: str, rows: NDArray[np.uint64]) -> tuple[str, NDArray[np.uint64]]:
+    return memory_type, np.array(rows)
 
 
 class FakeNixl:
@@ -221,8 +221,8 @@ class FakeAgent:
         return
 
     def registerMem(self, descs: tuple[str, NDArray[np.uint64]], _: object) -> None:  # noqa: N802, D102
-        segment, ((start, length, _device),) = descs[0], descs[1].tolist()
-        self.life.memory.append((segment, start, start + length))
+        memory_type, ((start, length, _device),) = descs[0], descs[1].tolist()
+        self.life.memory.append((memory_type, start, start + length))
 
     def deregisterMem(self, _descs: object, _: object) -> None:  # noqa: N802, D102
         # Deregistering is not a fence: peers can still read and write the memory.
@@ -248,13 +248,13 @@ class FakeAgent:
         if self.peers.pop(name, None) is None:
             raise self.net.error("NotFound")
 
-    def prepXferDlist(self, name: str, segment: str, rows: Any, _: object) -> int:  # noqa: N802, ANN401
+    def prepXferDlist(self, name: str, memory_type: str, rows: Any, _: object) -> int:  # noqa: N802, ANN401
         """Prepare rows of five columns, a numpy.ndarray. NIXL accepts them since 1.5."""
         side = self.peers[name] if name else self.life
         descriptors = list[tuple[int, int]]()
         for address, length, _, stride, count in rows.tolist():
             # As in NIXL, one memory has the whole row, and not only each descriptor.
-            if not side.holds(segment, address, stride * (count - 1) + length):
+            if not side.holds(memory_type, address, stride * (count - 1) + length):
                 raise self.net.error("NotFound")
             descriptors += [(address + stride * at, length) for at in range(count)]
         return self._number(self.lists, (side, np.array(descriptors, np.uint64)))

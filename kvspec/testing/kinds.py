@@ -27,24 +27,24 @@ from kvspec.specs import (
 from kvspec.testing.supports import Supports, quoted
 
 _HEADS = st.sampled_from((1, 2, 3, 4, 5, 6, 8, 12, 16))
-_SIZES = st.integers(1, 4)
+_ONE_TO_FOUR = st.integers(1, 4)
 # With at most two rotated pairs, the step from pairs to halves is its own inverse. So a system that
 # confuses the two directions is wrong only for keys of 6 elements or more.
 _KEYS = st.sampled_from((1, 2, 3, 4, 6, 8, 2, 4, 6, 8, 6, 8))
-_DTYPES = st.sampled_from(("uint8", "bfloat16", "float8_e4m3fn", "float32"))
+_ANY_DTYPE = st.sampled_from(("uint8", "bfloat16", "float8_e4m3fn", "float32"))
 _SCALES = st.sampled_from(("float32", "float8_e4m3fn"))
 # Small windows end inside of a block, which is the hard case. Large ones cover whole prompts.
 _WINDOWS = st.sampled_from((2, 3, 5, 6, 8)) | st.integers(1, 24)
 # The tokens of a block. In some blocks each row stands for several tokens.
-_BLOCKS = st.sampled_from(
+_BLOCK_SIZES = st.sampled_from(
     [{"block_size": b} for b in (1, 2, 3, 4, 8, 16, 24, 32)]
     + [{"block_size": b, "tokens_per_state": t} for b, t in ((2, 2), (8, 4), (16, 4))]
 )
-_ROWS: dict[str, st.SearchStrategy[Any]] = {"head_size": _KEYS, "dtype": _DTYPES}
-_GQA = _ROWS | {"total_num_kv_heads": _HEADS}
+_KEY_FIELDS: dict[str, st.SearchStrategy[Any]] = {"head_size": _KEYS, "dtype": _ANY_DTYPE}
+_GQA = _KEY_FIELDS | {"total_num_kv_heads": _HEADS}
 _STATE: dict[str, st.SearchStrategy[Any]] = {
     "conv_kernel": st.integers(2, 4),
-    "dtype": _DTYPES,
+    "dtype": _ANY_DTYPE,
     "num_speculative_tokens": st.integers(0, 1),
 }
 _NO_FIELDS: dict[str, st.SearchStrategy[int]] = {}
@@ -58,7 +58,7 @@ def _attention(make: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy
         spec: LayerSpec = make(**_without_illegal_scales({**block, **drawn}))
         return spec
 
-    return st.builds(build, _BLOCKS, **fields)
+    return st.builds(build, _BLOCK_SIZES, **fields)
 
 
 def _without_illegal_scales(fields: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _uniform(
     later layers repeat those of the layer before, so that the two may differ in nothing but the
     meaning of their keys. The fields *window* are drawn once for all layers.
     """
-    block, later_tokens = draw(_BLOCKS), draw(st.sampled_from((None, None, 1)))
+    block, later_tokens = draw(_BLOCK_SIZES), draw(st.sampled_from((None, None, 1)))
     fields: dict[str, Any] = {}
     shared = {"block_size": block["block_size"]} | {name: draw(w) for name, w in window.items()}
     layers = {}
@@ -94,7 +94,9 @@ def _uniform(
         # The first layer always has the rows of the block.
         tokens = (i and later_tokens) or block.get("tokens_per_state", 1)
         if not fields or draw(st.booleans()):
-            fields = {name: draw(field) for name, field in own.items()} | {"dtype": draw(_DTYPES)}
+            fields = {name: draw(field) for name, field in own.items()} | {
+                "dtype": draw(_ANY_DTYPE)
+            }
         fields |= {**shared, "tokens_per_state": tokens}
         layers[f"uniform.{make.__name__}.{i}"] = make(**_without_illegal_scales({**fields}))
     return UniformTypeKVCacheSpecs(specs=layers)
@@ -102,7 +104,7 @@ def _uniform(
 
 KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "full": _attention(FullAttentionSpec, **_GQA),
-    "full, V of another size": _attention(FullAttentionSpec, **_GQA, head_size_v=_SIZES),
+    "full, V of another size": _attention(FullAttentionSpec, **_GQA, head_size_v=_ONE_TO_FOUR),
     "full, opaque": _attention(FullAttentionSpec, **_GQA, state_content_bytes=st.integers(1, 9)),
     # The page format "x-packed" needs keys that are multiples of 16 bytes.
     "full, keys of 16 bytes": _attention(
@@ -110,7 +112,7 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
         dtype=st.just("bfloat16"),
     ),
     "full, with scales": _attention(
-        FullAttentionSpec, **_GQA, head_size_v=st.none() | _SIZES, scale_dtype=_SCALES,
+        FullAttentionSpec, **_GQA, head_size_v=st.none() | _ONE_TO_FOUR, scale_dtype=_SCALES,
         elements_per_scale=st.sampled_from((None, 1)),
         tokens_per_scale=st.sampled_from((1, 1, 2, 4)),
     ),
@@ -119,8 +121,8 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     ),
     "chunked local": _attention(ChunkedLocalAttentionSpec, **_GQA, attention_chunk_size=_WINDOWS),
     "cross": _attention(CrossAttentionSpec, **_GQA),
-    "MLA": _attention(MLAAttentionSpec, **_ROWS),
-    "sliding window MLA": _attention(SlidingWindowMLASpec, **_ROWS, sliding_window=_WINDOWS),
+    "MLA": _attention(MLAAttentionSpec, **_KEY_FIELDS),
+    "sliding window MLA": _attention(SlidingWindowMLASpec, **_KEY_FIELDS, sliding_window=_WINDOWS),
     "uniform": _uniform(
         FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=_KEYS,
         scale_dtype=st.sampled_from((None, None, "float32")),
@@ -131,15 +133,15 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
         SlidingWindowSpec, {"sliding_window": _WINDOWS}, total_num_kv_heads=_HEADS, head_size=_KEYS
     ),
     "mamba1": st.builds(
-        MambaSpec.mamba1, intermediate_size=st.integers(1, 12), state_size=_SIZES, **_SSM
+        MambaSpec.mamba1, intermediate_size=st.integers(1, 12), state_size=_ONE_TO_FOUR, **_SSM
     ),
     "mamba2": st.builds(
-        MambaSpec.mamba2, num_heads=_HEADS, head_dim=_SIZES, n_groups=_SIZES,
-        state_size=_SIZES, **_SSM,
+        MambaSpec.mamba2, num_heads=_HEADS, head_dim=_ONE_TO_FOUR, n_groups=_ONE_TO_FOUR,
+        state_size=_ONE_TO_FOUR, **_SSM,
     ),
     "gated delta net": st.builds(
-        MambaSpec.gated_delta_net, num_k_heads=_HEADS, num_v_heads=_HEADS, head_k_dim=_SIZES,
-        head_v_dim=_SIZES, **_SSM,
+        MambaSpec.gated_delta_net, num_k_heads=_HEADS, num_v_heads=_HEADS, head_k_dim=_ONE_TO_FOUR,
+        head_v_dim=_ONE_TO_FOUR, **_SSM,
     ),
     "short conv": st.builds(MambaSpec.short_conv, conv_dim=st.integers(1, 12), **_STATE),
     "replicated state": st.builds(MambaSpec.replicated_state, state_bytes=st.integers(1, 9)),

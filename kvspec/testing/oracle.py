@@ -52,8 +52,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvspec.testing.carve import Blocks, Bytes, Storage, Views, in_common_order, logical_views
-from kvspec.testing.positions import Rows, Tables, rows_of
+from kvspec.testing.carve import Blocks, Bytes, StoredBytes, Views, in_common_order, logical_views
+from kvspec.testing.positions import PartRows, Tables, rows_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 # A function that returns the arrays of a storage, for layouts that letters do not describe.
-ViewsOf = Callable[[Storage], Views]
+ViewsOf = Callable[[StoredBytes], Views]
 # The constants of splitmix64's finalizer.
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -111,7 +111,7 @@ def content(
     return word.astype("<u8").view(np.uint8)[:, :, :size]
 
 
-def content_of(rows: Rows, seed: int) -> Bytes:
+def content_of(rows: PartRows, seed: int) -> Bytes:
     """Return the true bytes of *rows*, of shape (entries, units, bytes)."""
     of_tokens, (_, layer, name) = rows.part.per_token, rows.key
     numbers, seen = (rows.token, -1) if of_tokens else (rows.row, rows.seen)
@@ -119,14 +119,16 @@ def content_of(rows: Rows, seed: int) -> Bytes:
     return content(layer, name, rows.units, numbers, size, seed=seed, seen=seen).swapaxes(0, 1)
 
 
-def _views(engine: EngineSpec, rank: RankId, storage: Storage, blocks: Blocks | ViewsOf) -> Views:
+def _views(
+    engine: EngineSpec, rank: RankId, storage: StoredBytes, blocks: Blocks | ViewsOf
+) -> Views:
     """Return the arrays of *storage*, cut by the layout letters or by the function *blocks*."""
     if callable(blocks):
         return in_common_order(engine, blocks(storage))
     return logical_views(engine, rank, storage, blocks)
 
 
-def _random(storage: Storage, rank: RankId, seed: int) -> None:
+def _random(storage: StoredBytes, rank: RankId, seed: int) -> None:
     """Overwrite *storage* with bytes that differ between ranks, groups and seeds."""
     for name, flat in storage.items():
         digest = hashlib.blake2b(f"{seed}\0{rank}\0{name}".encode(), digest_size=8).digest()
@@ -137,7 +139,7 @@ def _random(storage: Storage, rank: RankId, seed: int) -> None:
 def fill(
     engine: EngineSpec,
     rank: RankId,
-    storage: Storage,
+    storage: StoredBytes,
     num_blocks: Blocks | ViewsOf,
     tables: Tables,
     request: TransferRequest,
@@ -168,7 +170,7 @@ def fill(
 def spoil(
     engine: EngineSpec,
     rank: RankId,
-    storage: Storage,
+    storage: StoredBytes,
     num_blocks: Blocks | ViewsOf,
     tables: Tables,
     request: TransferRequest,
@@ -198,7 +200,7 @@ def spoil(
 def expected(
     engine: EngineSpec,
     rank: RankId,
-    before: Storage,
+    before: StoredBytes,
     num_blocks: Blocks | ViewsOf,
     tables: Tables,
     request: TransferRequest,
@@ -241,8 +243,8 @@ def expected(
 def check(
     engine: EngineSpec,
     rank: RankId,
-    before: Storage,
-    after: Storage,
+    before: StoredBytes,
+    after: StoredBytes,
     num_blocks: Blocks | ViewsOf,
     tables: Tables,
     request: TransferRequest,
@@ -250,7 +252,7 @@ def check(
     seed: int = 0,
     limit: int = 20,
     source: EngineSpec | None = None,
-    right: tuple[Storage, Storage] | None = None,
+    right: tuple[StoredBytes, StoredBytes] | None = None,
 ) -> list[str]:
     """Compare the storage of a consumer rank with `expected`, byte by byte.
 
@@ -289,7 +291,7 @@ def check(
 
 
 def differences(
-    rank: str, rows_of_parts: list[Rows], views: list[Views], *flats: Storage
+    rank: str, rows_of_parts: list[PartRows], views: list[Views], *flats: StoredBytes
 ) -> Iterator[str]:
     """Yield a line for each wrong byte: in the rows of requests, then in other rows, then padding.
 
@@ -332,7 +334,7 @@ def differences(
             )
 
 
-def each_array(storage: Storage, make: Callable[[Bytes], A]) -> dict[str, A]:
+def each_array(storage: StoredBytes, make: Callable[[Bytes], A]) -> dict[str, A]:
     """Return *make* of each array. Groups that share one array share its result."""
     made = {id(flat): make(flat) for flat in storage.values()}
     return {name: made[id(flat)] for name, flat in storage.items()}

@@ -69,8 +69,8 @@ def _kept(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup,
         change = draw(sample(None, None, None, "all", "more"))
         if change == "more" and hasattr(spec, "extra_retained_tokens"):
             spec = attrs.evolve(spec, extra_retained_tokens=draw(st.integers(0, 5)))
-        elif change == "all" and type(spec) in KEPT:
-            whole = KEPT[type(spec)]
+        elif change == "all" and type(spec) in FULL_KIND_OF:
+            whole = FULL_KIND_OF[type(spec)]
             names = [field.name for field in attrs.fields(whole) if field.init]
             spec = whole(**{name: getattr(spec, name) for name in names})
         kept.append(attrs.evolve(group, spec=spec))
@@ -119,7 +119,7 @@ def meant_spec(draw: st.DrawFn, spec: LayerSpec) -> tuple[LayerSpec, LayerSpec]:
 
 
 # The spec of an engine that keeps all tokens of a layer, by the spec of the model.
-KEPT: dict[type[LayerSpec], type[LayerSpec]] = {
+FULL_KIND_OF: dict[type[LayerSpec], type[LayerSpec]] = {
     SlidingWindowSpec: FullAttentionSpec,
     ChunkedLocalAttentionSpec: FullAttentionSpec,
     SlidingWindowMLASpec: MLAAttentionSpec,

@@ -52,7 +52,7 @@ class Shape:
 
 # (PP, PCP) of the producer and of the consumer. They are small, because an engine has PP * PCP * TP
 # ranks. 8 of 20 pairs have neither pipeline stages nor PCP ranks, so many cases stay small.
-_SIZES = (
+_CONTEXT_SIZES = (
     *[((1, 1), (1, 1))] * 8,
     *(((2, 1), (1, 1)), ((1, 1), (2, 1)), ((3, 1), (2, 1)), ((2, 1), (3, 1))),
     *(((3, 1), (1, 1)), ((1, 1), (3, 1)), ((2, 1), (2, 1)), ((2, 1), (1, 2))),
@@ -60,7 +60,7 @@ _SIZES = (
 )
 
 # Block sizes of the producer and of the consumer, in rows. Many pairs do not divide each other.
-_ROWS = (
+_PP_CONTEXTS = (
     *[(None, None)] * 5,
     *(
         ((4, 8), (6, 12)),
@@ -86,11 +86,11 @@ def shapes(supports: Supports = EVERYTHING) -> st.SearchStrategy[tuple[Shape, Sh
     """
     sizes = [
         pair
-        for pair in _SIZES
+        for pair in _CONTEXT_SIZES
         if all(pp <= supports.max_pp and (pcp == 1 or supports.pcp) for pp, pcp in pair)
         and (pair[0][0] == pair[1][0] or not supports.equal_pp)
     ]
-    rows = _ROWS[:1] if supports.equal_blocks else _ROWS
+    rows = _PP_CONTEXTS[:1] if supports.equal_blocks else _PP_CONTEXTS
     sharded = _SHARDED if supports.dcp or supports.pcp else _SHARDED[:1]
 
     def pair_of(sizes: Any, rows: Any, sharded: Any) -> tuple[Shape, Shape]:  # noqa: ANN401

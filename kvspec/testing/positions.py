@@ -60,7 +60,7 @@ def excluded_layers(engine: EngineSpec | None) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PartRows:
     """The rows of one part in the blocks of a request. All arrays have one entry for each row.
 
     Attributes:
@@ -98,7 +98,7 @@ def rows_of(
     request: TransferRequest,
     seen: int | Mapping[str, int] | None = None,
     source: EngineSpec | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[PartRows]:
     """Yield the rows of each part in the blocks of a request on one rank.
 
     Rows of layers that one side excludes must not change, so they are neither live nor dead.
@@ -135,7 +135,7 @@ def rows_of(
                 # The rows of a table's block are spread over several blocks in memory.
                 kernel_blocks_per_block = count_kernel_blocks(group)
                 kernel_block, row = np.divmod(row, part.states // kernel_blocks_per_block)
-                yield Rows(
+                yield PartRows(
                     key=(group.name, layer, part.name),
                     part=part,
                     units=rank_units(engine, rank, part, group),

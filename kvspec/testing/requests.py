@@ -55,7 +55,7 @@ _MAX_TOKENS = 56
 def needed(
     group: KVCacheGroup, request: TransferRequest, reader: EngineSpec | None = None
 ) -> range:
-    """Return the span of token positions of *group* that must move.
+    """Return the range of token positions of *group* that must move.
 
     Args:
         group: A group of the engine that holds the table.

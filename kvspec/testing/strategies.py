@@ -38,7 +38,7 @@ from hypothesis import strategies as st
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
+from kvspec.ownership.replicas import POLICIES as POLICY_RULES
 from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology, known_policies
 from kvspec.testing.case import Case
 from kvspec.testing.engines import engines
@@ -57,7 +57,7 @@ __all__ = [
     "specs",
 ]
 
-POLICIES: tuple[ReplicaPolicyName, ...] = known_policies(None)
+KNOWN_POLICIES: tuple[ReplicaPolicyName, ...] = known_policies(None)
 """Names of the replica policies that need no topology."""
 
 
@@ -142,17 +142,17 @@ def _replica_policies(
 ) -> dict[str, Any]:
     """Draw a replica policy, which sometimes knows the nodes of the ranks."""
     if supports.policies is not None:
-        names = [name for name in POLICIES if name in supports.policies]
+        names = [name for name in KNOWN_POLICIES if name in supports.policies]
         return {"replica_policy": draw(st.sampled_from(names))}
     salt, with_nodes = draw(st.integers(0, 5)), draw(st.sampled_from((False, False, False, True)))
     if not with_nodes:
-        return {"replica_policy": ReplicaPolicy(draw(st.sampled_from(POLICIES)), salt)}
+        return {"replica_policy": ReplicaPolicy(draw(st.sampled_from(KNOWN_POLICIES)), salt)}
     nodes = [
         {rank: draw(st.integers(0, 2)) for rank in side.parallel.ranks}
         for side in (producer, consumer)
     ]
     topology = Topology(producer=nodes[0], consumer=nodes[1])
-    policy = draw(st.sampled_from(tuple(EVERY_POLICY)))
+    policy = draw(st.sampled_from(tuple(POLICY_RULES)))
     return {"replica_policy": ReplicaPolicy(policy, salt, topology)}
 
 

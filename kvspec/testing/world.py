@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 Storage = dict[str, Bytes]
 Held = dict[RankId, tuple[RankCache, Storage]]
 Pair = tuple[RankId, RankId]
-Copy = tuple[int, int, int]  # producer address, consumer address, length
-Copies = Callable[[DescriptorTable, TransferRequest], list[Copy]]
+ByteCopy = tuple[int, int, int]  # producer address, consumer address, length
+CopiesOf = Callable[[DescriptorTable, TransferRequest], list[ByteCopy]]
 # The seed of all contents of all worlds, so that one world can continue another (law 4).
 SEED = 5
 GUARD_BYTE = 0xA5
@@ -107,7 +107,7 @@ class PreparedLists:
     producer_ids: npt.NDArray[np.int32] = attrs.field(validator=_of_form(np.int32))
     consumer_ids: npt.NDArray[np.int32] = attrs.field(validator=_of_form(np.int32))
 
-    def copies(self) -> list[Copy]:
+    def copies(self) -> list[ByteCopy]:
         """Return the copies that the ids describe, in order.
 
         Raises:
@@ -153,14 +153,14 @@ def prepared(table: DescriptorTable, request: TransferRequest) -> PreparedLists:
     return PreparedLists(lists[0], lists[2], lists[1], lists[3])
 
 
-def selected(table: DescriptorTable, request: TransferRequest) -> list[Copy]:
+def selected(table: DescriptorTable, request: TransferRequest) -> list[ByteCopy]:
     """Return the copies that the ids of `select` describe, in order."""
     return prepared(table, request).copies()
 
 
 def described(
     table: DescriptorTable, request: TransferRequest, tokens: range | None = None
-) -> list[Copy]:
+) -> list[ByteCopy]:
     """Return the copies that `descriptors` returns."""
     rows = table.descriptors(request, tokens=tokens)
     assert np.uint64 == rows.dtype
@@ -189,8 +189,10 @@ def finest(cache: RankCache) -> RankCache:
     the next memory is adjacent.
     """
     memories: list[Memory] = []
-    for region in sorted(cache.regions, key=lambda r: (r.extent.start, r.extent.stop)):
-        start, stop = region.extent.start, region.extent.stop
+    for region in sorted(
+        cache.regions, key=lambda r: (r.address_range.start, r.address_range.stop)
+    ):
+        start, stop = region.address_range.start, region.address_range.stop
         if memories and start < memories[-1].address + memories[-1].length:
             last = memories.pop()
             start, stop = last.address, max(stop, last.address + last.length)
@@ -296,7 +298,7 @@ class World:
             for name, flat in storage.items()
         )
 
-    def copy(self, pair: Pair, copies: Iterable[Copy]) -> None:
+    def copy(self, pair: Pair, copies: Iterable[ByteCopy]) -> None:
         """Execute *copies* from the producer rank to the consumer rank of *pair*."""
         sources, targets = self.producers[pair[0]][1], self.consumers[pair[1]][1]
         for source, target, length in copies:
@@ -311,7 +313,7 @@ class World:
             new = sources[group][start : start + length]
             targets[target_group][offset : offset + length] = new
 
-    def execute(self, copies: Copies) -> None:
+    def execute(self, copies: CopiesOf) -> None:
         """Execute the copies that the function *copies* returns, for each pair of ranks."""
         for p, c, table in self.tables():
             self.copy((p, c), copies(table, self.case.request))

@@ -19,20 +19,20 @@ import numpy as np
 
 from kvspec.digests.definition import WORD, content_sums, row_digests, unit_hash
 
-FORMAT, VERSION = "kvspec-digests", 1
+DIGESTS_FORMAT, DIGESTS_VERSION = "kvspec-digests", 1
 # 1 to 9 bytes: words that are not full. 128 to 576: heads and latents of published models.
 SIZES = 1, 2, 7, 8, 9, 16, 31, 64, 128, 256, 576
 # First tokens of the rows. The last is the highest position that a message may name.
-NUMBERS = (0,), (7,), (0, 1, 2), (2**31 - 1, 2**31), (2**62,)
-PATTERNS = "zeros", "equal", "signs", "random"
+ROW_NUMBERS = (0,), (7,), (0, 1, 2), (2**31 - 1, 2**31), (2**62,)
+BYTE_PATTERNS = "zeros", "equal", "signs", "random"
 NAMES = ("model.layers.0.self_attn.attn", "k", 0), ("l.1", "v", 7), ("\u5c64.2", "latent", 1023)
 
 
 def vectors() -> Iterator[dict[str, Any]]:
     """Yield the vectors. They are the same on each machine."""
     for size in SIZES:
-        for at, numbers in enumerate(NUMBERS):
-            for pattern in PATTERNS:
+        for at, numbers in enumerate(ROW_NUMBERS):
+            for pattern in BYTE_PATTERNS:
                 layer, part, unit = NAMES[(at + size) % len(NAMES)]
                 contents = [_content(pattern, size, number) for number in numbers]
                 yield {
@@ -47,7 +47,7 @@ def vectors() -> Iterator[dict[str, Any]]:
 
 def encoded() -> bytes:
     """Return the file of the vectors."""
-    head = json.dumps({"format": FORMAT, "version": VERSION})[:-1]
+    head = json.dumps({"format": DIGESTS_FORMAT, "version": DIGESTS_VERSION})[:-1]
     lines = ",\n".join(json.dumps(vector) for vector in vectors())
     return f'{head}, "vectors": [\n{lines}\n]}}\n'.encode()
 

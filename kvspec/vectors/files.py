@@ -26,7 +26,7 @@ from kvspec.errors import SpecError
 from kvspec.vectors import digests
 from kvspec.vectors.families import FAMILIES, transfers
 from kvspec.vectors.recording import record
-from kvspec.vectors.structure import FORMAT, VERSION, File, Head, Vector, json_schema
+from kvspec.vectors.structure import FORMAT, VECTORS_VERSION, File, Head, Vector, json_schema
 
 SUFFIX = ".json.gz"
 SCHEMA = "schema.json"
@@ -93,7 +93,12 @@ def schema_bytes() -> bytes:
 def encoded(family: str, vectors: Iterable[Vector]) -> bytes:
     """Return the JSON of a file, before it is compressed."""
     lines = _lines(vectors)
-    head = {"format": FORMAT, "version": VERSION, "family": family, "sha256": _sha256(lines)}
+    head = {
+        "format": FORMAT,
+        "version": VECTORS_VERSION,
+        "family": family,
+        "sha256": _sha256(lines),
+    }
     return json.dumps(head)[:-1].encode() + b', "vectors": [\n' + b",\n".join(lines) + b"\n]}\n"
 
 
@@ -127,8 +132,10 @@ def read(path: Path) -> File:
         # Read the version first: the structure of another version is not known.
         if head.format != FORMAT:
             raise SpecError(f"{name}.format", head.format, FORMAT)
-        if head.version != VERSION:
-            raise SpecError(f"{name}.version", head.version, f"{VERSION}, the only known version")
+        if head.version != VECTORS_VERSION:
+            raise SpecError(
+                f"{name}.version", head.version, f"{VECTORS_VERSION}, the only known version"
+            )
         file = msgspec.json.decode(data, type=File)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SpecError(name, str(error), f"JSON that follows {SCHEMA}") from None

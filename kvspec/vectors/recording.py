@@ -159,8 +159,8 @@ def _move(name: str, here: World, steps: Iterable[Mapping[Pair, tuple[to.Copy, .
             )
             written[consumer] += [(n, b, b + length) for _, _, n, b, length in found]
     faults = here.differences()
-    for rank, spans in written.items():
-        for (n, _, stop), (m, start, _) in pairwise(sorted(spans)):
+    for rank, ranges in written.items():
+        for (n, _, stop), (m, start, _) in pairwise(sorted(ranges)):
             if n == m and start < stop:
                 faults.append(f"consumer {rank}: byte {start} is written twice")
     if faults:

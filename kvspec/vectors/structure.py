@@ -1,7 +1,7 @@
 """The structures of a file of vectors. `json_schema` describes them for other languages.
 
 Invariant: a field is named after its meaning in `docs/spec.md`. A change of any structure is a new
-`VERSION`, because programs in other languages read these files.
+`VECTORS_VERSION`, because programs in other languages read these files.
 
 Ranks are numbers: the index of a rank if all ranks are sorted by `pp`, `pcp` and `tp`. A range is a
 list of two numbers, its start and its stop.
@@ -15,13 +15,13 @@ from typing import Annotated, Any
 import msgspec
 
 FORMAT = "kvspec-vectors"
-VERSION = 1
+VECTORS_VERSION = 1
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 Size = Annotated[int, msgspec.Meta(ge=1)]
-Interval = tuple[Count, Count]
+Interval = tuple[Natural, Natural]
 # Producer memory, producer offset, consumer memory, consumer offset, length.
-Copy = tuple[Count, Count, Count, Count, Size]
+Copy = tuple[Natural, Natural, Natural, Natural, Size]
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -46,7 +46,7 @@ class VectorPart(_Struct, frozen=True):
     name: str
     units: Size
     content_bytes: Size
-    tokens_per_state: Count
+    tokens_per_state: Natural
     states: Size
     granularity: Size
     ranges: tuple[Interval, ...] | None = None
@@ -126,17 +126,17 @@ class VectorRegion(_Struct, frozen=True):
 
     layer: str
     part: str
-    base: Count
+    base: Natural
     num_blocks: Size
-    block_stride: Count
-    unit_stride: Count
-    state_stride: Count
+    block_stride: Natural
+    unit_stride: Natural
+    state_stride: Natural
     units: Size
     states: Size
-    memory: Count
+    memory: Natural
     chunks: Size = 1
-    chunk_stride: Count = 0
-    segments: tuple[tuple[Count, Size, Size, Count], ...] = ()
+    chunk_stride: Natural = 0
+    segments: tuple[tuple[Natural, Size, Size, Natural], ...] = ()
 
 
 class Rank(_Struct, frozen=True):
@@ -150,9 +150,9 @@ class Rank(_Struct, frozen=True):
         regions: The parts that the rank holds.
     """
 
-    pp: Count
-    pcp: Count
-    tp: Count
+    pp: Natural
+    pcp: Natural
+    tp: Natural
     memory: tuple[Size, ...]
     regions: tuple[VectorRegion, ...]
 
@@ -183,9 +183,9 @@ class Engine(_Struct, frozen=True):
     dcp_size: Size
     interleave_size: Size
     layout: str
-    context_ranks: tuple[tuple[Count, ...], ...] | None = None
+    context_ranks: tuple[tuple[Natural, ...], ...] | None = None
     stages: tuple[tuple[str, ...], ...] | None = None
-    null_block: Count | None = None
+    null_block: Natural | None = None
 
 
 class Policy(_Struct, frozen=True):
@@ -199,9 +199,9 @@ class Policy(_Struct, frozen=True):
     """
 
     name: str
-    salt: Count
-    producer_nodes: tuple[Count, ...] = ()
-    consumer_nodes: tuple[Count, ...] = ()
+    salt: Natural
+    producer_nodes: tuple[Natural, ...] = ()
+    consumer_nodes: tuple[Natural, ...] = ()
 
 
 class Table(_Struct, frozen=True):
@@ -213,7 +213,7 @@ class Table(_Struct, frozen=True):
     """
 
     ids: tuple[int, ...]
-    first_token: Count
+    first_token: Natural
 
 
 class Request(_Struct, frozen=True):
@@ -227,11 +227,11 @@ class Request(_Struct, frozen=True):
         encoder_tokens: Tokens of the encoder.
     """
 
-    num_tokens: Count
+    num_tokens: Natural
     producer_blocks: dict[str, Table]
     consumer_blocks: dict[str, Table]
-    cached: dict[str, Count]
-    encoder_tokens: Count | None = None
+    cached: dict[str, Natural]
+    encoder_tokens: Natural | None = None
 
 
 class Slice(_Struct, frozen=True):
@@ -248,14 +248,14 @@ class Slice(_Struct, frozen=True):
         stripe: `(first, step)`: only virtual blocks b with `b % step == first`.
     """
 
-    producer: Count
-    consumer: Count
+    producer: Natural
+    consumer: Natural
     layers: tuple[str, ...]
     parts: tuple[str, ...]
     units: Interval
     producer_units: Interval
     consumer_units: Interval
-    stripe: tuple[Count, Size]
+    stripe: tuple[Natural, Size]
 
 
 class Copies(_Struct, frozen=True):
@@ -267,8 +267,8 @@ class Copies(_Struct, frozen=True):
         copies: Producer memory and offset, consumer memory and offset, length.
     """
 
-    producer: Count
-    consumer: Count
+    producer: Natural
+    consumer: Natural
     copies: tuple[Copy, ...]
 
 
@@ -299,7 +299,7 @@ class Expected(_Struct, frozen=True):
     """
 
     slices: tuple[Slice, ...]
-    notifies: tuple[tuple[Count, Count], ...]
+    notifies: tuple[tuple[Natural, Natural], ...]
     copies: tuple[Copies, ...]
     steps: tuple[VectorStep, ...] = ()
     refused: tuple[str, ...] = ()
@@ -355,6 +355,6 @@ def json_schema() -> Mapping[str, Any]:
     schema = msgspec.json.schema(File)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"{FORMAT}, version {VERSION}",
+        "title": f"{FORMAT}, version {VECTORS_VERSION}",
         **schema,
     }

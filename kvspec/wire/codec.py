@@ -43,9 +43,9 @@ from kvspec.wire.versions import ATTEMPTLESS, NO_START, OWN, RANGED, START, VERS
 MAX_HANDSHAKE = (1 << 20) + MAX_TRANSPORT
 """Bytes of one handshake after decompression."""
 MAX_MESSAGE = 16384
-"""Bytes of one message about a request. The longest names fit, but not many parts of an extent."""
+"""Bytes of one message about a request. The longest names fit, but not many parts."""
 
-_MAGIC = b"kvspec-handshake\n"
+_HANDSHAKE_MAGIC = b"kvspec-handshake\n"
 _MESSAGE = b"kvspec-message\n"
 _VERSION = 2  # Bytes of the version.
 _ATTEMPT = 4  # Place of the attempt in the array of a message before `ATTEMPTLESS`.
@@ -109,7 +109,7 @@ def encode_handshake(handshake: Handshake, version: int = VERSION) -> bytes:
             **{name: getattr(shake, name) for name in _SAME},
             **more,
         )
-        data = _MAGIC + version.to_bytes(_VERSION, "big") + zlib.compress(pack(fields))
+        data = _HANDSHAKE_MAGIC + version.to_bytes(_VERSION, "big") + zlib.compress(pack(fields))
         read = decode_handshake(data)
     # A number of more than 64 bits, a text that UTF-8 cannot encode, or what a peer would refuse.
     except (OverflowError, UnicodeEncodeError, WireError) as error:
@@ -125,7 +125,7 @@ def decode_handshake(data: bytes) -> Handshake:
     Raises:
         WireError: If *data* is not a handshake of a version of `OWN`.
     """
-    version, body = _opened("handshake", _MAGIC, data)
+    version, body = _split_header("handshake", _HANDSHAKE_MAGIC, data)
     more: dict[str, Any] = {"versions": Versions(version, version)}
     if version < RANGED:
         fields = unpack("handshake", _HANDSHAKES_10, _decompressed(body))
@@ -163,7 +163,7 @@ def _decompressed(body: bytes) -> bytes:
     return fields
 
 
-def _opened(path: str, magic: bytes, data: bytes) -> tuple[int, bytes]:
+def _split_header(path: str, magic: bytes, data: bytes) -> tuple[int, bytes]:
     """Return the version in *data*, and what follows it and the head *magic*."""
     end = len(magic) + _VERSION
     if len(data) < end or not data.startswith(magic):
@@ -177,8 +177,8 @@ def _opened(path: str, magic: bytes, data: bytes) -> tuple[int, bytes]:
 def encode_message(message: Message, start: bytes = NO_START, version: int = VERSION) -> bytes:
     """Return *message* as bytes, in a *version* of `OWN`. *start* is that of the sender's session.
 
-    A message whose fields keep their bounds has at most `MAX_MESSAGE` bytes. `extents_of` bounds
-    the parts of an extent.
+    A message whose fields keep their bounds has at most `MAX_MESSAGE` bytes. `contents_of` bounds
+    the parts of a checksum.
     """
     head = _MESSAGE + version.to_bytes(_VERSION, "big") + (start if version >= RANGED else b"")
     body = pack(message)
@@ -195,7 +195,7 @@ def decode_message(data: bytes) -> AnyMessage:
     Raises:
         WireError: If *data* is not a message of a version of `OWN`.
     """
-    version, body = _opened("message", _MESSAGE, data)
+    version, body = _split_header("message", _MESSAGE, data)
     if len(data) > MAX_MESSAGE:
         raise WireError("message", f"{len(data)} bytes", f"at most {MAX_MESSAGE}")
     body = body[START:] if version >= RANGED else body
@@ -228,5 +228,5 @@ def sender_of(data: bytes) -> tuple[bytes, int]:
     Raises:
         WireError: If *data* is not a message of a version of `OWN`.
     """
-    version, body = _opened("message", _MESSAGE, data)
+    version, body = _split_header("message", _MESSAGE, data)
     return (body[:START] if version >= RANGED else NO_START), version

@@ -9,7 +9,7 @@ How it works:
     The classes form a tagged union of `msgspec`: the tag is the first element of the array, and
     selects the class. A message that arrives is checked against the types and bounds of its class.
     A message that this process creates is not checked again, because its fields come from arguments
-    that public methods have checked. Only `Extent` checks itself,
+    that public methods have checked. Only `ChecksumContents` checks itself,
     because its fields depend on each other.
 
     A reader sends the questions, and a producer sends the answers:
@@ -78,7 +78,7 @@ class RankAddress(WireStruct, frozen=True):
 class Key(WireStruct, frozen=True):
     """The name of one request of a producer: its id there, and a unique nonce.
 
-    The producer makes the nonce when it admits the request, and sends both to the consumer.
+    The producer makes the nonce when it holds the request, and sends both to the consumer.
     """
 
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST)]
@@ -90,11 +90,11 @@ class Key(WireStruct, frozen=True):
         return RemoteId(f"{self.request_id}#{self.nonce.hex()}")
 
 
-class Extent(WireStruct, frozen=True, kw_only=True):
+class ChecksumContents(WireStruct, frozen=True, kw_only=True):
     """Contents of a request whose checksums two ranks compare.
 
     These are some units of some parts of a layer, at some tokens, or some rows of a state. Both
-    ranks use the same extent for the same contents, whatever their blocks, layouts and contexts
+    ranks use the same value for the same contents, whatever their blocks, layouts and contexts
     are. Only the tokens count that both context ranks own, and that the stripe contains.
 
     Attributes:
@@ -128,10 +128,12 @@ class Extent(WireStruct, frozen=True, kw_only=True):
         if not self.parts or len(set(self.parts)) < len(self.parts):
             raise SpecError("parts", self.parts, "at least one name, each once")
         for field, least in (("units", 1), ("tokens", 1), ("rows", 0)):
-            span = getattr(self, field)
-            whole = 0 <= span.start <= span.stop - least and span.stop <= MAX_POSITION
-            if not whole or span.step != 1:
-                raise SpecError(field, span, f"a range of at least {least}, up to {MAX_POSITION}")
+            numbers = getattr(self, field)
+            whole = 0 <= numbers.start <= numbers.stop - least and numbers.stop <= MAX_POSITION
+            if not whole or numbers.step != 1:
+                raise SpecError(
+                    field, numbers, f"a range of at least {least}, up to {MAX_POSITION}"
+                )
         for side in ("producer", "consumer"):
             for name, least in (("interleave", 1), ("size", 1), ("rank", 0)):
                 number = getattr(getattr(self, side), name)
@@ -215,10 +217,10 @@ class ChecksumRequest(Message, tag="checksum_request", frozen=True, kw_only=True
     """The reader has all data, and requests the producer's checksum.
 
     Attributes:
-        extent: The contents.
+        contents: The contents.
     """
 
-    extent: Extent
+    contents: ChecksumContents
 
 
 class Checksum(Message, tag="checksum", frozen=True, kw_only=True):

@@ -26,9 +26,9 @@ class WireStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """Base of the values that travel as an array of their fields, in the order of the class."""
 
 
-def _plain(span: range) -> tuple[int, int]:
+def _plain(numbers: range) -> tuple[int, int]:
     """Return a range as a pair. `msgspec` calls this for the only type that it does not know."""
-    return span.start, span.stop
+    return numbers.start, numbers.stop
 
 
 def _typed(_: type, plain: object) -> range:

@@ -145,7 +145,7 @@ class Decoder:
             raise WireError(path, word if isinstance(word, str) else "another key", known)
         content = self.value(path, plain, depth)
         if word == "map":
-            if isinstance(content, tuple) and all(map(_is_entry, content)):
+            if isinstance(content, tuple) and all(map(_is_pair, content)):
                 entries = Frozen(dict(content))
                 if len(entries) == len(content):
                     return entries
@@ -159,9 +159,9 @@ class Decoder:
         )
         raise WireError(path, content, expected)
 
-    def _charge(self, path: str, steps: int) -> None:
-        """Count *steps* of work. Raise `WireError` if the message asks for too much."""
-        self._work += steps
+    def _charge(self, path: str, work: int) -> None:
+        """Count *work*. Raise `WireError` if the message asks for too much."""
+        self._work += work
         if self._work > MAX_WORK:
             raise WireError(path, self._work, f"at most {MAX_WORK} steps of work in one message")
 
@@ -175,7 +175,7 @@ def _is_scalar(plain: PlainValue) -> bool:
     return plain is None or (isinstance(plain, float) and math.isfinite(plain))
 
 
-def _is_entry(pair: PlainValue) -> bool:
+def _is_pair(pair: PlainValue) -> bool:
     """Return whether *pair* is a key and a value of a map."""
     # The types are compared exactly, because True is an int in Python, but no key.
     is_pair = isinstance(pair, tuple) and len(pair) == 2  # noqa: PLR2004 - key and value

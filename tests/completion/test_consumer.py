@@ -187,7 +187,7 @@ def test_failed_load_keeps_its_blocks_until_its_last_step_has_ended() -> None:
     step = ledger.start("mine", P[0].rank)
     (failed,) = ledger.cancel("mine", 1.0)
     assert isinstance(failed, Failed)
-    assert TransferState.STOPPED == failed.state
+    assert TransferState.CANCELLED == failed.state
     assert [] == ledger.cancel("mine", 1.0) + ledger.tick(100.0)
     assert ["Ended", "done", "done"] == kinds(ledger.finish(step, 200.0))
     assert [Closed("mine")] == ledger.tick(212.0)
@@ -199,7 +199,7 @@ def test_cancel_in_other_words_keeps_the_given_state() -> None:
     failed = ledger.cancel("mine", 1.0, "not there in time", TransferState.GONE)
     assert failed[0] == Failed("mine", "not there in time", TransferState.GONE)
     ledger = moving()
-    assert ledger.cancel("mine", 1.0, "not wanted")[0].state is TransferState.STOPPED  # type: ignore[union-attr]
+    assert ledger.cancel("mine", 1.0, "not wanted")[0].state is TransferState.CANCELLED  # type: ignore[union-attr]
 
 
 def test_failed_step_passes_its_state_to_the_failed_action() -> None:

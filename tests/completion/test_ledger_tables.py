@@ -62,4 +62,4 @@ def test_public_state_changes_once_to_done_or_failed() -> None:
         for (state, _), row in CONSUMER.items()
         if PUBLIC[state] != PUBLIC[row.state] and PUBLIC[row.state]
     }
-    assert {("verifying", "done"), ("draining", "failed")} == changes
+    assert {("asking", "done"), ("draining", "failed")} == changes

@@ -43,7 +43,7 @@ def done(by: int = 0, number: int = 2, **more: Any) -> Done:
 def held(**more: Any) -> ProducerLedger:
     """Return a producer rank that holds the request since second 0, for ten seconds."""
     ledger = ProducerLedger(P[0], lease=10.0, longest=30.0)
-    assert [] == ledger.admit(KEY, 0.0, **more)
+    assert [] == ledger.hold(KEY, 0.0, **more)
     return ledger
 
 
@@ -72,7 +72,7 @@ def test_heartbeat_that_waited_extends_a_lease_that_is_over() -> None:
     """A producer had no CPU for a lease. Nothing that it does before the heartbeat frees blocks."""
     ledger, other = held(), Key("cmpl-2", b"8 bytes?")
     ledger.receive(heartbeat(1), 1.0)
-    assert [] == ledger.admit(other, 12.0)
+    assert [] == ledger.hold(other, 12.0)
     ledger.abort(other, 12.0)
     ledger.receive(heartbeat(1, key=Key("unknown", b"8 bytes!")), 12.0)
     assert ["lease"] == kinds(ledger.receive(heartbeat(2), 12.0))
@@ -114,7 +114,7 @@ def test_repeated_heartbeat_is_kept_once_before_the_request_is_held() -> None:
     ledger = ProducerLedger(P[0], lease=10.0)
     for now in (0.0, 1.0, 2.0):
         assert [] == ledger.receive(heartbeat(1), now)
-    assert ["lease"] == kinds(ledger.admit(KEY, 3.0))
+    assert ["lease"] == kinds(ledger.hold(KEY, 3.0))
     assert ["Refused"] == kinds(ledger.receive(heartbeat(1), 12.0))
     assert {} == ledger.freed
     assert [] == ledger.tick(13.0)
@@ -145,7 +145,7 @@ def test_early_message_counts() -> None:
     ledger = ProducerLedger(P[0], lease=10.0)
     assert [] == ledger.receive(done(), 0.0) + ledger.receive(done(1), 1.0)
     assert {} == ledger.freed
-    assert ["valid", "valid"] == kinds(ledger.admit(KEY, 2.0))
+    assert ["valid", "valid"] == kinds(ledger.hold(KEY, 2.0))
     assert {KEY.remote_id: "done"} == ledger.freed
 
 
@@ -155,7 +155,7 @@ def test_early_engine_that_declined_does_not_end_the_request_of_another() -> Non
     ledger = ProducerLedger(P[0], lease=10.0)
     assert [] == ledger.receive(done(expected=1), 0.0)
     assert [] == ledger.receive(replace(heartbeat(1, expected=1), by=other), 1.0)
-    assert ["valid", "lease"] == kinds(ledger.admit(KEY, 2.0))
+    assert ["valid", "lease"] == kinds(ledger.hold(KEY, 2.0))
     assert {} == ledger.freed
     assert ["valid"] == kinds(ledger.receive(replace(done(expected=1), by=other), 3.0))
     assert {KEY.remote_id: "done"} == ledger.freed
@@ -256,7 +256,7 @@ def test_messages_for_unknown_requests_are_bounded() -> None:
 def test_request_is_admitted_once() -> None:
     """A name is held once, and time does not go back."""
     ledger = held()
-    error = refusal(lambda: ledger.admit(KEY, 1.0))
+    error = refusal(lambda: ledger.hold(KEY, 1.0))
     assert ("remote_id", KEY.remote_id) == (error.field, error.value)
     ledger.tick(9.0)
     assert [] == ledger.tick(1.0)
@@ -266,7 +266,7 @@ def test_requests_of_one_id_are_held_at_the_same_time() -> None:
     """A client that retries gets a new name. Messages, aborts and ends belong to one name."""
     ledger = held()
     again = Key(KEY.request_id, b"another nonce")
-    assert [] == ledger.admit(again, 1.0)
+    assert [] == ledger.hold(again, 1.0)
     assert (KEY, again) == ledger.held
     ledger.abort(KEY, 2.0)
     ledger.receive(done(), 3.0)
@@ -323,7 +323,7 @@ def invented(count: int) -> list[RankAddress]:
 def test_readers_of_a_request_are_bounded() -> None:
     """Ranks that were invented with the secret use little memory."""
     ledger, name = held(), Key("cmpl-2", b"8 bytes?")
-    ledger.admit(name, 0.0)
+    ledger.hold(name, 0.0)
     last: list[Any] = []
     for by in invented(MAX_KEPT_READERS + 10):
         last = ledger.receive(replace(heartbeat(1, expected=2**20), by=by), 0.0)
@@ -344,7 +344,7 @@ def test_readers_of_freed_requests_keep_no_new_reader_away(monkeypatch: pytest.M
     ledger, last = held(), list[Any]()
     for number in range(30):
         key = Key(f"cmpl-{number}", b"other id")
-        ledger.admit(key, 0.0)
+        ledger.hold(key, 0.0)
         last = ledger.receive(done(key=key, expected=1), 0.0)
         assert ["valid"] == kinds(last)
     assert (0, 8) == (ledger.counts["readers"], ledger.counts["past"])

@@ -472,7 +472,7 @@ def test_every_plan_and_table_has_a_picture(case: Case, one_block: bool) -> None
             for side, rank, pool in zip((case.producer, case.consumer), pair, pools, strict=True)
         ]
         table = kvspec.build_table(plan, caches[0][0], caches[1][0])
-        for group in {entry.edge.group for entry in table.entries}:
+        for group in {numbered.edge.group for numbered in table.numbered_rows}:
             check_picture(table_svg(table, group=group))
             if not one_block:
                 check_picture(table_svg(table, case.request, group=group))

@@ -12,7 +12,7 @@ from refused import check_rejected, refusal
 
 from kvspec import EngineSpec, models
 from kvspec.models import catalogue
-from kvspec.models.architectures import ROWS
+from kvspec.models.architectures import ARCHITECTURES
 
 
 def spec_of(config: dict[str, Any], group: str = "full", **options: Any) -> Any:
@@ -149,7 +149,7 @@ def test_error_about_unknown_architecture_lists_the_known_ones() -> None:
 
 def test_architecture_names_are_unique() -> None:
     """Each name belongs to one row of the table."""
-    names = [name for row in ROWS for name in row.names]
+    names = [name for row in ARCHITECTURES for name in row.names]
     assert sorted(set(names)) == sorted(names)
 
 

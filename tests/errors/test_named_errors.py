@@ -12,7 +12,7 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.wire.messages import Extent
+from kvspec.wire.messages import ChecksumContents
 
 RANK = RankId()
 ENGINE = builders.engine(builders.gqa(), layers=("l", "m"))
@@ -50,7 +50,7 @@ def test_cache_rejects_region_with_name_of_wrong_type(name: str, value: Any) -> 
 def test_extent_rejects_names_that_are_not_texts(name: str, value: Any) -> None:
     """The error names the field."""
     fields: dict[str, Any] = {"layer": "l", "parts": ("k",), name: value}
-    error = refusal(lambda: Extent(**fields, units=range(1), tokens=range(1)))
+    error = refusal(lambda: ChecksumContents(**fields, units=range(1), tokens=range(1)))
     assert name == error.field
 
 

@@ -278,7 +278,7 @@ def handmade(**changed: Any) -> object:
     return kvspec.build_table(PLAN, attrs.evolve(PRODUCER, regions=regions), CONSUMER)
 
 
-EXTENT = PRODUCER.regions[0].extent
+EXTENT = PRODUCER.regions[0].address_range
 OVERLAPPING = kvspec.Memory(16, 16), kvspec.Memory(24, 16)
 HANDMADE = [
     row(lambda: attrs.evolve(PRODUCER, memory=()),

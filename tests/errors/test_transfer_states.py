@@ -59,7 +59,7 @@ def test_transfer_error_rejects_an_unknown_state() -> None:
 
 def test_nixl_errors_map_only_to_transfer_states() -> None:
     """Every kind and step of NIXL's errors has a member."""
-    states = [*agent.STATE_OF_KIND.values(), *agent.STATE_OF_STEP.values()]
+    states = [*agent.STATE_OF_KIND.values(), *agent.STATE_OF_PURPOSE.values()]
     assert all(isinstance(state, TransferState) for state in states)
     assert agent.state_of("post", "NoSuchKind") is TransferState.BUG
 

@@ -87,10 +87,10 @@ def test_parts_with_different_grains_are_cut_separately() -> None:
     plan, caches, table = pair_of(*sides)
     request = builders.request(13, [3, 1], [2, 5])
     row_tokens: dict[str, set[int]] = {}
-    for entry, tiles in table.tiles(request):
+    for numbered, tiles in table.tiles(request):
         assert len(tiles)
-        grain = "scales" if entry.split_rows.token_split.grain == 4 else "keys"
-        row_tokens.setdefault(grain, set()).add(entry.rows.kind.tokens)
+        grain = "scales" if numbered.split_rows.token_split.tokens_per_state == 4 else "keys"
+        row_tokens.setdefault(grain, set()).add(numbered.rows.kind.tokens)
     assert {"keys": {5, 8}, "scales": {8}} == row_tokens
     assert kvspec.verify(plan, caches[0], caches[1], request) is None
 
@@ -295,6 +295,6 @@ def test_verify_accepts_dead_row_just_after_cached_prefix() -> None:
 def test_adjacent_rows_have_separate_areas() -> None:
     """Two registered memories may be adjacent, so only rows that share bytes are in one memory."""
     rows = [(0x1000, 16, 0, 16, 1), (0x1010, 16, 0, 16, 1), (0x101F, 16, 0, 16, 1)]
-    begins = checked_rows(np.array(rows, np.uint64)).area_begins
+    begins = checked_rows(np.array(rows, np.uint64)).memory_begins
     assert [0x1000, 0x1010] == begins.tolist()
-    assert [] == checked_rows(np.empty((0, 5), np.uint64)).area_begins.tolist()
+    assert [] == checked_rows(np.empty((0, 5), np.uint64)).memory_begins.tolist()

@@ -91,7 +91,7 @@ def test_cache_rejects_region_that_leaves_its_memory() -> None:
     side = engine(TOKENS)
     valid, _valid = cache(side, {"l": (4, 6)})
     (memory,) = valid.memory
-    assert memory.length == len(valid.regions[0].extent)
+    assert memory.length == len(valid.regions[0].address_range)
     short = attrs.evolve(memory, length=memory.length - 1)
     error = refusal(lambda: attrs.evolve(valid, memory=(short,)))
     assert "regions" in error.field

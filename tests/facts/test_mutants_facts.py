@@ -144,7 +144,7 @@ def test_rows_are_plain_if_each_run_is_one_row_on_both_sides(
         for size, layout in zip((8, 4), layouts, strict=True)
     ]
     caches = [plan_memory(side, RankId(), num_blocks=8) for side in sides]
-    rows = [entry.rows for entry in build_table(plan_transfer(*sides), *caches).entries]
+    rows = [numbered.rows for numbered in build_table(plan_transfer(*sides), *caches).numbered_rows]
     assert plain == {each.plain for each in rows}
     for each in rows:
         counts = {each.producer.rows_per_run, each.consumer.rows_per_run}

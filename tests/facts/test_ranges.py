@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvspec.nixl import Staging
-from kvspec.nixl.merging import Spans
+from kvspec.nixl.merging import Runs
 from kvspec.nixl.staging.ranges import Batch, ranges_of
 from kvspec.ownership.tokens import Ints
 
@@ -36,7 +36,7 @@ class Drawn:
 
     def ranges(self, longest: int, gap: int) -> tuple[Batch, ...] | None:
         """Return the batches of the runs."""
-        runs = Spans(self.near, self.far, self.nbytes)
+        runs = Runs(self.near, self.far, self.nbytes)
         return ranges_of(runs, self.begins, longest=longest, gap=gap)
 
     def runs(self) -> Counter[tuple[int, int, int]]:

@@ -391,7 +391,7 @@ def test_flows_do_not_depend_on_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 7 tokens have the same result as one step of all tokens."""
     plan = kvspec.plan_transfer(contexts(2, 48, 4), contexts(3, 16, 3), "stripe")
     at_once = flows(plan, 1000).moved.tolist()
-    monkeypatch.setattr(kvspec.analysis.flows, "STEP", 7)
+    monkeypatch.setattr(kvspec.analysis.flows, "BLOCKS_AT_ONCE", 7)
     assert at_once == flows(plan, 1000).moved.tolist()
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvspec import BlockTable, RankId
 from kvspec.descriptors.paging import BlockLayout, Paging, RowKind, TokenSplit
-from kvspec.descriptors.tiles import EVERY_TOKEN, Tables, row_starts, tiles
+from kvspec.descriptors.tiles import EVERY_TOKEN, EdgeTables, row_starts, tiles
 from kvspec.errors import SpecError
 from kvspec.ownership.stripes import WHOLE, Stripe
 from kvspec.ownership.tokens import BlockCyclic
@@ -30,14 +30,14 @@ REQUEST = builders.request(1, [0], [0])  # Only recurrent states read it.
 def split_of(sizes: tuple[int, int], **more: Any) -> TokenSplit:
     """Return how tokens in blocks of *sizes* tokens are cut, if every rank owns all tokens."""
     sides = [Paging(size, size, EVERY_TOKEN) for size in sizes]
-    fields = {"stripe": WHOLE, "tile": gcd(*sizes), "grain": 1, "producer": sides[0]}
+    fields = {"stripe": WHOLE, "tile": gcd(*sizes), "tokens_per_state": 1, "producer": sides[0]}
     return TokenSplit(**fields | {"consumer": sides[1]} | more)
 
 
-def tables_of(wanted: range, sizes: tuple[int, int], **more: Any) -> Tables:
+def tables_of(wanted: range, sizes: tuple[int, int], **more: Any) -> EdgeTables:
     """Return tables of ascending blocks that contain the tokens *wanted*."""
     sides = [BlockTable([*range(3, 3 + -(-wanted.stop // size))]) for size in sizes]
-    return Tables(
+    return EdgeTables(
         EDGE, wanted=wanted, cached=more.pop("cached", 0), tokens=more.pop("tokens", None),
         whole=False, producer=sides[0], consumer=sides[1],
     )  # fmt: skip
@@ -46,7 +46,7 @@ def tables_of(wanted: range, sizes: tuple[int, int], **more: Any) -> Tables:
 def rows(wanted: range, sizes: tuple[int, int] = (4, 8), **more: Any) -> dict[tuple[int, int], Any]:
     """Return the first consumer tokens of all rows of a request, by (skip, tokens)."""
     allowed = more.pop("moves_whole", None)
-    split = {name: more.pop(name) for name in ("grain", "stripe") if name in more}
+    split = {name: more.pop(name) for name in ("tokens_per_state", "stripe") if name in more}
     starts = row_starts(
         REQUEST, tables_of(wanted, sizes, **more), split_of(sizes, **split), allowed
     )
@@ -73,7 +73,7 @@ CASES: list[tuple[dict[str, Any], dict[tuple[int, int], list[int]]]] = [
     ),
     ({"wanted": range(5, 7), "cached": 5, "moves_whole": always}, {(1, 2): [5]}),
     # A state of two tokens moves whole.
-    ({"wanted": range(5, 13), "grain": 2}, {(0, 4): [4, 8], (0, 2): [12]}),
+    ({"wanted": range(5, 13), "tokens_per_state": 2}, {(0, 4): [4, 8], (0, 2): [12]}),
     # Every second block of the consumer moves over another edge.
     ({"wanted": range(5, 23), "stripe": Stripe(1, 2)}, {(0, 4): [8, 12]}),
     # One step moves the tiles that end in it, and the last step moves the rest.
@@ -96,20 +96,20 @@ def test_steps_move_each_wanted_state_once(data: st.DataObject) -> None:
     draw = data.draw
     sizes = draw(st.sampled_from([(4, 4), (4, 8), (6, 4), (12, 8), (5, 5)]))
     tile = gcd(*sizes)
-    grain = draw(st.sampled_from([n for n in range(1, tile + 1) if tile % n == 0]))
+    tokens_per_state = draw(st.sampled_from([n for n in range(1, tile + 1) if tile % n == 0]))
     stop = draw(st.integers(1, 40))
-    start = draw(st.integers(0, stop - 1)) // grain * grain
+    start = draw(st.integers(0, stop - 1)) // tokens_per_state * tokens_per_state
     ends = sorted({0, *draw(st.lists(st.integers(1, stop))), stop})
     moved: Counter[int] = Counter()
     for step in map(range, ends, ends[1:]):
         for (skip, count), starts in rows(
-            range(start, stop), sizes, cached=start, tokens=step, grain=grain
+            range(start, stop), sizes, cached=start, tokens=step, tokens_per_state=tokens_per_state
         ).items():
             for token in starts:
                 assert (token - skip) % tile == 0
                 assert skip + count <= tile
                 moved.update(range(token, token + count))
-    assert Counter(range(start, -(-stop // grain) * grain)) == moved
+    assert Counter(range(start, -(-stop // tokens_per_state) * tokens_per_state)) == moved
 
 
 def test_ranks_that_shard_alike_count_their_own_tokens() -> None:

@@ -40,7 +40,7 @@ def fault(system: System, number: int) -> str:
     """Return the fault of the smallest case in which a system breaks a law."""
     wrong = [j for j in judged(system, number) if j.verdict is Verdict.WRONG]
     assert wrong
-    found = wrong[0].counterexample
+    found = wrong[0].wrong_case
     assert found is not None
     return found.fault
 
@@ -148,7 +148,7 @@ def test_printed_code_shows_a_fault_that_only_the_guard_finds(
 ) -> None:
     system = describing(descriptors=answer)
     report = judge(system, profile=attrs.evolve(TINY, seconds=0.3), axes=[TP], laws=laws.LAWS[:1])
-    found = report.wrong[0].counterexample
+    found = report.wrong[0].wrong_case
     assert found is not None
     assert word in found.fault
     with pytest.raises(AssertionError, match=re.escape(found.fault)):
@@ -160,7 +160,7 @@ def test_printed_code_shows_a_fault_that_only_the_guard_finds(
 def test_script_of_a_protocol_that_ends_the_process_is_a_fault_and_its_code_shows_it() -> None:
     system = describing(release=ended)
     report = judge(system, profile=TINY, axes=["release"])
-    found = report.wrong[0].counterexample
+    found = report.wrong[0].wrong_case
     assert found is not None
     with pytest.raises(AssertionError, match="SystemExit"):
         exec(  # noqa: S102 - the code that a report prints

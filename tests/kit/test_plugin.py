@@ -238,7 +238,7 @@ def test_case_that_hypofuzz_has_stored_is_judged_again_until_it_is_right(stored:
     again = judging.replayed(idle, *case, "idle:SYSTEM::exact_cover")
     assert again is not None
     assert Verdict.WRONG is again.verdict
-    assert again.counterexample is not None
+    assert again.wrong_case is not None
     right = attrs.evolve(KVSPEC, supports=supports)
     assert judging.replayed(right, *case, "idle:SYSTEM::exact_cover") is None
 

@@ -13,7 +13,7 @@ from kvspec import RankId
 from kvspec.testing.kit import Supports, System, Verdict, judge
 from kvspec.testing.kit.judging import Profile
 from kvspec.testing.laws import KVSPEC, LAWS
-from kvspec.testing.world import Copy, World, described
+from kvspec.testing.world import ByteCopy, World, described
 
 TINY = Profile("tiny", examples=2, each=1, everything=4, seconds=30.0, shrinking=5.0)
 NARROW = Supports.only(kinds=["full"], layouts=["LBHNC"], policies=["spread"])
@@ -39,7 +39,7 @@ def refusing(**answers: Callable[..., Any]) -> System:
     return System(name="own", supports=NARROW, refuses=(OwnError,), **names)
 
 
-def ignores_meaning(here: World, *ranks: RankId) -> list[Copy]:
+def ignores_meaning(here: World, *ranks: RankId) -> list[ByteCopy]:
     """Return kvspec's copies between engines that state no meaning of their bytes."""
     caches = []
     for held, rank in zip((here.producers, here.consumers), ranks, strict=True):
@@ -68,7 +68,7 @@ def test_printed_code_reproduces_the_fault_of_a_system_with_own_refusals(
     system = refusing(descriptors=descriptors)
     law = LAWS[number - 1]
     report = judge(system, profile=TINY, axes=["everything"], laws=[law])
-    found = report.wrong[0].counterexample
+    found = report.wrong[0].wrong_case
     assert found is not None
     code = found.code.replace("system = ...  # your system", "")
     with pytest.raises(AssertionError) as caught:

@@ -175,7 +175,7 @@ def test_law_12_finds_wrong_protocol(protocol: Callable[[], Any], word: str) -> 
     system = System(name="bad", release=protocol)
     report = judge(system, profile=TINY, axes=[AXES[-1]])
     assert report.wrong
-    found = report.wrong[0].counterexample
+    found = report.wrong[0].wrong_case
     assert found is not None
     assert word in found.fault
     assert isinstance(found.case, Script)

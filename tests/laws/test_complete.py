@@ -18,14 +18,14 @@ from kvspec.descriptors.complete import complete_blocks, complete_tokens
 from kvspec.testing import Case, oracle, strategies
 from kvspec.testing.carve import Bytes, logical_views
 from kvspec.testing.parallels import is_state
-from kvspec.testing.positions import Rows, excluded_layers, rows_of
+from kvspec.testing.positions import PartRows, excluded_layers, rows_of
 from kvspec.testing.world import SEED, World, described, world
 
 Place = tuple[str, int]
 """A group, and the index of a block in its table."""
 
 
-def truth(rows: Rows) -> Bytes:
+def truth(rows: PartRows) -> Bytes:
     """Return the true bytes of *rows*, of shape (entries, units, bytes)."""
     _, layer, part = rows.key
     per_token = rows.part.per_token
@@ -44,7 +44,7 @@ class Judge:
         self.case, self.request = case, case.request
         self.tables = case.request.consumer_blocks
 
-    def rows(self, rank: kvspec.RankId) -> list[Rows]:
+    def rows(self, rank: kvspec.RankId) -> list[PartRows]:
         """Return the rows of the layers that move."""
         excluded = excluded_layers(self.case.producer) | excluded_layers(self.case.consumer)
         engine, source = self.case.consumer, self.case.producer
@@ -56,7 +56,7 @@ class Judge:
         storage = self.here.consumers[rank][1]
         return logical_views(self.case.consumer, rank, storage, self.case.consumer_pool)
 
-    def valid_before(self, rows: Rows) -> npt.NDArray[np.bool_]:
+    def valid_before(self, rows: PartRows) -> npt.NDArray[np.bool_]:
         """Return which rows the consumer had before the load, as the request describes it."""
         cached = cached_tokens_of(self.request, self.case.consumer.group(rows.key[0]))
         if not rows.part.per_token:
@@ -94,7 +94,7 @@ class Judge:
                     complete[place] = complete.get(place, True) and bool(is_final)
         return complete
 
-    def _index(self, rows: Rows) -> npt.NDArray[np.int64]:
+    def _index(self, rows: PartRows) -> npt.NDArray[np.int64]:
         """Return the index in the table of each row's block."""
         group = self.case.consumer.group(rows.key[0])
         table, size = self.tables[group.name], group.spec.block_size
@@ -106,7 +106,7 @@ class Judge:
     def _context(self, group: kvspec.KVCacheGroup) -> int:
         return context_of(self.case.consumer, kvspec.RankId(), group)[1]
 
-    def final(self, rows: Rows) -> npt.NDArray[np.bool_]:
+    def final(self, rows: PartRows) -> npt.NDArray[np.bool_]:
         """Return which rows never change again: the prompt or the cached prefix fills them."""
         group = self.case.consumer.group(rows.key[0])
         if not rows.part.per_token:

@@ -18,11 +18,11 @@ from kvspec.specs.formats import is_opaque
 from kvspec.testing import Case, strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import rows_of
-from kvspec.testing.world import Copies, described, inside, selected, world
+from kvspec.testing.world import CopiesOf, described, inside, selected, world
 
 pytestmark = pytest.mark.uncovered
 
-WAYS: list[Copies] = [described, selected]
+WAYS: list[CopiesOf] = [described, selected]
 
 # The window begins inside a tile, and both ends of the window lie in one tile.
 SHORT_WINDOW = builders.engine(

@@ -20,7 +20,7 @@ from kvspec import BlockTable, RankCache, RankId, allocate
 from kvspec.check.differences import differing, differing_rows, row_digests
 from kvspec.digests import digest, wanted
 from kvspec.digests.ranks import Wanted
-from kvspec.session.checksums import advance, extents_of, steps_of
+from kvspec.session.checksums import advance, computation_of, contents_of
 from kvspec.testing import Case, strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import rows_of
@@ -124,11 +124,11 @@ def test_digest_of_changed_content_names_its_place(data: st.DataObject, case: Ca
     assert [(layer, part, rows.units[unit], row)] == differing_rows(sent, received)
 
 
-def equal(here: World, source: Any, consumer: Any, extent: Any) -> bool:
-    """Return whether a consumer rank and one of its sources have the same sum of an extent."""
+def equal(here: World, source: Any, consumer: Any, contents: Any) -> bool:
+    """Return whether a consumer rank and one of its sources have the same sum of an contents."""
     request = here.case.request
     own, other = (
-        advance(steps_of(cache, tables, extent), math.inf)
+        advance(computation_of(cache, tables, contents), math.inf)
         for cache, tables in (
             (here.consumers[consumer][0], request.consumer_blocks),
             (here.producers[source][0], request.producer_blocks),
@@ -140,10 +140,10 @@ def equal(here: World, source: Any, consumer: Any, extent: Any) -> bool:
 def unequal(here: World, consumer: Any) -> list[tuple[Any, Any]]:
     """Return the sources and extents of which a consumer rank's sums differ."""
     return [
-        (source, extent)
+        (source, contents)
         for source in here.plan.sources(consumer)
-        for extent in extents_of(here.plan, here.case.request, source, consumer)
-        if not equal(here, source, consumer, extent)
+        for contents in contents_of(here.plan, here.case.request, source, consumer)
+        if not equal(here, source, consumer, contents)
     ]
 
 
@@ -170,11 +170,11 @@ def test_extents_of_changed_content_differ_for_one_source_and_layer(
     rank, view, rows, at = data.draw(st.sampled_from(places))
     unit = data.draw(st.integers(0, len(rows.units) - 1))
     view[rows.block[at], unit, rows.row[at]] ^= data.draw(changes(rows.part.content_bytes))
-    ((_, extent),) = unequal(here, rank)
+    ((_, contents),) = unequal(here, rank)
     _, layer, part = rows.key
-    assert layer == extent.layer
-    assert part in extent.parts
-    assert rows.units[unit] in extent.units
+    assert layer == contents.layer
+    assert part in contents.parts
+    assert rows.units[unit] in contents.units
 
 
 def digest_of(words: npt.NDArray[np.uint64]) -> int:

@@ -18,7 +18,7 @@ import kvspec
 from kvspec import RankId
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.laws import KVSPEC, LAWS, System
-from kvspec.testing.world import Copy, PreparedLists, World
+from kvspec.testing.world import ByteCopy, PreparedLists, World
 
 pytestmark = pytest.mark.uncovered
 
@@ -153,7 +153,7 @@ def moving(change: Callable[[Case, Any, list[laws.Move]], Moves]) -> System:
     return System(name="planted", moves=lambda c, role: change(c, role, list(right(c, role))))
 
 
-def copying(change: Callable[[World, list[Copy]], Iterable[Copy]]) -> System:
+def copying(change: Callable[[World, list[ByteCopy]], Iterable[ByteCopy]]) -> System:
     """Return a system with the copies of kvspec, changed by *change*(world, copies)."""
     right: Any = KVSPEC.descriptors
     return System(name="planted", descriptors=lambda w, p, c: change(w, list(right(w, p, c))))
@@ -189,13 +189,13 @@ def stepping(change: Callable[[World, frozenset[str], range], tuple[Any, Any]]) 
     return System(name="planted", steps=steps)
 
 
-def in_two(copies: list[Copy]) -> Iterator[Copy]:
+def in_two(copies: list[ByteCopy]) -> Iterator[ByteCopy]:
     """Divide each copy into its first byte and the rest."""
     for a, b, length in copies:
         yield from ((a, b, 1), (a + 1, b + 1, length - 1))
 
 
-def never_refusing(here: World, p: RankId, c: RankId) -> Iterable[Copy]:
+def never_refusing(here: World, p: RankId, c: RankId) -> Iterable[ByteCopy]:
     """Copy nothing instead of raising an error."""
     right: Any = KVSPEC.descriptors
     try:

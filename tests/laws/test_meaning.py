@@ -26,7 +26,7 @@ from kvspec.draw import plan_svg, table_svg
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.laws import KVSPEC, LAWS, System
 from kvspec.testing.pairs import meant_spec
-from kvspec.testing.world import Copy, World, described, world
+from kvspec.testing.world import ByteCopy, World, described, world
 
 pytestmark = pytest.mark.uncovered
 
@@ -304,7 +304,7 @@ def test_kvspec_keeps_law_of_meaning(drawn: Case) -> None:
 def unaware(engines: Callable[[kvspec.EngineSpec], kvspec.EngineSpec]) -> System:
     """Return kvspec between engines that *engines* changed before."""
 
-    def copies(here: World, producer: RankId, consumer: RankId) -> list[Copy]:
+    def copies(here: World, producer: RankId, consumer: RankId) -> list[ByteCopy]:
         caches = [
             kvspec.RankCache(engines(cache.engine), rank, cache.regions, cache.memory)
             for cache, rank in (

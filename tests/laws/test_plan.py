@@ -38,7 +38,7 @@ Slice = tuple[Any, ...]
 
 
 @pytest.mark.parametrize(("heads", "producer", "consumer"), UNEQUAL_CONTEXTS)
-@pytest.mark.parametrize("replica_policy", strategies.POLICIES)
+@pytest.mark.parametrize("replica_policy", strategies.KNOWN_POLICIES)
 def test_plan_keeps_laws_if_sides_shard_tokens_differently(
     heads: int, producer: Any, consumer: Any, replica_policy: Any
 ) -> None:

@@ -20,13 +20,13 @@ import kvspec
 from kvspec.check.counting import shard_units
 from kvspec.ownership.sharding import even_sharding
 from kvspec.ownership.slices import TPTransferSlice
-from kvspec.testing.strategies import POLICIES, specs
+from kvspec.testing.strategies import KNOWN_POLICIES, specs
 
 pytestmark = pytest.mark.uncovered
 
 SIZES = st.integers(1, 16)
 MANY = settings(max_examples=5 * settings.default.max_examples)
-POLICY = st.sampled_from(POLICIES)
+POLICY = st.sampled_from(KNOWN_POLICIES)
 GQA = kvspec.FullAttentionSpec(block_size=1, total_num_kv_heads=2, head_size=1, dtype="uint8")
 # Its convolutions have 8 units each: two packs of q and of k, and four packs of v.
 EQUAL_UNITS = kvspec.MambaSpec.gated_delta_net(
@@ -76,7 +76,7 @@ def assert_cover(
                 assert target == read
 
 
-@pytest.mark.parametrize("replica_policy", POLICIES)
+@pytest.mark.parametrize("replica_policy", KNOWN_POLICIES)
 def test_slices_cover_each_unit_once_for_small_sizes(replica_policy: str) -> None:
     """Law 1 holds for all head counts up to 9 and all sizes up to 8."""
     for heads, consumers, producers in product(range(1, 10), range(1, 9), range(1, 9)):

@@ -23,7 +23,7 @@ from kvspec.testing import Case, laws, strategies
 from kvspec.testing.fake_nixl import FakeNixl
 from kvspec.testing.laws import LAWS, System
 from kvspec.testing.posted import counted_posts
-from kvspec.testing.world import Copy, World, described, world
+from kvspec.testing.world import ByteCopy, World, described, world
 
 pytestmark = pytest.mark.uncovered
 
@@ -57,20 +57,22 @@ def test_staged_transfers_keep_law_1(
 
 
 def _longest(transfer: Any) -> int:
-    return int(transfer.pairs.spans().nbytes.max())
+    return int(transfer.pairs.moved_runs().nbytes.max())
 
 
 def through_ranges(far: Role, longest: int, gap: int) -> System:
     """Return kvspec with the copies of batches: from a range to the buffer, and on from there."""
 
-    def copies(table: DescriptorTable, moved: TransferRequest, tokens: Any = None) -> list[Copy]:
+    def copies(
+        table: DescriptorTable, moved: TransferRequest, tokens: Any = None
+    ) -> list[ByteCopy]:
         selection = table.select(moved, tokens=tokens)
         own = int(far == "producer")
         rows = checked_rows(selection.producer_rows), checked_rows(selection.consumer_rows)
         remote = rows[1 - own]
         pairs = pair_selection(selection, rows[own], remote, own, "local")
-        begins = remote.area_begins if len(selection) else np.empty(0, np.int64)
-        batches = ranges_of(pairs.spans(), begins, longest=longest, gap=gap)
+        begins = remote.memory_begins if len(selection) else np.empty(0, np.int64)
+        batches = ranges_of(pairs.moved_runs(), begins, longest=longest, gap=gap)
         if batches is None:  # A run is longer than a batch, so nothing is staged.
             return described(table, moved, tokens)
         copied = []
@@ -84,13 +86,13 @@ def through_ranges(far: Role, longest: int, gap: int) -> System:
                     copied.append((*sides[:: 1 if far == "producer" else -1], moves.length))
         return copied
 
-    def whole(here: World, p: RankId, c: RankId) -> list[Copy]:
+    def whole(here: World, p: RankId, c: RankId) -> list[ByteCopy]:
         exchanged = here.plan.between(p, c)
         return copies(here.table(p, c), here.case.request) if exchanged else []
 
     def step(
         here: World, p: RankId, c: RankId, layers: frozenset[str], tokens: range
-    ) -> list[Copy]:
+    ) -> list[ByteCopy]:
         exchanged = here.plan.between(p, c)
         return copies(here.table(p, c, layers), here.case.request, tokens) if exchanged else []
 

@@ -370,10 +370,10 @@ def row_kinds(case: Case) -> set[str]:
             kvspec.plan_memory(case.producer, source, case.producer_pool),
             kvspec.plan_memory(case.consumer, target, case.consumer_pool),
         )
-        for entry, _ in kvspec.build_table(plan, *caches).tiles(case.request):
-            skip, tokens = entry.rows.kind
-            tile = entry.split_rows.token_split.tile
-            if entry.is_end:
+        for numbered, _ in kvspec.build_table(plan, *caches).tiles(case.request):
+            skip, tokens = numbered.rows.kind
+            tile = numbered.split_rows.token_split.tile
+            if numbered.is_end:
                 ends, begins = skip + tokens == tile, not skip
                 names.add("an end" if ends else "a beginning" if begins else "a middle")
     return names

@@ -52,7 +52,7 @@ def test_windows_that_begin_inside_a_row_or_chunk_keep_all_laws(case: strategies
 def row_kinds(case: strategies.Case) -> list[tuple[int, int]]:
     """Return the kinds of row that the first pair of ranks uses."""
     _, _, table = next(world(case).tables())
-    return sorted({tuple(entry.rows.kind) for entry, _ in table.tiles(case.request)})
+    return sorted({tuple(numbered.rows.kind) for numbered, _ in table.tiles(case.request)})
 
 
 HEADS = builders.gqa(4, block_size=64, head_size=1, dtype="uint8")

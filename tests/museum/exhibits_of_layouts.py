@@ -13,7 +13,7 @@ import kvspec
 from kvspec import RankId
 from kvspec.testing import Case
 from kvspec.testing.laws import KVSPEC, System
-from kvspec.testing.world import Copy, World
+from kvspec.testing.world import ByteCopy, World
 
 TOKENS = st.integers(1, 9)
 LAYERS = ("l.0", "l.1"), ("l.0", "l.1")
@@ -100,7 +100,7 @@ class SlicesByRatio(Toy):
 class OneCopyEachLayer(Toy):
     """Copy each layer of a block alone, since one side declares its layers separate."""
 
-    def copies(self, world: World, producer: RankId, consumer: RankId) -> Iterator[Copy]:
+    def copies(self, world: World, producer: RankId, consumer: RankId) -> Iterator[ByteCopy]:
         """Copy whole pages. In memory, the pages of a block may follow one another."""
         request = world.case.request
         for source, target in self.regions(world, producer, consumer):
@@ -112,7 +112,7 @@ class OneCopyEachLayer(Toy):
 
 def saves_before_the_draft_runs(
     world: World, producer: RankId, consumer: RankId, layers: frozenset[str], tokens: range
-) -> Iterable[Copy]:
+) -> Iterable[ByteCopy]:
     """Save all layers when the first ones are computed. The draft layer runs later."""
     steps: Any = KVSPEC.steps
     every = frozenset(layer for group in world.case.consumer.groups for layer in group.layers)

@@ -32,7 +32,7 @@ from kvspec.check.counting import (
 )
 from kvspec.testing import Case
 from kvspec.testing.laws import Move, System
-from kvspec.testing.world import Copy, World
+from kvspec.testing.world import ByteCopy, World
 
 # (block, row) of a producer, and of a consumer.
 Rows = tuple[tuple[int, int], tuple[int, int]]
@@ -223,7 +223,7 @@ class Toy:
         """Return the functions that the laws judge."""
         return System(name=type(self).__name__, descriptors=self.copies)
 
-    def copies(self, world: World, producer: RankId, consumer: RankId) -> Iterator[Copy]:
+    def copies(self, world: World, producer: RankId, consumer: RankId) -> Iterator[ByteCopy]:
         """Yield the copies between two ranks."""
         case = world.case
         for source, target in self.regions(world, producer, consumer):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvspec.errors import SpecError, TransferError, WireError
-from kvspec.nixl.peers import Envelope, opened
+from kvspec.nixl.peers import Envelope, open_metadata
 from kvspec.wire.seal import Secret
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -38,13 +38,13 @@ def test_envelope_is_equal_after_seal_and_open() -> None:
     """Sealing and opening preserves an envelope, with a secret and without one."""
     envelope = Envelope(name="näme", metadata=nixl_bytes("näme".encode()), probe=4096)
     for secret in (Secret(SECRET), Secret(b"")):
-        assert envelope == opened(envelope.seal(secret), secret)
+        assert envelope == open_metadata(envelope.seal(secret), secret)
 
 
 def test_metadata_of_nixl_begins_with_its_agent_name() -> None:
-    """NIXL's own bytes contain the agent's name at the place where `opened` reads it."""
+    """NIXL's own bytes contain the agent's name at the place where `open_metadata` reads it."""
     with NixlRank("here", polled=True, secret=SECRET) as rank:
-        metadata = opened(rank.metadata(), Secret(SECRET)).metadata
+        metadata = open_metadata(rank.metadata(), Secret(SECRET)).metadata
     assert metadata.startswith(nixl_bytes(b"here", b"|"))
 
 
@@ -169,7 +169,7 @@ def test_contradictory_metadata_is_refused_and_changes_nothing(case: str) -> Non
         NixlRank("far", secret=SECRET) as far,
     ):
         ranks = Pair(near, far)
-        bad = change(opened(far.metadata(), Secret(SECRET))).seal(Secret(SECRET))
+        bad = change(open_metadata(far.metadata(), Secret(SECRET))).seal(Secret(SECRET))
         with pytest.raises(WireError) as caught:
             near.connect(bad)
         assert path == caught.value.path
@@ -185,7 +185,7 @@ def test_metadata_with_a_name_that_is_not_utf8_is_refused() -> None:
     head = b"\x93\xa1\xff"  # An array of 3 members. The first is a text of one byte.
     body = head + msgspec.msgpack.encode(nixl_bytes(b"\xff")) + b"\x08"  # The probe is at 8.
     with pytest.raises(WireError) as caught:
-        opened(Secret(SECRET).seal(b"kvspec-nixl-3\n", body), Secret(SECRET))
+        open_metadata(Secret(SECRET).seal(b"kvspec-nixl-3\n", body), Secret(SECRET))
     assert "metadata" == caught.value.path
 
 
@@ -193,14 +193,14 @@ def test_metadata_with_an_unknown_member_is_refused() -> None:
     """As in every other array of fields."""
     body = msgspec.msgpack.encode(("far", nixl_bytes(b"far"), 8, 0))
     with pytest.raises(WireError) as caught:
-        opened(Secret(SECRET).seal(b"kvspec-nixl-3\n", body), Secret(SECRET))
+        open_metadata(Secret(SECRET).seal(b"kvspec-nixl-3\n", body), Secret(SECRET))
     assert "metadata" == caught.value.path
 
 
 def test_metadata_with_invalid_bytes_after_the_name_is_refused_by_nixl() -> None:
     """Only NIXL can check these bytes. The rank then still accepts the intact metadata."""
     with NixlRank("near", polled=True) as near, NixlRank("far") as far:
-        good = opened(far.metadata(), near.secret)
+        good = open_metadata(far.metadata(), near.secret)
         bad = msgspec.structs.replace(good, metadata=nixl_bytes(b"far"))
         with pytest.raises(TransferError, match="Mismatch") as caught:
             near.connect(bad.seal(near.secret))

@@ -81,7 +81,7 @@ def moves(local: Drawn, remote: Drawn, pairing: pairs.Pairing) -> Iterator[tuple
         if isinstance(batch, slice):
             yield from zip(ids[0][batch], ids[1][batch], strict=True)
             continue
-        columns = (column.tolist() for column in batch.spans)
+        columns = (column.tolist() for column in batch.moved_runs)
         for one, other, length in zip(*columns, strict=True):
             yield tuple([*range(at, at + length)] for at in (one, other))
 
@@ -121,8 +121,8 @@ def test_descriptors_have_the_bytes_of_the_ids(
             assert by_nixls_rule_of(local, remote, batch) <= most
             assert (batch.stop - batch.start) * size <= max(most_bytes, size)
         else:
-            assert len(batch.spans.nbytes) <= most
-            assert int(batch.spans.nbytes.sum()) <= most_bytes
+            assert len(batch.moved_runs.nbytes) <= most
+            assert int(batch.moved_runs.nbytes.sum()) <= most_bytes
     for side, number in ((local, 0), (remote, 1)):
         for each in moved:
             assert side.memory_of(each[number][0]) == side.memory_of(each[number][-1])
@@ -231,8 +231,8 @@ def test_counts_join_adjacent_blocks_of_dense_rows() -> None:
 
 def joined(pairing: pairs.Pairing) -> list[list[list[int]]]:
     """Return the columns of each batch that is passed by address."""
-    plain = [batch.spans for batch in pairing.batches if not isinstance(batch, slice)]
-    return [[column.tolist() for column in spans] for spans in plain]
+    plain = [batch.moved_runs for batch in pairing.batches if not isinstance(batch, slice)]
+    return [[column.tolist() for column in moved_runs] for moved_runs in plain]
 
 
 def test_runs_of_rows_that_share_memory_are_joined() -> None:

@@ -143,7 +143,7 @@ def test_transfer_that_has_ended_stays_so_after_close(net: FakeNixl, pair: Pair)
     done, late = pair.read(0, 4), pair.read(4, 4)
     net.moving[0].land()
     assert "DONE" == done.poll()
-    late.stop("the test stops it", TransferState.STOPPED)
+    late.stop("the test stops it", TransferState.CANCELLED)
     pair.near.close(drain=0)
     done.wait()
     assert "DONE" == done.poll() == done.state

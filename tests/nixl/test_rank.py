@@ -698,7 +698,7 @@ def test_threads_use_one_rank_together(ranks: Pair) -> None:
 
 def test_every_exception_of_nixl_has_a_state() -> None:
     """The table contains each exception of NIXL, except those that only a bug can raise."""
-    kinds = {*nixl_agent.STATE_OF_KIND.values(), *nixl_agent.STATE_OF_STEP.values()}
+    kinds = {*nixl_agent.STATE_OF_KIND.values(), *nixl_agent.STATE_OF_PURPOSE.values()}
     assert kinds <= set(TransferState)
     nb = nixl_agent.bindings()
     exceptions = {

@@ -134,7 +134,7 @@ def test_interrupted_close_stops_the_bytes(net: FakeNixl, monkeypatch: pytest.Mo
     ranks, net.fate = Ranks(), keep
     transfer = ranks.read(np.arange(8), np.arange(8))
     with monkeypatch.context() as patch:
-        patch.setattr(InFlightTransfers, "abandon", interrupting(InFlightTransfers.abandon))
+        patch.setattr(InFlightTransfers, "release_now", interrupting(InFlightTransfers.release_now))
         with pytest.raises(KeyboardInterrupt):
             ranks.near.close(drain=0)
     assert (True, True, []) == (transfer.over, ranks.near.closed, net.moving)

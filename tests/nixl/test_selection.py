@@ -60,7 +60,7 @@ def moved(pairing: Pairing) -> list[tuple[int, int, int]]:
     """Return the address on both sides and the length of the copied bytes, joined if they touch."""
     found: list[tuple[int, int, int]] = []
     for local, remote, nbytes in sorted(
-        zip(*(each.tolist() for each in pairing.spans()), strict=True)
+        zip(*(each.tolist() for each in pairing.moved_runs()), strict=True)
     ):
         begin, size = (local, remote), nbytes
         if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == begin:
@@ -80,7 +80,7 @@ def posted(rows: dict[Role, Any], pairing: Pairing, *batches: slice | Plain) -> 
     count = 0
     for batch in batches or pairing.batches:
         if isinstance(batch, Plain):
-            count += len(batch.spans.nbytes)
+            count += len(batch.moved_runs.nbytes)
             continue
         sides = zip(rows.values(), (pairing.remote_ids, pairing.local_ids), strict=True)
         one, other = (continues_in_row(s, ids[batch], s.row_of(ids[batch])) for s, ids in sides)
@@ -137,7 +137,7 @@ def test_each_batch_fits_into_one_handle(case: Case, descriptors: int, nbytes: i
             for batch in found.batches:
                 assert posted(rows, found, batch) <= descriptors
                 if isinstance(batch, Plain):
-                    assert batch.spans.nbytes.sum() <= max(nbytes, batch.spans.nbytes[0])
+                    assert batch.moved_runs.nbytes.sum() <= max(nbytes, batch.moved_runs.nbytes[0])
                 else:
                     assert length[batch].sum() <= nbytes or batch.stop - batch.start == 1
             if nbytes == UNLIMITED:  # Else a run that is too long for one handle is cut.

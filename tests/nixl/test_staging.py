@@ -138,7 +138,7 @@ def test_late_read_keeps_its_slot_and_is_never_copied(net: FakeNixl) -> None:
     assert pair.right(OTHER)
 
 
-@pytest.mark.parametrize("failure", ["peer lost", "stopped"])
+@pytest.mark.parametrize("failure", ["peer lost", "cancelled"])
 def test_failed_read_never_reaches_the_cache(net: FakeNixl, failure: str) -> None:
     """The bytes in a slot are not copied after a failure, although all of them arrived."""
     pair = Pair()
@@ -147,7 +147,7 @@ def test_failed_read_never_reaches_the_cache(net: FakeNixl, failure: str) -> Non
     if failure == "peer lost":
         in_flight(net).fail(part=0.9)  # All bytes of the only range arrive.
     else:
-        transfer.stop("the test stops it", TransferState.STOPPED)
+        transfer.cancel("the test stops it", TransferState.CANCELLED)
         in_flight(net).land()
     with pytest.raises(TransferError):
         transfer.wait()
@@ -210,7 +210,7 @@ def test_copy_that_fails_ends_its_transfer_alone(
         transfer = pair.move(ONE, operation)
         with pytest.raises(TransferError) as caught:
             transfer.wait()
-    assert "stopped" == caught.value.state
+    assert "cancelled" == caught.value.state
     assert "out of memory" in str(caught.value)
     assert (True, 0) == (transfer.over, transfer.live_handles)
     pair.move(ONE, operation).wait()

@@ -116,7 +116,7 @@ def test_channel_may_return_bytes_of_any_buffer_type(kind: Any) -> None:
         producer.hold(remote_id)
         (load,) = consumer.load(asked, remote_id, timeout=1.0)
         until(lambda: load.poll() != "moving", producer)
-        foreign = " ".join(consumer.first.settled().foreign)
+        foreign = " ".join(consumer.first.settled().refused)
         right = kind in (bytearray, memoryview)
         assert ("done" if right else "failed") == load.state
         assert right != ("receive" in foreign)

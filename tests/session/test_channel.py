@@ -535,7 +535,7 @@ def test_channel_goes_on_after_an_interrupt_before_any_line(
 ) -> None:
     """New and old peers are answered, `wait` rests, and no descriptor is left."""
     monkeypatch.setattr(channel, "STALL", 0.04)
-    monkeypatch.setattr(channel, "REST", 0.002)
+    monkeypatch.setattr(channel, "CHANNEL_REST", 0.002)
     monkeypatch.setattr(channel, "ACCEPTS", 1)
     gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))

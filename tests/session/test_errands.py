@@ -165,7 +165,7 @@ def test_decline_is_tried_again_until_the_producer_can_be_reached(
         each.decline(ticket=ticket)
     until(lambda: one.stats().errands == 0, producer)
     assert 2 == len(failures)
-    assert 0 == one.stats().counters.refusals_lost
+    assert 0 == one.stats().counters.declines_lost
 
 
 def test_decline_that_is_never_delivered_is_logged_and_counted(
@@ -173,13 +173,13 @@ def test_decline_that_is_never_delivered_is_logged_and_counted(
 ) -> None:
     monkeypatch.setattr(session, "TICKET_ABSENT", 0.1)
     monkeypatch.setattr(errands, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(errands, "LONGEST_REFUSAL", 0.5)
+    monkeypatch.setattr(errands, "LONGEST_DECLINE", 0.5)
     producer, consumer = sides
     ticket = attrs.evolve(ticket_of(producer), engine_id="nobody", addresses=("127.0.0.1:9",))
     with caplog.at_level(logging.WARNING):
         consumer.first.decline(ticket=ticket)
         until(lambda: consumer.first.stats().errands == 0, producer)
-    assert 1 == consumer.first.stats().counters.refusals_lost
+    assert 1 == consumer.first.stats().counters.declines_lost
     (record,) = [each for each in caplog.records if "not declined" in each.message]
     assert "nobody at 127.0.0.1:9" in record.message
 

@@ -156,8 +156,8 @@ def test_recorded_heartbeat_of_a_dead_reader_extends_no_lease(
         assert clock.now <= 10.0
     settled = session.settled()
     assert (remote_id,) == settled.expired
-    assert any("repetition" in why for why in settled.foreign)
-    assert session.stats().counters.messages_refused >= len(settled.foreign)
+    assert any("repetition" in why for why in settled.refused)
+    assert session.stats().counters.messages_refused >= len(settled.refused)
 
 
 def test_reader_that_asks_after_the_nixl_rank_was_closed_receives_gone(

@@ -88,7 +88,7 @@ def test_scrape_counts_loads_and_holds(sides: tuple[Side, Side], scrape: Any) ->
     own, first = ("D", "tp0"), ("P", "tp0")
     assert 2 == samples["kvspec_loads_started_total", *own, ()]
     assert 1 == samples["kvspec_loads_done_total", *own, ()]
-    assert 1 == samples["kvspec_loads_failed_total", *own, ("stopped",)]
+    assert 1 == samples["kvspec_loads_failed_total", *own, ("cancelled",)]
     assert 0 == samples["kvspec_loads_failed_total", *own, ("timeout",)]
     assert (
         consumer.first.stats().counters.bytes_read == samples["kvspec_read_bytes_total", *own, ()]

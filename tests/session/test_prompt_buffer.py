@@ -12,7 +12,7 @@ from lines import interrupted_at
 
 import kvspec
 from kvspec.adapters import prompt_buffer
-from kvspec.adapters.prompt_buffer import PromptBuffer, Tables
+from kvspec.adapters.prompt_buffer import HeldTables, PromptBuffer
 from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import NixlRank
 from kvspec.session import Session
@@ -65,7 +65,7 @@ def parts(buffer: PromptBuffer) -> list[tuple[str, str]]:
     return [(region.layer, region.part) for region in buffer.cache.regions]
 
 
-def filled(buffer: PromptBuffer) -> Tables:
+def filled(buffer: PromptBuffer) -> HeldTables:
     """Return the tables of a prompt whose rows have been written."""
     tables = buffer.take(len(TOKENS) - 1, len(TOKENS))
     for layer, part in parts(buffer):

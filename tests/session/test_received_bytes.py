@@ -20,9 +20,9 @@ from kvspec.testing import FakeNixl
 from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import (
     MESSAGES,
+    ChecksumContents,
     ChecksumRequest,
     Done,
-    Extent,
     Heartbeat,
     Key,
     Message,
@@ -39,7 +39,7 @@ REMOTE_ID = new_remote_id("r")
 ASK = pack(OWN)
 HEAD = b"kvspec-message\n" + VERSION.to_bytes(2, "big")
 RANK = kvspec.RankId()
-EXTENT = Extent(layer="l.0", parts=("k",), units=range(1), tokens=range(1))
+CONTENTS = ChecksumContents(layer="l.0", parts=("k",), units=range(1), tokens=range(1))
 RANKS = (RANK, kvspec.RankId(tp=7))
 PARTIES = st.builds(
     RankAddress, st.sampled_from("PDX"), st.sampled_from((0, 1)), st.sampled_from(RANKS)
@@ -60,11 +60,13 @@ def messages(draw: st.DrawFn) -> bytes:
     if kind == "checksum_request":
         units, tokens = (range(draw(SMALL), draw(SMALL)) for _ in range(2))
         try:
-            more["extent"] = Extent(
+            more["contents"] = ChecksumContents(
                 layer="l.0", parts=("k",), units=units, tokens=tokens, rows=range(draw(SMALL))
             )
         except kvspec.SpecError:
-            more["extent"] = Extent(layer="w.0", parts=("k",), units=range(1), tokens=range(1))
+            more["contents"] = ChecksumContents(
+                layer="w.0", parts=("k",), units=range(1), tokens=range(1)
+            )
     if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
     message = MESSAGES[kind](
@@ -125,7 +127,7 @@ def test_peer_without_secret_gets_no_answer() -> None:
         stranger = Direct("stranger")
         stranger.send("P", Secret(b"another secret, as long").seal(QUESTION, ASK))
         stranger.send("P", Secret(b"").seal(QUESTION, ASK))
-        foreign = producer.sessions[RANK].settled().foreign
+        foreign = producer.sessions[RANK].settled().refused
         assert 2 == len([each for each in foreign if "damaged or of another secret" in each])
         assert [] == stranger.receive()
         secret = producer.sessions[RANK].nixl.secret
@@ -164,7 +166,7 @@ class Readers:
         self, name: str, kind: type[Message] = Heartbeat, number: int = 0, to: str = "P", **own: Any
     ) -> list[str]:
         """Return which routes receive the answer to a message on the route *name*."""
-        own |= {"expected": 1} if issubclass(kind, ReaderStatus) else {"extent": EXTENT}
+        own |= {"expected": 1} if issubclass(kind, ReaderStatus) else {"contents": CONTENTS}
         receiver = RankAddress(to, 1, RANK)
         asked = kind(key_of(REMOTE_ID), RankAddress("D", 1, RANK), receiver, number, **own)
         self.routes[name].send("P", self.secret.seal(MESSAGE, encode_message(asked, self.start)))
@@ -385,8 +387,8 @@ def test_latest_refused_messages_are_returned_once() -> None:
         for number in range(MAX_REFUSED + 9):
             stranger.send("P", bytes(number))
         producer.poll()
-        foreign = session.settled().foreign
-        assert (MAX_REFUSED, ()) == (len(foreign), session.settled().foreign)
+        foreign = session.settled().refused
+        assert (MAX_REFUSED, ()) == (len(foreign), session.settled().refused)
         assert f"{MAX_REFUSED + 8} bytes" in foreign[-1]
 
 
@@ -404,7 +406,7 @@ def test_late_copy_with_right_seal_does_not_disconnect() -> None:
             producer.poll()
             came += [data for _, data in stranger.receive()]
         assert [True] == [data.startswith(CHALLENGE) for data in came]
-        assert 2 == len(session.settled().foreign)
+        assert 2 == len(session.settled().refused)
         stranger.close()
 
 
@@ -457,7 +459,7 @@ def test_progress_of_an_older_producer_is_refused_by_name_and_it_stays_connected
         sealed = own.nixl.secret.seal(MESSAGE, data[:head] + progress)
         channel.arrived += [("P", sealed)] * 3
         assert ["done"] == ended([load], producer, consumer)
-        foreign = consumer.first.settled().foreign
+        foreign = consumer.first.settled().refused
         assert [True] * 3 == ["'progress'" in line for line in foreign]
         assert [] == channel.rejected
         channel.arrived.append(("P", sealed[:-1]))

@@ -26,16 +26,16 @@ from kvspec.check.differences import differing_rows, row_digests
 from kvspec.completion.producer import ProducerLedger
 from kvspec.digests import regions, wanted
 from kvspec.session import Load, checksums, new_remote_id
-from kvspec.session.checksums import ChecksumAnswers, advance, steps_of
+from kvspec.session.checksums import ChecksumAnswers, advance, computation_of
 from kvspec.session.mailbox import MESSAGE
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import (
     Checksum,
+    ChecksumContents,
     ChecksumRequest,
     ChecksumUnavailable,
-    Extent,
     Key,
     Message,
     RankAddress,
@@ -109,7 +109,7 @@ def test_load_is_done_when_checksums_are_equal(nixl: None, sizes: str) -> None:
         asked, loads = begin(sides)
         assert ["done"] * len(loads) == ended(loads, *sides)
         assert [] == consumer.wrong(asked)
-        assert [()] * len(loads) == [s.settled().foreign for s in consumer.sessions.values()]
+        assert [()] * len(loads) == [s.settled().refused for s in consumer.sessions.values()]
         done: list[str] = []
         until(lambda: done.extend(producer.settled()[0]) or len(done) == len(producer.sessions))
         assert [0] * len(producer.sessions) == [s.stats().held for s in producer.sessions.values()]
@@ -235,10 +235,10 @@ def test_checksum_rejects_an_extent_that_the_rank_lacks() -> None:
         (tables[1], {}, "pool"),
         (kvspec.BlockTable([1, 2], first_token=2), {"tokens": range(2, 8)}, "first_token"),
     ):
-        extent = Extent(**whole | change)
+        contents = ChecksumContents(**whole | change)
         with pytest.raises(SpecError, match=word):
-            next(steps_of(cache, {"full": table}, extent))
-    assert advance(steps_of(cache, {"full": tables[0]}, Extent(**whole)), math.inf)
+            next(computation_of(cache, {"full": table}, contents))
+    assert advance(computation_of(cache, {"full": tables[0]}, ChecksumContents(**whole)), math.inf)
 
 
 @pytest.mark.parametrize("parts", [("conv_x", "ssm"), ("ssm", "conv_x"), ("ssm",)])
@@ -249,7 +249,9 @@ def test_checksum_request_for_missing_rows_is_refused(parts: tuple[str, ...]) ->
     )
     group = kvspec.KVCacheGroup(name="s", layers=["s.0"], spec=spec)
     one = kvspec.EngineSpec(groups=[group], parallel=kvspec.ParallelConfig(tp_size=1))
-    extent = Extent(layer="s.0", parts=parts, units=range(1), tokens=range(8), rows=range(3))
+    contents = ChecksumContents(
+        layer="s.0", parts=parts, units=range(1), tokens=range(8), rows=range(3)
+    )
     with FakeNixl(), Side("P", one, polled=False, channel=Direct("P")) as producer:
         (session,) = producer.sessions.values()
         remote_id = new_remote_id("r")
@@ -257,11 +259,11 @@ def test_checksum_request_for_missing_rows_is_refused(parts: tuple[str, ...]) ->
         question = ChecksumRequest(
             key=key_of(remote_id), by=RankAddress("D", 1, session.me.rank),
             to=session.me,
-            extent=extent,
+            contents=contents,
         )  # fmt: skip
         Direct("D").send("P", session.nixl.secret.seal(MESSAGE, encode_message(question)))
         session.poll()
-        (why,) = session.settled().foreign
+        (why,) = session.settled().refused
         assert all(fact in why for fact in ("rows=range(0, 3)", "ssm"))
         assert 0 == session.stats().sums
 
@@ -322,7 +324,7 @@ def test_checksum_is_requested_again_once_in_each_heartbeat() -> None:
         sealed = other.nixl.secret.seal(MESSAGE, encode_message(answer, start_of(other)))
         other.channel.send(session.channel.address, sealed)
         recorded: list[str] = []
-        until(lambda: recorded.extend(session.settled().foreign) or recorded, producer)
+        until(lambda: recorded.extend(session.settled().refused) or recorded, producer)
         assert "question" in recorded[-1]
         load.audit.messages = messages
         now = 4.0
@@ -340,9 +342,11 @@ class Asked:
         self.ledger, self.key = ProducerLedger(me, lease=10.0), key_of(new_remote_id("r"))
         messages = cast("Any", SimpleNamespace(send=self.sent.append, note=self.noted.append))
         self.answers = ChecksumAnswers(self.ledger, cache, self.owner, messages)
-        self.ledger.admit(self.key, 0.0, blocks={"full": kvspec.BlockTable([1, 2])})
-        extent = Extent(layer="l.0", parts=("k",), units=range(1), tokens=range(8))
-        self.question = ChecksumRequest(self.key, RankAddress("D", 1, me.rank), me, extent=extent)
+        self.ledger.hold(self.key, 0.0, blocks={"full": kvspec.BlockTable([1, 2])})
+        contents = ChecksumContents(layer="l.0", parts=("k",), units=range(1), tokens=range(8))
+        self.question = ChecksumRequest(
+            self.key, RankAddress("D", 1, me.rank), me, contents=contents
+        )
 
 
 def test_closed_rank_computes_no_checksums() -> None:
@@ -390,7 +394,7 @@ def test_load_whose_own_checksum_cannot_be_computed_fails(monkeypatch: pytest.Mo
         raise MemoryError
 
     with FakeNixl(), connected(SIZES["two of four"]) as sides:
-        monkeypatch.setattr(checksums, "steps_of", fails)
+        monkeypatch.setattr(checksums, "computation_of", fails)
         _, loads = begin(sides)
         assert ["failed"] * 2 == ended(loads, *sides)
         errors = [load.error for load in loads if load.error]
@@ -492,8 +496,8 @@ def test_extents_of_many_parts_with_long_names_fit_into_messages() -> None:
     asked = request(tokens=1, producer_blocks={"state": [0]}, consumer_blocks={"state": [0]})
     address = RankAddress("e" * 255, 2**63 - 1, kvspec.RankId())
     key, covered = Key("r" * 1024, bytes(64)), list[str]()
-    for extent in checksums.extents_of(plan, asked, kvspec.RankId(), kvspec.RankId()):
-        message = ChecksumRequest(key, address, address, 2**63 - 1, extent=extent)
+    for contents in checksums.contents_of(plan, asked, kvspec.RankId(), kvspec.RankId()):
+        message = ChecksumRequest(key, address, address, 2**63 - 1, contents=contents)
         assert message == decode_message(encode_message(message))
-        covered += extent.parts
+        covered += contents.parts
     assert names == covered

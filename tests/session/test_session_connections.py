@@ -25,7 +25,7 @@ import kvspec
 from kvspec.errors import MismatchError, SpecError, TransferError, WireError
 from kvspec.nixl import NixlRank, merging, transfer
 from kvspec.session import Load, Session, new_remote_id
-from kvspec.session.mailbox import INTRODUCTION, introduced
+from kvspec.session.mailbox import INTRODUCTION, open_introduction
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.wire.codec import encode_handshake
@@ -38,14 +38,14 @@ def changed(side: Side, **changes: Any) -> list[bytes]:
 
 def changed_of(session: Session, **changes: Any) -> bytes:
     """Return the introduction of a session with another handshake."""
-    own = introduced(session.introduction, session.nixl.secret)
+    own = open_introduction(session.introduction, session.nixl.secret)
     handshake = attrs.evolve(own.handshake, **changes)
     return attrs.evolve(own, handshake=handshake).seal(session.nixl.secret)
 
 
 def handshake_of(session: Session) -> bytes:
     """Return the encoded handshake of a session."""
-    return encode_handshake(introduced(session.introduction, session.nixl.secret).handshake)
+    return encode_handshake(open_introduction(session.introduction, session.nixl.secret).handshake)
 
 
 def sealed(session: Session, *fields: object) -> bytes:
@@ -69,7 +69,7 @@ def test_connect_rejects_introductions_that_do_not_fit(pair: tuple[Side, Side]) 
     other_version = handshake.replace(b"kvspec-handshake\n\0", b"kvspec-handshake\n\1")
     assert handshake != other_version
     with NixlRank("other", secret=b"another secret, long enough") as other:
-        foreign = introduced(good, first.nixl.secret).seal(other.secret)
+        foreign = open_introduction(good, first.nixl.secret).seal(other.secret)
     salted = kvspec.ReplicaPolicy("spread", 3)
     for introductions, kind, field in (
         ([sealed(first, "h:1", 30.0, 5.0, other_version), *others], WireError, "version"),
@@ -115,9 +115,11 @@ def test_introduction_rejects_an_address_that_is_not_a_short_printable_text(
     session = pair[0].first
     handshake, secret = handshake_of(session), session.nixl.secret
     for good in ("h:1", "h" * 255):
-        assert good == introduced(sealed(session, good, 30.0, 5.0, handshake), secret).address
+        assert (
+            good == open_introduction(sealed(session, good, 30.0, 5.0, handshake), secret).address
+        )
     with pytest.raises(WireError) as caught:
-        introduced(sealed(session, address, 30.0, 5.0, handshake), secret)
+        open_introduction(sealed(session, address, 30.0, 5.0, handshake), secret)
     assert caught.value.path.startswith("introduction")
 
 
@@ -144,7 +146,7 @@ def test_restarted_producer_is_connected_again(kind: str) -> None:
             quiet(again, consumer)
             for session in consumer.sessions.values():
                 assert 1 == len(session.nixl.peers)
-                assert (1, 0) == (session.stats().engines, session.stats().leaving)
+                assert (1, 0) == (session.stats().engines, session.stats().disconnecting)
                 session.disconnect("P")
                 assert () == session.nixl.peers
                 with pytest.raises(SpecError) as caught:
@@ -183,7 +185,7 @@ def test_agent_of_two_engines_stays_connected_until_both_are_disconnected(net: F
         net.fate = FakeFlight.land
         for name in ("Q", "P"):
             near.connect([sessions[name].introduction])
-        assert (2, 0) == (near.stats().engines, near.stats().leaving)
+        assert (2, 0) == (near.stats().engines, near.stats().disconnecting)
         assert ["done", "done"] == [state(load(name)) for name in sessions]
         for name in sessions:
             near.disconnect(name)
@@ -233,13 +235,13 @@ def test_connect_that_is_refused_as_busy_leaves_the_engine_connected(
         with pytest.raises(TransferError) as caught:
             session.connect(producer.other_introductions)
         assert "busy" == caught.value.state
-        assert (1, 0) == (session.stats().engines, session.stats().leaving)
+        assert (1, 0) == (session.stats().engines, session.stats().disconnecting)
         net.fate = FakeFlight.land
         land(net)
         assert ["done"] == ended([load], producer, consumer)
         assert [] == consumer.wrong(request())
         session.connect(producer.other_introductions)
-        assert (1, 0) == (session.stats().engines, session.stats().leaving)
+        assert (1, 0) == (session.stats().engines, session.stats().disconnecting)
 
 
 def test_connect_asks_all_ranks_of_an_engine_at_the_same_time(net: FakeNixl) -> None:
@@ -270,7 +272,7 @@ def test_connect_to_an_engine_with_a_silent_rank_leaves_nothing(net: FakeNixl) -
         with pytest.raises(TransferError) as caught:
             session.connect(producer.introductions, timeout=0.1)
         assert ("timeout", silent) == (caught.value.state, caught.value.rank)
-        assert (0, 0) == (session.stats().engines, session.stats().leaving)
+        assert (0, 0) == (session.stats().engines, session.stats().disconnecting)
         land(net)
         net.fate = FakeFlight.land
         session.connect(producer.introductions, timeout=5.0)

@@ -153,7 +153,7 @@ def test_load_that_nixl_refuses_gives_its_blocks_back(
     cached = new_remote_id("cached")
     producer.hold(cached)
     hit = session.load(request("cached", cached=14), remote_id=cached, timeout=9.0)
-    sides = next(iter(hit.remote.lanes.values())).sides(request())
+    sides = next(iter(hit.remote.list_pairs.values())).sides(request())
     until(lambda: not session.stats().loads, producer, consumer)
     let_nothing_land(net)
     own = session.nixl.move({0: sides}, request="own", timeout=9.0)[0]
@@ -353,7 +353,7 @@ def send(sender: Session, message: Message, to: Session) -> list[str]:
     sealed = sender.nixl.secret.seal(MESSAGE, encode_message(message, start_of(sender)))
     sender.channel.send(to.channel.address, sealed)
     recorded: list[str] = []
-    until(lambda: sender.poll() or recorded.extend(to.settled().foreign) or recorded)
+    until(lambda: sender.poll() or recorded.extend(to.settled().refused) or recorded)
     return recorded
 
 
@@ -381,7 +381,7 @@ def test_messages_with_a_wrong_seal_change_nothing(pair: tuple[Side, Side]) -> N
 
     def all_recorded() -> bool:
         assert [] == [answer for stranger in strangers for answer in stranger.receive()]
-        recorded.extend(session.settled().foreign)
+        recorded.extend(session.settled().refused)
         return len(recorded) >= 4 and not any(map(len, strangers))
 
     until(all_recorded, pair[1])

@@ -104,7 +104,7 @@ def test_load_of_second_session_with_one_name_is_never_done_with_wrong_bytes(
                 assert load.error is not None
         assert "failed" == loads["second"][0].state, "its name belongs to the first session"
         assert any(
-            "another session is known as D" in why for why in producer.first.settled().foreign
+            "another session is known as D" in why for why in producer.first.settled().refused
         )
         assert asleep is not awake
 
@@ -167,7 +167,7 @@ def test_answer_of_a_second_session_with_one_name_is_refused() -> None:
             again.hold(name)  # The request of the same name, with other bytes.
             run(clock, 5 * PATIENCE, again, consumer)
             assert "failed" == load.state
-            refused = consumer.first.settled().foreign
+            refused = consumer.first.settled().refused
             assert any("another session is known as P" in why for why in refused)
 
 
@@ -221,7 +221,7 @@ def test_question_with_bad_versions_is_refused(body: bytes) -> None:
     with FakeNixl(), side("P", clock, "P") as producer:
         asker = Direct("asker")
         asker.send("P", producer.first.nixl.secret.seal(QUESTION, body))
-        assert 1 == len(producer.first.settled().foreign)
+        assert 1 == len(producer.first.settled().refused)
         assert [] == asker.receive()
 
 

@@ -60,7 +60,7 @@ def reachable(address: str) -> bool:
 @pytest.mark.parametrize("proof", ["", "0" * 64, "size"])
 def test_large_body_without_the_secret_is_refused_unread(proof: str) -> None:
     """A proof of the secret for one size is none for another."""
-    size = tickets.SMALL + 1
+    size = tickets.SMALL_BODY + 1
     if proof == "size":
         proof = tickets.proof_of(7, size + 1)
     with ticket_server() as (_, address), socket.create_connection(address) as stranger:
@@ -85,7 +85,7 @@ def test_large_ticket_is_stored() -> None:
 
 
 def test_body_that_comes_too_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tickets, "PATIENCE", 0.2)
+    monkeypatch.setattr(tickets, "CLIENT_PATIENCE", 0.2)
     with ticket_server() as (_, address), socket.create_connection(address) as slow:
         slow.settimeout(5)
         slow.sendall(b"PUT /kvspec/tickets/7 HTTP/1.1\r\nContent-Length: 900\r\n\r\n")

@@ -221,7 +221,7 @@ def test_session_that_is_closed_while_a_load_is_selected_ends(
         load.wait(5.0)
     assert "closed" == caught.value.state
     slow.goes_on.set()
-    consumer.first._starting.stop(5.0)
+    consumer.first._starting.close(5.0)
     assert [] == [each for each in caplog.records if each.exc_info is not None]
 
 

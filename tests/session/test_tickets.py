@@ -626,7 +626,7 @@ def test_producer_of_an_open_load_is_not_evicted(
 @pytest.mark.parametrize(
     ("state", "again"),
     [
-        ("gone", False), ("stopped", False), ("refused", False), ("timeout", True),
+        ("gone", False), ("cancelled", False), ("refused", False), ("timeout", True),
         ("peer_lost", True),
     ],
 )  # fmt: skip
@@ -639,13 +639,13 @@ def test_load_that_fails_leaves_a_live_producer_connected(
     if state == "gone":
         one.first.abort(ticket.remote_id)
     asked = attrs.evolve(ASKED, num_tokens=15 if state == "refused" else 14)
-    if state in ("stopped", "timeout", "peer_lost"):
+    if state in ("cancelled", "timeout", "peer_lost"):
         let_nothing_land(net)
     most = 0.3 if state == "timeout" else 9.0
     load = session.load(asked, ticket=ticket, timeout=most)
-    if state in ("stopped", "peer_lost"):
+    if state in ("cancelled", "peer_lost"):
         until(lambda: load.in_flight, *three)
-    if state == "stopped":
+    if state == "cancelled":
         load.cancel()
     elif state == "peer_lost":
         net.moving[0].fail()
@@ -814,7 +814,7 @@ def test_load_of_a_ticket_can_be_cancelled(sides: tuple[Side, Side]) -> None:
     for load in (early := begin(consumer, tickets[0], of("early"))):
         load.cancel()
         load.cancel()
-        assert ("stopped", {}) == (error_of(load).state, load.undefined_blocks)
+        assert ("cancelled", {}) == (error_of(load).state, load.undefined_blocks)
     wait.set()
     for load in begin(consumer, tickets[1]):
         load.wait()
@@ -911,7 +911,7 @@ def test_load_that_moves_fails_when_nothing_writes_it() -> None:
         until(lambda: net.moving)
         assert ("moving", "<Load 'r': moving>") == (load.poll(), repr(load))
         load.cancel()
-        assert ("moving", "stopped") == (load.poll(), load.error and load.error.state)
+        assert ("moving", "cancelled") == (load.poll(), load.error and load.error.state)
         land(net)
         until(lambda: load.poll() == "failed")
         assert {"full", "window"} == set(load.undefined_blocks)

@@ -524,7 +524,7 @@ def test_ticket_of_the_engine_itself_is_not_fetched(caplog: pytest.LogCaptureFix
         assert not logged(caplog, "d-2", "computed here")
         until(lambda: engine.sent, engine)
         (worker,) = engine.workers
-        assert 0 == worker._session.stats().counters.refusals_lost
+        assert 0 == worker._session.stats().counters.declines_lost
         assert ({"p-1": 1}, {}, {}) == (engine.sent, engine.received, engine.failed)
 
 

@@ -103,7 +103,7 @@ class CopiedRead:
             self.copied = True
         return "DONE"
 
-    def stop(self, why: str, state: TransferState) -> bool:
+    def cancel(self, why: str, state: TransferState) -> bool:
         """Fail, unless all bytes were copied."""
         if not self.over:
             self.error = failed(why, state, self.peer)
@@ -237,7 +237,7 @@ class CopyTransport:
     def close(self, drain: float = 1.0) -> None:  # noqa: ARG002 - nothing is in flight
         """Let no byte move any more."""
         for read in self.transfers:
-            read.stop("the transport was closed", TransferState.CLOSED)
+            read.cancel("the transport was closed", TransferState.CLOSED)
         self.ranks.pop(self.name, None)
         self.owners.clear()
 

@@ -57,7 +57,7 @@ class Ledgers:
     def hold(self, request: str, readers: Sequence[str], now: float) -> Iterator[Event]:
         """Hold a request, and let each reader begin to read."""
         key = self.keys[request] = Key(request, next(self.numbers).to_bytes(8, "big"))
-        yield from self.events(self.producer.admit(key, now))
+        yield from self.events(self.producer.hold(key, now))
         for name in readers:
             load = f"{request}.{next(self.numbers)}"
             plan = LoadPlan(

@@ -46,7 +46,7 @@ class FreesOnAbort(ProducerLedger):
         """Free the request at once."""
         actions = super().abort(key, now)
         held = self.find(key)
-        return actions + (self._step(held, "complete") if held else [])
+        return actions + (self._take_row(held, "complete") if held else [])
 
 
 class KeepsFirstCount(ProducerLedger):
@@ -68,19 +68,19 @@ class RejectsEarlyReaders(ProducerLedger):
     def _keep(self, request: Any, message: Any, _: str) -> Any:
         return self._gone(request, message, _)
 
-    def _step(self, request: Any, event: str, message: Any = None) -> Any:
+    def _take_row(self, request: Any, event: str, message: Any = None) -> Any:
         if request.state == "unknown" and event in ("heartbeat", "done"):
             return self._keep(request, message, "unknown")
-        return super()._step(request, event, message)
+        return super()._take_row(request, event, message)
 
 
 class SendsValidAfterFree(ProducerLedger):
     """Send `valid` to a reader that comes after the request was freed."""
 
-    def _step(self, request: Any, event: str, message: Any = None) -> Any:
+    def _take_row(self, request: Any, event: str, message: Any = None) -> Any:
         if request.state == "freed" and event == "done":
             return [Tell(message.answer(Valid))]
-        return super()._step(request, event, message)
+        return super()._take_row(request, event, message)
 
 
 class ForgetsItsLease(ProducerLedger):

@@ -165,7 +165,7 @@ class World(TwoEngines[bytes]):
             request, rank = self.to_admit.pop(at % len(self.to_admit))
             request.promised[rank] = self.now + LEASE
             request.admitted[rank] = self.now
-            self.acted(self.producers[rank].admit(request.key, self.now), "P", rank)
+            self.acted(self.producers[rank].hold(request.key, self.now), "P", rank)
 
     def expect_rank(
         self,

@@ -37,7 +37,9 @@ def views_of(cache: kvspec.RankCache) -> ViewsOf:
     def views(storage: Mapping[str, Bytes]) -> dict[tuple[str, str, str], Bytes]:
         parts = {}
         for region in cache.regions:
-            name, start = inside(memory(cache), region.extent.start, len(region.extent))
+            name, start = inside(
+                memory(cache), region.address_range.start, len(region.address_range)
+            )
             shape = (region.num_blocks, region.units, region.states, region.content_bytes)
             strides = (region.block_stride, region.unit_stride, region.state_stride, 1)
             parts[region.group, region.layer, region.part] = np.lib.stride_tricks.as_strided(

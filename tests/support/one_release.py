@@ -106,7 +106,7 @@ def main(name: str) -> None:  # noqa: C901 - one branch for each command
                     time.sleep(0.01)
                 answer(len(freed))
             elif "refused" in command:
-                answer(list(session.settled().foreign))
+                answer(list(session.settled().refused))
             elif "spoken" in command:
                 spoken = {*Recording.versions}
                 # A message says which version a session speaks with this peer.

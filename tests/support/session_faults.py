@@ -17,7 +17,7 @@ from kvspec.completion.consumer import _CONDITIONS, ConsumerLedger
 from kvspec.completion.producer import HeldRequest
 from kvspec.nixl import Transfer
 from kvspec.session import Load, Session
-from kvspec.session.checksums import Audit, extents_of
+from kvspec.session.checksums import Audit, contents_of
 from kvspec.session.loads import Loads
 from kvspec.session.remotes import Connection
 from kvspec.wire.messages import Done, Gone, Message, Valid
@@ -72,9 +72,9 @@ def only_the_first_source_is_compared(patch: pytest.MonkeyPatch) -> None:
 def only_the_last_token_is_compared(patch: pytest.MonkeyPatch) -> None:
     """Compute the checksums of the last token alone."""
     patch.setattr(
-        "kvspec.session.checksums.extents_of",
+        "kvspec.session.checksums.contents_of",
         lambda *given: (
-            replace(extent, tokens=extent.tokens[-1:]) for extent in extents_of(*given)
+            replace(extent, tokens=extent.tokens[-1:]) for extent in contents_of(*given)
         ),
     )
 
@@ -107,11 +107,11 @@ def only_the_first_source_is_read(patch: pytest.MonkeyPatch) -> None:
     prepare = Loads.prepare
 
     def first(self: Any, load: Any, remote: Any) -> Any:
-        lanes, remote.lanes = remote.lanes, dict([*remote.lanes.items()][:1])
+        list_pairs, remote.list_pairs = remote.list_pairs, dict([*remote.list_pairs.items()][:1])
         try:
             return prepare(self, load, remote)
         finally:
-            remote.lanes = lanes
+            remote.list_pairs = list_pairs
 
     patch.setattr(Loads, "prepare", first)
 

@@ -42,10 +42,10 @@ class Soak(Recovery):
     engine_type = LossyEngine
     timeout = 4.0
 
-    def admit(self, fault: str) -> None:
+    def start_request(self, fault: str) -> None:
         """Send a request and inject *fault* meanwhile."""
         self.fault = fault
-        super().admit(fault)
+        super().start_request(fault)
 
     def hold(self, opened: OpenRequest, seed: int) -> None:
         """Hold a request. With the fault "late", it is freed and overwritten before it is read."""

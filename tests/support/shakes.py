@@ -22,7 +22,7 @@ def replica_policies(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.Repli
     """Draw a replica policy. Some have a topology with the nodes of the ranks of both sides."""
     salt = draw(st.integers(0, 3))
     if draw(st.booleans()):
-        return kvspec.ReplicaPolicy(draw(st.sampled_from(strategies.POLICIES)), salt)
+        return kvspec.ReplicaPolicy(draw(st.sampled_from(strategies.KNOWN_POLICIES)), salt)
     nodes = st.integers(0, 3) | st.sampled_from(("a", "b"))
     sides = [{rank: draw(nodes) for rank in engine.parallel.ranks} for _ in range(2)]
     topology = kvspec.Topology(producer=sides[0], consumer=sides[1])

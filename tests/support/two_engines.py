@@ -38,7 +38,7 @@ import kvspec
 from kvspec.nixl import NixlRank, Staging
 from kvspec.session import Load, Session
 from kvspec.session.channel import Channel
-from kvspec.session.mailbox import introduced
+from kvspec.session.mailbox import open_introduction
 from kvspec.testing import FakeNixl, oracle
 from kvspec.wire.messages import key_of
 
@@ -251,7 +251,7 @@ class Side:
     def other_introductions(self) -> list[bytes]:
         """The introductions with another lease. So they connect the same ranks again."""
         secret = self.first.nixl.secret
-        ranks = [introduced(sealed, secret) for sealed in self.introductions]
+        ranks = [open_introduction(sealed, secret) for sealed in self.introductions]
         return [attrs.evolve(rank, lease=rank.lease + 1).seal(secret) for rank in ranks]
 
     @property
@@ -346,7 +346,7 @@ def until(true: Callable[[], Any], *sides: Side, seconds: float = 20.0) -> None:
 
 def start_of(session: Session) -> bytes:
     """Return the start that the messages of *session* contain."""
-    return introduced(session.introduction, session.nixl.secret).handshake.start
+    return open_introduction(session.introduction, session.nixl.secret).handshake.start
 
 
 def ended(loads: list[Load], *sides: Side) -> list[str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.testing.carve import Blocks, Bytes, Ordered, Storage, stored_views
+from kvspec.testing.carve import Blocks, Bytes, Ordered, StoredBytes, stored_views
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
@@ -43,7 +43,7 @@ _NUMPY = {1: np.uint8, 2: np.uint16, 4: np.float32, 8: np.float64}
 
 
 def typed_tensors(
-    engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks, choose: Choose
+    engine: EngineSpec, rank: RankId, storage: StoredBytes, num_blocks: Blocks, choose: Choose
 ) -> TensorsAndAxes:
     """Return views of *storage* as tensors, for all layers of which *rank* holds a unit.
 
@@ -79,7 +79,7 @@ def typed_tensors(
 
 
 def raw_pages(
-    engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks
+    engine: EngineSpec, rank: RankId, storage: StoredBytes, num_blocks: Blocks
 ) -> dict[str, Bytes]:
     """Return the pages of each layer of states as vLLM passes them: shape (blocks, 1, 1, bytes).
 

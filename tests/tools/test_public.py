@@ -59,7 +59,7 @@ PROVISIONAL = """
     kvspec.tickets explain_difference sampling_of
     kvspec.wire Secret
     kvspec.testing Case FakeNixl fill logical_views
-    kvspec.testing.kit Counterexample Judgement Supports System SystemReport Verdict as_code judge
+    kvspec.testing.kit WrongCase Judgement Supports System SystemReport Verdict as_code judge
     kvspec.testing.laws KVSPEC LAWS Move PreparedLists System broken
     kvspec.testing.strategies KINDS cases engine_pairs engines requests specs
 """
@@ -79,7 +79,7 @@ WITHOUT_EXAMPLE = {
         "kvspec.TPTransferSlice "
         "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.tickets.PrefillTicket "
         "kvspec.tickets.ContentIdentity kvspec.tickets.MediaItem "
-        "kvspec.testing.kit.Counterexample kvspec.testing.kit.Judgement "
+        "kvspec.testing.kit.WrongCase kvspec.testing.kit.Judgement "
         "kvspec.testing.kit.SystemReport kvspec.testing.kit.Verdict"
     ),
     "is part of a larger check, which has an example": (

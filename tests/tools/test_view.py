@@ -21,7 +21,7 @@ pytest.importorskip("typer", reason="needs the cli extra")
 from typer.testing import CliRunner
 
 from kvspec.cli import app as cli
-from kvspec.cli.answer import LAYOUTS, MAX_BLOCK, MAX_RANKS, answer, choices, page
+from kvspec.cli.answer import LAYOUTS, MAX_BLOCK, MAX_PAGE_RANKS, answer, choices, page
 from kvspec.models import catalogue
 
 # 8 KV heads, 28 layers, keys and values of 128 bfloat16 elements.
@@ -74,7 +74,7 @@ def test_answer_names_a_command_that_prints_the_same_plan() -> None:
         ("producer.tp_size", {"producer": "tp=0"}),
         ("consumer.layout", {"consumer": "layout=XYZ"}),
         ("consumer", {"consumer": "tp"}),
-        ("producer", {"producer": f"tp={MAX_RANKS},pp=2"}),
+        ("producer", {"producer": f"tp={MAX_PAGE_RANKS},pp=2"}),
         ("consumer.block_size", {"consumer": f"block={MAX_BLOCK + 1}"}),
         ("tokens", {"tokens": "-1"}),
         ("tokens", {"tokens": "9" * 5000}),

@@ -18,7 +18,7 @@ from kvspec.testing.case import Case
 from kvspec.vectors import digests, files, recording
 from kvspec.vectors.families import FAMILIES, FamilyTransfer, transfers
 from kvspec.vectors.recording import canonical, record
-from kvspec.vectors.structure import VERSION, Vector
+from kvspec.vectors.structure import VECTORS_VERSION, Vector
 
 FOLDER = Path(__file__).parents[2] / "vectors"
 
@@ -101,7 +101,11 @@ def test_check_refuses_a_folder_without_vectors(tmp_path: Path) -> None:
 Change = Callable[[dict[str, Any]], object]
 
 REFUSED: dict[str, tuple[Change, str, object]] = {
-    "version": (lambda file: file.update(version=VERSION + 1), ".version", VERSION + 1),
+    "version": (
+        lambda file: file.update(version=VECTORS_VERSION + 1),
+        ".version",
+        VECTORS_VERSION + 1,
+    ),
     "format": (lambda file: file.update(format="other"), ".format", "other"),
     "checksum": (lambda file: file.update(sha256="0"), ".sha256", "0"),
     "vector": (lambda file: file["vectors"][0].update(id="tp/other"), ".sha256", None),

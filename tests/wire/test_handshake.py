@@ -59,7 +59,7 @@ def test_regions_in_any_order_and_place_decode_equal(
     """Shuffled regions, each in its own memory, arrive in the same order."""
     address, regions, memory = 2**40, [], []
     for region in drawn.sample(cache.regions, len(cache.regions)):
-        size = len(region.extent)
+        size = len(region.address_range)
         memory.append(kvspec.Memory(address, size, "VRAM", drawn.randrange(3)))
         device = memory[-1].device
         moved = attrs.evolve(region, base=address, memory_type="VRAM", device=device)
@@ -92,7 +92,7 @@ def scattered(cache: kvspec.RankCache, *, one_memory: bool) -> kvspec.RankCache:
     drawn, start = random.Random(0), 0x7F00_0000_0000
     regions, memory, address = [], [], start
     for region in cache.regions:
-        size = -(-len(region.extent) // 4096) * 4096
+        size = -(-len(region.address_range) // 4096) * 4096
         regions.append(attrs.evolve(region, base=address))
         memory.append(kvspec.Memory(address, size))
         address += size + 4096 * drawn.randrange(1 << 20)

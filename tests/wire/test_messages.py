@@ -17,8 +17,8 @@ from kvspec.ownership.tokens import BlockCyclic
 from kvspec.wire.codec import MAX_MESSAGE, decode_message, encode_message
 from kvspec.wire.messages import (
     MESSAGES,
+    ChecksumContents,
     ChecksumRequest,
-    Extent,
     Key,
     Message,
     RankAddress,
@@ -49,8 +49,8 @@ def message_of(kind: str, by: int = 0, **more: Any) -> Message:
 
 
 @st.composite
-def extents(draw: st.DrawFn) -> Extent:
-    """Draw any extent."""
+def extents(draw: st.DrawFn) -> ChecksumContents:
+    """Draw any contents."""
 
     def span(least: int) -> range:
         start = draw(COUNTS)
@@ -58,7 +58,7 @@ def extents(draw: st.DrawFn) -> Extent:
 
     names = st.lists(WORDS, min_size=1, max_size=4, unique=True)
     contexts = st.builds(BlockCyclic, COUNTS, st.integers(1, 9), st.just(4))
-    return Extent(
+    return ChecksumContents(
         layer=draw(WORDS),
         parts=tuple(draw(names)),
         units=span(1),
@@ -81,7 +81,7 @@ def messages(draw: st.DrawFn) -> Message:
     if kind == "lease":
         more["lease"] = draw(st.floats(0, 1e6))
     if kind == "checksum_request":
-        more["extent"] = draw(extents())
+        more["contents"] = draw(extents())
     if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
     return MESSAGES[kind](
@@ -113,7 +113,7 @@ def changed(at: int, value: Any) -> bytes:
 
 
 KIND, KEYED, BY, TO, NUMBER, OWN = range(6)
-ASKED = Extent(layer="l.0", parts=("k",), units=range(2), tokens=range(9))
+ASKED = ChecksumContents(layer="l.0", parts=("k",), units=range(2), tokens=range(9))
 
 
 def within(message: Message, field: int, at: int, value: Any) -> bytes:
@@ -125,8 +125,8 @@ def within(message: Message, field: int, at: int, value: Any) -> bytes:
 
 
 def asked(at: int, value: Any) -> bytes:
-    """Return the bytes of a checksum request with another element of its extent."""
-    return within(message_of("checksum_request", by=0, extent=ASKED), OWN, at, value)
+    """Return the bytes of a checksum request with another element of its contents."""
+    return within(message_of("checksum_request", by=0, contents=ASKED), OWN, at, value)
 
 
 def own(kind: str, at: int, value: Any, **more: Any) -> bytes:
@@ -244,7 +244,7 @@ def test_longest_names_that_a_handshake_accepts_fit_into_messages() -> None:
     more["number"] = 2**63 - 1
     name = wide * 1024
     most = BlockCyclic(2**62, 2**62, 2**62)
-    extent = Extent(
+    contents = ChecksumContents(
         layer=name,
         parts=(name,),
         units=range(2**62 - 1, 2**62),
@@ -255,7 +255,7 @@ def test_longest_names_that_a_handshake_accepts_fit_into_messages() -> None:
         stripe=Stripe(2**63 - 2, 2**63 - 1),
         block=2**62,
     )
-    message = ChecksumRequest(**more, extent=extent)
+    message = ChecksumRequest(**more, contents=contents)
     data = encode_message(message)
     assert 12 << 10 < len(data) <= MAX_MESSAGE
     assert message == decode_message(data)

@@ -29,14 +29,14 @@ from kvspec.inputs import MOST_MEMBERS
 from kvspec.memory.rank_cache import Memory, Region
 from kvspec.ownership.dtypes import ITEMSIZE, dtype_name
 from kvspec.ownership.parallel import MAX_RANKS
-from kvspec.session.checksums import advance, steps_of
-from kvspec.session.mailbox import introduced
+from kvspec.session.checksums import advance, computation_of
+from kvspec.session.mailbox import open_introduction
 from kvspec.specs.uniform import _MAY_DIFFER
 from kvspec.tickets import ContentIdentity, PrefillTicket
 from kvspec.wire import codec
 from kvspec.wire.codec import decode_message, encode_handshake, encode_message, sender_of
 from kvspec.wire.handshake import Handshake
-from kvspec.wire.messages import MESSAGES, Extent, Message
+from kvspec.wire.messages import MESSAGES, ChecksumContents, Message
 from kvspec.wire.seal import MAC, Secret
 from kvspec.wire.values import KNOWN, MAX_DEPTH, VALUE, Decoder, encode
 from kvspec.wire.versions import NO_START, OLDEST, VERSION
@@ -115,7 +115,7 @@ def test_question_of_page_has_versions_and_answer_repeats_challenge() -> None:
 
 def test_introduction_of_page_decodes_and_encodes_to_same_bytes() -> None:
     """The library reads the introduction and writes exactly these bytes."""
-    shown = introduced(sealed("introduction"), SECRET)
+    shown = open_introduction(sealed("introduction"), SECRET)
     again = SECRET.unseal("page", purpose("introduction"), shown.seal(SECRET), "the same")
     start = again.index(b"kvspec-handshake\n") + len(b"kvspec-handshake\n") + 2
     assert body("introduction")[:start] == again[:start]
@@ -223,7 +223,7 @@ def test_page_lists_every_kind_of_message_with_its_own_fields() -> None:
 
 def test_page_lists_every_element_of_an_extent() -> None:
     """The table of the inner array has the names and the order of the code."""
-    assert list(Extent.__struct_fields__) == first_cells("Extent")
+    assert list(ChecksumContents.__struct_fields__) == first_cells("ChecksumContents")
 
 
 def mix(word: int) -> int:
@@ -260,7 +260,7 @@ def test_checksum_of_page_is_checksum_of_code() -> None:
     cache = kvspec.plan_memory(engine, kvspec.RankId(), 8, address=memory.ctypes.data)
     region = cache.region("a", "k")
     table = kvspec.BlockTable([3, 1])
-    extent = Extent(layer="a", parts=("k",), units=range(2), tokens=range(2, 7))
+    extent = ChecksumContents(layer="a", parts=("k",), units=range(2), tokens=range(2, 7))
     wanted = 0
     for unit in range(2):
         for position in range(2, 7):
@@ -268,7 +268,7 @@ def test_checksum_of_page_is_checksum_of_code() -> None:
             at = address - memory.ctypes.data
             content = memory[at : at + region.content_bytes].tobytes()
             wanted += total_of(content, "a", "k", unit, position)
-    own = advance(steps_of(cache, {"full": table}, extent), math.inf)
+    own = advance(computation_of(cache, {"full": table}, extent), math.inf)
     assert wanted % 2**64 == own
 
 

@@ -63,12 +63,12 @@ log = logging.getLogger(__name__)
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
 # Seconds between two polls of the session.
-REST = 0.001
+SETTLED_REST = 0.001
 # Seconds between two looks at the numbers of the session.
 OBSERVED = 1.0
 # Seconds for which a ticket is published again and again if the server does not answer, and the
 # pause before each attempt.
-PATIENCE, PAUSE = 15.0, 0.1
+SERVER_PATIENCE, PAUSE = 15.0, 0.1
 
 
 class _OneEngine:
@@ -192,7 +192,7 @@ class Manager:
         """Return whether *transfer* has its room."""
         return self._rooms.get(transfer.bootstrap_room) is transfer
 
-    def leave(self, transfer: RequestHalf) -> None:
+    def free_room(self, transfer: RequestHalf) -> None:
         """Let another request have the room of *transfer*, which has ended."""
         if self.owns(transfer):
             del self._rooms[transfer.bootstrap_room]
@@ -227,14 +227,14 @@ class Manager:
 
     def outcome(self, remote_id: str) -> str | None:
         """Return "done", "expired" or "aborted" for a request that is held no more, or None."""
-        if remote_id not in self._outcomes and time.monotonic() - self._polled > REST:
+        if remote_id not in self._outcomes and time.monotonic() - self._polled > SETTLED_REST:
             settled, self._polled = self.session.settled(), time.monotonic()
             for name in ("done", "expired", "aborted"):
                 ended = self._held & set(getattr(settled, name))
                 self._outcomes |= dict.fromkeys(ended, name)
         return self._outcomes.get(remote_id)
 
-    def forget(self, remote_id: str) -> None:
+    def abort_held(self, remote_id: str) -> None:
         """Abort a request if it is still held, and forget it."""
         try:
             if remote_id in self._held and self.outcome(remote_id) is None:
@@ -259,7 +259,7 @@ class Manager:
                 self._put(post)
 
     def _put(self, post: _Post) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + SERVER_PATIENCE
         try:
             while True:
                 try:
@@ -285,7 +285,7 @@ class Manager:
         """
         if request != self._rejected:
             self._rejected, name = request, self._nonce(room, f"rejected {request}").hex()
-            self.lookups.give_up(self.lookups.add(address, room, name))
+            self.lookups.decline(self.lookups.add(address, room, name))
 
     def _keep(self, ticket: PrefillTicket) -> None:
         """Let the producer keep a prompt until its load begins. The thread of look-ups calls it."""
@@ -306,7 +306,7 @@ class Manager:
         """Return whether nothing can write the memory of a failed request any more."""
         return all(load.poll() != "moving" for load in self._releasing.get(room, ()))
 
-    def keep_until_stopped(self, room: int, load: Load) -> None:
+    def keep_until_ended(self, room: int, load: Load) -> None:
         """Keep the memory of *room* until *load* has ended."""
         self._releasing.setdefault(room, []).append(load)
 

@@ -20,7 +20,13 @@ from kvspec.adapters.attention_modules import (
     key_content_of,
 )
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.sglang.engine import FULL, WINDOW, engine_spec, parallel_config, read_pools
+from kvspec.adapters.sglang.engine import (
+    FULL_GROUP,
+    WINDOW,
+    engine_spec,
+    parallel_config,
+    read_pools,
+)
 from kvspec.adapters.sglang.request_identity import STARTED
 from kvspec.adapters.sglang.tensors import rank_cache
 from kvspec.errors import SpecError
@@ -34,7 +40,7 @@ from kvspec.wire.handshake import is_name
 VARIABLE = "KVSPEC_SGLANG"
 
 # The version of SGLang whose classes are hooked.
-VERSION = "0.5.23"
+TESTED_VERSION = "0.5.23"
 
 # Settings of SGLang that must have one of these values. Others were not run with kvspec.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -195,8 +201,10 @@ def _nothing_runs() -> bool:
 
 def check_version(version: str) -> None:
     """Raise `SpecError` unless *version* is the one whose classes are hooked."""
-    if version != VERSION:
-        raise SpecError("sglang.__version__", version, f"{VERSION}, the version that was tested")
+    if version != TESTED_VERSION:
+        raise SpecError(
+            "sglang.__version__", version, f"{TESTED_VERSION}, the version that was tested"
+        )
 
 
 def check_supported(server_args: Any, around: Surroundings) -> None:
@@ -228,7 +236,7 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
     Raises:
         SpecError: If the pool or the meaning of the keys is unknown.
     """
-    pools = read_pools("token_to_kv_pool", around.pool, FULL)
+    pools = read_pools("token_to_kv_pool", around.pool, FULL_GROUP)
     (whole,) = pools
     if "float8" in whole.dtype:
         wanted = "a type without scales: not yet: the identity of the scales"
@@ -251,7 +259,7 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         before = attention.get("sliding_window_size").value
         if isinstance(before, int) and before >= 0:
             windows[number] = before + 1
-        group = WINDOW if number in windows else FULL
+        group = WINDOW if number in windows else FULL_GROUP
         found = key_content_of(module, row, latent=whole.latent)
         content = agreed_key_content(f"{VARIABLE}['key_content']", settings.key_content, found)
         if content is None or contents.setdefault(group, content) != content:

@@ -45,13 +45,13 @@ from kvspec.specs.attention import AttentionSpec
 NULL_PAGE = 0
 
 # The names of the groups: layers that keep all tokens, layers with a window, layers of a draft.
-FULL, WINDOW, DRAFT = "full", "swa", "draft"
+FULL_GROUP, WINDOW, DRAFT = "full", "swa", "draft"
 
 # The classes of SGLang that are read, by exact name. A subclass may keep another order.
-KINDS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
+POOL_KINDS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
 
 # Classes of SGLang that are not read yet, and why.
-NOT_YET = {
+POOLS_NOT_YET = {
     "MHATokenToKVPoolFP4": "scales of two elements each lie in buffers of their own",
     "MLATokenToKVPoolFP4": "scales of two elements each lie in buffers of their own",
     "NSATokenToKVPool": "an indexer's keys lie page by page, their scales after them",
@@ -65,7 +65,7 @@ NOT_YET = {
 SCALE_BUFFERS = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
 
 # A buffer has the axes slots, heads and size.
-_AXES = 3
+_CONV_AXES = 3
 
 
 def parallel_config(
@@ -190,13 +190,15 @@ def engine_spec(
     sizes = set(mapping("windows", windows or {}, "layer numbers to tokens").values())
     if len(sizes) > 1:
         raise SpecError("windows", windows, "one size for all layers with a window")
-    stages = stages_of("pools", pools, lambda path, pool: read_pools(path, pool, FULL, windows))
+    stages = stages_of(
+        "pools", pools, lambda path, pool: read_pools(path, pool, FULL_GROUP, windows)
+    )
     if len(stages) != parallel.pp_size:
         wanted = f"one pool for each of the {parallel.pp_size} pipeline stages"
         raise SpecError("pools", f"{len(stages)} pools", wanted)
     drafts = () if draft_pool is None else read_pools("draft_pool", draft_pool, DRAFT)
     window = sizes.pop() if sizes else sliding_window
-    reader = _Reader(
+    reader = _PoolReader(
         parallel,
         total_num_kv_heads,
         window,
@@ -208,7 +210,7 @@ def engine_spec(
     )
     groups = [
         reader.group(name, [[p for p in stage if p.group == name] for stage in stages])
-        for name in (FULL, WINDOW)
+        for name in (FULL_GROUP, WINDOW)
         if any(pool.group == name for stage in stages for pool in stage)
     ]
     if drafts:
@@ -218,7 +220,7 @@ def engine_spec(
 
 
 @attrs.frozen
-class _Reader:
+class _PoolReader:
     """The facts that the pools do not contain: see `engine_spec`."""
 
     parallel: ParallelConfig
@@ -369,9 +371,9 @@ def read_pools(
     """
     pool = FieldReader(path, fields)
     name = type(fields).__name__
-    if name not in KINDS:
-        why = f"; not yet: {NOT_YET[name]}" if name in NOT_YET else ""
-        raise SpecError(path, name, f"one of {', '.join(KINDS)}{why}")
+    if name not in POOL_KINDS:
+        why = f"; not yet: {POOLS_NOT_YET[name]}" if name in POOLS_NOT_YET else ""
+        raise SpecError(path, name, f"one of {', '.join(POOL_KINDS)}{why}")
     if name == "SWAKVPool":
         return tuple(_halves(pool))
     _check_layout(pool)
@@ -401,7 +403,7 @@ def _halves(pool: FieldReader) -> Iterator[TokenPool]:
     field = pool.get("layers_mapping")
     places = mapping(field.path, field.value, "layer numbers to places")
     for attribute, group, windowed in (
-        ("full_kv_pool", FULL, False),
+        ("full_kv_pool", FULL_GROUP, False),
         ("swa_kv_pool", WINDOW, True),
     ):
         half = pool.get(attribute)
@@ -456,7 +458,7 @@ def _buffers(pool: FieldReader, *, latent: bool) -> Iterator[dict[str, Any]]:
     for row in zip(*columns.values(), strict=True):
         for buffer in row:
             check_tensor(buffer.path, buffer.value)
-            if len(buffer.value.shape) != _AXES:
+            if len(buffer.value.shape) != _CONV_AXES:
                 wanted = "[slots, heads, size]"
                 raise SpecError(f"{buffer.path}.shape", tuple(buffer.value.shape), wanted)
         yield dict(zip(columns, (buffer.value for buffer in row), strict=True))

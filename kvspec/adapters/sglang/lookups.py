@@ -25,7 +25,7 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.tickets import PrefillTicket
 
 # Seconds between two looks for the tickets of waiting requests.
-REST = 0.01
+LOOKUP_REST = 0.01
 # Seconds after which a server that cannot be reached is taken for dead.
 DEAD_AFTER = 15.0
 
@@ -41,7 +41,7 @@ class Lookup:
         server: The start of the server that was asked first. A later start has lost the room.
         ticket: The newest ticket that was found. It may be of the first chunks only.
         error: The reason why no ticket will come.
-        given_up: Whether the request has ended, so that its ticket is declined.
+        over: Whether the request has ended, so that its ticket is declined.
     """
 
     room: int
@@ -50,7 +50,7 @@ class Lookup:
     server: str = ""
     ticket: PrefillTicket | None = None
     error: Exception | None = None
-    given_up: bool = False
+    over: bool = False
 
     @property
     def ended(self) -> bool:
@@ -112,10 +112,10 @@ class Lookups:
         threading.Thread(target=self._run, args=(address,), name=thread, daemon=True).start()
         return lookup
 
-    def give_up(self, lookup: Lookup) -> None:
+    def decline(self, lookup: Lookup) -> None:
         """Decline the ticket of *lookup*, now or when it is found. A second call does nothing."""
         with self._lock:
-            first, lookup.given_up = not lookup.given_up, True
+            first, lookup.over = not lookup.over, True
             ticket = lookup.ticket
         if first and ticket is not None and is_whole(ticket):
             self._decline(ticket)
@@ -140,7 +140,7 @@ class Lookups:
             silent = time.monotonic() - reached
             for lookup in waiting:
                 lookup.error = lookup.error or self._over(address, lookup, failure, silent)
-            time.sleep(REST)
+            time.sleep(LOOKUP_REST)
         if connection is not None:
             connection.close()
 
@@ -208,9 +208,9 @@ class Lookups:
         except Exception as error:  # noqa: BLE001 - the parameters may be anything
             lookup.error = error
             return
-        if is_whole(ticket) and not lookup.given_up:
+        if is_whole(ticket) and not lookup.over:
             self._keep(ticket)  # Before anybody can decline it.
         with self._lock:
-            lookup.ticket, given_up = ticket, lookup.given_up
-        if given_up and is_whole(ticket):
+            lookup.ticket, over = ticket, lookup.over
+        if over and is_whole(ticket):
             self._decline(ticket)

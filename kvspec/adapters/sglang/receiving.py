@@ -86,7 +86,7 @@ class Receiver(RequestHalf):
             lookups = self.kv_mgr.lookups
             self._lookup = lookups.add(self.bootstrap_addr, self.bootstrap_room, name)
             if self.conclude_state is not None:
-                self._stop()
+                self._cancel()
 
     def poll(self) -> int:
         """Return the state of this rank."""
@@ -139,7 +139,7 @@ class Receiver(RequestHalf):
         self._loading = ticket
         if self._arrived >= ticket.computed_tokens:
             if tickets.is_whole(ticket):
-                self._stop()  # Nothing is read.
+                self._cancel()  # Nothing is read.
                 self._write(ticket)
                 return True
             return False
@@ -231,13 +231,13 @@ class Receiver(RequestHalf):
             # The load of this rank may have failed too, since the last poll.
             self.poll()
         self.fail(self.elsewhere())
-        self._stop()
+        self._cancel()
         raise self.error or self.elsewhere()
 
     def abort(self) -> None:
-        """Give the request up."""
+        """Abort the request."""
         self.fail(self.gone("the request was aborted at the decode engine"))
-        self._stop()
+        self._cancel()
 
     @property
     def abort_notified(self) -> bool:
@@ -245,21 +245,21 @@ class Receiver(RequestHalf):
         return self._armed
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:  # noqa: ARG002
-        """Stop the load. SGLang then keeps the memory until it has stopped."""
-        self._stop()
+        """Cancel the load. SGLang then keeps the memory until it has stopped."""
+        self._cancel()
         if self._load is not None and not self._armed:
-            self.kv_mgr.keep_until_stopped(self.bootstrap_room, self._load)
+            self.kv_mgr.keep_until_ended(self.bootstrap_room, self._load)
         self._armed = True
 
     def clear(self) -> None:
         """Forget the request, and let the producer know if it is not read."""
-        self._stop()
+        self._cancel()
         if self._load is None or self._load.poll() != "moving":
-            self.kv_mgr.leave(self)
+            self.kv_mgr.free_room(self)
 
-    def _stop(self) -> None:
-        """Stop the load, or decline the ticket if the whole prompt is not loaded."""
+    def _cancel(self) -> None:
+        """Cancel the load, or decline the ticket if the whole prompt is not loaded."""
         if self._load is not None:
             self._load.cancel()
         if self._lookup is not None and not self._read:
-            self.kv_mgr.lookups.give_up(self._lookup)
+            self.kv_mgr.lookups.decline(self._lookup)

@@ -146,7 +146,7 @@ class Sender(RequestHalf):
         raise self.error or self.elsewhere()
 
     def abort(self) -> None:
-        """Give the prompt up. Its readers fail."""
+        """Abort the prompt. Its readers fail."""
         self.fail(self.gone("the request was aborted at the prefill engine"))
         self.clear()
         if self.conclude_state == FAILED and self.bootstrap_room > 0:
@@ -157,13 +157,13 @@ class Sender(RequestHalf):
         """Forget the request, and delete its ticket if it was read."""
         # A rank of the decode engine reads chunks before the whole prompt, so it reads none now.
         for remote_id in (*self._offered, self._remote_id):
-            self.kv_mgr.forget(remote_id)
+            self.kv_mgr.abort_held(remote_id)
         self._offered.clear()
         self._settled("aborted")
         if self.conclude_state == SUCCESS:
             room = self.bootstrap_room
             self.kv_mgr.publish(self, tickets.failure(room, "", self.nonce))
-        self.kv_mgr.leave(self)
+        self.kv_mgr.free_room(self)
 
 
 def _logprobs(request: Any) -> list[tuple[int, float]]:

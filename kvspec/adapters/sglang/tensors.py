@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvspec.adapters.sglang.engine import DRAFT, FULL, TokenPool, read_pools
+from kvspec.adapters.sglang.engine import DRAFT, FULL_GROUP, TokenPool, read_pools
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
@@ -54,7 +54,7 @@ def rank_cache(
     [('latent', 4, 9216)]
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
-    pools = list(read_pools("pool", pool, FULL, windows))
+    pools = list(read_pools("pool", pool, FULL_GROUP, windows))
     if draft_pool is not None:
         pools += read_pools("draft_pool", draft_pool, DRAFT)
     tensors: dict[str, dict[str, Any]] = {}

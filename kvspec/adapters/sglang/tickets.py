@@ -7,8 +7,8 @@ the room, at the bootstrap server, and the decode engine fetches it there.
 Invariant: a room belongs to one request. The ticket of another request never replaces the first
 one, and only one consumer gets it. A server stores only tickets and failures that are sealed with
 its secret. An entry is deleted after `keep` seconds. The server keeps a bounded number of
-connections, and of each of them at most `SMALL` bytes, unless the peer has proved that it has the
-secret.
+connections, and of each of them at most `SMALL_BODY` bytes, unless the peer has proved that it has
+the secret.
 
 How it works:
     The interface is three methods:
@@ -36,8 +36,8 @@ How it works:
         ticket, claimed     stored                    refused
         failed              refused                   refused
 
-    If a body is larger than `SMALL`, the header `PROOF` must be `proof_of` its room and size. The
-    same header of a POST is `proof_of_claims`.
+    If a body is larger than `SMALL_BODY`, the header `PROOF` must be `proof_of` its room and size.
+    The same header of a POST is `proof_of_claims`.
 
     >>> secret = "a secret of all engines"
     >>> server = TicketServer("127.0.0.1", 0, secret=secret)
@@ -73,19 +73,19 @@ log = logging.getLogger(__name__)
 
 PATH = "/kvspec/tickets/"
 CLAIMS = "/kvspec/claims"
-PURPOSE = b"kvspec-room-2\n"
+ROOM_PURPOSE = b"kvspec-room-2\n"
 SIZE_PURPOSE = b"kvspec-room-size-1\n"
 CLAIM_PURPOSE = b"kvspec-room-claim-1\n"
 PROOF = "Kvspec-Proof"
 
 # The largest body of a PUT, and the largest one without a proof. A ticket of a million tokens in
 # pages of one token has 7 MiB.
-LARGEST, SMALL = 64 << 20, 1 << 20
+LARGEST, SMALL_BODY = 64 << 20, 1 << 20
 # The most connections at once, and the most from one address. Each rank of a decode engine has one
 # for each server, and each ticket that is stored has one for a moment.
 MOST_CONNECTIONS, MOST_OF_ONE = 1024, 256
 # Seconds until a body must be complete.
-PATIENCE = 30.0
+CLIENT_PATIENCE = 30.0
 # The largest room.
 MAX_ROOM = (1 << 63) - 1
 # The most rooms in one request.
@@ -141,7 +141,7 @@ def failure(room: int, why: str, nonce: bytes = b"", secret: str | bytes | None 
         secret: As in `PrefillTicket.to_params`.
     """
     owner = nonce.hex()
-    seal = secret_of(secret).mac(PURPOSE, _failed(room, why, owner)).hex()
+    seal = secret_of(secret).mac(ROOM_PURPOSE, _failed(room, why, owner)).hex()
     return {"remote_failure": why, "remote_owner": owner, "remote_seal": seal}
 
 
@@ -176,7 +176,7 @@ def failed(room: int, params: Mapping[str, Any], secret: str | bytes | None = No
         return None
     seal = params.get("remote_seal")
     sealed = isinstance(owner, str) and secret_of(secret).proves(
-        seal, PURPOSE, _failed(room, why, owner)
+        seal, ROOM_PURPOSE, _failed(room, why, owner)
     )
     if not sealed:
         raise SpecError("remote_seal", seal, "the seal of unchanged parameters")
@@ -184,7 +184,7 @@ def failed(room: int, params: Mapping[str, Any], secret: str | bytes | None = No
 
 
 @attrs.define
-class _Entry:
+class _Published:
     """What a server knows of one room.
 
     Attributes:
@@ -225,7 +225,7 @@ class TicketServer:
         secret_of(secret)  # Raises if there is none.
         self._secret, self._keep = secret, keep
         self._name = uuid.uuid4().hex.encode()
-        self._entries: dict[int, _Entry] = {}
+        self._published: dict[int, _Published] = {}
         self._lock = threading.Lock()
         owner = self
 
@@ -256,11 +256,11 @@ class TicketServer:
         owner = key_of(name).nonce.hex() if name else params.get("remote_owner", "")
         with self._lock:
             self._delete_old()
-            old = self._entries.get(room)
+            old = self._published.get(room)
             stranger = old is not None and old.body is not None and old.owner != owner
             if why == "":
                 if not stranger:
-                    self._entries.pop(room, None)
+                    self._published.pop(room, None)
             elif old is not None and old.why is not None:
                 if why is None:
                     rule = f"the room was given up: {old.why}"
@@ -275,26 +275,30 @@ class TicketServer:
                     body = json.dumps(failure(room, why, secret=self._secret)).encode()
                 claim = None if old is None else old.claim
                 # Entries are in the order of their times, so each is inserted last.
-                self._entries.pop(room, None)
-                self._entries[room] = _Entry(time.monotonic(), body, name, owner, why, whole, claim)
+                self._published.pop(room, None)
+                self._published[room] = _Published(
+                    time.monotonic(), body, name, owner, why, whole, claim
+                )
                 if stranger:
                     raise SpecError("bootstrap_room", room, rule=f"{why}")
 
     def _delete_old(self) -> None:
         """Delete the entries that are too old. The lock is held."""
         old = time.monotonic() - self._keep
-        while self._entries and self._entries[first := next(iter(self._entries))].stored < old:
-            del self._entries[first]
+        while (
+            self._published and self._published[first := next(iter(self._published))].stored < old
+        ):
+            del self._published[first]
 
     def allows(self, room: int, size: int, proof: str) -> bool:
         """Return whether to read a body of *size* bytes."""
         secret, body = secret_of(self._secret), _proved(room, size)
-        return size <= SMALL or secret.proves(proof, SIZE_PURPOSE, body)
+        return size <= SMALL_BODY or secret.proves(proof, SIZE_PURPOSE, body)
 
     def found(self, rooms: Iterable[int]) -> bytes:
         """Return the whole tickets and failures of *rooms* that exist, as JSON."""
         with self._lock:
-            known = {room: self._entries.get(room) for room in rooms}
+            known = {room: self._published.get(room) for room in rooms}
         return _answer({room: each.body for room, each in known.items() if each and each.whole})
 
     def claimed(self, body: bytes, proof: str) -> bytes:
@@ -316,7 +320,7 @@ class TicketServer:
             self._delete_old()
             for room, pair in valid.items():
                 name, known = (str(each) for each in sequence("claims", pair, "two names"))
-                entry = self._entries.setdefault(room, _Entry(time.monotonic()))
+                entry = self._published.setdefault(room, _Published(time.monotonic()))
                 entry.claim = entry.claim or name
                 if entry.claim != name:
                     why = "another request has claimed this room"
@@ -407,7 +411,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, b"{}")
 
     def do_POST(self) -> None:
-        length = self._length(SMALL)
+        length = self._length(SMALL_BODY)
         if self.path != CLAIMS or length is None:
             self._refuse(400)
             return
@@ -433,7 +437,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self, size: int) -> bytes:
         """Return the body. Raise `TimeoutError`, which ends the connection, if it is too slow."""
-        deadline, body = time.monotonic() + PATIENCE, bytearray()
+        deadline, body = time.monotonic() + CLIENT_PATIENCE, bytearray()
         while len(body) < size:
             left = deadline - time.monotonic()
             if left <= 0:

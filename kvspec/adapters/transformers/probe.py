@@ -31,7 +31,7 @@ import attrs
 import numpy as np
 
 from kvspec.adapters.attention_modules import KEY_NORMS
-from kvspec.adapters.rotation import ROUNDINGS, Rows, rotation_of, turns_by
+from kvspec.adapters.rotation import ROUNDINGS, FloatRows, rotation_of, turns_by
 from kvspec.errors import SpecError
 from kvspec.ownership.dtypes import dtype_name
 from kvspec.specs import FullAttentionSpec, KeyContent, MLAAttentionSpec, SlidingWindowSpec
@@ -44,7 +44,7 @@ AttentionLayer: TypeAlias = FullAttentionSpec | MLAAttentionSpec
 
 # The classes of cache layers that are read, by exact name. A subclass may keep other tensors.
 SLIDING = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
-KINDS = ("DynamicLayer", "StaticLayer", *SLIDING)
+CACHE_KINDS = ("DynamicLayer", "StaticLayer", *SLIDING)
 
 # Modules of an attention layer that normalise other things than keys or the latent of MLA.
 _OTHER_NORMS = {"q_norm", "q_layernorm", "query_layernorm", "q_a_layernorm"}
@@ -255,8 +255,10 @@ def check_cache(field: str, cache: Cached) -> None:
     if cache.offloading:
         raise SpecError(f"{field}.offloading", cache.offloading, "False")
     for number, layer in enumerate(cache.layers):
-        if type(layer).__name__ not in KINDS:
-            wanted = f"one of {', '.join(KINDS)}; not yet: states, indexers and quantised layers"
+        if type(layer).__name__ not in CACHE_KINDS:
+            wanted = (
+                f"one of {', '.join(CACHE_KINDS)}; not yet: states, indexers and quantised layers"
+            )
             raise SpecError(f"{field}.layers[{number}]", type(layer).__name__, wanted)
 
 
@@ -297,7 +299,7 @@ def _spec(
     return FullAttentionSpec(**common)
 
 
-def _rows(*tensors: Cached) -> Rows:
+def _rows(*tensors: Cached) -> FloatRows:
     """Return the rows of all prompts and heads, [rows, elements]."""
     arrays = [t.detach().float().cpu().numpy().reshape(-1, t.shape[-1]) for t in tensors]
     return np.concatenate(arrays, axis=1).astype(np.float64)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from typing import Any, TypeAlias
 
-from kvspec.adapters.prompt_buffer import PromptBuffer, Tables, groups_of, name_layers
+from kvspec.adapters.prompt_buffer import HeldTables, PromptBuffer, groups_of, name_layers
 from kvspec.adapters.transformers.probe import (
     SLIDING,
     AttentionLayer,
@@ -45,14 +45,14 @@ from kvspec.tickets import ContentIdentity, PrefillTicket, sampling_of
 
 # transformers and torch are not imported here. These are a `Cache`, and a tensor.
 Cache: TypeAlias = Any
-Tensor: TypeAlias = Any
+AnyTensor: TypeAlias = Any
 
 # The attribute of a cache with zeros for tokens that a window has passed. A consumer must never
 # read these. A copy of the cache has the attribute, too.
 _HAS_ZEROS = "kvspec_has_zeros"
 
 # The fields of a config with the tokens that stand for parts of an image, a film or a sound.
-_MEDIA = re.compile("(image|video|audio)_token_(id|index)")
+_MEDIA_TOKEN = re.compile("(image|video|audio)_token_(id|index)")
 GREEDY = sampling_of(0.0)  # How the first token of a ticket is chosen.
 
 
@@ -95,7 +95,7 @@ class Prompts:
         self,
         session: Session,
         request_id: str,
-        input_ids: Tensor,
+        input_ids: AnyTensor,
         cache: Cache = None,
         *,
         lease: float | None = None,
@@ -168,7 +168,7 @@ class Prompts:
         """Return the content of the first tokens of a prompt for this model."""
         return ContentIdentity.of_text(tokens, num_tokens, adapter=self._adapter)
 
-    def _prompt(self, input_ids: Tensor) -> list[int]:
+    def _prompt(self, input_ids: AnyTensor) -> list[int]:
         """Return the tokens of one prompt."""
         tokens, settings = _tokens(input_ids), getattr(self._network, "generation_config", None)
         pad, end = (getattr(settings, f"{name}_token_id", None) for name in ("pad", "eos"))
@@ -184,7 +184,7 @@ class Prompts:
                 raise SpecError("network.rope_deltas", shift.tolist(), rule=rule)
         # The tokens do not identify an image, and its positions are not in a cache.
         for name, token in vars(self._network.config).items():
-            if _MEDIA.fullmatch(name) and token in tokens:
+            if _MEDIA_TOKEN.fullmatch(name) and token in tokens:
                 raise SpecError("input_ids", f"{name} {token}", "a prompt of text only")
         return tokens
 
@@ -210,7 +210,7 @@ class Prompts:
         first: dict[str, Any] = {"first_token": pairs[0][0], "sampling": GREEDY}
         return first | {"first_logprobs": pairs[:count]}
 
-    def _rows(self, name: str, layer: Cache, end: int) -> dict[str, Tensor]:
+    def _rows(self, name: str, layer: Cache, end: int) -> dict[str, AnyTensor]:
         """Return the rows of each part of a layer, [tokens, heads, size]."""
         if (rows := layer.keys.shape[-2]) < end:
             wanted = f"all {end} tokens: pass a DynamicCache() without a config"
@@ -225,7 +225,7 @@ class Prompts:
         self,
         session: Session,
         ticket: PrefillTicket,
-        input_ids: Tensor,
+        input_ids: AnyTensor,
         cache: Cache,
         *,
         timeout: float = 30.0,
@@ -272,10 +272,10 @@ class Prompts:
                 del cache.layers[number_of_layers:]
                 raise
 
-    def _padded(self, tables: Tables, name: str, end: int) -> list[Tensor]:
+    def _padded(self, tables: HeldTables, name: str, end: int) -> list[AnyTensor]:
         """Return the keys and values of a loaded layer, [1, heads, tokens, size]."""
         spec = self._layers[name]
-        live, padded = spec.live_tokens(end), list[Tensor]()
+        live, padded = spec.live_tokens(end), list[AnyTensor]()
         for part in spec.parts:
             found = _torch().from_numpy(self._buffer.read(tables, name, part.name, live))
             rows = found.view(_dtype(spec)).transpose(0, 1)[None].to(self._network.device)
@@ -351,7 +351,7 @@ def _torch() -> Any:  # noqa: ANN401 - a module
     return torch
 
 
-def _tokens(input_ids: Tensor) -> list[int]:
+def _tokens(input_ids: AnyTensor) -> list[int]:
     """Return the tokens of one prompt."""
     tokens = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
     if len(tokens) == 1 and isinstance(tokens[0], list):

@@ -33,11 +33,11 @@ from kvspec.ownership.dtypes import itemsize
 from kvspec.specs.formats import is_opaque
 
 # Each head of each token is one run of bytes: a key and its value, a latent, or packed bytes.
-ROWS = "rows"
+ROW_PAGES = "rows"
 
 _V1 = "vllm.v1.attention.backends."
 
-_ROWS = [
+_ROW_BACKENDS = [
     "flash_attn.FlashAttentionBackend",
     "flash_attn_diffkv.FlashAttentionDiffKVBackend",
     "triton_attn.TritonAttentionBackend",
@@ -64,7 +64,7 @@ _ROWS = [
     "mla.amx_mla.AMXMLABackend",
 ]
 
-_OTHERS = {
+_OTHER_BACKENDS = {
     "flashinfer.FlashInferBackend": "FlashInfer's",
     "triton_flashinfer.TritonFlashInferBackend": "FlashInfer's",
     "b12x.B12xPagedAttentionBackend": "planes",
@@ -93,8 +93,8 @@ _MODELS = {
 # The format of each backend's pages, by the module and class of the backend. A name with 's is not
 # a format yet: fields of the spec, or a variant, decide between the formats of that backend.
 FORMATS: Mapping[str, str] = {
-    **{_V1 + name: ROWS for name in _ROWS},
-    **{_V1 + name: form for name, form in _OTHERS.items()},
+    **{_V1 + name: ROW_PAGES for name in _ROW_BACKENDS},
+    **{_V1 + name: form for name, form in _OTHER_BACKENDS.items()},
     **{f"vllm.models.{name}": form for name, form in _MODELS.items()},
 }
 
@@ -103,7 +103,7 @@ _VARIANTS: Mapping[str, Mapping[str, str]] = {
     "CPU's": {"vec": "keys-transposed", "vec16": "keys-transposed", "amx": "opaque:amx"},
     "indexer's": {"rows": "opaque:indexer", "shuffled": "opaque:indexer-shuffled"},
     "TurboQuant's": {
-        "rows": ROWS,
+        "rows": ROW_PAGES,
         "e4b15": "opaque:turboquant-e4b15",
         "scales apart": "opaque:turboquant-scales",
     },
@@ -193,16 +193,16 @@ def _for_spec(form: str, spec: FieldReader) -> str:
     """Return the format for *spec* if the spec decides between two. Otherwise return *form*."""
     # AITER reports head slots only if it shuffles the page.
     if form == "AITER's":
-        return "opaque:aiter" if spec.get("num_head_slots").value else ROWS
+        return "opaque:aiter" if spec.get("num_head_slots").value else ROW_PAGES
     if form == "FlashInfer's":
-        return "scaled planes" if quantization(spec) == "NVFP4" else ROWS
+        return "scaled planes" if quantization(spec) == "NVFP4" else ROW_PAGES
     # The bytes of a row mean other numbers in each mode. Rows of int4 may be as long.
     if form == "Octave's":
         return f"opaque:octave-{quantization(spec).lower()}"
     # DeepSeek V4 has fp8 records with their own bytes of a row, or plain latents.
     if form == "DeepSeek's":
         packed = spec.get("state_content_bytes").value is not None
-        return "opaque:deepseek" if packed else ROWS
+        return "opaque:deepseek" if packed else ROW_PAGES
     return form
 
 
@@ -210,13 +210,13 @@ def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
     """Raise `SpecError` if the backend *name* could not have made *spec*."""
     slots = spec.get("num_head_slots").size_or_none()
     heads = spec.get("num_kv_heads").size_or_none()
-    if form == ROWS and slots not in (None, heads):
+    if form == ROW_PAGES and slots not in (None, heads):
         wanted = f"a backend that keeps {slots} slots for {heads} heads, as {spec.path} requires"
         raise SpecError(field, name, wanted)
-    if form == ROWS and quantization(spec) == "NVFP4":
+    if form == ROW_PAGES and quantization(spec) == "NVFP4":
         raise SpecError(field, name, f"a backend that keeps NVFP4, as {spec.path} requires")
     role = spec.get("cache_role").value
-    if form == ROWS and str(getattr(role, "name", role)).upper() == "INDEXER":
+    if form == ROW_PAGES and str(getattr(role, "name", role)).upper() == "INDEXER":
         wanted = f"a backend that keeps an indexer's keys, as {spec.path} requires"
         raise SpecError(field, name, wanted)
     if form.startswith("opaque:octave-") and "OCTAVE" not in quantization(spec):
@@ -254,7 +254,7 @@ def packing(rank_spec: FieldReader, page_format: str) -> dict[str, Any]:
             wanted = f"{local * size * width}: the keys or values of {local} heads in each slot"
             raise SpecError(f"{rank_spec.path}.state_content_bytes", content, wanted)
         return {} if page_format == "planes" else {"page_format": page_format}
-    if page_format == ROWS:
+    if page_format == ROW_PAGES:
         return {} if plain else {"state_content_bytes": content}
     if page_format == "scaled planes":
         return _scaled(rank_spec, content)

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Config, Group
-from kvspec.adapters.vllm.specs import KINDS
+from kvspec.adapters.vllm.specs import SPEC_KINDS
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig
 
@@ -59,7 +59,7 @@ def heads_of(
             for layer in group.layers:
                 spec = group.spec_of(layer)
                 kind = type(spec.value).__name__
-                if kind not in KINDS or "MLA" in kind or kind == "MambaSpec":
+                if kind not in SPEC_KINDS or "MLA" in kind or kind == "MambaSpec":
                     continue
                 models = _models_of(fields, group, layer, single=layers_of_group == 1)
                 counts = [_count(model, layer, spec, layers_by_heads) for model in models]

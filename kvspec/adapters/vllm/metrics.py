@@ -13,7 +13,7 @@ that these hold now would leave out those of the others.
     vllm:kvspec_failed_loads        counter     loads that have failed, by the state of the error
     vllm:kvspec_done_holds          counter     prompts that were read or declined
     vllm:kvspec_expired_holds       counter     prompts that nobody has read within their lease
-    vllm:kvspec_lost_refusals       counter     declined tickets whose producer was not reached
+    vllm:kvspec_lost_declines       counter     declined tickets whose producer was not reached
     vllm:kvspec_held_prompts        gauge       prompts whose blocks are held, over all workers
 """
 
@@ -32,7 +32,7 @@ _COUNTERS = {
     "descriptors_read": "kvspec_descriptors_read",
     "holds_done": "kvspec_done_holds",
     "holds_expired": "kvspec_expired_holds",
-    "refusals_lost": "kvspec_lost_refusals",
+    "declines_lost": "kvspec_lost_declines",
 }
 _BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 

@@ -28,7 +28,7 @@ import attrs
 
 from kvspec.adapters.field_reader import FieldReader, check_tp_rank, chosen, model_heads
 from kvspec.adapters.vllm.backends import (
-    ROWS,
+    ROW_PAGES,
     Backends,
     layout_of,
     outer,
@@ -61,7 +61,7 @@ _WINDOW = {"sliding_window": None, "extra_retained_tokens": 0}
 
 # For each class name of vLLM: our class, and the fields that both have beyond the common ones.
 # The value of such a field is its default, or None if the field is required.
-KINDS: dict[str, tuple[Callable[..., Any], Mapping[str, int | None]]] = {
+SPEC_KINDS: dict[str, tuple[Callable[..., Any], Mapping[str, int | None]]] = {
     "FullAttentionSpec": (FullAttentionSpec, {}),
     "SlidingWindowSpec": (SlidingWindowSpec, _WINDOW),
     "ChunkedLocalAttentionSpec": (ChunkedLocalAttentionSpec, {"attention_chunk_size": None}),
@@ -72,7 +72,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Mapping[str, int | None]]] = {
 }
 
 # vLLM's classes that kvspec does not move, and why. The caller can exclude their layers, but for
-# those in `NOT_YET`.
+# those in `SPECS_NOT_YET`.
 NOT_MOVED = {
     "EncoderOnlyAttentionSpec": "it keeps nothing between steps",
     "SinkFullAttentionSpec": "no block table of a request contains sink tokens",
@@ -85,7 +85,7 @@ NOT_MOVED = {
 
 # vLLM's classes that a consumer needs and kvspec cannot move. Without their layers, the consumer
 # computes other tokens.
-NOT_YET = {
+SPECS_NOT_YET = {
     "CircularBufferSpec": "not yet: the consumer reads the rows of the open group in its ring",
 }
 
@@ -95,7 +95,7 @@ def name_of(spec: object) -> str | None:
     # A subclass does not count as its base class: vLLM's `RSWASpec` and `HiddenStateCacheSpec`
     # extend known classes and keep something else.
     name = type(spec).__name__
-    return name if name in KINDS else None
+    return name if name in SPEC_KINDS else None
 
 
 @attrs.frozen
@@ -143,7 +143,7 @@ class RankSpecs:
         """Return the page format of *layer*."""
         # A recurrent state has no attention backend. Its format follows from its shapes.
         if name_of(rank_spec.value) in (None, "MambaSpec"):
-            return ROWS
+            return ROW_PAGES
         return self.backends.format_of(layer, rank_spec)
 
     def knows(self, layer: str, rank_spec: FieldReader) -> bool:
@@ -162,8 +162,8 @@ class RankSpecs:
         if name is None:
             cls = type(rank_spec.value).__name__
             why = f" (not moved: {NOT_MOVED[cls]})" if cls in NOT_MOVED else ""
-            why = f" ({NOT_YET[cls]})" if cls in NOT_YET else why
-            raise SpecError(rank_spec.path, cls, f"one of {', '.join(KINDS)}{why}")
+            why = f" ({SPECS_NOT_YET[cls]})" if cls in SPECS_NOT_YET else why
+            raise SpecError(rank_spec.path, cls, f"one of {', '.join(SPEC_KINDS)}{why}")
         page_format = self.format_of(layer, rank_spec)
         if name == "MambaSpec":
             state, order = read_state(
@@ -229,7 +229,7 @@ class RankSpecs:
         self, name: str, layer: str, rank_spec: FieldReader, page_format: str
     ) -> AttentionSpec:
         """Return the spec of a layer with one latent for each token."""
-        kind, more = KINDS[name]
+        kind, more = SPEC_KINDS[name]
         fields = self._common(layer, rank_spec, more)
         size = fields["head_size"] * itemsize(fields["dtype"])
         rows = fields["block_size"] // fields["tokens_per_state"]
@@ -252,7 +252,7 @@ class RankSpecs:
         self, name: str, layer: str, rank_spec: FieldReader, page_format: str
     ) -> AttentionSpec:
         """Return the spec of a layer with KV heads."""
-        kind, more = KINDS[name]
+        kind, more = SPEC_KINDS[name]
         fields = self._common(layer, rank_spec, more)
         local = rank_spec.get("num_kv_heads")
         total = model_heads(self.heads, layer, local, self.parallel, self.tp_rank)
@@ -266,7 +266,7 @@ class RankSpecs:
     def _common(
         self, layer: str, rank_spec: FieldReader, more: Mapping[str, int | None]
     ) -> dict[str, Any]:
-        """Return the fields that all kinds of attention have, and *more* fields (see `KINDS`)."""
+        """Return the fields that all kinds of attention have, and *more* (see `SPEC_KINDS`)."""
         fields = {name: rank_spec.get(name).size() for name in ("block_size", "head_size")}
         for name, missing in {"tokens_per_state": 1, **more}.items():
             fields[name] = rank_spec.get(name).size(missing, least=0 if missing == 0 else 1)

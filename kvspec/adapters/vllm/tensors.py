@@ -1,6 +1,6 @@
 """Read vLLM's tensors of one rank as a `RankCache`.
 
-Invariant: tensors are only viewed, never copied. Each extent of a tensor must be the one that the
+Invariant: tensors are only viewed, never copied. Each size of a tensor must be the one that the
 engine and the layout require. If a shape has two readings, the strides decide. Layers share memory
 where vLLM's config places them so, and nowhere else.
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 # The letters of the views that this module makes, by the number of their dimensions. P is the axis
 # of chunks.
-_AXES = {3: "BHC", 4: "BHNC", 5: "BHPNC"}
+_AXES_BY_NDIM = {3: "BHC", 4: "BHNC", 5: "BHPNC"}
 
 # The number of dimensions of a tensor with planes of keys and values, of a tensor with heads and
 # tokens, and of a tensor with one latent for each token.
@@ -115,7 +115,9 @@ def rank_cache(
             views[layer] = dict(_Layer(engine, group, rank, layer).views(tensors[layer]))
             if count is not None:
                 _check_blocks(layer, views[layer], count * group.kernel_blocks_per_block)
-    axes = {name: _AXES[view.ndim] for named in views.values() for name, view in named.items()}
+    axes = {
+        name: _AXES_BY_NDIM[view.ndim] for named in views.values() for name, view in named.items()
+    }
     cache = RankCache.from_tensors(engine, rank, views, axes)
     if own_config is not None:
         check_places(cache, own_config)
@@ -317,17 +319,17 @@ class _Layer:
             raise SpecError(f"{self.field}.shape", shape, wanted)
         if strides_of(raw)[-1] != 1:
             raise SpecError(f"{self.field}.stride", strides_of(raw)[-1], "1: contiguous bytes")
-        extents = {name: self._extents(name, parts) for name, parts in states.items()}
+        shapes = {name: self._shape_of(name, parts) for name, parts in states.items()}
         for name, parts in states.items():
-            if prod(extents[name]) != sizes[name]:
+            if prod(shapes[name]) != sizes[name]:
                 wanted = "parts with the same number and size of rows"
                 names = ", ".join(part.name for part, _ in parts)
                 raise SpecError(f"{self.field}[{name!r}]", names, wanted)
-        for name, view in consecutive(raw[:, 0, 0], extents):
+        for name, view in consecutive(raw[:, 0, 0], shapes):
             yield name, self._units_first(view)
 
-    def _extents(self, name: str, parts: list[tuple[Part, int]]) -> tuple[int, ...]:
-        """Return the extents of a state inside a block. The last extent is in bytes."""
+    def _shape_of(self, name: str, parts: list[tuple[Part, int]]) -> tuple[int, ...]:
+        """Return the sizes of a state inside a block. The last size is in bytes."""
         part, units = parts[0][0], sum(count for _, count in parts)
         if name != "conv" and part.states == 1:
             return units, part.content_bytes
@@ -344,7 +346,7 @@ class _Layer:
 
     def _state(self, name: str, tensor: Any, parts: list[tuple[Part, int]]) -> Any:  # noqa: ANN401
         shape, field = tuple(tensor.shape), f"{self.field}[{name!r}].shape"
-        *wanted, content = self._extents(name, parts)
+        *wanted, content = self._shape_of(name, parts)
         if name == "conv":
             if shape[1:] != tuple(wanted) or itemsize(tensor) != content:
                 expected = f"[blocks, {wanted[0]}, {wanted[1]}] of {content} bytes"
@@ -356,7 +358,7 @@ class _Layer:
 
 
 @attrs.frozen
-class _Place:
+class _ViewPlace:
     """The place of a layer in the config: its tensor, and its first byte there."""
 
     tensor: Tensor
@@ -372,7 +374,7 @@ class _Place:
 def check_places(cache: RankCache, config: Config) -> None:
     """Raise `SpecError` unless the layers of *cache* lie as the tensors of *config* describe."""
     places = {
-        layer: _Place(tensor, tensor.offset + at * tensor.layer_stride)
+        layer: _ViewPlace(tensor, tensor.offset + at * tensor.layer_stride)
         for tensor in config.tensors
         for at, layer in enumerate(tensor.layers)
     }
@@ -390,7 +392,7 @@ def check_places(cache: RankCache, config: Config) -> None:
         _check_separate(cache, places)
 
 
-def _check_strides(cache: RankCache, places: dict[str, _Place]) -> None:
+def _check_strides(cache: RankCache, places: dict[str, _ViewPlace]) -> None:
     """Raise `SpecError` unless each layer has the block stride of the config."""
     for region in cache.regions:
         tensor = places[region.layer].tensor
@@ -401,7 +403,7 @@ def _check_strides(cache: RankCache, places: dict[str, _Place]) -> None:
             raise SpecError(f"tensors[{region.layer!r}].stride", stride, wanted)
 
 
-def _check_starts(cache: RankCache, places: dict[str, _Place], bases: dict[str, int]) -> None:
+def _check_starts(cache: RankCache, places: dict[str, _ViewPlace], bases: dict[str, int]) -> None:
     """Raise `SpecError` unless layers of one allocation have the distances of the config."""
     firsts: dict[str, str] = {}
     for layer, base in bases.items():
@@ -419,7 +421,7 @@ def _check_starts(cache: RankCache, places: dict[str, _Place], bases: dict[str, 
             raise SpecError("tensors", pair, wanted)
 
 
-def _check_separate(cache: RankCache, places: dict[str, _Place]) -> None:
+def _check_separate(cache: RankCache, places: dict[str, _ViewPlace]) -> None:
     """Raise `SpecError` if layers of two allocations share a byte."""
     kernel_blocks_per_block = {
         group.name: group.kernel_blocks_per_block for group in cache.engine.groups
@@ -431,7 +433,7 @@ def _check_separate(cache: RankCache, places: dict[str, _Place]) -> None:
             raise SpecError("tensors", f"{one.layer} and {other.layer}", wanted)
 
 
-def _paths(first: _Place, second: _Place) -> str:
+def _paths(first: _ViewPlace, second: _ViewPlace) -> str:
     """Return the tensors of the config that hold two layers, in words."""
     if first.tensor is second.tensor:
         return f"{first.tensor.path} has both"

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 # Seconds for which a ticket may wait in the queue. The scheduler declines it earlier if the request
 # ends, so this is only for a scheduler that has forgotten it.
-KEPT = 3600.0
+KEEP_TIMEOUT = 3600.0
 
 
 def _fits(_: object, setting: attrs.Attribute[Any], value: object) -> None:
@@ -251,7 +251,7 @@ class Serving:
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
                 self._sent.add(request_id)
         for ticket in step.kept:
-            self._session.keep(ticket, timeout=KEPT)
+            self._session.keep(ticket, timeout=KEEP_TIMEOUT)
         for ticket in step.declined:
             self._session.decline(ticket=ticket)
         for ticket, request in step.fetched:

@@ -45,6 +45,6 @@ How it works:
     A transfer calls this folder at three places:
 
         when it is created    `Buffers.choose` decides whether it is staged: `StagedRanges`
-        before each handle    `free_slot` finds a slot, and `spans` returns the descriptors
+        before each handle    `free_slot` finds a slot, and `moved_runs` returns the descriptors
         after each handle     `land` copies the runs into their places
 """

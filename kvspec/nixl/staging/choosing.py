@@ -59,7 +59,7 @@ class Buffers:
         if not learns and not saves(runs, 1, nbytes):
             return None, None
         gap, longest = staging.gap if inward else 0, staging.longest
-        batches = ranges_of(pairs.spans(), remote.rows.area_begins, longest=longest, gap=gap)
+        batches = ranges_of(pairs.moved_runs(), remote.rows.memory_begins, longest=longest, gap=gap)
         if batches is None:
             return None, None
         posted, moved = (sum(len(b.address) for b in batches), sum(b.nbytes for b in batches))

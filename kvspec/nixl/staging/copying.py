@@ -154,21 +154,23 @@ def _copy_rows(base: int, moves: Moves, *, inward: bool, device: str) -> None:
     import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
 
     low = int(moves.near.min())
-    grain = int(np.gcd.reduce(np.concatenate((moves.offset, moves.near - low, [moves.length]))))
-    word = WORD if not (grain | base | low) % WORD else 1
+    row_bytes = int(np.gcd.reduce(np.concatenate((moves.offset, moves.near - low, [moves.length]))))
+    word = WORD if not (row_bytes | base | low) % WORD else 1
     sides = []
     for address, places in ((base, moves.offset), (low, moves.near - low)):
-        rows = int(places.max() + moves.length) // grain
-        shape, kind = (rows, grain // word), f"<i{word}" if word > 1 else "|u1"
+        rows = int(places.max() + moves.length) // row_bytes
+        shape, kind = (rows, row_bytes // word), f"<i{word}" if word > 1 else "|u1"
         shown: Any = _Shown(address, shape, kind, None)
         shown = np.asarray(shown) if device == "cpu" else shown
-        sides.append((torch.as_tensor(shown, device=device), _rows(places, moves.length, grain)))
+        sides.append(
+            (torch.as_tensor(shown, device=device), _rows(places, moves.length, row_bytes))
+        )
     (source, taken), (target, put) = sides if inward else sides[::-1]
     taken, put = (torch.from_numpy(which).to(device) for which in (taken, put))
     target.index_copy_(0, put, source.index_select(0, taken))
 
 
-def _rows(places: Ints, length: int, grain: int) -> Ints:
-    """Return the rows of *grain* bytes that the runs occupy."""
-    rows = places[:, None] // grain + np.arange(length // grain)
+def _rows(places: Ints, length: int, row_bytes: int) -> Ints:
+    """Return the rows of *row_bytes* bytes that the runs occupy."""
+    rows = places[:, None] // row_bytes + np.arange(length // row_bytes)
     return np.ascontiguousarray(rows.reshape(-1))

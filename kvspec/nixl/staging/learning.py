@@ -43,11 +43,11 @@ class Lesson:
     _begun: float = 0.0
     _waited: bool = False
 
-    def take(self, step: Callable[[], bool], waits: Callable[[], bool]) -> bool:
-        """Call *step* and add its time. *waits*: whether bytes are in flight after it."""
+    def take(self, work: Callable[[], bool], waits: Callable[[], bool]) -> bool:
+        """Call *work* and add its time. *waits*: whether bytes are in flight after it."""
         begun = time.perf_counter(), time.thread_time()
         self._begun = self._begun or begun[0]
-        result = step()
+        result = work()
         # CPU time, because the machine may be busy. But a network moves bytes between two steps.
         self._waited |= waits()
         if self._waited:

@@ -17,7 +17,7 @@ How it works:
     >>> def ints(*numbers):
     ...     return np.array(numbers, np.int64)
     >>> far, near = ints(1000, 1008, 1016, 2000), ints(300, 200, 100, 500)
-    >>> runs = Spans(near, far, ints(4, 4, 4, 4))
+    >>> runs = Runs(near, far, ints(4, 4, 4, 4))
     >>> [batch] = ranges_of(runs, ints(1000), longest=64, gap=8)
     >>> batch.address.tolist(), batch.length.tolist(), batch.offset.tolist()
     ([1000, 2000], [20, 4], [0, 20])
@@ -48,7 +48,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from kvspec.nixl.merging import Spans, starts_of
+from kvspec.nixl.merging import Runs, starts_of
 from kvspec.ownership.tokens import Ints
 
 # Descriptors of one handle. Posting more blocks for too long: a post cannot be interrupted.
@@ -106,11 +106,13 @@ class Batch:
             yield Moves(offset=offset[which], near=self.near[which], length=length)
 
 
-def ranges_of(spans: Spans, begins: Ints, *, longest: int, gap: int) -> tuple[Batch, ...] | None:
+def ranges_of(
+    moved_runs: Runs, begins: Ints, *, longest: int, gap: int
+) -> tuple[Batch, ...] | None:
     """Return batches of the ranges that contain all runs.
 
     Args:
-        spans: The runs. The remote side is the far side, and its runs may overlap.
+        moved_runs: The runs. The remote side is the far side, and its runs may overlap.
         begins: Far addresses at which memories begin, in ascending order. No range has a byte
             before and a byte behind such an address.
         longest: Bytes of a slot. A batch is not longer.
@@ -119,7 +121,7 @@ def ranges_of(spans: Spans, begins: Ints, *, longest: int, gap: int) -> tuple[Ba
     Returns:
         The batches, or None if a run is longer than a slot.
     """
-    near, far, nbytes = spans
+    near, far, nbytes = moved_runs
     if not len(far):
         return ()
     if int(nbytes.max()) > longest:

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl.merging import Spans
+from kvspec.nixl.merging import Runs
 from kvspec.nixl.staging.copying import SCRATCH_BYTES, copy_runs
 from kvspec.nixl.staging.ranges import Batch
 from kvspec.nixl.staging.rule import Staging
@@ -86,12 +86,12 @@ class StagedRanges:
     inward: bool
     copying: float = 0.0
 
-    def spans(self, batch: Batch, slot: int) -> Spans:
+    def moved_runs(self, batch: Batch, slot: int) -> Runs:
         """Return the ranges of *batch* in *slot* and at the peer. A write copies its runs first."""
         base = self.buffer.address(slot)
         if not self.inward:
             self._copy(batch, base)
-        return Spans(base + batch.offset, batch.address, batch.length)
+        return Runs(base + batch.offset, batch.address, batch.length)
 
     def land(self, batch: Batch, slot: int) -> None:
         """Copy the runs of a finished read from *slot* to their places."""
@@ -110,7 +110,7 @@ class StagedRanges:
         # torch raises RuntimeError if the memory of the GPU is exhausted.
         except (MemoryError, RuntimeError) as error:
             message = f"the copy between a slot and the cache failed: {error}"
-            raise TransferError(message, state=TransferState.STOPPED) from error
+            raise TransferError(message, state=TransferState.CANCELLED) from error
         self.copying += clock() - begun
 
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvspec.testing.kit.code import as_code
-from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
+from kvspec.testing.kit.system_report import Judgement, SystemReport, Verdict, WrongCase
 from kvspec.testing.laws import System
 from kvspec.testing.supports import Supports
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from kvspec.testing.kit.judging import judge
 
 __all__ = [
-    "Counterexample",
     "Judgement",
     "Supports",
     "System",
     "SystemReport",
     "Verdict",
+    "WrongCase",
     "as_code",
     "judge",
 ]

@@ -34,7 +34,7 @@ from kvspec.testing.kit.axes import AXES, CLASSES, RELEASE, STEPS, Axis
 from kvspec.testing.kit.code import reproduction
 from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError, place_of
 from kvspec.testing.kit.must_cases import moves_nothing, must_cases
-from kvspec.testing.kit.system_report import Counterexample, Judgement, SystemReport, Verdict
+from kvspec.testing.kit.system_report import Judgement, SystemReport, Verdict, WrongCase
 from kvspec.testing.laws import LAWS, Law, half_unanswered, unanswered
 from kvspec.testing.laws.release import Script, play
 from kvspec.testing.laws.system import NothingToJudgeError, System, Trial
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from kvspec.testing.supports import Supports
 
-Pair = "tuple[Case, Case | None]"
+CasePair = "tuple[Case, Case | None]"
 
 
 @attrs.frozen
@@ -122,7 +122,7 @@ def judge(
     ... )
     >>> tiny = Profile("tiny", 1, 1, 3, 5.0, 5.0)
     >>> report = judge(idle, axes=["everything"], laws=LAWS[:1], profile=tiny)
-    >>> report.wrong[0].counterexample.fault.partition(": ")[2][:20]
+    >>> report.wrong[0].wrong_case.fault.partition(": ")[2][:20]
     'consumer tp0, group '
     """
     began = time.monotonic()
@@ -183,7 +183,7 @@ def judge_axis(
             if found is not None and law.number not in tally.stuck:
                 found = smallest(guard, law, draws, examples, seed, profile.shrinking) or found
                 found = _shortest(guard, law, *found)
-            example = None if found is None else _counterexample(guard, law, *found)
+            example = None if found is None else _wrong_case(guard, law, *found)
             judgements += tally.judgements(law, axis, example)
             judgements += tally.not_drawn(law, axis)
     return judgements
@@ -212,12 +212,12 @@ def _examples(axis: Axis, profile: Profile) -> int:
     return drawn.get(axis.name, profile.examples)
 
 
-def _counterexample(guard: Guard, law: Law, pair: Any, fault: str) -> Counterexample:  # noqa: ANN401
+def _wrong_case(guard: Guard, law: Law, pair: Any, fault: str) -> WrongCase:  # noqa: ANN401
     case, other = pair if law.between else (pair[0], None)
     # Without a guard, the code would hang, end, or pass if both calls happen to be right.
     seconds = guard.seconds if any(words in fault for words in guard.found) else None
     code = reproduction(guard.system, law, case, other, seconds=seconds)
-    return Counterexample(fault=fault, case=case, other=other, code=code)
+    return WrongCase(fault=fault, case=case, other=other, code=code)
 
 
 def _pairs(system: System, laws: Sequence[Law], narrow: Supports) -> SearchStrategy[Any]:
@@ -302,9 +302,9 @@ def replayed(system: System, law: Law, axis: Axis, profile: Profile, test: str) 
         again()
     except BrokenCaseError as error:
         guard = Guard(system, profile.seconds)
-        found = _counterexample(guard, law, error.pair, error.fault)
+        found = _wrong_case(guard, law, error.pair, error.fault)
         value = next(iter(axis.values(error.pair[0])))
-        return Judgement(law=law, axis=axis.name, value=value, wrong=1, counterexample=found)
+        return Judgement(law=law, axis=axis.name, value=value, wrong=1, wrong_case=found)
     # Nothing is stored, or a case of another version that cannot be drawn any more.
     except (SkipTest, HypothesisException):
         return None
@@ -458,7 +458,7 @@ class _Tally:
             if value not in drawn:
                 yield Judgement(law=law, axis=axis.name, value=value, words="not drawn")
 
-    def judgements(self, law: Law, axis: Axis, found: Counterexample | None) -> Iterator[Judgement]:
+    def judgements(self, law: Law, axis: Axis, found: WrongCase | None) -> Iterator[Judgement]:
         """Yield the judgement of *law* for each value."""
         for (number, value), count in sorted(self.counts.items()):
             if number == law.number:
@@ -469,7 +469,7 @@ class _Tally:
                     exact=count[Verdict.EXACT],
                     refused=count[Verdict.REFUSED],
                     wrong=count[Verdict.WRONG],
-                    counterexample=found if count[Verdict.WRONG] else None,
+                    wrong_case=found if count[Verdict.WRONG] else None,
                 )
                 told = Verdict.REFUSED if judgement.refused else judgement.verdict
                 words = self.words.get((number, value, told), "")

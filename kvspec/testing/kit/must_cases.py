@@ -49,8 +49,15 @@ from kvspec.specs import (
 from kvspec.testing.case import Case
 from kvspec.testing.engines import layouts_of, page_bytes
 from kvspec.testing.kinds import kinds_of
-from kvspec.testing.kit.recipes import AT_ONCE, EVERYTHING, FORMATS, RECIPES, Recipe, everything
-from kvspec.testing.pairs import KEPT
+from kvspec.testing.kit.recipes import (
+    COMBINED,
+    DRAWN_TOKENS,
+    FORMAT_RECIPES,
+    RECIPES,
+    Recipe,
+    everything,
+)
+from kvspec.testing.pairs import FULL_KIND_OF
 from kvspec.testing.parallels import is_state, parts_of
 from kvspec.testing.requests import needed
 from kvspec.testing.rotary import may_rotate, reorders
@@ -75,8 +82,8 @@ def must_cases(axis: str, narrow: Supports) -> Iterator[Case]:
     if axis == "everything":
         for number, kind in enumerate(kinds):
             made = (_case(narrow, [kind], each) for each in everything(7 * number))
-            yield from islice(filter(None, made), max(2, EVERYTHING // len(kinds)))
-            special = [*AT_ONCE[number % 2 :][:1], *(FORMATS if "full" in kind else [])]
+            yield from islice(filter(None, made), max(2, DRAWN_TOKENS // len(kinds)))
+            special = [*COMBINED[number % 2 :][:1], *(FORMAT_RECIPES if "full" in kind else [])]
             yield from filter(None, (_case(narrow, [kind], each) for each in special))
         return
     chosen = [[kind] for kind in kinds]
@@ -192,8 +199,8 @@ class _Side:
         """Return the group of one kind, without padding."""
         recipe, at = self.recipe, self.at
         spec: Any = model(kind, recipe.heads, recipe.blocks[at], recipe.rows)
-        if recipe.keeps[at] and type(spec) in KEPT:
-            whole = KEPT[type(spec)]
+        if recipe.keeps[at] and type(spec) in FULL_KIND_OF:
+            whole = FULL_KIND_OF[type(spec)]
             fields = [field.name for field in attrs.fields(whole) if field.init]
             spec = whole(**{name: getattr(spec, name) for name in fields})
         if recipe.rotary[at] and may_rotate(spec) and reorders(spec):

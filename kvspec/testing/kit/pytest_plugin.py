@@ -154,7 +154,7 @@ class LawTest(pytest.Function):
         """Return the smallest case as a table, a picture and code."""
         if isinstance(excinfo.value, BrokenLaw):
             judgement = excinfo.value.judgement
-            found = judgement.counterexample
+            found = judgement.wrong_case
             fault = "" if found is None else found.fault
             return Explanation(self.judging.explained(judgement, self.name), self.path, fault)
         return super().repr_failure(excinfo)
@@ -319,7 +319,7 @@ class Judging:
 
         A fault that another test has shown is only named, and a law's sentence is printed once.
         """
-        law, found = judgement.law, judgement.counterexample
+        law, found = judgement.law, judgement.wrong_case
         first = not any(law.number == number for number, _ in self.shown)
         broken = f"{self.system.name} breaks {law} ({judgement.axis}: {judgement.value})"
         lines = [f"{broken}: {law.sentence}" if first else broken, ""]

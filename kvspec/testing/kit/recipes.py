@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import attrs
 
-Pair = tuple[int, int]
+Sizes = tuple[int, int]
 
 
 @attrs.frozen(kw_only=True)
@@ -41,23 +41,23 @@ class Recipe:
         shared: Whether the groups share one memory.
     """
 
-    tp: Pair = (1, 1)
+    tp: Sizes = (1, 1)
     heads: int = 4
-    pp: Pair = (1, 1)
+    pp: Sizes = (1, 1)
     odd: bool = False
-    dcp: Pair = (1, 1)
-    pcp: Pair = (1, 1)
-    interleave: Pair = (1, 1)
-    blocks: Pair = (2, 2)
-    kernel: Pair = (0, 0)
+    dcp: Sizes = (1, 1)
+    pcp: Sizes = (1, 1)
+    interleave: Sizes = (1, 1)
+    blocks: Sizes = (2, 2)
+    kernel: Sizes = (0, 0)
     rows: int = 1
-    layouts: Pair = (0, 0)
-    padding: Pair = (-1, -1)
+    layouts: Sizes = (0, 0)
+    padding: Sizes = (-1, -1)
     page_format: tuple[str, str] = ("", "")
     tokens: int = 5
     cached: int = 0
     late: tuple[bool, bool] = (False, False)
-    spare: Pair = (0, 0)
+    spare: Sizes = (0, 0)
     null: tuple[bool, bool] = (False, False)
     keeps: tuple[bool, bool] = (False, False)
     rotary: tuple[str, str] = ("", "")
@@ -122,7 +122,7 @@ BLOCKS = [
     Recipe(tokens=9, blocks=(2, 4), spare=(1, 1)),
 ]  # fmt: skip
 _EACH = range(16)
-LAYOUTS = [
+LAYOUT_RECIPES = [
     *(Recipe(heads=2, layers=2, layouts=(n, n + 1)) for n in _EACH),
     *(Recipe(heads=2, layers=2, layouts=(n + 1, n)) for n in _EACH[::3]),
     *(Recipe(heads=2, layers=2, layouts=(n, n)) for n in _EACH),
@@ -168,7 +168,7 @@ GROUPS = [
 ]
 
 
-AT_ONCE = [
+COMBINED = [
     Recipe(
         tp=(2, 1), pp=pp, blocks=(2, 4), layouts=(0, 1), cached=4, late=(False, True), tokens=13,
         layers=2,
@@ -176,7 +176,7 @@ AT_ONCE = [
     for pp in ((2, 1), (1, 2))
 ]  # fmt: skip
 """Recipes of each kind with another number of stages, other blocks and layouts, and a prefix."""
-FORMATS = [
+FORMAT_RECIPES = [
     Recipe(heads=heads, page_format=(name, name), blocks=blocks, tokens=13)
     for name in ("keys-transposed", "x-packed")
     for heads, blocks in ((1, (4, 8)), (2, (8, 4)))
@@ -211,8 +211,8 @@ def everything(first: int) -> Iterator[Recipe]:
 
 
 RECIPES = {
-    "kinds": KINDS_, "tp": TP, "pp": PP, "cp": CP, "blocks": BLOCKS, "layouts": LAYOUTS,
+    "kinds": KINDS_, "tp": TP, "pp": PP, "cp": CP, "blocks": BLOCKS, "layouts": LAYOUT_RECIPES,
     "prefixes": PREFIXES, "windows": WINDOWS, "content": CONTENT, "groups": GROUPS,
 }  # fmt: skip
-EVERYTHING = 36
+DRAWN_TOKENS = 36
 """Number of cases of `everything`, of all kinds together. Each kind has two or more."""

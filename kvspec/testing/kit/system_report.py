@@ -38,7 +38,7 @@ class Verdict(enum.StrEnum):
 
 
 @attrs.frozen(kw_only=True)
-class Counterexample:
+class WrongCase:
     """The smallest case that was found in which a system breaks a law.
 
     Attributes:
@@ -66,7 +66,7 @@ class Judgement:
         refused: Number of cases that the system refused.
         wrong: Number of cases in which the system breaks the law.
         words: Words of the first refusal, or the reason why the law is not judged.
-        counterexample: The smallest wrong case of the axis.
+        wrong_case: The smallest wrong case of the axis.
         known: The comment of the line that expects this failure. None if no line expects it.
     """
 
@@ -77,7 +77,7 @@ class Judgement:
     refused: int = 0
     wrong: int = 0
     words: str = ""
-    counterexample: Counterexample | None = None
+    wrong_case: WrongCase | None = None
     known: str | None = None
 
     @property
@@ -186,8 +186,8 @@ def _plain(judgement: Judgement) -> dict[str, Any]:
         plain["words"] = judgement.words
     if judgement.known is not None:
         plain["known"] = judgement.known
-    if judgement.counterexample is not None:
-        plain |= {"fault": judgement.counterexample.fault, "code": judgement.counterexample.code}
+    if judgement.wrong_case is not None:
+        plain |= {"fault": judgement.wrong_case.fault, "code": judgement.wrong_case.code}
     return plain
 
 
@@ -263,7 +263,7 @@ def _cell(judgement: Judgement | None) -> str:
         Verdict.WRONG: judgement.wrong, Verdict.NOT_JUDGED: "",
     }[verdict]  # fmt: skip
     text = f"{_SIGNS[verdict]} <small>{number}</small>"
-    if judgement.counterexample is not None:
+    if judgement.wrong_case is not None:
         text = f'<a href="#{_anchor(judgement)}">{text}</a>'
     kind = verdict if judgement.known is None else "known"
     return f'<td class="{kind}" title="{counts}">{text}</td>'
@@ -277,12 +277,12 @@ def _faults(report: SystemReport) -> Iterator[str]:
     """Yield a section for each smallest wrong case. The first case of equal faults is shown."""
     sections: dict[tuple[int, str], list[Judgement]] = {}
     for judgement in report.wrong:
-        if (found := judgement.counterexample) is not None:
+        if (found := judgement.wrong_case) is not None:
             key = judgement.law.number, found.fault
             sections.setdefault(key, []).append(judgement)
     # New faults come before those that are known.
     for judgements in sorted(sections.values(), key=lambda found: found[0].known is not None):
-        law, found = judgements[0].law, judgements[0].counterexample
+        law, found = judgements[0].law, judgements[0].wrong_case
         assert found is not None
         anchors = dict.fromkeys(map(_anchor, judgements))
         spans = "".join(f'<span id="{anchor}"></span>' for anchor in anchors)
@@ -297,7 +297,7 @@ def _faults(report: SystemReport) -> Iterator[str]:
         yield f"{picture_of(found, law)}\n<pre>{html.escape(found.code)}</pre>"
 
 
-def picture_of(found: Counterexample, law: Law) -> str:
+def picture_of(found: WrongCase, law: Law) -> str:
     """Return the right plan as SVG, or "" if a refusal is right."""
     if isinstance(found.case, Script) or law.alters:
         return ""

@@ -24,7 +24,7 @@ import attrs
 from kvspec.testing.carve import logical_views
 from kvspec.testing.laws.system import NothingToJudgeError, Trial, copied, deliver
 from kvspec.testing.positions import excluded_layers, rows_of
-from kvspec.testing.world import Copy, Pair, World, finest, world
+from kvspec.testing.world import ByteCopy, Pair, World, finest, world
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvspec.memory.rank_cache import RankCache
     from kvspec.ownership.parallel import RankId
     from kvspec.testing.case import Case
-    from kvspec.testing.laws.system import Copies
+    from kvspec.testing.laws.system import CopiesByPair
     from kvspec.testing.world import Held
 
 
@@ -54,7 +54,7 @@ def cover(trial: Trial) -> Iterator[str]:
         )
 
 
-def _twice(here: World, copies: Copies) -> Iterator[str]:
+def _twice(here: World, copies: CopiesByPair) -> Iterator[str]:
     """Yield the first byte of each consumer rank that two copies write."""
     written: dict[RankId, list[tuple[int, int, str]]] = {}
     for (producer, consumer), pair_copies in copies.items():
@@ -62,8 +62,8 @@ def _twice(here: World, copies: Copies) -> Iterator[str]:
             (b, b + length, f"{length} bytes from producer {producer}, address {a:#x}")
             for a, b, length in pair_copies
         )
-    for consumer, spans in written.items():
-        for (_, end, first), (start, _, second) in pairwise(sorted(spans)):
+    for consumer, ranges in written.items():
+        for (_, end, first), (start, _, second) in pairwise(sorted(ranges)):
             if start < end:
                 where = f"consumer {consumer}, {_place(here.consumers[consumer][0], start)}"
                 yield f"{where}: expected 1 write, got 2: {first}, and {second}"
@@ -81,7 +81,7 @@ def _place(cache: RankCache, address: int) -> str:
     return f"address {address:#x}"
 
 
-def _bytes(copies: list[Copy]) -> list[tuple[int, int]]:
+def _bytes(copies: list[ByteCopy]) -> list[tuple[int, int]]:
     """Return (producer address, consumer address) of each byte, sorted."""
     return sorted((a + i, b + i) for a, b, length in copies for i in range(length))
 

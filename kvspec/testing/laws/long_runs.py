@@ -29,7 +29,7 @@ import numpy as np
 from kvspec.testing.carve import count_kernel_blocks, logical_views, stored_views
 from kvspec.testing.oracle import each_array
 from kvspec.testing.positions import rows_of
-from kvspec.testing.world import Copy, PreparedLists, World, inside
+from kvspec.testing.world import ByteCopy, PreparedLists, World, inside
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -154,7 +154,7 @@ def _names(here: World, side: str, rank: RankId) -> dict[str, npt.NDArray[np.int
     return dict(named)
 
 
-def _whole(here: World, rank: RankId, copies: list[Copy]) -> npt.NDArray[np.bool_]:
+def _whole(here: World, rank: RankId, copies: list[ByteCopy]) -> npt.NDArray[np.bool_]:
     """Return a mask of *copies* to a consumer rank. True if a copy cuts no content."""
     case, storage = here.case, here.consumers[rank][1]
     # For each byte of a content its index there. Padding and other blocks have -1.
@@ -177,8 +177,8 @@ def _whole(here: World, rank: RankId, copies: list[Copy]) -> npt.NDArray[np.bool
 
 
 def _wider(
-    lists: PreparedLists, copies: list[Copy], whole: npt.NDArray[np.bool_]
-) -> Iterator[tuple[Copy, int]]:
+    lists: PreparedLists, copies: list[ByteCopy], whole: npt.NDArray[np.bool_]
+) -> Iterator[tuple[ByteCopy, int]]:
     """Yield each copy that could replace several *copies*, and the number of those.
 
     A copy is possible if both sides have a row with a descriptor of its size at its address, and

@@ -46,9 +46,9 @@ Change = tuple[str, str, Trial]
 
 # Sizes that each system has to compare. An engine with another one has other memory, but a system
 # that reads only its own sizes accepts it.
-_SIZES = ("head_size", "total_num_kv_heads", "head_size_v", "tokens_per_state")
+_SIZE_FIELDS = ("head_size", "total_num_kv_heads", "head_size_v", "tokens_per_state")
 # Another dtype of the same size: all addresses stay legal, so only a comparison can refuse it.
-_DTYPES = {
+_OTHER_DTYPE = {
     "uint8": "int8",
     "bfloat16": "float16",
     "float8_e4m3fn": "float8_e5m2",
@@ -156,13 +156,15 @@ def _other_fields(case: Case, group: KVCacheGroup) -> dict[str, list[Any]]:
     spec: Any = group.spec
     if not hasattr(spec, "head_size"):
         return {}
-    fields: dict[str, list[Any]] = {"dtype": [_DTYPES[spec.dtype]] if spec.dtype in _DTYPES else []}
+    fields: dict[str, list[Any]] = {
+        "dtype": [_OTHER_DTYPE[spec.dtype]] if spec.dtype in _OTHER_DTYPE else []
+    }
     readers = [each.spec for each in case.consumer.groups if set(each.layers) & set(group.layers)]
     # A consumer that keeps all tokens serves any window, so nothing is wrong there.
     if all(hasattr(layer_spec, "sliding_window") for layer_spec in (spec, *readers)):
         fields["sliding_window"] = [spec.sliding_window + 1]
     # Groups that share one memory have pages of one size.
-    sizes = () if case.shared else _SIZES
+    sizes = () if case.shared else _SIZE_FIELDS
     for field in filter(attrs.fields_dict(type(spec)).__contains__, sizes):
         # An omitted size of values is that of keys.
         size = getattr(spec, field) or spec.head_size

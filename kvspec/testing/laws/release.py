@@ -88,13 +88,13 @@ class Releasing(Protocol):
         """Let time pass, to *now*."""
 
     def abort(self, request: str, now: float) -> Iterable[tuple[str, Any]]:
-        """Give up *request* on the producer."""
+        """Abort *request* on the producer."""
 
 
-Step = tuple[str, float]
+ScriptStep = tuple[str, float]
 
 
-def _steps(steps: Iterable[Step]) -> tuple[Step, ...]:
+def _steps(steps: Iterable[ScriptStep]) -> tuple[ScriptStep, ...]:
     return tuple(steps)
 
 
@@ -112,7 +112,7 @@ class Script:
     (('hold', 2), ('read', 0))
     """
 
-    steps: tuple[Step, ...] = attrs.field(converter=_steps)
+    steps: tuple[ScriptStep, ...] = attrs.field(converter=_steps)
 
 
 def play(release: Callable[[], Releasing], script: Script) -> str | None:

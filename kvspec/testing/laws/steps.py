@@ -81,8 +81,8 @@ def scheduled(trial: Trial, schedule: Schedule) -> Iterator[str]:
     for rank, (_, storage) in here.producers.items():
         _overwrite(storage, true[rank])
     yield from here.differences()
-    for rank, spans in written.items():
-        if any(start < end for (_, end), (start, _) in pairwise(sorted(spans))):
+    for rank, ranges in written.items():
+        if any(start < end for (_, end), (start, _) in pairwise(sorted(ranges))):
             yield f"consumer {rank}: expected 1 write to each byte, got 2 in different steps"
 
 

@@ -32,7 +32,7 @@ from kvspec.errors import KVSpecError
 from kvspec.ownership.parallel import RankId
 from kvspec.testing.supports import EVERYTHING, Supports
 from kvspec.testing.world import (
-    Copy,
+    ByteCopy,
     Held,
     Pair,
     PreparedLists,
@@ -120,8 +120,8 @@ class NothingToJudgeError(Exception):
     """A case has nothing that a law could judge. The message has the reason."""
 
 
-Ask = Callable[[World, "RankId", "RankId"], Iterable[Copy]]
-AskStep = Callable[[World, "RankId", "RankId", frozenset[str], range], Iterable[Copy]]
+Ask = Callable[[World, "RankId", "RankId"], Iterable[ByteCopy]]
+AskStep = Callable[[World, "RankId", "RankId", frozenset[str], range], Iterable[ByteCopy]]
 
 
 @attrs.frozen(kw_only=True)
@@ -185,7 +185,7 @@ class System:
         if self.prepared is not None:
             yield "ids", self._by_ids
 
-    def _by_ids(self, here: World, producer: RankId, consumer: RankId) -> Iterable[Copy]:
+    def _by_ids(self, here: World, producer: RankId, consumer: RankId) -> Iterable[ByteCopy]:
         lists = None if self.prepared is None else self.prepared(here, producer, consumer)
         if lists is None:
             return []
@@ -194,7 +194,7 @@ class System:
         return lists.copies()
 
 
-Copies = dict[Pair, list[Copy]]
+CopiesByPair = dict[Pair, list[ByteCopy]]
 # Bytes before and after the memory of each rank that a connector gets. A page is more than the
 # errors by one block of the small engines that strategies draw.
 GUARD = 4096
@@ -218,7 +218,7 @@ class Trial:
     _legal: Case | None = None
     blank: bool = False
     _moves: dict[Role, list[Move]] = attrs.field(factory=dict, init=False, repr=False, eq=False)
-    _answers: dict[str, Copies] = attrs.field(factory=dict, init=False, repr=False, eq=False)
+    _answers: dict[str, CopiesByPair] = attrs.field(factory=dict, init=False, repr=False, eq=False)
 
     @cached_property
     def world(self) -> World:
@@ -265,7 +265,7 @@ class Trial:
         producers, consumers = map(_copied_memory, (here.producers, here.consumers))
         return World(here.case, producers, consumers, here.before)
 
-    def copies(self) -> Iterator[tuple[str, Copies]]:
+    def copies(self) -> Iterator[tuple[str, CopiesByPair]]:
         """Yield each way in which the system describes its copies, and these copies."""
         for name, way in self.system.ways():
             if name not in self._answers:
@@ -291,20 +291,20 @@ def _copied_memory(side: Held) -> Held:
     return copies
 
 
-def deliver(here: World, copies: Copies) -> None:
+def deliver(here: World, copies: CopiesByPair) -> None:
     """Restore the consumers of a world, and execute *copies*."""
     here.restore()
     for pair, pair_copies in copies.items():
         here.copy(pair, pair_copies)
 
 
-def copied(here: World, name: str, way: Ask) -> Copies:
+def copied(here: World, name: str, way: Ask) -> CopiesByPair:
     """Return the copies of *way*, whose name is *name*, between each pair of ranks."""
     pairs = product(here.producers, here.consumers)
     return {pair: copies_of(name, way(here, *pair), *pair) for pair in pairs}
 
 
-def copies_of(name: str, answer: Any, producer: RankId, consumer: RankId) -> list[Copy]:  # noqa: ANN401
+def copies_of(name: str, answer: Any, producer: RankId, consumer: RankId) -> list[ByteCopy]:  # noqa: ANN401
     """Return the copies that a system has answered, with Python integers.
 
     Sums of numpy integers could overflow.
@@ -314,7 +314,7 @@ def copies_of(name: str, answer: Any, producer: RankId, consumer: RankId) -> lis
     """
     wrong = answer
     try:
-        copies: list[Copy] = []
+        copies: list[ByteCopy] = []
         for wrong in answer:
             source, target, length = map(index, wrong)
             if length < 1:
@@ -404,7 +404,7 @@ def _tells(case: Case, role: Role) -> Iterator[Pair]:
         yield from ((p, c) for p in case.producer.parallel.ranks for c in plan.notifiers(p))
 
 
-def _descriptors(here: World, producer: RankId, consumer: RankId) -> Iterable[Copy]:
+def _descriptors(here: World, producer: RankId, consumer: RankId) -> Iterable[ByteCopy]:
     if not here.plan.between(producer, consumer):
         return []
     return described(here.table(producer, consumer), here.case.request)
@@ -418,7 +418,7 @@ def _prepared(here: World, producer: RankId, consumer: RankId) -> PreparedLists 
 
 def _steps(
     here: World, producer: RankId, consumer: RankId, layers: frozenset[str], tokens: range
-) -> Iterable[Copy]:
+) -> Iterable[ByteCopy]:
     if not here.plan.between(producer, consumer):
         return []
     table = here.table(producer, consumer, layers)
