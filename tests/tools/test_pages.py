@@ -125,15 +125,6 @@ def test_architecture_page_lists_every_layer() -> None:
     assert [row.replace("kvspec/__init__.py", "kvspec") for row in folders] == layers
 
 
-def test_glossary_has_at_most_forty_words() -> None:
-    """A long list would cost readers time. Each word occurs once."""
-    glossary = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Glossary")[2]
-    rows = [line.split("|")[1] for line in glossary.splitlines() if line.startswith("| ")][1:]
-    words = [word.strip() for row in rows for word in row.split(",")]
-    assert len(words) == len(set(words))
-    assert 20 < len(words) <= 40
-
-
 def test_two_processes_example_moves_a_request() -> None:
     """docs/two_processes.py runs as its docstring describes."""
     pytest.importorskip("nixl_cu13", reason="needs nixl")
