@@ -1272,8 +1272,11 @@ def _moved(rows: Any) -> list[int]:
         "-(-wanted.stop // tokens_per_state) * tokens_per_state",
         "wanted.stop // tokens_per_state * tokens_per_state",
     ),
-    ("np.arange(live.start // size * size", "np.arange(live.start"),
-    ("stop = max(live.start, end), min(live.stop, end + size)", "stop = live.start, live.stop"),
+    ("np.arange(moving.start // size * size", "np.arange(moving.start"),
+    (
+        "stop = max(moving.start, tile_start), min(moving.stop, tile_start + size)",
+        "stop = moving.start, moving.stop",
+    ),
     bound="prompts <= 26, any cached prefix, blocks (4, 4) (4, 8) (6, 4) (12, 8)",
     symbolic=False,
 )

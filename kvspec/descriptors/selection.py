@@ -213,7 +213,7 @@ class _Cut:
 
 @attrs.frozen(eq=False)
 class SplitGroup:
-    """The numbered rows of one edge, by the way in which requests cut them. The edge is of one table.
+    """The numbered rows of one edge of one table, by the way in which requests cut them.
 
     Tables whose edges have equal names of groups, specs, all_tokens_per_state and token splits find
     the same result in `TransferRequest.known`. If dead tokens may move, the cut depends on the runs

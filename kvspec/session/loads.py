@@ -531,7 +531,8 @@ class Loads:
         #   peer_lost, stale_peer         yes    the producer has ended, or was restarted
         #   timeout                       yes    it may have restarted at the same addresses
         #   gone                          no     it answered, or was disconnected on purpose
-        #   stopped, differs, uncompared  no     it answered, or this rank gave the load up
+        #   cancelled, differs,            no     it answered, or this rank cancelled the load
+        #     uncompared
         #   refused, busy                 no     the request is wrong or early
         #   closed, and all others        no     the fault is in this rank
         #

@@ -22,7 +22,7 @@ from kvspec import (
     models,
 )
 from kvspec.models import catalogue
-from kvspec.models.architectures import NOT_YET, ROWS
+from kvspec.models.architectures import ARCHITECTURES, NOT_YET
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FACTS: list[dict[str, Any]] = json.loads((GOLDENS / "arch_facts.json").read_text())["rows"]
@@ -515,4 +515,4 @@ def test_refusal_of_a_known_model_names_what_is_missing(name: str, reason: str) 
     value = name if name.islower() else [name]
     error = refusal(lambda: models.from_config({**LLAMA, "architectures": None, key: value}))
     assert (key, value, f"not yet: {reason}") == (error.field, error.value, error.rule)
-    assert name not in {row_name for row in ROWS for row_name in row.names}
+    assert name not in {row_name for row in ARCHITECTURES for row_name in row.names}

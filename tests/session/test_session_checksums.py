@@ -374,7 +374,7 @@ def test_checksum_that_cannot_be_computed_delays_no_other() -> None:
     """The error is unexpected. Its reader learns that it gets no checksum."""
     asked = Asked()
 
-    def fails() -> checksums.Steps:
+    def fails() -> checksums.Computation:
         yield
         raise MemoryError
 
@@ -389,7 +389,7 @@ def test_checksum_that_cannot_be_computed_delays_no_other() -> None:
 def test_load_whose_own_checksum_cannot_be_computed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is unexpected. It does not end the poll, and it is not taken for equal data."""
 
-    def fails(*_: object) -> checksums.Steps:
+    def fails(*_: object) -> checksums.Computation:
         yield
         raise MemoryError
 
