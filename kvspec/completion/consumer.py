@@ -495,8 +495,9 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
             for rank, expected in sorted(load.waiting.items())
         ]
 
-    # The column `action` of `CONSUMER`. The action `fail` returns the `Failed` of its fault.
-    ACTIONS: ClassVar[dict[str, Callable[[ConsumerLedger, OpenLoad], list[Action]]]] = {
+    # The column `action` of `CONSUMER`. Arguments: ledger and load. The action `fail` returns the
+    # `Failed` of its fault.
+    ACTIONS: ClassVar[dict[str, Callable[..., list[Action]]]] = {
         "begin": _begin,
         "ask": _ask,
         "await": _await,

@@ -57,7 +57,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -443,9 +443,7 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         return []
 
     # The column `action` of `PRODUCER`. Arguments: ledger, request, message, and the state before.
-    ACTIONS: ClassVar[
-        dict[str, Callable[[ProducerLedger, HeldRequest, Any, str], list[HoldAction]]]
-    ] = {
+    ACTIONS: ClassVar[dict[str, Callable[..., list[HoldAction]]]] = {
         "keep": _keep,
         "replay": _replay,
         "gone": _gone,

@@ -279,9 +279,9 @@ def _within_one_period(content: _Repeated, origin: int) -> Iterator[_Repeated]:
 
     The second content is the overhang, if the first content runs over the end of its period:
 
-    >>> for content in _within_one_period(_Repeated(28, 5, (_Axis(10, 3),), (), region=0),
-    origin=0):
-    ...     print(content.start, content.stop, *content.periods)
+    >>> content = _Repeated(28, 5, (_Axis(10, 3),), (), region=0)
+    >>> for part in _within_one_period(content, origin=0):
+    ...     print(part.start, part.stop, *part.periods)
     8 13 _Periods(first=2, times=3, table=False)
     -2 3 _Periods(first=3, times=3, table=False)
     """

@@ -338,7 +338,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 
 _RING = "its rings of rows by position"
-_TWO = "its layers that have both attention and a recurrent state"
+_TWO_CACHES = "its layers that have both attention and a recurrent state"
 _ENCODER = "its encoder, whose keys belong to the input and not to tokens"
 
 # Architectures that engines serve and kvspec does not describe, and what is missing.
@@ -349,10 +349,13 @@ NOT_YET: Mapping[str, str] = {
         ("DeepseekV41ForCausalLM deepseek_v41", _RING),
         ("Glm5NextForCausalLM Glm5NextForConditionalGeneration glm5_next glm5_next_text", _RING),
         ("Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration qwen4_exp qwen4_exp_text", _RING),
-        ("FalconH1ForCausalLM falcon_h1", _TWO),
-        ("Zamba2ForCausalLM zamba2 ZambaForCausalLM zamba", _TWO),
-        ("ZayaForCausalLM zaya", _TWO),
-        ("InklingForCausalLM InklingForConditionalGeneration inkling_text inkling_mm_model", _TWO),
+        ("FalconH1ForCausalLM falcon_h1", _TWO_CACHES),
+        ("Zamba2ForCausalLM zamba2 ZambaForCausalLM zamba", _TWO_CACHES),
+        ("ZayaForCausalLM zaya", _TWO_CACHES),
+        (
+            "InklingForCausalLM InklingForConditionalGeneration inkling_text inkling_mm_model",
+            _TWO_CACHES,
+        ),
         (
             "MiMoV2FlashForCausalLM MiMoV2ForCausalLM mimo_v2_flash mimo_v2",
             "its window, which is one token longer in SGLang than in vLLM",

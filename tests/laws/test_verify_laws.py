@@ -220,7 +220,7 @@ def test_suspects_are_the_contents_that_judge_finds_wrong(
         patch.setattr(Checker, "first", record)
         kvspec.verify(here.plan, *caches(here), case.request, descriptors)
     for checker in checkers:
-        for grid in checker.grids():
+        for grid in checker.checked_contents():
             bytes_ = product(range(len(grid.address)), range(grid.size))
             wrong = [at for at in bytes_ if checker.judge(grid, *at) is not None]
             suspects = [

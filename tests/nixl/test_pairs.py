@@ -143,13 +143,13 @@ def test_transfer_that_has_ended_stays_so_after_close(net: FakeNixl, pair: Pair)
     done, late = pair.read(0, 4), pair.read(4, 4)
     net.moving[0].land()
     assert "DONE" == done.poll()
-    late.stop("the test stops it", TransferState.CANCELLED)
+    late.cancel("the test stops it", TransferState.CANCELLED)
     pair.near.close(drain=0)
     done.wait()
     assert "DONE" == done.poll() == done.state
     with pytest.raises(TransferError) as caught:
         late.wait()
-    assert "stopped" == caught.value.state == late.state
+    assert "cancelled" == caught.value.state == late.state
 
 
 def test_move_names_a_paired_transfer_and_sets_its_deadline(pair: Pair) -> None:

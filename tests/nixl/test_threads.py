@@ -138,7 +138,7 @@ def test_transfer_may_be_stopped_while_it_posts(
         for place in range(0, 60, 3):
             moved = pair.read(0, 40)
             net.moving[0].land()
-            other = Other(partial(moved.stop, "the test stops it", TransferState.CLOSED))
+            other = Other(partial(moved.cancel, "the test stops it", TransferState.CLOSED))
             with contextlib.suppress(TransferError), between_lines(other.at(place), transfer):
                 moved.poll()
             other.join()

@@ -223,7 +223,7 @@ def test_page_lists_every_kind_of_message_with_its_own_fields() -> None:
 
 def test_page_lists_every_element_of_an_extent() -> None:
     """The table of the inner array has the names and the order of the code."""
-    assert list(ChecksumContents.__struct_fields__) == first_cells("ChecksumContents")
+    assert list(ChecksumContents.__struct_fields__) == first_cells("Checksum contents")
 
 
 def mix(word: int) -> int:
