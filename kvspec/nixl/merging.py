@@ -437,9 +437,12 @@ def pair_selection(
     parts, ids = selection.parts, selection.ids
     ends, count = plain_ends(selection.end_parts, own), len(selection.producer_ids)
     # Nothing merges across rows if one part has plain rows.
-    alone = len(parts) == 1 and parts[0][0].rows.plain and not ends
-    small = count <= SAMPLE
-    if not alone and (small or _merging_pays(selection, local, remote, own, destination)):
+    alone, small = len(parts) == 1 and parts[0][0].rows.plain, count <= SAMPLE
+    if small:
+        merges = bool(ends) or not alone
+    else:
+        merges = not alone and _merging_pays(selection, local, remote, own, destination)
+    if merges:
         merged = pair(local, ids[own], remote, ids[1 - own], destination, ends)
         if not small or not parts or isinstance(merged.batches[0], Plain):
             return merged
