@@ -41,7 +41,7 @@ BOTH = """\
 ## Both sides
 
 A load reads from one or more producer ranks. The table shows where its request can be on each of
-them. `new` means that the rank has not admitted the request yet. `read` and `expired` are the end:
+them. `new` means that the rank does not hold the request yet. `read` and `expired` are the end:
 all readers were done, or the lease was over before. Four pairs cannot occur. The request is not
 `read` before the load has sent its `done`, so no block is reused while it is read. A load is done
 only if each of these ranks has held the request.

@@ -49,8 +49,8 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 def free_port() -> int:
     """Return an unused port, and never the same one twice.
 
-    A server binds its port seconds later. So the port is none of those that the kernel gives to
-    connections in the meantime.
+    A server binds its port seconds later. Meanwhile the kernel must not give the port to a
+    connection, so it is not in the kernel's range.
     """
     while True:
         port = next(PORTS)

@@ -19,9 +19,9 @@ How it works:
 
     A *reader* is a rank that reads. Readers of one incarnation of an engine share an
     `Incarnation`. Each message contains how many readers of the incarnation this producer rank must
-    expect. The first row that matches decides what happens to a message. The first three rows are
-    checked when it arrives. `HeldRequest.refusal` has the others, which compare it with the readers
-    so far. So they are checked again when an early message is replayed:
+    expect. The first row that matches decides what happens to a message. The first row is checked
+    when it arrives. `HeldRequest.refusal` has the others, which compare it with the readers so far.
+    So they are checked again when an early message is replayed:
 
         message                                          result
         -----------------------------------------------  ----------------------------------
@@ -34,8 +34,8 @@ How it works:
         a new reader, and all have come                  refuse, and dispute the request
         anything else                                    accept
 
-    The limit of 16 is `MAX_INCARNATIONS`, and 4096 is `MAX_KEPT_READERS`. The latter does not bound
-    a connected engine: its plan does. A new reader has sent no message before.
+    The limit of 16 is `MAX_INCARNATIONS`, and 4096 is `MAX_KEPT_READERS`. A new reader has sent no
+    message before. A producer does not know the plans of its readers: it connects to none of them.
 
     For example, ranks A, B and C of one engine read, and each sends `expected=2`:
 

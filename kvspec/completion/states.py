@@ -4,9 +4,9 @@ Invariant: a transition that is not in a table cannot happen. Blocks are freed o
 *freed*, and no row leads back from there, so a request is freed once. A load becomes *done* by one
 row, after its sources answered `valid`. It becomes *failed* by one row, when no byte can move.
 
-Time ends each state of a request or a load except *draining*: by the event *time*, or before the
-end of a load by a *fault*, its deadline. *draining* has no time limit: it ends
-when no transfer can write. No row sends the messages about checksums: the session does.
+Time ends each state of a request or a load except *draining*. The deadline of a load is a *fault*.
+In all other states, it is the event *time*. *draining* has no time limit: it ends when no transfer
+can write. No row sends the messages about checksums: the session does.
 
 How it works:
     A ledger turns what happens into an event, looks up its row, and calls the method of the column
@@ -26,7 +26,7 @@ How it works:
     consumer's event  condition                                                in the code
     ----------------  -------------------------------------------------------  --------------------
     connected         the reads are queued                                     `connected`
-    whole             each layer was started up to its end, no step is open,   `_CONDITIONS`
+    whole             the read of each source was started, no step is open,    `_CONDITIONS`
                       and no checksum is to be compared
     valid             each source has answered `valid` to a number that was    `receive`,
                       asked in *asking*                                     `_CONDITIONS`

@@ -81,7 +81,7 @@ PreparedSides = tuple[
     Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np.integer] | None"
 ]
 
-# What one descriptor costs. All times are over shared memory, and they differ between machines.
+# The costs of one descriptor. All times are over shared memory, and they differ between machines.
 #
 #     posting it                              1.5 to 3 us
 #     as much as moving                       32,400 bytes (`runs.DESCRIPTOR_BYTES`)

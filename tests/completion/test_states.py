@@ -11,7 +11,7 @@ from kvspec.errors import TransferError
 
 
 def test_impossible_event_raises_an_error_with_role_state_and_event() -> None:
-    """It is a bug of kvspec, so the state says that."""
+    """It is a bug of kvspec, so the state is `bug`."""
     with pytest.raises(TransferError) as caught:
         row_of("producer", PRODUCER, "freed", "abort")
     assert "bug" == caught.value.state

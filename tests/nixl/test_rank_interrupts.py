@@ -180,7 +180,7 @@ def test_interrupted_connect_of_a_polled_rank_can_be_undone(
 def test_buffer_that_is_not_registered_is_freed(
     net: FakeNixl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All transfers are direct then. One warning says why."""
+    """All transfers are direct then. One warning contains the reason."""
     ranks = Ranks(staging=Staging(always=True))
     agent = ranks.near._agent
     owners = len(agent.owners)

@@ -29,7 +29,7 @@ def test_transport_without_a_method_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("transport", [None, "nixl", NixlRank, CopyTransport])
 def test_only_an_object_is_a_transport(transport: Any) -> None:
-    """A class has the methods, but is no transport."""
+    """A class has the methods. Only its objects are transports."""
     with pytest.raises(SpecError) as caught:
         check_transport(transport)
     assert "nixl" == caught.value.field

@@ -143,7 +143,7 @@ def places() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("kind", WORDS)
 def test_words_of_names_are_in_the_glossary(kind: str) -> None:
-    """Of words that mean nearly the same, names use those of the glossary."""
+    """Some words mean nearly the same. Names use those of the glossary."""
     words = set(WORDS[kind].split())
     allowed = words & (set(glossary()) | ELSEWHERE.keys())
     strange = {

@@ -306,7 +306,7 @@ class Serving:
         """Return whether a load that ended succeeded."""
         if load.error is not None:
             error = load.error.__cause__ or load.error
-            # A producer that has ended or is slow is no fault of this engine.
+            # The producer has ended, or is slow. This engine has no fault.
             remote = isinstance(load.error, RemoteTransferError)
             level = logging.WARNING if remote else logging.ERROR
             level = logging.INFO if name in self._cancelled else level
