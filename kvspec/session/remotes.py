@@ -51,6 +51,9 @@ How it works:
         P failed in flight (`P.lost`)      P, Q         a, and Q becomes lost: its lists used the
                                                         same connection
         Q is connected again afterwards    Q            Q prepares new lists for a
+
+    The agents of an engine that is being connected are known only when `connect_all` returns. Until
+    then, `disconnect_idle` disconnects no agent of another engine, unless that engine is lost.
 """
 
 from __future__ import annotations
@@ -445,8 +448,12 @@ class Remotes:
         """Raise `TransferError` "busy" if bytes move over a connection that *new* replaces."""
         self.disconnect_idle()
         peers = {transfer.peer for transfer in self._nixl.transfers}
-        moving = (*self.disconnecting, *([old] if old is not None and old.agents & peers else ()))
-        if any(each.incarnation == new.incarnation for each in moving):
+        same = [
+            each
+            for each in (*self.disconnecting, *([] if old is None else [old]))
+            if each.incarnation == new.incarnation
+        ]
+        if any(each.agents & peers for each in same):
             message = f"bytes still move between this rank and {new.engine_id}: try again"
             raise TransferError(message, rank=new.engine_id, state=TransferState.BUSY)
 
@@ -485,7 +492,10 @@ class Remotes:
 
     def disconnect_idle(self) -> None:
         """Release the lists of old engines if no bytes move over them. See the module docstring."""
+        waits = any(not coming.agents for coming in self._coming.values())
         for remote in tuple(self.disconnecting):
+            if waits and not remote.lost:
+                continue  # One of the agents may be that of an engine that is being connected.
             users = (*self._connected.values(), *self._coming.values())
             if remote.lost:
                 for user in users:
