@@ -493,9 +493,9 @@ def numbered_rows_of(
 def _layer_names(plan: TransferPlan, layers: Iterable[str]) -> frozenset[str]:
     """Return *layers* as a set. Raise `SpecError` for names that the consumer does not have."""
     names = texts("layers", layers, "names of layers")
-    known = [layer for group in plan.consumer.groups for layer in group.layers]
+    known = dict.fromkeys(layer for group in plan.consumer.groups for layer in group.layers)
     if unknown := [name for name in names if name not in known]:
-        raise SpecError("layers", unknown[:3], f"layers of the consumer, such as {known[:3]}")
+        raise SpecError("layers", unknown[:3], f"layers of the consumer, such as {[*known][:3]}")
     return frozenset(names)
 
 

@@ -20,10 +20,10 @@ from kvspec.descriptors.tiles import Tiles
 from kvspec.testing import strategies
 from kvspec.testing.world import world
 
-HALF = settings(max_examples=settings.default.max_examples // 2)
+QUARTER = settings(max_examples=max(8, settings.default.max_examples // 4))
 
 
-@HALF
+@QUARTER
 @given(strategies.cases() | strategies.sharing_cases() | special_cases.spanning_cases())
 def test_counts_are_those_of_the_listed_descriptors(case: strategies.Case) -> None:
     """Blocks are adjacent, scattered, cut by kernels and shared by groups."""
@@ -39,7 +39,7 @@ def test_counts_are_those_of_the_listed_descriptors(case: strategies.Case) -> No
         assert len(table.select(case.request)) == int(ids.replace(",", ""))
 
 
-@HALF
+@QUARTER
 @given(strategies.cases())
 def test_traffic_is_that_of_listed_descriptors(case: strategies.Case) -> None:
     """`traffic` counts a request whose blocks are not adjacent."""
