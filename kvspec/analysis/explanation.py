@@ -357,6 +357,9 @@ def _rows(
     index = np.flatnonzero(block_table.block_ids == logical_block)
     if not len(index):
         return f"{_range_text('row', state)} of a block that is not part of the request"
+    if group.spec.is_ring:
+        last, size = request.num_tokens - 1, group.spec.block_size
+        return _range_text("token", last - (last - state) % size)
     context = engine.context(group, rank)
     local = (
         int(index[0]) * group.spec.block_size

@@ -133,6 +133,8 @@ class Places:
         """Return the address of unit 0 of each row of *region*, by the first token of the row."""
         table, stored = self.tables[group.name], self.owners.stored(group, self.rank)
         block, offset = np.divmod(tokens - table.first_token, self.virtual_block(group))
+        if group.spec.is_ring:
+            block = np.zeros_like(block)  # A request has one block.
         token = np.minimum(np.searchsorted(stored, offset), len(stored) - 1)
         # `searchsorted` returns a neighbour if the rank does not store the token.
         inside = (stored[token] == offset) & (block >= 0) & (block < len(table.block_ids))
@@ -162,6 +164,7 @@ class Places:
             return self._state_block(group, wanted.stop - 1) if wanted else table.block_ids[:0]
         blocks = self.blocks(group.name)
         first = (first_live - table.first_token) // self.virtual_block(group)
+        first = 0 if group.spec.is_ring else first
         ids = table.block_ids[blocks[blocks >= first]]
         if self.owners.engine.null_block is None:
             # An id that occurs twice stands for no block.

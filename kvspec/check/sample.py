@@ -187,7 +187,7 @@ def _numbers(columns: Sequence[Ints]) -> Ints:
 def _chosen(places: Places, group: KVCacheGroup, looks: Sequence[_Looks]) -> Ints:
     """Return one place in the table of *group* for each look of its blocks."""
     count = len(places.tables[group.name].block_ids)
-    if not all(part.per_token for part in group.own_parts):
+    if group.spec.is_ring or not all(part.per_token for part in group.own_parts):
         return np.arange(count)  # Few tiles move. Which ones depends on the last token.
     none = np.empty(0, np.int64)
     at, number = (

@@ -29,11 +29,16 @@ from kvspec.descriptors.table import (
     check_read_once,
     sharing,
 )
-from kvspec.descriptors.tiles import check_once, check_producer_holds, check_state_tokens
+from kvspec.descriptors.tiles import (
+    check_once,
+    check_producer_holds,
+    check_ring_tokens,
+    check_state_tokens,
+)
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.inputs import MOST, flag, instance, mapping
+from kvspec.inputs import MAX_TOKENS, MOST, flag, instance, mapping
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
@@ -327,6 +332,8 @@ def _check_arguments(
                 per_token = all(part.per_token for part in spec.parts)
                 if not per_token:
                     check_state_tokens(request)
+                elif group.spec.is_ring and side == "producer":
+                    check_ring_tokens(request, wanted, group.spec.block_size)
                 check = _check_tokens if per_token else _check_state
                 ids = check(owners[side], side, group, tables[side], wanted)
                 if side == "producer":
@@ -348,6 +355,9 @@ def _check_tokens(
     the checker finds bytes that are missing or wrong.
     """
     virtual, null = owners.virtual_block(group), owners.engine.null_block
+    if group.spec.is_ring:
+        table.check_ring(f"{side}_blocks[{group.name!r}]")
+        virtual = MAX_TOKENS
     table.check_start(f"{side}_blocks[{group.name!r}]", virtual)
     held = table.tokens(virtual)
     if side == "producer":

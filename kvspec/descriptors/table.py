@@ -331,7 +331,7 @@ class DescriptorTable:
             By group of the consumer: block ids in token order, int64. They include blocks whose
             tokens were all cached before. Blocks before the first live token are not included,
             because they may belong to another request by now. Layers that either engine excludes
-            do not count, and groups that do not move have no entry.
+            do not count. Rings and groups that do not move have no entry.
 
         Raises:
             SpecError: If the request lacks a table or encoder tokens, or names an unknown group.

@@ -129,8 +129,10 @@ def _token_rows(
     group, table = engine.group(edge.group), request.table("consumer", edge.group)
     context = engine.context(group, pair.consumer.rank)
     local = context.local(positions) - table.first_token // context.size
-    index, token = np.divmod(local, group.spec.block_size)
+    index, token = np.divmod(local, engine.virtual_block(group) // context.size)
     kernel_block, token = np.divmod(token, group.memory_block_size)
+    if group.spec.is_ring:
+        kernel_block = np.zeros_like(index)
     ids = table.block_ids[index]
     own = _own_blocks(ids, table, engine.null_block, region, group.kernel_blocks_per_block)
     return ids[own] * group.kernel_blocks_per_block + kernel_block[own], token[
@@ -157,8 +159,12 @@ def _positions_not_required(
     live_block = spec.live_tokens(request.total(spec)).start // virtual_block * virtual_block
     # A state with any cached token counts as cached, so round up.
     cached = -(-request.cached(group.name, spec) // tokens_per_state) * tokens_per_state
-    first = max(live_block, tokens.start, cached)
-    positions = np.arange(first, max(tokens.stop, first), tokens_per_state, dtype=np.int64)
+    first, stop = max(live_block, tokens.start, cached), tokens.stop
+    if spec.is_ring:
+        # The rows of the next positions, which begin at the first live one, are all of its rows.
+        first = spec.live_tokens(request.total(spec)).start
+        stop = first + len(table.block_ids) * group.spec.block_size
+    positions = np.arange(first, max(stop, first), tokens_per_state, dtype=np.int64)
     keep = tp_slice.stripe.holds(positions // virtual_block)
     for cache, name in ((pair.producer, edge.producer_group), (pair.consumer, edge.group)):
         keep &= cache.engine.context(cache.engine.group(name), cache.rank).owns(positions)

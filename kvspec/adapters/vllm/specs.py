@@ -86,7 +86,7 @@ NOT_MOVED = {
 # vLLM's classes that a consumer needs and kvspec cannot move. Without their layers, the consumer
 # computes other tokens.
 SPECS_NOT_YET = {
-    "CircularBufferSpec": "not yet: the consumer reads the rows of the open group in its ring",
+    "CircularBufferSpec": "not yet: the spec does not tell which rows of its ring are read",
 }
 
 
