@@ -287,8 +287,8 @@ def _first_blocks(regions: Sequence[tuple[Region, int]]) -> AddressRanges:
         examples.setdefault(key, (region, rows))
         same_shapes.setdefault(key, []).append(region.base)
     starts, lengths = list[Ints](), list[Ints]()
-    for key, bases in same_shapes.items():
-        region, rows = examples[key]
+    for shape, bases in same_shapes.items():
+        region, rows = examples[shape]
         offsets = region.addresses()[:, :rows].ravel() - region.base
         starts.append((np.array(bases)[:, None] + offsets).ravel())
         lengths.append(np.full(starts[-1].shape, region.chunk_bytes))

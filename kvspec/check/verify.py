@@ -20,7 +20,7 @@ from kvspec.check.checker import Checker, CounterExample
 from kvspec.check.coverage import Coverage, Small, check_ranks_separate, merged, overlapping_sides
 from kvspec.check.ownership import Counted, Owners
 from kvspec.check.places import Places
-from kvspec.check.sample import Sample
+from kvspec.check.sample import BlockSample
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.descriptors.table import (
     DescriptorTable,
@@ -155,7 +155,7 @@ def _checkers(
     for some in _some_layers(places, SAMPLED_BLOCKS):
         tables = _tables(plan, senders, some)
         picked = {rank: table.tiles(request) for rank, table in tables.items()}
-        sample = Sample.of(some, senders, picked)
+        sample = BlockSample.of(some, senders, picked)
         if sample is None:
             del tables, picked
             for few in _some_layers(some, None):

@@ -44,7 +44,7 @@ class CachePair:
 
 
 @attrs.frozen(eq=False)
-class PartRows:
+class UnwrittenRows:
     """Parts of which a request leaves the same rows of the same blocks unwritten.
 
     Attributes:
@@ -63,15 +63,15 @@ class PartRows:
     runs: dict[tuple[int, int], Ints]
 
 
-def part_rows(pair: CachePair) -> list[PartRows]:
+def unwritten_rows(pair: CachePair) -> list[UnwrittenRows]:
     """Return the parts that move between two ranks. They depend on no request."""
     boundaries = (pair.consumer.boundaries,) * 2
-    alike: dict[object, tuple[PartRows, dict[tuple[int, int], list[Ints]]]] = {}
+    alike: dict[object, tuple[UnwrittenRows, dict[tuple[int, int], list[Ints]]]] = {}
     for edge, tp_slice, layer, part in _parts(pair):
         region = pair.consumer.region(layer, part.name)
         shape = part.tokens_per_state, part.states, region.states, region.num_blocks
         key = id(edge), id(tp_slice), shape
-        _, rows = alike.setdefault(key, (PartRows(edge, tp_slice, region, part, {}), {}))
+        _, rows = alike.setdefault(key, (UnwrittenRows(edge, tp_slice, region, part, {}), {}))
         local = tp_slice.local_range
         start = region.addresses()[local.start : local.stop, 0].ravel()
         run = np.column_stack([start, start, np.full(len(start), region.chunk_bytes)])
@@ -82,7 +82,10 @@ def part_rows(pair: CachePair) -> list[PartRows]:
 
 
 def unwritten_ranges(
-    pair: CachePair, parts: Iterable[PartRows], request: TransferRequest, picked: Iterable[Picked]
+    pair: CachePair,
+    parts: Iterable[UnwrittenRows],
+    request: TransferRequest,
+    picked: Iterable[Picked],
 ) -> npt.NDArray[np.uint64]:
     """Return the bytes of the consumer's blocks that no descriptor writes.
 
@@ -159,7 +162,9 @@ def _parts(pair: CachePair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]
                             yield edge, tp_slice, layer, part
 
 
-def _token_rows(pair: CachePair, request: TransferRequest, parts: PartRows) -> tuple[Ints, Ints]:
+def _token_rows(
+    pair: CachePair, request: TransferRequest, parts: UnwrittenRows
+) -> tuple[Ints, Ints]:
     """Return block and row of each state that neither must move nor is cached."""
     edge, region, tokens_per_state = parts.edge, parts.region, parts.part.tokens_per_state
     positions = _positions_not_required(pair, request, edge, parts.tp_slice, tokens_per_state)
@@ -223,7 +228,9 @@ def _own_blocks(
     return own
 
 
-def _state_rows(pair: CachePair, request: TransferRequest, parts: PartRows) -> tuple[Ints, Ints]:
+def _state_rows(
+    pair: CachePair, request: TransferRequest, parts: UnwrittenRows
+) -> tuple[Ints, Ints]:
     """Return block and row of each row of a recurrent state that neither moves nor is cached.
 
     In the block of the state, these are the rows that only the consumer has. Blocks that begin

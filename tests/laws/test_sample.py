@@ -19,7 +19,7 @@ from judged import caches, law_1
 import kvspec
 from kvspec.check.ownership import Owners
 from kvspec.check.places import Places
-from kvspec.check.sample import Sample
+from kvspec.check.sample import BlockSample
 from kvspec.descriptors.runs import RowSet
 from kvspec.descriptors.selection import NumberedRows, Picked, SplitGroup
 from kvspec.descriptors.tiles import Tiles
@@ -38,7 +38,7 @@ def verified(here: World, **options: Any) -> kvspec.CounterExample | None:
 def of_all_blocks(here: World) -> kvspec.CounterExample | None:
     """Return what `verify` finds without a sample."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sample, "of", lambda *_: None)
+        patch.setattr(BlockSample, "of", lambda *_: None)
         return verified(here)
 
 
@@ -208,7 +208,7 @@ def of_altered(alter: Callable[[NumberedRows, Tiles], list[Picked]]) -> Any:
         )
     )
     rank = kvspec.RankId()
-    return Sample.of(consumer, {rank: producer}, {rank: [*others, *alter(*last)]})
+    return BlockSample.of(consumer, {rank: producer}, {rank: [*others, *alter(*last)]})
 
 
 def shifted(rows: NumberedRows, tiles: Tiles, blocks: int) -> list[Picked]:
@@ -241,7 +241,7 @@ def test_no_sample_stands_for_runs_and_tiles_outside_of_their_blocks(
 def test_few_of_many_equal_blocks_are_verified() -> None:
     """One token is cached, so the first and the last block look different."""
     samples = list[Any]()
-    right = Sample.of
+    right = BlockSample.of
 
     def record(*arguments: Any) -> Any:
         samples.append(right(*arguments))
@@ -249,7 +249,7 @@ def test_few_of_many_equal_blocks_are_verified() -> None:
 
     asked = attrs.evolve(LONG.request, cached_tokens=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sample, "of", record)
+        patch.setattr(BlockSample, "of", record)
         assert None is verified(world(attrs.evolve(LONG, request=asked), blank=True))
     assert [[0, 1, 5]] == [sample.places.chosen["g"].tolist() for sample in samples]
 
