@@ -20,7 +20,7 @@ from kvspec.check.checker import Checker, CounterExample
 from kvspec.check.coverage import Coverage, Small, check_ranks_separate, merged, overlapping_sides
 from kvspec.check.ownership import Counted, Owners
 from kvspec.check.places import Places
-from kvspec.check.sample import Sample
+from kvspec.check.sample import BlockSample
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.descriptors.table import (
     DescriptorTable,
@@ -126,7 +126,12 @@ def verify(
     excluded = frozenset([*plan.producer.excluded, *plan.consumer.excluded])
     senders = {
         rank: Places(
-            owners["producer"], producers[rank], request, excluded, request.producer_blocks
+            owners["producer"],
+            producers[rank],
+            plan.consumer,
+            request,
+            excluded,
+            request.producer_blocks,
         )
         for rank in plan.producer.parallel.ranks
     }
@@ -139,7 +144,8 @@ def verify(
     for source, rank in overlap:
         _check_not_read(source, consumers[rank], given or {})
     for rank, cache in consumers.items():
-        places = Places(owners["consumer"], cache, request, excluded, request.consumer_blocks)
+        own = owners["consumer"], cache, plan.consumer
+        places = Places(*own, request, excluded, request.consumer_blocks)
         if given is None:
             checkers = _checkers(plan, senders, places)
         else:
@@ -160,7 +166,7 @@ def _checkers(
     for some in _some_layers(places, SAMPLED_BLOCKS):
         tables = _tables(plan, senders, some)
         picked = {rank: table.tiles(request) for rank, table in tables.items()}
-        sample = Sample.of(some, senders, picked)
+        sample = BlockSample.of(some, senders, picked)
         if sample is None:
             del tables, picked
             for few in _some_layers(some, None):
