@@ -74,7 +74,8 @@ class Session:
 
     Args:
         nixl: The `NixlRank` of the rank, or another `Transport`. The caller closes it after the
-            session.
+            session. A session that loads must not share it with another open session: it
+            disconnects the peers of both.
         cache: The KV cache of the rank. The session registers its memory with *nixl*.
         engine_id: Name of the engine, the same at each start.
         epoch: Number of this start, the same on all ranks of the engine, and larger at each start.
@@ -106,6 +107,7 @@ class Session:
 
     _background: Background | None = None
     _interrupted = False
+    _drains = False  # Whether everything is closed after an interrupt, and only bytes may move.
 
     def __init__(
         self,
@@ -559,7 +561,10 @@ class Session:
         """Close the session after an interrupt, which may have left everything half changed.
 
         Call it with the lock. If an interrupt comes during this call, the next call does it again.
+        A later one must not: a new session may have connected the same peers by then.
         """
+        if self._drains:
+            return
         why = "the session was closed, because one of its calls was interrupted"
         self._interrupted = True
         self._loads.close_interrupted(why)
@@ -569,6 +574,7 @@ class Session:
         self._remotes.close_interrupted()
         if self._background is not None:
             self._background.end()
+        self._drains = True
 
     def stats(self) -> SessionStats:
         """Return the numbers of unfinished things, and counters.
