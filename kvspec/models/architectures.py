@@ -680,6 +680,10 @@ NOT_YET: Mapping[str, str] = {
         ("MiniCPM3ForCausalLM minicpm3", "its latents, which engines expand in different ways"),
         ("Dots3NoteForCausalLM dots3_note dots3_note_text", "its latents of two widths"),
         ("WhisperForCausalLM", _ENCODER),
+        (
+            "VoxtralRealtimeForConditionalGeneration voxtral_realtime",
+            "its tokens with four rows each",
+        ),
     )
     for name in names.split()
 }

@@ -81,7 +81,8 @@ def from_config(
 
     The layers have the names that vLLM gives them. If the text model is nested, the names begin
     with ``language_model.``. Layers pair by name, so both engines need the same names. Draft (MTP)
-    layers are not included.
+    layers are not included. Windows are vLLM's too. SGLang gives MiMo-V2 one token more, and
+    transformers gives Cohere 2 one token less.
 
     Args:
         config: A parsed ``config.json``, its path, or the path of its folder. For a multimodal
