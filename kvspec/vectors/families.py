@@ -594,12 +594,12 @@ def _rings(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
             )  # fmt: skip
             yield f"tp{p}-tp{c}-{policy}", case
     heads = {"num_kv_heads": 2, "overlap": True}
-    for p, c in (("LBHNC", "LBNHC"), ("LBNHC", "BLHNC"), ("BHLNC", "LKBNHC")):
+    for own, other in (("LBHNC", "LBNHC"), ("LBNHC", "BLHNC"), ("BHLNC", "LKBNHC")):
         first, second = (
             _engine(_ring(rows, **heads), ("layers.0", "layers.1"), layout=layout, tp_size=tp)
-            for rows, layout, tp in ((8, p, 2), (16, c, 3))
+            for rows, layout, tp in ((8, own, 2), (16, other, 3))
         )
-        yield f"two-heads-{p}-to-{c}", _case(first, second, 10)
+        yield f"two-heads-{own}-to-{other}", _case(first, second, 10)
     contexts = _engine(small, tp_size=2, dcp_size=2), _engine(great, pcp_size=2, interleave_size=4)
     yield "context-ranks-hold-all", _case(*contexts, 10)
     groups = [
@@ -819,8 +819,8 @@ def _steps(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     cross = CrossAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=2, dtype="uint8")
     groups = [full, _group("cross", cross, layers[2])]
     yield "full-and-cross", _case(_engine(groups), _engine(groups, tp_size=2), 6, encoder=9)
-    groups = [[full, _group("ring", _ring(own, overlap=True), layers[2])] for own in (8, 16)]
-    yield "full-and-ring", _case(_engine(groups[0]), _engine(groups[1], tp_size=2), 10)
+    sides = [[full, _group("ring", _ring(own, overlap=True), layers[2])] for own in (8, 16)]
+    yield "full-and-ring", _case(_engine(sides[0]), _engine(sides[1], tp_size=2), 10)
     rows = _latent(8, tokens_per_state=4)
     yield "rows-of-four-tokens", _case(_engine(rows, layers), _engine(rows, layers, tp_size=2), 14)
 
