@@ -243,6 +243,10 @@ class Tiles:
         count: int = self.ids.shape[1]
         return count
 
+    def take(self, indices: Ints) -> Tiles:
+        """Return the tiles with these *indices*."""
+        return Tiles(self.block[:, indices], self.tile[:, indices], self.ids[:, indices])
+
 
 def row_starts(
     request: TransferRequest,

@@ -15,7 +15,7 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 import numpy as np
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.runs import coalesce
+from kvspec.descriptors.selection import Picked
 from kvspec.memory.rank_cache import RankCache
 from kvspec.memory.region import Region
 from kvspec.ownership.part import Part
@@ -43,24 +44,31 @@ class CachePair:
 
 
 def unwritten_ranges(
-    pair: CachePair, request: TransferRequest, written: npt.NDArray[np.uint64]
+    pair: CachePair, request: TransferRequest, picked: Iterable[Picked]
 ) -> npt.NDArray[np.uint64]:
     """Return the bytes of the consumer's blocks that no descriptor writes.
 
     Args:
         pair: The two ranks.
         request: The request.
-        written: Descriptors of the request: producer address, consumer address and length, uint64
-            of shape (n, 3).
+        picked: The numbered rows of the two ranks, each with the tiles that move.
 
     Returns:
         Address and length of each range, ascending by address, uint64 of shape (m, 2).
     """
-    _, start, length = written.astype(np.int64).T
+    contents = list(_not_required(pair, request))
+    # Few blocks have bytes that need not move. The others may have millions of descriptors.
+    blocks = np.unique(np.concatenate([np.empty(0, np.int64), *(found[0] for found in contents)]))
+    written = [np.empty((0, 3), np.int64)]
+    for numbered, tiles in picked:
+        kernel_blocks = numbered.split_rows.token_split.consumer.kernel_blocks_per_block
+        inside = np.isin(tiles.block[1] // kernel_blocks, blocks)
+        written.append(numbered.addresses(tiles.take(np.flatnonzero(inside))))
+    _, start, length = np.concatenate(written).T
     order = np.argsort(start)
     start, stop = start[order], (start + length)[order]
     ranges = [np.empty((0, 3), np.int64)]
-    for address, content in _not_required(pair, request):
+    for _, address, content in contents:
         # A whole tile also writes its dead tokens. Leave out the contents that were written.
         before = np.searchsorted(start, address, "right") - 1
         was_written = before >= 0
@@ -72,19 +80,27 @@ def unwritten_ranges(
     return coalesce(ranges, (boundaries, boundaries))[1:].T.view(np.uint64)
 
 
-def _not_required(pair: CachePair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:
-    """Yield addresses of contents that neither must move nor are cached, and their length.
+def _not_required(pair: CachePair, request: TransferRequest) -> Iterator[tuple[Ints, Ints, int]]:
+    """Yield contents that neither must move nor are cached: blocks of the table, addresses, length.
 
     Some of them move nevertheless: the dead tokens of a tile that moves whole.
     """
+    known: dict[object, tuple[Ints, Ints]] = {}
     for edge, tp_slice, layer, part in _parts(pair):
         region = pair.consumer.region(layer, part.name)
-        rows = _token_rows if part.per_token else _state_rows
-        block, row = rows(pair, request, edge, tp_slice, region, part)
+        # Most layers have the same rows.
+        shape = part.tokens_per_state, part.states, region.states, region.num_blocks
+        key = id(edge), id(tp_slice), shape
+        if key not in known:
+            rows = _token_rows if part.per_token else _state_rows
+            known[key] = rows(pair, request, edge, tp_slice, region, part)
+        block, row = known[key]
         local = tp_slice.local_range
         first_rows = region.addresses()[local.start : local.stop, 0]
         moved = block * region.block_stride + row * region.state_stride
-        yield (moved[:, None, None] + first_rows).ravel(), region.chunk_bytes
+        kernel_blocks = pair.consumer.engine.group(edge.group).kernel_blocks_per_block
+        addresses = (moved[:, None, None] + first_rows).ravel()
+        yield block // kernel_blocks, addresses, region.chunk_bytes
 
 
 def _parts(pair: CachePair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]:

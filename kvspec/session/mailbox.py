@@ -507,7 +507,8 @@ class Messages:
     def _refuse(self, route: str, error: WireError) -> None:
         """Record why a message is refused, and disconnect its sender.
 
-        An older release stays connected if it sends a past kind, such as the progress of a prompt.
+        An older release stays connected if it sends a past kind, such as the progress of a prompt,
+        or another attempt than the first.
         """
         self.note(str(error))
         LOG.debug("refused a message from %s: %s", route, error)
@@ -520,7 +521,7 @@ class Messages:
         if chosen and route not in self._warned:
             self._warned.add(route)
             LOG.warning("%s sends messages that are refused: %s", route, error)
-        if error.path != "message.kind":
+        if error.path not in ("message.kind", "message.attempt"):
             self._reject(route)
 
     def _challenge(self, route: str, body: bytes) -> None:

@@ -79,6 +79,7 @@ def test_from_tensors_reads_the_regions_that_allocate_made(
         )
 
 
+@pytest.mark.uncovered
 def test_reread_caches_contain_every_kind_of_tensor() -> None:
     """Tensors have several parts, are of torch, or have the types of their parts."""
     seen: Counter[str] = Counter()

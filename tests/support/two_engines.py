@@ -27,7 +27,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
@@ -80,10 +80,19 @@ class BrokenPromiseError(AssertionError):
         self.promise = promise
 
 
-def cases_of(faults: Mapping[Any, Mapping[Any, Promise]]) -> list[Any]:
-    """Return one case of a test for each fault: where it is, the fault and the broken promise."""
+def cases_of(
+    faults: Mapping[Any, Mapping[Any, Promise]], slow: Container[object] = ()
+) -> list[Any]:
+    """Return one case of a test for each fault: where it is, the fault and the broken promise.
+
+    Only the nightly run looks for the faults in *slow*.
+    """
     return [
-        pytest.param(where, fault, promise, id=f"{where}-{fault.__name__}")
+        pytest.param(
+            *(where, fault, promise),
+            id=f"{where}-{fault.__name__}",
+            marks=[pytest.mark.slow] if fault in slow else [],
+        )
         for where, some in faults.items()
         for fault, promise in some.items()
     ]

@@ -119,7 +119,7 @@ def impossible_value_blames_caller(patch: pytest.MonkeyPatch) -> None:
         ("layouts", second_part_shifted),
         ("contexts", contexts_compared_by_number),
         ("block_tables", last_tile_lost),
-        ("block_tables", repeated_block_accepted),
+        pytest.param("block_tables", repeated_block_accepted, marks=pytest.mark.slow),
         ("from_config", any_field_is_a_number),
         ("handshakes", impossible_value_blames_caller),
         ("messages", impossible_message_blames_caller),
