@@ -304,7 +304,7 @@ class RowSet:
         return size if (self.length == size).all() else None
 
     @cached_property
-    def interleaved(self) -> int:
+    def interleaved_runs(self) -> int:
         """The number of runs in an interleaved set.
 
         The runs of a set interleave in the producer's memory. All tiles of a set lie before
@@ -434,7 +434,7 @@ class SplitRows:
         The dead bytes must take less time than the descriptors that they spare. If NIXL joins whole
         tiles, it joins this one as well, so that it has no descriptor of its own.
         """
-        whole = self.rows(self.token_split.whole)
+        whole = self.rows(self.token_split.whole_kind)
         spared = self.runs(kind) - sum(len(rows) for rows in whole if not rows.touches.all())
         dead_bytes = sum(rows.nbytes for rows in whole) - sum(
             rows.nbytes for rows in self.rows(kind)

@@ -493,7 +493,7 @@ def numbered_rows_of(
     for edge in edges:
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
         for split_rows in split_rows_of(edge, groups, *caches, layers):
-            for rows in split_rows.rows(split_rows.token_split.whole):
+            for rows in split_rows.rows(split_rows.token_split.whole_kind):
                 numbered_rows.append(NumberedRows(edge, split_rows, rows, *next_ids))
                 used = rows.ids_used
                 next_ids = next_ids[0] + used[0], next_ids[1] + used[1]

@@ -197,6 +197,9 @@ def test_copy_of_a_message_takes_no_answers_away(watched: Watched) -> None:
         assert ["reader"] == readers.answered("reader", ChecksumRequest)
         assert ["reader", "copy"] == readers.answered("copy", ChecksumRequest)
         assert {"reader"} == set(watched.trusted)
+        watched.closed.add("copy")
+        assert ["reader"] == readers.answered("copy", ChecksumRequest)
+        watched.closed.clear()
         # A newer message comes from the reader. So may an old one, if its connection has ended.
         assert ["again"] == readers.answered("again", number=4)
         watched.closed.add("again")

@@ -314,3 +314,22 @@ def test_agent_of_an_engine_that_is_being_connected_stays_connected(
         again = near.load(request("of Q"), remote_id=remote_id, timeout=9.0)
         until(lambda: other.poll() or again.poll() != "moving", consumer)
         assert "done" == again.state
+
+
+def test_second_session_that_connects_over_a_transport_is_refused(net: FakeNixl) -> None:
+    """A disconnect of one of them would release the lists of the other."""
+    cache, storage = kvspec.allocate(engine(1), kvspec.RankId(), num_blocks=8)
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=False) as consumer,
+        Session(consumer.first.nixl, cache, engine_id="E", owner=storage) as other,
+    ):
+        consumer.connect(producer)
+        with pytest.raises(SpecError) as caught:
+            other.connect(producer.introductions)
+        assert "nixl" == caught.value.field
+        assert (1, 0) == (consumer.first.stats().engines, other.stats().engines)
+        consumer.first.close()
+        other.connect(producer.introductions)
+        assert 1 == other.stats().engines
+    assert not net.moving
