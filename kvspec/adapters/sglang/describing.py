@@ -20,13 +20,8 @@ from kvspec.adapters.attention_modules import (
     key_content_of,
 )
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.sglang.engine import (
-    FULL_GROUP,
-    WINDOW,
-    engine_spec,
-    parallel_config,
-    read_pools,
-)
+from kvspec.adapters.sglang.engine import engine_spec, parallel_config
+from kvspec.adapters.sglang.pools import FULL_GROUP, WINDOW, read_pools
 from kvspec.adapters.sglang.request_identity import STARTED
 from kvspec.adapters.sglang.tensors import rank_cache
 from kvspec.errors import SpecError
@@ -242,7 +237,7 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         wanted = "a type without scales: not yet: the identity of the scales"
         raise SpecError("token_to_kv_pool.dtype", whole.dtype, wanted)
     layers = dict(_layers(around.model))
-    row = whole.shape("latent" if whole.latent else "k")[2]
+    row = whole.shape("k" if whole.has_heads else "latent")[2]
     contents: dict[str, KeyContent] = {}
     windows: dict[int, int] = {}
     for number in whole.layers:
@@ -260,7 +255,7 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         if isinstance(before, int) and before >= 0:
             windows[number] = before + 1
         group = WINDOW if number in windows else FULL_GROUP
-        found = key_content_of(module, row, latent=whole.latent)
+        found = key_content_of(module, row, latent=not whole.has_heads)
         content = agreed_key_content(f"{VARIABLE}['key_content']", settings.key_content, found)
         if content is None or contents.setdefault(group, content) != content:
             shown = contents.get(group, "a module that shows how its keys are rotated")
