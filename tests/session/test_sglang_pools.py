@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sglang_serving as serving
 from builders import request as request_of
 
 import kvspec
 from kvspec import RankId
 from kvspec.adapters import sglang as adapter
+from kvspec.adapters.sglang import plugin
+from kvspec.adapters.sglang.backend import SUCCESS, WAITING
 from kvspec.adapters.sglang.pools import POOL_KINDS, POOLS_NOT_YET
 from kvspec.testing.world import described
 
@@ -29,8 +33,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns of each kernel that a CPU does not have.
     pytest.importorskip("sglang", reason="SGLang is not installed")
     import torch
-    from sglang.srt import runtime_context
     from sglang.srt.configs import mamba_utils
+    from sglang.srt.disaggregation import prefill, utils
     from sglang.srt.mem_cache import memory_pool
 
 TOKENS, SLOT = 70, 3
@@ -76,7 +80,6 @@ def alone() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     single = SimpleNamespace(attn_dcp_size=1, dcp_enabled=False)
     patch.setattr(memory_pool, "get_parallel", lambda: single)
-    assert hasattr(runtime_context, "get_parallel")
     yield
     patch.undo()
 
@@ -249,7 +252,8 @@ def test_each_pool_of_sglang_is_read_or_refused_with_a_reason() -> None:
     """A class is found by its base classes in SGLang's files, without an import."""
     bases: dict[str, set[str]] = {}
     for file in Path(memory_pool.__file__).parents[1].rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if re.search(r"class \w*KV\w*", text) else ():
             if isinstance(node, ast.ClassDef):
                 names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
                 bases.setdefault(node.name, set()).update(names)
@@ -260,3 +264,91 @@ def test_each_pool_of_sglang_is_read_or_refused_with_a_reason() -> None:
     others = {"KVCache", "BaseSWAKVPool", "_DummyKVCache"}
     assert found - others == {*POOL_KINDS, *POOLS_NOT_YET}
     assert not set(POOL_KINDS) & set(POOLS_NOT_YET)
+
+
+def row(pool: Any, side: Side, slot: int) -> Any:
+    """Return SGLang's table of requests. Request 1 has the slots of *side*, and a state."""
+    table = torch.zeros(4, 256, dtype=torch.int32)
+    table[1, :TOKENS] = side.slots
+    own = memory_pool.HybridReqToTokenPool.__new__(memory_pool.HybridReqToTokenPool)
+    own.req_to_token, own.mamba_pool = table, getattr(pool, "mamba_pool", None)
+    own.req_index_to_mamba_index_mapping = torch.tensor([0, slot, 0, 0])
+    return own
+
+
+class Allocator:
+    """SGLang's allocator, of which a sender uses the translation of slots."""
+
+    def __init__(self, page: int) -> None:
+        self.page_size = page
+
+    def translate_kv_indices_for_transfer(self, slots: Any) -> Any:
+        """Return *slots*: they are those of the pool."""
+        return slots
+
+
+def send(sender: Any, pool: Any, side: Side, page: int) -> None:
+    """Let SGLang's scheduler send a prompt with *sender*."""
+    kv_args = sender.kv_mgr.kv_args
+    scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=Allocator(page),
+        req_to_token_pool=row(pool, side, side.slot),
+        disagg_metadata_buffers=SimpleNamespace(set_buf=lambda _: None),
+        disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=SimpleNamespace(kv_args=kv_args)),
+        disagg_prefill_pending_chunk_rids=set(),
+        enable_staging=False,
+    )
+    asked = sender.request
+    asked.kv = SimpleNamespace(req_pool_idx=1)
+    asked.disagg_kv_sender, asked.rid = sender, "one"
+    asked.start_send_idx = asked.disagg_decode_prefix_len = 0
+    asked.extend_end = TOKENS
+    prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk(scheduler, asked, last_chunk=True)
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("kind", ["hybrid", "sparse"])
+def test_scheduler_of_sglang_sends_states_through_the_backend(
+    kind: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang names its kinds of states, and the slots and pages of a request."""
+    monkeypatch.setenv("KVSPEC_SECRET", "0123456789abcdef")
+    page, options = (16, {}) if kind == "hybrid" else (64, {"index_order": "rows"})
+    make = (lambda tp, page: hybrid(tp, page, kda=False)) if kind == "hybrid" else sparse
+    first, second = (Side(1, page, seed, make, **options) for seed in (0, 1))
+    pools = [side.pools[RankId()] for side in (first, second)]
+    args = SimpleNamespace()
+    utils.setup_state_kv_args(args, pools[0])
+    own = iter(pools)
+    changes = {"pool": lambda *_: next(own), "state_types": args.state_types, "kv_heads": HEADS,
+               "model": serving.model(layers=4), **options}  # fmt: skip
+    with serving.pair((1, page), (1, page), **changes) as (one, other, server):
+        (manager,), (consumer,) = one.ranks, other.ranks
+        manager.kv_args = args
+        sender = plugin._classes()["SENDER"](manager, server.address, 7)
+        sender.request = serving.request([*range(TOKENS)])
+        sender.init(-(-TOKENS // page), 0)
+        if kind == "hybrid":
+            state = model.state(0, 1, rows_first=False)
+            pools[0].mamba_pool.load_cpu_copy(state, torch.tensor([first.slot]))
+        else:
+            pools[0].index_k_with_scale_buffer[0].copy_(
+                torch.randint(0, 256, pools[0].index_k_with_scale_buffer[0].shape)
+            )
+        send(sender, pools[0], first, page)
+        assert sender.error is None, sender.error
+        (receiver,) = serving.receivers(other, server.address, 7, sender.request)
+        serving.until(WAITING, [receiver])
+        pages = (second.slots[::page] // page).numpy()
+        slots = row(pools[1], second, second.slot).req_index_to_mamba_index_mapping[1]
+        receiver.send_metadata(pages, 0, [[slots.numpy()]], 0)
+        serving.until(SUCCESS, [receiver])
+        assert consumer.session.stats().counters.bytes_read > 0
+    if kind == "hybrid":
+        (conv,), temporal = pools[1].mamba_pool.get_cpu_copy(torch.tensor([second.slot]))
+        assert torch.equal(state[0][0], conv)
+        assert torch.equal(state[1], temporal)
+    else:
+        found = [pool.index_k_with_scale_buffer[0] for pool in pools]
+        sources = (first.slots[::page] // page)[:1]
+        assert torch.equal(found[0][sources], found[1][torch.from_numpy(pages[:1])])
