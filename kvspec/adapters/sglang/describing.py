@@ -71,7 +71,7 @@ POOLS = (
 RECURRENT = "mamba"
 STATES = (RECURRENT, "dsa", "minimax_index_k", "minimax_dense_kv")
 # The attribute of a model's config with the groups of its Mamba 2 layers, by the config's class.
-GROUPS = {
+GROUP_COUNTS = {
     "FalconH1Config": "mamba_n_groups",
     "GraniteMoeHybridConfig": "mamba_n_groups",
     "NemotronHConfig": "n_groups",

@@ -31,7 +31,7 @@ from kvspec.adapters.sglang.pools import (
     TokenPool,
     read_pools,
 )
-from kvspec.adapters.sglang.states import StatePool, read_states
+from kvspec.adapters.sglang.state_pools import StatePool, read_states
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvspec.adapters.sglang import backend, frontend_hooks, tickets
-from kvspec.adapters.sglang.describing import GROUPS, Surroundings, check_version
+from kvspec.adapters.sglang.describing import GROUP_COUNTS, Surroundings, check_version
 from kvspec.adapters.sglang.receiving import Receiver
 from kvspec.adapters.sglang.sending import Sender
 
@@ -242,7 +242,7 @@ def _surroundings(args: Any, mode: Any) -> Surroundings:
 
 def _groups(config: Any) -> int | None:
     """Return the groups of the model's Mamba 2 layers, or None if it has none."""
-    name = GROUPS.get(type(config).__name__)
+    name = GROUP_COUNTS.get(type(config).__name__)
     return None if name is None else int(getattr(config, name))
 
 

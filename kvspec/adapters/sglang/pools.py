@@ -17,7 +17,7 @@ How it works:
                                indexer    of sparse layers: one key
         HybridLinearKVPool     full       those of its `full_kv_pool`, for the layers that attend
 
-    The states of a `HybridLinearKVPool` are read by `kvspec.adapters.sglang.states`.
+    The states of a `HybridLinearKVPool` are read by `kvspec.adapters.sglang.state_pools`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ POOLS_NOT_YET = {
 SCALE_BUFFERS = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
 
 # The axes of a buffer of tokens, and of a buffer of an indexer.
-_SLOTS, _PAGES = ("slots", "heads", "size"), ("pages", "bytes")
+_SLOT_AXES, _INDEX_AXES = ("slots", "heads", "size"), ("pages", "bytes")
 
 
 @attrs.frozen
@@ -233,7 +233,7 @@ def _sparse_latents(
         wanted = f"{latents.page_size}, the page_size; not yet: index pages of another size"
         raise SpecError(size.path, size.value, wanted)
     skipped = pool.get("skip_topk_layers").members("whether a layer takes its tokens from another")
-    pages = list(_buffers(pool, {"page": "index_k_with_scale_buffer"}, _PAGES))
+    pages = list(_buffers(pool, {"page": "index_k_with_scale_buffer"}, _INDEX_AXES))
     if not len(skipped) == len(pages) == len(latents.layers):
         wanted = f"{len(latents.layers)}, one for each layer"
         raise SpecError(pool.get("skip_topk_layers").path, len(skipped), wanted)
@@ -285,7 +285,7 @@ def _hybrid(
     windows: Mapping[int, int],
     _: Layers,
 ) -> Iterator[TokenPool]:
-    """Yield the layers that attend. `kvspec.adapters.sglang.states` reads the others."""
+    """Yield the layers that attend. `kvspec.adapters.sglang.state_pools` reads the others."""
     inner, field = pool.get("full_kv_pool"), pool.get("full_attention_layer_id_mapping")
     _check_class(inner, _PLAIN)
     places = mapping(field.path, field.value, "layer numbers to places")
@@ -351,7 +351,7 @@ def _check_layout(pool: FieldReader) -> None:
 
 
 def _buffers(
-    pool: FieldReader, names: Mapping[str, str], axes: tuple[str, ...] = _SLOTS
+    pool: FieldReader, names: Mapping[str, str], axes: tuple[str, ...] = _SLOT_AXES
 ) -> Iterator[dict[str, Any]]:
     """Yield the buffers of each layer by part. *names* are those of their lists."""
     columns: dict[str, tuple[FieldReader, ...]] = {
