@@ -288,13 +288,14 @@ def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
 
 def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:
     """Return the place in the producer's memory that *request* pairs with a consumer id."""
-    numbered, run, *place = _place_of(table, "consumer", consumer_id)
-    number = numbered.rows.consumer.ids(*place)
+    numbered, run, block, tile = _place_of(table, "consumer", consumer_id)
+    number = numbered.rows.consumer.ids(block, tile)
     for moving, tiles in table.tiles(request):
-        at = np.flatnonzero(tiles.ids[1] == number) if moving is numbered else ()
-        if len(at):
-            start = numbered.rows.producer_address[run] + numbered.rows.offsets(tiles)[0, at[0]]
-            return f" at {int(start):#x} (block {tiles.block[0, at[0]]})"
+        found = np.flatnonzero(tiles.ids[1] == number).tolist() if moving is numbered else []
+        if found:
+            at: int = found[0]
+            start = numbered.rows.producer_address[run] + numbered.rows.offsets(tiles)[0, at]
+            return f" at {int(start):#x} (block {tiles.block[0, at]})"
     return " (not part of this request)"
 
 
@@ -357,6 +358,9 @@ def _rows(
     index = np.flatnonzero(block_table.block_ids == logical_block)
     if not len(index):
         return f"{_range_text('row', state)} of a block that is not part of the request"
+    if group.spec.is_ring:
+        last, size = request.num_tokens - 1, group.spec.block_size
+        return _range_text("token", last - (last - state) % size)
     context = engine.context(group, rank)
     local = (
         int(index[0]) * group.spec.block_size

@@ -321,6 +321,10 @@ class Checker:
         table, row_tokens = self.consumer.tables[moving.group.name], moving.part.tokens_per_state
         virtual, count = self.consumer.virtual_block(moving.group), len(table.block_ids)
         wanted, first = moving.wanted, table.first_token
+        if moving.group.spec.is_ring:
+            # Each row that is not wanted must not change: it counts as cached, as a later position.
+            rows = np.arange(wanted.start, wanted.start + virtual)
+            return rows[: len(wanted)], rows[len(wanted) :]
         start, stop = wanted.start - first, wanted.stop - first
         before = [start // virtual] if moving.wanted and start < 0 else []
         after = [max(count, start // virtual)] if stop > count * virtual else []

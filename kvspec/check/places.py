@@ -22,11 +22,13 @@ from kvspec.check.coverage import Coverage, merged
 from kvspec.check.ownership import Owners
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.table import sharing
+from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
+from kvspec.specs import LayerSpec
 
 # First addresses, and lengths in bytes.
 AddressRanges = tuple[Ints, Ints]
@@ -39,6 +41,7 @@ class Places:
     Attributes:
         owners: Source of the rank's layers, units and positions.
         cache: The rank's cache.
+        reader: The consumer engine. Its layers decide which positions are live.
         request: The request.
         excluded: Names of the layers that do not move.
         tables: The request's block table of each group.
@@ -48,6 +51,7 @@ class Places:
 
     owners: Owners
     cache: RankCache
+    reader: EngineSpec
     request: TransferRequest
     excluded: frozenset[str]
     tables: Mapping[str, BlockTable]
@@ -133,6 +137,8 @@ class Places:
         """Return the address of unit 0 of each row of *region*, by the first token of the row."""
         table, stored = self.tables[group.name], self.owners.stored(group, self.rank)
         block, offset = np.divmod(tokens - table.first_token, self.virtual_block(group))
+        if group.spec.is_ring:
+            block = np.zeros_like(block)  # A request has one block.
         token = np.minimum(np.searchsorted(stored, offset), len(stored) - 1)
         # `searchsorted` returns a neighbour if the rank does not store the token.
         inside = (stored[token] == offset) & (block >= 0) & (block < len(table.block_ids))
@@ -162,6 +168,7 @@ class Places:
             return self._state_block(group, wanted.stop - 1) if wanted else table.block_ids[:0]
         blocks = self.blocks(group.name)
         first = (first_live - table.first_token) // self.virtual_block(group)
+        first = 0 if group.spec.is_ring else first
         ids = table.block_ids[blocks[blocks >= first]]
         if self.owners.engine.null_block is None:
             # An id that occurs twice stands for no block.
@@ -229,10 +236,9 @@ class Places:
             and region.block_stride * split == block_stride
         ]
 
-    def first_own(self, group: KVCacheGroup) -> int:
-        """Return the first token of the block of the first live token. Earlier ones are not own."""
-        # All layers of a group have the same window.
-        first = self.owners.first_live(self.request, group.spec.of_layer(group.layers[0]))
+    def first_own(self, group: KVCacheGroup, spec: LayerSpec) -> int:
+        """Return the first token of the block of the first token that layers of *spec* read."""
+        first = self.owners.first_live(self.request, spec)
         virtual = self.virtual_block(group)
         return first // virtual * virtual
 
@@ -242,17 +248,24 @@ class Places:
 
     @cached_property
     def own(self) -> Coverage:
-        """The bytes that may be read: all contents in the request's own blocks, or those chosen."""
+        """The bytes that may be read: all contents in the request's own blocks, or those chosen.
+
+        The consumer's layers decide which blocks of a producer are own.
+        """
         own: list[AddressRanges] = []
         for group in self.owners.engine.groups:
             layers = self.layers.keys() & set(group.layers) - self.excluded
-            if layers and group.name in self.tables:
-                # All layers of a group have the same window.
-                spec = group.spec.of_layer(group.layers[0])
+            if group.name not in self.tables:
+                continue
+            by_spec: dict[int, tuple[LayerSpec, set[str]]] = {}
+            for layer in layers & self.reader.homes.keys():
+                spec = self.reader.homes[layer].spec.of_layer(layer)
+                by_spec.setdefault(id(spec), (spec, set()))[1].add(layer)
+            for spec, some in by_spec.values():
                 first = self.owners.first_live(self.request, spec)
                 last = range(first, self.request.total(spec))
                 ids = self.usable(group, spec.parts[0], last, first)
-                regions = (region for region in self.cache.regions if region.layer in layers)
+                regions = (region for region in self.cache.regions if region.layer in some)
                 own += self.contents(group, ((region, region.states) for region in regions), ids)
         return covered(own)
 
@@ -287,8 +300,8 @@ def _first_blocks(regions: Sequence[tuple[Region, int]]) -> AddressRanges:
         examples.setdefault(key, (region, rows))
         same_shapes.setdefault(key, []).append(region.base)
     starts, lengths = list[Ints](), list[Ints]()
-    for key, bases in same_shapes.items():
-        region, rows = examples[key]
+    for shape, bases in same_shapes.items():
+        region, rows = examples[shape]
         offsets = region.addresses()[:, :rows].ravel() - region.base
         starts.append((np.array(bases)[:, None] + offsets).ravel())
         lengths.append(np.full(starts[-1].shape, region.chunk_bytes))

@@ -46,7 +46,7 @@ _Looks = tuple[Ints, Ints]
 
 
 @attrs.frozen(eq=False)
-class Sample:
+class BlockSample:
     """Blocks of one consumer rank that stand for all blocks of the request.
 
     Attributes:
@@ -60,7 +60,7 @@ class Sample:
     @staticmethod
     def of(
         places: Places, sources: Mapping[RankId, Places], picked: Mapping[RankId, Sequence[Picked]]
-    ) -> Sample | None:
+    ) -> BlockSample | None:
         """Return a sample of what is *picked*, or None if a tile or a run is not in its block.
 
         Args:
@@ -92,7 +92,7 @@ class Sample:
                 ids[numbered.edge.producer_group].append(blocks)
             kept = {name: _only(tables[name], np.concatenate(found)) for name, found in ids.items()}
             own_sources[rank] = attrs.evolve(sources[rank], tables=kept)
-        return Sample(sampled, own_sources)
+        return BlockSample(sampled, own_sources)
 
     def descriptors(self, picked: Sequence[Picked], boundaries: Boundaries) -> Ints:
         """Return the descriptors of *picked* that write into the chosen blocks, shape (n, 3)."""
@@ -132,19 +132,17 @@ def _looks(source: Places, places: Places, numbered: NumberedRows, tiles: Tiles)
     """
     rows, split, edge = numbered.rows, numbered.split_rows.token_split, numbered.edge
     blocks, kernel_block = _table_blocks(numbered, tiles)
-    begins = list[Ints]()
+    begins, at = list[Ints](), blocks[1]
     for number, (side, name, layout, address, paging) in enumerate(
         (
             (source, edge.producer_group, rows.producer, rows.producer_address, split.producer),
             (places, edge.group, rows.consumer, rows.consumer_address, split.consumer),
         )
     ):
-        group, block_stride = (
-            side.owners.engine.group(name),
-            layout.block_stride * paging.kernel_blocks_per_block,
-        )
-        at = _places(side, name, blocks[number], alone=side is places)
-        if at is None or not side.in_pool(group, block_stride, blocks[number]).all():
+        group = side.owners.engine.group(name)
+        block_stride = layout.block_stride * paging.kernel_blocks_per_block
+        found = _places(side, name, blocks[number], alone=side is places)
+        if found is None or not side.in_pool(group, block_stride, blocks[number]).all():
             return None
         # The library's own offsets are compared with those of the table's blocks.
         inner = kernel_block[number] * layout.block_stride + tiles.tile[number] * layout.tile_stride
@@ -154,8 +152,13 @@ def _looks(source: Places, places: Places, numbered: NumberedRows, tiles: Tiles)
         lengths = np.repeat(rows.length, len(starts) // len(address))
         if side.first_block(group, block_stride).first_outside(starts, lengths) is not None:
             return None
+        at = found
         begins.append(side.tables[name].first_token + at * side.virtual_block(group))
-    own = begins[0] >= source.first_own(source.owners.engine.group(edge.producer_group))
+    # All layers of a group have the same window.
+    group = places.owners.engine.group(edge.group)
+    spec = group.spec.of_layer(group.layers[0])
+    first_own = source.first_own(source.owners.engine.group(edge.producer_group), spec)
+    own = (begins[0] >= first_own).astype(np.int64)
     return at, _numbers([*kernel_block, *tiles.tile, own, begins[0] - begins[1]])
 
 
@@ -187,7 +190,7 @@ def _numbers(columns: Sequence[Ints]) -> Ints:
 def _chosen(places: Places, group: KVCacheGroup, looks: Sequence[_Looks]) -> Ints:
     """Return one place in the table of *group* for each look of its blocks."""
     count = len(places.tables[group.name].block_ids)
-    if not all(part.per_token for part in group.own_parts):
+    if group.spec.is_ring or not all(part.per_token for part in group.own_parts):
         return np.arange(count)  # Few tiles move. Which ones depends on the last token.
     none = np.empty(0, np.int64)
     at, number = (
@@ -216,4 +219,4 @@ def _limits(places: Places, group: KVCacheGroup) -> Iterator[Ints]:
         wanted, first = owners.wanted(request, group, spec), owners.first_live(request, spec)
         for end in (wanted.start, wanted.stop, owners.cached(request, group, spec)):
             yield np.clip(end - start, 0, virtual)
-        yield start >= first // virtual * virtual
+        yield (start >= first // virtual * virtual).astype(np.int64)

@@ -20,7 +20,7 @@ from kvspec.check.checker import Checker, CounterExample
 from kvspec.check.coverage import Coverage, Small, check_ranks_separate, merged, overlapping_sides
 from kvspec.check.ownership import Counted, Owners
 from kvspec.check.places import Places
-from kvspec.check.sample import Sample
+from kvspec.check.sample import BlockSample
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.descriptors.table import (
     DescriptorTable,
@@ -29,11 +29,16 @@ from kvspec.descriptors.table import (
     check_read_once,
     sharing,
 )
-from kvspec.descriptors.tiles import check_once, check_producer_holds, check_state_tokens
+from kvspec.descriptors.tiles import (
+    check_once,
+    check_producer_holds,
+    check_ring_tokens,
+    check_state_tokens,
+)
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.inputs import MOST, flag, instance, mapping
+from kvspec.inputs import MAX_TOKENS, MOST, flag, instance, mapping
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
@@ -121,7 +126,12 @@ def verify(
     excluded = frozenset([*plan.producer.excluded, *plan.consumer.excluded])
     senders = {
         rank: Places(
-            owners["producer"], producers[rank], request, excluded, request.producer_blocks
+            owners["producer"],
+            producers[rank],
+            plan.consumer,
+            request,
+            excluded,
+            request.producer_blocks,
         )
         for rank in plan.producer.parallel.ranks
     }
@@ -134,7 +144,8 @@ def verify(
     for source, rank in overlap:
         _check_not_read(source, consumers[rank], given or {})
     for rank, cache in consumers.items():
-        places = Places(owners["consumer"], cache, request, excluded, request.consumer_blocks)
+        own = owners["consumer"], cache, plan.consumer
+        places = Places(*own, request, excluded, request.consumer_blocks)
         if given is None:
             checkers = _checkers(plan, senders, places)
         else:
@@ -155,7 +166,7 @@ def _checkers(
     for some in _some_layers(places, SAMPLED_BLOCKS):
         tables = _tables(plan, senders, some)
         picked = {rank: table.tiles(request) for rank, table in tables.items()}
-        sample = Sample.of(some, senders, picked)
+        sample = BlockSample.of(some, senders, picked)
         if sample is None:
             del tables, picked
             for few in _some_layers(some, None):
@@ -327,6 +338,8 @@ def _check_arguments(
                 per_token = all(part.per_token for part in spec.parts)
                 if not per_token:
                     check_state_tokens(request)
+                elif group.spec.is_ring and side == "producer":
+                    check_ring_tokens(request, wanted, group.spec.block_size)
                 check = _check_tokens if per_token else _check_state
                 ids = check(owners[side], side, group, tables[side], wanted)
                 if side == "producer":
@@ -348,6 +361,9 @@ def _check_tokens(
     the checker finds bytes that are missing or wrong.
     """
     virtual, null = owners.virtual_block(group), owners.engine.null_block
+    if group.spec.is_ring:
+        table.check_ring(f"{side}_blocks[{group.name!r}]")
+        virtual = MAX_TOKENS
     table.check_start(f"{side}_blocks[{group.name!r}]", virtual)
     held = table.tokens(virtual)
     if side == "producer":

@@ -64,20 +64,23 @@ class Paging:
         memory_block_size: Tokens of one block in memory. It divides `block_size`.
         context: The token positions that the rank owns.
         null_block: Id that stands for a missing block in block tables, or None.
+        is_ring: Whether a block is a ring. A block of the table then has all positions, and the
+            position p is in row ``p % memory_block_size``.
     """
 
     block_size: int
     memory_block_size: int
     context: BlockCyclic
     null_block: int | None = None
+    is_ring: bool = False
 
     @cached_property
     def kernel_blocks_per_block(self) -> int:
         """Number of blocks in memory for each block of the table.
 
-        It is 1 if `GroupSide.part` has joined the kernel blocks of each block.
+        It is 1 if `GroupSide.part` has joined the kernel blocks of each block, and for a ring.
         """
-        return self.block_size // self.memory_block_size
+        return 1 if self.is_ring else self.block_size // self.memory_block_size
 
     @cached_property
     def virtual_block(self) -> int:

@@ -92,7 +92,9 @@ class GroupSide:
         """Paging in the blocks of the attention kernel."""
         engine, group = self.cache.engine, self.group
         context, null = engine.context(group, self.cache.rank), engine.null_block
-        return Paging(group.spec.block_size, group.memory_block_size, context, null_block=null)
+        size = engine.virtual_block(group) // context.size
+        ring = group.spec.is_ring
+        return Paging(size, group.memory_block_size, context, null_block=null, is_ring=ring)
 
     @cached_property
     def _joined_paging(self) -> Paging:

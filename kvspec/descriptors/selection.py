@@ -324,12 +324,14 @@ class SplitGroup:
             tables.check(first)
             for tokens_per_state in self.all_tokens_per_state:
                 check_cached(tables, tokens_per_state)
+            # In a ring, the row of a dead token may be the row of a live one.
+            may_move_dead = self.dead_tokens and not self.spec.is_ring
             starts = [
                 row_starts(
                     request,
                     tables,
                     split_rows.token_split,
-                    split_rows.dead_cost_less if self.dead_tokens else None,
+                    split_rows.dead_cost_less if may_move_dead else None,
                 )
                 for split_rows, _ in self.splits
             ]

@@ -39,7 +39,7 @@ from kvspec.descriptors.request import BlockTable, Ids, TransferRequest
 from kvspec.descriptors.runs import coalesce, split_rows_of
 from kvspec.descriptors.selection import NumberedRows, Picked, Selection, SplitGroup
 from kvspec.descriptors.tiles import Positions, check_tokens
-from kvspec.descriptors.unwritten import CachePair, unwritten_ranges
+from kvspec.descriptors.unwritten import CachePair, UnwrittenRows, unwritten_ranges, unwritten_rows
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import MOST, flag, instance, texts
@@ -313,8 +313,10 @@ class DescriptorTable:
         Returns:
             Address and length in bytes of each range, ascending by address: uint64, shape (n, 2).
         """
-        pair = CachePair(self.plan, self.producer, self.consumer, self.layers)
-        return unwritten_ranges(pair, request, self.tiles(request))
+        instance("request", request, TransferRequest)
+        # A table by default writes no dead token.
+        picked = self.tiles(request) if self.dead_tokens else []
+        return unwritten_ranges(self._pair, self._unwritten_rows, request, picked)
 
     def complete_blocks(self, request: TransferRequest) -> dict[str, Ids]:
         """Return the consumer's blocks that a prefix cache may contain after *request* was loaded.
@@ -331,12 +333,20 @@ class DescriptorTable:
             By group of the consumer: block ids in token order, int64. They include blocks whose
             tokens were all cached before. Blocks before the first live token are not included,
             because they may belong to another request by now. Layers that either engine excludes
-            do not count, and groups that do not move have no entry.
+            do not count. Rings and groups that do not move have no entry.
 
         Raises:
             SpecError: If the request lacks a table or encoder tokens, or names an unknown group.
         """
         return complete_blocks(self.plan, request)
+
+    @cached_property
+    def _pair(self) -> CachePair:
+        return CachePair(self.plan, self.producer, self.consumer, self.layers)
+
+    @cached_property
+    def _unwritten_rows(self) -> list[UnwrittenRows]:
+        return unwritten_rows(self._pair)
 
     @cached_property
     def _groups(self) -> tuple[str, ...]:

@@ -137,6 +137,8 @@ class EdgeTables:
     def _check_tokens(self, sides: tuple[TableSide, ...]) -> None:
         tokens = self.reached
         for side, group, table, paging in sides:
+            if paging.is_ring:
+                table.check_ring(f"{side}_blocks[{group!r}]")
             if table.first_token:
                 table.check_start(f"{side}_blocks[{group!r}]", paging.virtual_block)
             held = table.tokens(paging.virtual_block)
@@ -263,10 +265,13 @@ def row_starts(
         moves_whole: Whether dead tokens move with a kind of row. None: they never move.
 
     Raises:
-        MismatchError: If a recurrent state has seen other tokens than the request has.
+        MismatchError: If a recurrent state has seen other tokens than the request has, or a ring
+            so many more that it has no row for a live token.
     """
     if not token_split.tile:
         return _state(request, tables, token_split)
+    if token_split.producer.is_ring:
+        check_ring_tokens(request, tables.wanted, token_split.producer.memory_block_size)
     producer, consumer = token_split.producer.context, token_split.consumer.context
     same_sharding = producer.same_sharding(consumer)
     frame = (_own_counts if same_sharding else _positions)(tables, token_split)
@@ -337,6 +342,15 @@ def _ascending(ids: Ints) -> Ints:
         places[ids] = np.arange(len(ids))
         return places[places >= 0]
     return ids.argsort(kind="stable")
+
+
+def check_ring_tokens(request: TransferRequest, wanted: range, rows: int) -> None:
+    """Raise `MismatchError` unless the producer's ring of *rows* rows still has *wanted* tokens."""
+    seen = request.num_tokens if request.state_tokens is None else request.state_tokens
+    if not seen - rows <= wanted.start < wanted.stop <= seen:
+        why = f"a ring of {rows} rows has only its last {rows} tokens"
+        held = range(max(seen - rows, 0), seen)
+        raise MismatchError([Mismatch("state_tokens", held, wanted, why, ("held", "expected"))])
 
 
 def check_state_tokens(request: TransferRequest) -> None:

@@ -117,6 +117,7 @@ class Loads:
         remotes: The connected engines.
         waiting: Loads whose producer is being connected.
         interrupted_loads: Loads of an interrupted session, of which bytes may move.
+        interrupted_reads: Their reads. A new session may use the transport and the ids meanwhile.
         errands: Tickets that are kept or declined.
         closing: Whether the session is being closed, so that no load may begin.
         select: Passes a load whose producer is connected to a thread, which calls `serve`. If it is
@@ -132,6 +133,7 @@ class Loads:
     loads: dict[str, Load] = attrs.field(factory=dict)
     waiting: list[Waiting] = attrs.field(factory=list)
     interrupted_loads: dict[str, Load] = attrs.field(factory=dict)
+    interrupted_reads: list[ReadInFlight] = attrs.field(factory=list)
     _small: int = 0  # Index of the next small flight to poll.
     _large: int = 0  # The same for large flights.
     _quiet: float = 0.0  # When large loads may take a whole turn.
@@ -433,6 +435,9 @@ class Loads:
                 load.written |= load.has_remote  # Any byte may have been written.
                 load.fail(None, why, TransferState.CLOSED)
                 self.interrupted_loads[name] = load
+        self.interrupted_reads = [
+            read for read in self.nixl.transfers if read.request in self.interrupted_loads
+        ]
         self.loads.clear()
         self.waiting.clear()
         self.errands.clear()
@@ -440,11 +445,11 @@ class Loads:
 
     def drain(self) -> None:
         """End the interrupted loads of which no byte can move."""
-        for read in self.nixl.transfers:
-            if read.request in self.interrupted_loads:
-                with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-                    read.cancel("the session was interrupted", TransferState.CLOSED)
-        moving = {read.request for read in self.nixl.transfers}
+        for read in self.interrupted_reads:
+            with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                read.cancel("the session was interrupted", TransferState.CLOSED)
+        self.interrupted_reads = [read for read in self.interrupted_reads if not read.over]
+        moving = {read.request for read in self.interrupted_reads}
         for name in self.interrupted_loads.keys() - moving:
             load = self.interrupted_loads.pop(name)
             self.messages.counters.count_failed(TransferState.CLOSED)

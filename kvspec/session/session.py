@@ -106,6 +106,7 @@ class Session:
 
     _background: Background | None = None
     _interrupted = False
+    _drains = False  # Whether everything is closed after an interrupt, and only bytes may move.
 
     def __init__(
         self,
@@ -563,7 +564,10 @@ class Session:
         """Close the session after an interrupt, which may have left everything half changed.
 
         Call it with the lock. If an interrupt comes during this call, the next call does it again.
+        A later one must not: a new session may have connected the same peers by then.
         """
+        if self._drains:
+            return
         why = "the session was closed, because one of its calls was interrupted"
         self._interrupted = True
         self._loads.close_interrupted(why)
@@ -573,6 +577,7 @@ class Session:
         self._remotes.close_interrupted()
         if self._background is not None:
             self._background.end()
+        self._drains = True
 
     def stats(self) -> SessionStats:
         """Return the numbers of unfinished things, and counters.

@@ -96,7 +96,7 @@ def test_tensor_digest_rejects_what_is_no_tensor_of_contents() -> None:
         (tensor, [*range(ROWS)], "rows"),
     ):
         with pytest.raises(kvspec.SpecError) as raised:
-            tensor_digest(wrong, numbers, layer=LAYER, part=PART)  # type: ignore[arg-type]
+            tensor_digest(wrong, numbers, layer=LAYER, part=PART)
         assert field == raised.value.field
 
 

@@ -62,7 +62,7 @@ def places(table: BlockTable) -> Places:
     """Return the places of a request on a rank with 8 blocks of 4 tokens."""
     engine = small_engine()
     cache = plan_memory(engine, RankId(), num_blocks=8)
-    return Places(Owners(engine), cache, request(0, {}, {}), frozenset(), {"full": table})
+    return Places(Owners(engine), cache, engine, request(0, {}, {}), frozenset(), {"full": table})
 
 
 @pytest.mark.parametrize(

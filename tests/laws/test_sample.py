@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from judged import caches, law_1
 
 import kvspec
-from kvspec.check.sample import Sample
+from kvspec.check.ownership import Owners
+from kvspec.check.places import Places
+from kvspec.check.sample import BlockSample
 from kvspec.descriptors.runs import RowSet
-from kvspec.descriptors.selection import Picked, SplitGroup
+from kvspec.descriptors.selection import NumberedRows, Picked, SplitGroup
 from kvspec.descriptors.tiles import Tiles
 from kvspec.testing import strategies
 from kvspec.testing.world import World, world
@@ -36,7 +38,7 @@ def verified(here: World, **options: Any) -> kvspec.CounterExample | None:
 def of_all_blocks(here: World) -> kvspec.CounterExample | None:
     """Return what `verify` finds without a sample."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sample, "of", lambda *_: None)
+        patch.setattr(BlockSample, "of", lambda *_: None)
         return verified(here)
 
 
@@ -140,8 +142,10 @@ def test_verify_finds_a_planted_fault_as_in_all_blocks(
 def two_layers(layout: str, **fields: Any) -> kvspec.EngineSpec:
     """Return an engine of two layers with blocks of 4 tokens."""
     defaults = {"block_size": 4, "head_size": 16, "dtype": "uint8"}
+    kernel = fields.pop("kernel_block_size", None)
     spec = builders.gqa(2, **defaults | fields)
-    return builders.engine(spec, layers=("l.0", "l.1"), layout=layout)
+    group = builders.group(spec, "l.0", "l.1", kernel_block_size=kernel)
+    return builders.engine(group, layout=layout)
 
 
 LAYOUTS = {
@@ -151,6 +155,10 @@ LAYOUTS = {
     "transposed keys": (
         two_layers("LBKHNC", page_format="keys-transposed", head_size=4),
         two_layers("LBNHC", head_size=4),
+    ),
+    "kernel blocks": (
+        two_layers("LBNHC"),
+        two_layers("LBNHC", block_size=8, kernel_block_size=4),
     ),
     "packed keys": (
         two_layers("LBKHNC", page_format="x-packed", head_size=32),
@@ -170,7 +178,7 @@ def test_verify_and_law_1_find_each_planted_fault(
     here = world(case)
     assert None is verified(here)
     missed = list[tuple[str, int]]()
-    for how, at in zip(HOW, cycle((2, 5)), strict=False):
+    for how, at in zip(HOW * 2, cycle((2, 5)), strict=False):
         with fault(here.plan.edges[0], how, at):
             found = verified(here)
             rows = {(p, c): table.descriptors(asked) for p, c, table in here.tables()}
@@ -185,10 +193,57 @@ def test_verify_and_law_1_find_each_planted_fault(
     assert [] == missed
 
 
+def of_altered(alter: Callable[[NumberedRows, Tiles], list[Picked]]) -> Any:
+    """Return the sample if *alter* changes the last numbered rows that move."""
+    side, _ = LAYOUTS["heads and tokens"]
+    asked = builders.request(12, [3, 0, 1], [4, 2, 6])
+    here = world(builders.case(side, side, asked), blank=True)
+    (table,) = (table for *_, table in here.tables())
+    (*others, last) = table.tiles(here.case.request)
+    producer, consumer = (
+        Places(
+            Owners(cache.engine), cache, here.case.consumer, here.case.request, frozenset(), tables
+        )
+        for cache, tables in (
+            (table.producer, here.case.request.producer_blocks),
+            (table.consumer, here.case.request.consumer_blocks),
+        )
+    )
+    rank = kvspec.RankId()
+    return BlockSample.of(consumer, {rank: producer}, {rank: [*others, *alter(*last)]})
+
+
+def shifted(rows: NumberedRows, tiles: Tiles, blocks: int) -> list[Picked]:
+    """Move the runs by *blocks*, and the tiles back."""
+    changed = attrs.evolve(
+        rows.rows,
+        consumer_address=rows.rows.consumer_address + blocks * rows.rows.consumer.block_stride,
+    )
+    block = tiles.block - np.array([[0], [blocks]])
+    return [(attrs.evolve(rows, rows=changed), attrs.evolve(tiles, block=block))]
+
+
+def far_away(rows: NumberedRows, tiles: Tiles) -> list[Picked]:
+    """Move the tiles out of the pool."""
+    return [(rows, attrs.evolve(tiles, block=tiles.block + np.array([[0], [1 << 20]])))]
+
+
+def test_no_sample_stands_for_runs_and_tiles_outside_of_their_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The blocks are then verified one by one."""
+    assert of_altered(lambda *right: [right]) is not None
+    assert of_altered(lambda *right: shifted(*right, 2)) is None
+    assert of_altered(far_away) is None
+    right = RowSet.offsets
+    monkeypatch.setattr(RowSet, "offsets", lambda *both: right(*both) + np.array([[0], [1]]))
+    assert of_altered(lambda *right: [right]) is None
+
+
 def test_few_of_many_equal_blocks_are_verified() -> None:
     """One token is cached, so the first and the last block look different."""
     samples = list[Any]()
-    right = Sample.of
+    right = BlockSample.of
 
     def record(*arguments: Any) -> Any:
         samples.append(right(*arguments))
@@ -196,7 +251,7 @@ def test_few_of_many_equal_blocks_are_verified() -> None:
 
     asked = attrs.evolve(LONG.request, cached_tokens=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sample, "of", record)
+        patch.setattr(BlockSample, "of", record)
         assert None is verified(world(attrs.evolve(LONG, request=asked), blank=True))
     assert [[0, 1, 5]] == [sample.places.chosen["g"].tolist() for sample in samples]
 

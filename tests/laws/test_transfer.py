@@ -15,7 +15,7 @@ from hypothesis import Phase, example, given, settings
 
 import kvspec
 from kvspec.analysis.fewest import descriptor_counts
-from kvspec.check.counting import cached_tokens_of, context_of
+from kvspec.check.counting import cached_tokens_of, context_of, is_ring
 from kvspec.testing import laws, oracle, strategies
 from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.laws import KVSPEC
@@ -100,10 +100,13 @@ def unwritten(here: World, rank: kvspec.RankId) -> dict[str, npt.NDArray[np.uint
     case = here.case
     marks = oracle.each_array(here.consumers[rank][1], np.zeros_like)
     views = logical_views(case.consumer, rank, marks, case.consumer_pool)
+    stay = excluded_layers(case.producer) | excluded_layers(case.consumer)
     tables = case.request.consumer_blocks
     for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
-        views[rows.key][rows.block[rows.dead], :, rows.row[rows.dead]] = 1
-    stay = excluded_layers(case.producer) | excluded_layers(case.consumer)
+        ring = is_ring(case.consumer.group(rows.key[0]).spec) and rows.key[1] not in stay
+        # Nothing may move into the other rows of a ring, so they are unwritten.
+        free = rows.dead | (ring & ~rows.live)
+        views[rows.key][rows.block[free], :, rows.row[free]] = 1
     for group in case.consumer.groups:
         if is_state(group.spec) and group.name in tables:
             for (name, layer, _), view in views.items():

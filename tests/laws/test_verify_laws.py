@@ -83,7 +83,7 @@ def test_verify_finds_writes_into_another_layer_layer_by_layer(
 
     monkeypatch.setattr(VERIFY, "TOGETHER", 1)
     monkeypatch.setattr(VERIFY, "_descriptors", wrong)
-    monkeypatch.setattr(VERIFY.Sample, "of", lambda *_: None)
+    monkeypatch.setattr(VERIFY.BlockSample, "of", lambda *_: None)
     example = kvspec.verify(here.plan, *caches(here), here.case.request)
     assert example is not None
     assert ("missing", "l.2" if step < 0 else "l.1") == (example.kind, example.layer)

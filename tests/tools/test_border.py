@@ -35,8 +35,10 @@ REFUSED = {
     ("vLLM", "fp8, no type"),
     ("SGLang", "vectorized_5d"),
     ("SGLang", "other pools"),
+    ("slots, DCP 2", "full"),
+    ("raw state page", "KDA"),
 }
-"""Pages that are always rejected."""
+"""Pages that are always rejected, by their engine or their kind."""
 
 WHOLE = {
     "NVFP4, MSA",
@@ -48,10 +50,11 @@ WHOLE = {
     "TurboQuant, scales apart",
     "UltraQuant",
     "DeepSeek V4 records",
+    "slots and index pages",
 }
 """Pages that can only move whole: to equal block sizes and, if they have heads, to equal TP."""
 
-KINDS = {"RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "CircularBufferSpec", "KDA"}
+KINDS = {"RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "CircularBufferSpec"}
 """Kinds of layers that are always rejected."""
 
 
@@ -63,14 +66,14 @@ def test_page_formats_are_exact_or_rejected(border: Any) -> None:
         assert all(text == "exact" or text.startswith("refused: ") for text in verdicts)
         verdicts_of[row.engine, row.page, row.kind] = verdicts
     for (engine, page, kind), verdicts in verdicts_of.items():
-        if (engine, page) in REFUSED or kind in KINDS or (page, kind) == ("slots, DCP 2", "full"):
+        if (engine, page) in REFUSED or kind in KINDS or (page, kind) in REFUSED:
             assert "exact" not in verdicts
         elif page in WHOLE:
-            last = "exact" if kind == "MLA" else "refused"
+            last = "exact" if kind in ("MLA", "DSA") else "refused"
             assert ["exact", "refused", last] == [text.partition(":")[0] for text in verdicts]
         else:
             assert ["exact"] * 3 == verdicts
-    assert 44 == sum(verdicts[0] == "exact" for verdicts in verdicts_of.values())
+    assert 52 == sum(verdicts[0] == "exact" for verdicts in verdicts_of.values())
 
 
 UNKNOWN = {"perhaps rotated", "other order", "part of a key", "fp8, scales of a batch", "fp8"}
