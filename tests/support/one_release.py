@@ -16,7 +16,8 @@ import numpy as np
 
 import kvspec
 from kvspec.nixl import NixlRank
-from kvspec.session import Session, Settled, TcpChannel, new_remote_id
+from kvspec.session import Session, TcpChannel, new_remote_id
+from kvspec.session.holds import Settled
 from kvspec.wire import VERSION
 
 TABLES = {"full": [1, 2, 3]}
