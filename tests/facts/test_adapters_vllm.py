@@ -148,6 +148,69 @@ def test_engine_spec_rejects_unknown_class(spec: Any) -> None:
     assert "MambaSpec" in error.expected
 
 
+INDEX_CACHE = like.changed(
+    like.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16"), "cache_role", "INDEXER"
+)
+M3 = "vllm.models.minimax_m3."
+# Layers of MiniMax-M3 that attend to some blocks have a key-only cache beside keys and values.
+M3_BACKENDS = {
+    "layer.0.attn": like.FLASH,
+    "layer.1.attn": M3 + "common.sparse_attention.MiniMaxM3SparseBackend",
+    "layer.1.index_cache": M3 + "common.indexer.MiniMaxM3IndexerBackend",
+}
+
+
+def minimax(size: int, block: int, **heads: Any) -> tuple[Any, kvspec.EngineSpec]:
+    """Return the config of a rank of MiniMax-M3 as vLLM groups it, and the engine."""
+    own = {**HEADS, "num_kv_heads": 4 // size, "block_size": block}
+    specs = {
+        "layer.0.attn": like.FullAttentionSpec(**own, **heads),
+        "layer.1.attn": like.FullAttentionSpec(**own),
+        "layer.1.index_cache": like.changed(INDEX_CACHE, "block_size", block),
+    }
+    uniform = like.UniformTypeKVCacheSpecs(block_size=block, kv_cache_specs=specs)
+    own_config = config((list(specs), uniform), num_blocks=9)
+    engine = engine_spec(own_config, parallel=tp(size), total_num_kv_heads=4, backends=M3_BACKENDS)
+    return own_config, engine
+
+
+@pytest.mark.parametrize(("size", "block"), [(2, 16), (1, 32), (4, 32)])
+def test_group_of_several_classes_moves_with_one_block_table(size: int, block: int) -> None:
+    """Keys and values are divided among TP ranks. The index keys are on each of them."""
+    sides = []
+    for ranks, tokens in ((1, 16), (size, block)):
+        own_config, engine = minimax(ranks, tokens)
+        caches = {}
+        for rank in engine.parallel.ranks:
+            pages = {
+                name: zeros((9, 1 if "index" in name else 4 // ranks, tokens, width), np.uint16)
+                for name, width in zip(M3_BACKENDS, (16, 16, 8), strict=True)
+            }
+            caches[rank] = vllm.rank_cache(engine, rank, pages, config=own_config)
+        tables = vllm.block_tables(engine, own_config, [range(8, 8 - 96 // tokens, -1)], 77)
+        sides.append((engine, caches, tables))
+    assert ["group0", "group0.MLAAttentionSpec"] == list(sides[0][2])
+    assert ["layer.1.index_cache"] == list(sides[0][0].groups[1].layers)
+    request = request_of(77, sides[0][2], sides[1][2])
+    assert [] == moved(sides[0][0], sides[1][0], request, (sides[0][1], sides[1][1]))
+
+
+def test_layers_of_one_class_in_a_split_group_may_have_other_sizes() -> None:
+    """A layer of other head sizes is beside the others, as in MiMo-V2 and Gemma 4."""
+    _, engine = minimax(1, 16, head_size_v=4)
+    assert [4, 8] == [
+        engine.groups[0].spec.of_layer(f"layer.{at}.attn").parts[1].content_bytes // 2  # type: ignore[attr-defined]
+        for at in (0, 1)
+    ]
+
+
+def test_second_class_of_a_group_may_be_excluded() -> None:
+    """A group has only the classes of layers that are in the engine."""
+    own_config, _ = minimax(1, 16)
+    engine = engine_spec(own_config, backends=M3_BACKENDS, excluded=["layer.1.index_cache"])
+    assert [(), ("layer.1.index_cache",)] == [group.excluded for group in engine.groups]
+
+
 SPEC = "kv_cache_groups[0].kv_cache_spec"
 V1 = "vllm.v1.attention.backends."
 SCALED = like.FullAttentionSpec(**{**HEADS, **NVFP4})
