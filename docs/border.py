@@ -114,7 +114,8 @@ def on_vllm(
                 size = sum(int(np.prod(shape)) for shape in spec.shapes)
                 tensor = array((9, 1, 1, size), np.int8)
             else:
-                heads = 1 if "MLA" in cls else getattr(spec, "num_head_slots", None) or local
+                heads = 1 if "MLA" in cls else getattr(spec, "num_head_slots", None)
+                heads = heads or spec.num_kv_heads
                 width = 2 if spec.dtype.endswith("float16") else 1
                 content = getattr(spec, "state_content_bytes", None) or width * SIZE * (
                     1 if "MLA" in cls else 2
@@ -282,6 +283,9 @@ BY_FORMAT: dict[str, tuple[Any, str | None]] = {
 LATENT = ("mla", "indexer", "deepseek", "dots3", "hy_v4", "qsa_cache")
 
 
+SUMMARIES = MODELS + vllm_backends.SUMMARIES
+
+
 def backend_rows() -> Iterator[Row]:
     """Yield a line for each backend class of vLLM, with the plain pages of its layers."""
     for name, form in vllm_backends.FORMATS.items():
@@ -289,6 +293,10 @@ def backend_rows() -> Iterator[Row]:
         cls = "FullAttentionSpec"
         if any(word in name.lower() for word in LATENT):
             cls = "MLAAttentionSpec"
+        # Rows that are no key and value. Summaries have one head, whatever the model has.
+        if "sconv" in name or name == SUMMARIES:
+            one = {"num_kv_heads": 1} if name == SUMMARIES else {}
+            fields = heads(head_size_v=0, state_content_bytes=SIZE, **one)
         yield Row("vLLM class", short_name(name), cls, on_vllm(cls, name, fields, variant))
     for name in vllm_backends.BACKENDS_REFUSED:
         made = on_vllm("FullAttentionSpec", name, heads())

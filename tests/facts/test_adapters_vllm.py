@@ -7,6 +7,7 @@ import itertools
 from abc import ABCMeta
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,43 @@ def test_second_class_of_a_group_may_be_excluded() -> None:
     own_config, _ = minimax(1, 16)
     engine = engine_spec(own_config, backends=M3_BACKENDS, excluded=["layer.1.index_cache"])
     assert [(), ("layer.1.index_cache",)] == [group.excluded for group in engine.groups]
+
+
+INKLING = "vllm.models.inkling.nvidia.sconv_swa_attn.InklingSconvBackend"
+SUMMARY = "vllm.models.step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_without_values_move(size: int) -> None:
+    """Inkling's rows are divided by heads. Step-5's summary of eight tokens is on each rank."""
+    sides = []
+    for ranks in (4, size):
+        own = {**HEADS, "num_kv_heads": 4 // ranks, "head_size_v": 0}
+        conv = like.SlidingWindowSpec(**own, sliding_window=4)
+        one = {**HEADS, "num_kv_heads": 1, "head_size_v": 0, "tokens_per_state": 8}
+        both = config((["layer.0"], conv), (["layer.1"], like.FullAttentionSpec(**one)))
+        backends = {"layer.0": INKLING, "layer.1": SUMMARY}
+        engine = engine_spec(both, parallel=tp(ranks), total_num_kv_heads=4, backends=backends)
+        assert [16, 16] == [group.spec.parts[0].content_bytes for group in engine.groups]
+        assert [4, 1] == [group.spec.parts[0].units for group in engine.groups]
+        sides.append(engine)
+    assert [] == moves(*sides, 70)
+
+
+def test_rows_without_values_are_refused_in_other_pages() -> None:
+    """Attention on a CPU transposes keys, and knows no page without values."""
+    rows = replace(PLAIN, head_size_v=0)
+    error = refusal(lambda: layer_spec(rows, backends=CPU, variants="vec"))
+    assert (f"{SPEC}.head_size_v", 0) == (error.field, error.value)
+    assert "rows" in error.expected
+
+
+def test_several_rows_for_each_token_are_refused_by_name() -> None:
+    """Whisper with a causal encoder keeps four rows for each token."""
+    spec = replace(PLAIN, tokens_per_state=Fraction(1, 4))
+    error = refusal(lambda: layer_spec(spec))
+    assert (f"{SPEC}.tokens_per_state", Fraction(1, 4)) == (error.field, error.value)
+    assert "several rows" in error.expected
 
 
 SPEC = "kv_cache_groups[0].kv_cache_spec"

@@ -67,6 +67,9 @@ _ROW_BACKENDS = [
     "mla.xpu_mla_sparse.XPUMLASparseBackend",
 ]
 
+# The backend of summaries, which have one head whatever the heads of the model are.
+SUMMARIES = "step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend"
+
 # Backends of one model whose pages are rows. Those of a compressor, of Inkling's convolutions and
 # of QSA keep no keys and values, but rows of their own.
 _ROW_MODELS = [
@@ -74,6 +77,8 @@ _ROW_MODELS = [
     "dots3_note.nvidia.attention.Dots3NotePaddedSparseBackend",
     "dots3_note.nvidia.attention.Dots3NoteTritonMLABackend",
     "hy_v4.nvidia.flashmla_sparse.HYV4FlashMLASparseBackend",
+    "inkling.amd.sconv_swa_attn.InklingSconvBackend",
+    "inkling.nvidia.sconv_swa_attn.InklingSconvBackend",
     "minimax_m3.common.sparse_attention.MiniMaxM3SparseBackend",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseCutlassBackend",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSABackend",
@@ -82,6 +87,7 @@ _ROW_MODELS = [
     "qwen4_exp.nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend",
     "step5.nvidia.sparse_attention.Step5DSAAttentionBackend",
     "step5.nvidia.sparse_attention.Step5SplitKVFlashAttentionBackend",
+    SUMMARIES,
 ]
 
 _OTHER_BACKENDS = {
@@ -169,13 +175,6 @@ BACKENDS_REFUSED: Mapping[str, str] = {
         "no keys and values: it keeps hidden states of a model that is extracted": [
             "model_executor.models.extract_hidden_states.CacheOnlyAttentionBackend",
         ],
-        "not yet: its rows of convolutions have no value, and head_size_v is 0": [
-            "models.inkling.amd.sconv_swa_attn.InklingSconvBackend",
-            "models.inkling.nvidia.sconv_swa_attn.InklingSconvBackend",
-        ],
-        "not yet: its summaries have one head on each rank, and head_size_v is 0": [
-            "models.step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend",
-        ],
     }.items()
     for name in names
 }
@@ -242,6 +241,11 @@ class Backends:
             wanted = f"one of {', '.join(known)}: the variants of {name.rpartition('.')[2]}"
             raise SpecError(f"variants[{layer!r}]", variant, wanted)
         return known[variant]
+
+    def of_summaries(self, layer: str) -> bool:
+        """Return whether *layer* keeps summaries, which have one head on each rank."""
+        name = full_name(f"backends[{layer!r}]", chosen(self.by_layer, layer))
+        return name == f"vllm.models.{SUMMARIES}"
 
     def device_of(self, layer: str) -> str | None:
         """Return the type of device whose kernels write the state of *layer*, or None."""
@@ -370,6 +374,18 @@ def packing(rank_spec: FieldReader, page_format: str) -> dict[str, Any]:
         wanted = f"None or {(size + size_v) * width}: a key and a value"
         raise SpecError(f"{rank_spec.path}.state_content_bytes", content, wanted)
     return {"page_format": page_format}
+
+
+def rows_without_values(rank_spec: FieldReader, page_format: str, row: int) -> dict[str, Any]:
+    """Return the fields of rows of *row* bytes for each head that are no key and value.
+
+    vLLM describes them by values of size 0: the inputs of Inkling's convolutions, and Step-5's
+    summaries of eight tokens.
+    """
+    content = rank_spec.get("state_content_bytes")
+    if page_format != ROW_PAGES or content.size_or_none() not in (None, row):
+        raise SpecError(f"{rank_spec.path}.head_size_v", 0, "a page of rows without packed bytes")
+    return {"state_content_bytes": row}
 
 
 def _scaled(rank_spec: FieldReader, content: int | None) -> dict[str, Any]:
