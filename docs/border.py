@@ -288,6 +288,7 @@ SUMMARIES = MODELS + vllm_backends.SUMMARIES
 
 def backend_rows() -> Iterator[Row]:
     """Yield a line for each backend class of vLLM, with the plain pages of its layers."""
+    fields: Any
     for name, form in vllm_backends.FORMATS.items():
         fields, variant = BY_FORMAT[form]
         cls = "FullAttentionSpec"

@@ -979,3 +979,58 @@ def test_engine_spec_reads_or_rejects_arguments_of_other_types() -> None:
     for name, value in itertools.product(names, (None, 5, "x", (), -1, 1.5, [["l.0"]], {})):
         with contextlib.suppress(kvspec.SpecError):
             engine_spec(theirs, **{name: value})
+
+
+def trapped(first: Any, second: Any) -> list[str]:
+    """Return the fields in which the engines of two specs of vLLM do not fit."""
+    engines = [
+        engine_spec(config((["layer.0"], spec)), conv_layout="SD") for spec in (first, second)
+    ]
+    error = refusal(lambda: kvspec.plan_transfer(*engines), kvspec.MismatchError)
+    return [mismatch.field for mismatch in error.mismatches]
+
+
+def test_window_of_one_token_more_is_refused() -> None:
+    """MiMo-V2's 128 means 128 tokens in vLLM, and 129 in other engines."""
+    windows = [like.SlidingWindowSpec(**HEADS, sliding_window=size) for size in (128, 129)]
+    assert ["layer.0.sliding_window"] == trapped(*windows)
+
+
+def test_column_of_the_current_input_is_refused() -> None:
+    """A kernel of four columns keeps three inputs in vLLM, and four in transformers."""
+    states = [state("SHORT_CONV", ((rows, 8),)) for rows in (3, 4)]
+    assert ["layer.0.conv_x.states"] == trapped(*states)
+
+
+def test_states_of_another_type_are_refused() -> None:
+    """SGLang keeps temporal states as float32. vLLM keeps them like the model by default."""
+    shapes = ((3, 32), (32, 4))
+    types = ("bfloat16", "bfloat16"), ("bfloat16", "float32")
+    states = [replace(state("MAMBA1", shapes), dtypes=each) for each in types]
+    assert any("ssm" in field for field in trapped(*states))
+
+
+def test_state_of_transposed_heads_is_refused() -> None:
+    """Heads of 8 values and 4 keys are [8, 4] in vLLM. [4, 8] describes another model."""
+    states = [state("GDN_ATTN", ((3, 40), (2, *head))) for head in ((8, 4), (4, 8))]
+    assert trapped(*states)
+
+
+def test_rows_of_an_encoder_item_move_like_a_request() -> None:
+    """The encoder cache of vLLM has a tensor [rows, size] for each image."""
+    spec = kvspec.MLAAttentionSpec(block_size=1, head_size=6, dtype="bfloat16")
+    group = kvspec.KVCacheGroup(name="item", layers=["encoder"], spec=spec)
+    engine = kvspec.EngineSpec(groups=[group], layout="LBNHC")
+    rows, given = np.arange(30, dtype=np.uint16).reshape(5, 6), zeros((5, 6), np.uint16)
+    source, target = (
+        kvspec.RankCache.from_tensors(engine, ONE, {"encoder": item}, "(BN)C")
+        for item in (rows, given)
+    )
+    plan = kvspec.plan_transfer(engine, engine)
+    request = request_of(5, *({"item": range(5)} for _ in range(2)))
+    assert [[rows.ctypes.data, given.ctypes.data, rows.nbytes]] == kvspec.build_table(
+        plan, source, target
+    ).descriptors(request).tolist()
+    assert kvspec.verify(plan, {ONE: source}, {ONE: target}, request) is not None
+    given[:] = rows
+    assert kvspec.verify(plan, {ONE: source}, {ONE: target}, request) is None
