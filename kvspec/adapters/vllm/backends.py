@@ -124,16 +124,16 @@ _MODELS = {
     "qwen4_exp.amd.qsa.Qwen4ExpQSAFlashAttentionBackend": "QSA's",
 }
 
-_ORDER = "not yet: nobody has read in which order its kernels write a page"
-_RING = "not yet: it keeps a ring, whose spec does not tell which rows are read"
-_BASE = "no layer has it: other backends extend it"
-_STATE = "no pages of tokens: its layers keep states, and MambaSpec describes those"
+_UNREAD = "not yet: nobody has read in which order its kernels write a page"
+_OF_RINGS = "not yet: it keeps a ring, whose spec does not tell which rows are read"
+_OF_OTHERS = "no layer has it: other backends extend it"
+_OF_STATES = "no pages of tokens: its layers keep states, and MambaSpec describes those"
 
-# The classes of vLLM that no layer can be described with, and why, by module and class.
+# The backends whose layers cannot be described, and why, by module and class.
 BACKENDS_REFUSED: Mapping[str, str] = {
     f"vllm.{name}": why
     for why, names in {
-        _ORDER: [
+        _UNREAD: [
             "models.deepseek_v4.amd.rocm.DeepseekV4ROCMAiterMLASparseBackend",
             "models.deepseek_v4.cpu.cpu_mla.DeepseekV4CPUIndexerBackend",
             "models.deepseek_v4.cpu.cpu_mla.DeepseekV4CPUSparseBackend",
@@ -148,12 +148,12 @@ BACKENDS_REFUSED: Mapping[str, str] = {
             "v1.attention.backends.mla.rocm_paged_mxfp4_indexer.DeepseekV41RocmMxfp4IndexerBackend",
             "v1.attention.backends.mla.sparse_indexer.DeepseekV41SparseIndexerBackend",
         ],
-        _RING: [
+        _OF_RINGS: [
             "models.deepseek_v41.compressor.CompressorBackend",
             "models.step5.nvidia.csa_tail_ring.Step5CSATailRingBackend",
             "v1.attention.backends.mla.indexer.KpoolTailBackend",
         ],
-        _BASE: [
+        _OF_OTHERS: [
             "model_executor.layers.attention.mla_attention.MLACommonBackend",
             "models.deepseek_v4.sparse_mla.DeepseekV4SparseMLABackend",
             "models.deepseek_v41.sparse_mla.DeepseekV4SparseMLABackend",
@@ -161,7 +161,7 @@ BACKENDS_REFUSED: Mapping[str, str] = {
             "v1.attention.backends.mla.flashinfer_mla_sparse._FlashInferMLASparseBackendBase",
             "v1.attention.backends.triton_flash_attn._FABackend",
         ],
-        _STATE: [
+        _OF_STATES: [
             "models.kimi_k3.amd.kda_metadata.KimiK3ROCmKDABackend",
             "models.kimi_k3.nvidia.kda_metadata.KimiK3KDAAttentionBackend",
             "v1.attention.backends.gdn_attn.GDNAttentionBackend",

@@ -163,7 +163,7 @@ def _split(
 ) -> Iterator[KVCacheGroup]:
     """Yield the groups that one group of vLLM becomes: one for each class of its layers' specs.
 
-    None if no layer has a known cache. *members* has the group's member on each stage.
+    There is none if no layer has a known cache. *members* has the group's member on each stage.
     """
     layers: dict[str, RankLayer] = {}
     excluded_here: list[str] = []
