@@ -16,6 +16,7 @@ from pathlib import Path
 
 import mooncake_client
 from connecting import connected
+from counting import b17
 from digesting import digested
 from growth import b9, b10
 from merging import b6
@@ -45,6 +46,7 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "B14": b14,
     "B15": b15,
     "B16": b16,
+    "B17": b17,
     "CONNECT": connected,
     "READ": read_cost,
     "DIGEST": digested,

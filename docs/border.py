@@ -127,36 +127,91 @@ def on_vllm(
     return make
 
 
-def on_sglang(cls: str, dcp: int = 1, **fields: Any) -> Callable[[int, int], Side]:
-    """Return the function that builds a side of SGLang with one pool, whose pages are blocks."""
+def sglang_pool(name: str, heads: int, page: int, **fields: Any) -> Any:
+    """Return a pool of SGLang with one layer. A rank has so many *heads*."""
+    shape = (9 * page, heads if "MHA" in name else 1, SIZE)
+    buffers: dict[str, Any] = {"page_size": page, "dtype": "uint8", "start_layer": 0}
+    if "MHA" in name:
+        buffers |= {"k_buffer": [array(shape)], "v_buffer": [array(shape)]}
+    else:
+        buffers["kv_buffer"] = [array(shape)]
+    if name == "DSATokenToKVPool":
+        pages = {"index_k_with_scale_buffer": [array((9, page * (SIZE + 4)))]}
+        buffers |= {"index_page_size": page, "skip_topk_layers": [False], **pages}
+    return engine_object(name, **buffers, **fields)
 
-    def pool(name: str, heads: int, page: int) -> Any:
-        shape = (9 * page, 1, SIZE) if "MLA" in name else (9 * page, heads, SIZE)
-        buffers = {"kv_buffer": [array(shape)]}
-        if "MHA" in name:
-            buffers = {"k_buffer": [array(shape)], "v_buffer": [array(shape)]}
-        return engine_object(
-            name, page_size=page, dtype="uint8", start_layer=0, **buffers, **fields
+
+def swa_pool(heads: int, page: int) -> Any:
+    """Return a pool of SGLang with a layer that keeps all tokens, and one with a window."""
+    halves = [sglang_pool("MHATokenToKVPool", heads, page) for _ in "fw"]
+    places = {0: (0, False), 1: (0, True)}
+    return engine_object(
+        "SWAKVPool", full_kv_pool=halves[0], swa_kv_pool=halves[1], layers_mapping=places
+    )
+
+
+def minimax_pool(heads: int, page: int) -> Any:
+    """Return a pool of SGLang with one layer that keeps keys, values and an index key."""
+    index = {"k_buffer": [array((9 * page, 1, SIZE))], "page_size": page, "dtype": "uint8"}
+    return engine_object(
+        "MiniMaxSparseKVPool",
+        main_pool=sglang_pool("MHATokenToKVPool", heads, page),
+        index_k_pool=engine_object("MHATokenToKOnlyPool", **index),
+        index_k_layer_id_mapping={0: 0},
+    )
+
+
+def hybrid_pool(
+    conv: Callable[[int], tuple[int, ...]],
+    temporal: Callable[[int], tuple[int, ...]],
+    inner: str = "MHATokenToKVPool",
+    **fields: Any,
+) -> Callable[[int, int], Any]:
+    """Return the function that builds a pool with one layer of states.
+
+    *conv* and *temporal* return the shapes of one slot, for a rank with so many heads.
+    """
+
+    def make(heads: int, page: int) -> Any:
+        cache = engine_object(
+            "State",
+            conv=[array((1, 9, *conv(heads)), np.float16)],
+            temporal=array((1, 9, *temporal(heads)), np.float32),
         )
+        own = {"mamba_layer_ids": [0], "conv_slice_axis": 0, "device": "cuda", **fields}
+        return engine_object(
+            "HybridLinearKVPool",
+            full_kv_pool=sglang_pool(inner, heads, page),
+            full_attention_layer_id_mapping={1: 0},
+            mamba_pool=engine_object("MambaPool", mamba_cache=cache, **own),
+        )
+
+    return make
+
+
+def on_sglang(
+    cls: str | Callable[[int, int], Any], dcp: int = 1, **fields: Any
+) -> Callable[[int, int], Side]:
+    """Return the function that builds a side of SGLang with one pool, whose pages are blocks."""
 
     def make(tp: int, block: int) -> Side:
         # SGLang's context ranks are TP ranks, and a block spans all of them.
         parallel = sglang.parallel_config(tp * dcp, dcp_size=dcp)
-        caches, page = {}, block // dcp
-        pools = {}
+        caches, page, pools = {}, block // dcp, {}
         for rank in parallel.ranks:
             heads = HEADS // parallel.tp_size
-            pools[rank] = pool(cls, heads, page)
-            if cls == "SWAKVPool":
-                halves = [pool("MHATokenToKVPool", heads, page) for _ in "fw"]
-                pools[rank] = engine_object(
-                    cls,
-                    full_kv_pool=halves[0],
-                    swa_kv_pool=halves[1],
-                    layers_mapping={0: (0, False), 1: (0, True)},
-                )
+            pools[rank] = (
+                sglang_pool(cls, heads, page, **fields)
+                if isinstance(cls, str)
+                else cls(heads, page)
+            )
         engine = sglang.engine_spec(
-            pools[RankId()], parallel=parallel, total_num_kv_heads=HEADS, sliding_window=24
+            pools[RankId()],
+            parallel=parallel,
+            total_num_kv_heads=HEADS,
+            sliding_window=24,
+            index_order="rows",
+            n_groups=2,
         )
         for rank in parallel.ranks:
             caches[rank] = sglang.rank_cache(engine, rank, pools[rank])
@@ -165,6 +220,8 @@ def on_sglang(cls: str, dcp: int = 1, **fields: Any) -> Callable[[int, int], Sid
     return make
 
 
+# The sizes of q, k and v in a model with 4 heads.
+DELTA = [4 * HEADS, 4 * HEADS, 6 * HEADS]
 NAMES = ("layers.0", "layers.1")
 C = SIZE
 
@@ -367,6 +424,33 @@ def cache_type_rows() -> Iterator[Row]:
         yield Row("vLLM type", page, kind, on_vllm(cls, backend, fields, variant, dtype))
 
 
+def sglang_rows() -> Iterator[Row]:
+    """Yield the lines of all pools of SGLang 0.5.23."""
+    yield Row("SGLang", "slots", "full", on_sglang("MHATokenToKVPool"))
+    yield Row("SGLang", "slots", "full and window", on_sglang(swa_pool))
+    yield Row("SGLang", "slots", "MLA", on_sglang("MLATokenToKVPool"))
+    yield Row("SGLang", "slots, DCP 2", "MLA", on_sglang("MLATokenToKVPool", 2))
+    yield Row("SGLang", "slots, DCP 2", "full", on_sglang("MHATokenToKVPool", 2))
+    yield Row("SGLang", "vectorized_5d", "full",
+              on_sglang("MHATokenToKVPool", kv_cache_layout="vectorized_5d"))  # fmt: skip
+    yield Row("SGLang", "slots and index pages", "DSA", on_sglang("DSATokenToKVPool"))
+    yield Row("SGLang", "slots and index keys", "MiniMax", on_sglang(minimax_pool))
+    for kind, conv, temporal, more in (
+        ("gated delta net", lambda h: (14 * h, 3), lambda h: (h, 6, 4),
+         {"conv_shard_groups": DELTA}),
+        ("KDA", lambda h: (3, 12 * h), lambda h: (h, 4, 4),
+         {"conv_shard_groups": [4 * HEADS] * 3, "conv_slice_axis": 1, "inner": "MLATokenToKVPool"}),
+        ("mamba 1", lambda h: (h, 3), lambda h: (h, 1, 4), {}),
+        ("mamba 2", lambda h: (8 * h, 3), lambda h: (h, 4, 4), {}),
+        ("short convolution", lambda h: (8 * h, 2), lambda h: (h, 8, 0), {}),
+        ("linear attention", lambda _: (0, 0), lambda h: (h, 4, 4), {}),
+    ):  # fmt: skip
+        pool = on_sglang(hybrid_pool(conv, temporal, **more))
+        yield Row("SGLang", "slots and states", kind, pool)
+    for cls in sorted(sglang.pools.POOLS_NOT_YET):
+        yield Row("SGLang", "other pools", cls, on_sglang(cls))
+
+
 def rows() -> Iterator[Row]:
     """Yield all lines."""
     for kind, (cls, more) in ATTENTION.items():
@@ -422,15 +506,7 @@ def rows() -> Iterator[Row]:
     yield state("LINEAR", lambda local: ((local, 4, 4),))
     yield state("SHORT_CONV", lambda _: ((8, 2),), tp_replicated=True)
     yield state("KDA", lambda local: ((8 * local, 3), (local, 4, 4)))
-    yield Row("SGLang", "slots", "full", on_sglang("MHATokenToKVPool"))
-    yield Row("SGLang", "slots", "full and window", on_sglang("SWAKVPool"))
-    yield Row("SGLang", "slots", "MLA", on_sglang("MLATokenToKVPool"))
-    yield Row("SGLang", "slots, DCP 2", "MLA", on_sglang("MLATokenToKVPool", 2))
-    yield Row("SGLang", "slots, DCP 2", "full", on_sglang("MHATokenToKVPool", 2))
-    yield Row("SGLang", "vectorized_5d", "full",
-              on_sglang("MHATokenToKVPool", kv_cache_layout="vectorized_5d"))  # fmt: skip
-    for cls in sorted(sglang.engine.POOLS_NOT_YET):
-        yield Row("SGLang", "other pools", cls, on_sglang(cls))
+    yield from sglang_rows()
     for name, page, kind, *how in MEMORIES:
         yield Row(name, page, kind, read(kind, *how))
 

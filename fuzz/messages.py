@@ -146,7 +146,7 @@ class Pair:
         except kvspec.SpecError:
             self.answered(self.consumer.cancel(name, self.now))
             return
-        self.answered(self.consumer.connected(name, self.now))
+        self.answered(self.consumer.queued(name, self.now))
 
     def answered(self, actions: list[Any]) -> None:
         """Deliver 70 % of the messages that a ledger sends; the others are lost."""

@@ -54,6 +54,7 @@ from kvspec.plan.mismatches import mismatches
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KeyContent,
@@ -70,6 +71,7 @@ from kvspec.version import __version__
 __all__ = [
     "BlockTable",
     "ChunkedLocalAttentionSpec",
+    "CircularBufferSpec",
     "CounterExample",
     "CrossAttentionSpec",
     "DescriptorTable",

@@ -20,6 +20,9 @@ V_co = TypeVar("V_co", covariant=True)
 # Addresses and byte counts are signed 64-bit numbers in numpy.
 MOST = 2**63 - 1
 
+# The end of the block that holds the last position must still be a signed 64-bit number.
+MAX_TOKENS = 2**62
+
 # More members than any sequence of a description has. Each member is checked, so a longer sequence
 # such as `range(10**20)` would never end.
 MOST_MEMBERS = 2**20

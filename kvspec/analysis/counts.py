@@ -3,11 +3,11 @@
 Invariant: counting never changes a plan and allocates no cache memory.
 
 How it works:
-    The bytes come from `kvspec.analysis.flows`. The descriptors are counted with real tables: for
-    each pair of ranks, `build_table` gets two caches that are planned but not allocated. The
-    request's blocks are 1, 3, 5 and so on, so that no two of them are adjacent. This is the worst
-    case, because adjacent blocks can share a descriptor. Many pairs of ranks have the same shape:
-    the same slices, cache layouts and contexts. Their table is built only once.
+    The bytes come from `kvspec.analysis.flows`. The descriptors are counted with the rows of real
+    tables, for two caches that are planned but not allocated. The request's blocks are 1, 3, 5 and
+    so on, so that no two of them are adjacent. This is the worst case, because adjacent blocks can
+    share a descriptor. Many pairs of ranks have the same shape: the same slices, cache layouts and
+    contexts. Their descriptors are counted only once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collections.abc import Iterable
 import attrs
 import numpy as np
 
+from kvspec.analysis.fewest import fewest
 from kvspec.analysis.flows import flows
 from kvspec.descriptors.request import BlockTable, TransferRequest
-from kvspec.descriptors.table import build_table
+from kvspec.descriptors.selection import SplitGroup
+from kvspec.descriptors.table import numbered_rows_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.memory.allocation import plan_memory
@@ -232,9 +234,14 @@ class _DescriptorCounter:
         if key not in self.known:
             source = plan_memory(self.plan.producer, producer, self.pools[0])
             target = plan_memory(self.plan.consumer, consumer, self.pools[1])
-            layers = [layer for edge in edges for layer in edge.layers]
-            table = build_table(self.plan, source, target, layers=layers)
-            self.known[key] = len(table.descriptors(self.request))
+            # A table would refuse more ids than NIXL can take. Counting needs no ids.
+            numbered_rows = numbered_rows_of(self.plan, edges, (source, target))
+            picked = [
+                picked
+                for split_group in SplitGroup.of(self.plan, numbered_rows, dead_tokens=False)
+                for picked in split_group.picked(self.request, None)
+            ]
+            self.known[key] = fewest(picked, (source.boundaries, target.boundaries))
         return self.known[key]
 
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvspec.analysis.fewest import descriptor_counts
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.selection import NumberedRows
 from kvspec.descriptors.table import DescriptorTable
@@ -270,9 +271,11 @@ def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
         memory_type = getattr(table, f"{side}_memory_type")
         lines.append(f"  {side}: {rows:,} rows of {ids:,} descriptors in {memory_type}")
     if request is not None:
-        merged, fewest = table.counts(request)
-        moved = int(table.descriptors(request)[:, 2].sum())
-        size = f"{moved:,} bytes in {len(table.select(request)):,} descriptors"
+        merged, fewest = descriptor_counts(table, request)
+        moves = [(numbered.rows, len(tiles)) for numbered, tiles in table.tiles(request)]
+        moved = sum(rows.nbytes * tiles for rows, tiles in moves)
+        count = sum(len(rows) * tiles for rows, tiles in moves)
+        size = f"{moved:,} bytes in {count:,} descriptors"
         merging = f"NIXL merges them into {merged:,}, and {fewest:,} is the minimum"
         lines.append(f"  {request.request_id}: {size}; {merging}")
         if dead := table.dead_bytes(request):
@@ -285,14 +288,15 @@ def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
 
 def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:
     """Return the place in the producer's memory that *request* pairs with a consumer id."""
-    producer_ids, consumer_ids = table.select(request).ids
-    index = np.flatnonzero(consumer_ids == consumer_id)
-    if not len(index):
-        return " (not part of this request)"
-    numbered, run, block, tile = _place_of(table, "producer", int(producer_ids[index[0]]))
-    rows = numbered.rows
-    address = int(rows.producer_address[run] + rows.producer.offsets(block, tile))
-    return f" at {address:#x} (block {int(block)})"
+    numbered, run, block, tile = _place_of(table, "consumer", consumer_id)
+    number = numbered.rows.consumer.ids(block, tile)
+    for moving, tiles in table.tiles(request):
+        found = np.flatnonzero(tiles.ids[1] == number).tolist() if moving is numbered else []
+        if found:
+            at: int = found[0]
+            start = numbered.rows.producer_address[run] + numbered.rows.offsets(tiles)[0, at]
+            return f" at {int(start):#x} (block {tiles.block[0, at]})"
+    return " (not part of this request)"
 
 
 def _place_of(table: DescriptorTable, side: Role, id_: int) -> tuple[NumberedRows, int, Ints, Ints]:
@@ -354,6 +358,9 @@ def _rows(
     index = np.flatnonzero(block_table.block_ids == logical_block)
     if not len(index):
         return f"{_range_text('row', state)} of a block that is not part of the request"
+    if group.spec.is_ring:
+        last, size = request.num_tokens - 1, group.spec.block_size
+        return _range_text("token", last - (last - state) % size)
     context = engine.context(group, rank)
     local = (
         int(index[0]) * group.spec.block_size

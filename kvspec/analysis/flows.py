@@ -29,7 +29,7 @@ import attrs
 import numpy as np
 
 from kvspec.errors import SpecError
-from kvspec.inputs import MOST, instance, positive_int
+from kvspec.inputs import MAX_TOKENS, MOST, instance, positive_int
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic, Ints
 from kvspec.plan.edges import assignments
@@ -164,6 +164,8 @@ def _unit_bytes(
     live = replica_group.spec.live_tokens(num_tokens)
     # Stripes count virtual blocks. Each of them has one block on every context rank of the reader.
     virtual = replica_group.spec.block_size * reader.size
+    if replica_group.spec.is_ring:
+        virtual = MAX_TOKENS  # The one block has all positions.
     owners = {
         replica_group.context or BlockCyclic(),
         reader,

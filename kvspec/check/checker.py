@@ -33,8 +33,9 @@ How it works:
     `first_fault` passes the first byte of each suspect cut to `judge`. So `suspects` only
     selects bytes, and `judge` decides. `tests/laws/test_verify_laws.py` compares the two methods.
 
-    Afterwards, `_unwanted` finds bytes that were written outside the request's blocks, and
-    `_foreign` finds bytes that were read outside of them.
+    Afterwards, `_unwanted` finds bytes that were written outside the request's own blocks,
+    `_foreign` finds bytes that were read outside of them, and `_twice` finds dead bytes that were
+    written twice. Law 1 in `kvspec.testing.laws` has the same definition of a wrong byte.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ import numpy as np
 from kvspec.check.coverage import Coverage, Small
 from kvspec.check.places import AddressRanges, Places, covered
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.table import sharing
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region
@@ -110,12 +110,13 @@ class CounterExample:
             access = "written" if self.producer is None else "read"
             return f"{who}, address {self.byte:#x}: {access}, although no content lies there"
         senders = " or ".join(map(str, self.wanted_from))
+        once = f"; producer {senders} should have sent it once" if senders else ""
         fault = {
             "missing": f"missing; producer {senders} should have sent it",
-            "double": f"written more than once; producer {senders} should have sent it once",
+            "double": f"written more than once{once}",
             "wrong source": f"read from other bytes; producer {senders} holds the right ones",
             "unwanted": "written, although the request does not want it",
-            "foreign": "read, although the block is not the request's",
+            "foreign": "read, although the block is not the request's, or not any more",
         }[self.kind]
         return (
             f"{who}, layer {self.layer}, part {self.part}, unit {self.unit}, "
@@ -129,37 +130,45 @@ CONTENTS_AT_ONCE = 2**18
 
 @attrs.frozen(eq=False)
 class Moving:
-    """One part of one layer that moves to the rank.
+    """One part of some layers that moves to the rank.
 
-    If the part is a state, *part* counts only the rows that both engines have.
+    All ranks store it in all *layers* alike, but at other addresses. If the part is a state, *part*
+    counts only the rows that both engines have.
     """
 
     group: KVCacheGroup
     producer_group: KVCacheGroup
-    layer: str
+    layers: list[str]
     part: Part
     wanted: range
+
+    @property
+    def layer(self) -> str:
+        """The first layer."""
+        return self.layers[0]
 
 
 @attrs.frozen(eq=False)
 class CheckedContents:
-    """Some contents of one part, rows x units, and where the consumer keeps one run of each.
+    """Contents of one part, layers x rows x units, and where the consumer keeps one run of each.
 
     All contents of the matrix have the same run: *size* bytes from *byte* on.
 
     Attributes:
         moving: The part.
+        layers: Indices of the layers.
         units: Numbers of the units in the model.
         rows: Numbers of a state's rows, or the first token of each row.
         cached: Whether the consumer already has the contents. Then nothing may write them.
         byte: First byte of the run in its content.
         size: Bytes of the run, which is contiguous in the memory of all ranks.
-        address: Address of the run of each content, flat and row by row. -1 if the consumer's
-            block table has no block for the row.
+        address: Address of the run of each content, flat, layer by layer and row by row. -1 if
+            the consumer's block table has no block for the row.
         offsets: Distance of the run from the address of its content, by producer rank.
     """
 
     moving: Moving
+    layers: range
     units: range
     rows: Ints
     cached: bool
@@ -174,21 +183,17 @@ class Checker:
     """The check of one consumer rank.
 
     Attributes:
-        request: The request.
         producer: The producer engine.
         producers: Places of every producer rank.
         consumer: Places of the consumer rank.
-        excluded: Layers that do not move.
         sources: The producer ranks that the transfer rows read from.
         table: The transfer rows, of shape (rows, 3): producer address, consumer address, length.
         numbers: For each transfer row, the index of its producer rank in *sources*.
     """
 
-    request: TransferRequest
     producer: EngineSpec
     producers: Mapping[RankId, Places]
     consumer: Places
-    excluded: frozenset[str]
     sources: tuple[RankId, ...]
     table: Ints
     numbers: Small
@@ -197,7 +202,12 @@ class Checker:
         """Return the first fault, or None if the rank receives exactly the right bytes."""
         faults = map(self.first_fault, self.checked_contents())
         fault = next((fault for fault in faults if fault is not None), None)
-        return fault or self._unwanted() or self._foreign()
+        return fault or self._unwanted() or self._foreign() or self._twice()
+
+    @property
+    def request(self) -> TransferRequest:
+        """The request."""
+        return self.consumer.request
 
     @cached_property
     def writes(self) -> Coverage:
@@ -205,26 +215,38 @@ class Checker:
         return Coverage(self.table[:, 1], self.table[:, 2])
 
     @cached_property
-    def _sharing(self) -> tuple[frozenset[str], ...]:
-        """The sets of groups whose blocks share memory on the rank."""
-        return sharing(self.consumer.cache)
-
-    @cached_property
     def _moving(self) -> list[Moving]:
         """The parts that move to the rank, also those of which nothing is wanted now."""
-        owners, moving = self.consumer.owners, list[Moving]()
+        owners, alike = self.consumer.owners, dict[object, Moving]()
+        sides = (self.consumer, *self.producers.values())
+        parts: dict[tuple[int, int], tuple[range, list[Part]]] = {}
         for layer, group in self.consumer.layers.items():
             spec, producer_group = group.spec.of_layer(layer), self.producer.homes.get(layer)
-            if layer in self.excluded or producer_group is None:
+            if layer in self.consumer.excluded or producer_group is None:
                 continue
-            wanted = owners.wanted(self.request, group, spec)
-            states = {part.name: part.states for part in producer_group.spec.of_layer(layer).parts}
-            for part in spec.parts:
-                least = part.states if part.per_token else min(part.states, states[part.name])
-                if self.consumer.units(group, part):
-                    common = attrs.evolve(part, states=least)
-                    moving.append(Moving(group, producer_group, layer, common, wanted))
-        return moving
+            source = producer_group.spec.of_layer(layer)
+            kinds = id(spec), id(source)
+            if kinds not in parts:
+                wanted = owners.wanted(self.request, group, spec)
+                states = {part.name: part.states for part in source.parts}
+                parts[kinds] = (
+                    wanted,
+                    [
+                        part
+                        if part.per_token
+                        else attrs.evolve(part, states=min(part.states, states[part.name]))
+                        for part in spec.parts
+                        if self.consumer.units(group, part)
+                    ],
+                )
+            wanted, own = parts[kinds]
+            for part in own:
+                shapes = tuple(side.shape(layer, part) for side in sides)
+                key = group.name, producer_group.name, *kinds, part.name, shapes
+                if key not in alike:
+                    alike[key] = Moving(group, producer_group, [], part, wanted)
+                alike[key].layers.append(layer)
+        return list(alike.values())
 
     def checked_contents(self) -> Iterator[CheckedContents]:
         """Yield wanted and cached contents of all parts, about `CONTENTS_AT_ONCE` at a time."""
@@ -235,19 +257,33 @@ class Checker:
             strides = places * self.consumer.unit_stride(moving.layer, moving.part)
             stored = self.consumer.stored_units(moving.group, moving.layer, moving.part)
             lacking = places >= len(stored)
-            step = -(-CONTENTS_AT_ONCE // len(units))
+            bases = self._bases(self.consumer, moving)[:, None]
             runs = self._runs(moving)
             for all_rows in (wanted, cached):
-                for at in range(0, len(all_rows), step):
-                    rows = all_rows[at : at + step]
+                for layers, rows in _matrices(len(bases), all_rows, len(units)):
                     first = self._row_addresses(self.consumer, moving.group, moving, rows)[:, None]
                     begins = np.where((first < 0) | lacking, -1, first + strides).ravel()
+                    own_bases = bases[layers.start : layers.stop]
+                    begins = np.where(begins < 0, -1, begins + own_bases).ravel()
                     for byte, size, offset, offsets in runs:
                         address = np.where(begins < 0, -1, begins + offset)
                         is_cached = all_rows is cached
                         yield CheckedContents(
-                            moving, units, rows, is_cached, byte, size, address, offsets
+                            moving, layers, units, rows, is_cached, byte, size, address, offsets
                         )
+
+    def _bases(self, side: Places, moving: Moving) -> Ints:
+        """Return the bytes from the first layer's memory on one *side* to that of each layer."""
+        key = id(side), id(moving)
+        if key not in self._known_bases:
+            regions = (side.regions.get((layer, moving.part.name)) for layer in moving.layers)
+            bases = np.array([0 if region is None else region.base for region in regions])
+            self._known_bases[key] = bases - bases[0]
+        return self._known_bases[key]
+
+    @cached_property
+    def _known_bases(self) -> dict[tuple[int, int], Ints]:
+        return {}
 
     def _runs(self, moving: Moving) -> list[tuple[int, int, int, dict[RankId, int]]]:
         """Return the runs of a content that are contiguous in the memory of all ranks.
@@ -285,17 +321,22 @@ class Checker:
         table, row_tokens = self.consumer.tables[moving.group.name], moving.part.tokens_per_state
         virtual, count = self.consumer.virtual_block(moving.group), len(table.block_ids)
         wanted, first = moving.wanted, table.first_token
+        if moving.group.spec.is_ring:
+            # Each row that is not wanted must not change: it counts as cached, as a later position.
+            rows = np.arange(wanted.start, wanted.start + virtual)
+            return rows[: len(wanted)], rows[len(wanted) :]
         start, stop = wanted.start - first, wanted.stop - first
         before = [start // virtual] if moving.wanted and start < 0 else []
         after = [max(count, start // virtual)] if stop > count * virtual else []
-        blocks = np.array([*before, *range(count), *after], np.int64)
+        inside = self.consumer.blocks(moving.group.name).tolist()
+        blocks = np.array([*before, *inside, *after], np.int64)
         rows = self.consumer.positions(moving.group, blocks)[:, ::row_tokens].ravel()
         # A row is wanted if any of its tokens is.
         moves = (rows + row_tokens > start) & (rows < stop)
         spec = moving.group.spec.of_layer(moving.layer)
         cached = self.consumer.owners.cached(self.request, moving.group, spec)
         held = ~moves & (rows < cached - first)
-        if any(moving.group.name in groups for groups in self._sharing):
+        if any(moving.group.name in groups for groups in self.consumer.sharing):
             # A block before the first live one may belong to another group by now.
             live = self.consumer.owners.first_live(self.request, spec) // virtual * virtual
             held &= rows >= live - first
@@ -360,6 +401,7 @@ class Checker:
         """
         moving = checked.moving
         row, unit = np.divmod(content, len(checked.units))
+        layer, row = np.divmod(row, len(checked.rows))
         unit += checked.units.start
         address = np.full(len(content), -1, np.int64)
         for index, rank in enumerate(self.sources):
@@ -371,11 +413,19 @@ class Checker:
                 continue
             here = np.flatnonzero((number == index) & (unit >= held.start) & (unit < held.stop))
             first = self._row_addresses(side, group, moving, checked.rows)[row[here]]
-            begin = first + (unit[here] - held.start) * side.unit_stride(moving.layer, moving.part)
+            begin = first + self._bases(side, moving)[checked.layers.start + layer[here]]
+            begin += (unit[here] - held.start) * side.unit_stride(moving.layer, moving.part)
             # A rank without the part has no address either.
             offset = checked.offsets.get(rank, 0)
             address[here] = np.where(first < 0, -1, begin + offset)
         return address
+
+    def _twice(self) -> CounterExample | None:
+        """Return a dead byte that is written twice. `judge` checks the others."""
+        twice = np.flatnonzero(self.writes.times > 1)
+        if not len(twice):
+            return None
+        return self._at("double", self.consumer.cache, int(self.writes.cuts[twice[0]]))
 
     def _unwanted(self) -> CounterExample | None:
         """Return a byte that is written outside the blocks that may be written.
@@ -384,21 +434,22 @@ class Checker:
         """
         by_group: dict[str, tuple[Moving, list[tuple[Region, int]]]] = {}
         for moving in self._moving:
-            region = self.consumer.regions.get((moving.layer, moving.part.name))
-            if region is not None:
-                rows = min(moving.part.states, region.states)
-                by_group.setdefault(moving.group.name, (moving, []))[1].append((region, rows))
+            for layer in moving.layers:
+                region = self.consumer.regions.get((layer, moving.part.name))
+                if region is not None:
+                    rows = min(moving.part.states, region.states)
+                    by_group.setdefault(moving.group.name, (moving, []))[1].append((region, rows))
         allowed: list[AddressRanges] = []
         for moving, regions in by_group.values():
             spec = moving.group.spec.of_layer(moving.layer)
             first_live = self.consumer.owners.first_live(self.request, spec)
-            ids = self.consumer.writable(moving.group, moving.part, moving.wanted, first_live)
+            ids = self.consumer.usable(moving.group, moving.part, moving.wanted, first_live)
             allowed += self.consumer.contents(moving.group, regions, ids)
         outside = covered(allowed).first_outside(self.table[:, 1], self.table[:, 2])
         return None if outside is None else self._at("unwanted", self.consumer.cache, outside[1])
 
     def _foreign(self) -> CounterExample | None:
-        """Return a byte that is read outside the request's blocks on its producer rank."""
+        """Return a byte that is read outside the request's own blocks on its producer rank."""
         for number, rank in enumerate(self.sources):
             reads, side = self.table[self.numbers == number], self.producers[rank]
             outside = side.own.first_outside(reads[:, 0], reads[:, 2])
@@ -431,10 +482,12 @@ class Checker:
         *byte* counts from the first byte of the matrix's run.
         """
         moving, (row, unit) = checked.moving, divmod(content, len(checked.units))
+        index, row = divmod(row, len(checked.rows))
+        layer = moving.layers[checked.layers[index]]
         stored, address = checked.byte + byte, int(checked.address[content])
         # A consumer without memory for the content has no order of its own.
         if address >= 0:
-            region = self.consumer.regions[moving.layer, moving.part.name]
+            region = self.consumer.regions[layer, moving.part.name]
             place = region.locate(address + byte)
             stored = stored if place is None else place[-1]
         unit, number = checked.units[unit], int(checked.rows[row])
@@ -442,14 +495,14 @@ class Checker:
         senders = (
             rank
             for rank, side in self.producers.items()
-            if moving.layer in side.layers
+            if layer in side.layers
             and unit in side.units(moving.producer_group, moving.part)
             and (token is None or side.stores(moving.producer_group, token))
         )
         return CounterExample(
             kind=kind,
             consumer=self.consumer.cache.rank,
-            layer=moving.layer,
+            layer=layer,
             part=moving.part.name,
             unit=unit,
             token=token,
@@ -457,3 +510,13 @@ class Checker:
             byte=stored,
             wanted_from=tuple(senders),
         )
+
+
+def _matrices(layers: int, rows: Ints, units: int) -> Iterator[tuple[range, Ints]]:
+    """Yield indices of *layers* and some of *rows*, of about `CONTENTS_AT_ONCE` contents each."""
+    some_rows = -(-CONTENTS_AT_ONCE // units)
+    for at in range(0, len(rows), some_rows):
+        part = rows[at : at + some_rows]
+        some = max(1, CONTENTS_AT_ONCE // (len(part) * units))
+        for first in range(0, layers, some):
+            yield range(first, min(first + some, layers)), part

@@ -144,11 +144,21 @@ def own_positions(
     return positions[own]
 
 
-def counts_encoder(spec: object) -> bool:
-    """Return whether layers of *spec* store the tokens of an encoder."""
+def _kind(spec: object) -> str:
+    """Return the name of the class of the layers of *spec*."""
     # A uniform-type group has a class of its own. Its layers are all of one class.
     layers = getattr(spec, "specs", None) or {"": spec}
-    return type(next(iter(layers.values()))).__name__ == "CrossAttentionSpec"
+    return type(next(iter(layers.values()))).__name__
+
+
+def counts_encoder(spec: object) -> bool:
+    """Return whether layers of *spec* store the tokens of an encoder."""
+    return _kind(spec) == "CrossAttentionSpec"
+
+
+def is_ring(spec: object) -> bool:
+    """Return whether a request has one block in layers of *spec*, whose rows are used in turn."""
+    return _kind(spec) == "CircularBufferSpec"
 
 
 def length_in(spec: object, request: TransferRequest) -> int:
@@ -162,8 +172,9 @@ def live_positions(spec: Any, request: TransferRequest) -> NDArray[np.bool_]:  #
     """Return for each position of the request whether the next query attends to it.
 
     The query is at position `num_tokens`. With a sliding window it attends to positions less than
-    a window away. With chunked attention it attends to its own chunk. Otherwise it attends to all
-    positions.
+    a window away. With chunked attention it attends to its own chunk. A ring is read for the group
+    of tokens that is not complete, and with overlap for the last complete one. Otherwise the query
+    attends to all positions.
     """
     length = length_in(spec, request)
     position = np.arange(length)
@@ -173,6 +184,9 @@ def live_positions(spec: Any, request: TransferRequest) -> NDArray[np.bool_]:  #
     chunk = getattr(spec, "attention_chunk_size", None)
     if chunk is not None:
         return np.asarray(position // chunk == length // chunk)
+    ratio = getattr(spec, "compress_ratio", None)
+    if ratio is not None:
+        return np.asarray(length // ratio - position // ratio <= int(spec.overlap))
     return np.ones(length, bool)
 
 
@@ -196,5 +210,8 @@ def cached_tokens_of(request: TransferRequest, group: KVCacheGroup) -> int:
     """Return the number of tokens of *group* that the consumer has cached."""
     # One count for all groups counts decoder tokens, so it does not apply to encoder tokens.
     if counts_encoder(group.spec) and isinstance(request.cached_tokens, int):
+        return 0
+    # No prefix cache contains a ring.
+    if is_ring(group.spec):
         return 0
     return of_group(request.cached_tokens, group.name, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -20,6 +21,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 
 Small = npt.NDArray[np.int32]
+K = TypeVar("K", RankId, tuple[int, RankId])
 # Counted ranges that one step of `first_outside` looks up. More counted ranges need more memory for
 # the results.
 RANGES_AT_ONCE = 2**20
@@ -103,6 +105,16 @@ class Coverage:
                 return at + index, max(int(begin[0]), int(self.cuts[untouched]))
         return None
 
+    def touches(self, start: Ints, length: Ints) -> npt.NDArray[np.bool_]:
+        """Return whether any counted range touches a byte of each range.
+
+        >>> writes = Coverage(np.array([0, 4, 8]), np.array([8, 2, 4]))
+        >>> writes.touches(np.array([10, 12]), np.array([4, 4])).tolist()
+        [True, False]
+        """
+        untouched = self._untouched_before(start + length) - self._untouched_before(start)
+        return np.asarray(untouched < length)
+
     def _untouched_before(self, address: Ints) -> Ints:
         """Return the number of bytes from 0 to each address that no counted range touches."""
         cut = np.searchsorted(self.cuts, address, "right") - 1
@@ -166,17 +178,32 @@ def check_ranks_separate(field: str, caches: Mapping[RankId, RankCache]) -> None
                 raise SpecError(f"{field}[{other}]", value, expected)
 
 
-def overlapping_ranks(caches: Mapping[RankId, RankCache]) -> Iterator[tuple[RankId, RankId]]:
+def overlapping_sides(
+    producers: Mapping[RankId, RankCache], consumers: Mapping[RankId, RankCache]
+) -> list[tuple[RankId, RankId]]:
+    """Return each producer rank and consumer rank whose memories share a byte."""
+    # A planned cache has no bytes. Its memory begins at address 0 by default.
+    real = {
+        (side, rank): cache
+        for side, caches in enumerate((producers, consumers))
+        for rank, cache in caches.items()
+        if all(memory.address for memory in cache.memory)
+    }
+    pairs = (sorted(pair) for pair in overlapping_ranks(real))
+    return [(one[1], other[1]) for one, other in pairs if one[0] != other[0]]
+
+
+def overlapping_ranks(caches: Mapping[K, RankCache]) -> Iterator[tuple[K, K]]:
     """Yield each pair of ranks whose memories share a byte, once."""
-    by_device: dict[tuple[str, int], list[tuple[Memory, RankId]]] = {}
+    by_device: dict[tuple[str, int], list[tuple[Memory, K]]] = {}
     for rank, cache in caches.items():
         for memory in cache.memory:
             device = memory.memory_type, memory.device
             by_device.setdefault(device, []).append((memory, rank))
-    pairs: dict[tuple[RankId, RankId], None] = {}
+    pairs: dict[tuple[K, K], None] = {}
     for members in by_device.values():
         # Sweep by address. The open memories are those that end after the current one begins.
-        open_: list[tuple[Memory, RankId]] = []
+        open_: list[tuple[Memory, K]] = []
         for memory, rank in sorted(members, key=lambda member: member[0].address):
             open_ = [member for member in open_ if member[0].end > memory.address]
             pairs |= {(other, rank): None for _, other in open_ if other != rank}

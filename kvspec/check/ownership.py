@@ -54,8 +54,8 @@ class Owners:
         return self.engine.units(group, part, rank)
 
     def virtual_block(self, group: KVCacheGroup) -> int:
-        """Return the number of positions of one block of the group's table."""
-        return self.engine.virtual_block(group)
+        """Return the number of positions of one block, after which the rows of a ring repeat."""
+        return group.spec.block_size * self.engine.context_size(group)
 
     def stored(self, group: KVCacheGroup, rank: RankId) -> Ints:
         """Return the positions of a virtual block that *rank* stores, in the order of its block."""

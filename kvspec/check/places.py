@@ -11,9 +11,8 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import starmap
 
 import attrs
 import numpy as np
@@ -21,12 +20,15 @@ import numpy.typing as npt
 
 from kvspec.check.coverage import Coverage, merged
 from kvspec.check.ownership import Owners
-from kvspec.descriptors.request import BlockTable
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.table import sharing
+from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
+from kvspec.specs import LayerSpec
 
 # First addresses, and lengths in bytes.
 AddressRanges = tuple[Ints, Ints]
@@ -39,14 +41,22 @@ class Places:
     Attributes:
         owners: Source of the rank's layers, units and positions.
         cache: The rank's cache.
+        reader: The consumer engine. Its layers decide which positions are live.
+        request: The request.
+        excluded: Names of the layers that do not move.
         tables: The request's block table of each group.
         only: Names of the layers to look at. All layers by default.
+        chosen: Places in the table of each group to look at. All by default.
     """
 
     owners: Owners
     cache: RankCache
+    reader: EngineSpec
+    request: TransferRequest
+    excluded: frozenset[str]
     tables: Mapping[str, BlockTable]
     only: frozenset[str] | None = None
+    chosen: Mapping[str, Ints] | None = None
 
     @property
     def rank(self) -> RankId:
@@ -69,10 +79,30 @@ class Places:
         """The regions of the cache, by layer and part."""
         return {(region.layer, region.part): region for region in self.cache.regions}
 
+    def blocks(self, group: str) -> Ints:
+        """Return the places in the table of *group* to look at."""
+        if self.chosen is not None:
+            return self.chosen[group]
+        return np.arange(len(self.tables[group].block_ids))
+
     def unit_stride(self, layer: str, part: Part) -> int:
         """Return the bytes from one unit of *part* to the next, or 0 if the rank has no region."""
         region = self.regions.get((layer, part.name))
         return 0 if region is None else region.unit_stride
+
+    def shape(self, layer: str, part: Part) -> tuple[object, ...]:
+        """Return all that decides where the rank keeps *part* of *layer*, except its address."""
+        region = self.regions.get((layer, part.name))
+        if region is None:
+            return (layer in self.layers,)
+        strides = region.block_stride, region.unit_stride, region.state_stride
+        counts = region.num_blocks, region.units, region.states
+        return (layer in self.layers, *strides, *counts, region.shape)
+
+    def chunks(self, layer: str, part: Part) -> int:
+        """Return the number of chunks of a content of *part*, or 1 if the rank has no region."""
+        region = self.regions.get((layer, part.name))
+        return 1 if region is None else region.chunks
 
     def units(self, group: KVCacheGroup, part: Part) -> range:
         """Return the numbers of the model's units of *part* that the rank holds."""
@@ -107,6 +137,8 @@ class Places:
         """Return the address of unit 0 of each row of *region*, by the first token of the row."""
         table, stored = self.tables[group.name], self.owners.stored(group, self.rank)
         block, offset = np.divmod(tokens - table.first_token, self.virtual_block(group))
+        if group.spec.is_ring:
+            block = np.zeros_like(block)  # A request has one block.
         token = np.minimum(np.searchsorted(stored, offset), len(stored) - 1)
         # `searchsorted` returns a neighbour if the rank does not store the token.
         inside = (stored[token] == offset) & (block >= 0) & (block < len(table.block_ids))
@@ -125,8 +157,8 @@ class Places:
         states = region.base + np.where(inside, block, 0) * region.block_stride
         return np.where(inside, states + rows * region.state_stride, -1)
 
-    def writable(self, group: KVCacheGroup, part: Part, wanted: range, first_live: int) -> Ints:
-        """Return the ids of the blocks of *part* that may be written, but for cached contents.
+    def usable(self, group: KVCacheGroup, part: Part, wanted: range, first_live: int) -> Ints:
+        """Return the ids of the blocks of *part* that are the request's own.
 
         A state has one block, if it is *wanted*. Tokens have the block of the *first live* one and
         all later ones, also after the last token. Earlier blocks may be another request's by now.
@@ -134,8 +166,10 @@ class Places:
         table = self.tables[group.name]
         if not part.per_token:
             return self._state_block(group, wanted.stop - 1) if wanted else table.block_ids[:0]
+        blocks = self.blocks(group.name)
         first = (first_live - table.first_token) // self.virtual_block(group)
-        ids = table.block_ids[max(first, 0) :]
+        first = 0 if group.spec.is_ring else first
+        ids = table.block_ids[blocks[blocks >= first]]
         if self.owners.engine.null_block is None:
             # An id that occurs twice stands for no block.
             once, times = np.unique(table.block_ids, return_counts=True)
@@ -158,8 +192,7 @@ class Places:
             same_strides.setdefault(key, []).append((region, rows))
         for members in same_strides.values():
             region = members[0][0]
-            starts, lengths = zip(*starmap(_first_block, members), strict=True)
-            start, length = merged(np.concatenate(starts), np.concatenate(lengths))
+            start, length = _first_blocks(members)
             pool_ids = np.unique(ids[self._in_pool(group, region, ids)])[:, None]
             split = group.kernel_blocks_per_block
             blocks = (pool_ids * split + np.arange(split)).ravel()
@@ -169,13 +202,70 @@ class Places:
             )
 
     @cached_property
+    def sharing(self) -> tuple[frozenset[str], ...]:
+        """The sets of groups whose blocks share memory on the rank."""
+        return sharing(self.cache)
+
+    def first_block(self, group: KVCacheGroup, block_stride: int) -> Coverage:
+        """Return the bytes of block 0 of a group's table, of regions with this *block_stride*."""
+        key = group.name, block_stride
+        if key not in self._first_block:
+            split, contents = group.kernel_blocks_per_block, list[AddressRanges]()
+            regions = self._regions(group, block_stride)
+            if regions:
+                start, length = _first_blocks([(region, region.states) for region in regions])
+                steps = np.arange(split)[:, None] * (block_stride // split)
+                contents.append(((start + steps).ravel(), np.tile(length, split)))
+            self._first_block[key] = covered(contents)
+        return self._first_block[key]
+
+    def in_pool(self, group: KVCacheGroup, block_stride: int, ids: Ints) -> npt.NDArray[np.bool_]:
+        """Return which *ids* are blocks of each region with this *block_stride*."""
+        regions = self._regions(group, block_stride)
+        smallest = min(regions, key=lambda region: region.num_blocks, default=None)
+        return ids < 0 if smallest is None else self._in_pool(group, smallest, ids)
+
+    def _regions(self, group: KVCacheGroup, block_stride: int) -> list[Region]:
+        """Return the regions of *group* whose table blocks are *block_stride* bytes apart."""
+        split = group.kernel_blocks_per_block
+        return [
+            region
+            for region in self.cache.regions
+            if region.group == group.name
+            and region.layer in self.layers
+            and region.block_stride * split == block_stride
+        ]
+
+    def first_own(self, group: KVCacheGroup, spec: LayerSpec) -> int:
+        """Return the first token of the block of the first token that layers of *spec* read."""
+        first = self.owners.first_live(self.request, spec)
+        virtual = self.virtual_block(group)
+        return first // virtual * virtual
+
+    @cached_property
+    def _first_block(self) -> dict[tuple[str, int], Coverage]:
+        return {}
+
+    @cached_property
     def own(self) -> Coverage:
-        """The bytes of all contents in the request's blocks, whether they move or not."""
+        """The bytes that may be read: all contents in the request's own blocks, or those chosen.
+
+        The consumer's layers decide which blocks of a producer are own.
+        """
         own: list[AddressRanges] = []
         for group in self.owners.engine.groups:
-            if group.name in self.tables:
-                regions = (r for r in self.cache.regions if r.group == group.name)
-                ids = self.tables[group.name].block_ids
+            layers = self.layers.keys() & set(group.layers) - self.excluded
+            if group.name not in self.tables:
+                continue
+            by_spec: dict[int, tuple[LayerSpec, set[str]]] = {}
+            for layer in layers & self.reader.homes.keys():
+                spec = self.reader.homes[layer].spec.of_layer(layer)
+                by_spec.setdefault(id(spec), (spec, set()))[1].add(layer)
+            for spec, some in by_spec.values():
+                first = self.owners.first_live(self.request, spec)
+                last = range(first, self.request.total(spec))
+                ids = self.usable(group, spec.parts[0], last, first)
+                regions = (region for region in self.cache.regions if region.layer in some)
                 own += self.contents(group, ((region, region.states) for region in regions), ids)
         return covered(own)
 
@@ -200,7 +290,19 @@ def covered(contents: list[AddressRanges]) -> Coverage:
     return Coverage(*merged(start, length))
 
 
-def _first_block(region: Region, rows: int) -> AddressRanges:
-    """Return the contents of block 0 of *region*: the first *rows* of each unit."""
-    start = region.addresses()[:, :rows].ravel()
-    return start, np.full(len(start), region.chunk_bytes)
+def _first_blocks(regions: Sequence[tuple[Region, int]]) -> AddressRanges:
+    """Return the merged contents of block 0 of each region: the first rows of each unit."""
+    same_shapes: dict[tuple[int, ...], list[int]] = {}
+    examples: dict[tuple[int, ...], tuple[Region, int]] = {}
+    for region, rows in regions:
+        counts = region.units, region.states, region.chunks, region.chunk_bytes, rows
+        key = (*counts, region.unit_stride, region.state_stride, region.chunk_stride)
+        examples.setdefault(key, (region, rows))
+        same_shapes.setdefault(key, []).append(region.base)
+    starts, lengths = list[Ints](), list[Ints]()
+    for shape, bases in same_shapes.items():
+        region, rows = examples[shape]
+        offsets = region.addresses()[:, :rows].ravel() - region.base
+        starts.append((np.array(bases)[:, None] + offsets).ravel())
+        lengths.append(np.full(starts[-1].shape, region.chunk_bytes))
+    return merged(np.concatenate(starts), np.concatenate(lengths))

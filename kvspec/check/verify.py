@@ -2,9 +2,10 @@
 
 Invariant: exactly one descriptor writes each byte that a consumer rank should receive. It reads
 that byte from the same unit, token and layer of a producer rank. No descriptor writes other bytes,
-except dead tokens in the request's own blocks. A write into a block before the first live token is
-wrong, and a write into a block after the last token is right. No descriptor reads outside the
-blocks of the request's tables.
+except dead tokens in the request's own blocks, and these at most once. No descriptor reads outside
+the request's own blocks. A block before the first live token is not the request's own, because it
+may be another request's by now. A block after the last token is. No byte is both read and written,
+because the order of the descriptors would decide what arrives.
 """
 
 from __future__ import annotations
@@ -16,16 +17,28 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.check.checker import Checker, CounterExample
-from kvspec.check.coverage import Small, check_ranks_separate
+from kvspec.check.coverage import Coverage, Small, check_ranks_separate, merged, overlapping_sides
 from kvspec.check.ownership import Counted, Owners
 from kvspec.check.places import Places
+from kvspec.check.sample import BlockSample
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
-from kvspec.descriptors.table import build_table, check_engine, check_read_once, sharing
-from kvspec.descriptors.tiles import check_once, check_producer_holds, check_state_tokens
+from kvspec.descriptors.table import (
+    DescriptorTable,
+    build_table,
+    check_engine,
+    check_read_once,
+    sharing,
+)
+from kvspec.descriptors.tiles import (
+    check_once,
+    check_producer_holds,
+    check_ring_tokens,
+    check_state_tokens,
+)
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.inputs import MOST, flag, instance, mapping
+from kvspec.inputs import MAX_TOKENS, MOST, flag, instance, mapping
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
@@ -37,6 +50,8 @@ Rows = npt.NDArray[np.uint64]
 # Contents of one rank that are verified together. If each has a descriptor of its own, they need
 # about 100 MB. A request of 128k tokens in 32 layers of unequal layouts once needed 2.9 GB.
 TOGETHER = 2**22
+# Blocks that a sample usually has at most. More need more memory.
+SAMPLED_BLOCKS = 4
 
 
 def verify(
@@ -54,6 +69,10 @@ def verify(
     Only the two engines of the *plan* decide which bytes are right. The edges, runs and rows are
     not used for this, because they are verified. No memory is read or written.
 
+    The library's own descriptors are products: each run of a table moves in each tile of the
+    request. All runs and all tiles are verified, and bytes are compared in one block of each kind.
+    See `kvspec.check.sample`. Descriptors of the caller are verified one by one.
+
     Args:
         plan: The transfer plan of the two engines.
         producers: The cache of every producer rank.
@@ -65,13 +84,14 @@ def verify(
             tokens are live. By default the library's own functions return them, so a fault in
             these functions is not found. At most 2**24 tokens can be counted.
         separate_processes: Whether each rank is a process with its own addresses. By default two
-            consumer ranks must not share memory.
+            consumer ranks must not share memory, and no byte may be both read and written.
 
     Returns:
         The first wrong byte, or None if all bytes are right.
 
     Raises:
-        SpecError: If a cache or block table is missing, or an argument is not valid.
+        SpecError: If a cache or block table is missing, if an argument is not valid, or if a byte
+            of a memory that both sides share is both read and written.
         MismatchError: If a producer's table lacks a wanted token, if its states have seen other
             tokens, or if a cache belongs to another engine.
 
@@ -98,70 +118,135 @@ def verify(
         "consumer": kind(plan.consumer),
     }
     _check_arguments(plan, producers, consumers, request, owners)
+    overlap = list[tuple[RankId, RankId]]()
     if not flag("separate_processes", separate_processes):
         check_ranks_separate("consumers", consumers)
+        overlap = overlapping_sides(producers, consumers)
     given = None if descriptors is None else _checked_descriptors(plan, descriptors)
     excluded = frozenset([*plan.producer.excluded, *plan.consumer.excluded])
     senders = {
-        rank: Places(owners["producer"], producers[rank], request.producer_blocks)
+        rank: Places(
+            owners["producer"],
+            producers[rank],
+            plan.consumer,
+            request,
+            excluded,
+            request.producer_blocks,
+        )
         for rank in plan.producer.parallel.ranks
     }
+    if overlap and given is None:
+        given = {
+            (source, rank): _descriptors(build_table(plan, producers[source], cache), request)
+            for rank, cache in consumers.items()
+            for source in plan.sources(rank)
+        }
+    for source, rank in overlap:
+        _check_not_read(source, consumers[rank], given or {})
     for rank, cache in consumers.items():
-        places = Places(owners["consumer"], cache, request.consumer_blocks)
-        for only in (None,) if given is not None else _some_layers(places, request):
-            if given is None:
-                writes = _writes(_own_descriptors(plan, producers, cache, request, only))
-            else:
-                moved = {source: rows for (source, to), rows in given.items() if to == rank}
-                writes = _writes(moved)
-            consumer = attrs.evolve(places, only=only)
-            checker = Checker(request, plan.producer, senders, consumer, excluded, *writes)
+        own = owners["consumer"], cache, plan.consumer
+        places = Places(*own, request, excluded, request.consumer_blocks)
+        if given is None:
+            checkers = _checkers(plan, senders, places)
+        else:
+            moved = {source: rows for (source, to), rows in given.items() if to == rank}
+            checkers = iter([Checker(plan.producer, senders, places, *_writes(moved))])
+        for checker in checkers:
             fault = checker.first()
             if fault is not None:
                 return fault
     return None
 
 
-def _some_layers(places: Places, request: TransferRequest) -> Iterator[frozenset[str] | None]:
-    """Yield sets of layers to verify together, or None for all layers at once.
+def _checkers(
+    plan: TransferPlan, senders: Mapping[RankId, Places], places: Places
+) -> Iterator[Checker]:
+    """Yield the checks that together decide about the library's own descriptors of one rank."""
+    request = places.request
+    for some in _some_layers(places, SAMPLED_BLOCKS):
+        tables = _tables(plan, senders, some)
+        picked = {rank: table.tiles(request) for rank, table in tables.items()}
+        sample = BlockSample.of(some, senders, picked)
+        if sample is None:
+            del tables, picked
+            for few in _some_layers(some, None):
+                own = _tables(plan, senders, few)
+                moved = {rank: _descriptors(table, request) for rank, table in own.items()}
+                yield Checker(plan.producer, senders, few, *_writes(moved))
+            continue
+        moved = {
+            rank: sample.descriptors(
+                picked[rank], (table.producer.boundaries, table.consumer.boundaries)
+            )
+            for rank, table in tables.items()
+        }
+        sources = {**senders, **sample.sources}
+        yield Checker(plan.producer, sources, sample.places, *_writes(moved))
+
+
+def _tables(
+    plan: TransferPlan, senders: Mapping[RankId, Places], places: Places
+) -> dict[RankId, DescriptorTable]:
+    """Return the library's own descriptor tables of one consumer rank, by producer rank."""
+    return {
+        rank: build_table(plan, senders[rank].cache, places.cache, layers=places.only)
+        for rank in plan.sources(places.rank)
+    }
+
+
+def _descriptors(table: DescriptorTable, request: TransferRequest) -> Ints:
+    return table.descriptors(request).view(np.int64)
+
+
+def _check_not_read(
+    source: RankId, cache: RankCache, given: Mapping[tuple[RankId, RankId], Ints]
+) -> None:
+    """Raise `SpecError` if a byte of *cache* is written that is read from the rank *source*."""
+    none = np.empty((0, 3), np.int64)
+    reads, writes = (
+        np.concatenate([none, *(rows for pair, rows in given.items() if pair[side] == rank)])
+        for side, rank in enumerate((source, cache.rank))
+    )
+    read = Coverage(*merged(reads[:, 0], reads[:, 2])).touches(writes[:, 1], writes[:, 2])
+    for _, start, length in writes[read][:1].tolist():
+        places = ((region, region.locate(start)) for region in cache.regions)
+        names = (f"{each.layer}.{each.part}, block {at[0]}" for each, at in places if at)
+        value = next(names, f"addresses {start:#x}..{start + length - 1:#x}")
+        expected = (
+            f"bytes that are not read from producer {source} (or separate_processes=True: ranks "
+            "are processes)"
+        )
+        raise SpecError(f"consumers[{cache.rank}]", value, expected)
+
+
+def _some_layers(places: Places, most_blocks: int | None) -> Iterator[Places]:
+    """Yield *places* with some layers each, to verify together: at most *most_blocks* of them.
 
     If groups share memory, layers may write the same bytes, so all layers are verified at once.
     """
     contents = {
         layer: sum(
             len(places.units(group, part))
-            * (len(places.owners.wanted(request, group, spec)) if part.per_token else part.states)
+            * part.states
+            * places.chunks(layer, part)
+            * (len(places.tables[group.name].block_ids[:most_blocks]) if part.per_token else 1)
             for part in spec.parts
         )
         for layer, group in places.layers.items()
+        if group.name in places.tables
         for spec in (group.spec.of_layer(layer),)
     }
-    if sum(contents.values()) <= TOGETHER or sharing(places.cache):
-        yield None
+    if sum(contents.values()) <= TOGETHER or places.sharing:
+        yield places
         return
     layers, total = set[str](), 0
     for layer, count in contents.items():
         if layers and total + count > TOGETHER:
-            yield frozenset(layers)
+            yield attrs.evolve(places, only=frozenset(layers))
             layers, total = set(), 0
         layers.add(layer)
         total += count
-    yield frozenset(layers)
-
-
-def _own_descriptors(
-    plan: TransferPlan,
-    producers: Mapping[RankId, RankCache],
-    consumer: RankCache,
-    request: TransferRequest,
-    layers: frozenset[str] | None,
-) -> dict[RankId, Ints]:
-    """Return the library's own descriptors of one consumer rank, by producer rank."""
-    tables = {
-        rank: build_table(plan, producers[rank], consumer, layers=layers)
-        for rank in plan.sources(consumer.rank)
-    }
-    return {rank: table.descriptors(request).view(np.int64) for rank, table in tables.items()}
+    yield attrs.evolve(places, only=frozenset(layers))
 
 
 def _writes(moved: dict[RankId, Ints]) -> tuple[tuple[RankId, ...], Ints, Small]:
@@ -253,6 +338,8 @@ def _check_arguments(
                 per_token = all(part.per_token for part in spec.parts)
                 if not per_token:
                     check_state_tokens(request)
+                elif group.spec.is_ring and side == "producer":
+                    check_ring_tokens(request, wanted, group.spec.block_size)
                 check = _check_tokens if per_token else _check_state
                 ids = check(owners[side], side, group, tables[side], wanted)
                 if side == "producer":
@@ -274,6 +361,9 @@ def _check_tokens(
     the checker finds bytes that are missing or wrong.
     """
     virtual, null = owners.virtual_block(group), owners.engine.null_block
+    if group.spec.is_ring:
+        table.check_ring(f"{side}_blocks[{group.name!r}]")
+        virtual = MAX_TOKENS
     table.check_start(f"{side}_blocks[{group.name!r}]", virtual)
     held = table.tokens(virtual)
     if side == "producer":

@@ -181,8 +181,8 @@ def engine(side: str, model: Model, words: str) -> EngineSpec:
 
 
 def _cut_finer(group: KVCacheGroup, kernel: int) -> KVCacheGroup:
-    """Return *group* with kernel blocks of *kernel* tokens. Recurrent states have no tokens."""
-    if not all(part.per_token for part in group.spec.parts):
+    """Return *group* with kernel blocks of *kernel* tokens. States and rings have none."""
+    if group.spec.is_ring or not all(part.per_token for part in group.spec.parts):
         return group
     return attrs.evolve(group, kernel_block_size=kernel)
 

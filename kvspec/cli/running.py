@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import typer
 
 from kvspec.analysis.explanation import sizes
+from kvspec.analysis.fewest import descriptor_counts
 from kvspec.cli import options, printing
 from kvspec.errors import KVSpecError, MismatchError, SpecError, counted, nbytes
 from kvspec.session.deployment import Deployment, ask, read_engine
@@ -173,8 +174,8 @@ def show_pairs(running: Running, made: Deployment, tokens: int) -> None:
     running.say(f"for a request of {request.num_tokens:,} tokens, in blocks in random order:")
     rows, short = list[tuple[str, ...]](), 0
     for (source, target), table in made.tables.items():
-        posted, _ = table.counts(request)
-        size = int(table.descriptors(request)[:, 2].sum())
+        posted, _ = descriptor_counts(table, request)
+        size = sum(each.rows.nbytes * len(tiles) for each, tiles in table.tiles(request))
         edges = made.plan.between(source, target)
         layers = sum(len(edge.layers) for edge in edges)
         mean = size // posted if posted else 0

@@ -242,7 +242,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         return actions
 
     def assign(self, plan: LoadPlan) -> None:
-        """Give a load its plan, so that its steps can start. Call `connected` after that.
+        """Give a load its plan, so that its steps can start. Call `queued` after that.
 
         Raises:
             SpecError: If another load has the same name in messages.
@@ -258,7 +258,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         load.uncompared = plan.checksum and bool(load.sources)
 
     @recorded
-    def connected(self, request_id: str, now: float) -> list[Action]:
+    def queued(self, request_id: str, now: float) -> list[Action]:
         """Record that all reads of a load are queued. Its heartbeats begin. Return actions.
 
         A load that moves no data is done at once.
@@ -269,7 +269,7 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         self._set_time(now)
         # Take this step before the deadline check. A load that fails in *connecting* does not
         # inform its producers.
-        return self._take_row(load, "connected") + self._tick(now)
+        return self._take_row(load, "queued") + self._tick(now)
 
     def uncompared(self, request_id: str) -> bool:
         """Return whether all data of a load has arrived, and must be compared now."""
@@ -388,12 +388,24 @@ class ConsumerLedger(Ledger[str, OpenLoad, Action]):
         """
         self._connect(engine_id, epoch)
         actions = self._tick(now)
-        for load in list(self.records.values()):
-            if load.plan.engine_id == engine_id and load.plan.epoch != epoch:
+        for load in self._loads_of(engine_id):
+            if load.plan.epoch != epoch:
                 load.waiting = {}
                 why = f"{engine_id} was restarted"
                 actions += self._fault(load, why, TransferState.GONE)
         return actions
+
+    @recorded
+    def disconnect(self, engine_id: str) -> list[Action]:
+        """Disconnect a producer. Its loads wait for no answer any more. Return actions."""
+        actions = super().disconnect(engine_id)
+        for load in self._loads_of(engine_id):
+            load.waiting = {}
+            actions += self._advance(load)
+        return actions
+
+    def _loads_of(self, engine_id: str) -> list[OpenLoad]:
+        return [load for load in self.records.values() if load.plan.engine_id == engine_id]
 
     @recorded
     def lose(self, rank: RankAddress, now: float) -> list[Action]:

@@ -157,9 +157,10 @@ class Ledger(Generic[K, R, A]):
         """Process the time, which never goes back. Return actions."""
         return self._tick(now)
 
-    def disconnect(self, engine_id: str) -> None:
-        """Disconnect an engine."""
+    def disconnect(self, engine_id: str) -> list[A]:
+        """Disconnect an engine. Return actions."""
         self.epochs.pop(engine_id, None)
+        return []
 
     def clear(self) -> None:
         """Forget all records, without actions."""

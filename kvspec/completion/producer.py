@@ -35,7 +35,8 @@ How it works:
         anything else                                    accept
 
     The limit of 16 is `MAX_INCARNATIONS`, and 4096 is `MAX_KEPT_READERS`. A new reader has sent no
-    message before. A producer does not know the plans of its readers: it connects to none of them.
+    message before. A freed request refuses nothing: it keeps no new reader, and answers `gone`.
+    A producer does not know the plans of its readers: it connects to none of them.
 
     For example, ranks A, B and C of one engine read, and each sends `expected=2`:
 
@@ -320,9 +321,14 @@ class ProducerLedger(Ledger[Key, HeldRequest, HoldAction]):
         self._connect(engine_id, epoch)
 
     def _crowded(self, message: ReaderStatus) -> str:
-        """Return why the bounds of readers refuse *message*, or ""."""
+        """Return why the bounds of readers refuse *message*, or "".
+
+        A freed request keeps no new reader: it answers `gone`.
+        """
         request = self.records.get(message.key)
-        if request is None or message.by in request.readers or message.by in request.early:
+        if request is None or request.state == "freed":
+            return ""
+        if message.by in request.readers or message.by in request.early:
             return ""
         if len(request.readers) + len(request.early) >= MAX_KEPT_READERS:
             return f"{MAX_KEPT_READERS} readers read it already"

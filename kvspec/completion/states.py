@@ -25,7 +25,7 @@ How it works:
 
     consumer's event  condition                                                in the code
     ----------------  -------------------------------------------------------  --------------------
-    connected         the reads are queued                                     `connected`
+    queued            the reads are queued                                     `queued`
     whole             the read of each source was started, no step is open,    `_CONDITIONS`
                       and no checksum is to be compared
     valid             each source has answered `valid` to a number that was    `receive`,
@@ -100,7 +100,7 @@ lease.
 """
 
 CONSUMER: dict[tuple[str, str], Transition] = {
-    ("connecting", "connected"): Transition(
+    ("connecting", "queued"): Transition(
         "moving", "begin", "its reads are queued: heartbeats request more lease"
     ),
     ("connecting", "fault"): Transition(
@@ -125,7 +125,7 @@ CONSUMER: dict[tuple[str, str], Transition] = {
 }
 """The consumer's transitions, by state and event.
 
-*connected* means that the producer is connected and the reads, if any, are queued. *whole* means
+*queued* means that the producer is connected and the reads, if any, are queued. *whole* means
 that nothing is missing, and that the data was compared if it must be. *valid* means that every
 source answered `valid` after its last byte had arrived. *quiet* means that no step is open.
 *answered* means that every producer rank has answered. *time* means that the patience is over. A

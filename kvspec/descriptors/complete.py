@@ -49,7 +49,7 @@ def complete_tokens(plan: TransferPlan, request: TransferRequest) -> dict[str, t
 
     Returns:
         By group of the consumer: ascending ranges that do not touch. Cached tokens are included.
-        Groups of recurrent states and groups that do not move have no entry.
+        Groups of recurrent states, rings, and groups that do not move have no entry.
 
     Raises:
         SpecError: If the request lacks encoder tokens, or names an unknown group.
@@ -91,7 +91,7 @@ def complete_blocks(plan: TransferPlan, request: TransferRequest) -> dict[str, I
     Returns:
         By group of the consumer: block ids in token order, int64. They include blocks whose tokens
         were all cached before. Blocks before the first live token are not included, because they
-        may belong to another request by now. Groups that do not move have no entry.
+        may belong to another request by now. Rings and groups that do not move have no entry.
 
     Raises:
         SpecError: If the request lacks a table or encoder tokens, or names an unknown group.
@@ -117,11 +117,11 @@ def complete_blocks(plan: TransferPlan, request: TransferRequest) -> dict[str, I
 
 
 def _moving_parts(plan: TransferPlan, request: TransferRequest) -> dict[str, list[Part]]:
-    """Return the parts of the layers that move, by group of the consumer."""
+    """Return the parts of the layers that move, by group of the consumer. Rings are left out."""
     groups = instance("plan", plan, TransferPlan).consumer.groups
     instance("request", request, TransferRequest).check_groups([group.name for group in groups])
     parts: dict[str, list[Part]] = {}
-    for pair in plan.pairs:
+    for pair in (pair for pair in plan.pairs if not pair.consumer.spec.is_ring):
         own = parts.setdefault(pair.consumer.name, [])
         own += (part for spec, _ in pair.layers_by_spec for part in spec.parts)
     return parts

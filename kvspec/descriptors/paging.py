@@ -19,10 +19,19 @@ How it works:
     (`RowKind`) is the whole tile or a part of it. A `BlockLayout` numbers the tiles of one side in
     memory.
 
-    The word *row* has two meanings. A *row of a request* is one tile, or the part of it that moves.
-    It needs one descriptor for each run. A *strided row* of NIXL describes the places of one run
-    that are equally far apart. A request selects some of them. A row of a block, such as the key of
-    one token, is a *state* here.
+    The word *row* has two meanings, and names are made of both:
+
+        row of a request  one tile, or the part of it that moves: one descriptor for each run
+        row kind          the tokens of its tile that a row of a request moves (`RowKind`)
+        row set           runs of one row kind that repeat alike (`RowSet`), perhaps numbered in a
+                          table (`NumberedRows`)
+        split rows        the row sets of all kinds for parts that are cut alike (`SplitRows`)
+        row starts        where the rows of a request begin, by row kind (`RowStarts`)
+
+        strided row       of NIXL: the places of one run that are equally far apart. A request
+                          selects some of them (`BlockLayout.rows`, `StridedRows`)
+
+    A row of a block, such as the key of one token, is a *state* here.
 """
 
 from __future__ import annotations
@@ -55,20 +64,23 @@ class Paging:
         memory_block_size: Tokens of one block in memory. It divides `block_size`.
         context: The token positions that the rank owns.
         null_block: Id that stands for a missing block in block tables, or None.
+        is_ring: Whether a block is a ring. A block of the table then has all positions, and the
+            position p is in row ``p % memory_block_size``.
     """
 
     block_size: int
     memory_block_size: int
     context: BlockCyclic
     null_block: int | None = None
+    is_ring: bool = False
 
     @cached_property
     def kernel_blocks_per_block(self) -> int:
         """Number of blocks in memory for each block of the table.
 
-        It is 1 if `GroupSide.part` has joined the kernel blocks of each block.
+        It is 1 if `GroupSide.part` has joined the kernel blocks of each block, and for a ring.
         """
-        return self.block_size // self.memory_block_size
+        return 1 if self.is_ring else self.block_size // self.memory_block_size
 
     @cached_property
     def virtual_block(self) -> int:
@@ -128,7 +140,7 @@ class TokenSplit:
     opaque: bool = False
 
     @property
-    def whole(self) -> RowKind:
+    def whole_kind(self) -> RowKind:
         """The kind of the rows that move a whole tile, or a whole state."""
         return RowKind(0, self.tile)
 

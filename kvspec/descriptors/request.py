@@ -24,15 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.inputs import Frozen, mapping, positive_int
+from kvspec.inputs import MAX_TOKENS, Frozen, mapping, positive_int
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.replicas import Role
 from kvspec.specs import LayerSpec
 
 Ids = npt.NDArray[np.int64]
 MAX_ID = 2**63 - 1
-# The end of the block that holds the last position must still be a signed 64-bit number.
-MAX_TOKENS = 2**62
 _BOOLS = {bool, np.bool_}
 
 
@@ -73,7 +71,7 @@ class BlockTable:
     Block ``i`` contains ``block_size`` tokens from ``first_token + i * block_size``. If C context
     ranks share the tokens, it is a virtual block of ``block_size * C`` positions. In a group of
     state layers, a table of one id is the slot of the state. In a longer table, the block of the
-    last token contains the state.
+    last token contains the state. The table of a ring has one id.
 
     Attributes:
         block_ids: Block ids in token order: int64, shape (blocks,), read-only.
@@ -149,6 +147,11 @@ class BlockTable:
         """Raise `SpecError` unless `first_token` is a multiple of *block_size*."""
         if self.first_token % block_size:
             raise SpecError(f"{field}.first_token", self.first_token, f"a multiple of {block_size}")
+
+    def check_ring(self, field: str) -> None:
+        """Raise `SpecError` if the table has more than one block: a request has one ring."""
+        if len(self.block_ids) > 1:
+            raise SpecError(field, self.block_ids.tolist(), "one id, the block of the ring")
 
     def state_block(self, field: str, block_size: int, token: int) -> int:
         """Return the index of the block that contains the state after *token*.
@@ -228,10 +231,11 @@ class TransferRequest:
         consumer_blocks: Block tables of the consumer by the names of its groups.
         cached_tokens: Number of leading tokens that the consumer already has. An int applies to
             all groups that count the tokens of the prompt. A mapping applies to the groups it
-            names, and the others have cached none.
+            names, and the others have cached none. A ring moves nevertheless.
         encoder_tokens: Number of tokens of the encoder. Groups of cross attention require it.
         state_tokens: Number of tokens that the recurrent states of the producer have seen. It must
-            equal `num_tokens`, which is the default.
+            equal `num_tokens`, which is the default. A ring may have seen more tokens, as long as
+            it still has a row for each token that moves.
         known: Values that descriptor tables derive from the request. The tables of all producer
             ranks share them.
 
@@ -294,12 +298,19 @@ class TransferRequest:
             expected = f"a block table for group {group!r}"
             raise SpecError(f"{side}_blocks", sorted(tables, key=repr), expected) from None
 
-    def cached(self, group: str, spec: LayerSpec) -> int:
-        """Return the number of leading tokens of *group* that the consumer already has."""
+    def hit(self, group: str, spec: LayerSpec) -> int:
+        """Return the number of leading tokens of *group* that the request states as cached."""
         if not isinstance(self.cached_tokens, int):
             return self.cached_tokens.get(group, 0)
         # One count for all groups counts prompt tokens. Tokens of an encoder are other tokens.
         return self.cached_tokens if spec.counts_prompt else 0
+
+    def cached(self, group: str, spec: LayerSpec) -> int:
+        """Return the number of leading tokens of *group* that the consumer already has.
+
+        It is 0 for a ring. Raises `SpecError` if the tokens end inside a group of a ring.
+        """
+        return spec.without_transfer(self.hit(group, spec))
 
     def total(self, spec: LayerSpec) -> int:
         """Return the number of tokens for layers of *spec*: those of the prompt or the encoder."""

@@ -92,7 +92,9 @@ class GroupSide:
         """Paging in the blocks of the attention kernel."""
         engine, group = self.cache.engine, self.group
         context, null = engine.context(group, self.cache.rank), engine.null_block
-        return Paging(group.spec.block_size, group.memory_block_size, context, null_block=null)
+        size = engine.virtual_block(group) // context.size
+        ring = group.spec.is_ring
+        return Paging(size, group.memory_block_size, context, null_block=null, is_ring=ring)
 
     @cached_property
     def _joined_paging(self) -> Paging:
@@ -302,7 +304,7 @@ class RowSet:
         return size if (self.length == size).all() else None
 
     @cached_property
-    def interleaved(self) -> int:
+    def interleaved_runs(self) -> int:
         """The number of runs in an interleaved set.
 
         The runs of a set interleave in the producer's memory. All tiles of a set lie before
@@ -432,7 +434,7 @@ class SplitRows:
         The dead bytes must take less time than the descriptors that they spare. If NIXL joins whole
         tiles, it joins this one as well, so that it has no descriptor of its own.
         """
-        whole = self.rows(self.token_split.whole)
+        whole = self.rows(self.token_split.whole_kind)
         spared = self.runs(kind) - sum(len(rows) for rows in whole if not rows.touches.all())
         dead_bytes = sum(rows.nbytes for rows in whole) - sum(
             rows.nbytes for rows in self.rows(kind)

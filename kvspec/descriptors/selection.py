@@ -71,7 +71,7 @@ class NumberedRows:
     @property
     def is_end(self) -> bool:
         """Whether the rows move a part of a tile, so that they have no ids."""
-        return self.rows.kind != self.split_rows.token_split.whole
+        return self.rows.kind != self.split_rows.token_split.whole_kind
 
     @cached_property
     def starts(self) -> RowIds:
@@ -96,12 +96,12 @@ class NumberedRows:
         Returns:
             Producer address, consumer address and length, shape (n, 3).
         """
-        rows, interleaved = self.rows, self.rows.interleaved
-        columns = np.empty((3, len(rows) // interleaved, len(tiles), interleaved), np.int64)
+        rows, runs = self.rows, self.rows.interleaved_runs
+        columns = np.empty((3, len(rows) // runs, len(tiles), runs), np.int64)
         starts = rows.producer_address, rows.consumer_address
         for column, start, offsets in zip(columns, starts, rows.offsets(tiles), strict=False):
-            np.add(start.reshape(-1, 1, interleaved), offsets[:, None], out=column)
-        columns[2] = rows.length.reshape(-1, 1, interleaved)
+            np.add(start.reshape(-1, 1, runs), offsets[:, None], out=column)
+        columns[2] = rows.length.reshape(-1, 1, runs)
         return columns.reshape(3, -1).T
 
 
@@ -275,7 +275,7 @@ class SplitGroup:
         for number, (split_rows, numbered_rows) in enumerate(self.splits):
             for kind, starts in cut.row_starts[number].items():
                 moving = numbered_rows
-                if kind != split_rows.token_split.whole:
+                if kind != split_rows.token_split.whole_kind:
                     moving = [
                         NumberedRows(self.edge, split_rows, rows) for rows in split_rows.rows(kind)
                     ]
@@ -318,18 +318,20 @@ class SplitGroup:
             known: _Cut | None = request.known[self.cut_key]
             return known
         first = self.splits[0][0].token_split
-        tables = EdgeTables.of(request, self.edge, self.spec, tokens, whole=not first.tile)
+        tables = EdgeTables.of(request, self.edge, self.spec, tokens, recurrent=not first.tile)
         cut = None
         if tables.reached:
             tables.check(first)
             for tokens_per_state in self.all_tokens_per_state:
                 check_cached(tables, tokens_per_state)
+            # In a ring, the row of a dead token may be the row of a live one.
+            may_move_dead = self.dead_tokens and not self.spec.is_ring
             starts = [
                 row_starts(
                     request,
                     tables,
                     split_rows.token_split,
-                    split_rows.dead_cost_less if self.dead_tokens else None,
+                    split_rows.dead_cost_less if may_move_dead else None,
                 )
                 for split_rows, _ in self.splits
             ]

@@ -39,13 +39,14 @@ from kvspec.descriptors.request import BlockTable, Ids, TransferRequest
 from kvspec.descriptors.runs import coalesce, split_rows_of
 from kvspec.descriptors.selection import NumberedRows, Picked, Selection, SplitGroup
 from kvspec.descriptors.tiles import Positions, check_tokens
-from kvspec.descriptors.unwritten import CachePair, unwritten_ranges
+from kvspec.descriptors.unwritten import CachePair, UnwrittenRows, unwritten_ranges, unwritten_rows
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import MOST, flag, instance, texts
 from kvspec.memory.aliasing import groups_that_share
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.tokens import Ints
+from kvspec.plan.edges import Edge
 from kvspec.plan.mismatches import differing
 from kvspec.plan.plan import TransferPlan
 
@@ -191,8 +192,8 @@ class DescriptorTable:
     ...     producer_blocks={"full": [3, 4, 5]}, consumer_blocks={"full": [7, 8, 2, 9]})
     >>> table.descriptors(request).tolist()
     [[12048, 24096, 512], [12560, 21024, 256]]
-    >>> table.counts(request), table.dead_bytes(request)
-    ((2, 2), 0)
+    >>> table.dead_bytes(request)
+    0
     >>> table.unwritten_ranges(request).tolist()
     [[21280, 256], [24608, 512]]
     """
@@ -281,24 +282,6 @@ class DescriptorTable:
             np.uint64
         )
 
-    def counts(self, request: TransferRequest) -> tuple[int, int]:
-        """Return the number of descriptors that NIXL posts, and the smallest possible number.
-
-        NIXL joins neighbours in the list of ids if their ids are consecutive in one row and their
-        bytes touch. It joins no ends.
-
-        Args:
-            request: The request.
-
-        Returns:
-            The descriptors that NIXL posts for `select`, and the length of `descriptors`.
-        """
-        posted = sum(
-            len(numbered.rows) if numbered.is_end else numbered.rows.posted(chosen)
-            for numbered, chosen in self.tiles(request)
-        )
-        return posted, len(self.descriptors(request))
-
     def dead_bytes(self, request: TransferRequest) -> int:
         """Return how many bytes of dead tokens *request* moves. Dead tokens are not read later.
 
@@ -330,8 +313,10 @@ class DescriptorTable:
         Returns:
             Address and length in bytes of each range, ascending by address: uint64, shape (n, 2).
         """
-        pair = CachePair(self.plan, self.producer, self.consumer, self.layers)
-        return unwritten_ranges(pair, request, self.descriptors(request))
+        instance("request", request, TransferRequest)
+        # A table by default writes no dead token.
+        picked = self.tiles(request) if self.dead_tokens else []
+        return unwritten_ranges(self._pair, self._unwritten_rows, request, picked)
 
     def complete_blocks(self, request: TransferRequest) -> dict[str, Ids]:
         """Return the consumer's blocks that a prefix cache may contain after *request* was loaded.
@@ -348,12 +333,20 @@ class DescriptorTable:
             By group of the consumer: block ids in token order, int64. They include blocks whose
             tokens were all cached before. Blocks before the first live token are not included,
             because they may belong to another request by now. Layers that either engine excludes
-            do not count, and groups that do not move have no entry.
+            do not count. Rings and groups that do not move have no entry.
 
         Raises:
             SpecError: If the request lacks a table or encoder tokens, or names an unknown group.
         """
         return complete_blocks(self.plan, request)
+
+    @cached_property
+    def _pair(self) -> CachePair:
+        return CachePair(self.plan, self.producer, self.consumer, self.layers)
+
+    @cached_property
+    def _unwritten_rows(self) -> list[UnwrittenRows]:
+        return unwritten_rows(self._pair)
 
     @cached_property
     def _groups(self) -> tuple[str, ...]:
@@ -452,20 +445,13 @@ def build_table(
     check_engine("producer_cache.engine", plan.producer, producer_cache.engine)
     check_engine("consumer_cache.engine", plan.consumer, consumer_cache.engine)
     only = None if layers is None else _layer_names(plan, layers)
-    numbered_rows: list[NumberedRows] = []
-    next_ids = (0, 0)
-    for edge in plan.between(producer_cache.rank, consumer_cache.rank):
-        groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
-        caches = producer_cache, consumer_cache
-        for split_rows in split_rows_of(edge, groups, *caches, only):
-            for rows in split_rows.rows(split_rows.token_split.whole):
-                numbered_rows.append(NumberedRows(edge, split_rows, rows, *next_ids))
-                used = rows.ids_used
-                next_ids = next_ids[0] + used[0], next_ids[1] + used[1]
+    edges = plan.between(producer_cache.rank, consumer_cache.rank)
+    numbered_rows = numbered_rows_of(plan, edges, (producer_cache, consumer_cache), only)
+    counts = [sum(numbered.rows.ids_used[side] for numbered in numbered_rows) for side in (0, 1)]
     why = "descriptor ids are int32: use fewer blocks, or groups of fewer layers"
     too_many = [
         Mismatch(f"{side} descriptors", count, MAX_IDS, why, ("needed", "limit"))
-        for side, count in zip(("producer", "consumer"), next_ids, strict=True)
+        for side, count in zip(("producer", "consumer"), counts, strict=True)
         if count > MAX_IDS
     ]
     if too_many:
@@ -492,12 +478,34 @@ def build_table(
     )
 
 
+def numbered_rows_of(
+    plan: TransferPlan,
+    edges: Iterable[Edge],
+    caches: tuple[RankCache, RankCache],
+    layers: frozenset[str] | None = None,
+) -> list[NumberedRows]:
+    """Return the numbered rows of *edges* between two ranks, in the order of their ids.
+
+    The other arguments are those of `build_table`. There may be more ids than a table can have.
+    """
+    numbered_rows: list[NumberedRows] = []
+    next_ids = (0, 0)
+    for edge in edges:
+        groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
+        for split_rows in split_rows_of(edge, groups, *caches, layers):
+            for rows in split_rows.rows(split_rows.token_split.whole_kind):
+                numbered_rows.append(NumberedRows(edge, split_rows, rows, *next_ids))
+                used = rows.ids_used
+                next_ids = next_ids[0] + used[0], next_ids[1] + used[1]
+    return numbered_rows
+
+
 def _layer_names(plan: TransferPlan, layers: Iterable[str]) -> frozenset[str]:
     """Return *layers* as a set. Raise `SpecError` for names that the consumer does not have."""
     names = texts("layers", layers, "names of layers")
-    known = [layer for group in plan.consumer.groups for layer in group.layers]
+    known = dict.fromkeys(layer for group in plan.consumer.groups for layer in group.layers)
     if unknown := [name for name in names if name not in known]:
-        raise SpecError("layers", unknown[:3], f"layers of the consumer, such as {known[:3]}")
+        raise SpecError("layers", unknown[:3], f"layers of the consumer, such as {[*known][:3]}")
     return frozenset(names)
 
 

@@ -68,7 +68,7 @@ class EdgeTables:
         wanted: Positions that the request moves.
         cached: Number of leading tokens that the consumer already has.
         tokens: Positions of one step of the request, or None if all move at once.
-        whole: Whether the group has recurrent states, which move with the last step.
+        recurrent: Whether the group has recurrent states, which move with the last step.
         producer: Block table of the producer.
         consumer: Block table of the consumer.
     """
@@ -77,7 +77,7 @@ class EdgeTables:
     wanted: range
     cached: int
     tokens: range | None
-    whole: bool
+    recurrent: bool
     producer: BlockTable
     consumer: BlockTable
 
@@ -88,7 +88,7 @@ class EdgeTables:
         spec: LayerSpec,
         tokens: Positions | None,
         *,
-        whole: bool,
+        recurrent: bool,
     ) -> EdgeTables:
         """Return the tables of *request* for *edge*, between layers of *spec*."""
         return EdgeTables(
@@ -96,7 +96,7 @@ class EdgeTables:
             wanted=request.wanted(edge.group, spec),
             cached=request.cached(edge.group, spec),
             tokens=None if tokens is None else _step_tokens(request, edge.group, spec, tokens),
-            whole=whole,
+            recurrent=recurrent,
             producer=request.table("producer", edge.producer_group),
             consumer=request.table("consumer", edge.group),
         )
@@ -107,7 +107,7 @@ class EdgeTables:
         tokens, wanted = self.tokens, self.wanted
         if tokens is None or tokens.start < wanted.stop <= tokens.stop:
             return wanted
-        if self.whole or not tokens or tokens.start >= wanted.stop:
+        if self.recurrent or not tokens or tokens.start >= wanted.stop:
             return EMPTY
         return range(wanted.start, min(wanted.stop, tokens.stop)) or EMPTY
 
@@ -137,6 +137,8 @@ class EdgeTables:
     def _check_tokens(self, sides: tuple[TableSide, ...]) -> None:
         tokens = self.reached
         for side, group, table, paging in sides:
+            if paging.is_ring:
+                table.check_ring(f"{side}_blocks[{group!r}]")
             if table.first_token:
                 table.check_start(f"{side}_blocks[{group!r}]", paging.virtual_block)
             held = table.tokens(paging.virtual_block)
@@ -243,6 +245,10 @@ class Tiles:
         count: int = self.ids.shape[1]
         return count
 
+    def take(self, indices: Ints) -> Tiles:
+        """Return the tiles with these *indices*."""
+        return Tiles(self.block[:, indices], self.tile[:, indices], self.ids[:, indices])
+
 
 def row_starts(
     request: TransferRequest,
@@ -259,10 +265,13 @@ def row_starts(
         moves_whole: Whether dead tokens move with a kind of row. None: they never move.
 
     Raises:
-        MismatchError: If a recurrent state has seen other tokens than the request has.
+        MismatchError: If a recurrent state has seen other tokens than the request has, or a ring
+            so many more that it has no row for a live token.
     """
     if not token_split.tile:
         return _state(request, tables, token_split)
+    if token_split.producer.is_ring:
+        check_ring_tokens(request, tables.wanted, token_split.producer.memory_block_size)
     producer, consumer = token_split.producer.context, token_split.consumer.context
     same_sharding = producer.same_sharding(consumer)
     frame = (_own_counts if same_sharding else _positions)(tables, token_split)
@@ -335,6 +344,15 @@ def _ascending(ids: Ints) -> Ints:
     return ids.argsort(kind="stable")
 
 
+def check_ring_tokens(request: TransferRequest, wanted: range, rows: int) -> None:
+    """Raise `MismatchError` unless the producer's ring of *rows* rows still has *wanted* tokens."""
+    seen = request.num_tokens if request.state_tokens is None else request.state_tokens
+    if not seen - rows <= wanted.start < wanted.stop <= seen:
+        why = f"a ring of {rows} rows has only its last {rows} tokens"
+        held = range(max(seen - rows, 0), seen)
+        raise MismatchError([Mismatch("state_tokens", held, wanted, why, ("held", "expected"))])
+
+
 def check_state_tokens(request: TransferRequest) -> None:
     """Raise `MismatchError` if the producer's states have not seen exactly the request's tokens."""
     seen = request.num_tokens if request.state_tokens is None else request.state_tokens
@@ -353,7 +371,7 @@ def _state(request: TransferRequest, tables: EdgeTables, token_split: TokenSplit
         np.array([table.state_block(f"{side}_blocks[{group!r}]", paging.block_size, token)])
         for side, group, table, paging in tables.sides(token_split)
     )
-    return {token_split.whole: (producer, consumer)}
+    return {token_split.whole_kind: (producer, consumer)}
 
 
 @attrs.frozen(eq=False)
@@ -405,7 +423,7 @@ def _cut(
     >>> from kvspec.ownership.stripes import WHOLE
     >>> edge = Edge(producer=RankId(), consumer=RankId(), producer_group="g", group="g",
     ...     layers=(), slices=())
-    >>> tables = EdgeTables(edge, wanted=range(5, 15), cached=5, tokens=None, whole=False,
+    >>> tables = EdgeTables(edge, wanted=range(5, 15), cached=5, tokens=None, recurrent=False,
     ...     producer=BlockTable([6, 7, 8, 9]), consumer=BlockTable([3, 1]))
     >>> token_split = TokenSplit(WHOLE, 4, 1, Paging(4, 4, EVERY_TOKEN), Paging(8, 8, EVERY_TOKEN))
     >>> def rows(moves_whole):
@@ -434,19 +452,21 @@ def _cut(
     tile_starts = np.arange(moving.start // size * size, moving.stop, size, dtype=np.int64)
     first, last = int(tile_starts[0]), int(tile_starts[-1])
     tile_starts = _moving(tables, token_split, frame, tile_starts)
-    rows: dict[RowKind, Ints] = {}
-    # If there is only one tile, the first pass takes it, and the second finds no tile.
+    rows, whole = dict[RowKind, Ints](), token_split.whole_kind
+    # Only the first and the last tile may move in part. They may be missing, because another edge
+    # or step moves them. If they are the same tile, the first pass takes it, and the second finds
+    # no tile.
     for tile_start, place in ((first, 0), (last, -1)):
         start, stop = max(moving.start, tile_start), min(moving.stop, tile_start + size)
         kind = RowKind(start - tile_start, stop - start)
-        if kind == token_split.whole or not len(tile_starts) or tile_starts[place] != tile_start:
+        if kind == whole or not len(tile_starts) or tile_starts[place] != tile_start:
             continue
         # A tile that begins in the cached prefix never moves whole: it would write a cached token.
         if moves_whole is None or tile_start < frame.cached or not moves_whole(kind):
             rows[kind] = np.array([start], np.int64)
             tile_starts = np.delete(tile_starts, place)
     if len(tile_starts):
-        rows[token_split.whole] = tile_starts
+        rows[whole] = tile_starts
     return rows
 
 

@@ -15,7 +15,7 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 import numpy as np
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.runs import coalesce
+from kvspec.descriptors.selection import Picked
 from kvspec.memory.rank_cache import RankCache
 from kvspec.memory.region import Region
 from kvspec.ownership.part import Part
@@ -42,49 +43,111 @@ class CachePair:
     layers: frozenset[str] | None
 
 
+@attrs.frozen(eq=False)
+class UnwrittenRows:
+    """Parts of which a request leaves the same rows of the same blocks unwritten.
+
+    Attributes:
+        edge: The edge that moves the parts.
+        tp_slice: The slice of the edge.
+        region: The consumer's region of any of the parts.
+        part: That part.
+        runs: For each block stride and state stride, the runs of the first row of block 0: address
+            twice and length, shape (3, n). Runs that touch are joined.
+    """
+
+    edge: Edge
+    tp_slice: TPTransferSlice
+    region: Region
+    part: Part
+    runs: dict[tuple[int, int], Ints]
+
+
+def unwritten_rows(pair: CachePair) -> list[UnwrittenRows]:
+    """Return the parts that move between two ranks. They depend on no request."""
+    boundaries = (pair.consumer.boundaries,) * 2
+    alike: dict[object, tuple[UnwrittenRows, dict[tuple[int, int], list[Ints]]]] = {}
+    for edge, tp_slice, layer, part in _parts(pair):
+        region = pair.consumer.region(layer, part.name)
+        shape = part.tokens_per_state, part.states, region.states, region.num_blocks
+        key = id(edge), id(tp_slice), shape
+        _, rows = alike.setdefault(key, (UnwrittenRows(edge, tp_slice, region, part, {}), {}))
+        local = tp_slice.local_range
+        start = region.addresses()[local.start : local.stop, 0].ravel()
+        run = np.column_stack([start, start, np.full(len(start), region.chunk_bytes)])
+        rows.setdefault((region.block_stride, region.state_stride), []).append(run)
+    for parts, rows in alike.values():
+        parts.runs.update({strides: coalesce(runs, boundaries) for strides, runs in rows.items()})
+    return [parts for parts, _ in alike.values()]
+
+
 def unwritten_ranges(
-    pair: CachePair, request: TransferRequest, written: npt.NDArray[np.uint64]
+    pair: CachePair,
+    parts: Iterable[UnwrittenRows],
+    request: TransferRequest,
+    picked: Iterable[Picked],
 ) -> npt.NDArray[np.uint64]:
     """Return the bytes of the consumer's blocks that no descriptor writes.
 
     Args:
         pair: The two ranks.
+        parts: The parts that move between them.
         request: The request.
-        written: Descriptors of the request: producer address, consumer address and length, uint64
-            of shape (n, 3).
+        picked: The numbered rows that may write dead tokens, each with the tiles that move.
 
     Returns:
         Address and length of each range, ascending by address, uint64 of shape (m, 2).
     """
-    _, start, length = written.astype(np.int64).T
-    order = np.argsort(start)
-    start, stop = start[order], (start + length)[order]
-    ranges = [np.empty((0, 3), np.int64)]
-    for address, content in _not_required(pair, request):
-        # A whole tile also writes its dead tokens. Leave out the contents that were written.
-        before = np.searchsorted(start, address, "right") - 1
-        was_written = before >= 0
-        was_written[was_written] = address[was_written] < stop[before[was_written]]
-        unwritten = address[~was_written]
-        ranges.append(np.column_stack([unwritten, unwritten, np.full(len(unwritten), content)]))
+    contents, blocks = [np.empty((0, 3), np.int64)], [np.empty(0, np.int64)]
+    for each in parts:
+        rows = _token_rows if each.part.per_token else _state_rows
+        block, row = rows(pair, request, each)
+        if len(block):
+            kernel_blocks = pair.consumer.engine.group(each.edge.group).kernel_blocks_per_block
+            blocks.append(block // kernel_blocks)
+            contents += (_contents(*run, block, row) for run in each.runs.items())
     # `coalesce` joins what touches on two sides. Here the consumer is both.
-    boundaries = pair.consumer.boundaries
-    return coalesce(ranges, (boundaries, boundaries))[1:].T.view(np.uint64)
+    boundaries = (pair.consumer.boundaries,) * 2
+    ranges = coalesce(contents, boundaries)[1:]
+    written = [
+        numbered.addresses(tiles.take(np.flatnonzero(inside)))[:, 1:]
+        for numbered, tiles in picked
+        for kernel_blocks in (numbered.split_rows.token_split.consumer.kernel_blocks_per_block,)
+        # Few blocks have bytes that need not move. The others may have millions of descriptors.
+        for inside in (np.isin(tiles.block[1] // kernel_blocks, np.concatenate(blocks)),)
+    ]
+    return _without(ranges, written).view(np.uint64)
 
 
-def _not_required(pair: CachePair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:
-    """Yield addresses of contents that neither must move nor are cached, and their length.
+def _contents(strides: tuple[int, int], runs: Ints, block: Ints, row: Ints) -> Ints:
+    """Return the contents of each *row* of each *block*: address twice and length, shape (n, 3)."""
+    count = np.ones(1, np.int64)
+    if (runs[2] == strides[1]).all():
+        # A run touches that of the next row, so rows in sequence are one content.
+        first = (block[1:] != block[:-1]) | (row[1:] != row[:-1] + 1)
+        first = np.concatenate([[0], np.flatnonzero(first) + 1])
+        count = np.diff(first, append=len(row))
+        block, row = block[first], row[first]
+    start = runs[0] + (block * strides[0] + row * strides[1])[:, None]
+    length = np.broadcast_to(runs[2] * count[:, None], start.shape)
+    return np.column_stack([start.ravel(), start.ravel(), length.ravel()])
 
-    Some of them move nevertheless: the dead tokens of a tile that moves whole.
-    """
-    for edge, tp_slice, layer, part in _parts(pair):
-        region = pair.consumer.region(layer, part.name)
-        rows = _token_rows if part.per_token else _state_rows
-        block, row = rows(pair, request, edge, tp_slice, region, part)
-        local = tp_slice.local_range
-        first_rows = region.addresses()[local.start : local.stop, 0]
-        moved = block * region.block_stride + row * region.state_stride
-        yield (moved[:, None, None] + first_rows).ravel(), region.chunk_bytes
+
+def _without(ranges: Ints, written: list[Ints]) -> Ints:
+    """Return *ranges* without the bytes of *written*: address and length of each, shape (n, 2)."""
+    start, length = ranges
+    taken = np.concatenate([np.empty((0, 2), np.int64), *written])
+    if not len(taken) or not len(start):
+        return np.ascontiguousarray(ranges.T)
+    taken = taken[np.argsort(taken[:, 0])].T
+    sides = [(start, start + length), (taken[0], taken[0] + taken[1])]
+    cuts = np.unique(np.concatenate([end for side in sides for end in side]))
+    inside = []
+    for begin, end in sides:
+        index = np.searchsorted(begin, cuts[:-1], "right") - 1
+        inside.append((index >= 0) & (cuts[:-1] < end[index]))
+    kept = np.flatnonzero(inside[0] & ~inside[1])
+    return np.column_stack([cuts[kept], cuts[kept + 1] - cuts[kept]])
 
 
 def _parts(pair: CachePair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]:
@@ -100,21 +163,19 @@ def _parts(pair: CachePair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]
 
 
 def _token_rows(
-    pair: CachePair,
-    request: TransferRequest,
-    edge: Edge,
-    tp_slice: TPTransferSlice,
-    region: Region,
-    part: Part,
+    pair: CachePair, request: TransferRequest, parts: UnwrittenRows
 ) -> tuple[Ints, Ints]:
-    """Return block and row of each state that neither must move nor is cached, in *region*."""
-    positions = _positions_not_required(pair, request, edge, tp_slice, part.tokens_per_state)
-    engine, tokens_per_state = pair.consumer.engine, part.tokens_per_state
+    """Return block and row of each state that neither must move nor is cached."""
+    edge, region, tokens_per_state = parts.edge, parts.region, parts.part.tokens_per_state
+    positions = _positions_not_required(pair, request, edge, parts.tp_slice, tokens_per_state)
+    engine = pair.consumer.engine
     group, table = engine.group(edge.group), request.table("consumer", edge.group)
     context = engine.context(group, pair.consumer.rank)
     local = context.local(positions) - table.first_token // context.size
-    index, token = np.divmod(local, group.spec.block_size)
+    index, token = np.divmod(local, engine.virtual_block(group) // context.size)
     kernel_block, token = np.divmod(token, group.memory_block_size)
+    if group.spec.is_ring:
+        kernel_block = np.zeros_like(index)
     ids = table.block_ids[index]
     own = _own_blocks(ids, table, engine.null_block, region, group.kernel_blocks_per_block)
     return ids[own] * group.kernel_blocks_per_block + kernel_block[own], token[
@@ -141,8 +202,14 @@ def _positions_not_required(
     live_block = spec.live_tokens(request.total(spec)).start // virtual_block * virtual_block
     # A state with any cached token counts as cached, so round up.
     cached = -(-request.cached(group.name, spec) // tokens_per_state) * tokens_per_state
-    first = max(live_block, tokens.start, cached)
-    positions = np.arange(first, max(tokens.stop, first), tokens_per_state, dtype=np.int64)
+    first, stop = max(live_block, tokens.start, cached), tokens.stop
+    if spec.is_ring:
+        # The rows of the next positions, which begin at the first live one, are all of its rows.
+        first = spec.live_tokens(request.total(spec)).start
+        stop = first + len(table.block_ids) * group.spec.block_size
+    if wanted.start <= first < wanted.stop:  # The tokens that move are most of them.
+        first += (wanted.stop - first) // tokens_per_state * tokens_per_state
+    positions = np.arange(first, max(stop, first), tokens_per_state, dtype=np.int64)
     keep = tp_slice.stripe.holds(positions // virtual_block)
     for cache, name in ((pair.producer, edge.producer_group), (pair.consumer, edge.group)):
         keep &= cache.engine.context(cache.engine.group(name), cache.rank).owns(positions)
@@ -158,27 +225,24 @@ def _own_blocks(
     A repeated id, the null block and an id outside the memory are placeholders. A table may contain
     placeholders where nothing moves, because `Tables.check` validates only the blocks that move.
     """
-    different, times = np.unique(table.block_ids, return_counts=True)
     own = (ids >= 0) & (ids < region.num_blocks // kernel_blocks)
-    own &= np.isin(ids, different[times == 1])
+    repeated = table.ordered[1:][table.ordered[1:] == table.ordered[:-1]]
+    if len(repeated):
+        own &= ~np.isin(ids, repeated)
     if null_block is not None:
         own &= ids != null_block
     return own
 
 
 def _state_rows(
-    pair: CachePair,
-    request: TransferRequest,
-    edge: Edge,
-    tp_slice: TPTransferSlice,
-    region: Region,
-    part: Part,
+    pair: CachePair, request: TransferRequest, parts: UnwrittenRows
 ) -> tuple[Ints, Ints]:
     """Return block and row of each row of a recurrent state that neither moves nor is cached.
 
     In the block of the state, these are the rows that only the consumer has. Blocks that begin
     behind all tokens have no state yet, so these are all of their rows.
     """
+    edge, region, part = parts.edge, parts.region, parts.part
     engine, table = pair.consumer.engine, request.table("consumer", edge.group)
     group, ids = engine.group(edge.group), table.block_ids
     size, wanted = group.spec.block_size, request.wanted(group.name, group.spec)
@@ -191,6 +255,6 @@ def _state_rows(
     if wanted:
         first_row[starts // size == wanted.start // size] = part.states
     own = _own_blocks(ids, table, engine.null_block, region, group.kernel_blocks_per_block)
-    own &= tp_slice.stripe.holds(starts // engine.virtual_block(group))
+    own &= parts.tp_slice.stripe.holds(starts // engine.virtual_block(group))
     index, row = np.nonzero(own[:, None] & (np.arange(region.states) >= first_row[:, None]))
     return ids[index], row

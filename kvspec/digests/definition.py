@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.errors import SpecError
+from kvspec.inputs import instance
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +126,8 @@ def tensor_digest(
         One digest for each unit.
 
     Raises:
-        SpecError: If the shapes do not fit each other.
+        SpecError: If an argument is no tensor, *rows* are no ints, or the shapes do not fit each
+            other.
 
     >>> import torch
     >>> keys, tokens = torch.arange(24, dtype=torch.bfloat16).view(3, 2, 4), torch.arange(3)
@@ -137,9 +139,15 @@ def tensor_digest(
     >>> whole == [sum(unit) % 2**64 for unit in zip(*halves)]
     True
     """
+    import torch  # noqa: PLC0415 - slow, and often absent
+
+    instance("contents", contents, torch.Tensor)
+    instance("rows", rows, torch.Tensor)
     rank = 3
-    if contents.dim() != rank:
+    if contents.dim() != rank or not contents.shape[2]:
         raise SpecError("contents", tuple(contents.shape), "a shape of (rows, units, elements)")
+    if rows.dtype.is_floating_point or rows.dtype.is_complex:  # A fraction would be lost.
+        raise SpecError("rows", str(rows.dtype), "a tensor of ints")
     if tuple(rows.shape) != contents.shape[:1]:
         raise SpecError("rows", tuple(rows.shape), f"one row for each of {len(contents)} contents")
     totals = unit_totals(contents, rows, layer, part, unit)
@@ -165,7 +173,8 @@ def unit_totals(
         return word ^ shifted(word, SHIFT)
 
     units = contents.shape[1]
-    stored = contents.contiguous().view(torch.uint8)
+    # An axis of length 1 may have any stride, also in a contiguous tensor. `view` needs the usual.
+    stored = contents.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     stored = torch.nn.functional.pad(stored, (0, -stored.shape[2] % WORD))
     content = stored.view(torch.int64)
     weights = words(weights_of(content.shape[2]))

@@ -220,7 +220,10 @@ def token_places(
     if context.size > 1:
         rounds, rest = np.divmod(positions, context.interleave * context.size)
         local = rounds * context.interleave + rest % context.interleave
-    index, token = np.divmod(local - table.first_token // context.size, group.spec.block_size)
+    local = local - table.first_token // context.size
+    if group.spec.is_ring:
+        return np.zeros_like(local), np.zeros_like(local), local % group.spec.block_size
+    index, token = np.divmod(local, group.spec.block_size)
     kernel_block, token = np.divmod(token, group.memory_block_size)
     return index, kernel_block, token
 

@@ -319,7 +319,8 @@ def _column(
         # An engine with one stage and one context rank has one band without a caption.
         bands.setdefault(" · ".join(words), []).append(panel)
     caption = [sizes(parallel), f"layout {'/'.join(dict.fromkeys(map(engine.layout_of, groups)))}"]
-    blocks = {g.spec.block_size for g in groups if any(part.per_token for part in g.own_parts)}
+    grows = (g for g in groups if not g.spec.is_ring)
+    blocks = {g.spec.block_size for g in grows if any(part.per_token for part in g.own_parts)}
     if blocks:
         caption.append(f"blocks of {'/'.join(map(str, sorted(blocks)))} tokens")
     lines = [line for panel in panels for line in panel.lines]

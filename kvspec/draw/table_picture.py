@@ -100,8 +100,9 @@ class Window:
 
     @property
     def table_tokens(self) -> int:
-        """Tokens of one block of the request's block table."""
-        return self.cache.engine.virtual_block(self.group)
+        """Tokens of one block of the request's block table, or rows of its ring."""
+        spec = self.group.spec
+        return spec.block_size if spec.is_ring else self.cache.engine.virtual_block(self.group)
 
     def usable_blocks(self) -> range:
         """Return the longest range of ids of the block table without the null block."""
@@ -281,7 +282,8 @@ def _first_blocks(edge: Edge, producer: Window, consumer: Window) -> Iterator[Tr
     else:
         counts = [first + 1]  # A recurrent state has one block for all tokens.
     for count in counts:
-        needed = [-(-count // side.table_tokens) if per_token else 1 for side in sides]
+        grows = per_token and not consumer.group.spec.is_ring
+        needed = [-(-count // side.table_tokens) if grows else 1 for side in sides]
         yield TransferRequest(
             request_id="first block",
             num_tokens=count,
@@ -367,10 +369,11 @@ def _heading(canvas: Canvas, window: Window, count: int, y: float) -> None:
     name = f"{window.name} {cache.rank}"
     width = canvas.text(style.MARGIN, y, name, style.MEDIUM, font_weight="bold")
     words = [f"block {window.block}", f"layout {cache.engine.layout_of(group)}"]
+    noun = "rows" if group.spec.is_ring else "tokens"
     if count:
-        words.append(f"{group.memory_block_size} tokens a block")
+        words.append(f"{group.memory_block_size} {noun} a block")
     if 0 < count < group.memory_block_size:
-        words.append(f"tokens {window.first} to {window.first + count - 1} drawn")
+        words.append(f"{noun} {window.first} to {window.first + count - 1} drawn")
     canvas.text(style.MARGIN + width + 10, y, " · ".join(words), fill=style.FAINT)
 
 

@@ -30,7 +30,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.engines.letters import layout_letters, without_alias
 from kvspec.engines.stages import stages_of
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, positive_int, sequence
+from kvspec.inputs import MAX_TOKENS, instance, positive_int, sequence
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.sharding import Sharding, check_granularity, explicit_sharding
@@ -176,8 +176,11 @@ class EngineSpec:
     def virtual_block(self, group: KVCacheGroup) -> int:
         """Return the number of token positions that belong to one id in a block table of *group*.
 
-        It is the block size times the number of context ranks, as in vLLM's `BlockTable`.
+        It is the block size times the number of context ranks, as in vLLM's `BlockTable`. The one
+        block of a ring has all positions.
         """
+        if group.spec.is_ring:
+            return MAX_TOKENS
         return group.spec.block_size * self.context_size(group)
 
     def page_size_bytes(self, layer: str, rank: RankId) -> int:

@@ -49,7 +49,8 @@ class KVCacheGroup:
         shardings: Explicit shardings of this group: for the name of a part, one range of units for
             each TP rank. They have priority over those of `ParallelConfig`.
         context_sharded: Whether context ranks divide the tokens. It is False if every context rank
-            holds all tokens. A draft model may do so while its target divides the tokens.
+            holds all tokens. A draft model may do so while its target divides the tokens. A ring is
+            never divided, so it becomes False.
 
     >>> from kvspec import FullAttentionSpec
     >>> spec = FullAttentionSpec(
@@ -78,6 +79,8 @@ class KVCacheGroup:
         if self.layout is not None:
             layout_letters(self.layout, f"{field}.layout")
         flag(f"{field}.context_sharded", self.context_sharded)
+        if self.spec.is_ring:
+            object.__setattr__(self, "context_sharded", False)
         if self.kernel_block_size is not None:
             self._check_kernel_block(f"{field}.kernel_block_size")
 
@@ -102,6 +105,8 @@ class KVCacheGroup:
         for spec in map(self.spec.of_layer, self.layers):
             if spec.page_size_padded is not None:
                 raise SpecError(field, size, rule="cannot be combined with page_size_padded")
+            if spec.is_ring:
+                raise SpecError(field, size, "None, because a ring is one block")
             if any(not p.per_token or size % p.tokens_per_state for p in spec.parts):
                 requirement = "a multiple of the tokens of each row, in attention layers"
                 if any(part.name == "page" for part in spec.parts):

@@ -61,14 +61,25 @@ def _holds(stage: StageLayers, layer: str) -> bool:
 
 
 def _even_stages(layers: list[str], count: int) -> tuple[range, ...]:
-    """Divide the layer numbers contiguously and evenly among *count* stages."""
+    """Divide the layer numbers contiguously and evenly among *count* stages.
+
+    The names must have the same text before their number. Otherwise two names with other numbers
+    may belong to one layer.
+    """
     distinct: set[int] = set()
+    first_names: dict[str, str] = {}
     for layer in layers:
         number = _number(layer)
         if number is None:
             requirement = f"the layer names of each stage, because layer {layer!r} has no number"
             raise SpecError("stages", None, requirement)
         distinct.add(number)
+        first_names.setdefault(re.split(r"\d", layer, maxsplit=1)[0], layer)
+    # Falcon-H1 of vLLM has `model.layers.0.attn` and `model.36.mixer` in one layer.
+    if len(first_names) > 1:
+        listed = " and ".join(map(repr, list(first_names.values())[:2]))
+        requirement = f"the layer names of each stage, because {listed} may count differently"
+        raise SpecError("stages", None, requirement)
     # Several layers may have one number, such as the caches of one model layer. They stay together.
     numbers = sorted(distinct)
     starts = (numbers[stage * len(numbers) // count] for stage in range(1, count))

@@ -26,21 +26,35 @@ from collections.abc import Mapping
 
 import attrs
 
+from kvspec.models.compressed import HEAVY_RATIO, SPARSE_RATIO, WINDOW, ratios
 from kvspec.models.fields import (
     FULL,
     MLA,
+    SPARSE,
     KindRule,
+    LayerRule,
+    alike,
     all_layers,
     chunked_layers,
+    delta_attention,
+    dense_first,
     even_window,
     every,
+    first_of,
+    global_sizes,
+    grouped,
     letters,
     listed,
+    listed_window,
     offset,
+    other_setting,
+    patterned,
     switched,
+    unlisted,
     unrotated_window,
     upper_window,
     window,
+    window_sizes,
 )
 
 
@@ -74,9 +88,24 @@ class Architecture:
         names: Class names and model types that lead to this row.
         kinds: The rule for the kinds of the layers. It applies if the config has no
             ``layer_types``.
-        attention: Name of an attention layer, with ``{}`` for its index.
+        attention: Name of an attention layer, with ``{}`` for its index. Two names, separated by a
+            space, mean that the layer has two caches.
         state: The recurrent layers, or None.
+        latents: Whether the layers with full attention keep latents.
         indexer: Name of the layer that keeps the indexer keys of an MLA layer, or empty.
+        keys: The field with the elements of a key.
+        values: The field with the elements of a value, or empty if a value is as long as a key.
+        cross: Name of the layer with keys of the encoder, or empty.
+        index_keys: Name of the layer that keeps the indexer keys of a sparse layer, or empty. They
+            are plain keys of one head, in a group of their own.
+        types: Names in ``layer_types`` that only this row knows, with their kinds.
+        by_layer: The rule for the fields of single layers. It applies if the config has no
+            ``per_layer_config``.
+        counted: The field with the number of layers.
+        compressed: Whether the kinds are ratios of compression, see `kvspec.models.compressed`.
+        wider: Tokens by which a window is longer than ``sliding_window``.
+        shared: Whether transformers saves models of other types with the class of this row. Such a
+            config must have all sizes, because each type has its own defaults.
         required: Sizes that a config must have. If it omits them, the classes of transformers 5.19
             supply a constant, which may be another one for each class and version. For other rows,
             the class supplies ``num_attention_heads`` for the KV heads, and ``hidden_size`` divided
@@ -88,7 +117,18 @@ class Architecture:
     kinds: KindRule = FULL
     attention: str = attrs.field(default="model.layers.{}.self_attn.attn", kw_only=True)
     state: State | None = attrs.field(default=None, kw_only=True)
+    latents: bool = attrs.field(default=False, kw_only=True)
     indexer: str = attrs.field(default="", kw_only=True)
+    keys: str = attrs.field(default="head_dim", kw_only=True)
+    values: str = attrs.field(default="", kw_only=True)
+    cross: str = attrs.field(default="", kw_only=True)
+    index_keys: str = attrs.field(default="", kw_only=True)
+    types: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
+    by_layer: LayerRule = attrs.field(default=alike, kw_only=True)
+    counted: str = attrs.field(default="num_hidden_layers", kw_only=True)
+    compressed: bool = attrs.field(default=False, kw_only=True)
+    wider: int = attrs.field(default=0, kw_only=True)
+    shared: bool = attrs.field(default=False, kw_only=True)
     required: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     defaults: Mapping[str, object] = attrs.field(factory=dict, kw_only=True)
 
@@ -111,7 +151,23 @@ _GATED_DELTA_NET = {
     "head_v_dim": "linear_value_head_dim",
     "conv_kernel": "linear_conv_kernel_dim",
 }
+_DELTA_ATTENTION = {
+    "num_k_heads": "linear_num_heads",
+    "num_v_heads": "linear_num_heads",
+    "head_k_dim": "linear_head_dim",
+    "head_v_dim": "linear_head_dim",
+    "conv_kernel": "linear_conv_kernel_dim",
+}
+_DELTA_ATTENTION_OF_BAILING = {
+    "num_k_heads": "num_attention_heads",
+    "num_v_heads": "num_attention_heads",
+    "head_k_dim": "bailing_head_dim",
+    "head_v_dim": "bailing_head_dim",
+    "conv_kernel": "short_conv_kernel_size",
+}
+_LINEAR_ATTENTION = {"num_heads": "num_attention_heads", "head_dim": "head_dim"}
 _CONV_FIELDS = {"conv_kernel": "conv_kernel"}
+_INDEXER = "model.layers.{}.self_attn.indexer.k_cache"
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GPT = "transformer.h.{}.attn.attn"
 _BLOOM = "transformer.h.{}.self_attention.attn"
@@ -119,37 +175,56 @@ _BLOOM = "transformer.h.{}.self_attention.attn"
 # Every known architecture. Layer names follow the module names in vLLM.
 ARCHITECTURES: tuple[Architecture, ...] = (
     # Every layer is full attention.
-    Architecture("LlamaForCausalLM llama"),
+    Architecture("LlamaForCausalLM llama", shared=True),
     Architecture("ArceeForCausalLM arcee"),
+    Architecture("AriaForConditionalGeneration AriaTextForCausalLM aria_text", required=_BOTH),
     Architecture("ApertusForCausalLM apertus"),
+    Architecture("BitNetForCausalLM bitnet", required=_KV_HEADS_FIELD),
     Architecture("CohereForCausalLM cohere"),
     Architecture("Ernie4_5ForCausalLM Ernie4_5_ForCausalLM ernie4_5", required=_BOTH),
     Architecture("Ernie4_5_MoeForCausalLM ernie4_5_moe", required=_KV_HEADS_FIELD),
+    Architecture("ernie4_5_vl_moe_text", required=_KV_HEADS_FIELD),
+    Architecture("FlexOlmoForCausalLM flex_olmo"),
     Architecture("GemmaForCausalLM gemma", required=_KV_HEADS_FIELD, defaults={"head_dim": 256}),
     Architecture("GlmForCausalLM glm", required=_KV_HEADS_FIELD, defaults={"head_dim": 128}),
     Architecture("Glm4ForCausalLM glm4", required=_KV_HEADS_FIELD, defaults={"head_dim": 128}),
     Architecture("Glm4MoeForCausalLM glm4_moe", required=_KV_HEADS_FIELD),
+    Architecture("glm4v_text", required=_KV_HEADS_FIELD),
+    Architecture("glm4v_moe_text", required=_KV_HEADS_FIELD),
+    Architecture("GlmOcrForConditionalGeneration glm_ocr_text", required=_KV_HEADS_FIELD),
     Architecture("GraniteForCausalLM granite"),
     Architecture("GraniteMoeForCausalLM granitemoe"),
     Architecture("GraniteMoeSharedForCausalLM granitemoeshared"),
     Architecture("HunYuanDenseV1ForCausalLM hunyuan_v1_dense"),
+    Architecture("HunYuanMoEV1ForCausalLM hunyuan_v1_moe"),
+    Architecture("HYV3ForCausalLM hy_v3", required=_BOTH),
+    Architecture("HyperCLOVAXForCausalLM hyperclovax"),
+    Architecture("Jais2ForCausalLM jais2"),
     Architecture("MiniMaxM2ForCausalLM minimax_m2", required=_BOTH),
-    Architecture("NemotronForCausalLM nemotron"),
+    Architecture("NemotronForCausalLM nemotron", required=_KV_HEADS_FIELD),
     Architecture("OlmoForCausalLM olmo"),
     Architecture("Olmo2ForCausalLM olmo2"),
     Architecture("OlmoeForCausalLM olmoe"),
+    Architecture("molmo2_text", required=_BOTH),
+    Architecture("MptForCausalLM mpt", attention="transformer.blocks.{}.attn.attn"),
+    Architecture("paddleocr_vl_text", required=_BOTH),
+    Architecture("PersimmonForCausalLM persimmon"),
     Architecture("PhiForCausalLM phi"),
+    Architecture("qwen3_omni_moe_text", required=_KV_HEADS_FIELD),
     Architecture("qwen3_vl_text", required=_BOTH),
     Architecture("qwen3_vl_moe_text", required=_KV_HEADS_FIELD),
     Architecture("SeedOssForCausalLM seed_oss", required=_BOTH),
+    Architecture("SolarOpenForCausalLM solar_open", required=_BOTH),
     Architecture("StableLmForCausalLM stablelm", required=_KV_HEADS_FIELD),
     Architecture("FalconForCausalLM falcon", attention=_BLOOM, defaults={"multi_query": True}),
     Architecture("BloomForCausalLM bloom", attention=_BLOOM),
     Architecture("GPT2LMHeadModel gpt2", attention=_GPT),
     Architecture(
-        "GPTBigCodeForCausalLM gpt_bigcode", attention=_GPT, defaults={"multi_query": True}
+        "GPTBigCodeForCausalLM gpt_bigcode",
+        attention="model.h.{}.attn.attn",
+        defaults={"multi_query": True},
     ),
-    Architecture("GPTNeoXForCausalLM gpt_neox", attention="gpt_neox.layers.{}.attention.attn"),
+    Architecture("GPTNeoXForCausalLM gpt_neox", attention="model.layers.{}.attention.attn"),
     Architecture("OPTForCausalLM opt", attention="model.decoder.layers.{}.self_attn.attn"),
     # Every layer has a sliding window if the config has one.
     Architecture(
@@ -159,9 +234,16 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         # Only an explicit null turns the window off.
         defaults={"sliding_window": 4096},
     ),
+    Architecture(
+        "MinistralForCausalLM ministral",
+        window,
+        required=_KV_HEADS_FIELD,
+        defaults={"sliding_window": 4096},
+    ),
     Architecture("Ministral3ForCausalLM ministral3", window, required=_BOTH),
     Architecture("MixtralForCausalLM mixtral", window, required=_KV_HEADS_FIELD),
     Architecture("Phi3ForCausalLM phi3", window),
+    Architecture("PhiMoEForCausalLM PhimoeForCausalLM phimoe", window, required=_KV_HEADS_FIELD),
     Architecture("Starcoder2ForCausalLM starcoder2", window, required=_KV_HEADS_FIELD),
     # Most published configs have a window, but turn it off with ``use_sliding_window``.
     Architecture("Qwen2ForCausalLM qwen2", upper_window, required=_KV_HEADS_FIELD, defaults=_QWEN),
@@ -180,13 +262,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture(
         "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration"
-        " qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
+        " qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni_text",
         upper_window,
         required=_KV_HEADS_FIELD,
         defaults={**_QWEN, "max_window_layers": 80},
         attention="language_model.model.layers.{}.self_attn.attn",
     ),
-    # Sliding windows or chunks alternate with full attention.
+    # Sliding windows or chunked_layers alternate with full attention.
     Architecture(
         "Gemma2ForCausalLM gemma2",
         every(2, "sliding_window"),
@@ -207,12 +289,89 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "Cohere2ForCausalLM cohere2",
         every("sliding_window_pattern", "sliding_window"),
+        # vLLM and SGLang read one token more than transformers, as the training did.
+        wider=1,
         defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    Architecture(
+        "Cohere2MoeForCausalLM cohere2_moe",
+        dense_first,
+        wider=1,
+        defaults={
+            "head_dim": 128,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "prefix_dense_sliding_window_pattern": 1,
+        },
+    ),
+    Architecture(
+        "CwmForCausalLM cwm",
+        first_of(4, "sliding_window"),
+        required=_BOTH,
+        defaults={"sliding_window": 8192},
+    ),
+    Architecture(
+        "AfmoeForCausalLM afmoe",
+        every("global_attn_every_n_layers", "sliding_window"),
+        defaults={"head_dim": 128, "sliding_window": 1024, "global_attn_every_n_layers": 4},
+    ),
+    Architecture(
+        "GraniteSWAForCausalLM granite_swa",
+        first_of(4, "sliding_window"),
+        required=_KV_HEADS_FIELD,
+        defaults={"sliding_window": 128},
+    ),
+    Architecture(
+        "GraniteMoeSWAForCausalLM granitemoe_swa",
+        first_of(4, "sliding_window"),
+        defaults={"sliding_window": 128},
+    ),
+    Architecture("Dots1ForCausalLM dots1", listed_window, required=_KV_HEADS_FIELD),
+    Architecture("muse_glimmer_text", unlisted, required=_BOTH),
+    Architecture("LagunaForCausalLM laguna", required=_BOTH, defaults={"sliding_window": 512}),
+    Architecture("MellumForCausalLM mellum", required=_BOTH, defaults={"sliding_window": 1024}),
+    Architecture(
+        "VaultGemmaForCausalLM vaultgemma",
+        every(2, "sliding_window"),
+        required=_BOTH,
+        defaults={"sliding_window": 4096},
+    ),
+    Architecture(
+        "Gemma3nForCausalLM Gemma3nForConditionalGeneration gemma3n_text gemma3n",
+        every(5, "sliding_window"),
+        required=_BOTH,
+        defaults={"sliding_window": 512, "num_kv_shared_layers": 15},
+    ),
+    Architecture(
+        "Gemma4ForCausalLM Gemma4ForConditionalGeneration gemma4_text gemma4",
+        every(6, "sliding_window"),
+        required=_BOTH,
+        by_layer=global_sizes,
+        defaults={"sliding_window": 512, "num_kv_shared_layers": 0, "global_head_dim": 512},
+    ),
+    Architecture(
+        "Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration gemma4_unified_text",
+        every(6, "sliding_window"),
+        required=_BOTH,
+        by_layer=global_sizes,
+        defaults={"sliding_window": 1024, "num_kv_shared_layers": 0, "global_head_dim": 512},
+    ),
+    Architecture(
+        "Step3p5ForCausalLM step3p5 Step3p7ForConditionalGeneration step3p7",
+        unlisted,
+        required=_BOTH,
+        by_layer=other_setting,
     ),
     Architecture(
         "Olmo3ForCausalLM olmo3",
         every(4, "sliding_window"),
         defaults={"sliding_window": 4096},
+    ),
+    Architecture(
+        "ExaoneMoeForCausalLM ExaoneMoEForCausalLM exaone_moe",
+        every("sliding_window_pattern", "sliding_window"),
+        required=_KV_HEADS_FIELD,
+        defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     Architecture(
         "Exaone4ForCausalLM exaone4",
@@ -223,6 +382,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "GptOssForCausalLM gpt_oss",
         every(2, "sliding_window"),
+        attention="model.layers.{}.attn.attn",
         required=_BOTH,
         # The published configs name no dtype. Their unquantised tensors are bfloat16.
         defaults={"sliding_window": 128, "dtype": "bfloat16"},
@@ -233,21 +393,72 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         required=_KV_HEADS_FIELD,
         defaults={"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
     ),
+    # Keys and values of different sizes. The window is vLLM's: SGLang's is one token longer.
+    Architecture(
+        "MiMoV2FlashForCausalLM MiMoV2ForCausalLM mimo_v2_flash mimo_v2",
+        patterned,
+        required=_BOTH,
+        values="v_head_dim",
+        by_layer=window_sizes,
+    ),
+    # Keys of an encoder.
+    Architecture(
+        "WhisperForConditionalGeneration whisper",
+        all_layers("full cross"),
+        counted="decoder_layers",
+        attention=".decoder.layers.{}.layers.self_attn.attn",
+        cross=".decoder.layers.{}.layers.encoder_attn.attn",
+    ),
+    # Sparse attention: some layers also have keys by which an indexer chooses blocks.
+    Architecture(
+        "MiniMaxM3SparseForCausalLM MiniMaxM3VLForCausalLM minimax_m3_vl_text"
+        " MiniMaxM3SparseForConditionalGeneration minimax_m3_vl",
+        required=_BOTH,
+        index_keys="model.layers.{}.self_attn.attn.index_cache",
+        types={SPARSE: "full"},
+    ),
     # Multi-head latent attention.
     Architecture("DeepseekV2ForCausalLM deepseek_v2", MLA),
     Architecture("DeepseekV3ForCausalLM deepseek_v3 kimi_k2", MLA),
     Architecture("Glm4MoeLiteForCausalLM glm4_moe_lite", MLA),
+    Architecture("AXK1ForCausalLM axk1", MLA),
+    Architecture("Mistral4ForCausalLM mistral4", MLA),
+    Architecture("YoutuForCausalLM youtu", MLA),
     Architecture(
-        "DeepseekV32ForCausalLM deepseek_v32",
+        "LongcatFlashForCausalLM longcat_flash",
         MLA,
-        indexer="model.layers.{}.self_attn.indexer.k_cache",
+        attention="model.layers.{0}.self_attn.0.attn model.layers.{0}.self_attn.1.attn",
+        counted="num_layers",
+    ),
+    Architecture(
+        "DeepseekV32ForCausalLM deepseek_v32 GlmMoeDsaForCausalLM glm_moe_dsa",
+        MLA,
+        indexer=_INDEXER,
         defaults={"index_head_dim": 128},
+    ),
+    Architecture("AXK2ForCausalLM axk2", MLA, indexer=_INDEXER, defaults={"index_head_dim": 128}),
+    Architecture(
+        "HYV4ForCausalLM hy_v4",
+        MLA,
+        indexer=_INDEXER,
+        defaults={"index_head_dim": 128, "indexer_types": None, "index_topk_freq": 4},
+    ),
+    Architecture(
+        "DeepseekV4ForCausalLM deepseek_v4",
+        ratios,
+        compressed=True,
+        types={
+            "sliding_attention": WINDOW,
+            "compressed_sparse_attention": SPARSE_RATIO,
+            "heavily_compressed_attention": HEAVY_RATIO,
+        },
+        defaults={"head_dim": 512, "sliding_window": 128, "index_head_dim": 128},
     ),
     # Recurrent layers, with or without attention layers.
     Architecture(
         "Qwen3NextForCausalLM qwen3_next"
-        " Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text"
-        " Qwen3_5MoeForConditionalGeneration qwen3_5_moe qwen3_5_moe_text",
+        " Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM qwen3_5 qwen3_5_text"
+        " Qwen3_5MoeForConditionalGeneration Qwen3_5MoeForCausalLM qwen3_5_moe qwen3_5_moe_text",
         every("full_attention_interval", "state"),
         required=_BOTH,
         state=State(
@@ -261,8 +472,30 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         },
     ),
     Architecture(
+        "OlmoHybridForCausalLM olmo_hybrid",
+        every(4, "state"),
+        state=State(
+            "gated_delta_net", "model.layers.{}.linear_attn", "gated_delta_net", _GATED_DELTA_NET
+        ),
+        defaults={"linear_conv_kernel_dim": 4},
+    ),
+    Architecture(
+        "KimiLinearForCausalLM kimi_linear",
+        delta_attention,
+        # vLLM's latent attention and delta attention both register the module of the layer.
+        attention="model.layers.{}.self_attn",
+        latents=True,
+        state=State(
+            "delta_attention", "model.layers.{}.self_attn", "gated_delta_net", _DELTA_ATTENTION
+        ),
+        # vLLM, SGLang and transformers all keep its temporal state in float32.
+        defaults={"mamba_ssm_dtype": "float32"},
+    ),
+    Architecture(
         "NemotronHForCausalLM nemotron_h",
         letters,
+        # Newer configs list the layers, and do not count them.
+        counted="layer_types",
         required=_BOTH,
         attention="model.layers.{}.mixer.attn",
         state=State(
@@ -320,6 +553,83 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ),
     ),
     Architecture(
+        "Lfm2MoeForCausalLM lfm2_moe",
+        unlisted,
+        required=_KV_HEADS_FIELD,
+        state=State(
+            "short_conv",
+            "model.layers.{}.short_conv",
+            "short_conv",
+            {"conv_dim": "hidden_size", "conv_kernel": "conv_L_cache"},
+        ),
+    ),
+    Architecture(
+        "FalconH1ForCausalLM falcon_h1",
+        all_layers("full state"),
+        required=_KV_HEADS_FIELD,
+        attention="model.layers.{}.attn",
+        state=State("mamba", "model.{past}.mixer", "mamba2", _MAMBA2),
+    ),
+    Architecture(
+        "Zamba2ForCausalLM zamba2",
+        unlisted,
+        required=("attention_head_dim",),
+        keys="attention_head_dim",
+        attention="model.attn.{nth}",
+        state=State(
+            "mamba",
+            "{behind}.mixer",
+            "mamba2",
+            {
+                "num_heads": "n_mamba_heads",
+                "head_dim": "mamba_headdim",
+                "n_groups": "mamba_ngroups",
+                "state_size": "mamba_d_state",
+                "conv_kernel": "mamba_d_conv",
+            },
+        ),
+    ),
+    Architecture(
+        "MiniMaxForCausalLM MiniMaxText01ForCausalLM minimax",
+        unlisted,
+        required=_KV_HEADS_FIELD,
+        state=State(
+            "linear_attention", "model.layers.{}.self_attn", "linear_attention", _LINEAR_ATTENTION
+        ),
+    ),
+    Architecture(
+        "BailingMoeV2_5ForCausalLM",
+        grouped,
+        latents=True,
+        state=State(
+            "linear_attention", "model.layers.{}.self_attn", "linear_attention", _LINEAR_ATTENTION
+        ),
+    ),
+    Architecture(
+        "BailingMoeV3ForCausalLM BailingHybridForCausalLM bailing_hybrid"
+        " BailingMoeV3VLForConditionalGeneration",
+        grouped,
+        latents=True,
+        state=State(
+            "delta_attention",
+            "model.layers.{}.self_attn",
+            "gated_delta_net",
+            _DELTA_ATTENTION_OF_BAILING,
+        ),
+        defaults={"mamba_ssm_dtype": "float32"},
+    ),
+    Architecture(
+        "Lfm3ForCausalLM lfm3",
+        unlisted,
+        required=_BOTH,
+        state=State(
+            "short_conv",
+            "model.layers.{}.short_conv",
+            "short_conv",
+            {"conv_dim": "hidden_size", "conv_kernel": "conv_L_cache"},
+        ),
+    ),
+    Architecture(
         "MambaForCausalLM FalconMambaForCausalLM mamba falcon_mamba",
         all_layers("state"),
         state=State("mamba", "backbone.layers.{}.mixer", "mamba1", _CONV_FIELDS | _MAMBA1),
@@ -345,24 +655,35 @@ _ENCODER = "its encoder, whose keys belong to the input and not to tokens"
 NOT_YET: Mapping[str, str] = {
     name: reason
     for names, reason in (
-        ("DeepseekV4ForCausalLM deepseek_v4", "its compressed latents and compressor states"),
         ("DeepseekV41ForCausalLM deepseek_v41", _RING),
         ("Glm5NextForCausalLM Glm5NextForConditionalGeneration glm5_next glm5_next_text", _RING),
         ("Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration qwen4_exp qwen4_exp_text", _RING),
-        ("FalconH1ForCausalLM falcon_h1", _TWO_CACHES),
-        ("Zamba2ForCausalLM zamba2 ZambaForCausalLM zamba", _TWO_CACHES),
+        ("ZambaForCausalLM zamba", _TWO_CACHES),
         ("ZayaForCausalLM zaya", _TWO_CACHES),
         (
             "InklingForCausalLM InklingForConditionalGeneration inkling_text inkling_mm_model",
             _TWO_CACHES,
         ),
         (
-            "MiMoV2FlashForCausalLM MiMoV2ForCausalLM mimo_v2_flash mimo_v2",
-            "its window, which is one token longer in SGLang than in vLLM",
+            "Inkling2ForCausalLM Inkling2ForConditionalGeneration inkling2 inkling2_text",
+            _TWO_CACHES,
         ),
-        ("MiniMaxForCausalLM MiniMaxText01ForCausalLM minimax", "its linear attention"),
-        ("BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM", "its linear attention"),
-        ("WhisperForConditionalGeneration WhisperForCausalLM whisper", _ENCODER),
+        (
+            "Step5ForCausalLM Step5ForConditionalGeneration",
+            _RING,
+        ),
+        (
+            "MistralLarge4ForConditionalGeneration mistral_large4 mistral_large4_text",
+            "its indexer on layers with expanded keys",
+        ),
+        ("MllamaForConditionalGeneration mllama mllama_text_model", _ENCODER),
+        ("MiniCPM3ForCausalLM minicpm3", "its latents, which engines expand in different ways"),
+        ("Dots3NoteForCausalLM dots3_note dots3_note_text", "its latents of two widths"),
+        ("WhisperForCausalLM", _ENCODER),
+        (
+            "VoxtralRealtimeForConditionalGeneration voxtral_realtime",
+            "its tokens with four rows each",
+        ),
     )
     for name in names.split()
 }

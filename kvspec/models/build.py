@@ -20,6 +20,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,16 +31,19 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.models.architectures import ARCHITECTURES, NOT_YET, Architecture
+from kvspec.models.compressed import compressed_groups, indexer_keys
 from kvspec.models.fields import (
     ModelConfig,
     fields_by_layer,
     indexer_layers,
     kinds_of,
     quantised_cache,
+    sparse_layers,
 )
 from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     LayerSpec,
     MambaSpec,
@@ -51,9 +56,7 @@ from kvspec.specs import (
 ConfigSource: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
 
 _BY_NAME: dict[str, Architecture] = {name: row for row in ARCHITECTURES for name in row.names}
-_KINDS = ("full", "mla", "sliding_window", "chunked_local", "state")
-# Elements of an indexer key that share one float32 scale. vLLM fixes this number as well.
-_INDEXER_BLOCK = 128
+_KINDS = ("full", "mla", "sliding_window", "chunked_local", "state", "cross")
 
 
 def architectures() -> tuple[str, ...]:
@@ -78,12 +81,14 @@ def from_config(
 
     The layers have the names that vLLM gives them. If the text model is nested, the names begin
     with ``language_model.``. Layers pair by name, so both engines need the same names. Draft (MTP)
-    layers are not included.
+    layers are not included. Windows are vLLM's too. SGLang gives MiMo-V2 one token more, and
+    transformers gives Cohere 2 one token less.
 
     Args:
         config: A parsed ``config.json``, its path, or the path of its folder. For a multimodal
             model, the nested ``text_config`` is used.
-        block_size: Tokens of one attention block.
+        block_size: Tokens of one attention block. DeepSeek-V4 needs a multiple of 128. Its windows
+            and compressors have blocks of their own, as in vLLM.
         dtype: Element type of the attention cache. By default the dtype of the config, or
             float8_e4m3fn if a ModelOpt checkpoint declares an fp8 cache. A latent has this type
             too, so the rows of ``fp8_ds_mla``, which contain scales, need specs of your own.
@@ -95,9 +100,11 @@ def from_config(
         num_speculative_tokens: Additional rows of a conv state.
 
     Returns:
-        The groups in this order: full or mla, sliding_window, chunked_local, and the state group
-        (mamba, gated_delta_net or short_conv). Layers of one kind with different heads are one
-        group of `UniformTypeKVCacheSpecs`.
+        The groups in this order: full or mla, sliding_window, chunked_local, the state group
+        (mamba, gated_delta_net, delta_attention, linear_attention or short_conv), cross_attention,
+        and indexer. DeepSeek-V4 has mla, sliding_window, compressor_4 and compressor_128 instead.
+        Layers of one kind with different heads are one group of
+        `UniformTypeKVCacheSpecs`.
 
     Raises:
         SpecError: If the architecture is unknown, or a field is missing or impossible.
@@ -116,6 +123,9 @@ def from_config(
         # Some backends store 576 bytes a token, others add scales: 656 bytes.
         rule = "8-bit latents of this model depend on the engine: pass the dtype of the cache"
         raise SpecError("quantization_config", quantised, rule=rule)
+    if dtype is None and row.compressed:
+        rule = "engines choose how to store these latents: pass bfloat16, float8_e4m3fn, or uint8"
+        raise SpecError("dtype", None, rule=f"{rule} for the packed pages of fp8_ds_mla")
     wanted = (quantised or declared) if dtype is None else dtype
     if wanted is None:
         rule = "the config has no dtype or torch_dtype, so pass dtype"
@@ -123,8 +133,10 @@ def from_config(
     cache = dtype_name(wanted)
     states = cache if itemsize(cache) > 1 else declared
     read = ModelConfig(text, row.defaults)
-    kinds = kinds_of(read, row.kinds)
-    read = attrs.evolve(read, by_layer=fields_by_layer(read, kinds))
+    kinds = kinds_of(read, row.kinds, row.counted, row.types)
+    if row.latents:
+        kinds = [kind.replace("full", "mla") for kind in kinds]
+    read = attrs.evolve(read, by_layer=fields_by_layer(read, row.by_layer, kinds))
     ssm = read.get("mamba_ssm_dtype") if ssm_dtype is None else ssm_dtype
     model = _Model(
         row=row,
@@ -156,11 +168,23 @@ class _Model:
 
     def groups(self) -> tuple[KVCacheGroup, ...]:
         kinds = self.kinds
-        return tuple(
-            self._group(kind, [index for index, own in enumerate(kinds) if own == kind])
+        if self.row.compressed:
+            name = self._name
+            return compressed_groups(self.read, kinds, name, self.block_size, self.dtype)
+        indices = {
+            kind: [index for index, own in enumerate(kinds) if kind in own.split()]
             for kind in _KINDS
-            if kind in kinds
-        )
+        }
+        groups = [self._group(kind, own) for kind, own in indices.items() if own]
+        sparse = sparse_layers(self.read, len(kinds)) if self.row.index_keys else []
+        return (*groups, *([self._index_keys(sparse)] if sparse else []))
+
+    def _index_keys(self, indices: list[int]) -> KVCacheGroup:
+        """Return the plain keys of an indexer, which engines keep in bfloat16."""
+        layers = [name for index in indices for name in self._named(self.row.index_keys, index)]
+        size = self.read.number("index_head_dim")
+        spec = MLAAttentionSpec(block_size=self.block_size, head_size=size, dtype="bfloat16")
+        return KVCacheGroup(name="indexer", layers=layers, spec=spec)
 
     def _group(self, kind: str, indices: list[int]) -> KVCacheGroup:
         if kind == "state":
@@ -172,14 +196,16 @@ class _Model:
                 spec = attrs.evolve(self, read=self.read.of_layer(index)).spec(kind)
             else:
                 spec = alike = alike or self.spec(kind)
-            specs[self._named(self.row.attention, index)] = spec
+            pattern = self.row.cross if kind == "cross" else self.row.attention
+            specs |= dict.fromkeys(self._named(pattern, index), spec)
         if kind == "mla" and self.row.indexer:
             return self._with_indexers(specs, indices)
         first, *others = specs.values()
         together = first if all(other == first for other in others) else None
         if together is None:
             together = UniformTypeKVCacheSpecs(specs=specs)
-        return KVCacheGroup(name=kind, layers=tuple(specs), spec=together)
+        name = "cross_attention" if kind == "cross" else kind
+        return KVCacheGroup(name=name, layers=tuple(specs), spec=together)
 
     def spec(self, kind: str) -> LayerSpec:
         """Return the spec of an attention layer."""
@@ -190,11 +216,33 @@ class _Model:
                 return self._attention(SlidingWindowSpec, "sliding_window")
             case "chunked_local":
                 return self._attention(ChunkedLocalAttentionSpec, "attention_chunk_size")
+            case "cross":
+                return self._attention(CrossAttentionSpec)
             case _:
                 return self._attention(FullAttentionSpec)
 
-    def _named(self, pattern: str, index: int) -> str:
-        return self.prefix + pattern.format(index)
+    @cached_property
+    def _attention_before(self) -> list[int]:
+        """For each layer, the layers with attention before it. The last number counts all."""
+        return [*accumulate((kind != "state" for kind in self.kinds), initial=0)]
+
+    def _name(self, pattern: str, index: int) -> str:
+        return self._named(pattern, index)[0]
+
+    def _named(self, patterns: str, index: int) -> tuple[str, ...]:
+        """Return the names of the caches of layer *index*, one for each of the *patterns*.
+
+        A pattern has ``{}`` for the index. vLLM names some layers after another number: ``{nth}``
+        counts the layers with attention, ``{past}`` begins after all layers, and ``{behind}``
+        begins after as many layers as have attention.
+        """
+        before = self._attention_before
+        numbers = {
+            "nth": before[index],
+            "past": len(self.kinds) + index,
+            "behind": before[-1] + index,
+        }
+        return tuple(self.prefix + pattern.format(index, **numbers) for pattern in patterns.split())
 
     def _attention(self, kind: type[FullAttentionSpec], *extra: str) -> LayerSpec:
         for name in self.row.required:
@@ -205,8 +253,11 @@ class _Model:
             block_size=self.block_size,
             total_num_kv_heads=self._kv_heads(),
             head_size=self._head_size(),
+            head_size_v=self.read.number(self.row.values) if self.row.values else None,
             dtype=self.dtype,
-            **{name: self.read.number(name) for name in extra},  # type: ignore[arg-type]
+            **{  # type: ignore[arg-type]
+                name: self.read.number(name) + self.row.wider for name in extra
+            },
         )
 
     def _kv_heads(self) -> int:
@@ -219,8 +270,8 @@ class _Model:
         return self.read.number("num_key_value_heads" if own else "num_attention_heads")
 
     def _head_size(self) -> int:
-        if self.read.get("head_dim") is not None:
-            return self.read.number("head_dim")
+        if self.read.get(self.row.keys) is not None:
+            return self.read.number(self.row.keys)
         hidden, heads = self.read.number("hidden_size"), self.read.number("num_attention_heads")
         if hidden % heads:
             rule = (
@@ -239,29 +290,14 @@ class _Model:
         return MLAAttentionSpec(block_size=self.block_size, head_size=size, dtype=self.dtype)
 
     def _with_indexers(self, latents: Mapping[str, LayerSpec], indices: list[int]) -> KVCacheGroup:
-        """Return latents and indexer keys as one group, because they share block tables.
-
-        A key has 8-bit floats and one float32 scale for each 128 elements. A key of 128 elements
-        takes 128 + 4 = 132 bytes. A page has the keys of all tokens, then their scales. So a page
-        is no sequence of rows of 132 bytes, and moves only as a whole.
-        """
-        size = self.read.number("index_head_dim")
-        if size % _INDEXER_BLOCK:
-            raise SpecError("index_head_dim", size, f"a multiple of {_INDEXER_BLOCK}")
-        content = size + size // _INDEXER_BLOCK * itemsize("float32")
-        keys = MLAAttentionSpec(
-            block_size=self.block_size,
-            head_size=size,
-            dtype=self.dtype,
-            state_content_bytes=content,
-            page_format="opaque:indexer",
-        )
+        """Return latents and indexer keys as one group, because they share block tables."""
+        keys = indexer_keys(self.read.number("index_head_dim"), self.block_size, self.dtype)
         owners = set(indexer_layers(self.read, indices))
         specs: dict[str, LayerSpec] = {}
         for index, (layer, latent) in zip(indices, latents.items(), strict=True):
             specs[layer] = latent
             if index in owners:
-                specs[self._named(self.row.indexer, index)] = keys
+                specs |= dict.fromkeys(self._named(self.row.indexer, index), keys)
         spec = UniformTypeKVCacheSpecs(specs=specs)
         return KVCacheGroup(name="mla", layers=spec.layers, spec=spec)
 
@@ -280,17 +316,14 @@ class _Model:
                 raise SpecError(f"per_layer_config.{index}.{name}", None, rule=rule)
         sizes = {name: self.read.product(key) for name, key in state.fields.items()}
         build: Callable[..., MambaSpec] = getattr(MambaSpec, state.kind)
-        # A short convolution has no temporal state, so its constructor has no ssm_dtype.
-        temporal: dict[str, str | None] = {}
+        options: dict[str, object] = {"dtype": self.state_dtype}
+        # Linear attention has no convolution, and a short convolution no temporal state.
+        if state.kind != "linear_attention":
+            options["num_speculative_tokens"] = self.num_speculative_tokens
         if state.kind != "short_conv":
-            temporal["ssm_dtype"] = self.ssm_dtype
-        spec = build(
-            dtype=self.state_dtype,
-            num_speculative_tokens=self.num_speculative_tokens,
-            **temporal,
-            **sizes,
-        )
-        layers = tuple(self._named(state.layer, index) for index in indices)
+            options["ssm_dtype"] = self.ssm_dtype
+        spec = build(**options, **sizes)
+        layers = tuple(name for index in indices for name in self._named(state.layer, index))
         return KVCacheGroup(name=state.group, layers=layers, spec=spec)
 
 
@@ -332,8 +365,12 @@ def _resolve(outer: Mapping[str, object]) -> tuple[Architecture, Mapping[str, ob
     if not isinstance(text, Mapping):
         # An unknown class may share its model_type with a known one, but name its layers
         # differently. So model_type counts only if the config names no class.
-        names = _names(outer, "architectures") or _names(outer, "model_type")
-        return _row(names, outer), outer, ""
+        types = _names(outer, "model_type")
+        row = _row(_names(outer, "architectures") or types, outer)
+        if row.shared and types and types[0] not in row.names:
+            sizes = ("num_key_value_heads", "head_dim")
+            row = attrs.evolve(row, names=" ".join(row.names), required=sizes)
+        return row, outer, ""
     inner = [*_names(text, "model_type"), *_names(text, "architectures")]
     row = _row([*inner, *_names(outer, "architectures"), *_names(outer, "model_type")], outer)
     return row, text, "" if row.attention.startswith("language_model.") else "language_model."

@@ -23,16 +23,26 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 
-# Other keys that published configs use for the same field.
+# Other keys that published configs use for the same field. A key with a dot is in a nested dict.
 _FIELD_ALIASES: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "n_layers"),
-    "num_attention_heads": ("n_head", "n_heads"),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "num_attention_heads": ("n_head", "n_heads", "decoder_attention_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "num_attention_groups"),
     "hidden_size": ("n_embd", "d_model"),
     "head_dim": ("attention_head_dim",),
     "layer_types": ("layers_block_type",),
     "sliding_window_pattern": ("_sliding_window_pattern",),
     "mamba_ssm_dtype": ("mamba_ssm_cache_dtype",),
+    "conv_dim": ("hidden_size",),
+    # Each key of a Bailing model, and its name in configs that transformers saved.
+    "bailing_head_dim": ("linear_head_dim", "head_dim"),
+    "short_conv_kernel_size": ("linear_conv_kernel_dim",),
+    "n_mamba_heads": ("mamba_num_heads",),
+    "sliding_window": ("sliding_window_size",),
+    "linear_num_heads": ("linear_attn_config.num_heads",),
+    "linear_head_dim": ("linear_attn_config.head_dim",),
+    "linear_conv_kernel_dim": ("linear_attn_config.short_conv_kernel_size",),
+    "index_head_dim": ("sparse_attention_config.sparse_index_dim",),
 }
 
 
@@ -67,7 +77,7 @@ class ModelConfig:
     def omits(self, name: str) -> bool:
         """Return whether neither the config nor the class has the field, not even as null."""
         names = (name, *_FIELD_ALIASES.get(name, ()))
-        return name not in self.defaults and not any(key in self.values for key in names)
+        return name not in self.defaults and not any(_holds(self.values, key) for key in names)
 
     def number(self, name: str) -> int:
         """Return the field, an int of at least 1. A `SpecError` names the key in the config."""
@@ -82,10 +92,22 @@ class ModelConfig:
 
     def _find(self, name: str) -> tuple[str, object]:
         for key in (name, *_FIELD_ALIASES.get(name, ())):
-            if self.values.get(key) is not None:
-                return key, self.values[key]
+            value = _nested(self.values, key)
+            if value is not None:
+                return key, value
         # An explicit null turns a window or a chunk off, so it overrides the default.
         return name, None if name in self.values else self.defaults.get(name)
+
+
+def _nested(values: Mapping[str, object], key: str) -> object:
+    """Return the value of *key*, or None. A key with a dot is in a nested dict."""
+    outer, dot, inner = key.partition(".")
+    value = values.get(outer)
+    return value.get(inner) if dot and isinstance(value, Mapping) else None if dot else value
+
+
+def _holds(values: Mapping[str, object], key: str) -> bool:
+    return _nested(values, key) is not None if "." in key else key in values
 
 
 # A rule takes a config and its number of layers, and returns the kind of each layer.
@@ -153,6 +175,73 @@ def every(key: str | int, other: str) -> KindRule:
         return [other if (i + 1) % period else "full" for i in range(layers)]
 
     return kinds
+
+
+def first_of(period: int, other: str) -> KindRule:
+    """Return a rule: the first layer of each period is full, and the others are *other*.
+
+    >>> first_of(3, "sliding_window")(ModelConfig({}, {}), 4)
+    ['full', 'sliding_window', 'sliding_window', 'full']
+    """
+    return lambda _, layers: [other if i % period else "full" for i in range(layers)]
+
+
+def unlisted(_read: ModelConfig, layers: int) -> list[str]:
+    """Raise `SpecError`: without ``layer_types``, engines differ about the layers."""
+    raise SpecError("layer_types", None, f"num_hidden_layers={layers} names")
+
+
+def listed_window(read: ModelConfig, layers: int) -> list[str]:
+    """Make all layers full if the config has no window. Otherwise it needs ``layer_types``."""
+    return ["full"] * layers if read.get("sliding_window") is None else unlisted(read, layers)
+
+
+def dense_first(read: ModelConfig, layers: int) -> list[str]:
+    """Give the dense layers and the layers after them a window, in patterns of their own."""
+    dense = positive_int("first_k_dense_replace", read.get("first_k_dense_replace") or 0, least=0)
+    dense = min(dense, layers)
+    first = every("prefix_dense_sliding_window_pattern", "sliding_window")(read, dense)
+    return first + every("sliding_window_pattern", "sliding_window")(read, layers - dense)
+
+
+def delta_attention(read: ModelConfig, layers: int) -> list[str]:
+    """Read the layers of Kimi Delta Attention, which ``linear_attn_config`` counts from 1.
+
+    >>> lists = {"full_attn_layers": [3], "kda_layers": [1, 2]}
+    >>> delta_attention(ModelConfig({"linear_attn_config": lists}, {}), 3)
+    ['state', 'state', 'full']
+    """
+    lists = read.get("linear_attn_config")
+    names = ("full_attn_layers", "kda_layers")
+    if not isinstance(lists, Mapping) or not all(isinstance(lists.get(n), list) for n in names):
+        raise SpecError("linear_attn_config", lists, f"a dict with {' and '.join(names)}")
+    full, states = (
+        {positive_int(f"linear_attn_config.{name}", number) for number in lists[name]}
+        for name in names
+    )
+    if full & states or full | states != set(range(1, layers + 1)):
+        expected = f"each number from 1 to num_hidden_layers={layers}, in one of the two lists"
+        raise SpecError("linear_attn_config", lists, expected)
+    return ["full" if i + 1 in full else "state" for i in range(layers)]
+
+
+def grouped(read: ModelConfig, layers: int) -> list[str]:
+    """Make the last layer of each ``layer_group_size`` full, and the others linear.
+
+    vLLM and transformers differ about layers after the last whole group.
+    """
+    period = read.number("layer_group_size")
+    if layers % period:
+        raise SpecError("num_hidden_layers", layers, f"a multiple of layer_group_size={period}")
+    return ["full" if (i + 1) % period == 0 else "state" for i in range(layers)]
+
+
+def patterned(read: ModelConfig, layers: int) -> list[str]:
+    """Read ``hybrid_layer_pattern``, which has a 1 for each layer with a window."""
+    pattern = read.get("hybrid_layer_pattern")
+    if not isinstance(pattern, list) or len(pattern) != layers or set(pattern) - {0, 1}:
+        raise SpecError("hybrid_layer_pattern", pattern, f"num_hidden_layers={layers} flags")
+    return ["sliding_window" if flag else "full" for flag in pattern]
 
 
 def offset(read: ModelConfig, layers: int) -> list[str]:
@@ -223,47 +312,141 @@ _LAYER_TYPES = {
     "conv": "state",
     "mlp": "none",
     "moe": "none",
+    "hybrid": "full state",
 }
 
 
-def kinds_of(read: ModelConfig, rule: KindRule) -> list[str]:
-    """Return the kind of each layer, from ``layer_types`` if the config has it, or from *rule*."""
+# The name in ``layer_types`` of a layer with keys for an indexer.
+SPARSE = "minimax_m3_sparse"
+
+
+def kinds_of(
+    read: ModelConfig,
+    rule: KindRule,
+    counted: str = "num_hidden_layers",
+    more_types: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Return the kind of each layer, from ``layer_types`` if the config has it, or from *rule*.
+
+    Args:
+        read: The config.
+        rule: The rule of the architecture.
+        counted: The field with the number of layers. If it is ``layer_types``, their list counts.
+        more_types: Names in ``layer_types`` that only this architecture knows, with their kinds.
+    """
     if read.get("use_bidirectional_attention") in (True, "all"):
         raise SpecError(
             "use_bidirectional_attention",
             read.get("use_bidirectional_attention"),
             rule="not yet: attention to later tokens, for which transformers changes the window",
         )
-    layers = read.number("num_hidden_layers")
-    if layers > MAX_LAYERS:
-        raise SpecError("num_hidden_layers", layers, f"at most {MAX_LAYERS}")
+    known = _LAYER_TYPES | dict(more_types or {})
     types = read.get("layer_types")
-    if types is None or rule is MLA:
-        return rule(read, layers)
+    if counted == "layer_types" and isinstance(types, list):
+        layers = len(types)
+    else:
+        layers = read.number("num_hidden_layers" if counted == "layer_types" else counted)
+    if layers > MAX_LAYERS:
+        raise SpecError(counted, layers, f"at most {MAX_LAYERS}")
+    listed = types is not None and rule is not MLA
+    kinds = _listed_kinds(read, types, layers, known) if listed else rule(read, layers)
+    if "num_kv_shared_layers" in read.defaults:
+        number = read.get("num_kv_shared_layers")
+        shared = positive_int("num_kv_shared_layers", number, least=0)
+        if shared >= layers:
+            expected = f"an int below num_hidden_layers={layers}"
+            raise SpecError("num_kv_shared_layers", shared, expected)
+        # These layers read the cache of an earlier layer of their kind.
+        kinds[layers - shared :] = ["none"] * shared
+    return kinds
+
+
+def _listed_kinds(
+    read: ModelConfig, types: object, layers: int, known: Mapping[str, str]
+) -> list[str]:
+    """Return the kinds that the list *types* names."""
+    # Some configs also list the draft layers, after the others.
+    drafts = read.get("num_nextn_predict_layers")
+    if isinstance(types, list) and isinstance(drafts, int) and len(types) == layers + drafts:
+        types = types[:layers]
     if not isinstance(types, list) or len(types) != layers:
         raise SpecError("layer_types", types, f"num_hidden_layers={layers} names")
     for name in types:
-        if not isinstance(name, str) or name not in _LAYER_TYPES:
-            raise SpecError("layer_types", name, f"one of {', '.join(_LAYER_TYPES)}")
+        if not isinstance(name, str) or name not in known:
+            raise SpecError("layer_types", name, f"one of {', '.join(known)}")
     # Without the flag, these classes have no size of the window that the list requires.
     flag = read.get("use_sliding_window")
     if "use_sliding_window" in read.defaults and flag is not True and "sliding_attention" in types:
         raise SpecError("use_sliding_window", flag, "True, because of layer_types")
-    return [_LAYER_TYPES[name] for name in types]
+    return [known[name] for name in types]
+
+
+# A rule takes a config and the kinds of its layers, and returns the fields of single layers.
+LayerRule: TypeAlias = Callable[[ModelConfig, list[str]], Mapping[int, Mapping[str, object]]]
+
+
+def alike(_read: ModelConfig, _kinds: list[str]) -> Mapping[int, Mapping[str, object]]:
+    """Return no fields: all layers of a kind are alike."""
+    return {}
+
+
+def global_sizes(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[str, object]]:
+    """Give the full layers of Gemma 4 their own head size and KV heads.
+
+    >>> read = ModelConfig({"global_head_dim": 512, "num_global_key_value_heads": 1}, {})
+    >>> global_sizes(read, ["sliding_window", "full"])
+    {1: {'head_dim': 512}}
+    """
+    if kinds[-1] == "sliding_window":
+        rule = "the last layer must be full: transformers changes another last layer"
+        raise SpecError("layer_types", read.get("layer_types"), rule=rule)
+    own: dict[str, object] = {"head_dim": read.get("global_head_dim")}
+    if read.get("attention_k_eq_v") is True and read.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = read.get("num_global_key_value_heads")
+    return {index: own for index, kind in enumerate(kinds) if kind == "full"}
+
+
+def window_sizes(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[str, object]]:
+    """Give the layers with a window the heads and sizes of MiMo-V2's ``swa_`` fields.
+
+    >>> sizes = {"swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128}
+    >>> window_sizes(ModelConfig(sizes, {}), ["full", "sliding_window"])
+    {1: {'num_key_value_heads': 8, 'head_dim': 192, 'v_head_dim': 128}}
+    """
+    own = {name: read.number(f"swa_{name}") for name in ("num_key_value_heads", "head_dim")}
+    own["v_head_dim"] = own["head_dim"]
+    if read.get("swa_v_head_dim") is not None:
+        own["v_head_dim"] = read.number("swa_v_head_dim")
+    return {index: own for index, kind in enumerate(kinds) if kind == "sliding_window"}
+
+
+def other_setting(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[str, object]]:
+    """Give the layers with a window the heads of ``attention_other_setting``."""
+    setting = read.get("attention_other_setting")
+    if setting is None:
+        return {}
+    if not isinstance(setting, Mapping) or setting.get("attention_type") != "sliding_attention":
+        expected = "a dict with attention_type 'sliding_attention'"
+        raise SpecError("attention_other_setting", setting, expected)
+    names = {"num_key_value_heads": "num_attention_groups", "head_dim": "head_dim"}
+    own = {name: setting[key] for name, key in names.items() if setting.get(key)}
+    return {index: own for index, kind in enumerate(kinds) if kind == "sliding_window"}
 
 
 # Fields of `per_layer_config` that would change the kind of a layer.
 _OF_KINDS = ("sliding_window", "attention_chunk_size", "layer_types", "num_kv_shared_layers")
 
 
-def fields_by_layer(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[str, object]]:
-    """Return the fields of single layers, from ``per_layer_config``.
+def fields_by_layer(
+    read: ModelConfig, rule: LayerRule, kinds: list[str]
+) -> Mapping[int, Mapping[str, object]]:
+    """Return the fields of single layers, from ``per_layer_config`` or from *rule*.
 
     The key is one of transformers, which accepts it for every class.
     """
     given = read.get("per_layer_config")
     if given is None:
-        return {}
+        return rule(read, kinds)
     if not isinstance(given, Mapping):
         raise SpecError("per_layer_config", given, "a dict of the fields of each layer")
     found: dict[int, Mapping[str, object]] = {}
@@ -329,6 +512,24 @@ def _scheduled_indexers(read: ModelConfig, indices: Sequence[int]) -> list[int]:
     period = 1 if every_n is None else positive_int("index_topk_freq", every_n)
     first = 2 if skipped is None else positive_int("index_skip_topk_offset", skipped, least=0)
     return [index for index in indices if max(index - first + 1, 0) % period == 0]
+
+
+def sparse_layers(read: ModelConfig, layers: int) -> list[int]:
+    """Return the layers with keys for an indexer, of a model whose other layers are dense.
+
+    >>> nested = {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}}
+    >>> sparse_layers(ModelConfig(nested, {}), 2)
+    [1]
+    """
+    types = read.get("layer_types")
+    if isinstance(types, list):
+        return [index for index in range(layers) if types[index] == SPARSE]
+    nested = read.get("sparse_attention_config")
+    flags = nested.get("sparse_attention_freq") if isinstance(nested, Mapping) else None
+    if not isinstance(flags, list) or len(flags) != layers:
+        field = "sparse_attention_config.sparse_attention_freq"
+        raise SpecError(field, flags, f"num_hidden_layers={layers} flags")
+    return [index for index, flag in enumerate(flags) if flag]
 
 
 def quantised_cache(*configs: Mapping[str, object]) -> str | None:

@@ -359,8 +359,20 @@ def _joined(runs: Runs, order: Ints, starts: Ints) -> Runs:
 
 
 def merges(posted: int, spared: int) -> bool:
-    """Whether merging across rows pays. It would spare *spared* of *posted* descriptors."""
+    """Whether merging across rows pays. It would spare *spared* of *posted* descriptors.
+
+    The ids are paired already.
+    """
     return spared >= SPARED or posted > LIMIT * (posted - spared)
+
+
+def worth_pairing(posted: int, spared: int, ids: int) -> bool:
+    """Whether it pays to pair so many *ids*, to spare *spared* of *posted* descriptors.
+
+    `pair` looks at each id. So to spare a few descriptors is not enough, as it is for `merges`:
+    they must be worth the time of pairing, and also be a large enough part of all.
+    """
+    return spared * IDS_FOR_A_POST > ids and posted > LIMIT * (posted - spared)
 
 
 def fits(posted: int, nbytes: int) -> bool:
@@ -439,11 +451,14 @@ def pair_selection(
     # Nothing merges across rows if one part has plain rows.
     alone, small = len(parts) == 1 and parts[0][0].rows.plain, count <= SAMPLE
     if small:
-        merges = bool(ends) or not alone
+        tries = bool(ends) or not alone
     else:
-        merges = not alone and _merging_pays(selection, local, remote, own, destination)
-    if merges:
+        tries = not alone and _merging_pays(selection, local, remote, own, destination)
+    if tries:
         merged = pair(local, ids[own], remote, ids[1 - own], destination, ends)
+        # A small selection was paired to find out whether it merges. If not, that result is not
+        # used: its runs are joined within rows, and staging refuses a run that exceeds a slot. The
+        # runs of parts are tiles.
         if not small or not parts or isinstance(merged.batches[0], Plain):
             return merged
     nbytes = sum(numbered.rows.nbytes * len(tiles) for numbered, tiles in parts)
@@ -489,13 +504,11 @@ def _merging_pays(
         # NIXL joins nearly all that touches within a part. A descriptor of the largest part merges
         # only with those of other parts. Each of these has two neighbours, so at most two merges.
         each = [numbered.rows.posted(tiles) for numbered, tiles in parts]
-        spared = 2 * (sum(each) - max(each))
-        worth = spared * IDS_FOR_A_POST > total
-        if not worth or sum(each) <= LIMIT * (sum(each) - spared):
+        if not worth_pairing(sum(each), 2 * (sum(each) - max(each)), total):
             return False
     posted, sample = 0, list[RowIds]()
     for numbered, tiles in parts:
-        runs = numbered.rows.interleaved
+        runs = numbered.rows.interleaved_runs
         count = min(len(tiles), max(1, SAMPLE // (runs * len(parts))))
         touching = int(np.count_nonzero(numbered.rows.touches[:runs]))
         for number, touches in ((touching, True), (runs - touching, False)):
@@ -505,9 +518,7 @@ def _merging_pays(
         sample.append(ids.reshape(2, -1))
     ids = np.concatenate(sample, axis=1)
     merged = pair(local, ids[own], remote, ids[1 - own], destination)
-    # `pair` looks at each id, so the time of the spared descriptors must be worth that.
-    spared = posted - merged.runs
-    return posted > LIMIT * merged.runs and spared * IDS_FOR_A_POST > ids.shape[1]
+    return worth_pairing(posted, posted - merged.runs, ids.shape[1])
 
 
 def _runs_of_parts(parts: Sequence[Picked], own: int) -> Runs:

@@ -365,9 +365,9 @@ class InFlightTransfers:
     How claims work:
         A transfer is claimed if `BusyRanges` contains all of its bytes. The rule is: whenever two
         transfers are in flight, all in flight are claimed. All else decides when the ranges are
-        computed. One lock guards the claims. It is
-        not the lock of the agent, which each poll needs: claiming a million ranges takes 0.1 s.
-        Computing the ranges takes longer, so `pair` does it before it takes the lock.
+        computed. One lock guards the claims. It is not the lock of the agent, which each poll
+        needs: claiming a million ranges takes 0.1 s. Computing the ranges takes longer, so `pair`
+        does it before it takes the lock.
 
         transfer                    its claim
         alone in flight             is not needed, so its ranges are not computed
@@ -376,7 +376,15 @@ class InFlightTransfers:
         over, or no longer exists   the next claim removes it
 
         `start` claims all transfers in flight that are not claimed. So a claim that was taken, or
-        that an interrupt has left half made, is made again before any other transfer can start.
+        that an interrupt has left half made, is made again before any other transfer can start. For
+        example, B and C write the same bytes, and A writes others:
+
+            start A    A is alone                      claimed: none
+            pair B     A is in flight                  claimed: A, B
+            start C    C takes the claim of B          claimed: A, C
+            start B    B needs the bytes of C          "busy": C is in flight
+            C is over
+            start B    the claim of C is removed       claimed: A, B
 
     Attributes:
         agent: The agent of the rank.

@@ -199,7 +199,8 @@ class TcpChannel:
 
     Attributes:
         address: Host and port by which others reach this channel.
-        lost: Number of messages that could not be sent.
+        messages_lost: Number of messages that could not be sent. Those that wait for a peer when
+            its connection ends count as one.
 
     Raises:
         SpecError: If an argument is wrong, or peers cannot reach the address of *host* and *public*
@@ -243,14 +244,15 @@ class TcpChannel:
         self._rests_until = 0.0  # when the listener's rest ends
         self._next_check = 0.0
         self._closed = False
-        self.lost = 0
+        self.messages_lost = 0
 
     def __len__(self) -> int:
         """Return how many connections are open."""
         return len(self._links)
 
     def __repr__(self) -> str:
-        return f"<TcpChannel {self.address}: {len(self)} connections, {self.lost} messages lost>"
+        lost = self.messages_lost
+        return f"<TcpChannel {self.address}: {len(self)} connections, {lost} messages lost>"
 
     def resolve(self, address: str) -> None:
         """Look up the host of *address*, so that `send` can use its name. Waits.
@@ -278,13 +280,13 @@ class TcpChannel:
             self._disconnect(link)
             link = None
         if link is None:
-            self.lost += len(messages)
+            self.messages_lost += len(messages)
             return
         if not link.unsent:
             link.taken = time.monotonic()
         for data in messages:
             if len(link.unsent) + len(data) > MAX_UNSENT:
-                self.lost += 1
+                self.messages_lost += 1
             else:
                 link.unsent += len(data).to_bytes(_SIZE, "big") + data
         if not link.connecting:
@@ -377,8 +379,12 @@ class TcpChannel:
             if found := self._resolved.get(route) or _look_up(route, socket.AI_NUMERICHOST):
                 made = socket.socket(found[0], socket.SOCK_STREAM)
                 made.settimeout(0)
-                made.connect_ex(found[1])  # an error shows when the socket becomes writable
-                return self._keep(made, route, dialled=True)
+                error = made.connect_ex(found[1])
+                if error in (0, errno.EINPROGRESS):  # a later error makes the socket writable
+                    return self._keep(made, route, dialled=True)
+                made.close()
+                if error == errno.ECONNREFUSED:
+                    self._refused.add(route)
         return None
 
     def _accept(self) -> None:
@@ -438,7 +444,7 @@ class TcpChannel:
                     del self._ended[next(iter(self._ended))]
             for links in (self._strangers, self._trusted, self._turns):
                 links.pop(link.route, None)
-            self.lost += bool(link.unsent)
+            self.messages_lost += bool(link.unsent)
             del self._links[link.route]
 
     def _disconnect_stalled(self, now: float) -> None:

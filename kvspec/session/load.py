@@ -32,7 +32,8 @@ How it works:
     A load that fails before its reads are queued sends none. If a ticket names the producer, the
     session declines the request once that producer is connected.
 
-    `Load.state` is "moving" in the first three states and in *draining*.
+    These are states of the ledger. `Load.state` is "moving" in *connecting*, *moving*, *asking* and
+    *draining*. `Load.open` is true in them.
 
     A load reads all data at once, so the producer must have written all of it. We had loads that
     read each layer as soon as it was written. No engine could use them: vLLM and SGLang know the
@@ -178,7 +179,7 @@ class Load:
         """
         longest = math.inf if timeout is None else seconds("timeout", timeout)
         end, rest = time.monotonic() + longest, FIRST_REST
-        while self.state == "moving" and self.poll() == "moving":
+        while self.open and self.poll() == "moving":
             if self._closed():
                 why = "the session was closed before the end, so its blocks may be written"
                 name = self.request.request_id
@@ -193,8 +194,13 @@ class Load:
         return True
 
     @property
-    def connected(self) -> bool:
-        """Whether the producer was connected, so that there is a `remote`."""
+    def open(self) -> bool:
+        """Whether the load has not ended: its blocks may be written."""
+        return self.state == "moving"
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether the load has begun: its producer was connected, and there is a `remote`."""
         return hasattr(self, "remote")
 
     def cancel(self) -> None:
@@ -233,8 +239,8 @@ class Load:
 
     @property
     def moves(self) -> bool:
-        """Whether data of this load is still to come: it is connected, and has not failed."""
-        return self.connected and self.state == "moving" and self.error is None
+        """Whether data of this load is still to come: it has begun, and has not failed."""
+        return self.has_remote and self.open and self.error is None
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -282,7 +288,7 @@ class Load:
         begins, or the last block of a prompt, may have tokens that never moved. The blocks are the
         same on all ranks of the engine, and valid when the loads of all ranks are done.
         """
-        if self.state != "done" or not self.connected:
+        if self.state != "done" or not self.has_remote:
             return {}
         found = complete_blocks(self.remote.plan, self.request)
         return {group: tuple(ids.tolist()) for group, ids in found.items()}
@@ -297,6 +303,6 @@ class Load:
             A uint64 array of shape (ranges, 2): address and length in bytes. Empty if the load
             failed before its producer was connected.
         """
-        tables: Mapping[RankId, Any] = self.remote.tables if self.connected else {}
+        tables: Mapping[RankId, Any] = self.remote.tables if self.has_remote else {}
         left = [table.unwritten_ranges(self.request) for table in tables.values()]
         return np.concatenate([np.empty((0, 2), np.uint64), *left])

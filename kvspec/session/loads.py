@@ -5,7 +5,8 @@ when the last byte has arrived, and that a step has failed for good when no byte
 more.
 
 How it works:
-    `kvspec.session.load` describes the life of a load. These methods lead from state to state:
+    `kvspec.session.load` describes the life of a load. These methods lead from state to state of
+    the ledger. `Load.state` is "moving" in connecting, moving, asking and draining:
 
         open      -> connecting   the ledger and `loads` know the load; nothing else has happened
         prepare   -> connecting   check everything and select the data, without the lock
@@ -116,6 +117,7 @@ class Loads:
         remotes: The connected engines.
         waiting: Loads whose producer is being connected.
         interrupted_loads: Loads of an interrupted session, of which bytes may move.
+        interrupted_reads: Their reads. A new session may use the transport and the ids meanwhile.
         errands: Tickets that are kept or declined.
         closing: Whether the session is being closed, so that no load may begin.
         select: Passes a load whose producer is connected to a thread, which calls `serve`. If it is
@@ -131,6 +133,7 @@ class Loads:
     loads: dict[str, Load] = attrs.field(factory=dict)
     waiting: list[Waiting] = attrs.field(factory=list)
     interrupted_loads: dict[str, Load] = attrs.field(factory=dict)
+    interrupted_reads: list[ReadInFlight] = attrs.field(factory=list)
     _small: int = 0  # Index of the next small flight to poll.
     _large: int = 0  # The same for large flights.
     _quiet: float = 0.0  # When large loads may take a whole turn.
@@ -153,9 +156,7 @@ class Loads:
         """Return the loads of *ticket* that wait or move."""
         name = ticket.engine_id, key_of(ticket.remote_id)
         return [
-            load
-            for load in self.loads.values()
-            if name == (load.engine_id, load.key) and load.state == "moving"
+            load for load in self.loads.values() if name == (load.engine_id, load.key) and load.open
         ]
 
     def decline_ticket(self, ticket: PrefillTicket) -> None:
@@ -216,7 +217,7 @@ class Loads:
         name = load.request.request_id
         load.request, load.plan, load.blocks = prepared.request, prepared.plan, prepared.blocks
         load.audit = prepared.audit
-        load.remote = prepared.remote  # Last: `connected` means that all the others are set.
+        load.remote = prepared.remote  # Last: `has_remote` means that all the others are set.
         self._locks.acquire(name, load.blocks)
         self.ledger.assign(load.plan)
         left = max(load.deadline - self.now(), 1e-3)
@@ -227,7 +228,7 @@ class Loads:
             for read in reads.values():
                 with contextlib.suppress(TransferError):  # The next poll raises it again.
                     read.poll()
-        self.ledger.connected(name, self.now())
+        self.ledger.queued(name, self.now())
         self.errands.end(load.engine_id, load.key)
 
     def _plan(
@@ -261,7 +262,7 @@ class Loads:
         except SpecError:  # A load has this name in messages.
             self.ledger.cancel(name, now)
             raise
-        self.ledger.connected(name, now)
+        self.ledger.queued(name, now)
         self.messages.counters.declines += 1
 
     def cancel(
@@ -291,13 +292,11 @@ class Loads:
     def serve_waiting(self) -> None:
         """Begin the loads that waited for a producer that is connected by now."""
         for waiting in list(self.waiting):
-            load = waiting.load
-            draining = load.state == "moving" and load.error is not None
-            if waiting.connection.future.done() and not draining:
+            if waiting.connection.future.done():
                 if self.select is not None:
                     self.select(waiting)
                 elif (remote := self.serve(waiting)) is not None:
-                    self.serve(waiting, self.prepared(load, remote))
+                    self.serve(waiting, self.prepared(waiting.load, remote))
                 self.waiting.remove(waiting)
 
     def prepared(self, load: Load, remote: RemoteEngine) -> PreparedLoad | UnpreparedLoad:
@@ -310,7 +309,10 @@ class Loads:
     def serve(
         self, waiting: Waiting, result: PreparedLoad | UnpreparedLoad | None = None
     ) -> RemoteEngine | None:
-        """Begin a load whose producer is connected, or end it.
+        """Begin a load whose attempt to connect the producer has ended, or end the load.
+
+        Called twice for a load: first without a result, to learn for which engine to prepare. If
+        the producer is connected again meanwhile, the load is prepared once more, or waits again.
 
         Args:
             waiting: The load.
@@ -319,27 +321,47 @@ class Loads:
         Returns:
             The engine for which to prepare the load before the next call, or None after the last.
         """
+        self.act()  # The deadline of the load may be over.
         load = waiting.load
-        if load.connected and load.error is None:
+        if load.has_remote and load.error is None:
             return None  # It has begun.
         try:
-            self.remotes.check_open()  # Otherwise the attempt to connect has a less clear error.
-            waiting.connection.future.result()
-            remote = self.remotes.find(waiting.connection.engine_id)
-            if load.state == "moving" and load.error is None:
-                if result is None or result.remote is not remote:
+            if load.open and load.error is None:
+                remote = self._producer_of(waiting)
+                if remote is None or result is None or result.remote is not remote:
                     return remote
                 self.begin(load, result.usable)
                 return None
         except Exception as error:  # noqa: BLE001 - it fails this load alone
             self.fail_start(load, error)
-        # Another load of the ticket may have begun meanwhile. It needs the prompt. And a producer
-        # that was disconnected must not be connected again.
+        self._decline_failed(load)
+        return None
+
+    def _producer_of(self, waiting: Waiting) -> RemoteEngine | None:
+        """Return the connected producer. Raise the error of the attempt to connect it.
+
+        If it was lost and is connected once more, the load waits for that. Then the result is None.
+        """
+        self.remotes.check_open()  # Otherwise the attempt to connect has a less clear error.
+        waiting.connection.future.result()
+        newest = self.remotes.newest(waiting.connection)
+        if not newest.future.done():
+            waiting.load.connection = newest
+            self.waiting.append(Waiting(newest, waiting.load))
+            return None
+        newest.future.result()
+        return self.remotes.find(newest.engine_id)
+
+    def _decline_failed(self, load: Load) -> None:
+        """Decline the ticket of a load that has failed before it began, unless that does harm.
+
+        Another load of the ticket may have begun meanwhile, and needs the prompt. And a producer
+        that was disconnected must not be connected again.
+        """
         ticket = load.ticket
         wanted = not self.remotes.closed and self.remotes.wants(load.engine_id)
         if ticket is not None and wanted and self.of(ticket) in ([], [load]):
             self.errands.decline(ticket)
-        return None
 
     @property
     def _used(self) -> set[str]:
@@ -386,8 +408,9 @@ class Loads:
             for step, flight in load.in_flight.items():
                 (large if flight.large else small).append((load, step))
         self._small = self._poll(small, self._small, end)
-        # Give time to a load whose reads are all small. One that waits for the answer of its
-        # producer gets only `QUIET`: the answer may never come.
+        # A load whose reads are all small extends the quiet time while data of it is to come. While
+        # it waits for the answer of its producer, it has no reads, so it does not: the answer may
+        # never come.
         now, slow = time.monotonic(), {load for load, _ in large}
         if any(load.moves and load not in slow for load, _ in small):
             self._quiet = now + QUIET
@@ -408,10 +431,13 @@ class Loads:
         """Let all loads fail with "closed", whatever an interrupt has left. See `drain`."""
         self.closing = True
         for name, load in self.loads.items():
-            if load.state == "moving":
-                load.written |= load.connected  # Any byte may have been written.
+            if load.open:
+                load.written |= load.has_remote  # Any byte may have been written.
                 load.fail(None, why, TransferState.CLOSED)
                 self.interrupted_loads[name] = load
+        self.interrupted_reads = [
+            read for read in self.nixl.transfers if read.request in self.interrupted_loads
+        ]
         self.loads.clear()
         self.waiting.clear()
         self.errands.clear()
@@ -419,11 +445,11 @@ class Loads:
 
     def drain(self) -> None:
         """End the interrupted loads of which no byte can move."""
-        for read in self.nixl.transfers:
-            if read.request in self.interrupted_loads:
-                with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
-                    read.cancel("the session was interrupted", TransferState.CLOSED)
-        moving = {read.request for read in self.nixl.transfers}
+        for read in self.interrupted_reads:
+            with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
+                read.cancel("the session was interrupted", TransferState.CLOSED)
+        self.interrupted_reads = [read for read in self.interrupted_reads if not read.over]
+        moving = {read.request for read in self.interrupted_reads}
         for name in self.interrupted_loads.keys() - moving:
             load = self.interrupted_loads.pop(name)
             self.messages.counters.count_failed(TransferState.CLOSED)
@@ -441,7 +467,8 @@ class Loads:
                 self.cancel(load, f"{engine_id} was disconnected", TransferState.GONE)
         self.errands.clear(engine_id)
         self._settle_old(engine_id)
-        self.ledger.disconnect(engine_id)
+        self.ledger.disconnect(engine_id)  # Last: the loads that have ended here send `done` once.
+        self.act()
 
     def _settle_old(self, engine_id: str, epoch: int | None = None) -> None:
         """Report reads that are over from all incarnations of an engine except *epoch*.
@@ -449,7 +476,7 @@ class Loads:
         The others wait for `move`.
         """
         for load in list(self.loads.values()):
-            concerned = load.connected and load.engine_id == engine_id
+            concerned = load.has_remote and load.engine_id == engine_id
             if concerned and load.remote.incarnation[1] != epoch:
                 for step, flight in list(load.in_flight.items()):
                     self._settle(load, step, flight, 0.0)
@@ -457,33 +484,30 @@ class Loads:
 
     def _settle(self, load: Load, step: Step, transfer: ReadInFlight, end: float) -> None:
         """Poll a transfer. Report its end to the ledger when nothing of it can move."""
-        why, state = "", TransferState.GONE
         try:
             if transfer.poll(max(0.0, end - time.monotonic())) == "PROC":
                 return
-            load.bytes_moved += transfer.nbytes
-            self.messages.counters.bytes_read += transfer.nbytes
-            self.messages.counters.descriptors_read += transfer.descriptors
         except Exception as error:  # noqa: BLE001 - it fails this load alone
-            why, state = _reason(error, TransferState.BUG)
-            load.fail(step.rank, why, state, error)
-            load.remote.lost |= state in LOST
-            if not transfer.over:
-                now = self.now()
-                self.ledger.fail(step, why, now, quiet=False, state=state)
-                return
+            self._fail_read(load, step, transfer, error)
+            return
+        counters = self.messages.counters
+        load.bytes_moved += transfer.nbytes
+        counters.bytes_read += transfer.nbytes
+        counters.descriptors_read += transfer.descriptors
         load.written |= transfer.begun
-        self._end(load, step, why, state)
-
-    def _end(
-        self, load: Load, step: Step, why: str = "", state: TransferState = TransferState.GONE
-    ) -> None:
-        """Report the end of a step to the ledger. *why* is the reason of a failure, or ""."""
         load.in_flight.pop(step, None)
-        if why:
-            self.ledger.fail(step, why, self.now(), state=state)
-        else:
-            self.ledger.finish(step, self.now())
+        self.ledger.finish(step, self.now())
+
+    def _fail_read(self, load: Load, step: Step, transfer: ReadInFlight, error: Exception) -> None:
+        """Report to the ledger that a transfer has failed. Its bytes may still move."""
+        why, state = _reason(error, TransferState.BUG)
+        load.fail(step.rank, why, state, error)
+        load.remote.must_reconnect |= state in LOST
+        over = transfer.over
+        if over:
+            load.written |= transfer.begun
+            load.in_flight.pop(step, None)
+        self.ledger.fail(step, why, self.now(), quiet=over, state=state)
 
     def _compare(self, load: Load, audit: Audit, end: float) -> None:
         """Compare checksums with the producers, after everything has arrived."""
@@ -510,7 +534,7 @@ class Loads:
             return
         if isinstance(action, Failed):
             self._fail(load, action)
-        elif isinstance(action, Ended) and load.state == "moving":
+        elif isinstance(action, Ended) and load.open:
             self._finish(load, done=action.state == "done")
         elif isinstance(action, Closed):
             self.loads.pop(name, None)
@@ -518,7 +542,7 @@ class Loads:
     def _fail(self, load: Load, failed: Failed) -> None:
         """Store and log the error of a load, and stop its reads. Bytes may still move."""
         why = failed.why
-        if load.connection is not None and not load.connected:
+        if load.connection is not None and not load.has_remote:
             why += f", at {', '.join(load.connection.addresses)}"
         load.fail(failed.rank, why, failed.state)
         # The whole message names layers and heads, which are too many for a line of a log.
@@ -538,8 +562,8 @@ class Loads:
         #
         # A load that fails before the producer is connected decides nothing. The attempt to
         # connect goes on, and the next load waits for it too.
-        if load.connection is not None and load.connected:
-            load.connection.lost |= failed.state in (*LOST, TransferState.TIMEOUT)
+        if load.connection is not None and load.has_remote:
+            load.connection.must_reconnect |= failed.state in (*LOST, TransferState.TIMEOUT)
         if load.audit is not None:
             load.audit.cancel()
         for read in load.in_flight.values():
@@ -561,7 +585,5 @@ class Loads:
 def _reason(error: Exception, otherwise: TransferState) -> tuple[str, TransferState]:
     """Return why a load failed by *error*, and its state: *otherwise* for a wrong argument."""
     if isinstance(error, TransferError):
-        return error.message, error.state
-    if not str(error):  # For example that of `MemoryError()`.
-        return repr(error), otherwise
-    return str(error), otherwise
+        return error.message or repr(error), error.state
+    return str(error) or repr(error), otherwise  # A `MemoryError()` has no text.

@@ -194,11 +194,6 @@ def open_introduction(sealed: object, secret: Secret) -> Introduced:
     )
 
 
-def _lacking(_route: str) -> bool:
-    """Take the place of an optional method that a channel lacks."""
-    return True
-
-
 class Messages:
     """The messages of one rank over *channel*.
 
@@ -221,13 +216,14 @@ class Messages:
         self._me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
         self._channel, self._secret, self.counters = channel, secret, Counters()
         # Methods that a channel may lack.
-        self._trust, self._reject, self._resolve, self._reaches = (
-            getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve", "reaches")
+        self._trust, self._reject, self._resolve = (
+            getattr(channel, name, lambda _: None) for name in ("trust", "reject", "resolve")
         )
         self._refused: Callable[[], list[str]] = getattr(channel, "refused", list)
         self._ended: Callable[[str], int] = getattr(channel, "ended", lambda _: 0)
-        # Whether a connection is established. Without the method, every message names its route.
-        self._keeps: Callable[[str], object] = getattr(channel, "reaches", lambda _: False)
+        # Without `reaches`, a call waits for each peer, and every message names its route.
+        self._may_be_reached: Callable[[str], bool] = getattr(channel, "reaches", lambda _: True)
+        self._is_connected: Callable[[str], bool] = getattr(channel, "reaches", lambda _: False)
         self._addresses: dict[RankAddress, str] = {}  # those of connected engines
         # By rank: the route of its newest question, and the number of that.
         self._routes: OrderedDict[RankAddress, tuple[str, int]] = OrderedDict()
@@ -322,7 +318,7 @@ class Messages:
             self.unsent.pop(name, None)
         self.unsent[name] = message
 
-    def lost(self) -> list[RankAddress]:
+    def ended_ranks(self) -> list[RankAddress]:
         """Return the connected ranks whose processes have ended, as refused connections show."""
         refused = {*self._refused()}
         if not refused:
@@ -348,7 +344,10 @@ class Messages:
                 sealed = self._secret.seal(MESSAGE, data)
                 batches.setdefault(route, []).append(sealed)
                 if to not in self._addresses and (other := self._doubtful.get(to)) is not None:
-                    batches.setdefault(other, []).append(sealed)
+                    if self._may_be_reached(other):
+                        batches.setdefault(other, []).append(sealed)
+                    else:
+                        del self._doubtful[to]
         for route, batch in batches.items():
             self._channel.send(route, *batch)
 
@@ -398,7 +397,7 @@ class Messages:
         *each*: return the error of each address, instead of raising the first one.
         """
         answers: dict[str, bytes | TransferError | None] = dict.fromkeys(addresses)
-        limits = _Limits(self._reaches, self._ended, timeout, absent, addresses)
+        limits = _Limits(self._may_be_reached, self._ended, timeout, absent, addresses)
         next_question, call = 0.0, object()
         self._asked[call] = answers
         try:
@@ -492,9 +491,13 @@ class Messages:
         """
         number = message.number if isinstance(message, ReaderStatus) else 0
         known, newest = self._routes.get(message.by, (route, -1))
-        newer = number > newest or known == route
-        # This side has dialled an address, so the rank itself may come on any other route.
-        if newer or not self._keeps(known) or known in self._addresses.values():
+        if (
+            known == route  # It is the first message, or comes on the route of the one before.
+            or number > newest  # No copy has a newer number.
+            or not self._is_connected(known)  # The connection of the one before has ended.
+            # This side has dialled the rank, so the rank itself may come on any other route.
+            or known in self._addresses.values()
+        ):
             self._trust(route)
             _keep(self._routes, message.by, (route, max(number, newest)), MAX_ROUTES)
             self._doubtful.pop(message.by, None)
@@ -504,7 +507,8 @@ class Messages:
     def _refuse(self, route: str, error: WireError) -> None:
         """Record why a message is refused, and disconnect its sender.
 
-        An older release stays connected if it sends a past kind, such as the progress of a prompt.
+        An older release stays connected if it sends a past kind, such as the progress of a prompt,
+        or another attempt than the first.
         """
         self.note(str(error))
         LOG.debug("refused a message from %s: %s", route, error)
@@ -517,7 +521,7 @@ class Messages:
         if chosen and route not in self._warned:
             self._warned.add(route)
             LOG.warning("%s sends messages that are refused: %s", route, error)
-        if error.path != "message.kind":
+        if error.path not in ("message.kind", "message.attempt"):
             self._reject(route)
 
     def _challenge(self, route: str, body: bytes) -> None:

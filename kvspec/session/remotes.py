@@ -28,7 +28,7 @@ How it works:
     names have the same of 64 locks. If `disconnect` is called meanwhile, it removes the engine from
     `_coming`. Then `connect` does not find it there and gives it up.
 
-    That concerns only what tickets have connected:
+    If tickets have named more than `max_producers` engines, `disconnect_unused` looks at each:
 
         the producer                          `disconnect_unused`
         has an open or a waiting load         keeps it
@@ -39,24 +39,29 @@ How it works:
     `disconnect_idle` closes the pairs of lists of old engines, but only if no bytes move over them.
     Otherwise the engine stays in `disconnecting`, and each poll tries again.
 
-    One agent may serve two engines in these places, because two sessions of a process can share
-    their transport. So agents are counted by reference: `disconnect_idle` disconnects an agent with
-    its last user. The count is computed from the three places each time. For example, agent a
-    belongs to the engines P and Q:
+    One agent may serve two engines in these places, because two sessions of a *producer's* process
+    can share their transport. So agents are counted by reference: `disconnect_idle` disconnects an
+    agent with its last user. The count is computed from the three places each time. Two sessions
+    that connect engines cannot share a transport (`_check_alone`). For example, agent a belongs to
+    the engines P and Q:
 
         event                              users of a   agents that `disconnect_idle` disconnects
         P is forgotten                     Q            none
         Q is forgotten too                 none         a
 
-        P failed in flight (`P.lost`)      P, Q         a, and Q becomes lost: its lists used the
-                                                        same connection
+        P failed in flight, so that it     P, Q         a, and Q must be connected again too:
+        must be connected again                         its lists used the same connection
         Q is connected again afterwards    Q            Q prepares new lists for a
+
+    The agents of an engine that is being connected are known only when `connect_all` returns. Until
+    then, `disconnect_idle` disconnects no agent of an old engine, unless that one has failed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
@@ -126,7 +131,7 @@ class RemoteEngine:
         readers: For each rank that receives this rank's messages, how many readers it must expect.
         list_pairs: The pairs of lists for these ranks.
         agents: Names of its ranks for the transport.
-        lost: Whether a transfer has failed in a way that requires a new connection.
+        must_reconnect: Whether a transfer has failed in a way that requires a new connection.
         by_ticket: Whether only tickets have connected the engine.
     """
 
@@ -137,7 +142,7 @@ class RemoteEngine:
     readers: dict[RankId, int] = attrs.field(factory=dict)
     list_pairs: dict[RankId, ListPair] = attrs.field(factory=dict)
     agents: set[str] = attrs.field(factory=set)
-    lost: bool = False
+    must_reconnect: bool = False
     by_ticket: bool = False
 
     @property
@@ -146,8 +151,8 @@ class RemoteEngine:
         return self.incarnation[0]
 
     def same(self, other: RemoteEngine) -> bool:
-        """Whether *other* has the same introductions, and is not lost."""
-        return self.ranks == other.ranks and not other.lost
+        """Whether *other* has the same introductions, and need not be connected again."""
+        return self.ranks == other.ranks and not other.must_reconnect
 
     def disconnect(self, nixl: Transport, keep: Iterable[str] = ()) -> None:
         """Disconnect all agents except those to *keep*, and release the pairs of lists.
@@ -210,6 +215,17 @@ def slow_heartbeat(producer: Introduced, consumer: Introduced) -> Mismatch | Non
     return Mismatch("lease, heartbeat", producer.lease, consumer.heartbeat, why)
 
 
+def _spread_loss(failed: RemoteEngine, users: Iterable[RemoteEngine]) -> None:
+    """Let *users* of the agents of an engine that has failed be connected again, too.
+
+    Their lists used the same connections. They are users no longer, so that the agents are
+    disconnected now, and a new connect of a user connects them again.
+    """
+    for user in users:
+        user.must_reconnect |= bool(user.agents & failed.agents)
+        user.agents -= failed.agents
+
+
 def _disconnected(engine_id: str) -> TransferError:
     message = f"{engine_id} was disconnected while it was being connected"
     return TransferError(message, rank=engine_id, state=TransferState.CANCELLED)
@@ -223,20 +239,26 @@ class Connection:
         engine_id: Name of the producer.
         addresses: Addresses of its ranks.
         future: The result of connecting.
-        lost: Whether a load failed since because the producer may have ended. It may have
-            restarted at the same addresses.
+        must_reconnect: Whether a load failed since because the producer may have ended. It may
+            have restarted at the same addresses.
     """
 
     engine_id: str
     addresses: tuple[str, ...]
     future: Future[object]
-    lost: bool = False
+    must_reconnect: bool = False
 
     @property
     def failed(self) -> bool:
         """Whether the attempt to connect has failed."""
         future = self.future
         return future.done() and future.exception() is not None
+
+
+_CONNECTORS: weakref.WeakKeyDictionary[Transport, weakref.ref[Remotes]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The producers of the session that connects engines over a transport. It may be closed by now."""
 
 
 class Remotes:
@@ -248,8 +270,7 @@ class Remotes:
         nixl: The transport.
         lock: The lock of the session.
         messages: Keeps the addresses of connected engines.
-        connect: Connects the engine of a name, whose ranks are at some addresses. Returns when that
-            is done. The thread calls it.
+        connect: Connects the producer of a ticket. Returns when that is done. The thread calls it.
         disconnect: Disconnects an engine.
         poll: Callback after an attempt to connect: loads may wait for it.
         most: Number of producers of tickets that stay connected if no load needs more of them.
@@ -263,7 +284,7 @@ class Remotes:
         nixl: Transport,
         lock: SessionLock,
         messages: Messages,
-        connect: Callable[[str, tuple[str, ...]], object],
+        connect: Callable[[Connection], object],
         disconnect: Callable[[str], object],
         poll: Callable[[], None],
         most: int,
@@ -338,7 +359,7 @@ class Remotes:
     def _open(self, connection: Connection) -> None:
         """Connect a producer, and put the result into the future. Runs in a thread of its own."""
         try:
-            self._connect(connection.engine_id, connection.addresses)
+            self._connect(connection)
         except BaseException as error:  # noqa: BLE001 - each load that waits raises it
             connection.future.set_exception(error)
         else:
@@ -350,13 +371,28 @@ class Remotes:
         It may be missing although it was connected: a later connect forgets the engine before it
         opens the new pairs of lists, which may fail.
         """
-        remote = self._connected.get(connection.engine_id)
-        missing = connection.future.done() and (remote is None or remote.lost)
-        return missing or connection.lost or connection.failed
+        missing = connection.future.done() and self._missing(connection.engine_id)
+        return missing or connection.must_reconnect or connection.failed
 
-    def check_wanted(self, name: str) -> None:
-        """Raise `TransferError` "cancelled" if the producer *name* of a ticket was disconnected."""
-        if not self.wants(name):
+    def _missing(self, name: str) -> bool:
+        remote = self._connected.get(name)
+        return remote is None or remote.must_reconnect
+
+    def newest(self, connection: Connection) -> Connection:
+        """Return the attempt that decides whether the producer of *connection* is connected.
+
+        That is a later one if the producer was lost since, and a load has begun to connect it.
+        """
+        name = connection.engine_id
+        return self._connections.get(name, connection) if self._missing(name) else connection
+
+    def check_wanted(self, connection: Connection) -> None:
+        """Raise `TransferError` "cancelled" if the producer was disconnected since the attempt.
+
+        Another ticket may name it at other addresses by now, so its name is not compared.
+        """
+        name = connection.engine_id
+        if self._attempts.get((name, connection.addresses)) is not connection:
             raise _disconnected(name)
 
     def wants(self, name: str) -> bool:
@@ -397,13 +433,13 @@ class Remotes:
             for rank, table in remote.tables.items():
                 remote.list_pairs[rank] = ListPair.open(self._nixl, table, agents[rank])
             with self._lock.held, self._lock:
-                self._replace(remote)
+                self._finish(remote)
         except Exception:
             with self._lock.held, self._lock:
                 self._fail(remote)
             raise
 
-    def _replace(self, remote: RemoteEngine) -> None:
+    def _finish(self, remote: RemoteEngine) -> None:
         self.check_open()
         if self._coming.get(remote.engine_id) is not remote:
             raise _disconnected(remote.engine_id)
@@ -418,35 +454,55 @@ class Remotes:
         self.disconnecting.append(remote)
         self.disconnect_idle()
 
-    def disconnect(self, engine_id: str, new: RemoteEngine | None = None) -> None:
-        """Disconnect an engine, and forget its addresses. *new* is being connected in its place.
+    def replace(self, new: RemoteEngine) -> None:
+        """Forget the engine of this name, because *new* is being connected in its place.
 
         Raises `TransferError` "busy", and forgets nothing, if *new* is an incarnation whose bytes
         still move.
         """
-        old = self._connected.get(engine_id)
-        if new is not None:
-            self._check_idle(new, old)
-            # The caller of `Session.connect` still wants the engine if a ticket connects it again.
-            new.by_ticket &= old is None or old.by_ticket
+        self._check_alone()
+        old = self._connected.get(new.engine_id)
+        self._check_idle(new, old)
+        # The caller of `Session.connect` still wants the engine if a ticket connects it again.
+        new.by_ticket &= old is None or old.by_ticket
+        self._forget(new.engine_id)
+        self._coming[new.engine_id] = new
+
+    def disconnect(self, engine_id: str) -> None:
+        """Disconnect an engine, and forget its addresses. No attempt to connect it goes on."""
+        self._forget(engine_id)
+        self._connections.pop(engine_id, None)
+        self._attempts = {at: one for at, one in self._attempts.items() if at[0] != engine_id}
+
+    def _forget(self, engine_id: str) -> None:
         self._coming.pop(engine_id, None)
-        if old is not None:
+        if (old := self._connected.get(engine_id)) is not None:
             self._messages.disconnect(old.incarnation)
             del self._connected[engine_id]
             self.disconnecting.append(old)
             self.disconnect_idle()
-        if new is None:
-            self._connections.pop(engine_id, None)
-            self._attempts = {at: one for at, one in self._attempts.items() if at[0] != engine_id}
-        else:
-            self._coming[engine_id] = new
+
+    def _check_alone(self) -> None:
+        """Raise `SpecError` if another open session connects engines over the transport.
+
+        Neither would know the agents that the other uses.
+        """
+        owner = _CONNECTORS.get(self._nixl, lambda: None)()
+        if owner is not None and owner is not self and not owner.closed:
+            wanted = "a transport over which no other open session connects engines"
+            raise SpecError("nixl", self._nixl, wanted)
+        _CONNECTORS[self._nixl] = weakref.ref(self)
 
     def _check_idle(self, new: RemoteEngine, old: RemoteEngine | None) -> None:
         """Raise `TransferError` "busy" if bytes move over a connection that *new* replaces."""
         self.disconnect_idle()
         peers = {transfer.peer for transfer in self._nixl.transfers}
-        moving = (*self.disconnecting, *([old] if old is not None and old.agents & peers else ()))
-        if any(each.incarnation == new.incarnation for each in moving):
+        same = [
+            each
+            for each in (*self.disconnecting, *([] if old is None else [old]))
+            if each.incarnation == new.incarnation
+        ]
+        if any(each.agents & peers for each in same):
             message = f"bytes still move between this rank and {new.engine_id}: try again"
             raise TransferError(message, rank=new.engine_id, state=TransferState.BUSY)
 
@@ -485,13 +541,13 @@ class Remotes:
 
     def disconnect_idle(self) -> None:
         """Release the lists of old engines if no bytes move over them. See the module docstring."""
+        waits = any(not coming.agents for coming in self._coming.values())
         for remote in tuple(self.disconnecting):
+            if waits and not remote.must_reconnect:
+                continue  # An engine that is being connected may use one of the agents.
             users = (*self._connected.values(), *self._coming.values())
-            if remote.lost:
-                for user in users:
-                    user.lost |= bool(user.agents & remote.agents)
-                    # Its next incarnation connects these agents again.
-                    user.agents -= remote.agents
+            if remote.must_reconnect:
+                _spread_loss(remote, users)
             used = set[str]().union(*(user.agents for user in users))
             with contextlib.suppress(TransferError):
                 remote.disconnect(self._nixl, keep=used)

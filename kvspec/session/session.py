@@ -74,7 +74,7 @@ class Session:
 
     Args:
         nixl: The `NixlRank` of the rank, or another `Transport`. The caller closes it after the
-            session.
+            session. Of the open sessions that share it, only one may connect producers.
         cache: The KV cache of the rank. The session registers its memory with *nixl*.
         engine_id: Name of the engine, the same at each start.
         epoch: Number of this start, the same on all ranks of the engine, and larger at each start.
@@ -106,6 +106,7 @@ class Session:
 
     _background: Background | None = None
     _interrupted = False
+    _drains = False  # Whether everything is closed after an interrupt, and only bytes may move.
 
     def __init__(
         self,
@@ -226,7 +227,7 @@ class Session:
         Raises:
             WireError: If an introduction is damaged or was sealed with another secret.
             SpecError: If a rank is missing or occurs twice, or the incarnation is older than the
-                connected one.
+                connected one, or another open session connects producers over the same transport.
             MismatchError: If engines, models, replica policies or epochs do not fit.
             TransferError: If a connection fails, or the session is closed. With state "busy" if
                 this incarnation is connected in another way, and bytes move. Then it stays so.
@@ -238,24 +239,27 @@ class Session:
         return self._join(remote, most)
 
     def _join(
-        self, remote: RemoteEngine, timeout: float, ticket_of: str | None = None
+        self, remote: RemoteEngine, timeout: float, attempt: Connection | None = None
     ) -> TransferPlan:
-        """Connect an engine that fits. *ticket_of*: its name, if a ticket contains it."""
+        """Connect an engine that fits. *attempt*: the attempt of a ticket, or None."""
         name, epoch = remote.incarnation
         with self._connecting[hash(name) % CONNECTING].held:
-            remote.by_ticket = ticket_of is not None
-            if ticket_of not in (None, name):
-                raise SpecError("engine_id", ticket_of, f"{name}, the engine at these addresses")
+            remote.by_ticket = attempt is not None
+            if attempt is not None and attempt.engine_id != name:
+                expected = f"{name}, the engine at these addresses"
+                raise SpecError("engine_id", attempt.engine_id, expected)
             self._messages.resolve(each.address for each in remote.ranks.values())
+            # `held` takes the lock, and the second one marks that something changes. They are two,
+            # because an interrupt may come between any two lines: see `SessionLock`.
             with self._lock.held, self._lock:
-                if remote.by_ticket:
-                    self._remotes.check_wanted(name)
+                if attempt is not None:
+                    self._remotes.check_wanted(attempt)
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
                 self._messages.check_starts(remote.incarnation, remote.ranks.values())
                 self._loads.connect(name, epoch)
                 self._holds.ledger.connect(name, epoch)
-                self._remotes.disconnect(name, remote)
+                self._remotes.replace(remote)
             self._remotes.connect(remote, timeout)
             return remote.plan
 
@@ -543,7 +547,7 @@ class Session:
         for message in messages:
             self._deliver(message)
         self._holds.ledger.tick(self._clock())  # Heartbeats that waited have extended their leases.
-        for rank in self._messages.lost():
+        for rank in self._messages.ended_ranks():
             self._loads.ledger.lose(rank, self._clock())
         self._loads.move()
         self._holds.move()
@@ -559,7 +563,10 @@ class Session:
         """Close the session after an interrupt, which may have left everything half changed.
 
         Call it with the lock. If an interrupt comes during this call, the next call does it again.
+        A later one must not: a new session may have connected the same peers by then.
         """
+        if self._drains:
+            return
         why = "the session was closed, because one of its calls was interrupted"
         self._interrupted = True
         self._loads.close_interrupted(why)
@@ -569,6 +576,7 @@ class Session:
         self._remotes.close_interrupted()
         if self._background is not None:
             self._background.end()
+        self._drains = True
 
     def stats(self) -> SessionStats:
         """Return the numbers of unfinished things, and counters.
@@ -609,7 +617,7 @@ class Session:
         with self._lock.held, self._lock:
             self._loads.closing = True  # No load begins between the next polls.
             for load in list(self._loads.loads.values()):
-                where = "" if load.connected else " before its producer was connected"
+                where = "" if load.has_remote else " before its producer was connected"
                 why = f"the session was closed{where}"
                 self._loads.cancel(load, why, TransferState.CLOSED)
         while True:
@@ -677,13 +685,13 @@ class Session:
     def _is_closed(self) -> bool:
         return self._remotes.closed
 
-    def _connect_ranks(self, engine_id: str, addresses: tuple[str, ...]) -> None:
+    def _connect_ranks(self, attempt: Connection) -> None:
         """Connect the producer of a ticket. Runs in the thread of `Remotes`."""
         with self._lock.held, self._lock:
-            self._remotes.check_wanted(engine_id)
-        found = self.fetch(addresses, TICKET_ANSWER, absent=TICKET_ABSENT)
+            self._remotes.check_wanted(attempt)
+        found = self.fetch(attempt.addresses, TICKET_ANSWER, absent=TICKET_ABSENT)
         remote = remote_engine_of(self._own, self.nixl, found, dead_tokens=self._dead_tokens)
-        self._join(remote, TICKET_ANSWER, ticket_of=engine_id)
+        self._join(remote, TICKET_ANSWER, attempt)
 
 
 def _named(remote_id: object) -> Key:

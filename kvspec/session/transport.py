@@ -101,7 +101,10 @@ Sides = tuple[PreparedRows, Any, PreparedRows, None]
 
 
 class Transport(Protocol):
-    """The object that moves the bytes of a session. See the module docstring for its threads."""
+    """The object that moves the bytes of a session. See the module docstring for its threads.
+
+    It is hashable, and has weak references.
+    """
 
     @property
     def secret(self) -> Secret:

@@ -16,12 +16,14 @@ from kvspec.specs.attention import (
 )
 from kvspec.specs.key_content import KeyContent, scales_digest
 from kvspec.specs.layer import LayerSpec
+from kvspec.specs.ring import CircularBufferSpec
 from kvspec.specs.state import MambaSpec
 from kvspec.specs.uniform import UniformTypeKVCacheSpecs
 
 __all__ = [
     "AttentionSpec",
     "ChunkedLocalAttentionSpec",
+    "CircularBufferSpec",
     "CrossAttentionSpec",
     "FullAttentionSpec",
     "KeyContent",

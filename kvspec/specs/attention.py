@@ -13,7 +13,8 @@ How it works:
     `page_format` is opaque          `page`                         all bytes of the page
     `state_content_bytes` is set     `kv`                           `state_content_bytes`
     `scale_dtype` is set             `k`, `k_scale`, `v`,           elements x bytes of the dtype,
-                                     `v_scale`                      scales x bytes of `scale_dtype`
+                                     `v_scale`, or for MLA          scales x bytes of `scale_dtype`
+                                     `latent`, `latent_scale`
     MLA                              `latent`                       `head_size` x bytes of the dtype
     otherwise                        `k`, `v`                       elements x bytes of the dtype
 
@@ -27,7 +28,7 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 import attrs
@@ -77,6 +78,13 @@ class AttentionSpec(LayerSpec):
             `kvspec.scales_digest`, or None if there are none. Both engines must have the same. Keys
             of dtype ``uint8`` with scales keep their order, because a byte may have two elements.
             State ``int8`` or ``float8_e4m3fn`` for elements of one byte.
+        scale_dtype: Type of scales, or None. If it is set, each head of each token has scales, in
+            their own tensors. The page consists of keys, scales of keys, values, scales of values.
+            With MLA, it consists of latents and scales of latents.
+        elements_per_scale: Elements of *dtype* that share one scale, or None for all elements of a
+            head. It is 8 for NVFP4, whose dtype is a byte with two elements, and 32 for MXFP8.
+        tokens_per_scale: Tokens whose scales form one row, in any order. It is 4 for NVFP4 in
+            FlashInfer.
     """
 
     head_size: int = attrs.field(validator=is_size)
@@ -88,8 +96,12 @@ class AttentionSpec(LayerSpec):
     page_block_size: int | None = attrs.field(default=None, validator=is_size_or_none)
     key_content: KeyContent | None = attrs.field(default=None, converter=key_content)
     scales_digest: str | None = attrs.field(default=None, converter=digest_or_none)
+    scale_dtype: str | None = attrs.field(default=None, converter=_scale_dtype)
+    elements_per_scale: int | None = attrs.field(default=None, validator=is_size_or_none)
+    tokens_per_scale: int = attrs.field(default=1, validator=is_size)
 
     def __attrs_post_init__(self) -> None:
+        self._check_scales()
         if self.key_content is not None and self.key_content.rotary_stop > self.head_size:
             requirement = f"a range that ends at head_size={self.head_size} or before"
             stop = self.key_content.rotary_stop
@@ -142,17 +154,41 @@ class AttentionSpec(LayerSpec):
         """Whether an element keeps its meaning if it is stored at another place of its row."""
         # A uint8 with a scale may hold two elements, as in NVFP4. Moving bytes would not part them.
         is_packed = self.dtype == "uint8" and self._has_scales
-        return not self.spans_heads and not is_packed
+        # A scale of a part of a row belongs to adjacent elements.
+        has_one_scale = self.elements_per_scale in (None, self.head_size)
+        return has_one_scale and not self.spans_heads and not is_packed
 
     @property
     def _has_scales(self) -> bool:
         """Whether the elements have scales, in the cache or outside of it."""
-        return self.scales_digest is not None
+        return self.scale_dtype is not None or self.scales_digest is not None
 
     @property
     def _is_latent(self) -> bool:
         """Whether a row is a latent row of MLA."""
         return False
+
+    def _check_scales(self) -> None:
+        if self.scale_dtype is None:
+            if self.elements_per_scale is not None:
+                requirement = "None if scale_dtype is None"
+                raise SpecError("elements_per_scale", self.elements_per_scale, requirement)
+            if self.tokens_per_scale != 1:
+                requirement = "1 if scale_dtype is None"
+                raise SpecError("tokens_per_scale", self.tokens_per_scale, requirement)
+            return
+        row = self.tokens_per_state * self.tokens_per_scale
+        if self.block_size % row:
+            raise SpecError("block_size", self.block_size, f"a multiple of {row}, a row of scales")
+        if self.state_content_bytes is not None:
+            rule = "cannot be combined with state_content_bytes, which includes the scales"
+            raise SpecError("scale_dtype", self.scale_dtype, rule=rule)
+        elements = self.elements_per_scale
+        own = {name: getattr(self, name, None) for name in ("head_size", "head_size_v")}
+        sizes = {name: size for name, size in own.items() if size is not None}
+        if elements is not None and any(size % elements for size in sizes.values()):
+            listed = " and ".join(f"{name}={size}" for name, size in sizes.items())
+            raise SpecError("elements_per_scale", elements, f"a divisor of {listed}")
 
     def _check_parts(self, names: tuple[str, ...]) -> None:
         """Check that parts of these *names* can have the format and the packing of the spec."""
@@ -173,10 +209,24 @@ class AttentionSpec(LayerSpec):
         """Return a part for each name with its number of elements, or one packed part."""
         if self.state_content_bytes is not None:
             return self._in_format([self._part("kv", units, self.state_content_bytes, None)])
+        if self.scale_dtype is not None:
+            return self._in_format(self._planes(units, sizes))
         return self._in_format(
             self._part(name, units, size * itemsize(self.dtype), self.dtype)
             for name, size in sizes.items()
         )
+
+    def _planes(self, units: int, sizes: Mapping[str, int]) -> Iterator[Part]:
+        """Yield a part for each name with its number of elements, and then the part of its scales.
+
+        Each has a tensor of its own.
+        """
+        scale_bytes = itemsize(self.scale_dtype or "uint8") * self.tokens_per_scale
+        for name, size in sizes.items():
+            yield self._part(name, units, size * itemsize(self.dtype), self.dtype, name)
+            count, scale = size // (self.elements_per_scale or size), f"{name}_scale"
+            content, tokens = count * scale_bytes, self.tokens_per_scale
+            yield self._part(scale, units, content, self.scale_dtype, scale, tokens)
 
     def _in_format(self, parts: Iterable[Part]) -> tuple[Part, ...]:
         """Return *parts*, or one part with the whole page as its row if the format is opaque."""
@@ -236,12 +286,6 @@ class FullAttentionSpec(AttentionSpec):
             one rank.
         head_size: Elements of one key of one head.
         head_size_v: Elements of one value of one head, or None if it equals *head_size*.
-        scale_dtype: Type of scales, or None. If it is set, each head of each token has scales, in
-            their own tensors. The page consists of keys, scales of keys, values, scales of values.
-        elements_per_scale: Elements of *dtype* that share one scale, or None for all elements of a
-            head. It is 8 for NVFP4, whose dtype is a byte with two elements, and 32 for MXFP8.
-        tokens_per_scale: Tokens whose scales form one row, in any order. It is 4 for NVFP4 in
-            FlashInfer.
 
     >>> spec = FullAttentionSpec(
     ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
@@ -251,62 +295,15 @@ class FullAttentionSpec(AttentionSpec):
 
     total_num_kv_heads: int = attrs.field(validator=is_size)
     head_size_v: int | None = attrs.field(default=None, validator=is_size_or_none)
+    # Those of the base class again, for their place in a handshake.
     scale_dtype: str | None = attrs.field(default=None, converter=_scale_dtype)
     elements_per_scale: int | None = attrs.field(default=None, validator=is_size_or_none)
     tokens_per_scale: int = attrs.field(default=1, validator=is_size)
 
-    def __attrs_post_init__(self) -> None:
-        self._check_scales()
-        super().__attrs_post_init__()
-
-    def _check_scales(self) -> None:
-        if self.scale_dtype is None:
-            if self.elements_per_scale is not None:
-                requirement = "None if scale_dtype is None"
-                raise SpecError("elements_per_scale", self.elements_per_scale, requirement)
-            if self.tokens_per_scale != 1:
-                requirement = "1 if scale_dtype is None"
-                raise SpecError("tokens_per_scale", self.tokens_per_scale, requirement)
-            return
-        row = self.tokens_per_state * self.tokens_per_scale
-        if self.block_size % row:
-            raise SpecError("block_size", self.block_size, f"a multiple of {row}, a row of scales")
-        if self.state_content_bytes is not None:
-            rule = "cannot be combined with state_content_bytes, which includes the scales"
-            raise SpecError("scale_dtype", self.scale_dtype, rule=rule)
-        elements = self.elements_per_scale
-        sizes = (self.head_size, self.head_size_v or self.head_size)
-        if elements is not None and any(size % elements for size in sizes):
-            keys = f"a divisor of head_size={self.head_size}"
-            values = "" if self.head_size_v is None else f" and head_size_v={self.head_size_v}"
-            raise SpecError("elements_per_scale", elements, keys + values)
-
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Keys and values of the model's KV heads, and their scales if there are any."""
-        heads, sizes = self.total_num_kv_heads, {"k": self.head_size, "v": self._value_size}
-        if self.scale_dtype is None:
-            return self._rows(heads, **sizes)
-        parts: list[Part] = []
-        for name, size in sizes.items():
-            content = size * itemsize(self.dtype)
-            parts.append(self._part(name, heads, content, self.dtype, name))
-            count = size // (self.elements_per_scale or size)
-            content = count * itemsize(self.scale_dtype) * self.tokens_per_scale
-            scale = f"{name}_scale"
-            part = self._part(scale, heads, content, self.scale_dtype, scale, self.tokens_per_scale)
-            parts.append(part)
-        return self._in_format(parts)
-
-    @property
-    def _reorders_elements(self) -> bool:
-        # A scale of a part of a row belongs to adjacent elements.
-        has_one_scale = self.elements_per_scale in (None, self.head_size)
-        return has_one_scale and super()._reorders_elements
-
-    @property
-    def _has_scales(self) -> bool:
-        return self.scale_dtype is not None or super()._has_scales
+        return self._rows(self.total_num_kv_heads, k=self.head_size, v=self._value_size)
 
     @property
     def _value_size(self) -> int:

@@ -58,6 +58,9 @@ WHY = {
     "state_content_bytes": "one head's row has another length or packing",
     "sliding_window": "the sides keep different tokens",
     "attention_chunk_size": "the sides keep different tokens",
+    "compress_ratio": "the sides keep different tokens",
+    "overlap": "the sides keep different tokens",
+    "num_kv_heads": "each position has another number of rows",
     "key_content": "the same elements of a key mean other numbers",
     "rotation": "the same keys are rotated by other angles",
     "scales_digest": "the same quantised elements stand for other numbers",
@@ -158,6 +161,19 @@ class LayerSpec:
     def counts_prompt(self) -> bool:
         """Whether the layer stores tokens of the prompt, not those of an encoder."""
         return True
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether a block is a ring: a request has one block, and rows are positions modulo it."""
+        return False
+
+    def without_transfer(self, cached: int) -> int:
+        """Return the leading positions that need not move if the consumer has cached *cached*.
+
+        Raises:
+            SpecError: If the layer cannot continue after so many tokens.
+        """
+        return cached
 
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:  # noqa: ARG002
         """Return the number of tokens that the layer stores for a request.

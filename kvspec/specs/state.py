@@ -32,6 +32,7 @@ How it works:
     Mamba2             (heads x head_dim + 2 x groups x state, K)    (heads, head_dim, state)
     gated delta net    (2 x k_heads x k_dim + v_heads x v_dim, K)    (v_heads, v_dim, k_dim)
     short convolution  (channels, K)                                 none
+    linear attention   none                                          (heads, dim, dim)
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def _ssm_dtype(value: object) -> str | None:
 class MambaSpec(LayerSpec):
     """A recurrent state. A block contains one whole state, and its rows are not tokens.
 
-    Create it with `mamba1`, `mamba2`, `gated_delta_net`, `short_conv` or `replicated_state`. Their
-    arguments are the sizes of the whole model, before TP. vLLM's `MambaSpec` has the shapes of one
-    rank instead.
+    Create it with `mamba1`, `mamba2`, `gated_delta_net`, `short_conv`, `linear_attention` or
+    `replicated_state`. Their arguments are the sizes of the whole model, before TP. vLLM's
+    `MambaSpec` has the shapes of one rank instead.
 
     Attributes:
         state_parts: Parts of the state.
@@ -290,6 +291,37 @@ class MambaSpec(LayerSpec):
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         parts = (_conv("conv_x", "conv_dim", conv_dim, 1, rows, dtype),)
         return cls(block_size=block_size, state_parts=parts, dtype=dtype)
+
+    @classmethod
+    def linear_attention(
+        cls,
+        *,
+        num_heads: int,
+        head_dim: int,
+        dtype: str,
+        ssm_dtype: str | None = None,
+        block_size: int = 1,
+    ) -> MambaSpec:
+        """Return the state of linear attention, as in MiniMax-Text-01. It has no conv state.
+
+        Args:
+            num_heads: Heads, which TP divides.
+            head_dim: Elements of a key and of a value of one head.
+            dtype: Type of the state.
+            ssm_dtype: Another name of the type, as in the other constructors. By default, *dtype*.
+            block_size: Tokens of one block. A table may also contain only the id of the last state.
+
+        Raises:
+            SpecError: If a size or a dtype is not valid.
+
+        >>> spec = MambaSpec.linear_attention(num_heads=64, head_dim=128, dtype="float32")
+        >>> spec.page_size_bytes(tp_rank=0, tp_size=8) == 8 * 128 * 128 * 4
+        True
+        """
+        positive_int("head_dim", head_dim)
+        own = dtype if ssm_dtype is None else ssm_dtype
+        part = _ssm("num_heads", num_heads, head_dim * head_dim, own)
+        return cls(block_size=block_size, state_parts=(part,), dtype=own, ssm_dtype=own)
 
     @classmethod
     def replicated_state(cls, *, state_bytes: int) -> MambaSpec:

@@ -116,6 +116,15 @@ class UniformTypeKVCacheSpecs(LayerSpec):
         """Whether the layers store tokens of the prompt."""
         return self._first.counts_prompt
 
+    @property
+    def is_ring(self) -> bool:
+        """Whether the blocks of the layers are rings."""
+        return self._first.is_ring
+
+    def without_transfer(self, cached: int) -> int:
+        """Return the leading positions that need not move if the consumer has cached *cached*."""
+        return self._first.without_transfer(cached)
+
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:
         """Return the number of tokens that the layers store for a request."""
         return self._first.total(num_tokens, encoder_tokens)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvspec.errors import SpecError
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     LayerSpec,
@@ -102,6 +103,12 @@ def _uniform(
     return UniformTypeKVCacheSpecs(specs=layers)
 
 
+def _ring(more: int, **fields: Any) -> LayerSpec:  # noqa: ANN401
+    """Return a ring with *more* rows than one request needs."""
+    most = fields["compress_ratio"] * (1 + fields["overlap"]) - 1
+    return CircularBufferSpec(block_size=most + more, **fields)
+
+
 KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "full": _attention(FullAttentionSpec, **_GQA),
     "full, V of another size": _attention(FullAttentionSpec, **_GQA, head_size_v=_ONE_TO_FOUR),
@@ -144,6 +151,11 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
         head_v_dim=_ONE_TO_FOUR, **_SSM,
     ),
     "short conv": st.builds(MambaSpec.short_conv, conv_dim=st.integers(1, 12), **_STATE),
+    "ring": st.builds(
+        _ring, head_size=_KEYS, dtype=_ANY_DTYPE, num_kv_heads=st.integers(1, 2),
+        compress_ratio=st.sampled_from((4, 3, 2, 8)), overlap=st.booleans(),
+        more=st.sampled_from((0, 1, 2, 5)),
+    ),
     "replicated state": st.builds(MambaSpec.replicated_state, state_bytes=st.integers(1, 9)),
 }  # fmt: skip
 """A strategy of specs for each kind of layer, by the name of the kind."""

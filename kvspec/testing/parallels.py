@@ -124,6 +124,16 @@ def is_state(spec: LayerSpec) -> bool:
     return not spec.parts[0].per_token
 
 
+def has_one_block(spec: LayerSpec) -> bool:
+    """Return whether a request may have only one block, as a state or a ring.
+
+    >>> import kvspec
+    >>> has_one_block(kvspec.MambaSpec.replicated_state(state_bytes=4))
+    True
+    """
+    return is_state(spec) or spec.is_ring
+
+
 @st.composite
 def explicit_shardings(
     draw: st.DrawFn, units: int, granularity: int, tp_size: int
@@ -255,7 +265,7 @@ def _with_contexts(
 ) -> ParallelConfig:
     """Draw the context ranks: DCP, PCP that divides or replicates the tokens, or explicit ranks."""
     tokens = [p.tokens_per_state for p in parts_of(groups) if p.per_token]
-    sizes = [g.spec.block_size for g in groups if not is_state(g.spec)]
+    sizes = [g.spec.block_size for g in groups if not has_one_block(g.spec)]
     fits = [
         size
         for size in range(1, 17)

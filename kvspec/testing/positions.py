@@ -33,6 +33,7 @@ from kvspec.check.counting import (
     cached_tokens_of,
     context_of,
     first_live,
+    is_ring,
     live_positions,
     of_group,
     own_positions,
@@ -126,7 +127,10 @@ def rows_of(
         for layer in rank_layers(engine, rank, group):
             for part in group.spec.of_layer(layer).parts:
                 moves = 0 if layer in excluded else _common_rows(source, layer, part)
-                if part.per_token:
+                if is_ring(group.spec):
+                    own_seen = of_group(seen, group.name, request.num_tokens)
+                    columns = _ring_rows(group, layer, part, table, request, own_seen)
+                elif part.per_token:
                     columns = _token_rows(group, layer, part, own, request, table[1], virtual)
                 else:
                     columns = _state_rows(group, part, table, request, moves)
@@ -212,6 +216,30 @@ def _token_rows(
     own_block = at >= (first_live(live) - first_token) // virtual
     dead = own_block & ~must & np.asarray((covered >= cached).all(axis=1))
     return at, row, token, token < len(live), must, dead
+
+
+def _ring_rows(
+    group: KVCacheGroup,
+    layer: str,
+    part: Part,
+    table: _Table,
+    request: TransferRequest,
+    seen: int,
+) -> _Columns:
+    """Return the columns of a ring, in which each of *seen* positions takes the next row.
+
+    A row holds the last position that took it. If none did, its token is the first that will. A row
+    without a live position must not change.
+    """
+    live = live_positions(group.spec.of_layer(layer), request)
+    row = np.arange(part.states if len(table[0]) else 0)
+    token = row.copy()
+    for position in range(seen):
+        if len(row):
+            token[position % part.states] = position
+    known = token < seen
+    must = np.append(live, False)[np.minimum(token, len(live))]
+    return np.zeros_like(row), row, token, known, must, np.zeros(len(row), bool)
 
 
 def _state_rows(

@@ -44,7 +44,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import RankId
 from kvspec.specs import LayerSpec
-from kvspec.testing.parallels import is_state, parts_of, sample
+from kvspec.testing.parallels import has_one_block, is_state, parts_of, sample
 from kvspec.testing.positions import excluded_layers
 from kvspec.testing.supports import EVERYTHING, Supports
 
@@ -114,11 +114,13 @@ def _table(
     # Context ranks share the tokens of a block table, but each of them holds whole states.
     ranks = 1 if is_state(group.spec) else context_of(engine, RankId(), group)[1]
     size = group.spec.block_size * ranks
+    if group.spec.is_ring:
+        size = 2**62  # The one block has all positions.
     needed_tokens = needed(group, request, reader)
     length = length_in(group.spec, request)
     # A table that is neither late nor long covers the whole prompt, or holds one state.
     blocks = range(1 if is_state(group.spec) else -(-length // size))
-    if supports.late_tables:
+    if supports.late_tables and not group.spec.is_ring:
         blocks = draw(_covered_blocks(group, length, needed_tokens, size))
     ids, pool = draw(_block_ids(len(blocks)))
     null = None
@@ -278,7 +280,7 @@ def given_back(
     new_tables = dict(old_tables)
     for group in engine.groups:
         table = old_tables.get(group.name)
-        if table is None or is_state(group.spec):
+        if table is None or has_one_block(group.spec):
             continue
         size = group.spec.block_size * context_of(engine, RankId(), group)[1]
         live = live_positions(group.spec.of_layer(group.layers[0]), request)
@@ -320,6 +322,13 @@ def _cached_of(length: int) -> st.SearchStrategy[int]:
     return _around(0, 0, 1, length // 2, last, last, length, length + 3, most=length)
 
 
+def _row_tokens(model: Sequence[KVCacheGroup]) -> int:
+    """Return the number of tokens that divides each legal cached prefix."""
+    rows = [max(1, part.tokens_per_state) for part in parts_of(model)]
+    groups = [getattr(group.spec.of_layer(group.layers[0]), "compress_ratio", 1) for group in model]
+    return lcm(*rows, *groups)
+
+
 @st.composite
 def _cached(
     draw: st.DrawFn,
@@ -337,15 +346,15 @@ def _cached(
         most = tokens // whole if supports.prefixes == "blocks" else 0
         return attrs.evolve(bare, cached_tokens=whole * draw(st.integers(0, most)))
     # Part of a row cannot be cached, so one number for all groups needs rows of one token.
-    if draw(st.booleans()) and all(part.tokens_per_state <= 1 for part in parts_of(model)):
+    if draw(st.booleans()) and all(_row_tokens([group]) == 1 for group in model):
         amount = draw(_cached_of(tokens))
         return attrs.evolve(bare, cached_tokens=amount)
     cached = {}
     for group in model:
         length = length_in(group.spec, bare)
-        row = max(1, *(part.tokens_per_state for part in parts_of([group])))
-        amount = draw(_cached_of(length))
-        cached[group.name] = amount if amount >= length else amount // row * row
+        row, amount = _row_tokens([group]), draw(_cached_of(length))
+        all_cached = amount >= length and not group.spec.is_ring
+        cached[group.name] = amount if all_cached else amount // row * row
     return attrs.evolve(bare, cached_tokens=cached)
 
 
@@ -383,11 +392,12 @@ def requests(
     moving = [group for group in consumer.groups if not excluded.issuperset(group.layers)]
     model = moving or list(consumer.groups)
     whole = lcm(
+        _row_tokens(model),
         *(
             group.spec.block_size * context_of(engine, RankId(), group)[1]
             for engine in (producer, consumer, *others)
             for group in engine.groups
-        )
+        ),
     )
     tokens = draw(_lengths(model))
     if supports.prefixes == "blocks" and tokens < whole < _MAX_TOKENS:

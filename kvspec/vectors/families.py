@@ -31,6 +31,7 @@ from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KeyContent,
@@ -570,6 +571,74 @@ def _state_blocks(mamba: MambaSpec) -> Iterator[tuple[str, Case]]:
         yield f"stripe-{name}", _case(first, second, 6, policy=ReplicaPolicy("stripe", 1))
 
 
+def _ring(rows: int, ratio: int = 4, **fields: Any) -> CircularBufferSpec:  # noqa: ANN401
+    sizes: dict[str, Any] = {"head_size": 3, "dtype": "uint8", "compress_ratio": ratio}
+    return CircularBufferSpec(block_size=rows, **sizes | fields)
+
+
+def _rings(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
+    kinds = ((2, False), (3, False), (3, True), (4, True), (8, False))
+    for (ratio, overlap), tokens in product(kinds, (0, 1, 7, 8, 10, 21) if large else (8, 10, 21)):
+        least = ratio * (1 + overlap) - 1
+        sizes = (least, 8, 16) if large or tokens == 10 else (8, 16)  # noqa: PLR2004
+        for p, c in product(sizes, repeat=2):
+            first, second = (_engine(_ring(rows, ratio, overlap=overlap)) for rows in (p, c))
+            name = f"ratio{ratio}{'-overlap' if overlap else ''}-rows{p}-rows{c}-n{tokens}"
+            yield name, _case(first, second, tokens)
+    small, great = _ring(8, overlap=True), _ring(16, overlap=True)
+    for p, c in product((1, 2, 3, 4), repeat=2):
+        for policy in ("spread", "stripe") if p > 1 else ("spread",):
+            case = _case(
+                _engine(small, tp_size=p), _engine(great, tp_size=c), 10,
+                policy=ReplicaPolicy(policy, 1),
+            )  # fmt: skip
+            yield f"tp{p}-tp{c}-{policy}", case
+    heads = {"num_kv_heads": 2, "overlap": True}
+    for own, other in (("LBHNC", "LBNHC"), ("LBNHC", "BLHNC"), ("BHLNC", "LKBNHC")):
+        first, second = (
+            _engine(_ring(rows, **heads), ("layers.0", "layers.1"), layout=layout, tp_size=tp)
+            for rows, layout, tp in ((8, own, 2), (16, other, 3))
+        )
+        yield f"two-heads-{own}-to-{other}", _case(first, second, 10)
+    contexts = _engine(small, tp_size=2, dcp_size=2), _engine(great, pcp_size=2, interleave_size=4)
+    yield "context-ranks-hold-all", _case(*contexts, 10)
+    groups = [
+        [
+            _group("rows", _latent(8, tokens_per_state=4), "layers.0"),
+            _group("ring", own, "layers.1"),
+        ]
+        for own in (small, great)
+    ]
+    for name, cached in (("none", 0), ("some", 8), ("by-group", {"ring": 8})):
+        case = _case(_engine(groups[0]), _engine(groups[1], tp_size=2), 10, cached=cached)
+        yield f"beside-rows-cached-{name}", case
+    rings = [
+        _engine([_group("full", _full(2), "layers.0"), _group("ring", own, "layers.1")], null=0)
+        for own in (_ring(8, head_size=4, overlap=True), _ring(8, head_size=4, overlap=True))
+    ]
+    yield "shares-memory", _case(rings[0], rings[1], 10, shared=True)
+
+
+def _refused_rings() -> Iterator[tuple[str, Case]]:
+    """Yield rings that mean other things, and requests without one block of the ring."""
+    changes: dict[str, Any] = {
+        "compress_ratio": 2, "overlap": True, "head_size": 4, "num_kv_heads": 2,
+    }  # fmt: skip
+    for field, value in changes.items():
+        other = attrs.evolve(_ring(8), **{field: value})
+        yield f"ring-{field}-differs", _case(_engine(_ring(8)), _engine(other), 9)
+    good = _case(_engine(_ring(8), null=0), _engine(_ring(16), null=0), 10)
+    tables: dict[str, Any] = {
+        "is-empty": [], "has-two-blocks": [1, 2], "has-null-block": [0],
+        "begins-late": BlockTable([1], first_token=16),
+    }  # fmt: skip
+    for name, table in tables.items():
+        for side in ("producer", "consumer"):
+            changed = {f"{side}_blocks": {"g": table}}
+            yield f"{side}-ring-table-{name}", _with_tables(good, **changed)
+    yield "cached-inside-group-of-ring", _case(_engine(_ring(8)), _engine(_ring(8)), 10, cached=6)
+
+
 def _format_pairs() -> dict[str, tuple[LayerSpec, LayerSpec]]:
     """Return a spec of the producer and one of the consumer for each name."""
 
@@ -750,6 +819,8 @@ def _steps(large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     cross = CrossAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=2, dtype="uint8")
     groups = [full, _group("cross", cross, layers[2])]
     yield "full-and-cross", _case(_engine(groups), _engine(groups, tp_size=2), 6, encoder=9)
+    sides = [[full, _group("ring", _ring(own, overlap=True), layers[2])] for own in (8, 16)]
+    yield "full-and-ring", _case(_engine(sides[0]), _engine(sides[1], tp_size=2), 10)
     rows = _latent(8, tokens_per_state=4)
     yield "rows-of-four-tokens", _case(_engine(rows, layers), _engine(rows, layers, tp_size=2), 14)
 
@@ -775,6 +846,7 @@ def _refusals(_large: bool) -> Iterator[tuple[str, Case]]:  # noqa: FBT001
     yield from _refused_specs(plain)
     yield from _refused_tables(plain)
     yield from _refused_states()
+    yield from _refused_rings()
 
 
 def _refused_specs(plain: FullAttentionSpec) -> Iterator[tuple[str, Case]]:
@@ -909,6 +981,7 @@ FAMILIES: dict[str, Family] = {
     "prefixes": _prefixes,
     "windows": _windows,
     "states": _states,
+    "rings": _rings,
     "formats": _formats,
     "groups": _groups,
     "steps": _steps,

@@ -29,7 +29,7 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import ReplicaPolicy, Role
-from kvspec.specs import LayerSpec, MambaSpec
+from kvspec.specs import CircularBufferSpec, LayerSpec, MambaSpec
 from kvspec.testing.case import Case
 from kvspec.testing.laws.steps import Schedule, schedule_of
 from kvspec.testing.world import Pair, World, described, held, plan_of, selected, world
@@ -279,7 +279,7 @@ def _request(case: Case) -> to.Request:
             for group, table in blocks.items()
         }
 
-    cached = {group.name: request.cached(group.name, group.spec) for group in case.consumer.groups}
+    cached = {group.name: request.hit(group.name, group.spec) for group in case.consumer.groups}
     return to.Request(
         num_tokens=request.num_tokens,
         producer_blocks=tables("producer"),
@@ -336,6 +336,8 @@ def _live(spec: LayerSpec) -> to.Live:
     counts = "prompt" if spec.counts_prompt else "encoder"
     if isinstance(spec, MambaSpec):
         return to.Live("state")
+    if isinstance(spec, CircularBufferSpec):
+        return to.Live("ring and group" if spec.overlap else "ring", spec.compress_ratio)
     window = getattr(spec, "sliding_window", None)
     if window is not None:
         return to.Live("window", window + getattr(spec, "extra_retained_tokens", 0))

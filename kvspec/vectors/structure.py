@@ -58,8 +58,9 @@ class Live(_Struct, frozen=True):
     """The positions that a later query reads. Rule 4.
 
     Attributes:
-        rule: One of `all`, `window`, `chunk` and `state`.
-        size: Tokens of the window, with the query and all retained tokens, or of the chunk.
+        rule: One of `all`, `window`, `chunk`, `state`, `ring` and `ring and group`.
+        size: Tokens of the window, with the query and all retained tokens, of the chunk, or of a
+            group that is compressed together.
         counts: `prompt` or `encoder`: the tokens that the layer stores.
     """
 

@@ -73,6 +73,13 @@ KNOWN: dict[str, type] = {
 """Classes that a message may contain, by name."""
 
 
+LATER: dict[str, frozenset[str]] = dict.fromkeys(
+    ("MLAAttentionSpec", "SlidingWindowMLASpec"),
+    frozenset({"scale_dtype", "elements_per_scale", "tokens_per_scale"}),
+)
+"""Fields that versions 10 and 11 do not know. They are missing if they have their default."""
+
+
 def encode(value: object) -> PlainValue:
     """Return *value* as plain data.
 
@@ -92,8 +99,13 @@ def encode(value: object) -> PlainValue:
         return {"map": [[encode(key), encode(member)] for key, member in value.items()]}
     if KNOWN.get(kind.__name__) is not kind:
         raise SpecError("handshake", kind.__name__, f"a plain value, or one of {', '.join(KNOWN)}")
-    fields = [field for field in attrs.fields(kind) if field.init]
-    return {kind.__name__: {field.alias: encode(getattr(value, field.name)) for field in fields}}
+    later = LATER.get(kind.__name__, ())
+    fields = {
+        field.alias: encode(getattr(value, field.name))
+        for field in attrs.fields(kind)
+        if field.init and not (field.name in later and getattr(value, field.name) == field.default)
+    }
+    return {kind.__name__: fields}
 
 
 class Decoder:
@@ -132,7 +144,7 @@ class Decoder:
 
     def _object(self, path: str, kind: type[Any], content: PlainValue, depth: int) -> object:
         known = {field.alias for field in attrs.fields(kind) if field.init}
-        if strange := known.symmetric_difference(content):
+        if strange := known.symmetric_difference(content) - LATER.get(kind.__name__, frozenset()):
             expected = f"exactly the fields {', '.join(sorted(known))}"
             raise WireError(path, sorted(map(str, strange)), expected)
         fields = {name: self.value(f"{path}.{name}", one, depth) for name, one in content.items()}

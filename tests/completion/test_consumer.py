@@ -42,7 +42,7 @@ def expect(ledger: ConsumerLedger, plan: LoadPlan, now: float, timeout: float) -
     """Begin a load whose producer is connected. Return the actions."""
     actions: list[Any] = [*ledger.begin(plan.request_id, now, timeout)]
     ledger.assign(plan)
-    return actions + ledger.connected(plan.request_id, now)
+    return actions + ledger.queued(plan.request_id, now)
 
 
 def moving(**more: Any) -> ConsumerLedger:
@@ -295,3 +295,16 @@ def test_consumer_ledger_rejects_invalid_plans_and_steps() -> None:
         assert ["Refused"] == kinds(ledger.receive(message, 0.0))
     stranger = replace(message_of("valid"), by=replace(P[0], rank=kvspec.RankId(tp=9)))
     assert ["Refused"] == kinds(ledger.receive(stranger, 0.0))
+
+
+def test_disconnect_ends_the_last_messages_of_loads() -> None:
+    """Nobody answers them, and the request id is free at once. Bytes in flight keep it."""
+    ledger = moving()
+    assert ["Failed", "Ended", "done", "done"] == kinds(ledger.cancel("mine", 1.0))
+    assert ["Closed"] == kinds(ledger.disconnect("prefill"))
+    expect(ledger, reads(), 2.0, 20.0)
+    step = ledger.start("mine", P[0].rank)
+    ledger.cancel("mine", 3.0)
+    assert [] == ledger.disconnect("prefill")
+    assert {"mine": "draining"} == ledger.open
+    assert ["Ended", "Closed"] == kinds(ledger.fail(step, "it is over", 4.0))

@@ -348,6 +348,12 @@ def test_readers_of_freed_requests_keep_no_new_reader_away(monkeypatch: pytest.M
         last = ledger.receive(done(key=key, expected=1), 0.0)
         assert ["valid"] == kinds(last)
     assert (0, 8) == (ledger.counts["readers"], ledger.counts["past"])
+    # Only a reader of a request that is held is one too many.
+    key = Key("cmpl-0", b"other id")
+    for by in invented(8):
+        ledger.receive(replace(heartbeat(1, expected=9), by=by), 0.0)
+    assert 8 == ledger.counts["readers"]
+    assert ["gone"] == kinds(ledger.receive(heartbeat(1, by=2, key=key), 0.0))
     ledger.tick(100.0)
     ledger.tick(200.0)
     assert 0 == ledger.counts["past"]

@@ -74,14 +74,29 @@ def test_tensor_digest_of_a_gpu_equals_that_of_the_host() -> None:
     assert sides[0] == sides[1]
 
 
-def test_tensor_digest_rejects_shapes_that_do_not_fit() -> None:
-    tensor = torch.from_numpy(contents())
-    for wrong, rows, field in (
-        (tensor[0], torch.arange(ROWS), "contents"),
+@pytest.mark.parametrize("elements", [1, 3, 8])
+def test_tensor_digest_does_not_depend_on_strides(elements: int) -> None:
+    """An axis of one element may have any stride, and torch calls the tensor contiguous."""
+    plain = torch.from_numpy(contents()).view(torch.int16)[..., :elements].contiguous()
+    turned = plain.mT.clone(memory_format=torch.contiguous_format).mT
+    for view in (torch.stack([plain, plain], dim=3)[..., 0], turned, turned[:, :1]):
+        same = view, view.clone(memory_format=torch.contiguous_format)
+        sums = [tensor_digest(each, torch.arange(ROWS), layer=LAYER, part=PART) for each in same]
+        assert sums[0] == sums[1]
+
+
+def test_tensor_digest_rejects_what_is_no_tensor_of_contents() -> None:
+    tensor, rows = torch.from_numpy(contents()), torch.arange(ROWS)
+    for wrong, numbers, field in (
+        (tensor[0], rows, "contents"),
+        (tensor[..., :0], rows, "contents"),
+        (contents(), rows, "contents"),
         (tensor, torch.arange(ROWS + 1), "rows"),
+        (tensor, rows + 0.5, "rows"),
+        (tensor, [*range(ROWS)], "rows"),
     ):
         with pytest.raises(kvspec.SpecError) as raised:
-            tensor_digest(wrong, rows, layer=LAYER, part=PART)
+            tensor_digest(wrong, numbers, layer=LAYER, part=PART)
         assert field == raised.value.field
 
 

@@ -69,7 +69,7 @@ SIZES = [
 
 def test_sizes_are_complete() -> None:
     """`SIZES` has all size fields of each kind of layer, and five of a parallel config."""
-    assert 86 == len(SIZES)
+    assert 90 == len(SIZES)
     names = {name for _, _, name in SIZES}
     assert set(LEAST) - {"tokens_per_state of a part"} <= names
     assert OPTIONAL <= names

@@ -289,7 +289,7 @@ TP2 = sglang.parallel_config(2)
 DCP = sglang.parallel_config(2, dcp_size=2)
 # Call, field and value of the error, and an identifier or number in its requirement.
 REFUSED: list[tuple[Callable[[], object], str, Any, str]] = [
-    (lambda: read(like.NSATokenToKVPool(8)), "pools", "NSATokenToKVPool", "indexer"),
+    (lambda: read(like.MHATokenToKOnlyPool(8, 4)), "pools", "MHATokenToKOnlyPool", "a part"),
     (lambda: read(None), "pools", "NoneType", "SWAKVPool"),
     (lambda: read([POOL, POOL]), "pools", "2 pools", "1"),
     (lambda: read(changed(POOL, kv_cache_layout="vectorized_5d")),
@@ -308,7 +308,7 @@ REFUSED: list[tuple[Callable[[], object], str, Any, str]] = [
     (lambda: read(SWAKVPool(POOL, LATENT, [False] * 2), sliding_window=4),  # type: ignore[arg-type]
      "pools.swa_kv_pool", "MLATokenToKVPool", "MHATokenToKVPool"),
     (lambda: read(SWAKVPool(POOL, POOL, [False] * 2), sliding_window=4),
-     "pools.layers_mapping", [], "pools.swa_kv_pool"),
+     "pools.swa_kv_pool", "2 buffers", "0"),
     (lambda: read(parallel=TP2), "total_num_kv_heads", None, "'full'"),
     (lambda: read(parallel=TP2, total_num_kv_heads={"full": 8}), "pools.head_num", 2, "4"),
     (lambda: read(parallel=TP2, tp_rank=2), "tp_rank", 2, "tp_size=2"),

@@ -308,7 +308,8 @@ PAGES = [
     (ULTRA, ULTRAQUANT, None, "opaque:ultraquant"),
     (ULTRA, like.FLASH, None, "plain"),
     (OCTAVE, OCTAVES, None, "opaque:octave-octave_k3v4"),
-    (INDEXER, INDEX, "rows", "opaque:indexer"),
+    (INDEXER, INDEX, "rows", "plain"),
+    (like.changed(INDEXER, "head_size", 68), INDEX, "rows", "opaque:indexer"),
     (INDEXER, INDEX, "shuffled", "opaque:indexer-shuffled"),
     (PACKED, DS4, None, "opaque:deepseek"),
     (replace(PACKED, state_content_bytes=None), DS4, None, "plain"),
@@ -823,11 +824,26 @@ def test_uniform_group_has_latents_and_indexer_pages(
         for size in (2, 1)
     ]
     own = engines[0].groups[0].spec
-    assert [expected, "opaque:indexer"] == [own.of_layer(name).page_format for name in names]
+    assert [expected, "plain"] == [own.of_layer(name).page_format for name in names]
     assert [latent.page_size_bytes, INDEXER.page_size_bytes] == [
         own.of_layer(name).page_size_bytes() for name in names
     ]
+    assert [("latent", 128), ("latent_scale", 4)] == [
+        (part.name, part.content_bytes) for part in own.of_layer(names[1]).parts
+    ]
     assert [] == moves(*engines, 150)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 132), (3, 1, 64, 132)])
+def test_cache_of_an_indexer_has_all_keys_before_all_scales(shape: tuple[int, ...]) -> None:
+    """The kernels write key i at byte 128 i of a page, and its scale at 64 x 128 + 4 i."""
+    engine = engine_spec(config((["layer.0"], INDEXER)), backends=INDEX, variants="rows")
+    tensor = zeros(shape, np.uint8)
+    cache = vllm.rank_cache(engine, ONE, {"layer.0": tensor})
+    start = cache.region("layer.0", "latent").base
+    assert [(0, 132 * 64, 128), (64 * 128, 132 * 64, 4)] == [
+        (region.base - start, region.block_stride, region.state_stride) for region in cache.regions
+    ]
 
 
 BOTH = like.UniformTypeKVCacheSpecs(

@@ -61,7 +61,8 @@ def test_first_number_of_a_layer_has_two_equal_readers(name: str) -> None:
 def places(table: BlockTable) -> Places:
     """Return the places of a request on a rank with 8 blocks of 4 tokens."""
     engine = small_engine()
-    return Places(Owners(engine), plan_memory(engine, RankId(), num_blocks=8), {"full": table})
+    cache = plan_memory(engine, RankId(), num_blocks=8)
+    return Places(Owners(engine), cache, engine, request(0, {}, {}), frozenset(), {"full": table})
 
 
 @pytest.mark.parametrize(
@@ -74,13 +75,13 @@ def test_writable_blocks_begin_with_the_block_of_the_first_live_position(
     side = places(BlockTable([3, 5], first_token=8))
     group = side.owners.engine.groups[0]
     part = group.spec.parts[0]
-    assert side.writable(group, part, range(0), first_live).tolist() == ids
+    assert side.usable(group, part, range(0), first_live).tolist() == ids
 
 
 def test_block_that_occurs_twice_is_not_writable_without_a_null_block() -> None:
     side = places(BlockTable([3, 0, 0]))
     group = side.owners.engine.groups[0]
-    assert side.writable(group, group.spec.parts[0], range(2), 0).tolist() == [3]
+    assert side.usable(group, group.spec.parts[0], range(2), 0).tolist() == [3]
 
 
 def test_pool_contains_the_ids_below_its_number_of_blocks() -> None:

@@ -39,7 +39,7 @@ def tables_of(wanted: range, sizes: tuple[int, int], **more: Any) -> EdgeTables:
     sides = [BlockTable([*range(3, 3 + -(-wanted.stop // size))]) for size in sizes]
     return EdgeTables(
         EDGE, wanted=wanted, cached=more.pop("cached", 0), tokens=more.pop("tokens", None),
-        whole=False, producer=sides[0], consumer=sides[1],
+        recurrent=False, producer=sides[0], consumer=sides[1],
     )  # fmt: skip
 
 

@@ -1013,3 +1013,16 @@ def test_verify_accepts_planned_caches_at_equal_addresses() -> None:
     assert 2 == len(consumers[RankId()].memory)
     tables = {"g0": [3, 0, 2], "g1": [1, 2, 3]}, {"g0": [1, 5, 4], "g1": [4, 0, 2]}
     assert verify(plan, producers, consumers, builders.request(9, *tables)) is None
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_consumer_may_read_blocks_before_the_chunk_of_the_producer(independent: bool) -> None:
+    """The layers of the consumer decide which blocks of a producer are read."""
+    chunked, full = (
+        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=2),
+        kvspec.FullAttentionSpec(**GQA),
+    )
+    sides = [engine(1, "NHD", spec) for spec in (chunked, full)]
+    caches = [{RankId(): kvspec.plan_memory(side, RankId(), num_blocks=8)} for side in sides]
+    asked = builders.request(8, [0, 1], [3, 2])
+    assert verify(kvspec.plan_transfer(*sides), *caches, asked, independent=independent) is None

@@ -159,6 +159,7 @@ CLASSES_OF_AXES: dict[str, tuple[str, Callable[[Case], bool]]] = {
             "everything", lambda c, kind=kind: kind_of(c) == kind and cached(c) > 0
         )
         for kind in KINDS
+        if kind != "ring"  # No cached prefix replaces a ring.
     },
     **{
         f"{kind}, PP": (

@@ -98,10 +98,8 @@ def test_axes_of_prefixes_and_windows_draw_tables_that_begin_late(
 @pytest.mark.parametrize("axis", ["groups", "everything"])
 def test_axes_draw_groups_that_share_one_memory(axis: str) -> None:
     """A system may fold the groups of one memory into one."""
-    for seed in SEEDS:
-        shared = [
-            case
-            for case in drawn(axis, seed)
-            if case.shared and sum(map(bool, moving_groups(case))) > 1
-        ]
-        assert shared
+    shared = [
+        sum(case.shared and sum(map(bool, moving_groups(case))) > 1 for case in drawn(axis, seed))
+        for seed in SEEDS
+    ]
+    assert sum(shared) >= len(SEEDS), shared

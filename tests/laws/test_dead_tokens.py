@@ -153,3 +153,23 @@ def test_chunked_attention_writes_no_token_of_the_chunk_before(chunk: int) -> No
         [(_, _, table)] = world(builders.case(side, side, request)).tables()
         assert tokens % chunk * 8 == table.descriptors(request)[:, 2].sum()
         assert 0 == table.dead_bytes(request)
+
+
+def bytes_of(ranges: list[list[int]]) -> set[int]:
+    """Return all addresses of *ranges*, which are pairs of an address and a length."""
+    return {at for start, length in ranges for at in range(start, start + length)}
+
+
+@settings(max_examples=max(8, settings.default.max_examples // 4))
+@given(strategies.cases() | special_cases.spanning_cases())
+@example(builders.case(SHORT_WINDOW, SHORT_WINDOW, builders.request(35, [0, 3, 1], [5, 2, 6])))
+@example(builders.case(*HALVES, builders.request(15, [3, 4, 5, 6], [7, 2])))
+def test_unwritten_ranges_leave_out_dead_tokens_that_move(case: Case) -> None:
+    """A table that moves dead tokens leaves fewer bytes unwritten: those that it does not move."""
+    here = world(case, blank=True)
+    for p, c, table in here.tables():
+        caches = here.producers[p][0], here.consumers[c][0]
+        whole = kvspec.build_table(here.plan, *caches, dead_tokens=True)
+        written = bytes_of(whole.descriptors(case.request)[:, 1:].tolist())
+        least = bytes_of(table.unwritten_ranges(case.request).tolist())
+        assert least - written == bytes_of(whole.unwritten_ranges(case.request).tolist())

@@ -20,6 +20,7 @@ from ways import check_every_way
 
 import kvspec
 from kvspec import KeyContent, RankId
+from kvspec.analysis.fewest import descriptor_counts
 from kvspec.check.differences import differing
 from kvspec.digests import digest, wanted
 from kvspec.draw import plan_svg, table_svg
@@ -208,7 +209,7 @@ def test_plans_of_different_orders_are_explained_counted_and_drawn() -> None:
     plan = kvspec.plan_transfer(*sides)
     caches = [kvspec.plan_memory(one, RankId(), 4, 4096) for one in sides]
     table = kvspec.build_table(plan, *caches)
-    posted, least = table.counts(drawn.request)
+    posted, least = descriptor_counts(table, drawn.request)
     assert posted == len(table.select(drawn.request))
     assert least == len(table.descriptors(drawn.request)) > 10
     assert "l k" in kvspec.explain(table, consumer_id=0, request=drawn.request)

@@ -136,15 +136,15 @@ def test_message_to_unreachable_peer_is_lost(
     far.close()
     for route in (far.address, "nowhere", "host:port", "#7", "no such host.invalid:1", "h:99999"):
         near.send(route, b"lost")
-    until(lambda: near.receive() or near.lost == 6)
+    until(lambda: near.receive() or near.messages_lost == 6)
     assert 0 == len(near)
     monkeypatch.setattr(channel, "MAX_UNSENT", 1 << 20)
     deaf = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{deaf.getsockname()[1]}"
-    before = near.lost
+    before = near.messages_lost
     for _ in range(400):
         near.send(address, bytes(1 << 18))
-    assert near.lost - before > 300
+    assert near.messages_lost - before > 300
     deaf.close()
 
 
@@ -208,9 +208,9 @@ def test_peer_that_does_not_read_its_answers_is_disconnected(
     while part := deaf.recv(1 << 20):  # Bytes that the buffers of the system have taken.
         arrived += len(part)
     assert 1 << 18 < sent - arrived < (1 << 18) + (1 << 17)
-    before = far.lost
+    before = far.messages_lost
     far.send(route, b"x")
-    assert before + 1 == far.lost
+    assert before + 1 == far.messages_lost
     deaf.close()
 
 
@@ -247,7 +247,7 @@ def test_peer_that_reset_connection_is_dropped_at_next_send(
         gone = server.accept()[0]
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         gone.close()
-        until(lambda: near.send(address, b"x") or near.lost)
+        until(lambda: near.send(address, b"x") or near.messages_lost)
         assert 0 == len(near)
         near.send(address, b"again")
         until(lambda: near.receive() or near.reaches(address))
@@ -420,7 +420,7 @@ def test_names_are_looked_up_by_resolve_alone(
     monkeypatch.setattr(socket, "getaddrinfo", watched)
     name = f"localhost:{far.address.rpartition(':')[2]}"
     near.send(name, b"lost")
-    assert ([], 1) == (names, near.lost)
+    assert ([], 1) == (names, near.messages_lost)
     near.resolve(name)
     near.resolve("no address")
     for data in (b"x", b"y"):
@@ -431,7 +431,7 @@ def test_names_are_looked_up_by_resolve_alone(
     near.resolve(far.address)
     near.reject(name)
     near.send(name, b"forgotten")
-    assert 2 == near.lost
+    assert 2 == near.messages_lost
 
 
 def test_wake_ends_wait(pair: tuple[TcpChannel, TcpChannel]) -> None:
@@ -611,3 +611,11 @@ def answers(near: TcpChannel, far: TcpChannel) -> bool:
             if b"reply" in came:
                 return True
     return False
+
+
+def test_dial_that_fails_at_once_leaves_no_connection(pair: tuple[TcpChannel, TcpChannel]) -> None:
+    """The system refuses TCP to a multicast address. Nothing was established, so nothing ended."""
+    near, _ = pair
+    near.send("224.0.0.1:7", b"x")
+    assert (0, 1) == (len(near), near.messages_lost)
+    assert (0, []) == (near.ended("224.0.0.1:7"), near.refused())

@@ -197,6 +197,9 @@ def test_copy_of_a_message_takes_no_answers_away(watched: Watched) -> None:
         assert ["reader"] == readers.answered("reader", ChecksumRequest)
         assert ["reader", "copy"] == readers.answered("copy", ChecksumRequest)
         assert {"reader"} == set(watched.trusted)
+        watched.closed.add("copy")
+        assert ["reader"] == readers.answered("copy", ChecksumRequest)
+        watched.closed.clear()
         # A newer message comes from the reader. So may an old one, if its connection has ended.
         assert ["again"] == readers.answered("again", number=4)
         watched.closed.add("again")
@@ -455,14 +458,19 @@ def test_progress_of_an_older_producer_is_refused_by_name_and_it_stays_connected
         data = encode_message(Valid(key_of(REMOTE_ID), own.me, me), start_of(own), 11)
         head = len(HEAD) + START
         kind, *fields = msgspec.msgpack.decode(data[head:])
-        progress = msgspec.msgpack.encode(["progress", *fields, "full", "l.0", 14])
-        sealed = own.nixl.secret.seal(MESSAGE, data[:head] + progress)
-        channel.arrived += [("P", sealed)] * 3
+        second = [*fields]
+        second[3] = 1
+        progress, again = (
+            own.nixl.secret.seal(MESSAGE, data[:head] + msgspec.msgpack.encode(body))
+            for body in (["progress", *fields, "full", "l.0", 14], [kind, *second])
+        )
+        channel.arrived += [("P", progress)] * 3 + [("P", again)]
         assert ["done"] == ended([load], producer, consumer)
         foreign = consumer.first.settled().refused
-        assert [True] * 3 == ["'progress'" in line for line in foreign]
+        assert [True] * 3 == ["'progress'" in line for line in foreign[:3]]
+        assert [True] == ["attempt" in line for line in foreign[3:]]
         assert [] == channel.rejected
-        channel.arrived.append(("P", sealed[:-1]))
+        channel.arrived.append(("P", progress[:-1]))
         consumer.poll()
         assert ["P"] == channel.rejected
     assert "valid" == kind

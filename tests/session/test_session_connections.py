@@ -279,3 +279,57 @@ def test_connect_to_an_engine_with_a_silent_rank_leaves_nothing(net: FakeNixl) -
         assert 1 == session.stats().engines
         session.disconnect("P")
         assert (0, 0) == (session.nixl.stats().peers, session.nixl.stats().lists)
+
+
+def test_agent_of_an_engine_that_is_being_connected_stays_connected(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine with the same agent is disconnected meanwhile. Its last read ends then."""
+    cache, storage = kvspec.allocate(engine(1), kvspec.RankId(), num_blocks=8)
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=False, heartbeat=0.05) as consumer,
+        Session(producer.first.nixl, cache, engine_id="Q", owner=storage) as other,
+    ):
+        near, connect_all = consumer.first, consumer.first.nixl.connect_all
+        near.connect([producer.first.introduction])
+        let_nothing_land(net)
+        load = near.load(request(), remote_id=new_remote_id("r"), timeout=9.0)
+        near.disconnect("P")
+
+        def ends_first(*given: Any) -> Any:
+            names = connect_all(*given)
+            land(net)
+            until(lambda: load.poll() == "failed", consumer)
+            assert 1 == near.stats().disconnecting
+            return names
+
+        monkeypatch.setattr(near.nixl, "connect_all", ends_first)
+        near.connect([other.introduction])
+        consumer.poll()
+        assert (1, 0) == (near.stats().engines, near.stats().disconnecting)
+        net.fate = FakeFlight.land
+        remote_id = new_remote_id("of Q")
+        other.hold(remote_id)
+        again = near.load(request("of Q"), remote_id=remote_id, timeout=9.0)
+        until(lambda: other.poll() or again.poll() != "moving", consumer)
+        assert "done" == again.state
+
+
+def test_second_session_that_connects_over_a_transport_is_refused(net: FakeNixl) -> None:
+    """A disconnect of one of them would release the lists of the other."""
+    cache, storage = kvspec.allocate(engine(1), kvspec.RankId(), num_blocks=8)
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=False) as consumer,
+        Session(consumer.first.nixl, cache, engine_id="E", owner=storage) as other,
+    ):
+        consumer.connect(producer)
+        with pytest.raises(SpecError) as caught:
+            other.connect(producer.introductions)
+        assert "nixl" == caught.value.field
+        assert (1, 0) == (consumer.first.stats().engines, other.stats().engines)
+        consumer.first.close()
+        other.connect(producer.introductions)
+        assert 1 == other.stats().engines
+    assert not net.moving

@@ -389,3 +389,29 @@ def test_messages_with_a_wrong_seal_change_nothing(pair: tuple[Side, Side]) -> N
     assert "secret" in " ".join(recorded)
     for stranger in strangers:
         stranger.close()
+
+
+def test_read_that_fails_without_a_reason_fails_its_load(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message of the error is empty."""
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        consumer.connect(producer)
+        remote_id = new_remote_id("r")
+        producer.hold(remote_id)
+        let_nothing_land(net)
+        (load,) = consumer.load(request(), remote_id)
+        (read,) = load.in_flight.values()
+        poll = read.poll
+
+        def fails(turn: float | None = None) -> str:
+            poll(turn)
+            raise TransferError("", state="gone")
+
+        land(net)
+        monkeypatch.setattr(read, "poll", fails)
+        assert ["failed"] == ended([load], producer, consumer)
+        quiet(producer, consumer)

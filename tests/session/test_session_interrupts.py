@@ -243,6 +243,37 @@ def test_waiting_load_fails_when_its_wait_is_interrupted(world: World) -> None:
     world.settle()
 
 
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_new_session_loads_the_same_id_while_an_interrupted_one_drains(
+    world: World, interrupts: int
+) -> None:
+    """The old session still polls for its own bytes. A poll of it may be interrupted as well."""
+    other: Any = {"full": [7, 6, 5, 0], "window": [7, 6, 5, 0]}
+    again = request(consumer_blocks=other)
+    with world.opened() as old:
+        old.connect(world.producer.introductions)
+        let_nothing_land(world.net)
+        moved = world.begin(old, "")
+        old._lock.interrupted()
+        (flight,) = world.net.moving
+        world.net.fate = FakeFlight.land
+        with world.opened() as new:
+            new.connect(world.producer.introductions)
+            let_nothing_land(world.net)
+            remote_id = world.held()
+            loaded = new.load(again, remote_id=remote_id, timeout=20.0)
+            for _ in range(interrupts):
+                assert "moving" == moved.poll()
+                old._lock._changing = interrupts > 1
+            flight.land()
+            assert "failed" == moved.poll()
+            world.side.spoil(again)
+            land(world.net)
+            until(lambda: loaded.poll() != "moving", world.producer)
+            assert ("done", []) == (loaded.state, world.side.wrong(again)), loaded.error
+    world.settle()
+
+
 def test_interrupt_in_a_thread_that_holds_the_lock_closes_at_the_next_call(world: World) -> None:
     """No other thread works with what an interrupt has left half changed."""
     with world.opened() as one:

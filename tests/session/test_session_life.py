@@ -73,7 +73,7 @@ def test_session_rejects_a_channel_whose_address_is_too_long(net: FakeNixl) -> N
         Session(nixl, cache, engine_id="D", owner=storage, channel=channel)
     assert "address" == caught.value.field
     channel.send(channel.address, b"x")
-    assert 1 == channel.lost
+    assert 1 == channel.messages_lost
 
 
 def test_background_session_needs_no_polls(net: FakeNixl) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import sglang_like as like
 from sglang_serving import (
@@ -96,6 +97,79 @@ def test_prompt_moves_between_unequal_tp_and_page_sizes(
             assert ROOM == buffers.bootstrap_room[2, 0]
             assert -0.5 == buffers.output_token_logprobs_val[2, 0]
             assert [5, 6, 7] == buffers.output_top_logprobs_idx[2, :3].tolist()
+
+
+# The sizes of q, k and v of a gated delta net with 2 key heads and 4 value heads.
+DELTA = [2 * 4, 2 * 4, 4 * 6]
+
+
+def hybrid(tp: int, page: int) -> like.HybridLinearKVPool:
+    """Return a pool of one of *tp* ranks, in which layer 1 attends, and layer 0 has a state."""
+    attends = like.MHATokenToKVPool(
+        64, HEADS // tp, SIZE, page_size=page, dtype="float32", layer_num=1
+    )
+    states = like.MambaPool(4, [0], (sum(DELTA) // tp, 3), (4 // tp, 6, 4), groups=DELTA)
+    return like.HybridLinearKVPool(attends, [1], states)
+
+
+def state_of(engine: Engine, slot: int) -> tuple[Any, Any]:
+    """Return views of the state of the model: q, k and v of all ranks, and the temporal state."""
+    caches = [rank.around.pool.mamba_pool.mamba_cache for rank in engine.ranks]
+    stops = np.cumsum(DELTA)[:-1] // len(caches)
+    parts = [np.split(cache.conv[0][0, slot], stops) for cache in caches]
+    return list(zip(*parts, strict=True)), [cache.temporal[0, slot] for cache in caches]
+
+
+@pytest.mark.parametrize(("producer", "consumer"), [((1, 16), (2, 4)), ((2, 1), (1, 16))])
+def test_state_moves_from_the_slot_that_sglang_names(
+    producer: tuple[int, int], consumer: tuple[int, int]
+) -> None:
+    """Its slot comes with the last chunk. Chunks before it have no ticket."""
+    changes: dict[str, Any] = {"pool": hybrid, "state_types": ("mamba",)}
+    with pair(producer, consumer, **changes) as (first, second, server):
+        count = len(TOKENS)
+        draw = np.random.default_rng(7)
+        for each in (*state_of(first, 3)[0], state_of(first, 3)[1]):
+            for view in each:
+                view[:] = draw.random(view.shape)
+        pages = pages_of(first, count)
+        sent = senders(first, server.address, ROOM, request(TOKENS))
+        split = count // 2 // first.page
+        for sender in sent:
+            sender.init(len(pages), 0)
+            if split:
+                sender.send(pages[:split], None, split * first.page)
+                assert sender.newest is None
+            rest = count - split * first.page
+            sender.send(pages[split:], [[np.array(3)]], rest)
+        got = receivers(second, server.address, ROOM, request(TOKENS))
+        until(WAITING, got)
+        for receiver in got:
+            receiver.send_metadata(pages_of(second, count), 0, [[np.array(2)]], 0)
+        until(SUCCESS, got)
+        until(SUCCESS, sent)
+        ends = state_of(first, 3), state_of(second, 2)
+        for one, other in zip(*(conv for conv, _ in ends), strict=True):
+            assert np.array_equal(np.concatenate(one), np.concatenate(other))
+        assert np.array_equal(*(np.concatenate(temporal) for _, temporal in ends))
+        assert not any(each[..., 0].any() for each in state_of(second, 1)[1])
+
+
+def test_request_without_a_slot_fails_alone() -> None:
+    changes: dict[str, Any] = {"pool": hybrid, "state_types": ("mamba",)}
+    with pair((1, 16), (1, 16), **changes) as (first, _, server):
+        (sender,) = senders(first, server.address, ROOM, request(TOKENS))
+        sender.init(3, 0)
+        sender.send(pages_of(first, len(TOKENS)), None, len(TOKENS))
+        with pytest.raises(kvspec.SpecError) as caught:
+            sender.failure_exception()
+        assert "state_indices" == caught.value.field
+
+
+def test_decode_engine_keeps_no_prefixes_if_layers_have_states() -> None:
+    with pytest.raises(kvspec.SpecError) as caught:
+        described(pool=hybrid, state_types=("mamba",), decode_radix_cache=True)
+    assert "disaggregation_decode_enable_radix_cache" == caught.value.field
 
 
 @pytest.mark.parametrize("staging", [0, 1])
@@ -345,7 +419,7 @@ def test_unsupported_setting_is_refused_by_name(name: str) -> None:
     ("changes", "field"),
     [
         ({"draft_pool": object()}, "draft_token_to_kv_pool"),
-        ({"state_types": ("mamba",)}, "state_types"),
+        ({"state_types": ("mamba", "swa")}, "state_types"),
         ({"pool": like.SWAKVPool.__new__(like.SWAKVPool)}, "token_to_kv_pool"),
         ({"pool": like.MLATokenToKVPool(16, page_size=16)}, "token_to_kv_pool"),
     ],

@@ -218,3 +218,82 @@ def test_poll_looks_at_no_errand_before_one_is_due(
     goes_on.set()
     until(lambda: not producer.first.held)
     until(lambda: not one.stats().errands)
+
+
+def test_load_waits_while_its_producer_is_connected_again(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its data was being selected for the connection before, which is lost."""
+    producer, consumer = sides
+    one, prepare, begun = consumer.first, Loads.prepare, threading.Event()
+    goes_on, connecting, connects = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        goes_on.wait(20.0)
+        return prepare(*given)
+
+    monkeypatch.setattr(Loads, "prepare", slow)
+    ticket = ticket_of(producer, lease=60.0)
+    producer.fill(ASKED)
+    consumer.spoil(ASKED)
+    load = one.load(ASKED, ticket=ticket, timeout=20.0)
+    assert begun.wait(20.0)
+    connect_all = one.nixl.connect_all
+
+    def later(*given: Any) -> Any:
+        connecting.set()
+        connects.wait(20.0)
+        return connect_all(*given)
+
+    monkeypatch.setattr(one.nixl, "connect_all", later)
+    one._remotes.find("P").must_reconnect = True
+    one.keep(ticket_of(producer, "other", lease=60.0), timeout=60.0)
+    assert connecting.wait(20.0)
+    goes_on.set()
+    until(lambda: load.error or one._loads.waiting)
+    connects.set()
+    until(lambda: load.poll() != "moving")
+    assert load.error is None
+    assert [] == consumer.wrong(ASKED)
+
+
+def test_old_attempt_ends_although_a_ticket_names_the_producer_at_other_addresses(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The producer was disconnected in between."""
+    producer, consumer = sides
+    goes_on, one, ticket = delayed(consumer, monkeypatch), consumer.first, ticket_of(producer)
+    before = one.load(renamed("r1"), ticket=ticket, timeout=20.0)
+    assert before.connection is not None
+    attempt = before.connection.future
+    one.disconnect("P")
+    moved = attrs.evolve(ticket, addresses=("127.0.0.1:9",))
+    after = one.load(renamed("r2"), ticket=moved, timeout=20.0)
+    goes_on.set()
+    until(attempt.done)
+    error = attempt.exception()
+    assert isinstance(error, TransferError)
+    assert ("cancelled", 0) == (error.state, one.stats().engines)
+    after.cancel()
+
+
+def test_load_that_waited_too_long_ends_with_timeout_when_another_load_begins(
+    net: FakeNixl,
+) -> None:
+    """No poll came between its deadline and the call."""
+    now = 0.0
+    with (
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, clock=lambda: now) as consumer,
+    ):
+        one, ticket = consumer.first, ticket_of(producer, lease=60.0)
+        one._remotes._poll = lambda: None
+        load = one.load(renamed("r1"), ticket=ticket, timeout=5.0)
+        assert load.connection is not None
+        load.connection.future.result(20.0)
+        now = 9.0
+        one.load(renamed("r2"), ticket=ticket, timeout=5.0)
+        assert load.error is not None
+        assert "timeout" == load.error.state
+    assert not net.moving

@@ -732,7 +732,7 @@ def test_eviction_spares_what_the_caller_has_connected(three: tuple[Side, Side, 
     load(one)
     consumer.connect(one)
     load(other)
-    consumer.first._remotes.find("P").lost = True
+    consumer.first._remotes.find("P").must_reconnect = True
     for side in (one, other, one, other):
         load(side)
     assert {"P", "Q"} == engines_of(consumer)

@@ -72,7 +72,7 @@ class Ledgers:
             yield from self.events(ledger.begin(load, now, FOREVER))
             ledger.assign(plan)
             self.steps[request, name] = ledger.start(load, PRODUCER)
-            yield from self.events(ledger.connected(load, now))
+            yield from self.events(ledger.queued(load, now))
 
     def read_by(self, request: str, reader: str, now: float) -> list[Event]:
         """End the read of a reader. Its load may have failed before, because of an abort."""

@@ -202,7 +202,7 @@ class World(TwoEngines[bytes]):
             self.to_connect.append(self.loads[-1])
         else:
             ledger.assign(load_plan)
-            actions += ledger.connected(load_plan.request_id, self.reader_now)
+            actions += ledger.queued(load_plan.request_id, self.reader_now)
         self.acted(actions, "D", rank)
 
     def sources(self, rank: Rank, groups: frozenset[str]) -> tuple[Rank, ...]:
@@ -225,7 +225,7 @@ class World(TwoEngines[bytes]):
             self.acted(ledger.cancel(name, self.reader_now), "D", load.rank)
             return
         ledger.assign(load.load_plan)
-        self.acted(ledger.connected(name, self.reader_now), "D", load.rank)
+        self.acted(ledger.queued(name, self.reader_now), "D", load.rank)
 
     def start(self, at: int) -> None:
         """Post the read of a source that was not posted yet."""

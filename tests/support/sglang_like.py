@@ -66,8 +66,86 @@ class SWAKVPool:
             self.layers_mapping[layer] = (place, of_window)
 
 
-class NSATokenToKVPool(MLATokenToKVPool):
-    """A latent, and the keys of an indexer."""
+class DSATokenToKVPool(MLATokenToKVPool):
+    """A latent, and pages of an indexer: all keys, then their scales.
+
+    A layer that is *skipped* takes the tokens that another layer has chosen.
+    """
+
+    def __init__(
+        self, size: int, skipped: Sequence[bool] = (False, False), key: int = 8, **more: Any
+    ) -> None:
+        super().__init__(size, **more)
+        self.index_kpool, self.index_page_size = 1, self.page_size
+        self.skip_topk_layers = list(skipped)
+        shape = (size // self.page_size + 1, self.page_size * (key + 4))
+        self.index_k_with_scale_buffer = [
+            np.zeros((0 if skip else shape[0], shape[1]), np.uint8) for skip in skipped
+        ]
+
+
+class State:
+    """The tensors of a `MambaPool`."""
+
+    def __init__(self, conv: list[Any], temporal: Any) -> None:
+        self.conv, self.temporal = conv, temporal
+
+
+class MambaPool:
+    """Recurrent states of all layers. Slot 0 belongs to nobody.
+
+    *conv* and *temporal* are the shapes of one slot.
+    """
+
+    _slot_siblings = ()
+
+    def __init__(
+        self,
+        size: int,
+        layers: Sequence[int],
+        conv: tuple[int, ...],
+        temporal: tuple[int, ...],
+        *,
+        groups: list[int] | None = None,
+        rows_first: bool = False,
+        dtypes: tuple[str, str] = ("float16", "float32"),
+        device: str = "cuda",
+    ) -> None:
+        first, second = (
+            np.zeros((len(layers), size + 1, *shape), dtype)
+            for shape, dtype in zip((conv, temporal), dtypes, strict=True)
+        )
+        self.mamba_cache = State([first], second)
+        self.mamba_layer_ids = list(layers)
+        self.conv_shard_groups, self.conv_slice_axis = groups, int(rows_first)
+        self.device = device
+
+
+class HybridLinearKVPool:
+    """A pool for the layers that attend, and the states of the others."""
+
+    def __init__(self, full: Any, layers: Sequence[int], states: MambaPool) -> None:
+        self.page_size, self.dtype, self.start_layer = full.page_size, full.dtype, 0
+        self.full_kv_pool, self.mamba_pool = full, states
+        self.full_attention_layer_id_mapping = {layer: at for at, layer in enumerate(layers)}
+
+
+class MHATokenToKOnlyPool(KVCache):
+    """A key for each token."""
+
+    def __init__(self, size: int, head_dim: int, **more: Any) -> None:
+        super().__init__(size, **{"page_size": 1, "dtype": "bfloat16", "layer_num": 1, **more})
+        self.k_buffer = self.buffers(1, head_dim)
+
+
+class MiniMaxSparseKVPool:
+    """Keys and values of all layers, and an index key of the sparse ones."""
+
+    def __init__(self, main: MHATokenToKVPool, keys: MHATokenToKOnlyPool, layers: Any) -> None:
+        self.page_size, self.dtype, self.start_layer = main.page_size, main.dtype, 0
+        self.main_pool, self.index_k_pool = main, keys
+        self.dense_pool = self.index_kv_pool = None
+        self.index_k_layer_id_mapping = {layer: at for at, layer in enumerate(layers)}
 
 
 def pages_to_slots(pages: Sequence[int], page: int, count: int) -> Any:

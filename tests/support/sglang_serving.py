@@ -149,8 +149,10 @@ class World:
 
 
 def surroundings(world: World, rank: int, tp_size: int, page: int, **changes: Any) -> Surroundings:
-    """Return the objects of one rank."""
+    """Return the objects of one rank. *changes* may have a function that makes its pool."""
     local = HEADS // tp_size
+    if callable(changes.get("pool")):
+        changes["pool"] = changes["pool"](tp_size, page)
     pool = like.MHATokenToKVPool(64, local, SIZE, page_size=page, dtype="float32", layer_num=LAYERS)
     fields: dict[str, Any] = {
         "pool": pool,

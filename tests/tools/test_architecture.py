@@ -93,6 +93,8 @@ UNTYPED = {
     "kvspec.testing.kinds.build": "Hypothesis passes the fields that it drew",
     "kvspec.vectors.families._engine": "the fields of a ParallelConfig",
     "kvspec.vectors.families._full": "the fields of a spec",
+    "kvspec.vectors.families._ring": "the fields of a spec",
+    "kvspec.testing.kinds._ring": "the fields of a spec that Hypothesis drew",
     "kvspec.vectors.families._latent": "the fields of a spec",
     "kvspec.vectors.recording._copied": "the fields that only the structure has",
     "kvspec.wire.messages.answer": "the fields that only the class of the answer has",

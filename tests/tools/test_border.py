@@ -38,8 +38,10 @@ REFUSED = {
     ("vLLM type", "fp8_inc"),
     ("SGLang", "vectorized_5d"),
     ("SGLang", "other pools"),
+    ("slots, DCP 2", "full"),
+    ("raw state page", "KDA"),
 }
-"""Pages that are always rejected."""
+"""Pages that are always rejected, by their engine or their kind."""
 
 WHOLE = {
     "NVFP4, MSA",
@@ -51,6 +53,7 @@ WHOLE = {
     "TurboQuant, scales apart",
     "UltraQuant",
     "DeepSeek V4 records",
+    "slots and index pages",
 }
 """Pages that can only move whole: to equal block sizes and, if they have heads, to equal TP."""
 
@@ -75,7 +78,6 @@ KINDS = {
     "HiddenStateCacheSpec",
     "SinkFullAttentionSpec",
     "CircularBufferSpec",
-    "KDA",
 }
 """Kinds of layers that are always rejected."""
 
@@ -88,14 +90,14 @@ def test_page_formats_are_exact_or_rejected(border: Any) -> None:
         assert all(text == "exact" or text.startswith("refused: ") for text in verdicts)
         verdicts_of[row.engine, row.page, row.kind] = verdicts
     for (engine, page, kind), verdicts in verdicts_of.items():
-        if (engine, page) in REFUSED or kind in KINDS or (page, kind) == ("slots, DCP 2", "full"):
+        if (engine, page) in REFUSED or kind in KINDS or (page, kind) in REFUSED:
             assert "exact" not in verdicts
         elif page in WHOLE:
-            last = "exact" if kind.startswith("MLA") else "refused"
+            last = "exact" if kind.startswith("MLA") or kind == "DSA" else "refused"
             assert ["exact", "refused", last] == [text.partition(":")[0] for text in verdicts]
         else:
             assert ["exact"] * 3 == verdicts
-    assert 138 == sum(verdicts[0] == "exact" for verdicts in verdicts_of.values())
+    assert 146 == sum(verdicts[0] == "exact" for verdicts in verdicts_of.values())
 
 
 def test_each_backend_class_and_cache_type_of_vllm_has_a_row(border: Any) -> None:

@@ -77,6 +77,10 @@ class Engine:
             for layer, n in number.items()
         }
 
+    def is_ring(self, layer: str) -> bool:
+        """Whether a request has one block in this layer."""
+        return self.kinds[layer]["live"]["rule"].startswith("ring")
+
     def part(self, layer: str, name: str) -> Json:
         """Return the part *name* of a layer."""
         return next(part for part in self.kinds[layer]["parts"] if part["name"] == name)
@@ -116,7 +120,8 @@ class Engine:
         if part["tokens_per_state"]:
             context, kernel = self.context(layer, rank), group["memory_block_size"]
             n = local(context, row) - first // context[1]
-            block = ids[n // size] * (size // kernel) + n % size // kernel
+            place = 0 if self.is_ring(layer) else n // size
+            block = ids[place] * (size // kernel) + n % size // kernel
             state = n % kernel // part["tokens_per_state"]
         else:
             slot = 0 if len(ids) == 1 and not first else (last - first) // size
@@ -276,7 +281,8 @@ class Planner:
                 position = row if part["tokens_per_state"] else last
                 if min(position + max(part["tokens_per_state"], 1), last + 1) > done:
                     continue
-                if position // (group["block_size"] * right[1]) % step != first:
+                block = position // (group["block_size"] * right[1])
+                if (0 if self.consumer.is_ring(layer) else block) % step != first:
                     continue
                 if part["tokens_per_state"] and not (owns(left, row) and owns(right, row)):
                     continue
@@ -314,9 +320,11 @@ def positions(consumer: Engine, request: Json, layer: str) -> range:
     n = request["encoder_tokens" if live.get("counts") == "encoder" else "num_tokens"]
     size = live.get("size", 1)
     start = {
-        "all": 0, "window": n - size + 1, "chunk": n // size * size, "state": n - 1
+        "all": 0, "window": n - size + 1, "chunk": n // size * size, "state": n - 1,
+        "ring": n // size * size, "ring and group": (n // size - 1) * size,
     }[live["rule"]]  # fmt: skip
-    return range(max(start, 0, request["cached"][consumer.groups[layer]["name"]]), n)
+    cached = request["cached"][consumer.groups[layer]["name"]]
+    return range(max(start, 0, 0 if consumer.is_ring(layer) else cached), n)
 
 
 # Rule 8: the kinds that fit to another kind.
@@ -401,7 +409,11 @@ def served(producer: Engine, consumer: Engine, request: Json, layer: str) -> boo
     if not wanted:
         return True
     grains = [part["tokens_per_state"] or 1 for part in kind["parts"]]
-    if any(wanted.start // grain * grain < request["cached"][names[1]] for grain in grains):
+    if consumer.is_ring(layer):
+        sole = all(len(t["ids"]) == 1 and not t["first_token"] for t in tables)
+        if not sole or request["cached"][names[1]] % kind["live"]["size"]:
+            return False
+    elif any(wanted.start // grain * grain < request["cached"][names[1]] for grain in grains):
         return False
     state = not kind["parts"][0]["tokens_per_state"]
     blocks = [
@@ -415,7 +427,7 @@ def held(engine: Engine, layer: str, table: Json, wanted: range, *, state: bool)
     """Rule 8: the blocks of all *wanted* positions. Empty if the table does not hold them."""
     size, first = engine.groups[layer]["block_size"], table["first_token"]
     size *= 1 if state else engine.context(layer, 0)[1]
-    slot = state and len(table["ids"]) == 1 and not first
+    slot = engine.is_ring(layer) or (state and len(table["ids"]) == 1 and not first)
     places = [0] if slot else sorted({(p - first) // size for p in wanted})
     if first % size or not 0 <= places[0] <= places[-1] < len(table["ids"]):
         return []

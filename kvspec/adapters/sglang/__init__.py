@@ -1,9 +1,10 @@
 """Describe an SGLang engine: its specs, its memory and its block tables.
 
 The adapter describes `python/sglang/srt/mem_cache/memory_pool.py` and `allocator/dcp.py` of
-SGLang's main branch in the second half of 2026. Plain pools were run with SGLang 0.5.23 on a CPU.
-Pools with context ranks, `SWAKVPool` and pools of drafts were read, not run. Nothing of SGLang is
-imported, except by `plugin`, which SGLang loads as its transfer backend.
+SGLang 0.5.23. Its engines ran on a CPU with plain pools. Its pools of states, of indexers and of
+sparse layers were built on a CPU, and written and read by SGLang's own code. Pools with context
+ranks, `SWAKVPool` and pools of drafts were read, not run. Nothing of SGLang is imported, except by
+`plugin`, which SGLang loads as its transfer backend.
 
 How it works:
     SGLang has no block tables. A rank has a token pool: for each layer, a buffer with one slot for
@@ -12,7 +13,7 @@ How it works:
 
         `engine_spec`     the layers and sizes of the pool; a page becomes a block
         `rank_cache`      the addresses and strides of the buffers of one rank
-        `block_tables`    the slots of one request, as pages
+        `block_tables`    the slots of one request, as pages, and the slot of its states
 
     This is a rank with 2 KV heads and pages of 4 tokens. SGLang's classes are recognised by their
     names, so any class of that name will do here:

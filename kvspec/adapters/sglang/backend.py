@@ -22,7 +22,11 @@ How it works:
 
     Each ticket covers the prompt from its beginning. A load starts where the one before has ended.
     The last ticket alone decides about the request: if a load of chunks fails, the next one begins
-    where that one began. The setting `overlap` leaves the tickets of chunks out.
+    where that one began. Without the setting `overlap`, chunks have no tickets. They have none
+    either if the model has recurrent states, which the next chunk overwrites.
+
+    SGLang names the slot of a recurrent state in `state_indices`: with the last chunk, and in
+    `send_metadata`. The pages of an indexer are those of the tokens.
 
     A decode engine keeps a prompt with its first token, which the last ticket contains.
 """
@@ -49,6 +53,7 @@ from kvspec.adapters.sglang.describing import (
     describe,
 )
 from kvspec.adapters.sglang.lookups import Lookups
+from kvspec.adapters.sglang.pools import STATE
 from kvspec.adapters.sglang.request_identity import Weights
 from kvspec.adapters.sglang.session_metrics import Metrics
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
@@ -106,6 +111,8 @@ class Manager:
         (self.epoch, self.engine_id), *_ = around.gather(own)
         self.around = around
         self.groups = [group.name for group in cache.engine.groups]
+        # The next chunk overwrites a recurrent state, and only the last one has a slot.
+        self.overlaps = settings.overlap and STATE not in self.groups
         self.server = tickets.own_address(server_args)
         staging = settings.staging << 20 or None
         self._nixl = NixlRank(prefix=f"{self.engine_id[:64]}-", staging=staging)

@@ -20,15 +20,12 @@ from kvspec.adapters.attention_modules import (
     key_content_of,
 )
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.sglang.engine import (
-    FULL_GROUP,
-    WINDOW,
-    engine_spec,
-    parallel_config,
-    read_pools,
-)
+from kvspec.adapters.sglang.engine import engine_spec, parallel_config
+from kvspec.adapters.sglang.pools import FULL_GROUP, STATE, WINDOW, read_pools
 from kvspec.adapters.sglang.request_identity import STARTED
+from kvspec.adapters.sglang.tables import state_table
 from kvspec.adapters.sglang.tensors import rank_cache
+from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int, seconds
 from kvspec.memory.rank_cache import RankCache
@@ -63,6 +60,22 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "disaggregation_decode_allocation_policy": ("early",),
     "disaggregation_enable_kv_checksum": (False,),
     "disaggregation_decode_host_receive_threshold": (1, 1.0),
+}
+# The pools that are moved, by exact class, and the kinds of SGLang's states that come with them.
+POOLS = (
+    "MHATokenToKVPool",
+    "HybridLinearKVPool",
+    "DSATokenToKVPool",
+    "MiniMaxSparseKVPool",
+)
+RECURRENT = "mamba"
+STATES = (RECURRENT, "dsa", "minimax_index_k", "minimax_dense_kv")
+# The attribute of a model's config with the groups of its Mamba 2 layers, by the config's class.
+GROUP_COUNTS = {
+    "FalconH1Config": "mamba_n_groups",
+    "GraniteMoeHybridConfig": "mamba_n_groups",
+    "NemotronHConfig": "n_groups",
+    "NemotronHPuzzleConfig": "n_groups",
 }
 # The same for variables of the environment.
 UNSET = ("SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "SGLANG_RUST_SERVER")
@@ -111,6 +124,8 @@ class BackendSettings:
             default.
         revision: The revision of the model, which must be equal, too.
         layer_name: The peers' name of a layer, with ``{}`` in place of its number.
+        index_name: The same for the keys of an indexer.
+        state_name: The same for recurrent states.
         hold: Seconds for which a finished prompt waits for its first reader. A decode engine that
             has found the ticket sends messages from then on, also while its queue is long.
         lease: Seconds for which it is held after the last message of a reader.
@@ -129,6 +144,10 @@ class BackendSettings:
     model: str = attrs.field(validator=_name)
     revision: str | None = attrs.field(default=None, validator=_name)
     layer_name: str = attrs.field(default="model.layers.{}.self_attn.attn", validator=_name)
+    index_name: str = attrs.field(
+        default="model.layers.{}.self_attn.indexer.k_cache", validator=_name
+    )
+    state_name: str = attrs.field(default="model.layers.{}.linear_attn", validator=_name)
     hold: float = attrs.field(default=30.0, validator=_seconds)
     lease: float = attrs.field(default=30.0, validator=_seconds)
     waiting: float = attrs.field(default=300.0, validator=_seconds)
@@ -165,7 +184,7 @@ class Surroundings:
         draft_pool: The token pool of a draft model, or None.
         model: The model, a torch module.
         kv_heads: The KV heads of the model.
-        state_types: The kinds of states that are not in the token pool.
+        state_types: The kinds of states that move with the tokens, in SGLang's order.
         tp_rank: The rank among those that share the attention heads.
         tp_size: The number of these ranks.
         decode_radix_cache: Whether a decode engine keeps prefixes of other prompts.
@@ -174,6 +193,8 @@ class Surroundings:
         releases: The queue that frees the memory of failed transfers. None for prefill.
         weight_version: A function that returns the name of the weights.
         labels: The labels of SGLang's metrics. None if it exports none.
+        n_groups: The groups of the model's Mamba 2 layers, or None.
+        index_order: How the keys of an indexer's page lie: see `engine_spec`.
         forwards: A function that returns whether all forward passes have ended that were launched
             before it was made.
     """
@@ -191,7 +212,41 @@ class Surroundings:
     releases: Any
     weight_version: Callable[[], str] = lambda: STARTED
     labels: dict[str, str] | None = None
+    n_groups: int | None = None
+    index_order: str | None = None
     forwards: Callable[[], Callable[[], bool]] = lambda: _nothing_runs
+
+    @property
+    def states(self) -> list[str]:
+        """The names of `state_types`."""
+        return [str(getattr(kind, "value", kind)) for kind in self.state_types]
+
+    def tables(
+        self, groups: list[str], pages: list[int], first: int, slot: Any
+    ) -> dict[str, BlockTable]:
+        """Return the block tables of a request.
+
+        Args:
+            groups: The names of the groups of the engine.
+            pages: The pages of the request.
+            first: The first token in them.
+            slot: The slot of its recurrent state, or None.
+
+        Raises:
+            SpecError: If the engine has states, and SGLang names no slot.
+        """
+        table = BlockTable(pages, first_token=first)
+        own: dict[str, BlockTable] = dict.fromkeys(groups, table)
+        if STATE in own:
+            own[STATE] = state_table("state_indices", slot)
+        return own
+
+    def slot(self, state_indices: Any) -> Any:
+        """Return the slot of a request among SGLang's *state_indices*, or None."""
+        # SGLang has one entry for each of its kinds of states. Pages are those of the tokens.
+        if RECURRENT not in self.states or state_indices is None:
+            return None
+        return state_indices[self.states.index(RECURRENT)]
 
 
 def _nothing_runs() -> bool:
@@ -221,13 +276,13 @@ def check_supported(server_args: Any, around: Surroundings) -> None:
             raise SpecError(name, os.environ[name], "unset: not yet run with kvspec")
     if around.draft_pool is not None:
         raise SpecError("draft_token_to_kv_pool", type(around.draft_pool).__name__, "None")
-    if around.state_types:
-        wanted = "none: pools with states or windows of their own were not yet run with kvspec"
-        raise SpecError("state_types", [str(each) for each in around.state_types], wanted)
+    if not {*around.states} <= {*STATES}:
+        wanted = f"some of {', '.join(STATES)}: others are not yet moved"
+        raise SpecError("state_types", around.states, wanted)
     kind = type(around.pool).__name__
-    if kind != "MHATokenToKVPool":
+    if kind not in POOLS:
         hint = ": start the engine with disable_hybrid_swa_memory" if kind == "SWAKVPool" else ""
-        raise SpecError("token_to_kv_pool", kind, f"MHATokenToKVPool, which was run{hint}")
+        raise SpecError("token_to_kv_pool", kind, f"one of {', '.join(POOLS)}{hint}")
 
 
 def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
@@ -237,12 +292,13 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         SpecError: If the pool or the meaning of the keys is unknown.
     """
     pools = read_pools("token_to_kv_pool", around.pool, FULL_GROUP)
-    (whole,) = pools
-    if "float8" in whole.dtype:
-        wanted = "a type without scales: not yet: the identity of the scales"
-        raise SpecError("token_to_kv_pool.dtype", whole.dtype, wanted)
+    for pool in pools:
+        if "float8" in pool.dtype:
+            wanted = "a type without scales: not yet: the identity of the scales"
+            raise SpecError(f"{pool.path}.dtype", pool.dtype, wanted)
+    (whole,) = [pool for pool in pools if pool.group == FULL_GROUP]
     layers = dict(_layers(around.model))
-    row = whole.shape("latent" if whole.latent else "k")[2]
+    row = whole.latent_size or whole.shape("k" if whole.has_heads else "latent")[2]
     contents: dict[str, KeyContent] = {}
     windows: dict[int, int] = {}
     for number in whole.layers:
@@ -260,7 +316,7 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         if isinstance(before, int) and before >= 0:
             windows[number] = before + 1
         group = WINDOW if number in windows else FULL_GROUP
-        found = key_content_of(module, row, latent=whole.latent)
+        found = key_content_of(module, row, latent=not whole.has_heads)
         content = agreed_key_content(f"{VARIABLE}['key_content']", settings.key_content, found)
         if content is None or contents.setdefault(group, content) != content:
             shown = contents.get(group, "a module that shows how its keys are rotated")
@@ -270,6 +326,9 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         # Only tokens inside the window are loaded. A shorter prompt would read the others.
         rule = "not with layers that have a window: their earlier tokens are not loaded"
         raise SpecError("disaggregation_decode_enable_radix_cache", True, rule=rule)  # noqa: FBT003
+    if RECURRENT in around.states and around.decode_radix_cache:
+        rule = "not yet run with recurrent states"
+        raise SpecError("disaggregation_decode_enable_radix_cache", True, rule=rule)  # noqa: FBT003
     engine = engine_spec(
         around.pool,
         parallel=parallel_config(around.tp_size),
@@ -277,7 +336,11 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         windows=windows,
         key_content=contents,
         tp_rank=around.tp_rank,
+        n_groups=around.n_groups,
+        index_order=around.index_order,
         layer_name=settings.layer_name,
+        index_name=settings.index_name,
+        state_name=settings.state_name,
     )
     return rank_cache(engine, RankId(tp=around.tp_rank), around.pool, windows=windows)
 

@@ -2,10 +2,8 @@
 
 See `kvspec.adapters.sglang` for how this works, with an example.
 
-Invariant: nothing is guessed. A pool is recognised by its exact class. Each buffer must have a slot
-for each token, with the shape ``[slots, heads, size]``, and its pages must follow one another from
-slot 0 on. The sizes that a pool does not contain (the model's heads, the window) come from the
-caller, and must agree with the pool.
+Invariant: nothing is guessed. The sizes that a pool does not contain, such as the model's heads or
+the window, come from the caller, and must agree with the pool.
 
 How it works:
     A server with attention data parallelism is several engines. The TP ranks are divided into runs
@@ -18,17 +16,26 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader, check_tp_rank, chosen, model_heads
+from kvspec.adapters.sglang.pools import (
+    DRAFT,
+    FULL_GROUP,
+    INDEXER,
+    STATE,
+    WINDOW,
+    TokenPool,
+    read_pools,
+)
+from kvspec.adapters.sglang.state_pools import StatePool, read_states
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int
-from kvspec.memory.from_tensors import check_tensor
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.specs import (
     FullAttentionSpec,
@@ -44,28 +51,8 @@ from kvspec.specs.attention import AttentionSpec
 # The page of slot 0. SGLang writes dummy outputs to slot 0, and no request owns it.
 NULL_PAGE = 0
 
-# The names of the groups: layers that keep all tokens, layers with a window, layers of a draft.
-FULL_GROUP, WINDOW, DRAFT = "full", "swa", "draft"
-
-# The classes of SGLang that are read, by exact name. A subclass may keep another order.
-POOL_KINDS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
-
-# Classes of SGLang that are not read yet, and why.
-POOLS_NOT_YET = {
-    "MHATokenToKVPoolFP4": "scales of two elements each lie in buffers of their own",
-    "MLATokenToKVPoolFP4": "scales of two elements each lie in buffers of their own",
-    "NSATokenToKVPool": "an indexer's keys lie page by page, their scales after them",
-    "DSATokenToKVPool": "an indexer's keys lie page by page, their scales after them",
-    "DoubleSparseTokenToKVPool": "labels lie beside keys and values",
-    "HybridLinearKVPool": "recurrent states lie in a pool of their own",
-    "DeepSeekV4TokenToKVPool": "compressed tokens lie in pools of their own",
-}
-
-# The attributes of pools with scales for small groups of elements. Their type may be called uint8.
-SCALE_BUFFERS = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
-
-# A buffer has the axes slots, heads and size.
-_CONV_AXES = 3
+# The formats of an indexer's pages, by the order of the keys in a page.
+INDEX_FORMATS = {"rows": "opaque:indexer", "shuffled": "opaque:indexer-shuffled"}
 
 
 def parallel_config(
@@ -141,13 +128,18 @@ def engine_spec(
     scales: Mapping[str, tuple[Any, Any]] | None = None,
     tp_rank: int = 0,
     draft_pool: Any = None,  # noqa: ANN401 - SGLang's class, not imported
+    n_groups: int | None = None,
+    index_order: str | None = None,
     layer_name: str = "layers.{}",
+    index_name: str = "layers.{}.indexer",
+    state_name: str = "layers.{}.state",
     draft_name: str = "draft.{}",
 ) -> EngineSpec:
     """Return the engine that the token pools belong to.
 
-    The groups are called ``full``, ``swa`` (layers with a window) and ``draft``. The blocks are the
-    pages of a rank.
+    The groups are called ``full``, ``swa`` (layers with a window), ``indexer`` (the keys by which
+    layers choose tokens), ``state`` (recurrent states) and ``draft``. The blocks are the pages of a
+    rank. The blocks of ``state`` are the slots of the `MambaPool`.
 
     Args:
         pools: The token pool of one rank. With pipeline stages, a sequence of one pool for each
@@ -165,8 +157,14 @@ def engine_spec(
             None. Required for such layers: the pools do not contain the scales.
         tp_rank: The attention rank that the pools belong to.
         draft_pool: The pool of the draft model. Each context rank holds the whole draft.
+        n_groups: The groups of the model's Mamba 2 layers. Required for them: the pool does not
+            distinguish them from gated delta nets. None for models without such layers.
+        index_order: How the keys of a page of a `DSATokenToKVPool` lie: ``rows``, or ``shuffled``
+            if SGLang's `aiter_can_use_preshuffle_paged_mqa` is true. Required for such a pool.
         layer_name: The peer's name of a layer, with ``{}`` in place of its number, such as
             ``model.layers.{}.self_attn.attn``.
+        index_name: The same for the keys of an indexer.
+        state_name: The same for recurrent states.
         draft_name: The same for the layers of the draft.
 
     Returns:
@@ -190,14 +188,20 @@ def engine_spec(
     sizes = set(mapping("windows", windows or {}, "layer numbers to tokens").values())
     if len(sizes) > 1:
         raise SpecError("windows", windows, "one size for all layers with a window")
-    stages = stages_of(
-        "pools", pools, lambda path, pool: read_pools(path, pool, FULL_GROUP, windows)
+    stages: tuple[tuple[TokenPool | StatePool, ...], ...] = stages_of(
+        "pools", pools, lambda path, pool: layers_of(path, pool, windows)
     )
     if len(stages) != parallel.pp_size:
         wanted = f"one pool for each of the {parallel.pp_size} pipeline stages"
         raise SpecError("pools", f"{len(stages)} pools", wanted)
     drafts = () if draft_pool is None else read_pools("draft_pool", draft_pool, DRAFT)
     window = sizes.pop() if sizes else sliding_window
+    names = {
+        "layer_name": layer_name,
+        "index_name": index_name,
+        "state_name": state_name,
+        "draft_name": draft_name,
+    }
     reader = _PoolReader(
         parallel,
         total_num_kv_heads,
@@ -205,18 +209,27 @@ def engine_spec(
         key_content,
         mapping("scales", scales or {}, "layer names to pairs of scales"),
         tp_rank,
-        layer_name,
-        draft_name,
+        n_groups,
+        index_order,
+        names,
     )
     groups = [
         reader.group(name, [[p for p in stage if p.group == name] for stage in stages])
-        for name in (FULL_GROUP, WINDOW)
+        for name in (FULL_GROUP, WINDOW, INDEXER, STATE)
         if any(pool.group == name for stage in stages for pool in stage)
     ]
     if drafts:
         groups.append(reader.group(DRAFT, [drafts]))
     staged = reader.staged(stages, drafts)
     return EngineSpec(groups=groups, parallel=staged, layout="LKBNHC", null_block=NULL_PAGE)
+
+
+def layers_of(
+    path: str, fields: object, windows: Mapping[int, int] | None = None
+) -> tuple[TokenPool | StatePool, ...]:
+    """Return the token pools of *fields*, one of SGLang's pools, and then its states."""
+    states = read_states(path, fields)
+    return (*read_pools(path, fields, FULL_GROUP, windows), *filter(None, [states]))
 
 
 @attrs.frozen
@@ -229,23 +242,25 @@ class _PoolReader:
     content: KeyContent | Mapping[str, KeyContent] | None
     scales: Mapping[str, tuple[Any, Any]]
     tp_rank: int
-    layer_name: str
-    draft_name: str
+    n_groups: int | None
+    index_order: str | None
+    patterns: Mapping[str, str]
 
     def __attrs_post_init__(self) -> None:
-        for field, name in (("layer_name", self.layer_name), ("draft_name", self.draft_name)):
+        for field, name in self.patterns.items():
             if not isinstance(name, str) or name.count("{}") != 1:
                 raise SpecError(field, name, "a name with {} for the layer's number")
 
-    def names(self, pools: Sequence[TokenPool]) -> tuple[str, ...]:
+    def names(self, pools: Sequence[TokenPool | StatePool]) -> tuple[str, ...]:
         """Return the names of the layers of *pools*."""
+        own = {INDEXER: "index_name", STATE: "state_name", DRAFT: "draft_name"}
         return tuple(
-            (self.draft_name if pool.group == DRAFT else self.layer_name).replace("{}", str(number))
+            self.patterns[own.get(pool.group, "layer_name")].replace("{}", str(number))
             for pool in pools
             for number in pool.layers
         )
 
-    def group(self, name: str, stages: Sequence[Sequence[TokenPool]]) -> KVCacheGroup:
+    def group(self, name: str, stages: Sequence[Sequence[TokenPool | StatePool]]) -> KVCacheGroup:
         """Return the group called *name*. *stages* has its pools on each pipeline stage."""
         pools = [pool for stage in stages for pool in stage]
         specs = [self._spec(pool) for pool in pools]
@@ -257,15 +272,14 @@ class _PoolReader:
             name=name,
             layers=layers,
             spec=self._scaled(specs[0], layers),
-            # A latent has no planes of keys and values, as the engine's layout has.
-            layout="LBNHC" if pools[0].latent else None,
+            layout=pools[0].layout,
             # Each context rank runs the whole draft.
             context_sharded=name != DRAFT,
         )
 
-    def _scaled(self, spec: AttentionSpec, layers: Sequence[str]) -> LayerSpec:
+    def _scaled(self, spec: LayerSpec, layers: Sequence[str]) -> LayerSpec:
         """Return *spec* with the identity of the scales of *layers*, if its type has scales."""
-        if "float8" not in spec.dtype:
+        if not isinstance(spec, AttentionSpec) or "float8" not in spec.dtype:
             return spec
         specs: dict[str, LayerSpec] = {}
         for layer in layers:
@@ -280,7 +294,7 @@ class _PoolReader:
         return first if one_for_all else UniformTypeKVCacheSpecs(specs=specs)
 
     def staged(
-        self, stages: Sequence[Sequence[TokenPool]], drafts: Sequence[TokenPool]
+        self, stages: Sequence[Sequence[TokenPool | StatePool]], drafts: Sequence[TokenPool]
     ) -> ParallelConfig:
         """Return the parallel sizes with the layers of each stage. A draft is on the last one."""
         if self.parallel.pp_size == 1:
@@ -289,19 +303,14 @@ class _PoolReader:
         names[-1] += self.names(drafts)
         return attrs.evolve(self.parallel, stages=names)
 
-    def _spec(self, pool: TokenPool) -> AttentionSpec:
+    def _spec(self, pool: TokenPool | StatePool) -> LayerSpec:
         """Return the spec of a pool's layers in the model."""
-        content = chosen(self.content, pool.group)
-        if pool.latent:
-            _, heads, size = pool.shape("latent")
-            if heads != 1:
-                raise SpecError(f"{pool.path}.kv_buffer", heads, "one latent for each slot")
-            if pool.replicated and self.parallel.dcp_size > 1 and pool.group != DRAFT:
-                wanted = "False; not yet: context ranks that each hold all tokens"
-                raise SpecError(f"{pool.path}.dcp_replicated", pool.replicated, wanted)
-            return MLAAttentionSpec(
-                block_size=pool.page_size, head_size=size, dtype=pool.dtype, key_content=content
-            )
+        if isinstance(pool, StatePool):
+            return pool.spec(self.parallel, self.tp_rank, self.n_groups)
+        if "page" in pool.buffers[0]:
+            return self._index_pages(pool)
+        if not pool.has_heads:
+            return self._latents(pool)
         if self.parallel.dcp_size > 1 and pool.group != DRAFT:
             wanted = "1 for layers with KV heads; not yet: heads on context ranks"
             raise SpecError("dcp_size", self.parallel.dcp_size, wanted)
@@ -317,7 +326,7 @@ class _PoolReader:
             "head_size": size,
             "head_size_v": pool.shape("v")[2],
             "dtype": pool.dtype,
-            "key_content": content,
+            "key_content": chosen(self.content, pool.group),
         }
         if pool.group != WINDOW:
             return FullAttentionSpec(**sizes)
@@ -325,143 +334,42 @@ class _PoolReader:
             **sizes, sliding_window=positive_int("sliding_window", self.window)
         )
 
+    def _latents(self, pool: TokenPool) -> MLAAttentionSpec:
+        """Return the spec of layers that keep one row for each token."""
+        (part,) = pool.buffers[0]
+        _, heads, size = pool.shape(part)
+        if heads != 1:
+            raise SpecError(f"{pool.path}.kv_buffer", heads, "one latent for each slot")
+        if pool.replicated and self.parallel.dcp_size > 1 and pool.group != DRAFT:
+            wanted = "False; not yet: context ranks that each hold all tokens"
+            raise SpecError(f"{pool.path}.dcp_replicated", pool.replicated, wanted)
+        return MLAAttentionSpec(
+            block_size=pool.page_size,
+            head_size=pool.latent_size or size,
+            dtype=pool.dtype,
+            state_content_bytes=size if pool.latent_size else None,
+            # The meaning of an indexer's keys is that of their model.
+            key_content=None if pool.group == INDEXER else chosen(self.content, pool.group),
+        )
 
-@attrs.frozen
-class TokenPool:
-    """Layers of one rank that share slots.
-
-    Attributes:
-        path: The path to the pool, for error messages.
-        group: The group of the layers.
-        page_size: Tokens of a page.
-        dtype: The type of the elements.
-        layers: The numbers of the layers in the model.
-        buffers: For each layer, in the same order, the tensors by the name of their part.
-        replicated: Whether each context rank holds all tokens.
-    """
-
-    path: str
-    group: str
-    page_size: int
-    dtype: str
-    layers: tuple[int, ...]
-    buffers: tuple[dict[str, Any], ...]
-    replicated: bool = False
-
-    @property
-    def latent(self) -> bool:
-        """Whether a layer keeps one latent for each token."""
-        return "latent" in self.buffers[0]
-
-    def shape(self, part: str) -> tuple[int, int, int]:
-        """Return the slots, heads and elements of *part*. All layers must have the same."""
-        shapes = [tuple(buffer[part].shape) for buffer in self.buffers]
-        if len(set(shapes)) > 1:
-            raise SpecError(f"{self.path}.{part}", shapes, "one shape in all layers")
-        slots, heads, size = shapes[0]
-        return slots, heads, size
-
-
-def read_pools(
-    path: str, fields: object, group: str, windows: Mapping[int, int] | None = None
-) -> tuple[TokenPool, ...]:
-    """Return the token pools of *fields*, one of SGLang's pools. Its layers belong to *group*.
-
-    Layers of a plain pool that are in *windows* belong to the group of layers with a window.
-    """
-    pool = FieldReader(path, fields)
-    name = type(fields).__name__
-    if name not in POOL_KINDS:
-        why = f"; not yet: {POOLS_NOT_YET[name]}" if name in POOLS_NOT_YET else ""
-        raise SpecError(path, name, f"one of {', '.join(POOL_KINDS)}{why}")
-    if name == "SWAKVPool":
-        return tuple(_halves(pool))
-    _check_layout(pool)
-    # A pipeline stage has the layers from `start_layer` on.
-    start = pool.get("start_layer").size(0, least=0)
-    buffers = tuple(_buffers(pool, latent=name.startswith("MLA")))
-    whole = _pool(pool, group, tuple(range(start, start + len(buffers))), buffers)
-    return tuple(_divided(whole, windows or {}))
-
-
-def _divided(pool: TokenPool, windows: Mapping[int, int]) -> Iterator[TokenPool]:
-    """Yield the layers of *pool* without a window, and then those with one."""
-    for group, windowed in ((pool.group, False), (WINDOW, True)):
-        rows = [row for row in zip(pool.layers, pool.buffers, strict=True)
-                if (row[0] in windows) is windowed]  # fmt: skip
-        if rows:
-            layers, buffers = zip(*rows, strict=True)
-            yield attrs.evolve(pool, group=group, layers=layers, buffers=buffers)
-
-
-def _halves(pool: FieldReader) -> Iterator[TokenPool]:
-    """Yield the two pools of a model with windows.
-
-    `layers_mapping` has the place of each layer: {0: (0, False), 1: (0, True)} puts layer 0 at
-    place 0 of the full pool, and layer 1 at place 0 of the pool with windows.
-    """
-    field = pool.get("layers_mapping")
-    places = mapping(field.path, field.value, "layer numbers to places")
-    for attribute, group, windowed in (
-        ("full_kv_pool", FULL_GROUP, False),
-        ("swa_kv_pool", WINDOW, True),
-    ):
-        half = pool.get(attribute)
-        if type(half.value).__name__ != "MHATokenToKVPool":
-            raise SpecError(half.path, type(half.value).__name__, "a MHATokenToKVPool")
-        _check_layout(half)
-        numbers = {place: layer for layer, (place, of_window) in places.items()
-                   if of_window is windowed}  # fmt: skip
-        buffers = tuple(_buffers(half, latent=False))
-        if sorted(numbers) != list(range(len(buffers))):
-            wanted = f"a layer for each of the {len(buffers)} buffers of {half.path}"
-            raise SpecError(field.path, sorted(numbers), wanted)
-        # A pipeline stage may have layers of one kind only.
-        if buffers:
-            layers = tuple(numbers[place] for place in range(len(buffers)))
-            yield _pool(half, group, layers, buffers)
-
-
-def _pool(
-    pool: FieldReader, group: str, layers: tuple[int, ...], buffers: tuple[dict[str, Any], ...]
-) -> TokenPool:
-    if not buffers:
-        raise SpecError(pool.path, "no buffers", "at least one layer")
-    size, dtype = pool.get("page_size").size(), pool.get("dtype").dtype()
-    replicated = pool.get("dcp_replicated").flag(default=False)
-    return TokenPool(pool.path, group, size, dtype, layers, buffers, replicated)
-
-
-def _check_layout(pool: FieldReader) -> None:
-    """Raise `SpecError` unless keys and values are whole rows, and lie in their buffers alone."""
-    layout = pool.get("kv_cache_layout")
-    # Some ROCm kernels split them into chunks.
-    if layout.value not in (None, "nhd"):
-        wanted = "'nhd'; not yet: heads in chunks of 16 bytes"
-        raise SpecError(layout.path, layout.value, wanted)
-    for name in SCALE_BUFFERS:
-        scales = pool.get(name)
-        if scales.value is not None:
-            wanted = "None; not yet: scales of elements in buffers of their own"
-            raise SpecError(scales.path, type(scales.value).__name__, wanted)
-
-
-def _buffers(pool: FieldReader, *, latent: bool) -> Iterator[dict[str, Any]]:
-    """Yield the buffers of each layer by part. Each must have three axes."""
-    names = {"latent": "kv_buffer"} if latent else {"k": "k_buffer", "v": "v_buffer"}
-    columns: dict[str, tuple[FieldReader, ...]] = {
-        part: pool.get(name).members("buffers") for part, name in names.items()
-    }
-    counts = {part: len(column) for part, column in columns.items()}
-    if len(set(counts.values())) > 1:
-        raise SpecError(pool.path, counts, "as many buffers of keys as of values")
-    for row in zip(*columns.values(), strict=True):
-        for buffer in row:
-            check_tensor(buffer.path, buffer.value)
-            if len(buffer.value.shape) != _CONV_AXES:
-                wanted = "[slots, heads, size]"
-                raise SpecError(f"{buffer.path}.shape", tuple(buffer.value.shape), wanted)
-        yield dict(zip(columns, (buffer.value for buffer in row), strict=True))
+    def _index_pages(self, pool: TokenPool) -> MLAAttentionSpec:
+        """Return the spec of an indexer's pages. A page has all keys, and then their scales."""
+        if self.parallel.dcp_size > 1:
+            wanted = "1 for layers with an indexer; not yet: index pages on context ranks"
+            raise SpecError("dcp_size", self.parallel.dcp_size, wanted)
+        if self.index_order not in INDEX_FORMATS:
+            wanted = f"{' or '.join(map(repr, INDEX_FORMATS))}, the order of keys in {pool.path}"
+            raise SpecError("index_order", self.index_order, wanted)
+        size, rest = divmod(pool.shape("page")[1], pool.page_size)
+        if rest:
+            wanted = f"a multiple of page_size={pool.page_size}"
+            raise SpecError(f"{pool.path}.index_k_with_scale_buffer", pool.shape("page")[1], wanted)
+        return MLAAttentionSpec(
+            block_size=pool.page_size,
+            head_size=size,
+            dtype=pool.dtype,
+            page_format=INDEX_FORMATS[self.index_order],
+        )
 
 
 def stages_of(path: str, fields: object, read: Callable[[str, object], Any]) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvspec.adapters.sglang import backend, frontend_hooks, tickets
-from kvspec.adapters.sglang.describing import Surroundings, check_version
+from kvspec.adapters.sglang.describing import GROUP_COUNTS, Surroundings, check_version
 from kvspec.adapters.sglang.receiving import Receiver
 from kvspec.adapters.sglang.sending import Sender
 
@@ -234,8 +234,23 @@ def _surroundings(args: Any, mode: Any) -> Surroundings:
         releases=queue.transfer_queue if decodes else None,
         weight_version=lambda: str(get_serving().weight_version),
         labels=_labels(queue.scheduler),
+        n_groups=_groups(runner.model_config.hf_text_config),
+        index_order="shuffled" if _shuffles() else "rows",
         forwards=functools.partial(_forwards, queue.scheduler),
     )
+
+
+def _groups(config: Any) -> int | None:
+    """Return the groups of the model's Mamba 2 layers, or None if it has none."""
+    name = GROUP_COUNTS.get(type(config).__name__)
+    return None if name is None else int(getattr(config, name))
+
+
+def _shuffles() -> bool:
+    """Return whether SGLang shuffles the keys of an indexer's pages."""
+    from sglang.srt.layers.attention.dsa.utils import aiter_can_use_preshuffle_paged_mqa
+
+    return bool(aiter_can_use_preshuffle_paged_mqa())
 
 
 def _forwards(scheduler: Any) -> Callable[[], bool]:

@@ -44,7 +44,6 @@ from kvspec.adapters.sglang.backend import (
 )
 from kvspec.adapters.sglang.lookups import Lookup
 from kvspec.adapters.sglang.request_identity import identity_of, sampling_text
-from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.session import Load
 from kvspec.tickets import PrefillTicket
@@ -69,8 +68,10 @@ class Receiver(RequestHalf):
         self._ticket: PrefillTicket | None = None
         self._loading: PrefillTicket | None = None
         self._load: Load | None = None
-        # The pages of SGLang, the first token in them, and the tokens that have arrived.
+        # The pages of SGLang, the slot of the state, the first token in the pages, and the tokens
+        # that have arrived.
         self._pages: list[int] | None = None
+        self._slot: Any = None
         self._first = self._arrived = 0
         self._aux = -1
         # Whether the forward passes that may write the pages have ended.
@@ -143,13 +144,9 @@ class Receiver(RequestHalf):
                 self._write(ticket)
                 return True
             return False
-        table = BlockTable(self._pages or [], first_token=self._first)
-        request = ticket.request(
-            ticket.remote_id,
-            ticket.computed_tokens,
-            dict.fromkeys(self.kv_mgr.groups, table),
-            self._arrived,
-        )
+        groups, around = self.kv_mgr.groups, self.kv_mgr.around
+        tables = around.tables(groups, self._pages or [], self._first, self._slot)
+        request = ticket.request(ticket.remote_id, ticket.computed_tokens, tables, self._arrived)
         timeout = self.kv_mgr.settings.timeout
         self._load = self.kv_mgr.session.load(request, ticket=ticket, timeout=timeout)
         self._read = tickets.is_whole(ticket)
@@ -193,7 +190,7 @@ class Receiver(RequestHalf):
         self,
         kv_indices: Any,
         aux_index: int | None = None,
-        state_indices: Any = None,  # noqa: ARG002 - such pools are refused
+        state_indices: Any = None,
         decode_prefix_len: int | None = None,
         destination: Any = None,  # noqa: ARG002 - a host destination is refused
     ) -> None:
@@ -203,6 +200,7 @@ class Receiver(RequestHalf):
             return
         self._aux = -1 if aux_index is None else aux_index
         self._pages = [int(page) for page in kv_indices]
+        self._slot = self.kv_mgr.around.slot(state_indices)
         self._first = self._arrived = decode_prefix_len or 0
         self._unwritten = self.kv_mgr.around.forwards()
         self.poll()

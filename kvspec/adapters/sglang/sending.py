@@ -22,7 +22,6 @@ from kvspec.adapters.sglang.backend import (
     RequestHalf,
 )
 from kvspec.adapters.sglang.request_identity import identity_of, sampling_text
-from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.tickets import PrefillTicket, content_of
 
@@ -45,6 +44,7 @@ class Sender(RequestHalf):
         self._pages: list[int] = []
         self._tokens = self._expected = 0
         self._held = False
+        self._slot: Any = None
         self._offered: list[str] = []
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:  # noqa: ARG002
@@ -58,11 +58,15 @@ class Sender(RequestHalf):
     def send(
         self,
         kv_indices: Any,
-        state_indices: Any = None,  # noqa: ARG002 - such pools are refused
+        state_indices: Any = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        """Take the pages of a chunk, hold the prompt so far, and publish its ticket."""
+        """Take the pages of a chunk, hold the prompt so far, and publish its ticket.
+
+        *state_indices* comes with the last chunk.
+        """
         self._pages += [int(page) for page in kv_indices]
+        self._slot = self.kv_mgr.around.slot(state_indices)
         self._tokens += num_kv_tokens or 0
         # SGLang sets it for pages of another request that is perhaps still computed.
         early = vars(self).pop("_early_send_wait_event", None) is not None
@@ -75,7 +79,7 @@ class Sender(RequestHalf):
                 self._publish(self._whole())
                 self._held = True
                 self.kv_mgr.metrics.held += 1
-            elif self.kv_mgr.settings.overlap and self._tokens and not early:
+            elif self.kv_mgr.overlaps and self._tokens and not early:
                 ticket = self._chunks()
                 self._offered.append(ticket.remote_id)
                 self._publish(ticket)
@@ -108,13 +112,13 @@ class Sender(RequestHalf):
 
     def _ticket(self, remote_id: str) -> PrefillTicket:
         """Return the ticket of all tokens that were computed so far."""
-        table = BlockTable(self._pages)
+        groups, around = self.kv_mgr.groups, self.kv_mgr.around
         return PrefillTicket(
             engine_id=self.kv_mgr.engine_id,
             addresses=self.kv_mgr.addresses,
             remote_id=remote_id,
             computed_tokens=self._tokens,
-            tables=dict.fromkeys(self.kv_mgr.groups, table),
+            tables=around.tables(groups, self._pages, 0, self._slot),
             content=identity_of(self.request, self.kv_mgr.weights.stated, self._tokens),
         )
 

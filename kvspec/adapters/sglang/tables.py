@@ -11,7 +11,8 @@ How it works:
         page     0             |  5             |  2
 
     Slot 0 for all tokens of a page means that a window has passed the page: page 0 is the engine's
-    null block. The slots 20, 22, 21, 23 would be refused.
+    null block. The slots 20, 22, 21, 23 would be refused. A recurrent state has a table of one
+    block, its slot.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.adapters.field_reader import chosen
-from kvspec.adapters.sglang.engine import WINDOW
+from kvspec.adapters.sglang.engine import NULL_PAGE
+from kvspec.adapters.sglang.pools import FULL_GROUP, INDEXER, STATE, WINDOW
 from kvspec.descriptors.request import BlockTable
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
@@ -38,10 +40,11 @@ def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # no
     Args:
         engine: The engine, from `engine_spec`.
         slots: The slot of each token from 0 on, ``req_to_token[request, :n]``. If the engine has a
-            window, a mapping from group to slots. Those of ``swa`` are the results of
-            `translate_loc_from_full_to_swa`, and 0 for tokens that the window has passed. With
-            decode context parallelism, the slots count over all context ranks, as in the row of the
-            request.
+            window or states, a mapping from group to slots. Those of ``swa`` are the results of
+            `translate_loc_from_full_to_swa`, and 0 for tokens that the window has passed. That of
+            ``state`` is one slot of the `MambaPool`. ``indexer`` may be missing: it has the slots
+            of ``full``. With decode context parallelism, the slots count over all context ranks, as
+            in the row of the request.
 
     Returns:
         A table for each group of the engine.
@@ -61,22 +64,36 @@ def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # no
     """
     instance("engine", engine, EngineSpec)
     names = [group.name for group in engine.groups]
-    if not isinstance(slots, Mapping) and WINDOW in names:
-        raise SpecError("slots", type(slots).__name__, "slots by group: a window has its own")
+    if isinstance(slots, Mapping):
+        slots = {INDEXER: slots.get(FULL_GROUP), **slots}
+    elif {WINDOW, STATE} & {*names}:
+        wanted = "slots by group: windows and states have their own"
+        raise SpecError("slots", type(slots).__name__, wanted)
     tables: dict[str, BlockTable] = {}
     counts: dict[str, int] = {}
     for group in engine.groups:
         field = f"slots[{group.name!r}]"
+        if group.name == STATE:
+            tables[group.name] = state_table(field, slots.get(STATE))
+            continue
         own = _array(field, chosen(slots, group.name))
         counts[group.name] = len(own)
         tables[group.name] = _table(field, own, engine.virtual_block(group))
     # A list without the slots that a window has passed would put its tokens at wrong places.
-    most = max(counts.values())
+    most = max(counts.values(), default=0)
     for name, count in counts.items():
         if count < most:
             wanted = f"{most}, a slot for each token as other groups have, 0 where it is gone"
             raise SpecError(f"slots[{name!r}]", f"{count} slots", wanted)
     return tables
+
+
+def state_table(field: str, slot: Any) -> BlockTable:  # noqa: ANN401
+    """Return the table of the state in one slot, which is an int or an array of one int."""
+    own = _array(field, np.asarray(slot).reshape(-1))
+    if len(own) != 1 or own[0] == NULL_PAGE:
+        raise SpecError(field, slot, "one slot of the MambaPool, from 1 on")
+    return BlockTable(own)
 
 
 def _array(field: str, slots: Any) -> Slots:  # noqa: ANN401

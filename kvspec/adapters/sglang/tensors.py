@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvspec.adapters.sglang.engine import DRAFT, FULL_GROUP, TokenPool, read_pools
+from kvspec.adapters.sglang.engine import layers_of
+from kvspec.adapters.sglang.pools import DRAFT, TokenPool, read_pools
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
@@ -54,24 +55,21 @@ def rank_cache(
     [('latent', 4, 9216)]
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
-    pools = list(read_pools("pool", pool, FULL_GROUP, windows))
+    pools = list(layers_of("pool", pool, windows))
     if draft_pool is not None:
         pools += read_pools("draft_pool", draft_pool, DRAFT)
     tensors: dict[str, dict[str, Any]] = {}
-    for token_pool in pools:
-        group = engine.group(token_pool.group)
+    axes: dict[str, str] = {}
+    for own in pools:
+        group = engine.group(own.group)
         names = engine.layers_at(group, rank.pp)
-        if len(names) != len(token_pool.layers):
+        if len(names) != len(own.layers):
             wanted = f"{len(names)} layers: {', '.join(names)}"
-            raise SpecError(token_pool.path, f"{len(token_pool.layers)} layers", wanted)
-        if token_pool.page_size != group.spec.block_size:
+            raise SpecError(own.path, f"{len(own.layers)} layers", wanted)
+        if isinstance(own, TokenPool) and own.page_size != group.spec.block_size:
             wanted = f"{group.spec.block_size}, as group {group.name!r} has"
-            raise SpecError(f"{token_pool.path}.page_size", token_pool.page_size, wanted)
-        for name, buffers in zip(names, token_pool.buffers, strict=True):
-            tensors[name] = {part: _whole_pages(token_pool, buffers[part]) for part in buffers}
-    return RankCache.from_tensors(engine, rank, tensors, "(BN)HC")
-
-
-def _whole_pages(pool: TokenPool, buffer: Any) -> Any:  # noqa: ANN401
-    """Return the slots [slots, heads, size] of a buffer that belong to whole pages."""
-    return buffer[: len(buffer) // pool.page_size * pool.page_size]
+            raise SpecError(f"{own.path}.page_size", own.page_size, wanted)
+        for place, name in enumerate(names):
+            tensors[name] = own.tensors(place)
+            axes |= {tensor: own.axes[tensor] for tensor in tensors[name]}
+    return RankCache.from_tensors(engine, rank, tensors, axes)

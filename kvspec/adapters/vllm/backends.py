@@ -191,7 +191,7 @@ FORMATS: Mapping[str, str] = {
 # The formats of a backend whose name leaves a property open, by the value of that property.
 _VARIANTS: Mapping[str, Mapping[str, str]] = {
     "CPU's": {"vec": "keys-transposed", "vec16": "keys-transposed", "amx": "opaque:amx"},
-    "indexer's": {"rows": "opaque:indexer", "shuffled": "opaque:indexer-shuffled"},
+    "indexer's": {"rows": "key planes", "shuffled": "opaque:indexer-shuffled"},
     "TurboQuant's": {
         "rows": ROW_PAGES,
         "e4b15": "opaque:turboquant-e4b15",
@@ -231,6 +231,9 @@ class Backends:
         form = _for_spec(form, spec)
         if form in _VARIANTS:
             form = self._variant(layer, name, _VARIANTS[form])
+        # A row of another length has elements of half a byte, or several scales.
+        if form == "key planes" and spec.get("head_size").value != INDEXER_ROW:
+            form = "opaque:indexer"
         _check(field, name, form, spec)
         return ROW_PAGES if form == "keys" else form
 
@@ -340,6 +343,10 @@ def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
 
 # Formats with two head slots: the keys of all heads of a rank, and the values of all heads.
 PLANES = ("planes", "x-packed", "opaque:aiter")
+
+# Bytes of a key of an indexer: 128 elements of fp8 and a float32 scale. All keys of a page lie
+# before all scales (vLLM: `indexer_k_quant_and_cache`).
+INDEXER_KEY, INDEXER_ROW = 128, 128 + 4
 
 # Formats whose rows are packed bytes. Each has a name of its own, because the length of a row does
 # not identify the content: UltraQuant's rows are as long as int4's rows of a scale and codes.

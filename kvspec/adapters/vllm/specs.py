@@ -29,6 +29,7 @@ import attrs
 
 from kvspec.adapters.field_reader import FieldReader, check_tp_rank, chosen, model_heads
 from kvspec.adapters.vllm.backends import (
+    INDEXER_KEY,
     ROW_PAGES,
     Backends,
     layout_of,
@@ -88,7 +89,7 @@ NOT_MOVED = {
 # vLLM's classes that a consumer needs and kvspec cannot move. Without their layers, the consumer
 # computes other tokens.
 SPECS_NOT_YET = {
-    "CircularBufferSpec": "not yet: the consumer reads the rows of the open group in its ring",
+    "CircularBufferSpec": "not yet: the spec does not tell which rows of its ring are read",
 }
 
 
@@ -189,6 +190,7 @@ class RankSpecs:
         """Return *spec* with the meaning of its keys, and with the identity of its scales."""
         content = chosen(self.key_content, layer)
         packed = spec.state_content_bytes is not None or is_opaque(spec.page_format)
+        packed |= isinstance(spec, MLAAttentionSpec) and spec.scale_dtype is not None
         # Nothing has to be known about the keys of cross attention, or of a packed row, whose
         # format has one meaning.
         if packed or isinstance(spec, CrossAttentionSpec):
@@ -233,6 +235,11 @@ class RankSpecs:
         """Return the spec of a layer with one latent for each token."""
         kind, more = SPEC_KINDS[name]
         fields = self._common(layer, rank_spec, more)
+        if page_format == "key planes":
+            fields |= {"head_size": INDEXER_KEY, "scale_dtype": "float32"}
+            with rank_spec.named():
+                planes: AttentionSpec = kind(**fields)
+                return planes
         size = fields["head_size"] * itemsize(fields["dtype"])
         rows = fields["block_size"] // fields["tokens_per_state"]
         content = rank_spec.get("state_content_bytes").size_or_none()

@@ -168,7 +168,7 @@ class _Layer:
         if any(part.chunks > 1 for part in self.parts):
             yield from self._chunks(tensors)
             return
-        # FlashInfer's NVFP4, whose page has data and scales in four runs.
+        # FlashInfer's NVFP4 and the keys of an indexer, whose pages have data and scales in runs.
         if len({part.tensor for part in self.parts}) > 1:
             yield from self._one_after_the_other(tensors)
             return
@@ -186,7 +186,11 @@ class _Layer:
             for part, units in zip(self.parts, self.units, strict=True)
         }
         shape, total = tuple(tensor.shape), sum(map(prod, shapes.values()))
-        if len(shape) != _WITH_HEADS or itemsize(tensor) != 1 or prod(shape[1:]) != total:
+        if (
+            len(shape) not in (_WITH_HEADS, _WITH_LATENTS)
+            or itemsize(tensor) != 1
+            or prod(shape[1:]) != total
+        ):
             wanted = f"pages of {total} bytes: {', '.join(shapes)}"
             raise SpecError(f"{self.field}.shape", shape, wanted)
         yield from consecutive(flat(self.field, tensor, (shape[0], total)), shapes)

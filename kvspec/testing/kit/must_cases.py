@@ -36,6 +36,7 @@ from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.replicas import ReplicaPolicy, Topology
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KeyContent,
@@ -58,7 +59,7 @@ from kvspec.testing.kit.recipes import (
     everything,
 )
 from kvspec.testing.pairs import FULL_KIND_OF
-from kvspec.testing.parallels import is_state, parts_of
+from kvspec.testing.parallels import has_one_block, parts_of
 from kvspec.testing.requests import needed
 from kvspec.testing.rotary import may_rotate, reorders
 from kvspec.testing.supports import Supports
@@ -212,7 +213,7 @@ class _Side:
         layers = spec.layers or [f"{kind}.{number}" for number in range(recipe.layers)]
         if recipe.named and not spec.layers:
             layers[-1] = f"{kind}.draft.{recipe.layers}"
-        kernel = None if is_state(spec) else recipe.kernel[at] or None
+        kernel = None if has_one_block(spec) else recipe.kernel[at] or None
         return KVCacheGroup(name=kind, layers=layers, spec=spec, kernel_block_size=kernel)
 
     def padded(self, bare: EngineSpec) -> list[KVCacheGroup]:
@@ -275,6 +276,9 @@ def model(kind: str, heads: int, block: int, rows: int = 1) -> LayerSpec:
             num_k_heads=heads, num_v_heads=2 * heads, head_k_dim=1, head_v_dim=2, **state
         ),
         "short conv": lambda: MambaSpec.short_conv(conv_dim=heads, **state),
+        "ring": lambda: CircularBufferSpec(
+            block_size=block + 2, head_size=3, dtype="uint8", compress_ratio=2, overlap=True
+        ),
         "replicated state": lambda: MambaSpec.replicated_state(state_bytes=5),
     }
     spec: LayerSpec = makers[kind]()
@@ -287,6 +291,8 @@ def _with_request(
     """Return the case with its tables, or None if no token moves or the prefix is not allowed."""
     sides = producer, consumer
     row = max(1, *(part.tokens_per_state for part in parts_of(consumer.groups)))
+    rings = (getattr(group.spec, "compress_ratio", 1) for group in consumer.groups)
+    row = lcm(row, *rings)
     cached = recipe.cached // row * row
     whole = lcm(*(_virtual(engine, group) for engine in sides for group in engine.groups))
     if narrow.prefixes == "blocks" and cached % whole:
@@ -331,12 +337,12 @@ def _tables(
         length = bare.encoder_tokens if "cross" in group.name else bare.num_tokens
         first = moves.start // size if recipe.late[at] else 0
         blocks = range(first, -(-(length or 0) // size) + recipe.spare[at])
-        if is_state(group.spec):
+        if has_one_block(group.spec):
             blocks = range(1)
         taken = list(islice(free, len(blocks)))
         # Every second block first on the producer, and the last ones first on the consumer.
         ids = [*taken[1::2], *taken[::2]] if at == 0 else [*taken[1:][::-1], *taken[:1]]
-        if recipe.null[at] and not is_state(group.spec):
+        if recipe.null[at] and not has_one_block(group.spec):
             ids = [
                 block if (number + 1) * size > moves.start else NULL
                 for number, block in zip(blocks, ids, strict=True)

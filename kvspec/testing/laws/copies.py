@@ -20,14 +20,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
 
+from kvspec.testing import oracle
 from kvspec.testing.carve import logical_views
 from kvspec.testing.laws.system import NothingToJudgeError, Trial, copied, deliver
 from kvspec.testing.positions import excluded_layers, rows_of
-from kvspec.testing.world import ByteCopy, Pair, World, finest, world
+from kvspec.testing.world import ByteCopy, Pair, Storage, World, finest, inside, world
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from kvspec.engines.engine import EngineSpec
@@ -39,11 +40,15 @@ if TYPE_CHECKING:
 
 
 def cover(trial: Trial) -> Iterator[str]:
-    """Yield each byte that is wrong after the transfer, or that two copies write."""
+    """Yield each byte that is wrong after the transfer, that two copies write, or that is foreign.
+
+    `kvspec.verify` has the same definition of a wrong byte.
+    """
     moved: list[dict[Pair, list[tuple[int, int]]]] = []
     for name, copies in trial.copies():
         deliver(trial.world, copies)
-        for fault in (*_twice(trial.world, copies), *trial.world.differences()):
+        here = trial.world
+        for fault in (*_twice(here, copies), *here.differences(), *_foreign(here, copies)):
             yield f"{name}: {fault}"
         moved.append({pair: _bytes(pair_copies) for pair, pair_copies in copies.items()})
     if moved[1:] and moved[0] != moved[1]:
@@ -68,6 +73,43 @@ def _twice(here: World, copies: CopiesByPair) -> Iterator[str]:
                 where = f"consumer {consumer}, {_place(here.consumers[consumer][0], start)}"
                 yield f"{where}: expected 1 write, got 2: {first}, and {second}"
                 break
+
+
+def _foreign(here: World, copies: CopiesByPair) -> Iterator[str]:
+    """Yield the first dead byte of each pair of ranks whose source is not the request's own.
+
+    A live byte with another source is wrong, so the oracle finds it.
+    """
+    own: dict[RankId, Storage] = {}
+    for (producer, consumer), pair_copies in copies.items():
+        dead, (cache, storage) = here.right(consumer)[1], here.producers[producer]
+        for a, b, length in pair_copies:
+            name, at = inside(here.consumers[consumer][1], b, length)
+            written = dead[name][at : at + length]
+            if not written.any():
+                continue
+            if producer not in own:
+                own[producer] = own_bytes(here, producer)
+            name, at = inside(storage, a, length)
+            foreign = np.flatnonzero(written > own[producer][name][at : at + length])
+            if len(foreign):
+                where = f"producer {producer}, {_place(cache, a + int(foreign[0]))}"
+                yield f"{where}: expected reads of the request's blocks, got one of a dead byte"
+                break
+
+
+def own_bytes(here: World, producer: RankId) -> Storage:
+    """Return a mask of the bytes of a producer rank that belong to the request."""
+    case, storage = here.case, here.producers[producer][1]
+    # Cached tokens are the request's own as well.
+    request = attrs.evolve(case.request, cached_tokens=0)
+    own = oracle.each_array(storage, np.zeros_like)
+    views = logical_views(case.producer, producer, own, case.producer_pool)
+    tables = request.producer_blocks
+    for rows in rows_of(case.producer, producer, tables, request, source=case.consumer):
+        mark = rows.live | rows.dead if rows.part.per_token else rows.known & rows.live.any()
+        views[rows.key][rows.block[mark], :, rows.row[mark]] = 1
+    return own
 
 
 def _place(cache: RankCache, address: int) -> str:

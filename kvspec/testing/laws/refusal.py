@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvspec.check.counting import cached_tokens_of, context_of, live_positions, rank_units
+from kvspec.check.counting import (
+    cached_tokens_of,
+    context_of,
+    is_ring,
+    live_positions,
+    rank_units,
+)
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.testing.carve import count_kernel_blocks
@@ -241,7 +247,9 @@ def _read_blocks(case: Case) -> dict[str, list[int]]:
         group, table = target.group, case.request.producer_blocks[target.group.name]
         tokens = _moving_tokens(case, home(case.consumer, target.layer), target.layer)
         size = group.spec.block_size
-        if target.part.per_token:
+        if is_ring(group.spec):
+            tokens = [0] if tokens else []
+        elif target.part.per_token:
             size *= context_of(case.producer, target.rank, group)[1]
         else:  # A state lies in the block of its last token, or in its only slot.
             one_slot = len(table.block_ids) == 1 and not table.first_token
