@@ -11,7 +11,7 @@ place of a layer in a list is never used, because two engines list their layers 
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig, StageLayers
@@ -63,24 +63,27 @@ def _holds(stage: StageLayers, layer: str) -> bool:
 def _even_stages(layers: list[str], count: int) -> tuple[range, ...]:
     """Divide the layer numbers contiguously and evenly among *count* stages.
 
-    The names must have the same text before their number. Otherwise two names with other numbers
-    may belong to one layer.
+    Refuses an engine of which one half of the layers seems to count on from the other half. Then
+    two names with other numbers belong to one layer.
     """
-    distinct: set[int] = set()
-    first_names: dict[str, str] = {}
+    numbered: dict[str, set[int]] = {}  # by the text before the number
     for layer in layers:
         number = _number(layer)
         if number is None:
             requirement = f"the layer names of each stage, because layer {layer!r} has no number"
             raise SpecError("stages", None, requirement)
-        distinct.add(number)
-        first_names.setdefault(re.split(r"\d", layer, maxsplit=1)[0], layer)
+        numbered.setdefault(re.split(r"\d", layer, maxsplit=1)[0], set()).add(number)
     # Falcon-H1 of vLLM has `model.layers.0.attn` and `model.36.mixer` in one layer.
-    if len(first_names) > 1:
-        listed = " and ".join(map(repr, list(first_names.values())[:2]))
-        requirement = f"the layer names of each stage, because {listed} may count differently"
-        raise SpecError("stages", None, requirement)
+    for one, other in permutations(map(sorted, numbered.values()), 2):
+        count_on = list(range(one[0], one[0] + 2 * len(one)))
+        if len(one) > 1 and one + other == count_on and len(one) == len(other):
+            raise SpecError(
+                "stages",
+                None,
+                "the layer names of each stage, because layers "
+                f"{other[0]} to {other[-1]} may be in the layers {one[0]} to {one[-1]}",
+            )
     # Several layers may have one number, such as the caches of one model layer. They stay together.
-    numbers = sorted(distinct)
+    numbers = sorted(set[int]().union(*numbered.values()))
     starts = (numbers[stage * len(numbers) // count] for stage in range(1, count))
     return tuple(range(a, b) for a, b in pairwise([0, *starts, numbers[-1] + 1]))

@@ -113,7 +113,7 @@ class ParallelConfig:
             `granularity` of the part. By default, `even_sharding`.
         stages: Layers of each pipeline stage, as a range of layer numbers or as layer names. The
             number of a layer is the first number in its name. By default, the layer numbers are
-            divided contiguously and evenly. Then all names must have the same text before it.
+            divided contiguously and evenly. Names that count on from others are refused.
         context_ranks: For each PCP rank, the context rank of each TP rank. By default, it is
             `pcp_rank * dcp_size + tp_rank % dcp_size`, as in vLLM. If all are zero, every PCP rank
             holds all tokens.

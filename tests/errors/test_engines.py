@@ -249,7 +249,7 @@ TABLE: list[Any] = [
     # stages
     row(lambda: engine(pp_size=2), "stages", None, "l"),
     row(lambda: engine(group("l.0", "draft"), pp_size=2), "stages", None, "draft"),
-    row(lambda: engine(group("l.0", "m.1"), pp_size=2), "stages", None, "m.1"),
+    row(lambda: engine(group("l.0", "l.1", "m.2", "m.3"), pp_size=2), "stages", None, "2 to 3"),
     row(lambda: kvspec.ParallelConfig(pp_size=2, stages=(range(2),)), "stages", (range(2),), 2),
     row(lambda: kvspec.ParallelConfig(stages=("l",)), "stages", "l"),
     row(lambda: kvspec.ParallelConfig(stages=3), "stages", 3),  # type: ignore[arg-type]
