@@ -107,7 +107,6 @@ CALLS: dict[str, Call] = {
     "descriptors": (TABLE.descriptors, {"request": REQUEST, "tokens": None}),
     "unwritten_ranges": (TABLE.unwritten_ranges, {"request": REQUEST}),
     "dead_bytes": (TABLE.dead_bytes, {"request": REQUEST}),
-    "counts": (TABLE.counts, {"request": REQUEST}),
     "explain": (partial(kvspec.explain, TABLE), {"consumer_id": None, "request": None}),
     "traffic": (partial(kvspec.traffic, PLAN), {"num_tokens": 20}),
     "verify": (kvspec.verify, {
