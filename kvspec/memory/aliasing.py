@@ -269,7 +269,7 @@ def _overlapping(contents: list[_Repeated]) -> Iterator[list[_Repeated]]:
                 yield near
             near = []
         near.append(content)
-        reached = max(reached, content.stop) if len(near) > 1 else content.stop
+        reached = max(reached, content.stop)
     if len(near) > 1:
         yield near
 

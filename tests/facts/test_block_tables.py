@@ -400,6 +400,7 @@ def test_single_count_of_cached_tokens_applies_to_prompt_only() -> None:
         assert num_moved * row == int(pair.table.descriptors(request)[:, 2].sum())
         assert pair.ways(request)["verify"]() is None
     request = ask(20, ids, ids, encoder_tokens=8, cached_tokens=16)
+    assert (16, 0) == (request.hit("a", FULL), request.hit("x", cross))
     fault = kvspec.verify(
         pair.plan, {RANK: pair.caches[0]}, {RANK: pair.caches[1]},
         attrs.evolve(request, cached_tokens={"a": 20}), {},

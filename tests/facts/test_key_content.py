@@ -72,6 +72,20 @@ def test_spec_rejects_rotated_range_outside_of_row() -> None:
     assert attrs.evolve(MLA, key_content=outside).key_content == outside
 
 
+@pytest.mark.parametrize(
+    ("scales", "refused"),
+    [
+        ({}, []),
+        ({"scale_dtype": "float32"}, ["l.key_content"]),
+        ({"scales_digest": "ab"}, ["l.key_content"]),
+    ],
+)
+def test_uint8_with_scales_is_not_reordered(scales: dict[str, str], refused: list[str]) -> None:
+    """A byte with a scale may hold two elements of a key."""
+    spec = attrs.evolve(FULL, dtype="uint8", **scales)
+    assert refused == [field for field, *_ in found(with_key(HALVES, spec), with_key(PAIRS, spec))]
+
+
 def test_spec_rejects_key_content_of_another_type() -> None:
     """A dict is not a `KeyContent`."""
     value: Any = {"rotary": "halves"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import attrs
@@ -13,7 +14,11 @@ from refused import refusal
 from kvspec import (
     BlockTable,
     EngineSpec,
+    FullAttentionSpec,
+    KeyContent,
     KVCacheGroup,
+    LayerSpec,
+    Memory,
     MLAAttentionSpec,
     ParallelConfig,
     RankCache,
@@ -26,7 +31,12 @@ from kvspec import (
 from kvspec.check import counting
 from kvspec.check.ownership import Owners
 from kvspec.check.places import Places
+from kvspec.descriptors.paging import BlockLayout, RowKind
+from kvspec.descriptors.runs import RowSet
+from kvspec.descriptors.tiles import Tiles
 from kvspec.engines import stages
+from kvspec.errors import KVSpecError
+from kvspec.ownership.dtypes import ITEMSIZE
 from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.ownership.stripes import WHOLE, times_held
 from kvspec.testing.case import Case
@@ -194,3 +204,79 @@ def test_row_of_two_tokens_is_not_cut_by_a_cached_prefix() -> None:
     table = build_table(plan_transfer(side, side), *caches)
     error = refusal(lambda: table.select(request(8, [1, 2], [1, 2], cached_tokens=3)))
     assert ("cached_tokens", 3) == (error.field, error.value)
+
+
+@pytest.mark.parametrize("name", ITEMSIZE)
+def test_size_of_an_element_is_the_number_of_bits_in_its_name(name: str) -> None:
+    """A bool has one byte."""
+    bits = re.search(r"\d+", name)
+    assert ITEMSIZE[name] == (int(bits[0]) // 8 if bits else 1)
+
+
+def test_kind_of_layer_must_have_parts() -> None:
+    with pytest.raises(NotImplementedError):
+        LayerSpec(block_size=4).parts  # noqa: B018
+
+
+def test_context_rank_stores_the_tokens_of_its_turns_in_each_virtual_block() -> None:
+    """Two ranks take turns of two tokens. A virtual block has 8 tokens."""
+    side = engine(gqa(1, block_size=4), tp=2, dcp_size=2, interleave_size=2)
+    cache = plan_memory(side, RankId(tp=1), num_blocks=8)
+    own = Places(Owners(side), cache, side, request(0, {}, {}), frozenset(), {})
+    stored = [token for token in range(20) if own.stores(side.groups[0], token)]
+    assert stored == [2, 3, 6, 7, 10, 11, 14, 15, 18, 19]
+
+
+def test_cache_takes_the_order_of_key_elements_from_its_engine() -> None:
+    """Regions by hand have no segments. Those of another order are replaced."""
+    key = KeyContent(rotary="pairs", rotary_size=4)
+    spec = attrs.evolve(gqa(1, block_size=4), key_content=key)
+    cache = plan_memory(engine(spec), RankId(), num_blocks=2)
+    for wrong in ((), ((0, 1, 2, 2), (1, 1, 2, 2))):
+        regions = [attrs.evolve(region, segments=wrong) for region in cache.regions]
+        found = RankCache(cache.engine, cache.rank, regions, cache.memory)
+        assert [region.segments for region in found.regions] == [spec.segments("k"), ()]
+    assert spec.segments("k")
+
+
+def test_plan_refuses_a_slice_without_units() -> None:
+    """It would cover nothing, but its descriptors would move a unit."""
+    plan = plan_transfer(small_engine(), small_engine())
+    (edge,) = plan.edges
+    nothing = dict.fromkeys(("global_range", "local_range", "remote_range"), range(0))
+    slices = (*edge.slices, attrs.evolve(edge.slices[0], **nothing))
+    with pytest.raises(KVSpecError, match="units"):
+        attrs.evolve(plan, edges=(attrs.evolve(edge, slices=slices),))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_tile_in_another_row_does_not_follow(*, swapped: bool) -> None:
+    """One side has a row for each tile, so the id after the last block is in the next row."""
+    by_tile = BlockLayout(num_blocks=2, block_stride=90, tiles=3, tile_stride=10)
+    in_order = BlockLayout(num_blocks=6, block_stride=10, tiles=1, tile_stride=0)
+    layouts = [by_tile, in_order]
+    places = np.array([[[0, 1, 0], [0, 1, 2]], [[0, 0, 1], [0, 0, 0]], [[0, 1, 2]] * 2])
+    if swapped:
+        layouts, places = layouts[::-1], places[:, ::-1]
+    first = np.array([0])
+    rows = RowSet(RowKind(0, 4), *layouts, first, first, np.array([10]))
+    assert rows.next_ids(Tiles(*places)).tolist() == [True, False]
+
+
+def test_dead_token_does_not_move_if_few_of_the_runs_join_others() -> None:
+    """Keys of a block are one run, which touches the next block. Values are apart.
+
+    Three tokens need a run of keys and three of values. Whole tiles spare the run of keys, but need
+    one more run of values.
+    """
+    spec = FullAttentionSpec(
+        block_size=4, total_num_kv_heads=1, head_size=8, head_size_v=4, dtype="uint8"
+    )
+    side = engine(spec, layout="LKBNHC")
+    planned = plan_memory(side, RankId(), num_blocks=8)
+    keys, values = planned.regions
+    values = attrs.evolve(values, base=4096, block_stride=32, state_stride=8)
+    cache = RankCache(side, RankId(), [keys, values], [*planned.memory, Memory(4096, 256)])
+    table = build_table(plan_transfer(side, side), cache, cache, dead_tokens=True)
+    lengths = table.descriptors(request(3, [1], [2]))[:, 2].tolist()
+    assert sorted(lengths) == [4, 4, 4, 24]

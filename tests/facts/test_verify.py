@@ -619,9 +619,9 @@ def test_prove_finds_no_fault_under_any_policy() -> None:
 def test_prove_returns_counts_and_logs_each_number_of_heads(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A log at INFO shows how much of the proof is done."""
+    """A log at INFO shows how much of the proof is done. Each node has one rank of each engine."""
     caplog.set_level("INFO", "kvspec")
-    result = prove(2, 2, jobs=1, replica_policies=POLICIES)
+    result = prove(2, 2, jobs=1, replica_policies=(*POLICIES, "nearest"), ranks_per_node=1)
     assert proof.Proof(8, 12, ()) == result
     assert result.exact
     assert [(1, 2), (2, 2)] == [record.args for record in caplog.records]
@@ -736,6 +736,13 @@ def last_block_doubled(unit_ranges: list[UnitRange]) -> list[UnitRange]:
     return [*unit_ranges, unit_ranges[-1]]
 
 
+def last_stripe_half_as_dense(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Read every second one of the last blocks of the last heads."""
+    last = unit_ranges[-1]
+    half = attrs.evolve(last.stripe, step=2 * last.stripe.step)
+    return [*unit_ranges[:-1], last._replace(stripe=half)]
+
+
 def stripes_made_whole(unit_ranges: list[UnitRange]) -> list[UnitRange]:
     """Read all blocks of the first heads from their first replica, as a range without stripes."""
     first = unit_ranges[0]
@@ -756,6 +763,7 @@ def all_blocks_from_first_replica(unit_ranges: list[UnitRange]) -> list[UnitRang
         (last_block_from_no_rank, "does not own"),
         (last_block_lost, "missing"),
         (last_block_doubled, "missing"),
+        (last_stripe_half_as_dense, "missing"),
         (all_blocks_from_first_replica, "are read"),
         (stripes_made_whole, "are read"),
     ],
