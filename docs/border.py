@@ -38,6 +38,7 @@ from kvspec.adapters.attention_modules import key_content_of
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.rotation import rotation_of
 from kvspec.adapters.sglang.describing import BackendSettings, Surroundings, describe
+from kvspec.adapters.vllm import backends as vllm_backends
 from kvspec.adapters.vllm.key_contents import scales_of
 
 HEADS, SIZE, TOKENS = 4, 16, 70
@@ -85,6 +86,7 @@ def on_vllm(
     backend: str | None,
     fields: Callable[[int, int], dict[str, Any]],
     variants: str | None = None,
+    fp8_dtype: str | None = None,
 ) -> Callable[[int, int], Side]:
     """Return the function that builds a side of vLLM with one layer."""
 
@@ -101,6 +103,7 @@ def on_vllm(
             total_num_kv_heads=HEADS,
             backends=backend,
             variants=variants,
+            fp8_dtype=fp8_dtype,
             n_groups=1,
             conv_layout="DS",
         )
@@ -111,8 +114,10 @@ def on_vllm(
                 size = sum(int(np.prod(shape)) for shape in spec.shapes)
                 tensor = array((9, 1, 1, size), np.int8)
             else:
-                heads = 1 if "MLA" in cls else getattr(spec, "num_head_slots", None) or local
-                content = getattr(spec, "state_content_bytes", None) or SIZE * (
+                heads = 1 if "MLA" in cls else getattr(spec, "num_head_slots", None)
+                heads = heads or spec.num_kv_heads
+                width = 2 if spec.dtype.endswith("float16") else 1
+                content = getattr(spec, "state_content_bytes", None) or width * SIZE * (
                     1 if "MLA" in cls else 2
                 )
                 tensor = array((9, heads, block, content))
@@ -308,6 +313,117 @@ def nvfp4(local: int, _: int) -> dict[str, Any]:
     }
 
 
+def packed_as(mode: str, size: int = 2 * SIZE + 8, **more: Any) -> Any:
+    """Return the function of the fields of packed bytes in a mode of quantisation."""
+    return heads(kv_quant_mode=mode, state_content_bytes=size, **more)
+
+
+# The fields and the variant of a layer, by the format of its backend in `FORMATS`.
+BY_FORMAT: dict[str, tuple[Any, str | None]] = {
+    "rows": (heads(), None),
+    "FlashInfer's": (heads(), None),
+    "planes": (slots_of_all, None),
+    "x-packed": (slots_of_all, None),
+    "AITER's": (heads(), None),
+    "QSA's": (heads(), None),
+    "CPU's": (heads(), "vec"),
+    "TurboQuant's": (packed_as("TURBOQUANT_K8V4"), "rows"),
+    "Octave's": (packed_as("OCTAVE_K3V4"), None),
+    "opaque:ultraquant": (packed_as("ULTRAQUANT_4BIT"), None),
+    "opaque:msa": (nvfp4, None),
+    "indexer's": (heads(cache_role="INDEXER"), "rows"),
+    "keys": (heads(cache_role="INDEXER"), None),
+    "DeepSeek's": (heads(), None),
+}
+
+# Words in the names of backends whose layers keep one row for each token.
+LATENT = ("mla", "indexer", "deepseek", "dots3", "hy_v4", "qsa_cache")
+
+
+SUMMARIES = MODELS + vllm_backends.SUMMARIES
+
+
+def backend_rows() -> Iterator[Row]:
+    """Yield a line for each backend class of vLLM, with the plain pages of its layers."""
+    fields: Any
+    for name, form in vllm_backends.FORMATS.items():
+        fields, variant = BY_FORMAT[form]
+        cls = "FullAttentionSpec"
+        if any(word in name.lower() for word in LATENT):
+            cls = "MLAAttentionSpec"
+        # Rows that are no key and value. Summaries have one head, whatever the model has.
+        if "sconv" in name or name == SUMMARIES:
+            one = {"num_kv_heads": 1} if name == SUMMARIES else {}
+            fields = heads(head_size_v=0, state_content_bytes=SIZE, **one)
+        yield Row("vLLM class", short_name(name), cls, on_vllm(cls, name, fields, variant))
+    for name in vllm_backends.BACKENDS_REFUSED:
+        made = on_vllm("FullAttentionSpec", name, heads())
+        yield Row("vLLM class", short_name(name), "refused", made)
+
+
+def short_name(name: str) -> str:
+    """Return the name of a backend class without the package of most of them."""
+    return name.removeprefix(V1).removeprefix("vllm.")
+
+
+MLA_V4 = "DeepseekV4FlashMLABackend"
+MLA_SPARSE = V1 + "mla.flashmla_sparse.FlashMLASparseBackend"
+TRITON = V1 + "triton_attn.TritonAttentionBackend"
+# A backend, the kind of its layers, their fields and, for elements of 8 bits, their type, for each
+# `CacheDType` of vLLM 0.33. A type with several records has a line for each.
+CACHE_TYPES: tuple[tuple[str, str, str, Any, str | None], ...] = (
+    ("auto", FLASH, "full", heads(), None),
+    ("float16", FLASH, "full", heads(dtype="float16"), None),
+    ("bfloat16", FLASH, "full", heads(dtype="bfloat16"), None),
+    *(
+        (name, FLASH, "full", heads(kv_quant_mode="FP8_PER_TENSOR"), dtype)
+        for name, dtype in (
+            ("fp8", "float8_e4m3fn"),
+            ("fp8_e4m3", "float8_e4m3fn"),
+            ("fp8_e5m2", "float8_e5m2"),
+            ("fp8_inc", None),
+        )
+    ),
+    *(
+        (name, backend, "MLA", packed_as(mode, size), None)
+        for name, size, mode, backend in (
+            ("fp8_ds_mla", 656, "NONE", MLA_SPARSE),
+            ("fp8_ds_mla", 584, "NONE", MODELS + "deepseek_v4.sparse_mla." + MLA_V4),
+            ("fp8_ds_mla", 528, "NONE", MODELS + "deepseek_v41.sparse_mla." + MLA_V4),
+            ("nvfp4_ds_mla", 352, "NVFP4_DS_MLA", MLA_SPARSE),
+            ("nvfp4_ds_mla", 288, "NVFP4_DS_MLA", MODELS + "deepseek_v41.sparse_mla." + MLA_V4),
+        )
+    ),
+    *(
+        (f"turboquant_{name}", V1 + "turboquant_attn.TurboQuantAttentionBackend", "full",
+         packed_as(f"TURBOQUANT_{name.upper()}"), None)
+        for name in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
+    ),
+    *(
+        (f"octave_{name}", V1 + "rocm_octave_attn.RocmOctaveAttentionBackend", "full",
+         packed_as(f"OCTAVE_{name.upper()}"), None)
+        for name in ("k3v4", "k3v3", "k3v3_compact")
+    ),
+    ("ultraquant_4bit", V1 + "ultraquant_attn.UltraQuantAttentionBackend", "full",
+     packed_as("ULTRAQUANT_4BIT"), None),
+    ("int4_per_token_head", TRITON, "full", packed_as("INT4_PER_TOKEN_HEAD"), None),
+    ("int8_per_token_head", TRITON, "full", packed_as("INT8_PER_TOKEN_HEAD", dtype="int8"), None),
+    ("fp8_per_token_head", TRITON, "full", packed_as("FP8_PER_TOKEN_HEAD"), "float8_e4m3fn"),
+    ("nvfp4", V1 + "flashinfer.FlashInferBackend", "full", nvfp4, None),
+    ("nvfp4_4over6", V1 + "flashinfer.FlashInferBackend", "full", nvfp4, None),
+)  # fmt: skip
+
+
+def cache_type_rows() -> Iterator[Row]:
+    """Yield the lines of the `CacheDType` values."""
+    for name, backend, kind, fields, dtype in CACHE_TYPES:
+        cls = ATTENTION[kind][0]
+        size = fields(1, 16).get("state_content_bytes")
+        page = f"{name}, {size} bytes" if kind == "MLA" else name
+        variant = "rows" if "turboquant" in name else None
+        yield Row("vLLM type", page, kind, on_vllm(cls, backend, fields, variant, dtype))
+
+
 def sglang_rows() -> Iterator[Row]:
     """Yield the lines of all pools of SGLang 0.5.23."""
     yield Row("SGLang", "slots", "full", on_sglang("MHATokenToKVPool"))
@@ -379,6 +495,8 @@ def rows() -> Iterator[Row]:
         yield Row("vLLM", f"indexer, {variant or 'no variant'}", "MLA", made)
     yield Row("vLLM", "DeepSeek V4 records", "MLA", on_vllm("MLAAttentionSpec", ds4, record))
     yield Row("vLLM", "DeepSeek V3.2 records", "MLA", on_vllm("MLAAttentionSpec", flashmla, record))
+    yield from backend_rows()
+    yield from cache_type_rows()
     for cls in ("RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "CircularBufferSpec"):
         yield Row("vLLM", "rows", cls, on_vllm(cls, FLASH, heads()))
     yield state("MAMBA1", lambda local: ((8 * local, 3), (8 * local, 4)))
@@ -595,12 +713,22 @@ def tables(engine: kvspec.EngineSpec, first: int) -> dict[str, list[int]]:
     return ids
 
 
+VERDICTS: dict[tuple[kvspec.EngineSpec, kvspec.EngineSpec], str] = {}
+
+
 def verdict(row: Row, tp: int, block: int) -> str:
     """Return ``exact``, or ``refused`` with the field that the error names."""
     try:
-        return tried(row.make(1, 16), row.make(tp, block))
+        sides = row.make(1, 16), row.make(tp, block)
     except kvspec.SpecError as error:
         return f"refused: {error.field}"
+    if row.engine != "vLLM class":
+        return tried(*sides)
+    # Many backends write equal pages, and here the memory follows from the engine.
+    engines = sides[0].engine, sides[1].engine
+    if engines not in VERDICTS:
+        VERDICTS[engines] = tried(*sides)
+    return VERDICTS[engines]
 
 
 def tried(producer: Side, consumer: Side) -> str:

@@ -42,7 +42,7 @@ How it works:
     One agent may serve two engines in these places, because two sessions of a *producer's* process
     can share their transport. So agents are counted by reference: `disconnect_idle` disconnects an
     agent with its last user. The count is computed from the three places each time. Two sessions
-    that connect engines cannot share a transport (`_check_alone`). For example, agent a belongs to
+    that connect engines cannot share a transport (`check_alone`). For example, agent a belongs to
     the engines P and Q:
 
         event                              users of a   agents that `disconnect_idle` disconnects
@@ -255,9 +255,7 @@ class Connection:
         return future.done() and future.exception() is not None
 
 
-_CONNECTORS: weakref.WeakKeyDictionary[Transport, weakref.ref[Remotes]] = (
-    weakref.WeakKeyDictionary()
-)
+_CONNECTORS = weakref.WeakKeyDictionary[Transport, "weakref.ref[Remotes]"]()
 """The producers of the session that connects engines over a transport. It may be closed by now."""
 
 
@@ -460,21 +458,20 @@ class Remotes:
         Raises `TransferError` "busy", and forgets nothing, if *new* is an incarnation whose bytes
         still move.
         """
-        self._check_alone()
         old = self._connected.get(new.engine_id)
         self._check_idle(new, old)
         # The caller of `Session.connect` still wants the engine if a ticket connects it again.
         new.by_ticket &= old is None or old.by_ticket
-        self._forget(new.engine_id)
+        self._remove(new.engine_id)
         self._coming[new.engine_id] = new
 
     def disconnect(self, engine_id: str) -> None:
         """Disconnect an engine, and forget its addresses. No attempt to connect it goes on."""
-        self._forget(engine_id)
+        self._remove(engine_id)
         self._connections.pop(engine_id, None)
         self._attempts = {at: one for at, one in self._attempts.items() if at[0] != engine_id}
 
-    def _forget(self, engine_id: str) -> None:
+    def _remove(self, engine_id: str) -> None:
         self._coming.pop(engine_id, None)
         if (old := self._connected.get(engine_id)) is not None:
             self._messages.disconnect(old.incarnation)
@@ -482,7 +479,7 @@ class Remotes:
             self.disconnecting.append(old)
             self.disconnect_idle()
 
-    def _check_alone(self) -> None:
+    def check_alone(self) -> None:
         """Raise `SpecError` if another open session connects engines over the transport.
 
         Neither would know the agents that the other uses.
@@ -497,12 +494,8 @@ class Remotes:
         """Raise `TransferError` "busy" if bytes move over a connection that *new* replaces."""
         self.disconnect_idle()
         peers = {transfer.peer for transfer in self._nixl.transfers}
-        same = [
-            each
-            for each in (*self.disconnecting, *([] if old is None else [old]))
-            if each.incarnation == new.incarnation
-        ]
-        if any(each.agents & peers for each in same):
+        before = (*self.disconnecting, *(() if old is None else (old,)))
+        if any(each.incarnation == new.incarnation and each.agents & peers for each in before):
             message = f"bytes still move between this rank and {new.engine_id}: try again"
             raise TransferError(message, rank=new.engine_id, state=TransferState.BUSY)
 

@@ -256,6 +256,7 @@ class Session:
                     self._remotes.check_wanted(attempt)
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
+                self._remotes.check_alone()
                 self._messages.check_starts(remote.incarnation, remote.ranks.values())
                 self._loads.connect(name, epoch)
                 self._holds.ledger.connect(name, epoch)

@@ -7,6 +7,7 @@ import itertools
 from abc import ABCMeta
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,106 @@ def test_engine_spec_rejects_unknown_class(spec: Any) -> None:
     error = refusal(lambda: layer_spec(spec))
     assert (SPEC, type(spec).__name__) == (error.field, error.value)
     assert "MambaSpec" in error.expected
+
+
+INDEX_CACHE = like.changed(
+    like.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16"), "cache_role", "INDEXER"
+)
+M3 = "vllm.models.minimax_m3."
+# Layers of MiniMax-M3 that attend to some blocks have a key-only cache beside keys and values.
+M3_BACKENDS = {
+    "layer.0.attn": like.FLASH,
+    "layer.1.attn": M3 + "common.sparse_attention.MiniMaxM3SparseBackend",
+    "layer.1.index_cache": M3 + "common.indexer.MiniMaxM3IndexerBackend",
+}
+
+
+def minimax(size: int, block: int, **heads: Any) -> tuple[Any, kvspec.EngineSpec]:
+    """Return the config of a rank of MiniMax-M3 as vLLM groups it, and the engine."""
+    own = {**HEADS, "num_kv_heads": 4 // size, "block_size": block}
+    specs = {
+        "layer.0.attn": like.FullAttentionSpec(**own, **heads),
+        "layer.1.attn": like.FullAttentionSpec(**own),
+        "layer.1.index_cache": like.changed(INDEX_CACHE, "block_size", block),
+    }
+    uniform = like.UniformTypeKVCacheSpecs(block_size=block, kv_cache_specs=specs)
+    own_config = config((list(specs), uniform), num_blocks=9)
+    engine = engine_spec(own_config, parallel=tp(size), total_num_kv_heads=4, backends=M3_BACKENDS)
+    return own_config, engine
+
+
+@pytest.mark.parametrize(("size", "block"), [(2, 16), (1, 32), (4, 32)])
+def test_group_of_several_classes_moves_with_one_block_table(size: int, block: int) -> None:
+    """Keys and values are divided among TP ranks. The index keys are on each of them."""
+    sides = []
+    for ranks, tokens in ((1, 16), (size, block)):
+        own_config, engine = minimax(ranks, tokens)
+        caches = {}
+        for rank in engine.parallel.ranks:
+            pages = {
+                name: zeros((9, 1 if "index" in name else 4 // ranks, tokens, width), np.uint16)
+                for name, width in zip(M3_BACKENDS, (16, 16, 8), strict=True)
+            }
+            caches[rank] = vllm.rank_cache(engine, rank, pages, config=own_config)
+        tables = vllm.block_tables(engine, own_config, [range(8, 8 - 96 // tokens, -1)], 77)
+        sides.append((engine, caches, tables))
+    assert ["group0", "group0.MLAAttentionSpec"] == list(sides[0][2])
+    assert ["layer.1.index_cache"] == list(sides[0][0].groups[1].layers)
+    request = request_of(77, sides[0][2], sides[1][2])
+    assert [] == moved(sides[0][0], sides[1][0], request, (sides[0][1], sides[1][1]))
+
+
+def test_layers_of_one_class_in_a_split_group_may_have_other_sizes() -> None:
+    """A layer of other head sizes is beside the others, as in MiMo-V2 and Gemma 4."""
+    _, engine = minimax(1, 16, head_size_v=4)
+    assert [4, 8] == [
+        engine.groups[0].spec.of_layer(f"layer.{at}.attn").parts[1].content_bytes // 2  # type: ignore[attr-defined]
+        for at in (0, 1)
+    ]
+
+
+def test_second_class_of_a_group_may_be_excluded() -> None:
+    """A group has only the classes of layers that are in the engine."""
+    own_config, _ = minimax(1, 16)
+    engine = engine_spec(own_config, backends=M3_BACKENDS, excluded=["layer.1.index_cache"])
+    assert [(), ("layer.1.index_cache",)] == [group.excluded for group in engine.groups]
+
+
+INKLING = "vllm.models.inkling.nvidia.sconv_swa_attn.InklingSconvBackend"
+SUMMARY = "vllm.models.step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_without_values_move(size: int) -> None:
+    """Inkling's rows are divided by heads. Step-5's summary of eight tokens is on each rank."""
+    sides = []
+    for ranks in (4, size):
+        own = {**HEADS, "num_kv_heads": 4 // ranks, "head_size_v": 0}
+        conv = like.SlidingWindowSpec(**own, sliding_window=4)
+        one = {**HEADS, "num_kv_heads": 1, "head_size_v": 0, "tokens_per_state": 8}
+        both = config((["layer.0"], conv), (["layer.1"], like.FullAttentionSpec(**one)))
+        backends = {"layer.0": INKLING, "layer.1": SUMMARY}
+        engine = engine_spec(both, parallel=tp(ranks), total_num_kv_heads=4, backends=backends)
+        assert [16, 16] == [group.spec.parts[0].content_bytes for group in engine.groups]
+        assert [4, 1] == [group.spec.parts[0].units for group in engine.groups]
+        sides.append(engine)
+    assert [] == moves(*sides, 70)
+
+
+def test_rows_without_values_are_refused_in_other_pages() -> None:
+    """Attention on a CPU transposes keys, and knows no page without values."""
+    rows = replace(PLAIN, head_size_v=0)
+    error = refusal(lambda: layer_spec(rows, backends=CPU, variants="vec"))
+    assert (f"{SPEC}.head_size_v", 0) == (error.field, error.value)
+    assert "rows" in error.expected
+
+
+def test_several_rows_for_each_token_are_refused_by_name() -> None:
+    """Whisper with a causal encoder keeps four rows for each token."""
+    spec = replace(PLAIN, tokens_per_state=Fraction(1, 4))
+    error = refusal(lambda: layer_spec(spec))
+    assert (f"{SPEC}.tokens_per_state", Fraction(1, 4)) == (error.field, error.value)
+    assert "several rows" in error.expected
 
 
 SPEC = "kv_cache_groups[0].kv_cache_spec"
@@ -894,3 +995,56 @@ def test_engine_spec_reads_or_rejects_arguments_of_other_types() -> None:
     for name, value in itertools.product(names, (None, 5, "x", (), -1, 1.5, [["l.0"]], {})):
         with contextlib.suppress(kvspec.SpecError):
             engine_spec(theirs, **{name: value})
+
+
+def trapped(first: Any, second: Any) -> list[str]:
+    """Return the fields in which the engines of two specs of vLLM do not fit."""
+    engines = [
+        engine_spec(config((["layer.0"], spec)), conv_layout="SD") for spec in (first, second)
+    ]
+    error = refusal(lambda: kvspec.plan_transfer(*engines), kvspec.MismatchError)
+    return [mismatch.field for mismatch in error.mismatches]
+
+
+def test_window_of_one_token_more_is_refused() -> None:
+    """MiMo-V2's 128 means 128 tokens in vLLM, and 129 in other engines."""
+    windows = [like.SlidingWindowSpec(**HEADS, sliding_window=size) for size in (128, 129)]
+    assert ["layer.0.sliding_window"] == trapped(*windows)
+
+
+def test_column_of_the_current_input_is_refused() -> None:
+    """A kernel of four columns keeps three inputs in vLLM, and four in transformers."""
+    states = [state("SHORT_CONV", ((rows, 8),)) for rows in (3, 4)]
+    assert ["layer.0.conv_x.states"] == trapped(*states)
+
+
+def test_states_of_another_type_are_refused() -> None:
+    """SGLang keeps temporal states as float32. vLLM keeps them like the model by default."""
+    shapes = ((3, 32), (32, 4))
+    types = ("bfloat16", "bfloat16"), ("bfloat16", "float32")
+    states = [replace(state("MAMBA1", shapes), dtypes=each) for each in types]
+    assert any("ssm" in field for field in trapped(*states))
+
+
+def test_state_of_transposed_heads_is_refused() -> None:
+    """Heads of 8 values and 4 keys are [8, 4] in vLLM. [4, 8] describes another model."""
+    states = [state("GDN_ATTN", ((3, 40), (2, *head))) for head in ((8, 4), (4, 8))]
+    assert trapped(*states)
+
+
+def test_rows_of_an_encoder_item_move_like_a_request() -> None:
+    """The encoder cache of vLLM has a tensor [rows, size] for each image."""
+    spec = kvspec.MLAAttentionSpec(block_size=1, head_size=6, dtype="bfloat16")
+    group = kvspec.KVCacheGroup(name="item", layers=["encoder"], spec=spec)
+    engine = kvspec.EngineSpec(groups=[group], layout="LBNHC")
+    rows, given = np.arange(30, dtype=np.uint16).reshape(5, 6), zeros((5, 6), np.uint16)
+    source, target = (
+        kvspec.RankCache.from_tensors(engine, ONE, {"encoder": item}, "(BN)C")
+        for item in (rows, given)
+    )
+    plan = kvspec.plan_transfer(engine, engine)
+    request = request_of(5, *({"item": range(5)} for _ in range(2)))
+    assert [[rows.ctypes.data, given.ctypes.data, rows.nbytes]] == kvspec.build_table(
+        plan, source, target
+    ).descriptors(request).tolist()
+    assert kvspec.verify(plan, {ONE: source}, {ONE: target}, request) is None

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_like as like
+from moved import moves
 from refused import refusal
 from vllm_like import HEADS, config, state
 
@@ -651,6 +652,52 @@ def test_stages_must_have_layers_of_vllm_rule(monkeypatch: pytest.MonkeyPatch) -
         error = refusal(lambda: vllm.from_vllm(vllm_config, halves))
         assert ("VLLM_PP_LAYER_PARTITION", partition) == (error.field, error.value)
         assert "5" in error.expected
+
+
+def test_states_of_falcon_h1_are_on_the_stage_of_their_own_config() -> None:
+    """The state of layer N is named after N and the number of layers, which is no layer of a stage.
+
+    A layer has keys and values, and a state. Each stage has the states of its own layers.
+    """
+    names = [f"model.layers.{number}.self_attn.attn" for number in range(4)]
+    mixers = [f"model.{4 + number}.mixer" for number in range(4)]
+    vllm_config = configured(*names, model=Model(layers=4), pipeline_parallel_size=2)
+    mixer = state("MAMBA1", ((3, 32), (32, 4)))
+    halves = [cached((names[at : at + 2], LATENT), (mixers[at : at + 2], mixer)) for at in (0, 2)]
+    engine = vllm.from_vllm(vllm_config, halves)
+    assert dict.fromkeys(names[:2] + mixers[:2], 0) == {
+        layer: stage for layer, stage in engine.stage_of.items() if not stage
+    }
+    whole = vllm.from_vllm(
+        configured(*names, model=Model(layers=4)), cached((names, LATENT), (mixers, mixer))
+    )
+    assert [] == moves(engine, whole, 70)
+
+
+def test_layer_that_reads_the_cache_of_another_has_none_of_its_own() -> None:
+    """Layer 1 of Gemma 3n is registered under its own name, with the tensor of layer 0."""
+    own_config = cached((["layers.0.attn"], LATENT))
+    tensor = np.zeros((6, 1, 16, 8), np.uint16)
+    pages = {"layers.0.attn": tensor, "layers.1.attn": tensor}
+    engine = vllm.from_vllm(configured(*pages), own_config, pages)
+    assert ["layers.0.attn"] == list(engine.homes)
+    cache = vllm.rank_cache(engine, kvspec.RankId(), pages, config=own_config)
+    assert ["layers.0.attn"] == [region.layer for region in cache.regions]
+
+
+def test_rows_of_dspark_move_as_windows_after_the_layers_of_the_target() -> None:
+    """The draft has its own group, whose numbers begin after the target's layers."""
+    draft = like.SlidingWindowMLASpec(
+        block_size=16, head_size=8, dtype="bfloat16", sliding_window=20
+    )
+    both = cached((["layers.0.attn"], LATENT), (["layers.2.attn.swa_cache"], draft))
+    speculative = SimpleNamespace(draft_model_config=Model(heads=1))
+    vllm_config = configured(
+        "layers.0.attn", "layers.2.attn.swa_cache", speculative_config=speculative
+    )
+    engine = vllm.from_vllm(vllm_config, both)
+    assert [range(70), range(51, 70)] == [g.spec.live_tokens(70) for g in engine.groups]
+    assert [] == moves(engine, engine, 70)
 
 
 def read_with(**changes: Any) -> kvspec.EngineSpec:

@@ -6,14 +6,17 @@ states about its keys must be what the keys show.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
+import json
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from forward_code import calls, module_of
@@ -23,7 +26,7 @@ from kvspec.adapters.attention_modules import key_content_of
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.rotating_modules import ALWAYS, CONDITIONS, applies_rotary
 from kvspec.adapters.rotation import rotation_of
-from kvspec.adapters.vllm.backends import FORMATS, full_name
+from kvspec.adapters.vllm.backends import BACKENDS_REFUSED, FORMATS, full_name
 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -207,6 +210,42 @@ def test_backend_that_vllm_makes_for_chunks_has_the_pages_of_its_base() -> None:
     assert ".".join(CPUAttentionBackend.full_cls_name()) == full_name("backend", chunks)
     other = encoder_only_attention.create_encoder_only_attention_backend(CPUAttentionBackend)
     assert full_name("backend", other) not in FORMATS
+
+
+def backend_classes(root: Path) -> set[str]:
+    """Return the names of all classes below vLLM's `AttentionBackend`, from the files of vLLM.
+
+    Most of them cannot be imported on a CPU.
+    """
+    bases_of: dict[str, set[str]] = {}
+    for file in root.rglob("*.py"):
+        if "AttentionBackend" not in (text := file.read_text()) and "Backend)" not in text:
+            continue
+        module = ".".join(file.relative_to(root.parent).with_suffix("").parts)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                bases_of.setdefault(f"{module}.{node.name}", set()).update(names)
+    known, found = {"AttentionBackend"}, set[str]()
+    while more := {name for name in bases_of.keys() - found if bases_of[name] & known}:
+        found |= more
+        known |= {name.rpartition(".")[2] for name in more}
+    return found
+
+
+def test_each_backend_class_of_vllm_has_pages_or_a_reason() -> None:
+    """A class that a newer vLLM adds is missing here, and its layers are refused."""
+    names = backend_classes(Path(inspect.getfile(vllm)).parent)
+    assert len(names) > 80
+    assert set() == names - FORMATS.keys() - BACKENDS_REFUSED.keys()
+
+
+def test_each_cache_type_of_vllm_is_recorded() -> None:
+    """docs/border.py has a line for each of them (see tests/tools/test_border.py)."""
+    from vllm.config.cache import CacheDType  # noqa: PLC0415
+
+    recorded = Path(__file__).parents[1] / "goldens" / "vllm_backends.json"
+    assert set() == set(get_args(CacheDType)) - set(json.loads(recorded.read_text())["types"])
 
 
 def test_engine_that_may_receive_weights_is_refused() -> None:

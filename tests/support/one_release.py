@@ -17,11 +17,14 @@ import numpy as np
 import kvspec
 from kvspec.nixl import NixlRank
 from kvspec.session import Session, TcpChannel, new_remote_id
+from kvspec.session.holds import Settled
 from kvspec.wire import VERSION
 
 TABLES = {"full": [1, 2, 3]}
 # The option of a load that compares checksums. It was `verify` until version 11.
 CHECKSUM = "checksum" if "checksum" in inspect.signature(Session.load).parameters else "verify"
+# The field of the messages that changed nothing.
+REFUSED = "refused" if hasattr(Settled(), "refused") else "foreign"
 HEADS = (b"kvspec-message\n", b"kvspec-handshake\n")
 
 
@@ -106,7 +109,7 @@ def main(name: str) -> None:  # noqa: C901 - one branch for each command
                     time.sleep(0.01)
                 answer(len(freed))
             elif "refused" in command:
-                answer(list(session.settled().refused))
+                answer(list(getattr(session.settled(), REFUSED)))
             elif "spoken" in command:
                 spoken = {*Recording.versions}
                 # A message says which version a session speaks with this peer.

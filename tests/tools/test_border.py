@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 PATH = Path(__file__).parents[2] / "docs" / "border.py"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 @pytest.fixture(scope="module", name="border")
@@ -33,6 +35,7 @@ REFUSED = {
     ("vLLM", "indexer, no variant"),
     ("vLLM", "TurboQuant, no variant"),
     ("vLLM", "fp8, no type"),
+    ("vLLM type", "fp8_inc"),
     ("SGLang", "vectorized_5d"),
     ("SGLang", "other pools"),
     ("slots, DCP 2", "full"),
@@ -54,7 +57,28 @@ WHOLE = {
 }
 """Pages that can only move whole: to equal block sizes and, if they have heads, to equal TP."""
 
-KINDS = {"RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "CircularBufferSpec"}
+# The same pages among those of all backend classes and cache types of vLLM.
+WHOLE |= {
+    "rocm_octave_attn.RocmOctaveAttentionBackend",
+    "ultraquant_attn.UltraQuantAttentionBackend",
+    "mla.indexer.DeepseekV32IndexerBackend",
+    "mla.indexer.DeepseekV4IndexerBackend",
+    "mla.indexer.DeepseekV41IndexerBackend",
+    "models.minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend",
+    "octave_k3v4",
+    "octave_k3v3",
+    "octave_k3v3_compact",
+    "ultraquant_4bit",
+    "fp8_ds_mla, 584 bytes",
+}
+
+KINDS = {
+    "refused",
+    "RSWASpec",
+    "HiddenStateCacheSpec",
+    "SinkFullAttentionSpec",
+    "CircularBufferSpec",
+}
 """Kinds of layers that are always rejected."""
 
 
@@ -69,11 +93,25 @@ def test_page_formats_are_exact_or_rejected(border: Any) -> None:
         if (engine, page) in REFUSED or kind in KINDS or (page, kind) in REFUSED:
             assert "exact" not in verdicts
         elif page in WHOLE:
-            last = "exact" if kind in ("MLA", "DSA") else "refused"
+            last = "exact" if kind.startswith("MLA") or kind == "DSA" else "refused"
             assert ["exact", "refused", last] == [text.partition(":")[0] for text in verdicts]
         else:
             assert ["exact"] * 3 == verdicts
-    assert 52 == sum(verdicts[0] == "exact" for verdicts in verdicts_of.values())
+    assert 146 == sum(verdicts[0] == "exact" for verdicts in verdicts_of.values())
+
+
+def test_each_backend_class_and_cache_type_of_vllm_has_a_row(border: Any) -> None:
+    """The names are recorded from vLLM 0.32 and 0.33. A class has pages or a reason of its own."""
+    recorded = json.loads((GOLDENS / "vllm_backends.json").read_text())
+    rows = [row for row in border.rows() if row.engine in ("vLLM class", "vLLM type")]
+    names = [row.page.partition(",")[0] for row in rows]
+    classes = [
+        border.short_name(name) for key in recorded if "classes" in key for name in recorded[key]
+    ]
+    assert sorted(classes) == sorted(
+        name for name, row in zip(names, rows, strict=True) if row.engine == "vLLM class"
+    )
+    assert set(recorded["types"]) == set(names) - set(classes)
 
 
 UNKNOWN = {"perhaps rotated", "other order", "part of a key", "fp8, scales of a batch", "fp8"}

@@ -55,13 +55,39 @@ _ROW_BACKENDS = [
     "mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend",
     "mla.cutlass_mla.CutlassMLABackend",
     "mla.flashattn_mla.FlashAttnMLABackend",
+    "mla.flashattn_mla.XPUFlashAttnMLABackend",
     "mla.flashattn_mla_sparse.FlashAttnMLASparseBackend",
+    "mla.flashattn_mla_sparse.FlashAttnMLASparseFA4Backend",
     "mla.tokenspeed_mla.TokenspeedMLABackend",
     "mla.rocm_aiter_mla.AiterMLABackend",
     "mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend",
     "mla.aiter_triton_mla.AiterTritonMLABackend",
     "mla.cpu_mla.CPUMLABackend",
     "mla.amx_mla.AMXMLABackend",
+    "mla.xpu_mla_sparse.XPUMLASparseBackend",
+]
+
+# The backend of summaries, which have one head whatever the heads of the model are.
+SUMMARIES = "step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend"
+
+# Backends of one model whose pages are rows. Those of a compressor, of Inkling's convolutions and
+# of QSA keep no keys and values, but rows of their own.
+_ROW_MODELS = [
+    "deepseek_v4.compressor.CompressorBackend",
+    "dots3_note.nvidia.attention.Dots3NotePaddedSparseBackend",
+    "dots3_note.nvidia.attention.Dots3NoteTritonMLABackend",
+    "hy_v4.nvidia.flashmla_sparse.HYV4FlashMLASparseBackend",
+    "inkling.amd.sconv_swa_attn.InklingSconvBackend",
+    "inkling.nvidia.sconv_swa_attn.InklingSconvBackend",
+    "minimax_m3.common.sparse_attention.MiniMaxM3SparseBackend",
+    "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseCutlassBackend",
+    "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSABackend",
+    "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseTritonBackend",
+    "qwen4_exp.common.qsa_cache.QSAStateBackend",
+    "qwen4_exp.nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend",
+    "step5.nvidia.sparse_attention.Step5DSAAttentionBackend",
+    "step5.nvidia.sparse_attention.Step5SplitKVFlashAttentionBackend",
+    SUMMARIES,
 ]
 
 _OTHER_BACKENDS = {
@@ -83,11 +109,74 @@ _OTHER_BACKENDS = {
 
 _MODELS = {
     "deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend": "DeepSeek's",
+    "deepseek_v4.nvidia.flashinfer_sparse.DeepseekSparseSWAFlashInferBackend": "DeepSeek's",
     "deepseek_v4.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": "DeepSeek's",
+    "deepseek_v4.nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": "DeepSeek's",
     "deepseek_v41.sparse_mla.DeepseekV4FlashMLABackend": "DeepSeek's",
     "deepseek_v41.sparse_mla.FlashMLAMegaAttnBackend": "DeepSeek's",
+    "deepseek_v41.nvidia.flashinfer_sparse.DeepseekSparseSWAFlashInferBackend": "DeepSeek's",
     "deepseek_v41.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": "DeepSeek's",
+    "deepseek_v41.nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": "DeepSeek's",
+    "minimax_m3.amd.indexer_msa.MiniMaxM3IndexerMSABackend": "keys",
+    "minimax_m3.common.indexer.MiniMaxM3IndexerBackend": "keys",
+    "minimax_m3.nvidia.indexer_msa.MiniMaxM3IndexerMSABackend": "keys",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend": "opaque:msa",
+    "qwen4_exp.amd.qsa.Qwen4ExpQSAFlashAttentionBackend": "QSA's",
+}
+
+_UNREAD = "not yet: nobody has read in which order its kernels write a page"
+_OF_RINGS = "not yet: it keeps a ring, whose spec does not tell which rows are read"
+_OF_OTHERS = "no layer has it: other backends extend it"
+_OF_STATES = "no pages of tokens: its layers keep states, and MambaSpec describes those"
+
+# The backends whose layers cannot be described, and why, by module and class.
+BACKENDS_REFUSED: Mapping[str, str] = {
+    f"vllm.{name}": why
+    for why, names in {
+        _UNREAD: [
+            "models.deepseek_v4.amd.rocm.DeepseekV4ROCMAiterMLASparseBackend",
+            "models.deepseek_v4.cpu.cpu_mla.DeepseekV4CPUIndexerBackend",
+            "models.deepseek_v4.cpu.cpu_mla.DeepseekV4CPUSparseBackend",
+            "models.deepseek_v4.xpu.xpu_sparse.DeepseekV4XPUSparseBackend",
+            "models.deepseek_v41.amd.rocm.DeepseekV41ROCMAiterMLASparseBackend",
+            "models.deepseek_v41.amd.rocm.DeepseekV4ROCMAiterMLASparseBackend",
+            "models.deepseek_v41.amd.rocm.DeepseekV41ROCMAiterSparseSWABackend",
+            "models.minimax_m3.amd.indexer_aiter.MiniMaxM3IndexerAiterBackend",
+            "models.minimax_m3.amd.sparse_attention_msa.MiniMaxM3SparseAiterPABackend",
+            "v1.attention.backends.mla.indexer.Glm5NextIndexerBackend",
+            "v1.attention.backends.mla.rocm_paged_mxfp4_indexer.DeepseekV4RocmMxfp4IndexerBackend",
+            "v1.attention.backends.mla.rocm_paged_mxfp4_indexer.DeepseekV41RocmMxfp4IndexerBackend",
+            "v1.attention.backends.mla.sparse_indexer.DeepseekV41SparseIndexerBackend",
+        ],
+        _OF_RINGS: [
+            "models.deepseek_v41.compressor.CompressorBackend",
+            "models.step5.nvidia.csa_tail_ring.Step5CSATailRingBackend",
+            "v1.attention.backends.mla.indexer.KpoolTailBackend",
+        ],
+        _OF_OTHERS: [
+            "model_executor.layers.attention.mla_attention.MLACommonBackend",
+            "models.deepseek_v4.sparse_mla.DeepseekV4SparseMLABackend",
+            "models.deepseek_v41.sparse_mla.DeepseekV4SparseMLABackend",
+            "v1.attention.backends.composite.CompositeAttentionBackend",
+            "v1.attention.backends.mla.flashinfer_mla_sparse._FlashInferMLASparseBackendBase",
+            "v1.attention.backends.triton_flash_attn._FABackend",
+        ],
+        _OF_STATES: [
+            "models.kimi_k3.amd.kda_metadata.KimiK3ROCmKDABackend",
+            "models.kimi_k3.nvidia.kda_metadata.KimiK3KDAAttentionBackend",
+            "v1.attention.backends.gdn_attn.GDNAttentionBackend",
+            "v1.attention.backends.linear_attn.BailingLinearAttentionBackend",
+            "v1.attention.backends.linear_attn.LinearAttentionBackend",
+            "v1.attention.backends.mamba1_attn.Mamba1AttentionBackend",
+            "v1.attention.backends.mamba2_attn.Mamba2AttentionBackend",
+            "v1.attention.backends.short_conv_attn.PleShortConvAttentionBackend",
+            "v1.attention.backends.short_conv_attn.ShortConvAttentionBackend",
+        ],
+        "no keys and values: it keeps hidden states of a model that is extracted": [
+            "model_executor.models.extract_hidden_states.CacheOnlyAttentionBackend",
+        ],
+    }.items()
+    for name in names
 }
 
 # The format of each backend's pages, by the module and class of the backend. A name with 's is not
@@ -95,6 +184,7 @@ _MODELS = {
 FORMATS: Mapping[str, str] = {
     **{_V1 + name: ROW_PAGES for name in _ROW_BACKENDS},
     **{_V1 + name: form for name, form in _OTHER_BACKENDS.items()},
+    **{f"vllm.models.{name}": ROW_PAGES for name in _ROW_MODELS},
     **{f"vllm.models.{name}": form for name, form in _MODELS.items()},
 }
 
@@ -111,6 +201,9 @@ _VARIANTS: Mapping[str, Mapping[str, str]] = {
 
 # How the names of the classes begin that vLLM makes for layers that attend to chunks.
 _OF_CHUNKS = "ChunkedLocalAttention_"
+
+# Bytes of a record of DeepSeek V4.1: 512 elements of fp8 and 16 scales, or of fp4 and 32 scales.
+_RECORDS_V41 = (512 + 16, 256 + 32)
 
 _EXPECTED = "the full_cls_name() of a known attention backend"
 
@@ -133,7 +226,8 @@ class Backends:
         name = full_name(field, chosen(self.by_layer, layer))
         form = FORMATS.get(name)
         if form is None:
-            raise SpecError(field, name, f"{_EXPECTED} (kvspec.adapters.vllm.FORMATS)")
+            why = BACKENDS_REFUSED.get(name, "kvspec.adapters.vllm.FORMATS")
+            raise SpecError(field, name, f"{_EXPECTED} ({why})")
         form = _for_spec(form, spec)
         if form in _VARIANTS:
             form = self._variant(layer, name, _VARIANTS[form])
@@ -141,7 +235,7 @@ class Backends:
         if form == "key planes" and spec.get("head_size").value != INDEXER_ROW:
             form = "opaque:indexer"
         _check(field, name, form, spec)
-        return form
+        return ROW_PAGES if form == "keys" else form
 
     def _variant(self, layer: str, name: str, known: Mapping[str, str]) -> str:
         """Return the format for the caller's variant of the backend called *name*."""
@@ -150,6 +244,11 @@ class Backends:
             wanted = f"one of {', '.join(known)}: the variants of {name.rpartition('.')[2]}"
             raise SpecError(f"variants[{layer!r}]", variant, wanted)
         return known[variant]
+
+    def of_summaries(self, layer: str) -> bool:
+        """Return whether *layer* keeps summaries, which have one head on each rank."""
+        name = full_name(f"backends[{layer!r}]", chosen(self.by_layer, layer))
+        return name == f"vllm.models.{SUMMARIES}"
 
     def device_of(self, layer: str) -> str | None:
         """Return the type of device whose kernels write the state of *layer*, or None."""
@@ -202,10 +301,15 @@ def _for_spec(form: str, spec: FieldReader) -> str:
     # The bytes of a row mean other numbers in each mode. Rows of int4 may be as long.
     if form == "Octave's":
         return f"opaque:octave-{quantization(spec).lower()}"
-    # DeepSeek V4 has fp8 records with their own bytes of a row, or plain latents.
+    if form == "QSA's":
+        octave = "OCTAVE" in quantization(spec)
+        return f"opaque:octave-{quantization(spec).lower()}" if octave else ROW_PAGES
+    # DeepSeek V4 has fp8 records with their own bytes of a row, or plain latents. A page of its
+    # records of 584 bytes has all data before all scales. In those of V4.1, the scales of a token
+    # follow its data.
     if form == "DeepSeek's":
-        packed = spec.get("state_content_bytes").value is not None
-        return "opaque:deepseek" if packed else ROW_PAGES
+        size = spec.get("state_content_bytes").value
+        return ROW_PAGES if size is None or size in _RECORDS_V41 else "opaque:deepseek"
     return form
 
 
@@ -221,6 +325,9 @@ def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
     role = spec.get("cache_role").value
     if form == ROW_PAGES and str(getattr(role, "name", role)).upper() == "INDEXER":
         wanted = f"a backend that keeps an indexer's keys, as {spec.path} requires"
+        raise SpecError(field, name, wanted)
+    if form == "keys" and spec.get("state_content_bytes").value is not None:
+        wanted = f"a backend that packs an indexer's keys, as {spec.path} requires"
         raise SpecError(field, name, wanted)
     if form.startswith("opaque:octave-") and "OCTAVE" not in quantization(spec):
         wanted = f"a backend that keeps {quantization(spec)}, as {spec.path} requires"
@@ -274,6 +381,18 @@ def packing(rank_spec: FieldReader, page_format: str) -> dict[str, Any]:
         wanted = f"None or {(size + size_v) * width}: a key and a value"
         raise SpecError(f"{rank_spec.path}.state_content_bytes", content, wanted)
     return {"page_format": page_format}
+
+
+def rows_without_values(rank_spec: FieldReader, page_format: str, row: int) -> dict[str, Any]:
+    """Return the fields of rows of *row* bytes for each head that are no key and value.
+
+    vLLM describes them by values of size 0: the inputs of Inkling's convolutions, and Step-5's
+    summaries of eight tokens.
+    """
+    content = rank_spec.get("state_content_bytes")
+    if page_format != ROW_PAGES or content.size_or_none() not in (None, row):
+        raise SpecError(f"{rank_spec.path}.head_size_v", 0, "a page of rows without packed bytes")
+    return {"state_content_bytes": row}
 
 
 def _scaled(rank_spec: FieldReader, content: int | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ the sizes that vLLM reports. Each page must have as many bytes as vLLM reports. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -57,8 +57,10 @@ def engine_spec(
 ) -> EngineSpec:
     """Return the engine that owns vLLM's `KVCacheConfig` of one rank.
 
-    The groups are called ``group0``, ``group1``, ... in vLLM's order. In a vLLM worker, use
-    `from_vllm`, which reads the arguments from vLLM's configuration.
+    The groups are called ``group0``, ``group1``, ... in vLLM's order. If the layers of vLLM's group
+    have specs of several classes, each further class is a group of its own with the same block
+    table, such as ``group0.MLAAttentionSpec``. In a vLLM worker, use `from_vllm`, which reads the
+    arguments from vLLM's configuration.
 
     Args:
         config: The `KVCacheConfig` of the rank. With pipeline stages, a sequence of one config for
@@ -151,17 +153,18 @@ def _groups(
     # The stages have the same groups in the same order, but a stage may lack the last ones.
     for index in range(max(len(config.groups) for config in configs)):
         members = [config.groups[index] for config in configs if index < len(config.groups)]
-        group = _group(f"group{index}", members, specs, excluded)
         # A group without a cache is left out, and no other group gets its number.
-        if group is not None:
-            groups.append(group)
+        groups.extend(_split(f"group{index}", members, specs, excluded))
     return tuple(groups)
 
 
-def _group(
+def _split(
     name: str, members: Sequence[Group], specs: RankSpecs, excluded: frozenset[str]
-) -> KVCacheGroup | None:
-    """Return the group with one member on each stage, or None if no layer has a known cache."""
+) -> Iterator[KVCacheGroup]:
+    """Yield the groups that one group of vLLM becomes: one for each class of its layers' specs.
+
+    There is none if no layer has a known cache. *members* has the group's member on each stage.
+    """
     layers: dict[str, RankLayer] = {}
     excluded_here: list[str] = []
     for member in members:
@@ -175,14 +178,26 @@ def _group(
             layers[layer] = specs.read(layer, spec)
             if left_out:
                 excluded_here.append(layer)
-    if not layers:
-        return None
+    # vLLM puts layers into one group if their classes have a base in common: layers with heads, and
+    # layers with one key for each token. Their parts have nothing in common but the block table.
+    classes = dict.fromkeys(type(read.spec) for read in layers.values())
+    uniform = any(member.uniform for member in members)
+    for number, cls in enumerate(classes):
+        of_class = {layer: read for layer, read in layers.items() if type(read.spec) is cls}
+        here = tuple(layer for layer in excluded_here if layer in of_class)
+        part = f"{name}.{cls.__name__}" if number else name
+        yield _group(part, of_class, here, uniform=uniform)
+
+
+def _group(
+    name: str, layers: Mapping[str, RankLayer], excluded: tuple[str, ...], *, uniform: bool
+) -> KVCacheGroup:
+    """Return the group of *layers*, whose specs have one class."""
 
     def common(field: str) -> Any:  # noqa: ANN401 - of the field's type
         return _same(name, field, {layer: getattr(read, field) for layer, read in layers.items()})
 
     # Layers of one group may differ in the meaning of their keys: some have no positions.
-    uniform = any(member.uniform for member in members)
     uniform |= len({_meaning(read.spec) for read in layers.values()}) > 1
     return KVCacheGroup(
         name=name,
@@ -191,8 +206,17 @@ def _group(
         layout=common("layout"),
         kernel_block_size=common("kernel_block_size"),
         context_sharded=common("context_sharded"),
-        excluded=tuple(excluded_here),
+        excluded=excluded,
     )
+
+
+def vllm_group(name: str) -> str:
+    """Return the name of vLLM's group that the group called *name* is, or is a class of.
+
+    >>> vllm_group("group0.MLAAttentionSpec")
+    'group0'
+    """
+    return name.partition(".")[0]
 
 
 def _meaning(spec: LayerSpec) -> tuple[KeyContent | None, str | None] | None:

@@ -37,6 +37,7 @@ from typing import Any
 
 import attrs
 
+from kvspec.adapters.vllm.engine import vllm_group
 from kvspec.descriptors.complete import complete_tokens
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
@@ -96,7 +97,7 @@ def withhold(
         # Groups of recurrent states are not here. vLLM hashes the block of a state only if the
         # state is the one after the block's last token.
         group = engine.group(name)
-        own = (hashed or {}).get(name)
+        own = (hashed or {}).get(vllm_group(name))
         block = own.block_size if own else engine.virtual_block(group)
         full = request.total(group.spec) // block
         complete = ranges[-1] if ranges else range(0)

@@ -22,6 +22,7 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import attrs
@@ -36,6 +37,7 @@ from kvspec.adapters.vllm.backends import (
     packing,
     quantization,
     real_page,
+    rows_without_values,
 )
 from kvspec.adapters.vllm.recurrent import read_state
 from kvspec.errors import SpecError
@@ -262,10 +264,15 @@ class RankSpecs:
         kind, more = SPEC_KINDS[name]
         fields = self._common(layer, rank_spec, more)
         local = rank_spec.get("num_kv_heads")
-        total = model_heads(self.heads, layer, local, self.parallel, self.tp_rank)
+        heads = 1 if self.backends.of_summaries(layer) else self.heads
+        total = model_heads(heads, layer, local, self.parallel, self.tp_rank)
         fields["total_num_kv_heads"] = total
-        fields["head_size_v"] = rank_spec.get("head_size_v").size_or_none()
-        fields |= packing(rank_spec, page_format)
+        if rank_spec.get("head_size_v").value == 0:
+            row = fields["head_size"] * itemsize(fields["dtype"])
+            fields |= rows_without_values(rank_spec, page_format, row)
+        else:
+            fields["head_size_v"] = rank_spec.get("head_size_v").size_or_none()
+            fields |= packing(rank_spec, page_format)
         with rank_spec.named():
             spec: AttentionSpec = kind(**fields)
             return spec
@@ -275,6 +282,10 @@ class RankSpecs:
     ) -> dict[str, Any]:
         """Return the fields that all kinds of attention have, and *more* (see `SPEC_KINDS`)."""
         fields = {name: rank_spec.get(name).size() for name in ("block_size", "head_size")}
+        rows = rank_spec.get("tokens_per_state")
+        if isinstance(rows.value, Fraction) and rows.value < 1:
+            wanted = "at least 1 (not yet: several rows for each token)"
+            raise SpecError(rows.path, rows.value, wanted)
         for name, missing in {"tokens_per_state": 1, **more}.items():
             fields[name] = rank_spec.get(name).size(missing, least=0 if missing == 0 else 1)
         return {**fields, "dtype": self._dtype(layer, rank_spec)}

@@ -34,7 +34,7 @@ from typing import Any
 
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Group, read_config
-from kvspec.adapters.vllm.engine import NULL_BLOCK
+from kvspec.adapters.vllm.engine import NULL_BLOCK, vllm_group
 from kvspec.descriptors.request import BlockTable
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
@@ -83,13 +83,12 @@ def block_tables(
         raise SpecError(
             "block_ids", f"{len(tables)} lists", f"one for each of {len(groups)} groups"
         )
-    known = {group.name for group in engine.groups}
     positive_int("num_tokens", num_tokens, least=0)
     request_tables: dict[str, BlockTable] = {}
     for number, (group, ids) in enumerate(zip(groups, tables, strict=True)):
-        # A group that is not in the engine keeps no cache, or one that vLLM does not transfer.
-        name = f"group{number}"
-        if name in known:
+        # A group that is not in the engine keeps no cache, or one that vLLM does not transfer. A
+        # group of several classes is in the engine several times.
+        for name in (g.name for g in engine.groups if vllm_group(g.name) == f"group{number}"):
             table = BlockTable(ids)
             # Ids keep their distance from the front. Pairing two lists from their ends moves the
             # wrong tokens if one engine has a block more (vllm#50558, vllm#46694).

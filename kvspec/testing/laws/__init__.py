@@ -152,7 +152,8 @@ LAWS = (
         "exact cover",
         "Each unit and token that a consumer rank owns is read once, from a rank that owns it. Each"
         " live, uncached byte of a request is written once, with its true value. No byte that must"
-        " not change is written.",
+        " not change is written, no dead byte is written twice, and none is read from blocks that"
+        " are not the request's. `verify` has the same definition.",
         (*_MOVES, *_COPIES, *_WHOLE),
         (moves.cover, copies.cover, whole.cover),
     ),
