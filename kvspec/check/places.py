@@ -160,8 +160,9 @@ class Places:
     def usable(self, group: KVCacheGroup, part: Part, wanted: range, first_live: int) -> Ints:
         """Return the ids of the blocks of *part* that are the request's own.
 
-        A state has one block, if it is *wanted*, and a ring has the first one. Tokens have the block of the *first live* one and
-        all later ones, also after the last token. Earlier blocks may be another request's by now.
+        A state has one block, if it is *wanted*, and a ring has the first one. Tokens have the
+        block of the *first live* one and all later ones, also after the last token. Earlier blocks
+        may be another request's by now.
         """
         table = self.tables[group.name]
         if not part.per_token:

@@ -308,7 +308,7 @@ class TransferRequest:
     def cached(self, group: str, spec: LayerSpec) -> int:
         """Return the number of leading tokens of *group* that the consumer already has.
 
-        It is 0 for a ring. Raises `SpecError` if a ring moves and they end inside one of its groups.
+        It is 0 for a ring. Raises `SpecError` if they end inside a group of a ring that moves.
         """
         return spec.without_transfer(self.hit(group, spec), self.total(spec))
 
