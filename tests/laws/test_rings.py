@@ -284,6 +284,23 @@ def test_ring_is_counted_explained_and_drawn_by_position(policy: Any) -> None:
     assert "blocks of" not in plan_svg(plan)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [(30, [*(f"token {at}" for at in (*range(24, 30), 22, 23))]), (3, ["token 0", "row 7"])],
+)
+def test_explain_names_the_last_token_of_each_row(tokens: int, words: list[str]) -> None:
+    """Token 24 is in row 0 of 8 rows. After 3 tokens, no token is in row 7."""
+    one = moved(engine(ring(15)), engine(ring(8)), tokens)
+    table = world(one).table(kvspec.RankId(), kvspec.RankId())
+    rows = [
+        kvspec.explain(table, consumer_id=8 + row, request=one.request).splitlines()[1]
+        for row in range(8)
+    ]
+    for number, word in enumerate(words[:-1]):
+        assert rows[number].endswith(f", {word}")
+    assert rows[7].endswith(f", {words[-1]}")
+
+
 def test_dead_tokens_of_a_ring_never_move() -> None:
     """The row of a dead token may be that of a live one in the other ring."""
     one = moved(engine(ring(16, overlap=True)), engine(ring(8, overlap=True)), 10)
