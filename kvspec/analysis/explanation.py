@@ -360,7 +360,9 @@ def _rows(
         return f"{_range_text('row', state)} of a block that is not part of the request"
     if group.spec.is_ring:
         last, size = request.num_tokens - 1, group.spec.block_size
-        return _range_text("token", last - (last - state) % size)
+        tokens = last - (last - state) % size
+        # A short request has no token in the last rows.
+        return _range_text("row", state) if tokens.min() < 0 else _range_text("token", tokens)
     context = engine.context(group, rank)
     local = (
         int(index[0]) * group.spec.block_size

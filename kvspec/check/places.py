@@ -160,15 +160,17 @@ class Places:
     def usable(self, group: KVCacheGroup, part: Part, wanted: range, first_live: int) -> Ints:
         """Return the ids of the blocks of *part* that are the request's own.
 
-        A state has one block, if it is *wanted*. Tokens have the block of the *first live* one and
-        all later ones, also after the last token. Earlier blocks may be another request's by now.
+        A state has one block, if it is *wanted*, and a ring has the first one. Tokens have the
+        block of the *first live* one and all later ones, also after the last token. Earlier blocks
+        may be another request's by now.
         """
         table = self.tables[group.name]
         if not part.per_token:
             return self._state_block(group, wanted.stop - 1) if wanted else table.block_ids[:0]
+        if group.spec.is_ring:
+            return table.block_ids[:1]
         blocks = self.blocks(group.name)
         first = (first_live - table.first_token) // self.virtual_block(group)
-        first = 0 if group.spec.is_ring else first
         ids = table.block_ids[blocks[blocks >= first]]
         if self.owners.engine.null_block is None:
             # An id that occurs twice stands for no block.

@@ -308,9 +308,9 @@ class TransferRequest:
     def cached(self, group: str, spec: LayerSpec) -> int:
         """Return the number of leading tokens of *group* that the consumer already has.
 
-        It is 0 for a ring. Raises `SpecError` if the tokens end inside a group of a ring.
+        It is 0 for a ring. Raises `SpecError` if they end inside a group of a ring that moves.
         """
-        return spec.without_transfer(self.hit(group, spec))
+        return spec.without_transfer(self.hit(group, spec), self.total(spec))
 
     def total(self, spec: LayerSpec) -> int:
         """Return the number of tokens for layers of *spec*: those of the prompt or the encoder."""

@@ -172,10 +172,10 @@ def _token_rows(
     group, table = engine.group(edge.group), request.table("consumer", edge.group)
     context = engine.context(group, pair.consumer.rank)
     local = context.local(positions) - table.first_token // context.size
-    index, token = np.divmod(local, engine.virtual_block(group) // context.size)
-    kernel_block, token = np.divmod(token, group.memory_block_size)
+    index, token = np.divmod(local, group.spec.block_size)
     if group.spec.is_ring:
-        kernel_block = np.zeros_like(index)
+        index = np.zeros_like(index)  # The one block has all positions.
+    kernel_block, token = np.divmod(token, group.memory_block_size)
     ids = table.block_ids[index]
     own = _own_blocks(ids, table, engine.null_block, region, group.kernel_blocks_per_block)
     return ids[own] * group.kernel_blocks_per_block + kernel_block[own], token[
@@ -206,7 +206,7 @@ def _positions_not_required(
     if spec.is_ring:
         # The rows of the next positions, which begin at the first live one, are all of its rows.
         first = spec.live_tokens(request.total(spec)).start
-        stop = first + len(table.block_ids) * group.spec.block_size
+        stop = first + group.spec.block_size * bool(len(table.block_ids))
     if wanted.start <= first < wanted.stop:  # The tokens that move are most of them.
         first += (wanted.stop - first) // tokens_per_state * tokens_per_state
     positions = np.arange(first, max(stop, first), tokens_per_state, dtype=np.int64)

@@ -167,11 +167,11 @@ class LayerSpec:
         """Whether a block is a ring: a request has one block, and rows are positions modulo it."""
         return False
 
-    def without_transfer(self, cached: int) -> int:
+    def without_transfer(self, cached: int, num_tokens: int) -> int:  # noqa: ARG002
         """Return the leading positions that need not move if the consumer has cached *cached*.
 
         Raises:
-            SpecError: If the layer cannot continue after so many tokens.
+            SpecError: If the layer cannot continue to *num_tokens* after so many tokens.
         """
         return cached
 

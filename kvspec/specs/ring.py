@@ -99,14 +99,14 @@ class CircularBufferSpec(LayerSpec):
         """Always True."""
         return True
 
-    def without_transfer(self, cached: int) -> int:
+    def without_transfer(self, cached: int, num_tokens: int) -> int:
         """Return 0, because no prefix cache contains a ring.
 
         Raises:
-            SpecError: If a prefix of *cached* tokens ends inside a group of tokens. The rest of
-                the group would be in a ring.
+            SpecError: If a row moves, and a prefix of *cached* tokens ends inside a group of
+                tokens. The rest of the group would be in a ring.
         """
-        if cached % self.compress_ratio:
+        if cached % self.compress_ratio and self.live_tokens(num_tokens):
             wanted = f"a multiple of compress_ratio={self.compress_ratio}, for a layer with a ring"
             raise SpecError("cached_tokens", cached, wanted)
         return 0

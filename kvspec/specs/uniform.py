@@ -121,9 +121,9 @@ class UniformTypeKVCacheSpecs(LayerSpec):
         """Whether the blocks of the layers are rings."""
         return self._first.is_ring
 
-    def without_transfer(self, cached: int) -> int:
+    def without_transfer(self, cached: int, num_tokens: int) -> int:
         """Return the leading positions that need not move if the consumer has cached *cached*."""
-        return self._first.without_transfer(cached)
+        return self._first.without_transfer(cached, num_tokens)
 
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:
         """Return the number of tokens that the layers store for a request."""

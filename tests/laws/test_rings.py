@@ -185,6 +185,47 @@ def test_cached_prefix_that_ends_inside_a_group_is_refused(cached: Any) -> None:
         assert "compress_ratio=4" in str(caught.value)
 
 
+@pytest.mark.parametrize(("tokens", "cached"), [(8, 6), (16, 6), (8, 9), (0, 3), (8, {"g": 2})])
+def test_cached_prefix_does_not_matter_if_no_group_is_open(tokens: int, cached: Any) -> None:
+    """Rule 8 refuses a prefix inside a group only if a position is wanted."""
+    one = moved(engine(ring()), engine(ring(16)), tokens, cached_tokens=cached)
+    here = world(one)
+    table = here.table(kvspec.RankId(), kvspec.RankId())
+    assert 0 == len(table.select(one.request))
+    assert 16 * 4 == table.unwritten_ranges(one.request)[:, 1].sum()
+    for independent in (False, True):
+        places = *caches(here), one.request
+        assert None is kvspec.verify(here.plan, *places, independent=independent)
+
+
+def test_ring_without_open_group_uses_only_its_first_block() -> None:
+    """A table of two ids is allowed if nothing moves. Only the first id is the ring."""
+    one = moved(engine(ring()), engine(ring(16)), 8)
+    here = world(attrs.evolve(one, consumer_pool={"g": 3}))
+    asked = attrs.evolve(one.request, consumer_blocks={"g": [1, 0]})
+    table = here.table(kvspec.RankId(), kvspec.RankId())
+    region = table.consumer.region("l", "ring")
+    assert [[region.base + 64, 64]] == table.unwritten_ranges(asked).tolist()
+    assert None is kvspec.verify(here.plan, *caches(here), asked)
+    source = table.producer.region("l", "ring").address(block=2, unit=0, state=0)
+    for block in (0, 1):
+        copies = [(source, region.address(block=block, unit=0, state=0), 4)]
+        given = {(kvspec.RankId(), kvspec.RankId()): copies}
+        fault = kvspec.verify(here.plan, *caches(here), asked, given)
+        assert fault is not None
+        assert "unwanted" == fault.kind
+
+
+@pytest.mark.parametrize("tokens", [2**62, 2**62 - 1, 2**62 - 15])
+def test_ring_of_the_longest_request_has_all_of_its_rows(tokens: int) -> None:
+    """The rows that are not wanted count as later positions, also behind the last possible one."""
+    here = world(moved(engine(ring(overlap=True)), engine(ring(16, overlap=True)), 10))
+    table = here.table(kvspec.RankId(), kvspec.RankId())
+    asked = attrs.evolve(here.case.request, num_tokens=tokens)
+    moves = table.descriptors(asked)[:, 2].sum()
+    assert 16 * 4 - moves == table.unwritten_ranges(asked)[:, 1].sum()
+
+
 @pytest.mark.parametrize("side", ["producer", "consumer"])
 @pytest.mark.parametrize(
     "blocks", [[], [1, 0], [0], [-1], [9], kvspec.BlockTable([1], first_token=8)]
@@ -241,6 +282,23 @@ def test_ring_is_counted_explained_and_drawn_by_position(policy: Any) -> None:
     assert tokens == {*range(4, 10)}
     assert "15 rows a block" in table_svg(table)
     assert "blocks of" not in plan_svg(plan)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [(30, [*(f"token {at}" for at in (*range(24, 30), 22, 23))]), (3, ["token 0", "row 7"])],
+)
+def test_explain_names_the_last_token_of_each_row(tokens: int, words: list[str]) -> None:
+    """Token 24 is in row 0 of 8 rows. After 3 tokens, no token is in row 7."""
+    one = moved(engine(ring(15)), engine(ring(8)), tokens)
+    table = world(one).table(kvspec.RankId(), kvspec.RankId())
+    rows = [
+        kvspec.explain(table, consumer_id=8 + row, request=one.request).splitlines()[1]
+        for row in range(8)
+    ]
+    for number, word in enumerate(words[:-1]):
+        assert rows[number].endswith(f", {word}")
+    assert rows[7].endswith(f", {words[-1]}")
 
 
 def test_dead_tokens_of_a_ring_never_move() -> None:
