@@ -26,7 +26,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from kvspec.models.compressed import HEAVY_RATIO, SPARSE_RATIO, WINDOW, ratios
+from kvspec.models.compressed import HEAVY_RATIO, NO_RATIO, SPARSE_RATIO, ratios
 from kvspec.models.fields import (
     FULL,
     MLA,
@@ -448,7 +448,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ratios,
         compressed=True,
         types={
-            "sliding_attention": WINDOW,
+            "sliding_attention": NO_RATIO,
             "compressed_sparse_attention": SPARSE_RATIO,
             "heavily_compressed_attention": HEAVY_RATIO,
         },

@@ -34,7 +34,7 @@ from kvspec.specs import (
     UniformTypeKVCacheSpecs,
 )
 
-WINDOW, SPARSE_RATIO, HEAVY_RATIO = "0", "4", "128"
+NO_RATIO, SPARSE_RATIO, HEAVY_RATIO = "0", "4", "128"
 
 # Bytes of a row of ``fp8_ds_mla``: 448 8-bit elements, 64 of bfloat16, 7 scales and a padding.
 _PACKED_ROW = 584
@@ -56,7 +56,7 @@ def ratios(read: ModelConfig, layers: int) -> list[str]:
     if not isinstance(listed, list) or len(listed) < layers:
         raise SpecError("compress_ratios", listed, f"num_hidden_layers={layers} ratios")
     found = ["0" if ratio == 1 else str(ratio) for ratio in listed[:layers]]
-    if not {WINDOW, SPARSE_RATIO, HEAVY_RATIO}.issuperset(found):
+    if not {NO_RATIO, SPARSE_RATIO, HEAVY_RATIO}.issuperset(found):
         raise SpecError("compress_ratios", listed, "ratios of 0, 4 or 128")
     return found
 
@@ -107,7 +107,7 @@ def compressed_groups(
         },
     }
     for index, kind in enumerate(kinds):
-        if kind == WINDOW:
+        if kind == NO_RATIO:
             continue
         sums = groups.setdefault(f"compressor_{kind}", {})
         groups["mla"][name("model.layers.{}.attn", index)] = MLAAttentionSpec(
