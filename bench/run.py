@@ -20,6 +20,7 @@ from counting import b17
 from digesting import digested
 from growth import b9, b10
 from merging import b6
+from modelling import modelled
 from moving import b7, b8, b15
 from planning import b3, b4, b5
 from polling import polled
@@ -51,6 +52,7 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "READ": read_cost,
     "DIGEST": digested,
     "POLL": polled,
+    "MODEL": modelled,
 }
 COLUMNS = ("budget", "what", "ours", "other", "ratio", "required", "met")
 WIDTHS = (6, 98, 24, 22, 9, 16, 4)

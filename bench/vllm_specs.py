@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gzip
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -38,7 +39,11 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+from vllm.v1.worker.workspace import init_workspace_manager
 
 GOLDENS = Path(__file__).resolve().parents[1] / "tests" / "goldens"
 GOLDEN = GOLDENS / "vllm_specs.json.gz"
@@ -120,6 +125,49 @@ _V4 = {
         "beta_slow": 1,
     },
 }
+_GLM5_NEXT = {
+    **_BASE,
+    **_EXPERTS,
+    **_LATENTS,
+    "num_key_value_heads": 4,
+    "head_dim": 0,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 0,
+    "index_topk": 64,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_kpool": 16,
+    "n_shared_experts": 1,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "hc_mult": 4,
+    "index_kpool_always_select_tail": True,
+    "mhc": True,
+    "mla_use_nope": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "num_nextn_predict_layers": 0,
+    "indexer_rope_interleave": True,
+}
+_QWEN4_EXP = {
+    **_BASE,
+    **_EXPERTS,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 16,
+    "hc_count": 4,
+    "hc_lowrank": 16,
+    "output_gate_type": "silu",
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 64,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
 _KIMI = {
     "model_type": "kimi_linear",
     **_BASE,
@@ -161,6 +209,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["KimiK3ForConditionalGeneration"],
         "model_type": "kimi_k3",
         "text_config": _KIMI,
+    },
+    "deepseek_v41": {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": "deepseek_v41",
+        "text_config": {
+            **_V4,
+            "model_type": "deepseek_v41_text",
+            "num_hidden_layers": 8,
+            "compress_ratios": [0, 0, 1, 2, 2, 1, 2, 0, 0],
+            "kv_source_layer_ids": [2, 3, 6],
+            "index_source_layer_ids": [2, 3, 4, 6],
+        },
+    },
+    "glm5_next": {
+        "architectures": ["Glm5NextForCausalLM"],
+        "model_type": "glm5_next_text",
+        **_GLM5_NEXT,
+    },
+    "qwen4_exp": {
+        "architectures": ["Qwen4ExpForCausalLM"],
+        "model_type": "qwen4_exp_text",
+        **_QWEN4_EXP,
     },
     "mimo_v2_flash": {
         "architectures": ["MiMoV2FlashForCausalLM"],
@@ -262,6 +332,9 @@ MORE: dict[str, dict[str, Any]] = {
 """Fields of published files that transformers leaves out, by the recorded name."""
 
 
+_SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+
+
 class _Nothing:
     """A stand-in for an event or a stream of CUDA, which some classes make for every device."""
 
@@ -270,11 +343,11 @@ class _Nothing:
 
 
 class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds an empty module for each package of kernels that is only made for GPUs."""
+    """Finds an empty module for each package that only models on GPUs or with images need."""
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec for a module of cutlass."""
-        if name.partition(".")[0] not in ("cutlass", "cuda"):
+        """Return a spec for a module of cutlass or of torchvision."""
+        if name.partition(".")[0] not in ("cutlass", "cuda", "torchvision"):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -291,7 +364,26 @@ class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def start() -> None:
     """Make vLLM import and make its models on a machine without a GPU."""
     torch.cuda.Event = torch.cuda.Stream = _Nothing  # type: ignore[misc, assignment]
+    torch.accelerator.empty_cache = lambda: None  # type: ignore[attr-defined]
     sys.meta_path.append(_Kernels())
+    importlib.import_module("vllm.models.qwen4_exp.nvidia.model")
+    qsa = sys.modules["vllm.models.qwen4_exp.nvidia.qsa"]
+    qsa.is_flash_attn_varlen_func_available = lambda: True  # type: ignore[attr-defined]
+    # The rows of DeepSeek-V4.1 depend on the GPU.
+    platform, capability = type(current_platform), DeviceCapability(9, 0)
+    platform.get_device_capability = classmethod(lambda *_, **__: capability)
+    chosen = platform.get_attn_backend_cls
+
+    def backend(*positional: Any, **options: Any) -> str:  # noqa: ANN401
+        # No backend of a CPU reads chosen tokens. The specs of its layers need only a name.
+        sparse = options["attn_selector_config"].use_sparse
+        return _SPARSE if sparse else chosen(*positional, **options)
+
+    platform.get_attn_backend_cls = staticmethod(backend)
+    # vLLM inspects a model in a process of its own, which does not have these changes.
+    registry._LazyRegisteredModel.inspect_model_cls = lambda each: (  # noqa: SLF001
+        registry._ModelInfo.from_model_cls(each.load_model_cls())  # noqa: SLF001
+    )
     for name in {config["model_type"] for config in CONFIGS.values()}:
         own = type(name, (PretrainedConfig,), {"model_type": name})
         try:
@@ -305,6 +397,7 @@ def _one_rank() -> None:
     """Make the groups of one rank. It needs the config of a first model."""
     init_distributed_environment(1, 0, "file://" + tempfile.mktemp(), 0, "gloo")  # noqa: S306
     initialize_model_parallel(1, 1)
+    init_workspace_manager(torch.device("cpu"))
 
 
 def specs_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,6 +415,8 @@ def specs_of(config: Mapping[str, Any]) -> dict[str, Any]:
             _one_rank()
             torch.set_default_dtype(torch.bfloat16)
             model, _ = get_model_architecture(made.model_config)
+            if ".models.transformers." in model.__module__:
+                raise LookupError("vLLM runs the class of transformers, which judges nothing new")
             with torch.device("meta"):
                 model(vllm_config=made, prefix="")
             return get_kv_cache_spec(made)

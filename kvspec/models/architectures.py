@@ -26,13 +26,21 @@ from collections.abc import Mapping
 
 import attrs
 
-from kvspec.models.compressed import HEAVY_RATIO, NO_RATIO, SPARSE_RATIO, ratios
+from kvspec.models.compressed import (
+    HEAVY_RATIO,
+    NO_RATIO,
+    SPARSE_RATIO,
+    GroupRule,
+    compressed_groups,
+    ratios,
+)
 from kvspec.models.fields import (
     FULL,
     MLA,
     SPARSE,
     KindRule,
     LayerRule,
+    SparseRule,
     alike,
     all_layers,
     chunked_layers,
@@ -43,12 +51,14 @@ from kvspec.models.fields import (
     first_of,
     global_sizes,
     grouped,
+    indexed_layers,
     letters,
     listed,
     listed_window,
     offset,
     other_setting,
     patterned,
+    sparse_layers,
     switched,
     unlisted,
     unrotated_window,
@@ -56,6 +66,7 @@ from kvspec.models.fields import (
     window,
     window_sizes,
 )
+from kvspec.models.rings import RingRule, key_tail, pooled_tail, shared_groups, shared_ratios
 
 
 @attrs.frozen
@@ -102,7 +113,12 @@ class Architecture:
         by_layer: The rule for the fields of single layers. It applies if the config has no
             ``per_layer_config``.
         counted: The field with the number of layers.
-        compressed: Whether the kinds are ratios of compression, see `kvspec.models.compressed`.
+        sparse: The rule for the layers with *index_keys*.
+        ring: Name of the layer with the tokens that the indexer has not compressed yet, or empty.
+            The field ``index_kpool`` then has the number of tokens of one indexer key.
+        ring_rule: The rule for the ring.
+        compressed: The rule for all groups, if the kinds are ratios of compression, or None. See
+            `kvspec.models.compressed`.
         wider: Tokens by which a window is longer than ``sliding_window``.
         shared: Whether transformers saves models of other types with the class of this row. Such a
             config must have all sizes, because each type has its own defaults.
@@ -126,7 +142,10 @@ class Architecture:
     types: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     by_layer: LayerRule = attrs.field(default=alike, kw_only=True)
     counted: str = attrs.field(default="num_hidden_layers", kw_only=True)
-    compressed: bool = attrs.field(default=False, kw_only=True)
+    sparse: SparseRule = attrs.field(default=sparse_layers, kw_only=True)
+    ring: str = attrs.field(default="", kw_only=True)
+    ring_rule: RingRule = attrs.field(default=pooled_tail, kw_only=True)
+    compressed: GroupRule | None = attrs.field(default=None, kw_only=True)
     wider: int = attrs.field(default=0, kw_only=True)
     shared: bool = attrs.field(default=False, kw_only=True)
     required: tuple[str, ...] = attrs.field(default=(), kw_only=True)
@@ -446,12 +465,18 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "DeepseekV4ForCausalLM deepseek_v4",
         ratios,
-        compressed=True,
+        compressed=compressed_groups,
         types={
             "sliding_attention": NO_RATIO,
             "compressed_sparse_attention": SPARSE_RATIO,
             "heavily_compressed_attention": HEAVY_RATIO,
         },
+        defaults={"head_dim": 512, "sliding_window": 128, "index_head_dim": 128},
+    ),
+    Architecture(
+        "DeepseekV41ForCausalLM deepseek_v41 deepseek_v41_text",
+        shared_ratios,
+        compressed=shared_groups,
         defaults={"head_dim": 512, "sliding_window": 128, "index_head_dim": 128},
     ),
     # Recurrent layers, with or without attention layers.
@@ -490,6 +515,37 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ),
         # vLLM, SGLang and transformers all keep its temporal state in float32.
         defaults={"mamba_ssm_dtype": "float32"},
+    ),
+    Architecture(
+        "Glm5NextForCausalLM Glm5NextForConditionalGeneration glm5_next glm5_next_text",
+        every(4, "state"),
+        latents=True,
+        indexer=_INDEXER,
+        ring="model.layers.{}.self_attn.indexer.tail_cache",
+        types={"indexed_attention": "full"},
+        state=State(
+            "delta_attention", "model.layers.{}.self_attn", "gated_delta_net", _DELTA_ATTENTION
+        ),
+        defaults={
+            "mamba_ssm_dtype": "float32",
+            "qk_rope_head_dim": 0,
+            "index_head_dim": 128,
+            "index_kpool": 16,
+        },
+    ),
+    Architecture(
+        "Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration qwen4_exp qwen4_exp_text",
+        every("full_attention_interval", "state"),
+        required=_BOTH,
+        index_keys="model.layers.{}.self_attn.indexer.compressed_key_cache",
+        sparse=indexed_layers,
+        ring="model.layers.{}.self_attn.indexer.raw_key_cache",
+        ring_rule=key_tail,
+        types={"indexed_attention": "full", "qwen_sparse_attention": "full"},
+        state=State(
+            "gated_delta_net", "model.layers.{}.linear_attn", "gated_delta_net", _GATED_DELTA_NET
+        ),
+        defaults={"full_attention_interval": 4, "linear_conv_kernel_dim": 4},
     ),
     Architecture(
         "NemotronHForCausalLM nemotron_h",
@@ -647,7 +703,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
 )
 
-_RING = "its rings of rows by position"
 _TWO_CACHES = "its layers that have both attention and a recurrent state"
 _ENCODER = "its encoder, whose keys belong to the input and not to tokens"
 
@@ -655,9 +710,6 @@ _ENCODER = "its encoder, whose keys belong to the input and not to tokens"
 NOT_YET: Mapping[str, str] = {
     name: reason
     for names, reason in (
-        ("DeepseekV41ForCausalLM deepseek_v41", _RING),
-        ("Glm5NextForCausalLM Glm5NextForConditionalGeneration glm5_next glm5_next_text", _RING),
-        ("Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration qwen4_exp qwen4_exp_text", _RING),
         ("ZambaForCausalLM zamba", _TWO_CACHES),
         ("ZayaForCausalLM zaya", _TWO_CACHES),
         (
@@ -669,8 +721,8 @@ NOT_YET: Mapping[str, str] = {
             _TWO_CACHES,
         ),
         (
-            "Step5ForCausalLM Step5ForConditionalGeneration",
-            _RING,
+            "Step5ForCausalLM Step5ForConditionalGeneration step5",
+            "its rings, which have as many rows as fit into the pages of other layers",
         ),
         (
             "MistralLarge4ForConditionalGeneration mistral_large4 mistral_large4_text",

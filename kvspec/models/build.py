@@ -31,14 +31,13 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.models.architectures import ARCHITECTURES, NOT_YET, Architecture
-from kvspec.models.compressed import compressed_groups, indexer_keys
+from kvspec.models.compressed import indexer_keys
 from kvspec.models.fields import (
     ModelConfig,
     fields_by_layer,
     indexer_layers,
     kinds_of,
     quantised_cache,
-    sparse_layers,
 )
 from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.specs import (
@@ -87,8 +86,8 @@ def from_config(
     Args:
         config: A parsed ``config.json``, its path, or the path of its folder. For a multimodal
             model, the nested ``text_config`` is used.
-        block_size: Tokens of one attention block. DeepSeek-V4 needs a multiple of 128. Its windows
-            and compressors have blocks of their own, as in vLLM.
+        block_size: Tokens of one attention block. DeepSeek-V4 needs a multiple of 128. Its windows,
+            compressors and rings have blocks of their own, as in vLLM.
         dtype: Element type of the attention cache. By default the dtype of the config, or
             float8_e4m3fn if a ModelOpt checkpoint declares an fp8 cache. A latent has this type
             too, so the rows of ``fp8_ds_mla``, which contain scales, need specs of your own.
@@ -97,12 +96,13 @@ def from_config(
         ssm_dtype: Element type of the temporal state. By default the config's
             ``mamba_ssm_dtype``, or else the dtype of the conv state, as in vLLM. SGLang's default
             is float32.
-        num_speculative_tokens: Additional rows of a conv state.
+        num_speculative_tokens: Additional rows of a conv state, and of a ring.
 
     Returns:
         The groups in this order: full or mla, sliding_window, chunked_local, the state group
         (mamba, gated_delta_net, delta_attention, linear_attention or short_conv), cross_attention,
-        and indexer. DeepSeek-V4 has mla, sliding_window, compressor_4 and compressor_128 instead.
+        indexer, and ring. DeepSeek-V4 has mla, sliding_window, compressor_4 and compressor_128
+        instead, and DeepSeek-V4.1 has mla, sliding_window and ring.
         Layers of one kind with different heads are one group of
         `UniformTypeKVCacheSpecs`.
 
@@ -123,7 +123,7 @@ def from_config(
         # Some backends store 576 bytes a token, others add scales: 656 bytes.
         rule = "8-bit latents of this model depend on the engine: pass the dtype of the cache"
         raise SpecError("quantization_config", quantised, rule=rule)
-    if dtype is None and row.compressed:
+    if dtype is None and row.compressed is not None:
         rule = "engines choose how to store these latents: pass bfloat16, float8_e4m3fn, or uint8"
         raise SpecError("dtype", None, rule=f"{rule} for the packed pages of fp8_ds_mla")
     wanted = (quantised or declared) if dtype is None else dtype
@@ -168,23 +168,39 @@ class _Model:
 
     def groups(self) -> tuple[KVCacheGroup, ...]:
         kinds = self.kinds
-        if self.row.compressed:
-            name = self._name
-            return compressed_groups(self.read, kinds, name, self.block_size, self.dtype)
+        drafts = positive_int("num_speculative_tokens", self.num_speculative_tokens, least=0)
+        if self.row.compressed is not None:
+            sizes = (self.block_size, self.dtype, drafts)
+            return self.row.compressed(self.read, kinds, self._name, *sizes)
         indices = {
             kind: [index for index, own in enumerate(kinds) if kind in own.split()]
             for kind in _KINDS
         }
         groups = [self._group(kind, own) for kind, own in indices.items() if own]
-        sparse = sparse_layers(self.read, len(kinds)) if self.row.index_keys else []
-        return (*groups, *([self._index_keys(sparse)] if sparse else []))
+        indexed = indices["mla"] if self.row.indexer else []
+        if self.row.index_keys:
+            indexed = self.row.sparse(self.read, kinds)
+            groups += [self._index_keys(indexed)] if indexed else []
+        if indexed and self.row.ring:
+            spec = self.row.ring_rule(self.read, drafts, nested=bool(self.prefix))
+            layers = tuple(self._name(self.row.ring, index) for index in indexed)
+            groups.append(KVCacheGroup(name="ring", layers=layers, spec=spec))
+        return tuple(groups)
 
     def _index_keys(self, indices: list[int]) -> KVCacheGroup:
         """Return the plain keys of an indexer, which engines keep in bfloat16."""
         layers = [name for index in indices for name in self._named(self.row.index_keys, index)]
-        size = self.read.number("index_head_dim")
-        spec = MLAAttentionSpec(block_size=self.block_size, head_size=size, dtype="bfloat16")
+        spec = MLAAttentionSpec(
+            block_size=self.block_size,
+            head_size=self.read.number("index_head_dim"),
+            dtype="bfloat16",
+            tokens_per_state=self._pool(),
+        )
         return KVCacheGroup(name="indexer", layers=layers, spec=spec)
+
+    def _pool(self) -> int:
+        """Return the tokens of one indexer key."""
+        return self.read.number("index_kpool") if self.row.ring else 1
 
     def _group(self, kind: str, indices: list[int]) -> KVCacheGroup:
         if kind == "state":
@@ -286,13 +302,20 @@ class _Model:
             rule = f"{self.row.names[0]} has no indexers: use the class of DeepSeek-V3.2"
             raise SpecError("index_topk", self.read.get("index_topk"), rule=rule)
         # The latent of a token is the compressed key and value, followed by the rotary key.
-        size = self.read.number("kv_lora_rank") + self.read.number("qk_rope_head_dim")
+        # GLM-5.3-Flash has no rotary key.
+        least = 0 if self.row.defaults.get("qk_rope_head_dim") == 0 else 1
+        rotary = positive_int("qk_rope_head_dim", self.read.get("qk_rope_head_dim"), least=least)
+        size = self.read.number("kv_lora_rank") + rotary
         return MLAAttentionSpec(block_size=self.block_size, head_size=size, dtype=self.dtype)
 
     def _with_indexers(self, latents: Mapping[str, LayerSpec], indices: list[int]) -> KVCacheGroup:
         """Return latents and indexer keys as one group, because they share block tables."""
-        keys = indexer_keys(self.read.number("index_head_dim"), self.block_size, self.dtype)
+        size = self.read.number("index_head_dim")
+        keys = indexer_keys(size, self.block_size, tokens_per_state=self._pool())
         owners = set(indexer_layers(self.read, indices))
+        if self.row.ring and len(owners) < len(indices):
+            rule = "not yet: layers that share an indexer. vLLM gives each of them its own"
+            raise SpecError("indexer_types", self.read.get("indexer_types"), rule=rule)
         specs: dict[str, LayerSpec] = {}
         for index, (layer, latent) in zip(indices, latents.items(), strict=True):
             specs[layer] = latent

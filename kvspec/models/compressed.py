@@ -22,17 +22,26 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.models.fields import ModelConfig
-from kvspec.ownership.dtypes import itemsize
 from kvspec.specs import (
     LayerSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
+
+# Returns the name of a cache from its pattern and the index of the layer.
+NameRule: TypeAlias = Callable[[str, int], str]
+
+# Takes the config, the kinds of the layers, the rule for names, the tokens of a block, the type of
+# the latents, and the number of speculative tokens. Returns the groups.
+GroupRule: TypeAlias = Callable[
+    [ModelConfig, list[str], NameRule, int, str, int], tuple[KVCacheGroup, ...]
+]
 
 NO_RATIO, SPARSE_RATIO, HEAVY_RATIO = "0", "4", "128"
 
@@ -72,9 +81,10 @@ def check_rates(read: ModelConfig) -> None:
 def compressed_groups(
     read: ModelConfig,
     kinds: list[str],
-    name: Callable[[str, int], str],
+    name: NameRule,
     block_size: int,
     dtype: str,
+    _num_speculative_tokens: int,
 ) -> tuple[KVCacheGroup, ...]:
     """Return the groups of a model whose layers have the ratios *kinds*.
 
@@ -84,6 +94,7 @@ def compressed_groups(
         name: Returns the name of a cache from its pattern and the index of the layer.
         block_size: Tokens of one block of the compressed latents, a multiple of 128.
         dtype: Type of the latents. ``uint8`` is the packed rows of vLLM's ``fp8_ds_mla``.
+        _num_speculative_tokens: Not used. Windows of the sums do not depend on it.
     """
     check_rates(read)
     if block_size % int(HEAVY_RATIO):
@@ -118,31 +129,29 @@ def compressed_groups(
         sums[name("model.layers.{}.attn.compressor.state_cache", index)] = _sums(kind, head)
         if kind == SPARSE_RATIO:
             size = read.number("index_head_dim")
-            keys = indexer_keys(size, block_size, dtype, tokens_per_state=int(kind))
+            keys = indexer_keys(size, block_size, tokens_per_state=int(kind))
             groups["mla"][name("model.layers.{}.attn.indexer.k_cache", index)] = keys
             own = _sums(kind, size)
             sums[name("model.layers.{}.attn.indexer.compressor.state_cache", index)] = own
-    return tuple(_group(group, specs) for group, specs in groups.items() if specs)
+    return tuple(group_of(group, specs) for group, specs in groups.items() if specs)
 
 
-def indexer_keys(
-    size: int, block_size: int, dtype: str, *, tokens_per_state: int = 1
-) -> MLAAttentionSpec:
+def indexer_keys(size: int, block_size: int, *, tokens_per_state: int = 1) -> MLAAttentionSpec:
     """Return the spec of the 8-bit keys of a DeepSeek indexer.
 
     A key has 8-bit floats and one float32 scale for each 128 elements. A key of 128 elements takes
-    128 + 4 = 132 bytes. A page has the keys of all tokens, then their scales. So a page is no
-    sequence of rows of 132 bytes, and moves only as a whole.
+    128 + 4 = 132 bytes. A page has the keys of all tokens, then their scales. So it is no sequence
+    of rows of 132 bytes. vLLM describes the keys as bytes, and so does this spec.
     """
     if size % _INDEXER_BLOCK:
         raise SpecError("index_head_dim", size, f"a multiple of {_INDEXER_BLOCK}")
     return MLAAttentionSpec(
         block_size=block_size,
         head_size=size,
-        dtype=dtype,
+        dtype="uint8",
         tokens_per_state=tokens_per_state,
-        state_content_bytes=size + size // _INDEXER_BLOCK * itemsize("float32"),
-        page_format="opaque:indexer",
+        scale_dtype="float32",
+        elements_per_scale=None if size == _INDEXER_BLOCK else _INDEXER_BLOCK,
     )
 
 
@@ -157,7 +166,8 @@ def _sums(kind: str, size: int) -> SlidingWindowMLASpec:
     )
 
 
-def _group(name: str, specs: Mapping[str, LayerSpec]) -> KVCacheGroup:
+def group_of(name: str, specs: Mapping[str, LayerSpec]) -> KVCacheGroup:
+    """Return the group of these layers. It is a uniform-type group if they differ."""
     first, *others = specs.values()
     same = all(other == first for other in others)
     spec = first if same else UniformTypeKVCacheSpecs(specs=specs)

@@ -42,7 +42,8 @@ _FIELD_ALIASES: dict[str, tuple[str, ...]] = {
     "linear_num_heads": ("linear_attn_config.num_heads",),
     "linear_head_dim": ("linear_attn_config.head_dim",),
     "linear_conv_kernel_dim": ("linear_attn_config.short_conv_kernel_size",),
-    "index_head_dim": ("sparse_attention_config.sparse_index_dim",),
+    "index_head_dim": ("sparse_attention_config.sparse_index_dim", "indexer_head_dim"),
+    "index_kpool": ("indexer_compress_ratio",),
 }
 
 
@@ -514,13 +515,32 @@ def _scheduled_indexers(read: ModelConfig, indices: Sequence[int]) -> list[int]:
     return [index for index in indices if max(index - first + 1, 0) % period == 0]
 
 
-def sparse_layers(read: ModelConfig, layers: int) -> list[int]:
+# A rule takes a config and the kinds of its layers, and returns the layers with indexer keys.
+SparseRule: TypeAlias = Callable[[ModelConfig, list[str]], list[int]]
+
+
+def indexed_layers(read: ModelConfig, kinds: list[str]) -> list[int]:
+    """Return all layers with attention, or none if the config has no indexer.
+
+    >>> indexed_layers(ModelConfig({"indexer_n_heads": 4}, {}), ["state", "full"])
+    [1]
+    """
+    if read.get("ple_layer_ids"):
+        rule = "not yet: convolutions of embeddings, which all ranks hold"
+        raise SpecError("ple_layer_ids", read.get("ple_layer_ids"), rule=rule)
+    if read.get("indexer_n_heads") is None:
+        return []
+    return [index for index, kind in enumerate(kinds) if kind == "full"]
+
+
+def sparse_layers(read: ModelConfig, kinds: list[str]) -> list[int]:
     """Return the layers with keys for an indexer, of a model whose other layers are dense.
 
     >>> nested = {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}}
-    >>> sparse_layers(ModelConfig(nested, {}), 2)
+    >>> sparse_layers(ModelConfig(nested, {}), ["full", "full"])
     [1]
     """
+    layers = len(kinds)
     types = read.get("layer_types")
     if isinstance(types, list):
         return [index for index in range(layers) if types[index] == SPARSE]

@@ -228,29 +228,26 @@ def test_deepseek_v32_has_indexer_keys_and_latents_in_one_group() -> None:
     assert [64 * 1152, 64 * 132] == pages
 
 
-def test_deepseek_v32_indexer_pages_move_only_whole() -> None:
-    """A page has all keys and then all scales, so no token is a row of 132 bytes."""
-    (group,) = models.from_config(catalogue.config("DeepSeek-V3.2"), block_size=64)
-    (page,) = group.spec.of_layer(group.layers[1]).parts
-    assert ("page", 64, 64 * 132) == (page.name, page.tokens_per_state, page.content_bytes)
+def test_deepseek_v32_indexer_pages_have_keys_and_then_scales() -> None:
+    """So they move between unequal block sizes: each token has a latent, a key and a scale."""
+    config = catalogue.config("DeepSeek-V3.2") | {"num_hidden_layers": 1}
+    (group,) = models.from_config(config, block_size=64)
+    parts = {part.tensor: part.content_bytes for part in group.spec.of_layer(group.layers[1]).parts}
+    assert {"latent": 128, "latent_scale": 4} == parts
     sides = [
-        kvspec.EngineSpec(
-            groups=models.from_config(catalogue.config("DeepSeek-V3.2"), block_size=n)
-        )
-        for n in (64, 128)
+        kvspec.EngineSpec(groups=models.from_config(config, block_size=size)) for size in (64, 128)
     ]
-    error = refusal(lambda: kvspec.plan_transfer(*sides), kvspec.MismatchError)
-    fields = {".".join(mismatch.field.split(".")[-2:]) for mismatch in error.mismatches}
-    assert {"page.content_bytes", "page.tokens_per_state"} == fields
+    traffic = kvspec.traffic(kvspec.plan_transfer(*sides), num_tokens=33)
+    assert 33 * (1152 + 128 + 4) == traffic.total.nbytes
 
 
 def test_slices_of_a_uniform_group_are_those_of_its_layers() -> None:
-    """Latents and indexer pages have one unit each, which each rank reads from one replica."""
+    """Latents, keys and scales have one unit each, which each rank reads from one replica."""
     (group,) = models.from_config(
         catalogue.config("DeepSeek-V3.2") | {"num_hidden_layers": 2}, block_size=64
     )
     slices = group.spec.get_tp_transfer_slices(1, 2, 4)
-    assert {("latent",), ("page",)} == {each.parts for each in slices}
+    assert {("latent",), ("latent", "latent_scale")} == {each.parts for each in slices}
     assert set(group.layers) == {layer for each in slices for layer in each.layers}
     assert {range(1)} == {each.global_range for each in slices}
 

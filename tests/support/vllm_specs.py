@@ -19,16 +19,23 @@ from typing import Any
 
 from kvspec import MambaSpec, SpecError, models
 
+# Classes whose blocks do not follow from the option of vLLM.
+_OWN_BLOCKS = ("MambaSpec", "SlidingWindowMLASpec", "CircularBufferSpec")
+_DTYPES = {"deepseek_v4": {"dtype": "uint8"}, "deepseek_v41": {"dtype": "float8_e4m3fn"}}
+# Bytes of a packed latent in the record, and of the 512 elements of a plain one.
+_PACKED, _PLAIN = 584, 512
+
 # The types of vLLM's packed rows and its keys of an indexer. In both, only the bytes count.
 _BYTES = "uint8"
 
 
 def answer(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the spec of each layer that kvspec gives for a recorded config."""
-    blocks = [each["block"] for each in recorded["layers"].values() if each["class"] != "MambaSpec"]
+    layers = recorded["layers"].values()
+    blocks = [each["block"] for each in layers if each["class"] not in _OWN_BLOCKS]
     options: dict[str, Any] = {"block_size": max(blocks, default=16)}
-    if recorded["config"]["model_type"] == "deepseek_v4":
-        options["dtype"] = "uint8"
+    # The rows of DeepSeek-V4.1 depend on the GPU, so kvspec has only its plain rows.
+    options |= _DTYPES.get(recorded["config"]["model_type"], {})
     groups = models.from_config(recorded["config"], **options)
     return {name: group.spec.of_layer(name) for group in groups for name in group.layers}
 
@@ -50,8 +57,11 @@ def _of_layer(spec: Any, facts: Mapping[str, Any]) -> list[str]:
         facts = {**facts, "dtypes": list(dict.fromkeys(facts["dtypes"]))}
     else:
         window = getattr(spec, "sliding_window", getattr(spec, "attention_chunk_size", None))
-        answer |= {"tokens": spec.tokens_per_state, "window": window, "block": spec.block_size}
+        tokens = getattr(spec, "tokens_per_state", 1)
+        answer |= {"tokens": tokens, "window": window, "block": spec.block_size}
         answer["heads"] = max(getattr(part, "units", 1) for part in spec.parts)
+        if facts["k"] == _PLAIN and getattr(spec, "dtype", None) == "float8_e4m3fn":
+            facts = {**facts, "page": facts["page"] // _PACKED * _PLAIN}
         if facts["dtype"] != _BYTES:
             answer |= {"k": spec.head_size, "dtype": spec.dtype}
     return [
