@@ -216,6 +216,43 @@ def test_ring_without_open_group_uses_only_its_first_block() -> None:
         assert "unwanted" == fault.kind
 
 
+def test_ring_without_a_block_has_no_unwritten_rows() -> None:
+    """A table may be empty if nothing moves."""
+    one = moved(engine(ring()), engine(ring(16)), 8)
+    table = world(one).table(kvspec.RankId(), kvspec.RankId())
+    asked = attrs.evolve(one.request, consumer_blocks={"g": []})
+    assert [] == table.unwritten_ranges(asked).tolist()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"state_tokens": 13}, {"producer_blocks": {"g": [2, 0]}}, {"consumer_blocks": {"g": [1, 0]}}],
+)
+def test_verify_refuses_an_impossible_ring_whatever_was_copied(changed: Any) -> None:
+    """The descriptors of a connector cannot be right if the rows are gone or have two places."""
+    here = world(moved(engine(ring(overlap=True)), engine(ring(16, overlap=True)), 10))
+    asked = attrs.evolve(here.case.request, **changed)
+    copies = here.table(kvspec.RankId(), kvspec.RankId()).descriptors(here.case.request)
+    given = {(kvspec.RankId(), kvspec.RankId()): copies}
+    assert None is kvspec.verify(here.plan, *caches(here), here.case.request, given)
+    with pytest.raises((kvspec.SpecError, kvspec.MismatchError), match=next(iter(changed))):
+        kvspec.verify(here.plan, *caches(here), asked, given)
+
+
+@pytest.mark.parametrize("tokens", [10, 30, 46])
+def test_stripe_counts_a_ring_as_one_block(tokens: int) -> None:
+    """The positions behind the first 8 are on the stripe of the first virtual block, too."""
+    sides = engine(ring(8, overlap=True), tp=4), engine(ring(8, overlap=True), tp=2)
+    one = attrs.evolve(moved(*sides, tokens), replica_policy="stripe")
+    here = world(one)
+    pairs = kvspec.traffic(here.plan, tokens).pairs.items()
+    counted = {pair: amount.nbytes for pair, amount in pairs}
+    for (source, target), nbytes in counted.items():
+        table = here.table(source, target)
+        assert nbytes == table.descriptors(one.request)[:, 2].sum()
+    assert {0, 6 * 4} == {*counted.values()}
+
+
 @pytest.mark.parametrize("tokens", [2**62, 2**62 - 1, 2**62 - 15])
 def test_ring_of_the_longest_request_has_all_of_its_rows(tokens: int) -> None:
     """The rows that are not wanted count as later positions, also behind the last possible one."""
