@@ -125,7 +125,9 @@ def shared_groups(
         head_size=head,
         dtype=dtype,
     )
-    windows = {name("model.layers.{}.attn.swa_cache", i): window for i in range(len(kinds))}
+    windows: dict[str, LayerSpec] = {
+        name("model.layers.{}.attn.swa_cache", i): window for i in range(len(kinds))
+    }
     latents, rings = dict[str, LayerSpec](), dict[str, LayerSpec]()
     for index in sources:
         ratio = int(kinds[index])
