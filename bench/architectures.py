@@ -159,6 +159,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
     "falcon_h1": {"mamba_d_ssm": 256},
     "glm4v_text": _PLANES,
+    "glm5_next_text": {"index_topk": 32, "qk_rope_head_dim": 0},
     "glm4v_moe_text": {"rope_parameters": _HALF},
     "granitemoehybrid": {"layer_types": [*["mamba"] * 3, "attention"] * 2},
     "hunyuan_v1_dense": _SOME,
@@ -174,6 +175,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_text": _PLANES,
     "qwen2_vl_text": _PLANES,
     "qwen2_5_vl_text": _PLANES,
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
     "step3p5": {
         "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
         "sliding_window": 8,

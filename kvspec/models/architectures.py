@@ -517,7 +517,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         defaults={"mamba_ssm_dtype": "float32"},
     ),
     Architecture(
-        "Glm5NextForCausalLM Glm5NextForConditionalGeneration glm5_next glm5_next_text",
+        "Glm5NextForCausalLM Glm5NextForConditionalGeneration Glm5NextTextForCausalLM"
+        " glm5_next glm5_next_text",
         every(4, "state"),
         latents=True,
         indexer=_INDEXER,

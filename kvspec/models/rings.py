@@ -125,9 +125,10 @@ def shared_groups(
         head_size=head,
         dtype=dtype,
     )
-    windows, latents, rings = dict[str, LayerSpec](), dict[str, LayerSpec](), dict[str, LayerSpec]()
-    for index in range(len(kinds)):
-        windows[name("model.layers.{}.attn.swa_cache", index)] = window
+    windows: dict[str, LayerSpec] = {
+        name("model.layers.{}.attn.swa_cache", i): window for i in range(len(kinds))
+    }
+    latents, rings = dict[str, LayerSpec](), dict[str, LayerSpec]()
     for index in sources:
         ratio = int(kinds[index])
         latents[name("model.layers.{}.attn", index)] = MLAAttentionSpec(

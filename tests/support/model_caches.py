@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvspec import MambaSpec, MLAAttentionSpec, SpecError, models
+from kvspec import CircularBufferSpec, MambaSpec, MLAAttentionSpec, SpecError, models
 from kvspec.engines.group import KVCacheGroup
 
 Facts = Mapping[str, Any]
@@ -47,6 +47,7 @@ def differences(groups: Iterable[KVCacheGroup], layers: Sequence[Facts]) -> list
             roles.setdefault(_role(name, spec), {})[name] = spec
     own: dict[int, dict[str, list[Any]]] = {}
     roles.pop("compressed", None)
+    roles.pop("ring", None)
     for role, specs in roles.items():
         for name, index in _indices(role, roles, layers).items():
             own.setdefault(index, {}).setdefault(role, []).append(specs[name])
@@ -99,6 +100,9 @@ def _of_short_configs(given: Mapping[str, Any], recorded: Mapping[str, Any]) -> 
 def _role(name: str, spec: Any) -> str:
     if isinstance(spec, MambaSpec):
         return "state"
+    # Transformers keeps the tokens of a ring beside the indexer keys.
+    if isinstance(spec, CircularBufferSpec):
+        return "ring"
     # Transformers keeps the compressed latents of DeepSeek-V4 in another form.
     if isinstance(spec, MLAAttentionSpec) and re.search(r"layers\.\d+\.attn(?!\.swa_cache)", name):
         return "compressed"
@@ -179,5 +183,9 @@ def _state(spec: MambaSpec, facts: Facts) -> list[str]:
 
 
 def _indexer(spec: Any, facts: Facts) -> list[str]:
-    same = spec.head_size == facts["indexer"]
+    sizes = {spec.head_size}
+    if spec.tokens_per_state > 1:
+        # For GLM-5.3, transformers keeps each token: its key, its gate, and whether it counts.
+        sizes.add(2 * spec.head_size + 1)
+    same = facts["indexer"] in sizes
     return [] if same else [f"indexer keys of {spec.head_size}, not {facts['indexer']}"]
