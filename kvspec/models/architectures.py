@@ -45,7 +45,6 @@ from kvspec.models.fields import (
     grouped,
     letters,
     listed,
-    listed_sizes,
     listed_window,
     offset,
     other_setting,
@@ -166,12 +165,7 @@ _GATED_DELTA_NET = {
     "head_v_dim": "linear_value_head_dim",
     "conv_kernel": "linear_conv_kernel_dim",
 }
-_DELTA_NET = (
-    "gated_delta_net",
-    "model.layers.{}.linear_attn",
-    "gated_delta_net",
-    _GATED_DELTA_NET,
-)
+_DELTA_NET = ("gated_delta_net", "model.layers.{}.linear_attn", "gated_delta_net", _GATED_DELTA_NET)
 _QWEN_NEXT = {
     "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
@@ -405,7 +399,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "ExaoneMoeForCausalLM ExaoneMoEForCausalLM exaone_moe",
         every("sliding_window_pattern", "sliding_window"),
         required=_KV_HEADS_FIELD,
-        by_layer=listed_sizes,
+        only={"sliding_windows": (None, "vLLM gives each layer its own, and others ignore it")},
         defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     Architecture(
@@ -554,12 +548,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ssm_dtype="float32",
         ),
         types=_MAMBA_TYPES | {"mlp": "none", "moe": "none"},
-        only={
-            "sliding_window": (
-                None,
-                "vLLM applies it, SGLang one token more, and transformers ignores it",
-            )
-        },
+        only={"sliding_window": (None, "vLLM applies it, SGLang adds one, others ignore it")},
     ),
     Architecture(
         "GraniteMoeHybridForCausalLM granitemoehybrid",

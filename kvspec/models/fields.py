@@ -438,28 +438,11 @@ def other_setting(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[s
     if not isinstance(setting, Mapping) or setting.get("attention_type") != "sliding_attention":
         expected = "a dict with attention_type 'sliding_attention'"
         raise SpecError("attention_other_setting", setting, expected)
+    names = {"num_key_value_heads": "num_attention_groups", "head_dim": "head_dim"}
     # Without a head size, it is the hidden size divided by the heads of the layer.
-    heads = {name: name for name in ("num_attention_heads", "head_dim")}
-    names = {"num_key_value_heads": "num_attention_groups", **heads}
+    names["num_attention_heads"] = "num_attention_heads"
     own = {name: setting[key] for name, key in names.items() if setting.get(key)}
     return {index: own for index, kind in enumerate(kinds) if kind == "sliding_window"}
-
-
-def listed_sizes(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[str, object]]:
-    """Raise `SpecError` if ``sliding_windows`` of EXAONE-MoE has another window for a layer.
-
-    vLLM takes the window of each layer from the list. Transformers and SGLang ignore it.
-    """
-    given, one = read.get("sliding_windows"), read.get("sliding_window")
-    indices = [index for index, kind in enumerate(kinds) if kind == "sliding_window"]
-    if given is not None and (
-        not isinstance(given, list)
-        or len(given) < len(kinds)
-        or any(given[index] != one for index in indices)
-    ):
-        rule = f"must be sliding_window={one} for each such layer: only vLLM reads this list"
-        raise SpecError("sliding_windows", given, rule=rule)
-    return {}
 
 
 # Fields of `per_layer_config` that would change the kind of a layer.
@@ -528,23 +511,25 @@ def check_agreement(
             read.number(name)
 
 
-def check_windows(read: ModelConfig, rule: KindRule, kinds: Sequence[str]) -> None:
-    """Raise `SpecError` if a model without windows has a window that only some engines apply.
+# Windows that some engines apply to models without windows, the kinds of layers, and the engines.
+_UNCLEAR = (
+    ("sliding_window", "sliding_window", "vLLM and transformers apply it, and SGLang does not"),
+    ("attention_chunk_size", "chunked_local", "transformers applies it, vLLM and SGLang do not"),
+)
 
-    transformers and vLLM apply ``sliding_window`` to all layers, and SGLang's classes do not.
-    Only transformers applies ``attention_chunk_size``.
-    """
+
+def check_windows(read: ModelConfig, rule: KindRule, kinds: Sequence[str]) -> None:
+    """Raise `SpecError` if a model without windows has a window that only some engines apply."""
     if rule not in (FULL, MLA, window):
         return
-    for name, kind in (("sliding_window", "sliding_window"),
-                       ("attention_chunk_size", "chunked_local")):  # fmt: skip
-        known = name in read.defaults or (rule is window and name == "sliding_window")
-        if not known and kind in kinds:
-            text = f"only some engines give layers of this model a {name}"
-            raise SpecError("layer_types", read.get("layer_types"), rule=text)
-        if not known and read.get(name) is not None and read.get("layer_types") is None:
-            text = "only some engines apply this to all layers: it must be null or absent"
-            raise SpecError(name, read.get(name), rule=text)
+    for name, kind, who in _UNCLEAR:
+        unlisted = read.get(name) is not None and read.get("layer_types") is None
+        if name in read.defaults or (rule is window and kind == "sliding_window"):
+            continue
+        if kind in kinds or unlisted:
+            field = name if unlisted else "layer_types"
+            text = f"engines differ about a {name} of this model: {who}"
+            raise SpecError(field, read.get(field), rule=text)
 
 
 _INDEXERS = ["full", "shared"]
