@@ -79,12 +79,16 @@ class State:
         kind: Name of the constructor of `MambaSpec`, such as ``mamba2``.
         fields: The arguments of the constructor. Each is a config key, or a product of keys such as
             ``mamba_expand*hidden_size``.
+        ssm_field: The field from which vLLM takes the type of the temporal state, or empty.
+        ssm_dtype: The type of the temporal state without that field. By default that of the cache.
     """
 
     group: str
     layer: str
     kind: str
     fields: Mapping[str, str]
+    ssm_field: str = attrs.field(default="", kw_only=True)
+    ssm_dtype: str | None = attrs.field(default=None, kw_only=True)
 
 
 def _split(names: str) -> tuple[str, ...]:
@@ -126,6 +130,12 @@ class Architecture:
             supply a constant, which may be another one for each class and version. For other rows,
             the class supplies ``num_attention_heads`` for the KV heads, and ``hidden_size`` divided
             by it for the head size.
+        ruled: Whether some engines follow the rule even if the config has ``layer_types``.
+        products: Products of fields that must be equal if the config has all of them, because
+            engines read different ones, such as ``2*num_layers``.
+        only: The only value of a field besides null on which engines agree, and what they do with
+            others.
+        ints: Fields that must be an int if the config has them: null is invalid for the class.
         defaults: Values that the model class supplies if the config omits them.
     """
 
@@ -149,6 +159,10 @@ class Architecture:
     wider: int = attrs.field(default=0, kw_only=True)
     shared: bool = attrs.field(default=False, kw_only=True)
     required: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    ruled: bool = attrs.field(default=False, kw_only=True)
+    products: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
+    only: Mapping[str, tuple[object, str]] = attrs.field(factory=dict, kw_only=True)
+    ints: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     defaults: Mapping[str, object] = attrs.field(factory=dict, kw_only=True)
 
 
@@ -170,6 +184,13 @@ _GATED_DELTA_NET = {
     "head_v_dim": "linear_value_head_dim",
     "conv_kernel": "linear_conv_kernel_dim",
 }
+_DELTA_NET = ("gated_delta_net", "model.layers.{}.linear_attn", "gated_delta_net", _GATED_DELTA_NET)
+_QWEN_NEXT = {
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 _DELTA_ATTENTION = {
     "num_k_heads": "linear_num_heads",
     "num_v_heads": "linear_num_heads",
@@ -187,6 +208,9 @@ _DELTA_ATTENTION_OF_BAILING = {
 _LINEAR_ATTENTION = {"num_heads": "num_attention_heads", "head_dim": "head_dim"}
 _CONV_FIELDS = {"conv_kernel": "conv_kernel"}
 _INDEXER = "model.layers.{}.self_attn.indexer.k_cache"
+# Names in ``layer_types`` of older configs.
+_MAMBA_TYPES = {"attention": "full", "mamba": "state"}
+_CONV_TYPES = {"conv": "state"}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GPT = "transformer.h.{}.attn.attn"
 _BLOOM = "transformer.h.{}.self_attention.attn"
@@ -359,6 +383,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "Gemma3nForCausalLM Gemma3nForConditionalGeneration gemma3n_text gemma3n",
         every(5, "sliding_window"),
         required=_BOTH,
+        ints=("head_dim",),
         defaults={"sliding_window": 512, "num_kv_shared_layers": 15},
     ),
     Architecture(
@@ -366,6 +391,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         every(6, "sliding_window"),
         required=_BOTH,
         by_layer=global_sizes,
+        ints=("head_dim", "global_head_dim"),
         defaults={"sliding_window": 512, "num_kv_shared_layers": 0, "global_head_dim": 512},
     ),
     Architecture(
@@ -373,6 +399,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         every(6, "sliding_window"),
         required=_BOTH,
         by_layer=global_sizes,
+        ints=("head_dim", "global_head_dim"),
         defaults={"sliding_window": 1024, "num_kv_shared_layers": 0, "global_head_dim": 512},
     ),
     Architecture(
@@ -380,6 +407,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         unlisted,
         required=_BOTH,
         by_layer=other_setting,
+        only={"att_impl_type": ("GQA", "vLLM refuses another attention")},
     ),
     Architecture(
         "Olmo3ForCausalLM olmo3",
@@ -390,6 +418,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "ExaoneMoeForCausalLM ExaoneMoEForCausalLM exaone_moe",
         every("sliding_window_pattern", "sliding_window"),
         required=_KV_HEADS_FIELD,
+        only={"sliding_windows": (None, "vLLM gives each layer its own, and others ignore it")},
         defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     Architecture(
@@ -412,10 +441,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         required=_KV_HEADS_FIELD,
         defaults={"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
     ),
-    # Keys and values of different sizes. The window is vLLM's: SGLang's is one token longer.
+    # Keys and values of different sizes. The window is vLLM's.
     Architecture(
         "MiMoV2FlashForCausalLM MiMoV2ForCausalLM mimo_v2_flash mimo_v2",
         patterned,
+        ruled=True,
         required=_BOTH,
         values="v_head_dim",
         by_layer=window_sizes,
@@ -425,6 +455,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "WhisperForConditionalGeneration whisper",
         all_layers("full cross"),
         counted="decoder_layers",
+        # The plain names of these fields belong to the encoder.
+        required=("decoder_attention_heads",),
+        products={"num_key_value_heads": "decoder_attention_heads"},
         attention=".decoder.layers.{}.layers.self_attn.attn",
         cross=".decoder.layers.{}.layers.encoder_attn.attn",
     ),
@@ -448,11 +481,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         MLA,
         attention="model.layers.{0}.self_attn.0.attn model.layers.{0}.self_attn.1.attn",
         counted="num_layers",
+        products={"num_hidden_layers": "2*num_layers"},
     ),
     Architecture(
         "DeepseekV32ForCausalLM deepseek_v32 GlmMoeDsaForCausalLM glm_moe_dsa",
         MLA,
         indexer=_INDEXER,
+        ints=("index_topk_freq",),
         defaults={"index_head_dim": 128},
     ),
     Architecture("AXK2ForCausalLM axk2", MLA, indexer=_INDEXER, defaults={"index_head_dim": 128}),
@@ -481,40 +516,40 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     # Recurrent layers, with or without attention layers.
     Architecture(
-        "Qwen3NextForCausalLM qwen3_next"
-        " Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM qwen3_5 qwen3_5_text"
+        "Qwen3NextForCausalLM qwen3_next",
+        every("full_attention_interval", "state"),
+        required=_BOTH,
+        state=State(*_DELTA_NET),
+        defaults=_QWEN_NEXT,
+    ),
+    Architecture(
+        "Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM qwen3_5 qwen3_5_text"
         " Qwen3_5MoeForConditionalGeneration Qwen3_5MoeForCausalLM qwen3_5_moe qwen3_5_moe_text",
         every("full_attention_interval", "state"),
         required=_BOTH,
-        state=State(
-            "gated_delta_net", "model.layers.{}.linear_attn", "gated_delta_net", _GATED_DELTA_NET
-        ),
-        defaults={
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
+        state=State(*_DELTA_NET, ssm_field="mamba_ssm_dtype"),
+        defaults=_QWEN_NEXT,
     ),
     Architecture(
         "OlmoHybridForCausalLM olmo_hybrid",
         every(4, "state"),
-        state=State(
-            "gated_delta_net", "model.layers.{}.linear_attn", "gated_delta_net", _GATED_DELTA_NET
-        ),
+        state=State(*_DELTA_NET),
         defaults={"linear_conv_kernel_dim": 4},
     ),
     Architecture(
         "KimiLinearForCausalLM kimi_linear",
         delta_attention,
+        ruled=True,
         # vLLM's latent attention and delta attention both register the module of the layer.
         attention="model.layers.{}.self_attn",
         latents=True,
         state=State(
-            "delta_attention", "model.layers.{}.self_attn", "gated_delta_net", _DELTA_ATTENTION
+            "delta_attention",
+            "model.layers.{}.self_attn",
+            "gated_delta_net",
+            _DELTA_ATTENTION,
+            ssm_dtype="float32",
         ),
-        # vLLM, SGLang and transformers all keep its temporal state in float32.
-        defaults={"mamba_ssm_dtype": "float32"},
     ),
     Architecture(
         "Glm5NextForCausalLM Glm5NextForConditionalGeneration Glm5NextTextForCausalLM"
@@ -525,10 +560,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ring="model.layers.{}.self_attn.indexer.tail_cache",
         types={"indexed_attention": "full"},
         state=State(
-            "delta_attention", "model.layers.{}.self_attn", "gated_delta_net", _DELTA_ATTENTION
+            "delta_attention",
+            "model.layers.{}.self_attn",
+            "gated_delta_net",
+            _DELTA_ATTENTION,
+            ssm_dtype="float32",
         ),
         defaults={
-            "mamba_ssm_dtype": "float32",
             "qk_rope_head_dim": 0,
             "index_head_dim": 128,
             "index_kpool": 16,
@@ -566,13 +604,16 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                 "n_groups": "n_groups",
                 "state_size": "ssm_state_size",
             },
+            ssm_field="mamba_ssm_cache_dtype",
+            ssm_dtype="float32",
         ),
-        # vLLM, SGLang and transformers all keep its temporal state in float32.
-        defaults={"mamba_ssm_dtype": "float32"},
+        types=_MAMBA_TYPES | {"mlp": "none", "moe": "none"},
+        only={"sliding_window": (None, "vLLM applies it, SGLang adds one, others ignore it")},
     ),
     Architecture(
         "GraniteMoeHybridForCausalLM granitemoehybrid",
         all_layers("state"),
+        types=_MAMBA_TYPES,
         state=State("mamba", _MIXER, "mamba2", _MAMBA2),
     ),
     Architecture(
@@ -580,6 +621,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         listed("attn_layer_indices"),
         required=_KV_HEADS_FIELD,
         attention="model.layers.{}.attn",
+        types=_MAMBA_TYPES,
         state=State("mamba", _MIXER, "mamba2", _MAMBA2),
     ),
     Architecture(
@@ -587,6 +629,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         offset,
         required=_KV_HEADS_FIELD,
         attention="model.layers.{}.attn",
+        types=_MAMBA_TYPES,
         state=State(
             "mamba",
             _MIXER,
@@ -601,6 +644,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "Lfm2ForCausalLM lfm2",
         listed("full_attn_idxs"),
+        types=_CONV_TYPES,
         required=_KV_HEADS_FIELD,
         state=State(
             "short_conv",
@@ -612,6 +656,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "Lfm2MoeForCausalLM lfm2_moe",
         unlisted,
+        types=_CONV_TYPES,
+        products={"num_attention_heads*head_dim": "hidden_size"},
         required=_KV_HEADS_FIELD,
         state=State(
             "short_conv",
@@ -625,14 +671,23 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         all_layers("full state"),
         required=_KV_HEADS_FIELD,
         attention="model.layers.{}.attn",
+        products={"mamba_d_ssm": "mamba_n_heads*mamba_d_head"},
+        only={"layer_types": (None, "all layers of the class have both caches")},
         state=State("mamba", "model.{past}.mixer", "mamba2", _MAMBA2),
     ),
     Architecture(
         "Zamba2ForCausalLM zamba2",
         unlisted,
-        required=("attention_head_dim",),
+        # The class derives the head size of a state from the hidden size.
+        required=("attention_head_dim", "hidden_size", "num_attention_heads"),
+        defaults={"mamba_expand": 2},
         keys="attention_head_dim",
         attention="model.attn.{nth}",
+        types={"mamba": "state", "hybrid": "full state"},
+        products={
+            "n_mamba_heads*mamba_headdim": "mamba_expand*hidden_size",
+            "num_key_value_heads": "num_attention_heads",
+        },
         state=State(
             "mamba",
             "{behind}.mixer",
@@ -672,12 +727,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "model.layers.{}.self_attn",
             "gated_delta_net",
             _DELTA_ATTENTION_OF_BAILING,
+            ssm_dtype="float32",
         ),
-        defaults={"mamba_ssm_dtype": "float32"},
     ),
     Architecture(
         "Lfm3ForCausalLM lfm3",
         unlisted,
+        types=_CONV_TYPES,
         required=_BOTH,
         state=State(
             "short_conv",

@@ -30,10 +30,12 @@ import attrs
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.models.architectures import ARCHITECTURES, NOT_YET, Architecture
+from kvspec.models.architectures import ARCHITECTURES, NOT_YET, Architecture, State
 from kvspec.models.compressed import indexer_keys
 from kvspec.models.fields import (
     ModelConfig,
+    check_agreement,
+    check_windows,
     fields_by_layer,
     indexer_layers,
     kinds_of,
@@ -55,6 +57,7 @@ from kvspec.specs import (
 ConfigSource: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
 
 _BY_NAME: dict[str, Architecture] = {name: row for row in ARCHITECTURES for name in row.names}
+_SSM_FIELDS = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
 _KINDS = ("full", "mla", "sliding_window", "chunked_local", "state", "cross")
 
 
@@ -80,8 +83,8 @@ def from_config(
 
     The layers have the names that vLLM gives them. If the text model is nested, the names begin
     with ``language_model.``. Layers pair by name, so both engines need the same names. Draft (MTP)
-    layers are not included. Windows are vLLM's too. SGLang gives MiMo-V2 one token more, and
-    transformers gives Cohere 2 one token less.
+    layers are not included. Windows are vLLM's too. SGLang gives MiMo-V2, Step-3.5 and EXAONE-MoE
+    one token more, and transformers gives Cohere 2 one token less.
 
     Args:
         config: A parsed ``config.json``, its path, or the path of its folder. For a multimodal
@@ -93,9 +96,10 @@ def from_config(
             too, so the rows of ``fp8_ds_mla``, which contain scales, need specs of your own.
             Recurrent states have the same type, unless it is an 8-bit type. Engines use 8-bit types
             only for attention, so the states then have the dtype of the config. It must have one.
-        ssm_dtype: Element type of the temporal state. By default the config's
-            ``mamba_ssm_dtype``, or else the dtype of the conv state, as in vLLM. SGLang's default
-            is float32.
+        ssm_dtype: Element type of the temporal state. By default that of vLLM: for Qwen3.5 the
+            config's ``mamba_ssm_dtype``, for Nemotron-H ``mamba_ssm_cache_dtype`` or float32, for
+            delta attention float32, or else the dtype of the conv state. SGLang's default is
+            float32. If the config has another type in one of these fields, pass this argument.
         num_speculative_tokens: Additional rows of a conv state, and of a ring.
 
     Returns:
@@ -133,11 +137,15 @@ def from_config(
     cache = dtype_name(wanted)
     states = cache if itemsize(cache) > 1 else declared
     read = ModelConfig(text, row.defaults)
-    kinds = kinds_of(read, row.kinds, row.counted, row.types)
+    check_agreement(read, row.products, row.only, row.ints)
+    kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=row.ruled)
+    if not row.indexer and not row.index_keys:
+        check_windows(read, row.kinds, kinds)
     if row.latents:
         kinds = [kind.replace("full", "mla") for kind in kinds]
     read = attrs.evolve(read, by_layer=fields_by_layer(read, row.by_layer, kinds))
-    ssm = read.get("mamba_ssm_dtype") if ssm_dtype is None else ssm_dtype
+    if ssm_dtype is None and row.state is not None:
+        ssm_dtype = _ssm_dtype(read, row.state, states)
     model = _Model(
         row=row,
         read=read,
@@ -146,7 +154,7 @@ def from_config(
         block_size=positive_int("block_size", block_size),
         dtype=cache,
         state_dtype=None if states is None else dtype_name(states),
-        ssm_dtype=None if ssm is None else dtype_name(ssm, "ssm_dtype"),
+        ssm_dtype=None if ssm_dtype is None else dtype_name(ssm_dtype, "ssm_dtype"),
         num_speculative_tokens=num_speculative_tokens,
     )
     return model.groups()
@@ -253,8 +261,13 @@ class _Model:
         begins after as many layers as have attention.
         """
         before = self._attention_before
+        # Zamba2 has blocks of weights in turn. vLLM counts the layers block by block.
+        nth, block, blocks = before[index], 0, 1
+        if self.read.get("num_mem_blocks") is not None:
+            blocks = self.read.number("num_mem_blocks")
+            nth, block = divmod(nth, blocks)
         numbers = {
-            "nth": before[index],
+            "nth": nth + block * (before[-1] + blocks - 1) // blocks,
             "past": len(self.kinds) + index,
             "behind": before[-1] + index,
         }
@@ -348,6 +361,19 @@ class _Model:
         spec = build(**options, **sizes)
         layers = tuple(name for index in indices for name in self._named(state.layer, index))
         return KVCacheGroup(name=state.group, layers=layers, spec=spec)
+
+
+def _ssm_dtype(read: ModelConfig, state: State, states: object) -> object:
+    """Return the type of the temporal state in vLLM, or None for that of the conv state."""
+    own = read.get(state.ssm_field) if state.ssm_field else None
+    chosen = state.ssm_dtype if own is None else own
+    expected = states if chosen is None else chosen
+    for name in () if state.kind == "short_conv" else _SSM_FIELDS:
+        given = read.get(name)
+        if given is not None and dtype_name(given, name) != (expected and dtype_name(expected)):
+            rule = f"SGLang reads mamba_ssm_dtype, and vLLM takes {expected}: pass ssm_dtype"
+            raise SpecError(name, given, rule=rule)
+    return chosen
 
 
 def _declared_dtype(*configs: Mapping[str, object]) -> object:

@@ -16,6 +16,7 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import TypeAlias
 
 import attrs
@@ -32,12 +33,13 @@ _FIELD_ALIASES: dict[str, tuple[str, ...]] = {
     "head_dim": ("attention_head_dim",),
     "layer_types": ("layers_block_type",),
     "sliding_window_pattern": ("_sliding_window_pattern",),
-    "mamba_ssm_dtype": ("mamba_ssm_cache_dtype",),
     "conv_dim": ("hidden_size",),
     # Each key of a Bailing model, and its name in configs that transformers saved.
     "bailing_head_dim": ("linear_head_dim", "head_dim"),
     "short_conv_kernel_size": ("linear_conv_kernel_dim",),
     "n_mamba_heads": ("mamba_num_heads",),
+    "n_groups": ("mamba_n_groups",),
+    "conv_kernel": ("mamba_d_conv",),
     "sliding_window": ("sliding_window_size",),
     "linear_num_heads": ("linear_attn_config.num_heads",),
     "linear_head_dim": ("linear_attn_config.head_dim",),
@@ -69,7 +71,11 @@ class ModelConfig:
         [64, 128]
         """
         own = self.by_layer.get(index)
-        return self if own is None else ModelConfig({**self.values, **own}, self.defaults)
+        if own is None:
+            return self
+        replaced = {key for name in own for key in _FIELD_ALIASES.get(name, ())}
+        kept = {key: value for key, value in self.values.items() if key not in replaced}
+        return ModelConfig({**kept, **own}, self.defaults)
 
     def get(self, name: str) -> object:
         """Return the field, or else the default of the class, or else None."""
@@ -85,17 +91,18 @@ class ModelConfig:
         return positive_int(*self._find(name))
 
     def product(self, names: str) -> int:
-        """Return the product of the fields in *names*, separated by ``*``."""
-        total = 1
-        for name in names.split("*"):
-            total *= self.number(name)
-        return total
+        """Return the product of the fields and numbers in *names*, separated by ``*``."""
+        return prod(int(n) if n.isdigit() else self.number(n) for n in names.split("*"))
 
     def _find(self, name: str) -> tuple[str, object]:
-        for key in (name, *_FIELD_ALIASES.get(name, ())):
-            value = _nested(self.values, key)
-            if value is not None:
-                return key, value
+        keys = (name, *_FIELD_ALIASES.get(name, ()))
+        found = [(key, own) for key in keys if (own := _nested(self.values, key)) is not None]
+        for key, value in found[1:]:
+            if isinstance(value, int) and value != found[0][1]:
+                rule = f"must equal {found[0][0]}={found[0][1]}: engines read different ones"
+                raise SpecError(key, value, rule=rule)
+        if found:
+            return found[0]
         # An explicit null turns a window or a chunk off, so it overrides the default.
         return name, None if name in self.values else self.defaults.get(name)
 
@@ -305,15 +312,9 @@ MAX_LAYERS = 10_000
 
 _LAYER_TYPES = {
     "full_attention": "full",
-    "attention": "full",
     "sliding_attention": "sliding_window",
     "chunked_attention": "chunked_local",
     "linear_attention": "state",
-    "mamba": "state",
-    "conv": "state",
-    "mlp": "none",
-    "moe": "none",
-    "hybrid": "full state",
 }
 
 
@@ -326,6 +327,8 @@ def kinds_of(
     rule: KindRule,
     counted: str = "num_hidden_layers",
     more_types: Mapping[str, str] | None = None,
+    *,
+    ruled: bool = False,
 ) -> list[str]:
     """Return the kind of each layer, from ``layer_types`` if the config has it, or from *rule*.
 
@@ -334,6 +337,7 @@ def kinds_of(
         rule: The rule of the architecture.
         counted: The field with the number of layers. If it is ``layer_types``, their list counts.
         more_types: Names in ``layer_types`` that only this architecture knows, with their kinds.
+        ruled: Whether some engines follow the rule even if the config has ``layer_types``.
     """
     if read.get("use_bidirectional_attention") in (True, "all"):
         raise SpecError(
@@ -351,6 +355,9 @@ def kinds_of(
         raise SpecError(counted, layers, f"at most {MAX_LAYERS}")
     listed = types is not None and rule is not MLA
     kinds = _listed_kinds(read, types, layers, known) if listed else rule(read, layers)
+    if ruled and kinds != rule(read, layers):
+        text = "the other fields describe other layers, and engines follow different fields"
+        raise SpecError("layer_types", types, rule=text)
     if "num_kv_shared_layers" in read.defaults:
         number = read.get("num_kv_shared_layers")
         shared = positive_int("num_kv_shared_layers", number, least=0)
@@ -358,6 +365,9 @@ def kinds_of(
             expected = f"an int below num_hidden_layers={layers}"
             raise SpecError("num_kv_shared_layers", shared, expected)
         # These layers read the cache of an earlier layer of their kind.
+        if not set(kinds[layers - shared :]) <= set(kinds[: layers - shared]):
+            text = "each layer that shares a cache needs an earlier layer of its kind"
+            raise SpecError("num_kv_shared_layers", shared, rule=text)
         kinds[layers - shared :] = ["none"] * shared
     return kinds
 
@@ -430,6 +440,8 @@ def other_setting(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[s
         expected = "a dict with attention_type 'sliding_attention'"
         raise SpecError("attention_other_setting", setting, expected)
     names = {"num_key_value_heads": "num_attention_groups", "head_dim": "head_dim"}
+    # Without a head size, it is the hidden size divided by the heads of the layer.
+    names["num_attention_heads"] = "num_attention_heads"
     own = {name: setting[key] for name, key in names.items() if setting.get(key)}
     return {index: own for index, kind in enumerate(kinds) if kind == "sliding_window"}
 
@@ -445,9 +457,12 @@ def fields_by_layer(
 
     The key is one of transformers, which accepts it for every class.
     """
-    given = read.get("per_layer_config")
+    given, ruled = read.get("per_layer_config"), rule(read, kinds)
     if given is None:
-        return rule(read, kinds)
+        if ruled and "per_layer_config" in read.values:
+            text = "transformers ignores the sizes of single layers because of this null: remove it"
+            raise SpecError("per_layer_config", None, rule=text)
+        return ruled
     if not isinstance(given, Mapping):
         raise SpecError("per_layer_config", given, "a dict of the fields of each layer")
     found: dict[int, Mapping[str, object]] = {}
@@ -470,6 +485,52 @@ def fields_by_layer(
                 raise SpecError(f"{field}.{name}", own[name], rule=rule_text)
         found[int(key)] = own
     return found
+
+
+def check_agreement(
+    read: ModelConfig,
+    products: Mapping[str, str],
+    only: Mapping[str, tuple[object, str]],
+    ints: Sequence[str],
+) -> None:
+    """Raise `SpecError` for fields that engines read in different ways, see `Architecture`.
+
+    >>> check_agreement(ModelConfig({"num_layers": 2}, {}), {"num_hidden_layers": "2*num_layers"},
+    ...     {"sliding_window": (None, "only vLLM reads it")}, ["num_layers"])
+    """
+    for left, right in products.items():
+        fields = [name for name in f"{left}*{right}".split("*") if not name.isdigit()]
+        given = all(isinstance(read.get(name), int) for name in fields)
+        if given and read.product(left) != read.product(right):
+            rule = f"engines read different fields, so {left} must equal {right}"
+            raise SpecError(fields[0], read.get(fields[0]), rule=rule)
+    for name, (value, why) in only.items():
+        if read.get(name) not in (None, value):
+            raise SpecError(name, read.get(name), rule=f"must be {value!r} or absent: {why}")
+    for name in ints:
+        if name in read.values:
+            read.number(name)
+
+
+# Windows that some engines apply to models without windows, the kinds of layers, and the engines.
+_UNCLEAR = (
+    ("sliding_window", "sliding_window", "vLLM and transformers apply it, and SGLang does not"),
+    ("attention_chunk_size", "chunked_local", "transformers applies it, vLLM and SGLang do not"),
+)
+
+
+def check_windows(read: ModelConfig, rule: KindRule, kinds: Sequence[str]) -> None:
+    """Raise `SpecError` if a model without windows has a window that only some engines apply."""
+    if rule not in (FULL, MLA, window):
+        return
+    for name, kind, who in _UNCLEAR:
+        unlisted = read.get(name) is not None and read.get("layer_types") is None
+        if name in read.defaults or (rule is window and kind == "sliding_window"):
+            continue
+        if kind in kinds or unlisted:
+            field = name if unlisted else "layer_types"
+            text = f"engines differ about a {name} of this model: {who}"
+            raise SpecError(field, read.get(field), rule=text)
 
 
 _INDEXERS = ["full", "shared"]

@@ -44,7 +44,7 @@ class RingRule(Protocol):
         """
 
 
-_WINDOW_BLOCK = 32
+_V41_WINDOW_BLOCK = 32
 _LEAST_ROWS = 8
 _RATIOS = ("0", "1", "2")
 # The elements of the three positions of a token, and the elements on whose multiple they begin.
@@ -120,7 +120,7 @@ def shared_groups(
     sources = _sources(read, "kv_source_layer_ids", kinds)
     with_keys = set(_sources(read, "index_source_layer_ids", kinds))
     window = SlidingWindowMLASpec(
-        block_size=_WINDOW_BLOCK,
+        block_size=_V41_WINDOW_BLOCK,
         sliding_window=read.number("sliding_window"),
         head_size=head,
         dtype=dtype,

@@ -60,12 +60,15 @@ def test_dtype_of_8_bits_needs_a_declared_dtype_for_states() -> None:
 
 
 def test_temporal_state_may_have_its_own_dtype() -> None:
-    """It comes from the argument, or from either key of the config."""
+    """It comes from the argument. VLLM and SGLang read different keys of the config."""
     plain = contents("Bamba-9B", "mamba")
     wide = contents("Bamba-9B", "mamba", ssm_dtype="float32")
     assert plain | {"ssm": 2 * plain["ssm"]} == wide
     for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
-        assert wide == contents("Bamba-9B", "mamba", also={key: "float32"})
+        also = {key: "float32"}
+        assert wide == contents("Bamba-9B", "mamba", also=also, ssm_dtype="float32")
+        config = catalogue.config("Bamba-9B") | also
+        check_rejected(lambda: models.from_config(config), key, "float32", "ssm_dtype")  # noqa: B023
 
 
 # Errors
@@ -85,8 +88,29 @@ def test_temporal_state_may_have_its_own_dtype() -> None:
         ({"torch_dtype": "int4"}, "dtype", "int4", "float16"),
         ({"layer_types": ["full_attention"]}, "layer_types", ["full_attention"], 2),
         ({"layer_types": ["full_attention", "odd"]}, "layer_types", "odd", "full_attention"),
-        ({"layer_types": ["mamba"] * 2}, "layer_types", ["mamba"] * 2, "LlamaForCausalLM"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window", None, "int"),
+        (
+            {"layer_types": ["linear_attention"] * 2},
+            "layer_types",
+            ["linear_attention"] * 2,
+            "LlamaForCausalLM",
+        ),
+        ({"layer_types": ["mamba"] * 2}, "layer_types", "mamba", "full_attention"),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            "layer_types",
+            ["sliding_attention"] * 2,
+            "engines",
+        ),
+        (
+            {
+                "architectures": ["Lfm3ForCausalLM"],
+                "head_dim": 64,
+                "layer_types": ["sliding_attention"] * 2,
+            },
+            "sliding_window",
+            None,
+            "int",
+        ),
         ({"architectures": ["BambaForCausalLM"]}, "attn_layer_indices", None, "indices"),
         (
             {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [2]},

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm_specs
 from model_caches import verdict_of
+from refused import refusal
 
+from kvspec import models
 from kvspec.models import catalogue
 from kvspec.models.architectures import ARCHITECTURES, Architecture
 
@@ -28,8 +31,8 @@ SPECS: dict[str, dict[str, Any]] = json.loads(
 )["models"]
 KNOWN = {name for row in ARCHITECTURES for name in row.names}
 
-# Classes whose config transformers saves without fields that vLLM and published files need.
-ONLY_VLLM = {"MiMoV2FlashForCausalLM"}
+# Types whose config transformers saves without fields that vLLM and published files need.
+ONLY_VLLM = {"mimo_v2_flash", "kimi_linear"}
 
 # Rows without a record, and where their facts come from.
 OTHERWISE = {"ernie4_5_vl_moe_text": "the attention of Ernie4_5_MoeForCausalLM"}
@@ -49,7 +52,7 @@ def test_groups_equal_the_cache_of_a_tiny_model_or_are_refused(model_type: str) 
     recorded = TYPES[model_type]
     verdict, why = verdict_of(recorded)
     known = not KNOWN.isdisjoint(names_of(recorded["config"], recorded["class"]))
-    expected = "right" if known and recorded["class"] not in ONLY_VLLM else "refused"
+    expected = "right" if known and model_type not in ONLY_VLLM else "refused"
     assert expected == verdict, why
 
 
@@ -66,6 +69,80 @@ def test_groups_equal_the_specs_of_vllm_or_are_refused(name: str) -> None:
     verdict, why = vllm_specs.verdict(SPECS[name])
     known = not KNOWN.isdisjoint(names_of(SPECS[name]["config"]))
     assert ("right" if known else "refused") == verdict, why
+
+
+def config_of(name: str, change: Mapping[str, object]) -> dict[str, Any]:
+    """Return the recorded config of a model type or class with other fields."""
+    recorded = SPECS.get(name) or TYPES[name]
+    config = dict(recorded["config"])
+    config["architectures"] = config.get("architectures") or [recorded["class"]]
+    if "text_config" in config:
+        return config | {"text_config": config["text_config"] | dict(change)}
+    return config | dict(change)
+
+
+W, F = "sliding_attention", "full_attention"
+DIFFERENT: list[tuple[str, dict[str, object], str]] = [
+    # vLLM takes the window of a layer from the list, others from sliding_window.
+    ("exaone_moe", {"sliding_windows": [128] * 8}, "sliding_windows"),
+    # vLLM applies it to all layers, SGLang one token more, and transformers ignores it.
+    ("nemotron_h", {"sliding_window": 4096}, "sliding_window"),
+    # vLLM and transformers apply the window to all layers of any class. SGLang does not.
+    ("llama", {"sliding_window": 64}, "sliding_window"),
+    ("llama", {"sliding_window": 64, "use_sliding_window": False}, "sliding_window"),
+    ("granite", {"sliding_window": 64}, "sliding_window"),
+    ("minimax_m2", {"sliding_window": 64}, "sliding_window"),
+    ("llama", {"attention_chunk_size": 64}, "attention_chunk_size"),
+    ("mixtral", {"attention_chunk_size": 64}, "attention_chunk_size"),
+    ("llama", {"layer_types": [W] * 8, "sliding_window": 64}, "layer_types"),
+    # vLLM reads mamba_ssm_dtype only for Qwen3.5, and mamba_ssm_cache_dtype only for Nemotron-H.
+    ("nemotron_h", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+    ("falcon_h1", {"mamba_ssm_dtype": "float32"}, "mamba_ssm_dtype"),
+    ("qwen3_next", {"mamba_ssm_dtype": "float32"}, "mamba_ssm_dtype"),
+    ("qwen3_5_text", {"mamba_ssm_cache_dtype": "float32"}, "mamba_ssm_cache_dtype"),
+    # transformers makes the last layer full.
+    ("gemma4_text", {"layer_types": [F] + [W] * 7, "num_kv_shared_layers": 0,
+                     "per_layer_config": {"0": {"head_dim": 512}}}, "layer_types"),
+    ("gemma4_text", {"per_layer_config": None}, "per_layer_config"),
+    # vLLM reads the pattern, and transformers layer_types.
+    ("mimo_v2_flash", {"layer_types": [F] * 8}, "layer_types"),
+    ("mimo_v2_flash", {"sliding_window": 8, "sliding_window_size": 9}, "sliding_window_size"),
+    ("longcat_flash", {"num_hidden_layers": 3}, "num_hidden_layers"),
+    ("nemotron_h", {"mamba_n_groups": 1}, "mamba_n_groups"),
+    ("nemotron_h", {"mamba_d_conv": 3}, "mamba_d_conv"),
+    # The plain names are those of the encoder.
+    ("whisper", {"num_attention_heads": 1}, "decoder_attention_heads"),
+    ("whisper", {"num_key_value_heads": 1}, "num_key_value_heads"),
+    ("lfm2_moe", {"head_dim": 8}, "num_attention_heads"),
+    ("zamba2", {"mamba_headdim": 8}, "n_mamba_heads"),
+    ("zamba2", {"num_key_value_heads": 1}, "num_key_value_heads"),
+    # Zamba2's name of a layer without attention is another one.
+    ("zamba2", {"layers_block_type": ["attention"] * 8}, "layer_types"),
+    ("lfm2_moe", {"layer_types": ["hybrid"] * 8}, "layer_types"),
+    ("falcon_h1", {"layer_types": [F] * 8}, "layer_types"),
+    ("falcon_h1", {"mamba_d_ssm": 8}, "mamba_d_ssm"),
+    ("kimi_linear", {"layer_types": [F] * 8}, "layer_types"),
+    ("kimi_linear", {"linear_attn_config": None, "layer_types": [F] * 8}, "linear_attn_config"),
+    ("kimi_linear", {"linear_head_dim": 8}, "linear_attn_config.head_dim"),
+    ("bailing_hybrid", {"linear_head_dim": 8}, "head_dim"),
+    # The window layers have no earlier layer whose cache they could read.
+    ("gemma3n_text", {"layer_types": [F] * 4 + [W] * 4, "num_kv_shared_layers": 4},
+     "num_kv_shared_layers"),
+    ("gemma3n_text", {"head_dim": None}, "head_dim"),
+    ("gemma4_text", {"per_layer_config": None, "global_head_dim": None}, "global_head_dim"),
+    ("glm_moe_dsa", {"index_topk_freq": None}, "index_topk_freq"),
+    ("step3p7", {"att_impl_type": "MFA"}, "att_impl_type"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "field"), DIFFERENT)
+def test_from_config_refuses_fields_that_engines_read_in_different_ways(
+    name: str, change: dict[str, object], field: str
+) -> None:
+    """The config without the change has an answer."""
+    models.from_config(config_of(name, {}), dtype="bfloat16")
+    error = refusal(lambda: models.from_config(config_of(name, change), dtype="bfloat16"))
+    assert field == error.field
 
 
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.names[0])

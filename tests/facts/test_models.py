@@ -23,11 +23,20 @@ from kvspec import (
 )
 from kvspec.models import catalogue
 from kvspec.models.architectures import ARCHITECTURES, NOT_YET
+from kvspec.models.fields import FULL, window
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FACTS: list[dict[str, Any]] = json.loads((GOLDENS / "arch_facts.json").read_text())["rows"]
 WINDOWS: dict[str, Any] = json.loads((GOLDENS / "transformers_windows.json").read_text())
 STATES: dict[str, Any] = json.loads((GOLDENS / "vllm_conv_split.json").read_text())["models"]
+
+
+def unclear(model_type: str, config: dict[str, Any]) -> bool:
+    """Return whether only some engines apply the window or the chunk of *config* to the model."""
+    (row,) = (row for row in ARCHITECTURES if model_type in row.names)
+    names = {FULL: ("sliding_window", "attention_chunk_size"), window: ("attention_chunk_size",)}
+    unread = [name for name in names.get(row.kinds, ()) if name not in row.defaults]
+    return any(config.get(name) is not None for name in unread)
 
 
 def groups_of(config: Any, **options: Any) -> dict[str, KVCacheGroup]:
@@ -74,7 +83,7 @@ def test_layers_read_the_cached_tokens_that_transformers_attends_to(model_type: 
     for case in WINDOWS["types"][model_type]:
         for change in (WINDOWS["changes"][index] for index in case["changes"]):
             config = {**WINDOWS["config"], **change, "model_type": model_type}
-            if "error" in case["answer"]:
+            if "error" in case["answer"] or unclear(model_type, config):
                 refusal(lambda: models.from_config(config, dtype="bfloat16"))  # noqa: B023
                 continue
             reads: dict[int, tuple[int, int, int]] = {}
@@ -654,3 +663,59 @@ def test_values_and_windows_of_mimo_have_sizes_of_their_own() -> None:
         window.head_size_v,
         window.sliding_window,
     )
+
+
+def test_shared_blocks_of_zamba_have_the_numbers_of_vllm() -> None:
+    """VLLM counts the layers of the first block of weights, then those of the second."""
+    config: dict[str, object] = {
+        **LLAMA,
+        "architectures": ["Zamba2ForCausalLM"],
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["hybrid"] * 5,
+        "attention_head_dim": 64,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 64,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+    }
+    assert [0, 1, 2, 3, 4] == indices(groups_of(config)["full"])
+    assert [0, 3, 1, 4, 2] == indices(groups_of({**config, "num_mem_blocks": 2})["full"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("Nemotron-H-8B", {}, "float32"),
+        ("Nemotron-H-8B", {"mamba_ssm_cache_dtype": "bfloat16"}, "bfloat16"),
+        ("Qwen3-Next-80B-A3B", {}, "bfloat16"),
+        ("Qwen3-Next-80B-A3B",
+         {"architectures": ["Qwen3_5ForCausalLM"], "mamba_ssm_dtype": "float32"}, "float32"),
+        ("Bamba-9B", {"mamba_ssm_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_temporal_state_has_the_type_that_vllm_reads(
+    name: str, change: dict[str, object], expected: str
+) -> None:
+    *_, group = models.from_config(catalogue.config(name) | change)
+    assert isinstance(group.spec, MambaSpec)
+    assert expected == group.spec.ssm_dtype
+
+
+def test_window_layers_of_step_have_a_head_size_of_their_own() -> None:
+    """Without a head size, it is the hidden size divided by the heads of the layer."""
+    config = {
+        **LLAMA,
+        "architectures": ["Step3p5ForCausalLM"],
+        "head_dim": None,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 8,
+            "num_attention_groups": 2,
+        },
+    }
+    sizes = [spec_of(config, name).head_size for name in ("full", "sliding_window")]
+    assert [64, 32] == sizes

@@ -35,7 +35,6 @@ STATES = {
     "falcon_mamba": "model_executor.models.mamba.MambaForCausalLM",
     "granitemoehybrid": "model_executor.models.granitemoehybrid.GraniteMoeHybridForCausalLM",
     "jamba": "model_executor.models.jamba.JambaForCausalLM",
-    "kimi_linear": "models.kimi_k3.nvidia.model.KimiLinearForCausalLM",
     "kimi_linear, lists": "models.kimi_k3.nvidia.model.KimiLinearForCausalLM",
     "lfm2_moe": "model_executor.models.lfm2_moe.Lfm2MoeForCausalLM",
     "mamba": "model_executor.models.mamba.MambaForCausalLM",
@@ -56,13 +55,6 @@ def class_of(place: str) -> Any:
 def engine(config: dict[str, Any], tp_size: int, drafts: int) -> Any:
     """Return the part of vLLM's config that the classes of models read."""
     read = SimpleNamespace(**config)
-    # Only files have the nested dict. The class of transformers has flat fields.
-    if not hasattr(read, "linear_attn_config") and hasattr(read, "linear_num_heads"):
-        read.linear_attn_config = {
-            "num_heads": read.linear_num_heads,
-            "head_dim": read.linear_head_dim,
-            "short_conv_kernel_size": read.linear_conv_kernel_dim,
-        }
     auto = {"mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "auto"}
     flags = {"use_replayssm": False, "use_kda_recoverssm": False}
     model = SimpleNamespace(hf_config=read, hf_text_config=read, dtype=torch.bfloat16)
