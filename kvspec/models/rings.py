@@ -153,7 +153,7 @@ def _sources(read: ModelConfig, field: str, kinds: list[str]) -> list[int]:
     """Return the layers that *field* lists. The first layer with a ratio must be one of them."""
     first = next((index for index, ratio in enumerate(kinds) if ratio != _RATIOS[0]), None)
     given = read.get(field)
-    listed = [] if given is None and first is None else given
+    listed: object = [] if given is None and first is None else given
     expected = f"indices of layers with a ratio, with {first} as the first"
     if not isinstance(listed, list) or not all(
         isinstance(index, int) and 0 <= index < len(kinds) and kinds[index] != _RATIOS[0]

@@ -194,6 +194,10 @@ def open_introduction(sealed: object, secret: Secret) -> Introduced:
     )
 
 
+def _lacking(_route: str) -> None:
+    """Take the place of an optional method that a channel lacks."""
+
+
 class Messages:
     """The messages of one rank over *channel*.
 
@@ -217,7 +221,7 @@ class Messages:
         self._channel, self._secret, self.counters = channel, secret, Counters()
         # Methods that a channel may lack.
         self._trust, self._reject, self._resolve = (
-            getattr(channel, name, lambda _: None) for name in ("trust", "reject", "resolve")
+            getattr(channel, name, _lacking) for name in ("trust", "reject", "resolve")
         )
         self._refused: Callable[[], list[str]] = getattr(channel, "refused", list)
         self._ended: Callable[[str], int] = getattr(channel, "ended", lambda _: 0)

@@ -255,7 +255,8 @@ class Connection:
         return future.done() and future.exception() is not None
 
 
-_CONNECTORS = weakref.WeakKeyDictionary[Transport, "weakref.ref[Remotes]"]()
+_CONNECTORS: weakref.WeakKeyDictionary[Transport, weakref.ref[Remotes]]
+_CONNECTORS = weakref.WeakKeyDictionary()
 """The producers of the session that connects engines over a transport. It may be closed by now."""
 
 

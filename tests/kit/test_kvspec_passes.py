@@ -21,7 +21,18 @@ def test_system_answers_on_all_levels() -> None:
     assert all(getattr(SYSTEM, question) is not None for question in questions)
 
 
-@pytest.mark.parametrize("axis", [axis.name for axis in AXES if axis.name != "kinds"])
+# "everything" draws from these axes too.
+LONG = ("windows", "cp", "layouts")
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        pytest.param(axis.name, marks=[pytest.mark.slow] if axis.name in LONG else [])
+        for axis in AXES
+        if axis.name != "kinds"
+    ],
+)
 def test_kvspec_keeps_all_laws_on_each_axis(axis: str) -> None:
     report = judge(SYSTEM, profile=SMALL, axes=[axis])
     assert not report.wrong

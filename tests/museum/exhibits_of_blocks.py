@@ -232,7 +232,7 @@ EXHIBITS = [
             transfer, st.just(window(8)), tokens=st.integers(1, 24),
             blocks=st.just((4, 8)),
         ),
-        minimal="1 head, window 8, blocks of 4 to 8, 13 tokens",
+        minimal="1 head, window 8, blocks of 4 to 8, 19 tokens",
     ),
     Exhibit(
         reference="vLLM 0.32, freed window token",

@@ -153,8 +153,15 @@ FAULTS: dict[str, dict[Any, Promise]] = {
 
 @pytest.mark.parametrize(
     ("mode", "fault", "promise"),
-    # Few seeds show that fault, so the search is long.
-    cases_of(FAULTS, slow=[faults.only_the_first_source_is_compared]),
+    # Few seeds show these faults, so the searches are long.
+    cases_of(
+        FAULTS,
+        slow=[
+            faults.only_the_first_source_is_compared,
+            faults.earlier_load_answers_for_the_next,
+            faults.only_the_last_token_is_compared,
+        ],
+    ),
 )
 def test_chaos_finds_the_promise_that_a_fault_breaks(
     mode: Any, fault: Any, promise: Promise, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from typer.testing import CliRunner, Result
 import kvspec
 from kvspec.cli import app as cli
 from kvspec.cli.running import addresses
+from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError
 from kvspec.nixl import agent as binding
 from kvspec.session import TcpChannel
@@ -419,17 +421,15 @@ def test_verify_judges_the_memory_of_the_engines() -> None:
 
 
 def test_verify_finds_a_wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that reads the first row of each table from a place 4 bytes further."""
-    from kvspec.check import verify as judge  # noqa: PLC0415
-
-    real = judge._own_descriptors
+    """A library that reads the first runs of each table from a place 4 bytes further."""
+    real = DescriptorTable.tiles
 
     def shifted(*arguments: Any) -> Any:
-        rows = real(*arguments)
-        first = next(iter(rows))
-        return rows | {first: rows[first] + np.array([4, 0, 0], rows[first].dtype)}
+        (numbered, tiles), *others = real(*arguments)
+        rows = attrs.evolve(numbered.rows, producer_address=numbered.rows.producer_address + 4)
+        return [(attrs.evolve(numbered, rows=rows), tiles), *others]
 
-    monkeypatch.setattr(judge, "_own_descriptors", shifted)
+    monkeypatch.setattr(DescriptorTable, "tiles", shifted)
     with running() as sides:
         result = run("verify", *named(*sides))
     assert 1 == result.exit_code, result.output
