@@ -250,7 +250,7 @@ def slow_layers(engine: kvspec.EngineSpec, rank: kvspec.RankId) -> set[str]:
 
 
 @given(strategies.cases(largest=3))
-@settings(max_examples=min(60, settings.default.max_examples // 2))  # Python judges each byte.
+@settings(max_examples=min(60, settings.default.max_examples // 4))  # Python judges each byte.
 def test_expected_agrees_with_a_verdict_on_each_byte(case: strategies.Case) -> None:
     """A live byte that is not cached must be true. Dead bytes of the request may be anything."""
     ranks = case.consumer.parallel.ranks

@@ -825,8 +825,9 @@ def test_special_strategies_contain_each_hard_case_twice() -> None:
     assert {} == rare(INTERLEAVED, drawn(interleaved_cases, TRIES // 10))
 
 
+@pytest.mark.slow
 def test_few_cases_contain_nine_of_ten_hard_cases() -> None:
-    """Drawing all of them takes a minute, which only the nightly run has."""
+    """Most hard cases are not rare. Drawing all of them takes a minute."""
     tests = REACHED | AXES
     missing = [name for name, test in tests.items() if not any(map(test, drawn(tries=FEW)))]
     assert len(missing) <= len(tests) // 10, missing
