@@ -327,8 +327,8 @@ def _lines(
     block_addresses = region.addresses()
     _, units = table.consumer.part_of(region)
     stride = max(region.block_stride, 1)
-    # `block_addresses` has the addresses in block 0. The addresses has each content for one range
-    # of blocks, because a block further on moves its address by the stride.
+    # `block_addresses` has the addresses in block 0. In block b, a content is b times the stride
+    # further on. So *addresses* has each content for one range of blocks.
     first_block = np.maximum(-((block_addresses - addresses.start) // stride), 0)
     last_block = np.minimum((addresses.stop - 1 - block_addresses) // stride, region.num_blocks - 1)
     ranges = zip(first_block.ravel().tolist(), last_block.ravel().tolist(), strict=True)

@@ -22,7 +22,7 @@ How it works:
         look      a      b      b      b      c
         chosen    yes    yes    no     no     yes
 
-    If one of the two checks fails, there is no sample, and all blocks are checked byte by byte.
+    If one of the two checks fails, `of` returns None, and all blocks are checked byte by byte.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ How it works:
     whole             the read of each source was started, no step is open,    `_CONDITIONS`
                       and no checksum is to be compared
     valid             each source has answered `valid` to a number that was    `receive`,
-                      asked in *asking*                                     `_CONDITIONS`
+                      asked in *asking*                                        `_CONDITIONS`
     quiet             no step is open                                          `_CONDITIONS`
     answered          each producer rank has answered a number that was asked  `refusal_of`,
                                                                                `_CONDITIONS`

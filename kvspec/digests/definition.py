@@ -126,8 +126,8 @@ def tensor_digest(
         One digest for each unit.
 
     Raises:
-        SpecError: If an argument is no tensor, *rows* are no ints, or the shapes do not fit each
-            other.
+        SpecError: If an argument is not a tensor, *rows* are not ints, or the shapes do not fit
+            each other.
 
     >>> import torch
     >>> keys, tokens = torch.arange(24, dtype=torch.bfloat16).view(3, 2, 4), torch.arange(3)

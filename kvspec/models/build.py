@@ -31,7 +31,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.models.architectures import ARCHITECTURES, NOT_YET, Architecture, State
-from kvspec.models.compressed import indexer_keys
+from kvspec.models.compressed import group_of, indexer_keys
 from kvspec.models.fields import (
     ModelConfig,
     check_agreement,
@@ -224,12 +224,7 @@ class _Model:
             specs |= dict.fromkeys(self._named(pattern, index), spec)
         if kind == "mla" and self.row.indexer:
             return self._with_indexers(specs, indices)
-        first, *others = specs.values()
-        together = first if all(other == first for other in others) else None
-        if together is None:
-            together = UniformTypeKVCacheSpecs(specs=specs)
-        name = "cross_attention" if kind == "cross" else kind
-        return KVCacheGroup(name=name, layers=tuple(specs), spec=together)
+        return group_of("cross_attention" if kind == "cross" else kind, specs)
 
     def spec(self, kind: str) -> LayerSpec:
         """Return the spec of an attention layer."""

@@ -54,20 +54,26 @@ _SUMS = {SPARSE_RATIO: (4, 2), HEAVY_RATIO: (8, 1)}
 _INDEXER_BLOCK = 128
 
 
-def ratios(read: ModelConfig, layers: int) -> list[str]:
-    """Return the ratio of each layer, from ``compress_ratios``.
-
-    >>> ratios(ModelConfig({"compress_ratios": [0, 4, 128]}, {}), 3)
-    ['0', '4', '128']
-    """
+def listed_ratios(read: ModelConfig, layers: int, allowed: tuple[str, ...]) -> list[str]:
+    """Return the ratio of each layer, from ``compress_ratios``. Each must be *allowed*."""
     listed = read.get("compress_ratios")
     # Some configs also list the draft layers, after the others.
     if not isinstance(listed, list) or len(listed) < layers:
         raise SpecError("compress_ratios", listed, f"num_hidden_layers={layers} ratios")
-    found = ["0" if ratio == 1 else str(ratio) for ratio in listed[:layers]]
-    if not {NO_RATIO, SPARSE_RATIO, HEAVY_RATIO}.issuperset(found):
-        raise SpecError("compress_ratios", listed, "ratios of 0, 4 or 128")
+    found = [str(ratio) for ratio in listed[:layers]]
+    if not set(allowed).issuperset(found):
+        raise SpecError("compress_ratios", listed, f"ratios of {', '.join(allowed)}")
     return found
+
+
+def ratios(read: ModelConfig, layers: int) -> list[str]:
+    """Return the ratio of each layer of DeepSeek-V4. In some configs, 1 stands for 0.
+
+    >>> ratios(ModelConfig({"compress_ratios": [1, 4, 128]}, {}), 3)
+    ['0', '4', '128']
+    """
+    found = listed_ratios(read, layers, (NO_RATIO, "1", SPARSE_RATIO, HEAVY_RATIO))
+    return [NO_RATIO if ratio == "1" else ratio for ratio in found]
 
 
 def check_rates(read: ModelConfig) -> None:

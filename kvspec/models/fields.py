@@ -111,7 +111,9 @@ def _nested(values: Mapping[str, object], key: str) -> object:
     """Return the value of *key*, or None. A key with a dot is in a nested dict."""
     outer, dot, inner = key.partition(".")
     value = values.get(outer)
-    return value.get(inner) if dot and isinstance(value, Mapping) else None if dot else value
+    if not dot:
+        return value
+    return value.get(inner) if isinstance(value, Mapping) else None
 
 
 def _holds(values: Mapping[str, object], key: str) -> bool:
@@ -455,7 +457,7 @@ def fields_by_layer(
 ) -> Mapping[int, Mapping[str, object]]:
     """Return the fields of single layers, from ``per_layer_config`` or from *rule*.
 
-    The key is one of transformers, which accepts it for every class.
+    The key is one of transformers.
     """
     given, ruled = read.get("per_layer_config"), rule(read, kinds)
     if given is None:

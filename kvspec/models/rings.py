@@ -29,7 +29,7 @@ from typing import Protocol
 
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.models.compressed import NameRule, group_of, indexer_keys
+from kvspec.models.compressed import NameRule, group_of, indexer_keys, listed_ratios
 from kvspec.models.fields import ModelConfig
 from kvspec.specs import CircularBufferSpec, LayerSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
@@ -91,14 +91,7 @@ def shared_ratios(read: ModelConfig, layers: int) -> list[str]:
     >>> shared_ratios(ModelConfig({"compress_ratios": [0, 1, 2, 0]}, {}), 3)
     ['0', '1', '2']
     """
-    listed = read.get("compress_ratios")
-    # The list also has the draft layers, after the others.
-    if not isinstance(listed, list) or len(listed) < layers:
-        raise SpecError("compress_ratios", listed, f"num_hidden_layers={layers} ratios")
-    found = [str(ratio) for ratio in listed[:layers]]
-    if not set(_RATIOS).issuperset(found):
-        raise SpecError("compress_ratios", listed, "ratios of 0, 1 or 2")
-    return found
+    return listed_ratios(read, layers, _RATIOS)
 
 
 def shared_groups(

@@ -655,9 +655,9 @@ def test_stages_must_have_layers_of_vllm_rule(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_states_of_falcon_h1_are_on_the_stage_of_their_own_config() -> None:
-    """The state of layer N is named after N and the number of layers, which is no layer of a stage.
+    """Each stage has the states of its own layers.
 
-    A layer has keys and values, and a state. Each stage has the states of its own layers.
+    Of 4 layers, vLLM names the state of layer 1 after the number 5. No stage has a layer 5.
     """
     names = [f"model.layers.{number}.self_attn.attn" for number in range(4)]
     mixers = [f"model.{4 + number}.mixer" for number in range(4)]

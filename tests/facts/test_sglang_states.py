@@ -162,7 +162,7 @@ def test_layout_of_kernels_for_cpus_is_read_from_the_strides() -> None:
         ("1 more.ssm_dtype", {"dtypes": ("float16", "float16")}),
         ("1 more.dtype", {"dtypes": ("float32", "float32")}),
         ("1 more.conv_q.states", {"rows": 4}),
-        # What SGLang's kernels for CPUs write has perhaps keys before values.
+        # SGLang's kernels for CPUs perhaps write keys before values.
         ("1 more.parts", {"device": "cpu"}),
     ],
 )

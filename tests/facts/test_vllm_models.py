@@ -65,7 +65,7 @@ def engine(config: dict[str, Any], tp_size: int, drafts: int) -> Any:
         num_speculative_tokens=drafts,
         speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
     )
-    # What vLLM does before it asks the class.
+    # vLLM changes the config so before it asks the class.
     changes = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
     name = config["architectures"][0]
     if name == "NemotronHForCausalLM":

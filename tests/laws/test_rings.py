@@ -173,7 +173,7 @@ def test_cached_prefix_never_replaces_a_ring(cached: Any) -> None:
 
 @pytest.mark.parametrize("cached", [9, 10, 3, {"g": 2}])
 def test_cached_prefix_that_ends_inside_a_group_is_refused(cached: Any) -> None:
-    """The rest of the group would be in the ring of whoever cached the prefix."""
+    """The engine that cached the prefix had the rest of the group in its ring."""
     side = engine(ring())
     here = world(moved(side, side, 10))
     asked = request(10, [2], [1], cached_tokens=cached)

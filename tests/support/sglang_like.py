@@ -92,7 +92,7 @@ class State:
 
 
 class MambaPool:
-    """Recurrent states of all layers. Slot 0 belongs to nobody.
+    """Recurrent states of all layers. No request owns slot 0.
 
     *conv* and *temporal* are the shapes of one slot.
     """

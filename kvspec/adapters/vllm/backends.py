@@ -71,7 +71,7 @@ _ROW_BACKENDS = [
 SUMMARIES = "step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend"
 
 # Backends of one model whose pages are rows. Those of a compressor, of Inkling's convolutions and
-# of QSA keep no keys and values, but rows of their own.
+# of QSA keep rows of another kind than keys and values.
 _ROW_MODELS = [
     "deepseek_v4.compressor.CompressorBackend",
     "dots3_note.nvidia.attention.Dots3NotePaddedSparseBackend",

@@ -163,7 +163,8 @@ def _split(
 ) -> Iterator[KVCacheGroup]:
     """Yield the groups that one group of vLLM becomes: one for each class of its layers' specs.
 
-    There is none if no layer has a known cache. *members* has the group's member on each stage.
+    It yields nothing if the cache of every layer is unknown. *members* has the group's member on
+    each stage.
     """
     layers: dict[str, RankLayer] = {}
     excluded_here: list[str] = []
