@@ -55,38 +55,28 @@ _ROW_BACKENDS = [
     "mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend",
     "mla.cutlass_mla.CutlassMLABackend",
     "mla.flashattn_mla.FlashAttnMLABackend",
-    "mla.flashattn_mla.XPUFlashAttnMLABackend",
     "mla.flashattn_mla_sparse.FlashAttnMLASparseBackend",
-    "mla.flashattn_mla_sparse.FlashAttnMLASparseFA4Backend",
     "mla.tokenspeed_mla.TokenspeedMLABackend",
     "mla.rocm_aiter_mla.AiterMLABackend",
     "mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend",
     "mla.aiter_triton_mla.AiterTritonMLABackend",
     "mla.cpu_mla.CPUMLABackend",
     "mla.amx_mla.AMXMLABackend",
-    "mla.xpu_mla_sparse.XPUMLASparseBackend",
 ]
 
 # The backend of summaries, which have one head whatever the heads of the model are.
 SUMMARIES = "step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend"
 
-# Backends of one model whose pages are rows. Those of a compressor, of Inkling's convolutions and
-# of QSA keep rows of another kind than keys and values.
+# Backends of one model whose pages are rows. Those of a compressor and of Inkling's convolutions
+# keep rows of another kind than keys and values.
 _ROW_MODELS = [
     "deepseek_v4.compressor.CompressorBackend",
-    "dots3_note.nvidia.attention.Dots3NotePaddedSparseBackend",
-    "dots3_note.nvidia.attention.Dots3NoteTritonMLABackend",
-    "hy_v4.nvidia.flashmla_sparse.HYV4FlashMLASparseBackend",
     "inkling.amd.sconv_swa_attn.InklingSconvBackend",
     "inkling.nvidia.sconv_swa_attn.InklingSconvBackend",
     "minimax_m3.common.sparse_attention.MiniMaxM3SparseBackend",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseCutlassBackend",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSABackend",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseTritonBackend",
-    "qwen4_exp.common.qsa_cache.QSAStateBackend",
-    "qwen4_exp.nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend",
-    "step5.nvidia.sparse_attention.Step5DSAAttentionBackend",
-    "step5.nvidia.sparse_attention.Step5SplitKVFlashAttentionBackend",
     SUMMARIES,
 ]
 
@@ -121,11 +111,11 @@ _MODELS = {
     "minimax_m3.common.indexer.MiniMaxM3IndexerBackend": "keys",
     "minimax_m3.nvidia.indexer_msa.MiniMaxM3IndexerMSABackend": "keys",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend": "opaque:msa",
-    "qwen4_exp.amd.qsa.Qwen4ExpQSAFlashAttentionBackend": "QSA's",
 }
 
-_UNREAD = "not yet: nobody has read in which order its kernels write a page"
-_OF_RINGS = "not yet: it keeps a ring, whose spec does not tell which rows are read"
+# A class that extends another one may have kernels with a page order of its own.
+_UNREAD = "not yet: the order in which its kernels write a page is unknown"
+_OF_RINGS = "not yet: it keeps a ring, whose spec lacks the number of compressed tokens"
 _OF_OTHERS = "no layer has it: other backends extend it"
 _OF_STATES = "no pages of tokens: its layers keep states, and MambaSpec describes those"
 
@@ -134,6 +124,17 @@ BACKENDS_REFUSED: Mapping[str, str] = {
     f"vllm.{name}": why
     for why, names in {
         _UNREAD: [
+            "v1.attention.backends.mla.flashattn_mla.XPUFlashAttnMLABackend",
+            "v1.attention.backends.mla.flashattn_mla_sparse.FlashAttnMLASparseFA4Backend",
+            "v1.attention.backends.mla.xpu_mla_sparse.XPUMLASparseBackend",
+            "models.dots3_note.nvidia.attention.Dots3NotePaddedSparseBackend",
+            "models.dots3_note.nvidia.attention.Dots3NoteTritonMLABackend",
+            "models.hy_v4.nvidia.flashmla_sparse.HYV4FlashMLASparseBackend",
+            "models.qwen4_exp.common.qsa_cache.QSAStateBackend",
+            "models.qwen4_exp.nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend",
+            "models.step5.nvidia.sparse_attention.Step5DSAAttentionBackend",
+            "models.step5.nvidia.sparse_attention.Step5SplitKVFlashAttentionBackend",
+            "models.qwen4_exp.amd.qsa.Qwen4ExpQSAFlashAttentionBackend",
             "models.deepseek_v4.amd.rocm.DeepseekV4ROCMAiterMLASparseBackend",
             "models.deepseek_v4.cpu.cpu_mla.DeepseekV4CPUIndexerBackend",
             "models.deepseek_v4.cpu.cpu_mla.DeepseekV4CPUSparseBackend",
@@ -301,9 +302,6 @@ def _for_spec(form: str, spec: FieldReader) -> str:
     # The bytes of a row mean other numbers in each mode. Rows of int4 may be as long.
     if form == "Octave's":
         return f"opaque:octave-{quantization(spec).lower()}"
-    if form == "QSA's":
-        octave = "OCTAVE" in quantization(spec)
-        return f"opaque:octave-{quantization(spec).lower()}" if octave else ROW_PAGES
     # DeepSeek V4 has fp8 records with their own bytes of a row, or plain latents. A page of its
     # records of 584 bytes has all data before all scales. In those of V4.1, the scales of a token
     # follow its data.
