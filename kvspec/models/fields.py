@@ -531,7 +531,7 @@ def check_windows(read: ModelConfig, rule: KindRule, kinds: Sequence[str]) -> No
             continue
         if kind in kinds or unlisted:
             field = name if unlisted else "layer_types"
-            text = f"engines differ about a {name} of this model: {who}"
+            text = f"the model must have no {name}, since engines differ: {who}"
             raise SpecError(field, read.get(field), rule=text)
 
 
