@@ -134,6 +134,7 @@ ON_DEMAND = frozenset(
         "nixl",
         "wire",
         "session",
+        "stored",
         "tickets",
         "testing",
         "testing.kit",
