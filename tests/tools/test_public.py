@@ -43,7 +43,7 @@ FROZEN = """
 """Names that version 1.0 will keep. Each line has a module and its names."""
 
 PROVISIONAL = """
-    kvspec CircularBufferSpec LocalTransferError RemoteTransferError scales_digest
+    kvspec CircularBufferSpec LocalTransferError RemoteTransferError StoreError scales_digest
     kvspec.adapters.sglang worker_rank
     kvspec.adapters.transformers Prompts
     kvspec.adapters.vllm WorkerInfo loses_a_token stages whole_engine worker_rank
