@@ -15,30 +15,20 @@ from kvspec.stored.objects import (
     StoredTensor,
 )
 from kvspec.stored.placement import PageObject, StoredSpec
-from kvspec.stored.plans import (
-    Certificate,
-    CertifiedObject,
-    PageLoadPlan,
-    StorePlan,
-    certificate,
-    plan_load,
-    plan_store,
-)
+from kvspec.stored.plans import PageLoadPlan, StorePlan, plan_load, plan_store
 from kvspec.stored.store import Hit, Loaded, LoadError, PageStore, RankPages, Saved
 from kvspec.tickets.stated import explain_difference
 
 __all__ = [
-    "Certificate",
-    "CertifiedObject",
     "Hit",
     "LoadError",
-    "PageLoadPlan",
     "Loaded",
     "MemoryObjects",
     "ModelIdentity",
     "ObjectContents",
     "ObjectKey",
     "Objects",
+    "PageLoadPlan",
     "PageNames",
     "PageObject",
     "PageStore",
@@ -49,7 +39,6 @@ __all__ = [
     "StoredObject",
     "StoredSpec",
     "StoredTensor",
-    "certificate",
     "explain_difference",
     "explain_lookup",
     "longest_prefix",

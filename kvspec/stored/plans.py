@@ -1,4 +1,4 @@
-"""Plans between an engine and stored pages, and the certificate that each byte is written once.
+"""Plans between an engine and stored pages, and the proof that each byte is written once.
 
 Invariant: each object has one writer rank. The bytes of an object come from this rank alone, so an
 object is written whole or not at all. All ranks of an engine compute the same writers.
@@ -27,6 +27,7 @@ How it works:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import attrs
@@ -35,7 +36,7 @@ from kvspec.descriptors.table import numbered_rows_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, counted, nbytes
-from kvspec.inputs import instance
+from kvspec.inputs import Frozen, instance
 from kvspec.memory.allocation import plan_memory
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy, Topology
@@ -55,118 +56,35 @@ def whole_engine(engine: EngineSpec) -> EngineSpec:
 
 
 @attrs.frozen
-class CertifiedObject:
-    """One object of each page, with its writers.
+class StorePlan:
+    """How an engine stores pages, and the proof that it writes each byte once.
 
-    Attributes:
-        group: Name of the stored group.
-        chunk: The chunk.
-        nbytes: Bytes of the object.
-        writers: The ranks that hold all of these bytes, in the order of their turns.
-    """
-
-    group: str
-    chunk: RankId
-    nbytes: int
-    writers: tuple[RankId, ...]
-
-
-@attrs.frozen
-class Certificate:
-    """The proof that an engine can store pages: each byte is written once, by a known rank.
+    `plan_store` makes it. `str()` shows it as a table, for the log of an engine.
 
     Attributes:
         engine: The engine that stores.
         placement: The placement of the pages.
-        objects: The objects of a page. `str()` shows them as a table.
+        writers: For each object of a page, the ranks that hold all its bytes. They take turns in
+            this order.
     """
 
     engine: EngineSpec = attrs.field(repr=False)
     placement: StoredSpec = attrs.field(repr=False)
-    objects: tuple[CertifiedObject, ...]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of all objects of a page."""
-        return sum(stored.nbytes for stored in self.objects)
-
-    @cached_property
-    def smallest_piece(self) -> int:
-        """Bytes of the smallest piece that is copied between the engine's memory and an object.
-
-        Few large pieces are copied faster. One layer of each spec is measured, in the smallest
-        object of each group.
-        """
-        lengths: list[int] = []
-        stored = self.placement.engine
-        for smallest in _smallest(self.objects):
-            rank, chunk = smallest.writers[0], smallest.chunk
-            plan = plan_transfer(self.engine, stored, _preferring(self.engine, stored, rank))
-            caches = plan_memory(self.engine, rank, 2), plan_memory(stored, chunk, 2, 1 << 40)
-            layers = [names[0] for pair in plan.pairs for _, names in pair.layers_by_spec]
-            edges = [edge for edge in plan.between(rank, chunk) if edge.group == smallest.group]
-            rows = numbered_rows_of(plan, edges, caches, frozenset(layers))
-            lengths += [int(each.rows.length.min()) for each in rows if len(each.rows.length)]
-        return min(lengths, default=0)
-
-    def __str__(self) -> str:
-        """Return the certificate as a table, with one line for each object."""
-        pages = f"a page of {counted(self.placement.page_tokens, 'token')}"
-        total = f"{counted(len(self.objects), 'object')}, {nbytes(self.page_bytes)}"
-        lines = [f"{pages}: {total}, copied in pieces of at least {nbytes(self.smallest_piece)}"]
-        for stored in self.objects:
-            writers = ", ".join(map(str, stored.writers))
-            turns = " take turns" if len(stored.writers) > 1 else ""
-            lines.append(
-                f"  {stored.group} {stored.chunk}: {nbytes(stored.nbytes)}, by {writers}{turns}"
-            )
-        return "\n".join(lines)
-
-
-def _smallest(objects: tuple[CertifiedObject, ...]) -> list[CertifiedObject]:
-    """Return the smallest object of each group."""
-    by_group: dict[str, list[CertifiedObject]] = {}
-    for stored in objects:
-        by_group.setdefault(stored.group, []).append(stored)
-    return [min(own, key=lambda stored: stored.nbytes) for own in by_group.values()]
-
-
-@attrs.frozen
-class StorePlan:
-    """How an engine stores pages. Made by `plan_store`.
-
-    Attributes:
-        engine: The engine that stores.
-        placement: The placement of the pages.
-        certificate: The writers of each object.
-    """
-
-    engine: EngineSpec
-    placement: StoredSpec
-    certificate: Certificate
-    _turns: dict[PageObject, tuple[RankId, ...]] = attrs.field(repr=False, eq=False)
+    writers: Mapping[PageObject, tuple[RankId, ...]] = attrs.field(converter=Frozen)
     _plans: dict[RankId, TransferPlan] = attrs.field(init=False, factory=dict, repr=False, eq=False)
-
-    def writers(self, group: str, chunk: RankId) -> tuple[RankId, ...]:
-        """Return the ranks that take turns to write an object, in the order of the pages."""
-        return self._turns[PageObject(group, chunk)]
 
     def writer(self, group: str, chunk: RankId, page: int) -> RankId:
         """Return the rank that writes an object of page number *page* of a prompt."""
-        ranks = self.writers(group, chunk)
+        ranks = self.writers[PageObject(group, chunk)]
         return ranks[page % len(ranks)]
 
     def objects_of(self, rank: RankId) -> tuple[PageObject, ...]:
         """Return the objects that *rank* writes, of some pages or of all pages."""
         self.engine.parallel.check_rank(rank)
-        return tuple(stored for stored, ranks in self._turns.items() if rank in ranks)
+        return tuple(stored for stored, ranks in self.writers.items() if rank in ranks)
 
     def plan(self, rank: RankId) -> TransferPlan:
-        """Return the plan of *rank*. Its edges from *rank* contain all that *rank* writes.
-
-        Raises:
-            MismatchError: If the engine does not fit the placement.
-        """
+        """Return the plan of *rank*. Its edges from *rank* contain all that *rank* writes."""
         self.engine.parallel.check_rank(rank)
         if rank not in self._plans:
             stored = self.placement.engine
@@ -176,10 +94,42 @@ class StorePlan:
 
     def sources(self, group: str) -> tuple[KVCacheGroup, ...]:
         """Return the groups of the engine that contain layers of a stored group."""
-        names = {
-            self.engine.homes[layer].name for layer in self.placement.engine.group(group).layers
-        }
+        layers = self.placement.engine.group(group).layers
+        names = {self.engine.homes[layer].name for layer in layers}
         return tuple(own for own in self.engine.groups if own.name in names)
+
+    @cached_property
+    def smallest_piece(self) -> int:
+        """Bytes of the smallest piece that is copied between the engine's memory and an object.
+
+        Few large pieces are copied faster. One layer of each spec is measured, in the smallest
+        object of each group.
+        """
+        smallest: dict[str, PageObject] = {}
+        for stored in sorted(self.writers, key=lambda one: -self.placement.object_bytes(*one)):
+            smallest[stored.group] = stored
+        lengths: list[int] = []
+        for group, chunk in smallest.values():
+            rank = self.writers[PageObject(group, chunk)][0]
+            plan, virtual = self.plan(rank), self.placement.engine
+            caches = plan_memory(self.engine, rank, 2), plan_memory(virtual, chunk, 2, 1 << 40)
+            layers = [names[0] for pair in plan.pairs for _, names in pair.layers_by_spec]
+            edges = [edge for edge in plan.between(rank, chunk) if edge.group == group]
+            rows = numbered_rows_of(plan, edges, caches, frozenset(layers))
+            lengths += [int(each.rows.length.min()) for each in rows if len(each.rows.length)]
+        return min(lengths, default=0)
+
+    def __str__(self) -> str:
+        """Return the writers of each object as a table."""
+        pages = f"a page of {counted(self.placement.page_tokens, 'token')}"
+        total = f"{counted(len(self.writers), 'object')}, {nbytes(self.placement.page_bytes)}"
+        lines = [f"{pages}: {total}, copied in pieces of at least {nbytes(self.smallest_piece)}"]
+        for stored, ranks in self.writers.items():
+            size = nbytes(self.placement.object_bytes(*stored))
+            turns = " take turns" if len(ranks) > 1 else ""
+            names = ", ".join(map(str, ranks))
+            lines.append(f"  {stored.group} {stored.chunk}: {size}, by {names}{turns}")
+        return "\n".join(lines)
 
 
 def _preferring(engine: EngineSpec, stored: EngineSpec, rank: RankId) -> ReplicaPolicy:
@@ -215,16 +165,7 @@ def plan_store(engine: EngineSpec, placement: StoredSpec) -> StorePlan:
         first = taken.get(ranks, 0) % len(ranks)
         taken[ranks] = first + 1
         turns[stored] = ranks[first:] + ranks[:first]
-    objects = tuple(
-        CertifiedObject(*stored, placement.object_bytes(*stored), ranks)
-        for stored, ranks in turns.items()
-    )
-    return StorePlan(engine, placement, Certificate(engine, placement, objects), turns)
-
-
-def certificate(engine: EngineSpec, placement: StoredSpec) -> Certificate:
-    """Return the proof that *engine* writes each byte of each object once. See `plan_store`."""
-    return plan_store(engine, placement).certificate
+    return StorePlan(engine, placement, turns)
 
 
 def _check_layers(engine: EngineSpec, placement: StoredSpec) -> None:

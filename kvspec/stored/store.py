@@ -48,9 +48,7 @@ from kvspec.stored.buffer import SlotBuffer
 from kvspec.stored.lookup import explain_lookup, longest_prefix, pages_read
 from kvspec.stored.names import ModelIdentity, PromptIdentity, page_names, space_of
 from kvspec.stored.objects import ObjectContents, ObjectKey, Objects
-from kvspec.stored.placement import PageObject, StoredSpec
-from kvspec.stored.plans import PageLoadPlan, StorePlan, plan_load, plan_store
-from kvspec.stored.steps import (
+from kvspec.stored.page_steps import (
     StateBlocks,
     Tables,
     check_states,
@@ -59,6 +57,8 @@ from kvspec.stored.steps import (
     store_requests,
     whole_pages,
 )
+from kvspec.stored.placement import PageObject, StoredSpec
+from kvspec.stored.plans import PageLoadPlan, StorePlan, plan_load, plan_store
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -17,10 +17,10 @@ from kvspec.stored import (
     MemoryObjects,
     ModelIdentity,
     ObjectKey,
+    PageObject,
     PageStore,
     PromptIdentity,
     StoredSpec,
-    certificate,
     plan_load,
     plan_store,
 )
@@ -170,12 +170,12 @@ def test_replicas_take_turns() -> None:
             written[plan.writer(*stored, page)] += 1
     # 4 objects of 8 pages by 8 ranks, and 8 objects of latents.
     assert set(written.values()) == {5}
-    assert plan.writers("latent", RankId()) == own.parallel.ranks
+    assert plan.writers[PageObject("latent", RankId())] == own.parallel.ranks
 
 
-def test_certificate_is_a_table() -> None:
+def test_store_plan_is_a_table() -> None:
     own = engine(FULL, tp=8)
-    text = str(certificate(own, StoredSpec.of(own, page_tokens=8, head_groups=2 * 2)))
+    text = str(plan_store(own, StoredSpec.of(own, page_tokens=8, head_groups=4)))
     assert text.splitlines()[:2] == [
         "a page of 8 tokens: 4 objects, 512 B, copied in pieces of at least 4 B",
         "  full tp0: 128 B, by tp0, tp1 take turns",
@@ -187,7 +187,8 @@ Tables = Mapping[str, Sequence[int]]
 
 def saved(own: EngineSpec, tables: Tables, pages: int, **options: Any) -> tuple[Any, ...]:
     """Save the first pages of a prompt of random bytes. Return store, names and what was saved."""
-    store = PageStore(StoredSpec.of(own, page_tokens=8), MODEL, MemoryObjects())
+    placement = StoredSpec.of(own, page_tokens=8, head_groups=own.parallel.tp_size)
+    store = PageStore(placement, MODEL, MemoryObjects())
     names = store.names(range(8 * pages), PromptIdentity.of_text())
     results = []
     for rank in own.parallel.ranks:
