@@ -6,12 +6,24 @@ virtual engine, so engines of all sizes and layouts write and read it by ordinar
 
 from kvspec.stored.lookup import explain_lookup, longest_prefix
 from kvspec.stored.names import ModelIdentity, PageNames, PromptIdentity, page_names, space_of
+from kvspec.stored.publish import (
+    BegunStore,
+    BlocksReleased,
+    PageFailed,
+    PageStored,
+    StoreLedger,
+)
 from kvspec.tickets.stated import explain_difference
 
 __all__ = [
+    "BegunStore",
+    "BlocksReleased",
     "ModelIdentity",
+    "PageFailed",
     "PageNames",
+    "PageStored",
     "PromptIdentity",
+    "StoreLedger",
     "explain_difference",
     "explain_lookup",
     "longest_prefix",

@@ -55,7 +55,8 @@ PROVISIONAL = """
     kvspec.models architectures
     kvspec.models.catalogue config names
     kvspec.session SessionCollector Transport
-    kvspec.stored explain_lookup longest_prefix
+    kvspec.stored BegunStore BlocksReleased PageFailed PageStored StoreLedger explain_lookup
+    kvspec.stored longest_prefix
     kvspec.stored ModelIdentity PageNames PromptIdentity explain_difference page_names space_of
     kvspec.tickets ContentIdentity MediaItem RankAgreement ReleaseAgreement content_of
     kvspec.tickets explain_difference sampling_of
@@ -80,7 +81,8 @@ WITHOUT_EXAMPLE = {
     "is a value that another public name returns or accepts": (
         "kvspec.TPTransferSlice "
         "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.tickets.PrefillTicket "
-        "kvspec.stored.ModelIdentity kvspec.stored.PromptIdentity "
+        "kvspec.stored.BegunStore kvspec.stored.BlocksReleased kvspec.stored.PageFailed "
+        "kvspec.stored.ModelIdentity kvspec.stored.PageStored kvspec.stored.PromptIdentity "
         "kvspec.tickets.ContentIdentity kvspec.tickets.MediaItem "
         "kvspec.testing.kit.WrongCase kvspec.testing.kit.Judgement "
         "kvspec.testing.kit.SystemReport kvspec.testing.kit.Verdict"
