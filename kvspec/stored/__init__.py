@@ -16,10 +16,19 @@ from kvspec.stored.objects import (
 )
 from kvspec.stored.placement import PageObject, StoredSpec
 from kvspec.stored.plans import PageLoadPlan, StorePlan, plan_load, plan_store
+from kvspec.stored.publish import (
+    BegunStore,
+    BlocksReleased,
+    PageFailed,
+    PageStored,
+    StoreLedger,
+)
 from kvspec.stored.store import Hit, Loaded, LoadError, PageStore, RankPages, Saved
 from kvspec.tickets.stated import explain_difference
 
 __all__ = [
+    "BegunStore",
+    "BlocksReleased",
     "Hit",
     "LoadError",
     "Loaded",
@@ -28,13 +37,16 @@ __all__ = [
     "ObjectContents",
     "ObjectKey",
     "Objects",
+    "PageFailed",
     "PageLoadPlan",
     "PageNames",
     "PageObject",
     "PageStore",
+    "PageStored",
     "PromptIdentity",
     "RankPages",
     "Saved",
+    "StoreLedger",
     "StorePlan",
     "StoredObject",
     "StoredSpec",

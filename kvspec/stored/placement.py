@@ -179,6 +179,13 @@ class StoredSpec:
     Raises:
         SpecError: If a group cannot be stored (a ring, cross attention), or if a size is not
             possible.
+
+    >>> from kvspec import KVCacheGroup, MLAAttentionSpec
+    >>> spec = MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16")
+    >>> group = KVCacheGroup(name="latent", layers=["l.0"], spec=spec)
+    >>> placement = StoredSpec(groups=[group], page_tokens=64)
+    >>> placement.page_bytes == 64 * 576 * 2
+    True
     """
 
     groups: tuple[KVCacheGroup, ...] = attrs.field(converter=_groups)

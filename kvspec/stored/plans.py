@@ -152,6 +152,15 @@ def plan_store(engine: EngineSpec, placement: StoredSpec) -> StorePlan:
     Raises:
         MismatchError: If the engine does not fit the placement. It lists all differences.
         SpecError: If an object has no rank that holds all its bytes. It names what to choose.
+
+    >>> from kvspec import EngineSpec, FullAttentionSpec, KVCacheGroup, ParallelConfig
+    >>> spec = FullAttentionSpec(block_size=8, total_num_kv_heads=2, head_size=4, dtype="uint8")
+    >>> group = KVCacheGroup(name="full", layers=["l.0"], spec=spec)
+    >>> engine = EngineSpec(groups=[group], parallel=ParallelConfig(tp_size=4))
+    >>> print(plan_store(engine, StoredSpec(groups=[group], page_tokens=16, head_groups=2)))
+    a page of 16 tokens: 2 objects, 256 B, copied in pieces of at least 4 B
+      full tp0: 128 B, by tp0, tp1 take turns
+      full tp1: 128 B, by tp2, tp3 take turns
     """
     instance("engine", engine, EngineSpec)
     instance("placement", placement, StoredSpec)
@@ -326,6 +335,14 @@ def plan_load(placement: StoredSpec, engine: EngineSpec) -> PageLoadPlan:
 
     Raises:
         MismatchError: If the engine does not fit the placement. It lists all differences.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, SlidingWindowSpec
+    >>> spec = SlidingWindowSpec(
+    ...     block_size=8, total_num_kv_heads=2, head_size=4, dtype="uint8", sliding_window=20)
+    >>> engine = EngineSpec(groups=[KVCacheGroup(name="g", layers=["l.0"], spec=spec)])
+    >>> plan = plan_load(StoredSpec.of(engine, page_tokens=16), engine)
+    >>> plan.live_pages("window-20", num_pages=5)  # The last 19 of 80 tokens.
+    range(3, 5)
     """
     instance("placement", placement, StoredSpec)
     instance("engine", engine, EngineSpec)

@@ -164,6 +164,25 @@ class PageStore:
     """The stored pages of one model and one placement, in one place.
 
     A scheduler calls `names` and `lookup`. A worker calls `rank_pages` once.
+
+    >>> import kvspec
+    >>> from kvspec.stored import MemoryObjects, ModelIdentity, PromptIdentity
+    >>> spec = kvspec.MLAAttentionSpec(block_size=2, head_size=4, dtype="uint8")
+    >>> group = kvspec.KVCacheGroup(name="g", layers=["l.0"], spec=spec)
+    >>> engine = kvspec.EngineSpec(groups=[group])
+    >>> model = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
+    >>> store = PageStore(StoredSpec.of(engine, page_tokens=4), model, MemoryObjects())
+    >>> cache, arrays = kvspec.allocate(engine, kvspec.RankId(), num_blocks=8)
+    >>> arrays["g"][:] = 7
+    >>> pages = store.rank_pages(cache, buffer_bytes=1 << 10)
+    >>> names = store.names(range(10), PromptIdentity.of_text())
+    >>> pages.save(names, 0, 2, {"g": [0, 1, 2, 3, 4]}).nbytes
+    32
+    >>> other, other_arrays = kvspec.allocate(engine, kvspec.RankId(), num_blocks=8)
+    >>> with store.lookup(names, engine) as hit:
+    ...     pages = store.rank_pages(other).load(hit, hit.num_pages, {"g": [5, 1, 6, 2]}).pages
+    >>> pages, int(other_arrays["g"].sum())
+    (range(0, 2), 224)
     """
 
     def __init__(self, placement: StoredSpec, model: ModelIdentity, objects: Objects) -> None:
