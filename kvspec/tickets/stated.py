@@ -54,7 +54,7 @@ def text_or_none(_: object, field: attrs.Attribute[Any], value: object) -> None:
 def sha256_of(values: Mapping[str, Any]) -> str:
     """Return SHA-256 of *values* as JSON, as 64 hexadecimal digits.
 
-    Keys of the JSON are sorted. It has no spaces, and only ASCII characters.
+    Keys of the JSON are sorted. It has no spaces, and characters beyond "~" are escapes.
     """
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
@@ -116,7 +116,7 @@ class Stated:
     def digest(self) -> str:
         """A digest of all fields, as 64 hexadecimal digits: SHA-256 of `to_params` as JSON.
 
-        Keys of the JSON are sorted. It has no spaces, and only ASCII characters.
+        Keys of the JSON are sorted. It has no spaces, and characters beyond "~" are escapes.
 
         Raises:
             SpecError: If a field is not stated.
