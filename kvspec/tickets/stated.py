@@ -150,7 +150,7 @@ class Stated:
         for name in params:
             if name not in names:
                 raise SpecError(cls.KIND, name, f"one of {', '.join(names)}")
-        for field in attrs.fields(cls):  # type: ignore[misc] - each derived class is of attrs
+        for field in attrs.fields(cls):  # type: ignore[arg-type]  # A derived class is of attrs.
             if field.default is attrs.NOTHING and field.name not in params:
                 raise SpecError(f"{cls.KIND}.{field.name}", None, "a stated value")
         try:
@@ -162,7 +162,7 @@ class Stated:
 
 def names_of(kind: type[Stated]) -> tuple[str, ...]:
     """Return the names of the fields of an identity."""
-    return tuple(field.name for field in attrs.fields(kind))  # type: ignore[misc] - as above
+    return tuple(field.name for field in attrs.fields(kind))  # type: ignore[arg-type]  # As above.
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - the value of any field
