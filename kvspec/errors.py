@@ -12,8 +12,9 @@ How it works:
     `MismatchError`  two valid descriptions do not fit together  changes one of the engines
     `WireError`      a message of the peer is not valid          disconnects the peer
     `TransferError`  the transport or the peer failed            does what `state` advises
+    `StoreError`     a stored object cannot be used or written   computes the page
 
-    `SpecError` is also a `ValueError`, and `KVSpecError` is the base of all four. The first two are
+    `SpecError` is also a `ValueError`, and `KVSpecError` is the base of all five. The first two are
     raised before any byte moves. A `TransferError` is of one of two classes, so that `except` can
     choose: `RemoteTransferError` if the other side is to blame, else `LocalTransferError`.
 
@@ -189,6 +190,49 @@ class WireError(KVSpecError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _with_rule, (type(self), self.path, self.value, self.expected, self.rule)
+
+
+StoreProblem = Literal["absent", "damaged", "foreign", "version", "unsafe", "full", "failed"]
+"""The cause of a `StoreError`.
+
+| problem | meaning |
+|---|---|
+| absent | no object of this name is stored, or no longer |
+| damaged | the object is shorter or longer than its header says, or its bytes were changed |
+| foreign | kvspec did not write it, or it is another object under this name |
+| version | another version of kvspec wrote it |
+| unsafe | its owner, permissions or kind allow others to change it |
+| full | the limit, the quota or the disk leaves no room, so nothing was written |
+| failed | the operating system or the object store reported an error |
+"""
+
+
+class StoreError(KVSpecError):
+    """A stored object cannot be read or written. The caller can always compute the page instead.
+
+    Attributes:
+        problem: The cause, one of `StoreProblem`.
+        place: The object or its file.
+        field: Name of the field that is wrong.
+        value: The value that was found.
+        expected: The requirement as a noun phrase.
+
+    >>> StoreError("damaged", "tp0 of group full", "checksum", "00000000", "'1c291ca3'")
+    StoreError("tp0 of group full: checksum='00000000': expected '1c291ca3' (damaged)")
+    """
+
+    def __init__(
+        self, problem: StoreProblem, place: str, field: str, value: object, expected: str
+    ) -> None:
+        super().__init__(f"{place}: {field}={shown(value)}: expected {expected} ({problem})")
+        self.problem = problem
+        self.place = place
+        self.field = field
+        self.value = value
+        self.expected = expected
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem, self.place, self.field, self.value, self.expected)
 
 
 def _with_rule(

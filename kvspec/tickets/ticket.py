@@ -32,7 +32,8 @@ import attrs
 from kvspec.descriptors.request import BlockTable, Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int, sequence
-from kvspec.tickets.identity import ContentIdentity, content_of, differences
+from kvspec.tickets.identity import ContentIdentity, content_of
+from kvspec.tickets.stated import differences
 from kvspec.wire.handshake import is_name
 from kvspec.wire.messages import key_of
 from kvspec.wire.seal import Secret, secret_of

@@ -18,7 +18,7 @@ from kvspec.tickets import (
     explain_difference,
     sampling_of,
 )
-from kvspec.tickets.identity import differences
+from kvspec.tickets.stated import differences
 
 BASE: dict[str, Any] = {
     "weights": "", "adapter": "", "media": (), "embeddings": "", "salt": "",

@@ -39,7 +39,7 @@ FOLDERS = (
     "descriptors wire",
     "digests",
     "analysis check completion nixl tickets",
-    "draw session",
+    "draw session stored",
     ".",  # kvspec/__init__.py, which exports the public names
     "testing",
     "adapters run vectors",

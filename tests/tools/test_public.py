@@ -43,7 +43,7 @@ FROZEN = """
 """Names that version 1.0 will keep. Each line has a module and its names."""
 
 PROVISIONAL = """
-    kvspec CircularBufferSpec LocalTransferError RemoteTransferError scales_digest
+    kvspec CircularBufferSpec LocalTransferError RemoteTransferError StoreError scales_digest
     kvspec.adapters.sglang worker_rank
     kvspec.adapters.transformers Prompts
     kvspec.adapters.vllm WorkerInfo loses_a_token stages whole_engine worker_rank
@@ -55,6 +55,7 @@ PROVISIONAL = """
     kvspec.models architectures
     kvspec.models.catalogue config names
     kvspec.session SessionCollector Transport
+    kvspec.stored ModelIdentity PageNames PromptIdentity explain_difference page_names space_of
     kvspec.tickets ContentIdentity MediaItem RankAgreement ReleaseAgreement content_of
     kvspec.tickets explain_difference sampling_of
     kvspec.wire Secret
@@ -78,6 +79,7 @@ WITHOUT_EXAMPLE = {
     "is a value that another public name returns or accepts": (
         "kvspec.TPTransferSlice "
         "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.tickets.PrefillTicket "
+        "kvspec.stored.ModelIdentity kvspec.stored.PromptIdentity "
         "kvspec.tickets.ContentIdentity kvspec.tickets.MediaItem "
         "kvspec.testing.kit.WrongCase kvspec.testing.kit.Judgement "
         "kvspec.testing.kit.SystemReport kvspec.testing.kit.Verdict"
@@ -88,7 +90,7 @@ WITHOUT_EXAMPLE = {
 }
 """Public classes and functions without an example in their docstring, by the reason."""
 
-MAX_FROZEN, MAX_PROVISIONAL = 61, 60
+MAX_FROZEN, MAX_PROVISIONAL = 61, 90
 
 
 def whole_names(table: str) -> list[str]:
