@@ -29,7 +29,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from operator import itemgetter
@@ -59,6 +59,8 @@ TEMPORARY_SECONDS = 3600.0
 _MODES = (0o700, 0o750, 0o770)
 _MOST_NAME = 255
 _MOST_WRITE = 1 << 30
+# To delete files locks the index for other processes.
+_MOST_EVICTED = 1 << 28
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PAGE, _GROUP_AND_CHUNK = itemgetter(0, 1), itemgetter(2, 3)
 _UNSAFE = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR}
@@ -132,13 +134,17 @@ class FileObjects:
             self._make_folder(os.path.dirname(path))
         head = header.encode(key, contents, checksum(view))
         size = len(head) + view.nbytes
-        created = False
-        if not os.path.lexists(path):
-            self._make_room(size, path)
-            created = self._create(path, [memoryview(head), view])
-        with suppress(IndexUnavailable):
-            self._index.add((_page(key), _item(key.group, key.chunk), size, time.time_ns()))
-        return created
+        row = _page(key), _item(key.group, key.chunk), size, time.time_ns()
+        while True:
+            created = False
+            if not os.path.lexists(path):
+                self._make_room(size, path)
+                created = self._create(path, [memoryview(head), view])
+            with suppress(IndexUnavailable):
+                self._index.add(row)
+            # Another process may have deleted the object that was there before it was noted.
+            if created or os.path.lexists(path):
+                return created
 
     def read(self, key: ObjectKey, into: memoryview) -> None:
         """Read the payload of an object."""
@@ -263,15 +269,17 @@ class FileObjects:
         Returns:
             The number of deleted objects.
         """
-        deleted = 0
-        for page, items in self._index.take_oldest(num_bytes):
-            space, name = page[:32].hex(), page[32:].hex()
+        deleted = []
+
+        def delete(page: bytes, items: str) -> None:
             for item in filter(None, items.split("/")):
-                group, _, chunk = item.partition(",")
-                key = ObjectKey(space, name, unquote(group), unquote(chunk))
+                group, _, chunk = map(unquote, item.partition(","))
+                key = ObjectKey(page[:32].hex(), page[32:].hex(), group, chunk)
                 with suppress(StoreError):  # A file that is no object stays.
-                    deleted += self._remove(key)
-        return deleted
+                    deleted.append(self._remove(key))
+
+        self._index.evict(num_bytes, delete)
+        return sum(deleted)
 
     def close(self) -> None:
         """Close the index."""
@@ -331,7 +339,7 @@ class FileObjects:
                 descriptor = os.open(path, flags)
             except FileNotFoundError:
                 if key is not None:
-                    self._forget(key, 0)
+                    self._forget(key, 0, lambda: not os.path.lexists(path))
                     raise absent(key) from None
                 raise
             try:
@@ -357,27 +365,38 @@ class FileObjects:
         return found
 
     def _set_aside(self, path: str, status: os.stat_result, key: ObjectKey) -> None:
-        with suppress(OSError):
-            if os.path.samestat(os.lstat(path), status):  # else another process replaced it
-                os.rename(path, f"{path}{DAMAGED}")
-        self._forget(key, status.st_size)
+        def rename() -> bool:
+            with suppress(OSError):
+                if os.path.samestat(os.lstat(path), status):  # else another process replaced it
+                    os.rename(path, f"{path}{DAMAGED}")
+                    return True
+            return False
 
-    def _forget(self, key: ObjectKey, num_bytes: int) -> None:
-        with suppress(IndexUnavailable):
-            self._index.discard(_page(key), _item(key.group, key.chunk), num_bytes)
+        self._forget(key, status.st_size, rename)
+
+    def _forget(self, key: ObjectKey, num_bytes: int, gone: Callable[[], bool]) -> bool:
+        item = _item(key.group, key.chunk)
+        try:
+            return self._index.discard(_page(key), item, num_bytes, gone)
+        except IndexUnavailable:  # It is marked as incomplete now.
+            return gone()
 
     def _remove(self, key: ObjectKey) -> bool:
         path = self._path(key)
         try:
-            size = self.inspect(key)
+            found = self.inspect(key)
         except StoreError as error:
             if error.problem == "absent":
                 return False
             raise
-        with suppress(FileNotFoundError), _named(path):
-            os.unlink(path)
-        self._forget(key, size.start + size.num_bytes)
-        return True
+
+        def delete() -> bool:
+            with _named(path), suppress(FileNotFoundError):
+                os.unlink(path)
+                return True
+            return False
+
+        return self._forget(key, found.start + found.num_bytes, delete)
 
     def _make_room(self, num_bytes: int, path: str) -> None:
         if self.limit is None:
@@ -385,7 +404,7 @@ class FileObjects:
         try:
             excess = self._index.num_bytes() + num_bytes - self.limit
             if excess > 0:  # A little more, so that not every write has to look for pages.
-                self.evict(excess + self.limit // 64)
+                self.evict(excess + min(self.limit // 64, _MOST_EVICTED))
                 excess = self._index.num_bytes() + num_bytes - self.limit
         except IndexUnavailable as error:
             raise StoreError("failed", path, "index", str(error), "one that works") from error

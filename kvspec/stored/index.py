@@ -26,7 +26,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -143,15 +143,22 @@ class PageIndex:
             which = f"DELETE FROM pages WHERE substr(page, 1, 32) NOT IN ({marks})"  # noqa: S608
             sql.execute(which, [bytes.fromhex(space) for space in spaces])
 
-    def discard(self, page: bytes, item: str, num_bytes: int) -> None:
-        """Forget one object."""
+    def discard(self, page: bytes, item: str, num_bytes: int, gone: Callable[[], bool]) -> bool:
+        """Forget one object if *gone* returns that its file is gone.
+
+        *gone* runs while no other process can add the object. So a process that writes the object
+        again at this time adds it afterwards.
+        """
         with self._changing() as sql:
+            if not gone():
+                return False
             sql.execute(
                 "UPDATE pages SET items = replace(items, ?1, '/'), bytes = max(0, bytes - ?2)"
                 " WHERE page = ?3 AND instr(items, ?1)",
                 (f"/{item}/", num_bytes, page),
             )
             sql.execute("DELETE FROM pages WHERE page = ? AND items = '/'", (page,))
+            return True
 
     def items(self, pages: Sequence[bytes]) -> dict[bytes, str]:
         """Return the items of those pages that are known."""
@@ -163,14 +170,6 @@ class PageIndex:
                 which = f"SELECT page, items FROM pages WHERE page IN ({marks})"  # noqa: S608
                 known.update(sql.execute(which, some))
         return known
-
-    def totals(self) -> tuple[int, int]:
-        """Return the number of pages, and the bytes of all their files."""
-        with self._open() as sql:
-            pages, size = sql.execute(
-                "SELECT (SELECT count(*) FROM pages), bytes FROM total"
-            ).fetchone()
-        return pages, size
 
     def num_bytes(self) -> int:
         """Return the bytes of all files of objects."""
@@ -188,21 +187,19 @@ class PageIndex:
         with self._changing() as sql:
             self._end_pins(sql, "owner = ?", (owner,))
 
-    def take_oldest(self, num_bytes: int) -> list[tuple[bytes, str]]:
-        """Forget the pages that were not used for longest, without those that are pinned.
+    def evict(self, num_bytes: int, delete: Callable[[bytes, str], None]) -> None:
+        """Delete the pages that were not used for longest, without those that are pinned.
 
         Args:
             num_bytes: Bytes that the pages must have in sum.
-
-        Returns:
-            The pages and their items. No other process gets them, so the caller deletes the files.
+            delete: Deletes the files of a page and its items, while no other process can add them.
         """
-        taken = []
         with self._changing() as sql:
             now = time.time()
             self._end_pins(sql, "until < ? OR until > ?", (now, now + MAX_PIN))
             pins = [pages for (pages,) in sql.execute("SELECT pages FROM pins")]
             pinned = {page for pages in pins for page in _split(pages)}
+            taken = []
             oldest = sql.execute("SELECT page, items, bytes FROM pages ORDER BY used")
             for page, items, size in oldest:
                 if num_bytes <= 0:
@@ -211,8 +208,9 @@ class PageIndex:
                     taken.append((page, items))
                     num_bytes -= size
             oldest.close()
+            for page, items in taken:
+                delete(page, items)
             sql.executemany("DELETE FROM pages WHERE page = ?", [(page,) for page, _ in taken])
-        return taken
 
     def close(self) -> None:
         """Close the database. The next call opens it again."""
@@ -237,6 +235,9 @@ class PageIndex:
     def _changing(self) -> Iterator[sqlite3.Connection]:
         """Run statements as one transaction."""
         with self._marking(), self._open() as sql:
+            if sql.in_transaction:  # A function that was passed to this index calls it.
+                yield sql
+                return
             sql.execute("BEGIN IMMEDIATE")
             try:
                 yield sql
