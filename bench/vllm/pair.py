@@ -161,6 +161,7 @@ def distances(expected: dict[str, Any], actual: dict[str, Any]) -> list[float]:
 def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Path) -> str:
     """Return the outcome of a scenario: one of the words in the docstring of this program."""
     differences: list[float] = []
+    hits = 0
     try:
         prompts = [prompt for prompt, _ in expected]
         for number, actual in enumerate(answers(scenario, connector, folder, prompts)):
@@ -171,9 +172,12 @@ def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Pat
                 return f"different: prompt {number}: {others if 'inf' in first else first}"
             if (computed := actual["computed"] - TOKENS + 1) > 1:
                 return f"computed again: {computed} tokens of prompt {number}"
+            hits += 0 < actual["hit"] < len(prompts[number]) - 1
     except Failed as failed:
         return refused(folder, str(failed))
-    return f"same: log probabilities within {max(differences):.0e}"
+    if hits < scenario.hits:
+        return f"different: the consumer had only {hits} prefix hits"
+    return f"same: log probabilities within {max(differences):.0e}, {hits} prefix hits"
 
 
 # vLLM's policies for a request that cannot be read, and the outcome of such a request.

@@ -31,6 +31,7 @@ BLOCKS, SIZE = 12, 8
 KEYS = kvspec.KeyContent(rotary="halves", rotary_size=SIZE)
 """What the keys mean. The layers of these workers are in no module that would show it."""
 FULL, WINDOW = ("model.layers.0.attn", "model.layers.1.attn"), ("model.layers.2.attn",)
+RING = ("model.layers.2.indexer.tail_cache",)
 
 CONNECTOR = "kvspec.adapters.vllm.connector"
 
@@ -240,6 +241,18 @@ class Layer:
         return SimpleNamespace(full_cls_name=lambda: tuple(like.FLASH.rsplit(".", 1)))
 
 
+class RingLayer(Layer):
+    """A layer with the ring of GLM-5.3, which compresses four tokens together."""
+
+    _index_kpool = 4
+
+    @staticmethod
+    def get_attn_backend() -> Any:
+        """Return the backend."""
+        name = "vllm.v1.attention.backends.mla.indexer", "KpoolTailBackend"
+        return SimpleNamespace(full_cls_name=lambda: name)
+
+
 def configs(
     name: str, rank: int, tp: int, block: int, extra: dict[str, Any], pp: int = 1
 ) -> tuple[Any, Any]:
@@ -252,10 +265,16 @@ def configs(
         like.FullAttentionSpec(**heads),
         like.SlidingWindowSpec(sliding_window=8, **heads),
     )
-    stage = rank // tp
+    rows, stage = extra.pop("ring", 0), rank // tp
     layers = (FULL if not stage else (), WINDOW if stage == pp - 1 else ())
-    config: Any = like.config((layers[0], full), (layers[1], window), num_blocks=BLOCKS)
-    config.kv_cache_layout, config.transfer_group_ids = "LBHNC", (0, 1)
+    groups = [(layers[0], full), (layers[1], window)]
+    context = dict.fromkeys((*layers[0], *layers[1]), Layer())
+    if rows:
+        sizes = {"num_kv_heads": 2, "head_size": SIZE, "head_size_v": 0, "dtype": "uint8"}
+        groups.append((RING, like.CircularBufferSpec(block_size=rows, **sizes)))
+        context |= dict.fromkeys(RING, RingLayer())
+    config: Any = like.config(*groups, num_blocks=BLOCKS)
+    config.kv_cache_layout, config.transfer_group_ids = "LBHNC", tuple(range(len(groups)))
     config.needs_kv_cache_zeroing = extra.pop("zeroing", False)
     extra.setdefault("key_content", attrs.asdict(KEYS))
     vllm_config = SimpleNamespace(
@@ -270,9 +289,7 @@ def configs(
             hf_text_config=None,
         ),
         cache_config=None,
-        compilation_config=SimpleNamespace(
-            static_forward_context=dict.fromkeys((*layers[0], *layers[1]), Layer())
-        ),
+        compilation_config=SimpleNamespace(static_forward_context=context),
         kv_transfer_config=SimpleNamespace(engine_id=name, kv_connector_extra_config=extra),
         speculative_config=None,
     )
@@ -307,7 +324,7 @@ class Engine:
         WORLDS[-1].run(calls)
         self.scheduler = made(worker_configs[0][0], "SCHEDULER", worker_configs[0][1])
         known = {(n // tp, n % tp): w.get_handshake_metadata() for n, w in enumerate(self.workers)}
-        self.managers = [Manager(block), Manager(block)]
+        self.managers = [Manager(block) for _ in worker_configs[0][1].kv_cache_groups]
         coordinator = SimpleNamespace(single_type_managers=self.managers)
         self.scheduler.bind_kv_cache_manager(
             SimpleNamespace(enable_caching=True, coordinator=coordinator)
@@ -322,6 +339,8 @@ class Engine:
             if group in storage:
                 views = storage[group].reshape(len(layers), *shape)
                 tensors |= dict(zip(layers, views, strict=True))
+        if "group2" in storage:
+            tensors |= {RING[0]: storage["group2"].reshape(BLOCKS, 2, -1, SIZE)}
         return tensors
 
     def __enter__(self) -> Self:
