@@ -4,6 +4,7 @@ A page is stored under the digest of everything on which its values depend. Its 
 virtual engine, so engines of all sizes and layouts write and read it by ordinary plans.
 """
 
+from kvspec.stored.lookup import explain_lookup, longest_prefix
 from kvspec.stored.names import ModelIdentity, PageNames, PromptIdentity, page_names, space_of
 from kvspec.tickets.stated import explain_difference
 
@@ -12,6 +13,8 @@ __all__ = [
     "PageNames",
     "PromptIdentity",
     "explain_difference",
+    "explain_lookup",
+    "longest_prefix",
     "page_names",
     "space_of",
 ]

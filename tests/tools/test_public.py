@@ -55,6 +55,7 @@ PROVISIONAL = """
     kvspec.models architectures
     kvspec.models.catalogue config names
     kvspec.session SessionCollector Transport
+    kvspec.stored explain_lookup longest_prefix
     kvspec.stored ModelIdentity PageNames PromptIdentity explain_difference page_names space_of
     kvspec.tickets ContentIdentity MediaItem RankAgreement ReleaseAgreement content_of
     kvspec.tickets explain_difference sampling_of
