@@ -22,6 +22,7 @@ from growth import b9, b10
 from merging import b6
 from modelling import modelled
 from moving import b7, b8, b15
+from naming import named
 from planning import b3, b4, b5
 from polling import polled
 from posting import read_cost
@@ -53,6 +54,7 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "DIGEST": digested,
     "POLL": polled,
     "MODEL": modelled,
+    "NAMES": named,
 }
 COLUMNS = ("budget", "what", "ours", "other", "ratio", "required", "met")
 WIDTHS = (6, 98, 24, 22, 9, 16, 4)

@@ -6,15 +6,56 @@ virtual engine, so engines of all sizes and layouts write and read it by ordinar
 
 from kvspec.stored.lookup import explain_lookup, longest_prefix
 from kvspec.stored.names import ModelIdentity, PageNames, PromptIdentity, page_names, space_of
+from kvspec.stored.objects import (
+    MemoryObjects,
+    ObjectContents,
+    ObjectKey,
+    Objects,
+    StoredObject,
+    StoredTensor,
+)
+from kvspec.stored.placement import PageObject, StoredSpec
+from kvspec.stored.plans import PageLoadPlan, StorePlan, plan_load, plan_store
+from kvspec.stored.publish import (
+    BegunStore,
+    BlocksReleased,
+    PageFailed,
+    PageStored,
+    StoreLedger,
+)
+from kvspec.stored.store import Hit, Loaded, LoadError, PageStore, RankPages, Saved
 from kvspec.tickets.stated import explain_difference
 
 __all__ = [
+    "BegunStore",
+    "BlocksReleased",
+    "Hit",
+    "LoadError",
+    "Loaded",
+    "MemoryObjects",
     "ModelIdentity",
+    "ObjectContents",
+    "ObjectKey",
+    "Objects",
+    "PageFailed",
+    "PageLoadPlan",
     "PageNames",
+    "PageObject",
+    "PageStore",
+    "PageStored",
     "PromptIdentity",
+    "RankPages",
+    "Saved",
+    "StoreLedger",
+    "StorePlan",
+    "StoredObject",
+    "StoredSpec",
+    "StoredTensor",
     "explain_difference",
     "explain_lookup",
     "longest_prefix",
     "page_names",
+    "plan_load",
+    "plan_store",
     "space_of",
 ]

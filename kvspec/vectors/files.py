@@ -23,7 +23,7 @@ import attrs
 import msgspec
 
 from kvspec.errors import SpecError
-from kvspec.vectors import digests
+from kvspec.vectors import digests, page_names
 from kvspec.vectors.families import FAMILIES, transfers
 from kvspec.vectors.recording import record
 from kvspec.vectors.structure import FORMAT, VECTORS_VERSION, File, Head, Vector, json_schema
@@ -31,6 +31,7 @@ from kvspec.vectors.structure import FORMAT, VECTORS_VERSION, File, Head, Vector
 SUFFIX = ".json.gz"
 SCHEMA = "schema.json"
 DIGESTS = "digests.json"
+PAGE_NAMES = "names.json"
 
 Progress = Callable[[str, int], None]
 
@@ -54,7 +55,7 @@ class Checked:
 def write(
     folder: Path, families: Iterable[str] = tuple(FAMILIES), *, large: bool = False
 ) -> Iterator[tuple[Path, int]]:
-    """Record families and write one file for each, the schema, and the vectors of the digest.
+    """Record families and write a file for each, the schema, and the vectors of digests and names.
 
     Args:
         folder: The folder. It is made if it does not exist.
@@ -75,6 +76,7 @@ def write(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SCHEMA).write_bytes(schema_bytes())
         (folder / DIGESTS).write_bytes(digests.encoded())
+        (folder / PAGE_NAMES).write_bytes(page_names.encoded())
         for name in names:
             vectors = tuple(record(transfer) for transfer in transfers(name, large=large))
             path = folder / f"{name}{SUFFIX}"

@@ -535,3 +535,37 @@ def test_digests_of_all_vectors_follow_from_the_rules() -> None:
         place = vector["layer"], vector["part"], vector["unit"], *vector["rows"]
         facts.add((*place, *cut))
     assert len({vector["digest"] for vector in vectors}) == len(facts)
+
+
+def as_json(value: Any) -> bytes:
+    """Rule 10."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def names_of(vector: Json) -> tuple[str, list[str]]:
+    """Rule 10, page by page: the space, and the names."""
+    sha256, prompt, size = hashlib.sha256, vector["prompt"], vector["page_tokens"]
+    model = sha256(as_json(vector["model"])).hexdigest()
+    space = sha256(as_json({"version": 1, "model": model, "placement": vector["placement"]}))
+    seed = {"version": 1, "space": space.hexdigest(), "page_tokens": size}
+    seed |= {field: prompt[field] for field in ("adapter", "embeddings", "salt")}
+    name, names = sha256(as_json(seed)).digest(), []
+    for first in range(0, len(vector["token_ids"]) // size * size, size):
+        content = name
+        for token in vector["token_ids"][first : first + size]:
+            content += token.to_bytes(8, "little", signed=True)
+        items = [item for item in prompt["media"] if first <= item[1] < first + size]
+        if items:
+            content += as_json(sorted(items, key=lambda item: (item[1], item[2], item[0])))
+        name = sha256(content).digest()
+        names.append(name.hex())
+    return space.hexdigest(), names
+
+
+def test_names_of_all_vectors_follow_from_the_rules() -> None:
+    vectors = json.loads((FOLDER / "names.json").read_bytes())["vectors"]
+    assert len(vectors) >= 20
+    assert [] == [v for v in vectors if names_of(v) != (v["space"], v["names"])]
+    # Vectors share a name only if they differ in media behind the page.
+    last = Counter(v["names"][-1] for v in vectors if v["names"])
+    assert [2] == [count for count in last.values() if count > 1]

@@ -15,7 +15,7 @@ import pytest
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.specs import UniformTypeKVCacheSpecs
 from kvspec.testing.case import Case
-from kvspec.vectors import digests, files, recording
+from kvspec.vectors import digests, files, page_names, recording
 from kvspec.vectors.families import FAMILIES, FamilyTransfer, transfers
 from kvspec.vectors.recording import canonical, record
 from kvspec.vectors.structure import VECTORS_VERSION, Vector
@@ -52,6 +52,10 @@ def test_committed_schema_describes_the_structures() -> None:
 
 def test_committed_digests_are_those_of_the_library() -> None:
     assert digests.encoded() == (FOLDER / files.DIGESTS).read_bytes()
+
+
+def test_committed_names_of_pages_are_those_of_the_library() -> None:
+    assert page_names.encoded() == (FOLDER / files.PAGE_NAMES).read_bytes()
 
 
 def test_committed_files_are_smaller_than_five_megabytes() -> None:

@@ -1,0 +1,575 @@
+"""The interface for connectors: save whole pages, find the longest stored prefix, load it.
+
+Invariant: a load writes to the cache only bytes of objects that were read whole and verified. If it
+fails, it has written whole pages up to one page and nothing behind, and its error names this page.
+
+How it works:
+    A scheduler and its workers each make a `PageStore` from equal arguments. They exchange only
+    names of pages and block tables.
+
+        who         when                                call
+        scheduler   once for a prompt                   `names = store.names(token_ids, prompt)`
+        scheduler   before it computes a prompt         `hit = store.lookup(names, engine)`
+        worker      before the first step of the        `pages.load(names, hit.num_pages, tables)`
+                    prompt, on each rank
+        scheduler   when all ranks have loaded          `hit.close()`
+        worker      after each step that fills pages,   `pages.save(names, first, count, tables)`
+                    on each rank
+
+    The scheduler keeps the blocks of a step from being used again until `save` has returned on all
+    ranks, and it passes no block to `save` whose load has not ended. All calls block, and they may
+    run in a thread of the connector. Only one call of a `RankPages` runs at a time.
+
+    Bytes go through a buffer in host memory, whose slots are objects:
+
+        save    cache -> slots (gather)    each slot -> one object (write)
+        load    objects -> slots (read, verify), for all objects of some pages; then
+                slots -> cache (scatter)
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import attrs
+
+from kvspec.descriptors.request import TransferRequest
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import KVSpecError, SpecError, StoreError
+from kvspec.inputs import instance, positive_int, seconds, sequence
+from kvspec.memory.rank_cache import RankCache
+from kvspec.stored.buffer import SlotBuffer
+from kvspec.stored.lookup import explain_lookup, longest_prefix, pages_read
+from kvspec.stored.names import ModelIdentity, PromptIdentity, page_names, space_of
+from kvspec.stored.objects import ObjectContents, ObjectKey, Objects
+from kvspec.stored.page_steps import (
+    StateBlocks,
+    Tables,
+    check_states,
+    load_pages,
+    load_request,
+    store_requests,
+    whole_pages,
+)
+from kvspec.stored.placement import PageObject, StoredSpec
+from kvspec.stored.plans import PageLoadPlan, StorePlan, plan_load, plan_store
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+BUFFER_BYTES = 64 << 20
+"""Bytes of the buffer of a rank by default. It holds at least one page."""
+PIN_SECONDS = 300.0
+"""Seconds after which the pins of a hit end by default, if nobody closes it."""
+# Pages whose objects are searched with one call. Few prompts have more.
+_LOOKUP_PAGES = 256
+
+
+class LoadError(KVSpecError):
+    """A load that failed. The pages before one page are in the cache, no other page has changed.
+
+    Attributes:
+        loaded: Numbers of the pages that are in the cache, whole and verified.
+        missing: Numbers of the pages of the load that are not.
+    """
+
+    def __init__(self, loaded: range, missing: range, why: str) -> None:
+        pages = f"pages {missing.start}..{missing.stop - 1} are not in the cache"
+        super().__init__(f"{pages}, {len(loaded)} pages before them are: {why}")
+        self.loaded, self.missing, self.why = loaded, missing, why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.loaded, self.missing, self.why)
+
+
+@attrs.frozen(kw_only=True)
+class Saved:
+    """What one rank has saved.
+
+    Attributes:
+        written: Keys of the objects that this call wrote.
+        already_stored: Keys of the objects of this rank that were there before.
+        not_whole: Numbers of the pages that were not whole in memory, by stored group. They were
+            not stored. Groups without such pages have no entry.
+        nbytes: Bytes of the objects that this call wrote.
+    """
+
+    written: tuple[ObjectKey, ...] = ()
+    already_stored: tuple[ObjectKey, ...] = ()
+    not_whole: Mapping[str, tuple[int, ...]] = attrs.field(factory=dict)
+    nbytes: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Loaded:
+    """What one rank has loaded.
+
+    Attributes:
+        pages: Numbers of the pages that are in the cache now. Each group has those that it needs.
+        objects: Number of objects that were read.
+        nbytes: Their bytes.
+    """
+
+    pages: range
+    objects: int
+    nbytes: int
+
+
+@attrs.define(eq=False)
+class Hit:
+    """The longest stored prefix of a prompt. Its objects are pinned until `close`.
+
+    It is a context manager, which closes it.
+
+    Attributes:
+        names: Names of the pages of the prefix.
+        num_tokens: Tokens of the prefix.
+    """
+
+    names: tuple[str, ...]
+    num_tokens: int
+    _objects: Objects | None = attrs.field(repr=False)
+    _owner: str = attrs.field(repr=False)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the prefix."""
+        return len(self.names)
+
+    def close(self) -> None:
+        """End the pins. It may be called again."""
+        if self._objects is not None:
+            self._objects.unpin(self._owner)
+            self._objects = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class PageStore:
+    """The stored pages of one model and one placement, in one place.
+
+    A scheduler calls `names` and `lookup`. A worker calls `rank_pages` once.
+
+    >>> import kvspec
+    >>> from kvspec.stored import MemoryObjects, ModelIdentity, PromptIdentity
+    >>> spec = kvspec.MLAAttentionSpec(block_size=2, head_size=4, dtype="uint8")
+    >>> group = kvspec.KVCacheGroup(name="g", layers=["l.0"], spec=spec)
+    >>> engine = kvspec.EngineSpec(groups=[group])
+    >>> model = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
+    >>> store = PageStore(StoredSpec.of(engine, page_tokens=4), model, MemoryObjects())
+    >>> cache, arrays = kvspec.allocate(engine, kvspec.RankId(), num_blocks=8)
+    >>> arrays["g"][:] = 7
+    >>> pages = store.rank_pages(cache, buffer_bytes=1 << 10)
+    >>> names = store.names(range(10), PromptIdentity.of_text())
+    >>> pages.save(names, 0, 2, {"g": [0, 1, 2, 3, 4]}).nbytes
+    32
+    >>> other, other_arrays = kvspec.allocate(engine, kvspec.RankId(), num_blocks=8)
+    >>> with store.lookup(names, engine) as hit:
+    ...     pages = store.rank_pages(other).load(hit, hit.num_pages, {"g": [5, 1, 6, 2]}).pages
+    >>> pages, int(other_arrays["g"].sum())
+    (range(0, 2), 224)
+    """
+
+    def __init__(self, placement: StoredSpec, model: ModelIdentity, objects: Objects) -> None:
+        """Open a store.
+
+        Args:
+            placement: The placement of the pages. All engines of the store use an equal one.
+            model: The weights. All fields must be stated.
+            objects: The place of the objects, such as `MemoryObjects` or `FileObjects`.
+
+        Raises:
+            SpecError: If a field of *model* is not stated, or an argument has the wrong type.
+        """
+        self.placement = instance("placement", placement, StoredSpec)
+        self.model = instance("model", model, ModelIdentity)
+        self.objects = objects
+        self.space = space_of(model, placement.digest)
+        self._load_plans: dict[EngineSpec, PageLoadPlan] = {}
+        self._contents: dict[PageObject, ObjectContents] = {}
+        description = {"model": model.to_params(), "placement": placement.to_params()}
+        objects.describe(self.space, {name: json.dumps(v) for name, v in description.items()})
+
+    def names(
+        self, token_ids: Sequence[int] | npt.NDArray[Any], prompt: PromptIdentity
+    ) -> tuple[str, ...]:
+        """Return the name of each whole page of a prompt. See `page_names`."""
+        return page_names(self.space, token_ids, self.placement.page_tokens, prompt)
+
+    def load_plan(self, engine: EngineSpec) -> PageLoadPlan:
+        """Return the plan by which *engine* loads pages. It is made once."""
+        if engine not in self._load_plans:
+            self._load_plans[engine] = plan_load(self.placement, engine)
+        return self._load_plans[engine]
+
+    def rank_pages(self, cache: RankCache, *, buffer_bytes: int = BUFFER_BYTES) -> RankPages:
+        """Return the side of one rank. See `RankPages`."""
+        return RankPages(self, cache, buffer_bytes=buffer_bytes)
+
+    def contents(self, stored: PageObject) -> ObjectContents:
+        """Return what an object states about its payload, besides its key and its checksum."""
+        if stored not in self._contents:
+            facts = {
+                "placement": self.placement.digest,
+                "model": json.dumps(self.model.to_params()),
+            }
+            self._contents[stored] = self.placement.contents(*stored, facts)
+        return self._contents[stored]
+
+    def key(self, name: str, stored: PageObject) -> ObjectKey:
+        """Return the key of an object of the page *name*."""
+        return ObjectKey(self.space, name, stored.group, str(stored.chunk))
+
+    def lookup(
+        self,
+        names: Sequence[str],
+        engine: EngineSpec,
+        *,
+        pin_seconds: float = PIN_SECONDS,
+    ) -> Hit:
+        """Find the longest prefix of a prompt that *engine* can load, and pin its objects.
+
+        A prefix needs all its pages of full attention, the last ones of a window, and the state
+        at its end.
+
+        Args:
+            names: Names of the pages of the prompt, from `names`. An engine that must compute at
+                least one token passes ``names[:(num_tokens - 1) // page_tokens]``.
+            engine: The engine that loads. Its ranks need not be here.
+            pin_seconds: The pins end after so many seconds, if `Hit.close` is not called.
+
+        Returns:
+            The hit, which may have no page.
+
+        Raises:
+            MismatchError: If the engine does not fit the placement.
+        """
+        plan = self.load_plan(engine)
+        wanted = tuple(sequence("names", names, "names of pages"))
+        seconds("pin_seconds", pin_seconds)
+        found = _Found(self, plan, wanted)
+        pages = found.longest_prefix()
+        owner = uuid.uuid4().hex
+        while pages:
+            keys = found.keys(pages)
+            there = self.objects.pin(list(keys), owner, pin_seconds)
+            if all(there):
+                break
+            # An object was removed between the search and the pin.
+            found.lose(keys[key] for key, is_there in zip(keys, there, strict=True) if not is_there)
+            self.objects.unpin(owner)
+            pages = found.longest_prefix()
+        size = self.placement.page_tokens
+        return Hit(wanted[:pages], pages * size, self.objects if pages else None, owner)
+
+    def explain(self, names: Sequence[str], engine: EngineSpec) -> str:
+        """Return in words how many tokens *engine* can load, and which groups end the prefix.
+
+        Args:
+            names: As for `lookup`.
+            engine: As for `lookup`.
+
+        Raises:
+            MismatchError: If the engine does not fit the placement.
+        """
+        wanted = tuple(sequence("names", names, "names of pages"))
+        return _Found(self, self.load_plan(engine), wanted).explain()
+
+
+class _Found:
+    """Which pages of a prompt are stored, by group of the engine. Each is searched once."""
+
+    def __init__(self, store: PageStore, plan: PageLoadPlan, names: tuple[str, ...]) -> None:
+        self._store, self._plan, self._names = store, plan, names
+        sources: dict[str, set[str]] = {}
+        for pair in plan.plan.pairs:
+            sources.setdefault(pair.consumer.name, set()).add(pair.producer.name)
+        self._by_group = {
+            name: [stored for stored in plan.objects if stored.group in groups]
+            for name, groups in sources.items()
+        }
+        self._groups = [group for group in plan.engine.groups if group.name in sources]
+        self._known: dict[tuple[str, int], bool] = {}
+
+    def has(self, group: str, page: int) -> bool:
+        """Return whether all objects of *page* that a group of the engine reads are stored."""
+        if (group, page) not in self._known:
+            pages = range(page, min(page + _LOOKUP_PAGES, len(self._names)))
+            own = self._by_group[group]
+            keys = [self._store.key(self._names[at], stored) for at in pages for stored in own]
+            there, count = self._store.objects.has(keys), len(own)
+            for number, at in enumerate(pages):
+                self._known[group, at] = all(there[number * count : (number + 1) * count])
+        return self._known[group, page]
+
+    def longest_prefix(self) -> int:
+        """Return the number of pages of the longest prefix that each group can serve."""
+        return longest_prefix(self._groups, *self._sizes, self.has)
+
+    def explain(self) -> str:
+        """Return in words why the prefix ends where it ends."""
+        return explain_lookup(self._groups, *self._sizes, self.has)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return len(self._names), self._store.placement.page_tokens
+
+    def lose(self, gone: Iterable[tuple[str, int]]) -> None:
+        """Take the pages *gone* of groups as not stored."""
+        self._known.update(dict.fromkeys(gone, False))
+
+    def keys(self, pages: int) -> dict[ObjectKey, tuple[str, int]]:
+        """Return the keys that a load of *pages* pages reads, each with its group and page."""
+        return {
+            self._store.key(self._names[page], stored): (group.name, page)
+            for group in self._groups
+            for page in pages_read(group, pages, self._store.placement.page_tokens)
+            for stored in self._by_group[group.name]
+        }
+
+
+class RankPages:
+    """The side of one rank: it saves the pages of its cache, and loads pages into it.
+
+    Attributes:
+        store: The store.
+        cache: The memory of the rank.
+    """
+
+    def __init__(
+        self, store: PageStore, cache: RankCache, *, buffer_bytes: int = BUFFER_BYTES
+    ) -> None:
+        """Prepare a rank. Plans, tables and the buffer are made when they are first needed.
+
+        Args:
+            store: The store.
+            cache: The memory of the rank.
+            buffer_bytes: Bytes of the buffer. It holds at least one page.
+
+        Raises:
+            SpecError: If an argument has the wrong type.
+        """
+        self.store = instance("store", store, PageStore)
+        self.cache = instance("cache", cache, RankCache)
+        self._bytes = positive_int("buffer_bytes", buffer_bytes)
+        self._lock = threading.Lock()
+
+    @cached_property
+    def store_plan(self) -> StorePlan:
+        """The plan by which the engine stores pages.
+
+        Raises:
+            MismatchError: If the engine does not fit the placement.
+            SpecError: If the engine cannot store its pages: see `plan_store`.
+        """
+        return plan_store(self.cache.engine, self.store.placement)
+
+    @cached_property
+    def load_plan(self) -> PageLoadPlan:
+        """The plan by which the engine loads pages.
+
+        Raises:
+            MismatchError: If the engine does not fit the placement.
+        """
+        return self.store.load_plan(self.cache.engine)
+
+    @cached_property
+    def _saving(self) -> SlotBuffer:
+        plan, rank = self.store_plan, self.cache.rank
+        objects = plan.objects_of(rank)
+        return SlotBuffer(plan.placement, plan.plan(rank), self.cache, objects, self._bytes)
+
+    @cached_property
+    def _loading(self) -> SlotBuffer:
+        plan = self.load_plan
+        whole = attrs.evolve(self.cache, engine=plan.plan.consumer)
+        objects = plan.objects_of(self.cache.rank)
+        return SlotBuffer(plan.placement, plan.plan, whole, objects, self._bytes)
+
+    def save(
+        self,
+        names: Sequence[str],
+        first_page: int,
+        num_pages: int,
+        tables: Tables,
+        states_at: StateBlocks | None = None,
+    ) -> Saved:
+        """Save pages of this rank's cache, as far as it is the turn of this rank to write them.
+
+        All ranks of the engine make the same call. The blocks must not change during the call.
+
+        Args:
+            names: Names of the pages of the prompt, from its first page on.
+            first_page: Number of the first page to save.
+            num_pages: Number of pages. All their tokens have been computed.
+            tables: Block tables of the prompt by group of the engine. A window group may have null
+                blocks or begin late: pages that are not whole are left out.
+            states_at: For each group of states, the block of the state by the number of tokens that
+                it has seen. Positions at which no page ends are left out.
+
+        Returns:
+            What was written.
+
+        Raises:
+            SpecError: If an argument is wrong, or the engine cannot store its pages.
+            MismatchError: If the engine does not fit the placement.
+            StoreError: If an object cannot be written. Objects written before stay.
+        """
+        wanted = _pages(names, first_page, num_pages)
+        states = check_states(self.cache.engine, states_at or {})
+        with self._lock:
+            plan, slots = self.store_plan, self._saving
+            whole: dict[str, tuple[int, ...]] = {}
+            for group in self.store.placement.engine.groups:
+                whole[group.name] = whole_pages(plan, group.name, wanted, tables, states)
+            missing = {
+                group: tuple(page for page in wanted if page not in set(pages))
+                for group, pages in whole.items()
+            }
+            saved = Saved(not_whole={group: pages for group, pages in missing.items() if pages})
+            for batch in _batches(wanted, slots.pages):
+                for stored in slots.objects:
+                    pages = [
+                        page
+                        for page in whole[stored.group]
+                        if page in batch and plan.writer(*stored, page) == self.cache.rank
+                    ]
+                    saved = self._save(saved, stored, pages, names, (tables, states))
+            return saved
+
+    def _save(
+        self,
+        saved: Saved,
+        stored: PageObject,
+        pages: list[int],
+        names: Sequence[str],
+        memory: tuple[Tables, StateBlocks],
+    ) -> Saved:
+        """Return *saved* with the objects of *pages* that this rank writes."""
+        objects, slots = self.store.objects, self._saving
+        keys = {page: self.store.key(names[page], stored) for page in pages}
+        there = dict(zip(pages, objects.has(list(keys.values())), strict=True))
+        new = [page for page in pages if not there[page]]
+        if new:
+            requests = store_requests(self.store_plan, stored.group, new, *memory)
+            slots.gather(stored, requests, len(new))
+        written: list[ObjectKey] = []
+        contents = self.store.contents(stored) if new else None
+        for slot, page in enumerate(new):
+            # Another engine may have written it since.
+            there[page] = not objects.write(keys[page], slots.payload(stored, slot), contents)
+            written += [] if there[page] else [keys[page]]
+        return attrs.evolve(
+            saved,
+            written=(*saved.written, *written),
+            already_stored=(*saved.already_stored, *(keys[page] for page in pages if there[page])),
+            nbytes=saved.nbytes + len(written) * self.store.placement.object_bytes(*stored),
+        )
+
+    def load(
+        self,
+        names: Sequence[str] | Hit,
+        num_pages: int,
+        tables: Tables,
+        *,
+        cached_tokens: int = 0,
+    ) -> Loaded:
+        """Load the first pages of a prompt into this rank's cache.
+
+        All ranks of the engine make the same call. After it has returned on all of them, the engine
+        continues after ``num_pages * page_tokens`` tokens.
+
+        Args:
+            names: Names of the pages of the prompt, from its first page on, or the hit.
+            num_pages: Number of pages, at most those of the hit.
+            tables: Block tables of the prompt by group of the engine. They must have a block for
+                each token that is loaded: in a window group, for those of the window.
+            cached_tokens: Leading tokens that the cache has already. They are not written.
+
+        Returns:
+            What was loaded.
+
+        Raises:
+            SpecError: If an argument is wrong.
+            MismatchError: If the engine does not fit the placement.
+            LoadError: If an object is absent or damaged. It names the pages that are in the cache.
+        """
+        known = names.names if isinstance(names, Hit) else names
+        wanted = _pages(known, 0, num_pages)
+        positive_int("cached_tokens", cached_tokens, least=0)
+        with self._lock:
+            plan = self.load_plan
+            own = {
+                stored: load_pages(plan, stored.group, num_pages, cached_tokens)
+                for stored in self._loading.objects
+            }
+            first = min((pages.start for pages in own.values()), default=wanted.stop)
+            count = 0
+            for batch in _batches(range(first, wanted.stop), self._loading.pages):
+                moving = {
+                    stored: range(max(pages.start, batch.start), min(pages.stop, batch.stop))
+                    for stored, pages in own.items()
+                }
+                requests = {
+                    stored: load_request(
+                        plan, stored.group, pages, num_pages, tables, cached_tokens
+                    )
+                    for stored, pages in moving.items()
+                    if pages
+                }
+                try:
+                    self._load(moving, requests, known)
+                except (StoreError, OSError) as error:
+                    missing = range(batch.start, wanted.stop)
+                    raise LoadError(range(first, batch.start), missing, str(error)) from error
+                count += sum(map(len, moving.values()))
+            sizes = self.store.placement.object_bytes
+            nbytes = sum(sizes(*stored) * len(pages) for stored, pages in own.items())
+            return Loaded(pages=wanted, objects=count, nbytes=nbytes)
+
+    def _load(
+        self,
+        moving: Mapping[PageObject, range],
+        requests: Mapping[PageObject, TransferRequest],
+        names: Sequence[str],
+    ) -> None:
+        """Load one batch: read and verify all its objects, then write the cache."""
+        slots = self._loading
+        rows = {stored: slots.rows(stored, request) for stored, request in requests.items()}
+        for stored in requests:
+            for slot, page in enumerate(moving[stored]):
+                key = self.store.key(names[page], stored)
+                self.store.objects.read(key, slots.payload(stored, slot))
+        for stored in requests:
+            slots.scatter(stored, rows[stored], len(moving[stored]))
+
+
+def _batches(pages: range, size: int) -> Iterator[range]:
+    """Yield *pages* in ranges of at most *size* pages."""
+    for start in range(pages.start, pages.stop, size):
+        yield range(start, min(start + size, pages.stop))
+
+
+def _pages(names: object, first: int, count: int) -> range:
+    """Return the pages *first* to *first* + *count*, each of which must have a name."""
+    known = sequence("names", names, "names of pages")
+    positive_int("first_page", first, least=0)
+    positive_int("num_pages", count, least=0)
+    if first + count > len(known):
+        raise SpecError("num_pages", count, f"at most the {len(known) - first} pages with names")
+    return range(first, first + count)

@@ -1,0 +1,282 @@
+"""Placements, certificates, and what a rank saves and loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+import kvspec
+from kvspec import EngineSpec, KVCacheGroup, MismatchError, ParallelConfig, RankId, SpecError
+from kvspec.stored import (
+    LoadError,
+    MemoryObjects,
+    ModelIdentity,
+    ObjectKey,
+    PageObject,
+    PageStore,
+    PromptIdentity,
+    StoredSpec,
+    plan_load,
+    plan_store,
+)
+
+FULL = kvspec.FullAttentionSpec(block_size=4, total_num_kv_heads=4, head_size=4, dtype="uint8")
+LATENT = kvspec.MLAAttentionSpec(block_size=4, head_size=8, dtype="uint8")
+STATE = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=3, dtype="uint8")
+WINDOW = kvspec.SlidingWindowSpec(
+    block_size=4, total_num_kv_heads=4, head_size=4, dtype="uint8", sliding_window=8
+)
+MODEL = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
+
+
+def engine(*specs: Any, tp: int = 1, layers: int = 2, null: int | None = None, **sizes: Any):  # noqa: ANN201
+    groups = [
+        KVCacheGroup(name=f"g{n}", layers=[f"l.{i}.{n}" for i in range(layers)], spec=spec)
+        for n, spec in enumerate(specs)
+    ]
+    parallel = ParallelConfig(tp_size=tp, **sizes)
+    return EngineSpec(groups=groups, parallel=parallel, null_block=null)
+
+
+def test_default_placement_does_not_depend_on_the_engine() -> None:
+    placements = {
+        StoredSpec.of(engine(FULL, LATENT, tp=tp), page_tokens=8).digest for tp in (1, 2, 8)
+    }
+    other = engine(attrs.evolve(FULL, block_size=8), LATENT)
+    placements.add(StoredSpec.of(other, page_tokens=8).digest)
+    assert len(placements) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_tokens": 16},
+        {"head_groups": 2},
+        {"layout": "BLHNC"},
+        {"layer_ranges": [["l.0.0"], ["l.1.0"]]},
+        {"context_size": 2},
+        {"context_size": 2, "interleave_size": 2},
+        {"groups": engine(attrs.evolve(FULL, head_size=8)).groups},
+        {"groups": engine(attrs.evolve(FULL, dtype="int8")).groups},
+        {"groups": engine(attrs.evolve(FULL, head_size_v=2)).groups},
+        {"groups": engine(attrs.evolve(FULL, scales_digest="0" * 32)).groups},
+        {"groups": engine(attrs.evolve(FULL, key_content=kvspec.KeyContent(rotary="none"))).groups},
+        {"groups": engine(FULL, layers=3).groups},
+    ],
+)
+def test_digest_differs_for_each_difference(change: Mapping[str, Any]) -> None:
+    fields: dict[str, Any] = {"groups": engine(FULL).groups, "page_tokens": 8}
+    digests = {StoredSpec(**one).digest for one in (fields, fields | dict(change))}
+    assert len(digests) == 2
+
+
+def test_digest_has_a_tolerance_for_angles() -> None:
+    def digest(*angles: float, order: str = "halves") -> str:
+        content = kvspec.KeyContent(rotary=order, rotary_size=4, frequencies=angles)
+        spec = attrs.evolve(FULL, key_content=content)
+        return StoredSpec.of(engine(spec), page_tokens=8).digest
+
+    assert digest(1.0, 0.01) == digest(1.0, 0.01 * (1 + 1e-7))
+    assert digest(1.0, 0.01) == digest(1.0, 0.01, order="pairs")
+    assert digest(1.0, 0.01) != digest(1.0, 0.01 * (1 + 1e-4))
+
+
+def test_placement_is_equal_after_json() -> None:
+    stages = [["l.0.0", "l.0.1", "l.0.2"], ["l.1.0", "l.1.1", "l.1.2"]]
+    one = StoredSpec.of(engine(FULL, LATENT, STATE), page_tokens=8, layer_ranges=stages)
+    other = StoredSpec.from_params(json.loads(json.dumps(one.to_params())))
+    assert (other, other.digest) == (one, one.digest)
+
+
+def test_latent_and_state_are_stored_once() -> None:
+    placement = StoredSpec.of(engine(FULL, LATENT, STATE), page_tokens=8, head_groups=4)
+    objects = {group: 0 for group, _ in placement.objects}
+    for group, _ in placement.objects:
+        objects[group] += 1
+    assert objects == {"full": 4, "latent": 1, "state": 4}
+    assert placement.page_bytes == 8 * 2 * (4 * 8 + 8) + 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        (
+            kvspec.CircularBufferSpec(
+                block_size=8, head_size=4, dtype="uint8", num_kv_heads=1, compress_ratio=4,
+                overlap=False,
+            ),
+            "ring",
+        ),
+        (
+            kvspec.CrossAttentionSpec(
+                block_size=4, total_num_kv_heads=1, head_size=4, dtype="uint8"
+            ),
+            "prompt",
+        ),
+    ],
+)  # fmt: skip
+def test_placement_refuses_what_has_no_pages(spec: kvspec.LayerSpec, word: str) -> None:
+    with pytest.raises(SpecError, match=word) as caught:
+        StoredSpec.of(engine(spec), page_tokens=8)
+    assert caught.value.field == "groups['g0'].spec"
+
+
+@pytest.mark.parametrize(
+    ("own", "sizes", "field", "word"),
+    [
+        (engine(FULL, tp=4), {"head_groups": 2}, "head_groups", "4"),
+        (engine(FULL, pp_size=2), {}, "layer_ranges", "2 stages"),
+        (engine(LATENT, tp=2, dcp_size=2), {}, "context_size", "2"),
+    ],
+)
+def test_store_names_what_to_choose(
+    own: EngineSpec, sizes: Mapping[str, Any], field: str, word: str
+) -> None:
+    placement = StoredSpec.of(own, page_tokens=8, **sizes)
+    with pytest.raises(SpecError, match=word) as caught:
+        plan_store(own, placement)
+    assert caught.value.field == field
+    plan_load(placement, own)  # It can still load.
+
+
+def test_store_refuses_excluded_layer() -> None:
+    own = engine(FULL)
+    placement = StoredSpec.of(own, page_tokens=8)
+    drafts = attrs.evolve(own, groups=[attrs.evolve(own.groups[0], excluded=["l.1.0"])])
+    with pytest.raises(SpecError, match=r"excludes layer 'l\.1\.0'"):
+        plan_store(drafts, placement)
+
+
+def test_store_refuses_opaque_pages_of_unequal_sizes() -> None:
+    opaque = attrs.evolve(FULL, page_format="opaque:flash", page_block_size=4)
+    placement = StoredSpec.of(engine(opaque, tp=2), page_tokens=8)
+    assert placement.head_groups == 2
+    plan_store(engine(opaque, tp=2), placement)
+    with pytest.raises(MismatchError, match="mix all heads"):
+        plan_load(placement, engine(opaque, tp=4))
+
+
+def test_replicas_take_turns() -> None:
+    own = engine(FULL, LATENT, tp=8)
+    plan = plan_store(own, StoredSpec.of(own, page_tokens=8, head_groups=4))
+    written = dict.fromkeys(own.parallel.ranks, 0)
+    for page in range(8):
+        for stored in plan.placement.objects:
+            written[plan.writer(*stored, page)] += 1
+    # 4 objects of 8 pages by 8 ranks, and 8 objects of latents.
+    assert set(written.values()) == {5}
+    assert plan.writers[PageObject("latent", RankId())] == own.parallel.ranks
+
+
+def test_store_plan_is_a_table() -> None:
+    own = engine(FULL, tp=8)
+    text = str(plan_store(own, StoredSpec.of(own, page_tokens=8, head_groups=4)))
+    assert text.splitlines()[:2] == [
+        "a page of 8 tokens: 4 objects, 512 B, copied in pieces of at least 4 B",
+        "  full tp0: 128 B, by tp0, tp1 take turns",
+    ]
+
+
+Tables = Mapping[str, Sequence[int]]
+
+
+def saved(own: EngineSpec, tables: Tables, pages: int, **options: Any) -> tuple[Any, ...]:
+    """Save the first pages of a prompt of random bytes. Return store, names and what was saved."""
+    placement = StoredSpec.of(own, page_tokens=8, head_groups=own.parallel.tp_size)
+    store = PageStore(placement, MODEL, MemoryObjects())
+    names = store.names(range(8 * pages), PromptIdentity.of_text())
+    results = []
+    for rank in own.parallel.ranks:
+        cache, storage = kvspec.allocate(own, rank, 20)
+        for array in storage.values():
+            array[:] = np.random.default_rng(rank.tp).integers(1, 255, array.size)
+        results.append(store.rank_pages(cache).save(names, 0, pages, tables, **options))
+    return store, names, results
+
+
+def test_save_leaves_out_pages_that_a_window_has_passed() -> None:
+    own = engine(FULL, WINDOW, null=0)
+    tables = {"g0": [1, 2, 3, 4, 5, 6], "g1": [0, 7, 8, 9, 10, 11]}
+    store, names, [result] = saved(own, tables, 3)
+    assert result.not_whole == {"window-8": (0,)}
+    assert {key.group for key in result.written if key.page == names[0]} == {"full"}
+    assert store.lookup(names, own).num_pages == 3  # The window reads pages 2 and later only.
+    assert store.lookup(names[:1], own).num_pages == 0
+    assert "window-8" not in store.explain(names, own)
+    assert "g1: page 0 (tokens 0 to 7) is not stored" in store.explain(names[:1], own)
+
+
+def test_save_stores_states_of_one_table_at_page_ends() -> None:
+    own = engine(FULL, STATE)
+    tables = {"g0": [1, 2, 3, 4, 5, 6], "g1": [7]}
+    states = {"g1": {4: 3, 8: 4, 24: 7}}
+    store, names, [result] = saved(own, tables, 3, states_at=states)
+    assert result.not_whole == {"state": (1,)}
+    assert [store.lookup(names[:n], own).num_pages for n in (1, 2, 3)] == [1, 1, 3]
+
+
+def test_save_writes_an_object_once() -> None:
+    own = engine(FULL, tp=2)
+    store, names, results = saved(own, {"g0": [1, 2, 3, 4]}, 2)
+    assert sum(len(result.written) for result in results) == 2 * len(store.placement.objects)
+    cache, _ = kvspec.allocate(own, RankId(), 20)
+    again = store.rank_pages(cache).save(names, 0, 2, {"g0": [1, 2, 3, 4]})
+    assert not again.written
+    assert again.nbytes == 0
+    assert set(again.already_stored) == set(results[0].written)
+
+
+def damaged(objects: MemoryObjects, key: ObjectKey) -> None:
+    payload, expected = objects._pages[key[:2]][key]
+    objects._pages[key[:2]][key] = bytes([payload[0] ^ 1]) + payload[1:], expected
+
+
+@pytest.mark.parametrize("fault", ["damaged", "removed"])
+def test_load_names_the_pages_in_the_cache(fault: str) -> None:
+    own = engine(FULL, tp=2)
+    store, names, results = saved(own, {"g0": [1, 2, 3, 4, 5, 6]}, 3)
+    key = next(key for key in results[0].written if key.page == names[1])
+    hit = store.lookup(names, own)
+    if fault == "damaged":
+        damaged(store.objects, key)
+    else:
+        store.objects.remove([key])
+    cache, storage = kvspec.allocate(own, RankId(), 20)
+    pages = store.rank_pages(cache, buffer_bytes=1)
+    with pytest.raises(LoadError, match=fault if fault == "damaged" else "absent") as caught:
+        pages.load(hit, 3, {"g0": [1, 2, 3, 4, 5, 6]})
+    assert (caught.value.loaded, caught.value.missing) == (range(1), range(1, 3))
+    page = storage["g0"].reshape(2, 20, -1)
+    assert page[:, 1:3].all()
+    assert not page[:, 3:].any()
+
+
+def test_lookup_pins_what_a_load_reads() -> None:
+    own = engine(FULL)
+    store, names, [result] = saved(own, {"g0": [1, 2, 3, 4]}, 2)
+    assert isinstance(store.objects, MemoryObjects)
+    with store.lookup(names, own) as hit:
+        assert store.objects._pinned() == {key[:2] for key in result.written}
+        assert hit.num_tokens == 16
+    assert not store.objects._pinned()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    own = engine(FULL, STATE)
+    store, names, _ = saved(own, {"g0": [1, 2, 3, 4], "g1": [0]}, 2)
+    cache, _ = kvspec.allocate(own, RankId(), 20)
+    pages = store.rank_pages(cache)
+    for field, call in {
+        "num_pages": lambda: pages.load(names, 3, {}),
+        "tables": lambda: pages.save(names, 0, 1, {}),
+        "states_at": lambda: pages.save(names, 0, 1, {"g0": [1, 2]}, {"g0": {8: 1}}),
+        "pin_seconds": lambda: store.lookup(names, own, pin_seconds=-1),
+    }.items():
+        with pytest.raises(SpecError) as caught:
+            call()
+        assert caught.value.field == field
