@@ -47,7 +47,10 @@ MISSES: dict[str, dict[str, Any]] = {
     "weights": {"weights": "step-2"},
     "salt": {"salt": "tenant-2"},
 }
-_OTHER = re.compile(r"pages of another space: (.*)")
+_WHY = {
+    "salt": re.compile(r": (0 of \d+ pages? are stored under .*)"),
+    "": re.compile(r"pages of another space: (.*)"),
+}
 
 
 def side(scenario: Stored, which: int, folder: Path, **changed: str) -> tuple[Any, ...]:
@@ -66,7 +69,9 @@ def side(scenario: Stored, which: int, folder: Path, **changed: str) -> tuple[An
     }
     model = make(scenario.model, folder.parent)
     sizes = scenario.tp[which], scenario.blocks[which], scenario.stages[which]
-    return folder / f"{name}.log", {}, pair.settings(model, *sizes), connector
+    # A prompt that is not found is only a line for debugging.
+    environment = {"VLLM_LOGGING_LEVEL": "DEBUG"} if changed else {}
+    return folder / f"{name}.log", environment, pair.settings(model, *sizes), connector
 
 
 def store(engine: Process, expected: list[Any]) -> None:
@@ -116,7 +121,7 @@ def miss(scenario: Stored, changed: dict[str, str], expected: list[Any], folder:
             log = (folder / "second.log").read_text(errors="replace")
     except Failed as failed:
         return pair.refused(folder, str(failed))
-    why = _OTHER.search(log)
+    why = _WHY["salt" if salt else ""].search(log)
     return f"same: all computed{f', because {why[1]}' if why else ''}"
 
 

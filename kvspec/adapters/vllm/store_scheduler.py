@@ -43,16 +43,19 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError, SpecError, counted
 from kvspec.ownership.parallel import RankId
 from kvspec.stored.names import ModelIdentity, PageNames
+from kvspec.stored.page_steps import whole_pages
 from kvspec.stored.placement import is_state
 from kvspec.stored.plans import plan_store
-from kvspec.stored.publish import PageFailed, PageStored, StoreLedger
-from kvspec.stored.steps import whole_pages
+from kvspec.stored.publish import PageFailed, PageStored, StoreLedger, Writer
 from kvspec.stored.store import Hit, PageStore
 from kvspec.tickets.stated import explain_difference
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 5  # Other spaces of the directory that the log describes.
+# Share of the blocks that may wait for a slow disk. Then pages are not stored, so that the engine
+# does not become as slow as the disk.
+_MOST_HELD = 0.25
 
 
 @attrs.frozen(kw_only=True)
@@ -114,6 +117,7 @@ class _Known:
     Attributes:
         request: vLLM's request.
         names: The names of its pages so far, or None if something about it is not stated.
+        besides: What the names depend on besides tokens and model, in words.
         tokens: Number of tokens from which the names were made.
         saved: Number of the first page that was not saved.
         computes: Whether the engine has computed tokens of it.
@@ -123,6 +127,7 @@ class _Known:
 
     request: Any
     names: PageNames | None
+    besides: str
     tokens: int = 0
     saved: int = 0
     computes: bool = False
@@ -135,7 +140,7 @@ class _Save:
     """A save that some rank has not reported."""
 
     pages: frozenset[str]
-    ranks: set[RankId]
+    ranks: set[Writer]
     blocks: list[Any]
 
 
@@ -157,7 +162,7 @@ class StoredPrompts:
         self._saves: dict[int, _Save] = {}
         self._loads: list[PageLoad] = []
         self._new_saves: list[PageSave] = []
-        log.info("pages in %s: %s", settings.directory, str(self._plan.certificate).split("\n")[0])
+        log.info("pages in %s: %s", settings.directory, str(self._plan).split("\n")[0])
         for line in _other_spaces(self._store)[:_SHOWN]:
             log.info("%s: %s", settings.directory, line)
 
@@ -169,7 +174,9 @@ class StoredPrompts:
             log.info("%s has no names for pages: %s is not stated", request.request_id, fields)
         else:
             names = PageNames(self._store.space, self._size, prompt)
-        self._known[request.request_id] = _Known(request, names)
+        fields = [name for name, value in prompt.to_params().items() if value and name != "version"]
+        besides = f" under this {' and '.join(fields)}" if fields else ""
+        self._known[request.request_id] = _Known(request, names, besides)
 
     def matched(self, request: Any, cached: int) -> int:
         """Return the number of stored tokens behind the first *cached* ones, and pin them."""
@@ -190,8 +197,14 @@ class StoredPrompts:
                 known.failed = True
                 return 0
             self._hits[request.request_id] = request.num_tokens, hit
-            stored, pages = len(hit.names), counted(len(names), "page")
-            log.debug("%s: %s of %s are stored", request.request_id, stored, pages)
+            known.saved = max(known.saved, hit.num_pages)
+            log.debug(
+                "%s: %d of %s are stored%s",
+                request.request_id,
+                hit.num_pages,
+                counted(len(names), "page"),
+                known.besides,
+            )
         return max(0, hit.num_tokens - cached)
 
     def offered(self, name: str) -> bool:
@@ -330,7 +343,7 @@ class StoredPrompts:
         ends = [tokens // size - 1 for blocks in states.values() for tokens in blocks]
         pages = range(min([known.saved, *ends]), stop)
         known.saved = max(known.saved, stop)
-        if not pages:
+        if not pages or self._is_late():
             return
         names = self._names(known)
         tables, blocks = self._tables(known, pages)
@@ -362,6 +375,12 @@ class StoredPrompts:
                 states_at=states,
             )
         )
+
+    def _is_late(self) -> bool:
+        """Return whether saves alone hold so many blocks that new ones would slow the engine."""
+        pool = self._manager.block_pool
+        alone = sum(block.ref_cnt == 1 for save in self._saves.values() for block in save.blocks)
+        return alone > _MOST_HELD * len(pool.blocks)
 
     def _states(
         self, offers: Sequence[tuple[int, int, int]], stop: int
@@ -399,9 +418,9 @@ class StoredPrompts:
         pages: range,
         tables: Mapping[str, BlockTable],
         states: Mapping[str, Mapping[int, int]],
-    ) -> dict[str, dict[RankId, int]]:
+    ) -> dict[str, dict[Writer, int]]:
         """Return for each page, by name, the number of objects that each rank writes."""
-        expected: dict[str, dict[RankId, int]] = {}
+        expected: dict[str, dict[Writer, int]] = {}
         objects: dict[str, list[RankId]] = {}
         for group, chunk in self._store.placement.objects:
             objects.setdefault(group, []).append(chunk)

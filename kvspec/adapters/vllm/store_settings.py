@@ -65,24 +65,6 @@ class StoreSettings:
     weights: str = attrs.field(default="", validator=_text)
 
     @staticmethod
-    def of(value: object) -> StoreSettings | None:
-        """Return the settings in *value*: a directory, or a mapping with the fields.
-
-        Raises:
-            SpecError: If *value* is neither, or a field is unknown or wrong.
-        """
-        if value is None or isinstance(value, StoreSettings):
-            return value
-        fields = {"directory": value} if isinstance(value, str) else value
-        known = [field.name for field in attrs.fields(StoreSettings)]
-        if not isinstance(fields, Mapping) or "directory" not in fields:
-            raise SpecError(_FIELD, value, "a directory, or a mapping that contains 'directory'")
-        for name in fields:
-            if name not in known:
-                raise SpecError(_FIELD, name, f"one of {', '.join(known)}")
-        return StoreSettings(**fields)
-
-    @staticmethod
     def in_config(vllm_config: Any) -> StoreSettings | None:  # noqa: ANN401 - vLLM's class
         """Return the settings of vLLM's configuration, or None if it stores no pages.
 
@@ -90,7 +72,7 @@ class StoreSettings:
             SpecError: If a setting is wrong, or a request whose load fails would fail.
         """
         transfer = vllm_config.kv_transfer_config
-        settings = StoreSettings.of(transfer.kv_connector_extra_config.get("store"))
+        settings = read_store(transfer.kv_connector_extra_config.get("store"))
         policy = getattr(transfer, "kv_load_failure_policy", None)
         if settings is not None and policy != "recompute":
             # A page may be damaged, or removed while it is read. Then its tokens are computed.
@@ -118,6 +100,24 @@ class StoreSettings:
             interleave_size=self.interleave_size,
         )
         return PageStore(placement, model, FileObjects(self.directory, limit=self.limit))
+
+
+def read_store(value: object) -> StoreSettings | None:
+    """Return the settings in *value*: a directory, or a mapping with the fields.
+
+    Raises:
+        SpecError: If *value* is neither, or a field is unknown or wrong.
+    """
+    if value is None or isinstance(value, StoreSettings):
+        return value
+    fields = {"directory": value} if isinstance(value, str) else value
+    known = [field.name for field in attrs.fields(StoreSettings)]
+    if not isinstance(fields, Mapping) or "directory" not in fields:
+        raise SpecError(_FIELD, value, "a directory, or a mapping that contains 'directory'")
+    for name in fields:
+        if name not in known:
+            raise SpecError(_FIELD, name, f"one of {', '.join(known)}")
+    return StoreSettings(**fields)
 
 
 def _ranges(vllm_config: Any, engine: EngineSpec, count: int) -> list[list[str]] | None:  # noqa: ANN401

@@ -99,7 +99,8 @@ class PageThreads:
 
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._gpu))
-        return event.synchronize
+        wait: Callable[[], Any] = event.synchronize
+        return wait
 
 
 def _succeeded(name: str, load: Future[None]) -> bool:

@@ -21,7 +21,7 @@ from kvspec.adapters.vllm.metrics import Numbers, WorkerNumbers
 from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.store_scheduler import SaveReports
-from kvspec.adapters.vllm.store_settings import StoreSettings
+from kvspec.adapters.vllm.store_settings import StoreSettings, read_store
 from kvspec.adapters.vllm.store_worker import PageThreads
 from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
@@ -106,7 +106,7 @@ class Settings:
     staging: int = attrs.field(default=0, validator=_fits)
     key_content: KeyContent | None = attrs.field(default=None, converter=_key_content)
     dead_tokens: bool = attrs.field(default=False, validator=_fits)
-    store: StoreSettings | None = attrs.field(default=None, converter=StoreSettings.of)
+    store: StoreSettings | None = attrs.field(default=None, converter=read_store)
 
     @staticmethod
     def of(vllm_config: Any) -> Settings:
@@ -284,8 +284,9 @@ class Serving:
 
     def save_pages(self, step: EngineStep) -> None:
         """Begin to store the pages that the model completes in *step*."""
-        for save in step.page_saves if self._threads is not None else ():
-            self._threads.save(save)
+        if self._threads is not None:
+            for save in step.page_saves:
+                self._threads.save(save)
 
     def build_connector_worker_meta(self) -> SaveReports | None:
         """Return the pages that were stored since the last step, for the scheduler."""
