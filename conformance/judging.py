@@ -318,6 +318,9 @@ packages, and `connector.py` has the names that `judging.py` describes at its to
 not judged, since no wheel has it yet. The newest one, mooncake-transfer-engine 0.3.13.post1, has
 only `mooncake.reshard.weight`.
 
+[naming.md](naming.md) is another report: which facts of a request are in the names of the pages
+that vLLM, SGLang and LMCache store.
+
 The push mode of vLLM's NIXL connector (`NixlPushConnectorWorker`) is not judged. There, the
 producer chooses descriptors and writes after a registration of the consumer, in a thread of its
 own. The adapter here answers for the consumer of a pull only.

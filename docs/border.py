@@ -136,7 +136,7 @@ def sglang_pool(name: str, heads: int, page: int, **fields: Any) -> Any:
     else:
         buffers["kv_buffer"] = [array(shape)]
     if name == "DSATokenToKVPool":
-        pages = {"index_k_with_scale_buffer": [array((9, page * (SIZE + 4)))]}
+        pages = {"index_k_with_scale_buffer": [array((9, page * (128 + 4)))]}
         buffers |= {"index_page_size": page, "skip_topk_layers": [False], **pages}
     return engine_object(name, **buffers, **fields)
 
@@ -190,9 +190,15 @@ def hybrid_pool(
 
 
 def on_sglang(
-    cls: str | Callable[[int, int], Any], dcp: int = 1, **fields: Any
+    cls: str | Callable[[int, int], Any],
+    dcp: int = 1,
+    keys: tuple[str, bool] = ("rows", False),
+    **fields: Any,
 ) -> Callable[[int, int], Side]:
-    """Return the function that builds a side of SGLang with one pool, whose pages are blocks."""
+    """Return the function that builds a side of SGLang with one pool, whose pages are blocks.
+
+    *keys* are the order of the keys of an indexer, and whether they have a Hadamard product.
+    """
 
     def make(tp: int, block: int) -> Side:
         # SGLang's context ranks are TP ranks, and a block spans all of them.
@@ -210,7 +216,8 @@ def on_sglang(
             parallel=parallel,
             total_num_kv_heads=HEADS,
             sliding_window=24,
-            index_order="rows",
+            index_order=keys[0],
+            index_hadamard=keys[1],
             n_groups=2,
         )
         for rank in parallel.ranks:
@@ -433,7 +440,14 @@ def sglang_rows() -> Iterator[Row]:
     yield Row("SGLang", "slots, DCP 2", "full", on_sglang("MHATokenToKVPool", 2))
     yield Row("SGLang", "vectorized_5d", "full",
               on_sglang("MHATokenToKVPool", kv_cache_layout="vectorized_5d"))  # fmt: skip
-    yield Row("SGLang", "slots and index pages", "DSA", on_sglang("DSATokenToKVPool"))
+    for page, *own in (
+        ("keys", "rows", False),
+        ("keys shuffled", "shuffled", False),
+        ("keys with Hadamard", "rows", True),
+        ("keys shuffled, Hadamard", "shuffled", True),
+    ):
+        made = on_sglang("DSATokenToKVPool", keys=tuple(own))
+        yield Row("SGLang", f"slots and index pages, {page}", "DSA", made)
     yield Row("SGLang", "slots and index keys", "MiniMax", on_sglang(minimax_pool))
     for kind, conv, temporal, more in (
         ("gated delta net", lambda h: (14 * h, 3), lambda h: (h, 6, 4),

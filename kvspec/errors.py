@@ -289,6 +289,11 @@ class TransferState(enum.StrEnum):
         "a row is outside the registered memory that the metadata contains, or NIXL refused it",
         "register the memory, create the metadata again and connect with it",
     )
+    FILE_FAILED = (
+        "file_failed",
+        "a file is shorter than its registered memory, was not opened for this, or its disk failed",
+        "treat the destination as undefined, and check the length, the mode and the disk",
+    )
     TIMEOUT = (
         "timeout",
         "the other side was not done within the time limit, and the state of the data is unknown",

@@ -44,6 +44,7 @@ NAVIGATION = {
         "docs/recipes.md",
         "docs/adapters.md",
         "docs/staging.md",
+        "docs/files.md",
         "examples/README.md",
         "docs/commands.md",
         "docs/view.md",

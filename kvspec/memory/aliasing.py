@@ -91,7 +91,8 @@ class _Repeated(NamedTuple):
     """A content of *length* bytes at *start*, repeated along *axes*, widest stride first.
 
     *periods* has one member for each fold so far. *region* is the number of the region that the
-    content belongs to. *single*: whether the content is the copy of one block of a table.
+    content belongs to. *block*: the block of the table of which it is a copy, if it is a copy of
+    one block.
     """
 
     start: int
@@ -99,7 +100,7 @@ class _Repeated(NamedTuple):
     axes: tuple[_Axis, ...]
     periods: tuple[_Periods, ...]
     region: int
-    single: bool = False
+    block: int | None = None
 
     @property
     def stop(self) -> int:
@@ -205,13 +206,14 @@ def _same_blocks(content: _Repeated, other_content: _Repeated) -> bool:
 
     A period index is a block id only in the fold by the table axis. So both contents must have that
     axis at the same fold. Groups with their blocks outermost in one and innermost in the other have
-    equal numbers of blocks, but block 0 of one may share bytes with block 1 of the other.
+    equal numbers of blocks, but block 0 of one may share bytes with block 1 of the other. Copies
+    of single blocks have no table axis any more, but the number of their block.
     """
     tables = [
         [periods if periods.table else None for periods in member.periods]
         for member in (content, other_content)
     ]
-    return tables[0] == tables[1] and not content.single and not other_content.single
+    return tables[0] == tables[1] and content.block == other_content.block
 
 
 def _repeated_content(number: int, region: Region, split: int) -> _Repeated:
@@ -251,8 +253,8 @@ def _sharing(contents: list[_Repeated]) -> Iterator[tuple[_Repeated, _Repeated]]
             )
         elif sum(content.axes[0].times for content in repeating) > MOST_COPIES:
             # Every neighbour, because a caller may ignore pairs of one region or of one rank.
-            # `single` marks that it is unknown which blocks share bytes, so groups are refused.
-            yield from ((content._replace(single=True), later) for content, later in pairwise(near))
+            # No block is number -1: it is unknown which blocks share bytes, so groups are refused.
+            yield from ((content._replace(block=-1), later) for content, later in pairwise(near))
         else:
             others = [content for content in near if content not in repeating]
             copies = [copy for content in repeating for copy in _copies(content)]
@@ -300,8 +302,8 @@ def _copies(content: _Repeated) -> Iterator[_Repeated]:
     """Yield *content* without its widest axis, once for each repeat along that axis."""
     axis, *axes = content.axes
     for index in range(axis.times):
-        start, single = content.start + index * axis.stride, content.single or axis.table
-        yield content._replace(start=start, axes=tuple(axes), single=single)
+        start, block = content.start + index * axis.stride, index if axis.table else content.block
+        yield content._replace(start=start, axes=tuple(axes), block=block)
 
 
 def _plain_sharing(near: list[_Repeated]) -> Iterator[tuple[_Repeated, _Repeated]]:

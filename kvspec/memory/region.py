@@ -35,7 +35,10 @@ _Shape = tuple[int, int, int, tuple[Segment, ...]]
 # First byte of the content, bytes, and the distance from the content's address in each region.
 ContentRun = tuple[int, int, tuple[int, ...]]
 
-MEMORY_TYPES = ("DRAM", "VRAM")
+MEMORY_TYPES = ("DRAM", "VRAM", "FILE")
+# An address in a file is its descriptor, followed by this many bits of the offset. So addresses in
+# two files differ, and no code has to compare devices. Files have less than 8 TiB.
+FILE_OFFSET_BITS = 43
 
 
 @attrs.frozen(kw_only=True)
@@ -219,8 +222,8 @@ class Memory:
     Attributes:
         address: Address of the first byte.
         length: Length in bytes.
-        memory_type: `DRAM`, or `VRAM` for the memory of a GPU.
-        device: Index of the GPU. 0 for `DRAM`.
+        memory_type: `DRAM`, `VRAM` for the memory of a GPU, or `FILE` (see `of_file`).
+        device: Index of the GPU, or the descriptor of the file. 0 for `DRAM`.
 
     >>> Memory(4096, 100).end
     4196
@@ -237,6 +240,24 @@ class Memory:
         check_memory_type(self.memory_type)
         if self.end > MOST:
             raise SpecError("length", self.length, f"an end of at most {MOST}")
+        last = max(self.address, self.end - 1)
+        if self.memory_type == "FILE" and not (
+            self.address >> FILE_OFFSET_BITS == last >> FILE_OFFSET_BITS == self.device
+        ):
+            rule = f"the file descriptor {self.device}, followed by an offset below 8 TiB"
+            raise SpecError("address", self.address, rule)
+
+    @classmethod
+    def of_file(cls, descriptor: int, length: int) -> Memory:
+        """Return the first *length* bytes of an open file.
+
+        The address of byte *i* is the sum of `address` and *i*, as in any memory.
+
+        >>> Memory.of_file(3, 4096).address == 3 << FILE_OFFSET_BITS
+        True
+        """
+        positive_int("descriptor", descriptor, most=(MOST >> FILE_OFFSET_BITS) - 1)
+        return cls(descriptor << FILE_OFFSET_BITS, length, "FILE", descriptor)
 
     @property
     def end(self) -> int:

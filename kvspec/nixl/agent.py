@@ -24,6 +24,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -32,6 +33,7 @@ import numpy as np
 
 from kvspec.descriptors.selection import RowIds
 from kvspec.errors import TransferError, TransferState
+from kvspec.memory.region import FILE_OFFSET_BITS
 from kvspec.nixl.rows import StridedRows, row_text
 from kvspec.ownership.tokens import Ints
 
@@ -165,7 +167,7 @@ class _Destroyed:
 
 
 class Agent:
-    """One NIXL agent with the UCX backend and one lock. Its handles are plain ints.
+    """One NIXL agent with its backends and one lock. Its handles are plain ints.
 
     Attributes:
         forked: Whether this process is a fork of the one that made the agent.
@@ -175,7 +177,9 @@ class Agent:
 
     forked = False
 
-    def __init__(self, name: str, *, progress_thread: bool) -> None:
+    def __init__(
+        self, name: str, *, progress_thread: bool, backends: Sequence[str] = ("UCX",)
+    ) -> None:
         self.name = name
         # Owners of registered memory. They must outlive the agent: NIXL accepts transfers into
         # freed memory, and then overwrites what lies there.
@@ -199,12 +203,16 @@ class Agent:
         # NIXL's enums are compared by number: comparing two members takes 0.5 us.
         self._done, self._moving = nb.NIXL_SUCCESS.value, nb.NIXL_IN_PROG.value
         self._native: Any = _Destroyed(name)
+        creating = "create"
         zero_new_memory()
         try:
             self._native = nb.nixlAgent(name, config)
-            self._native.createBackend("UCX", {})
+            # All before any memory: NIXL registers memory with the backends that exist.
+            for backend in backends:
+                creating = f"create {backend}"
+                self._native.createBackend(backend, {})
         except self._errors as error:
-            raise self._failed("create", error) from error
+            raise self._failed(creating, error) from error
         _AGENTS.add(self)
 
     def __del__(self) -> None:
@@ -253,20 +261,26 @@ class Agent:
     ) -> TransferError:
         """Return the `TransferError` for an exception of NIXL."""
         kind = kind_of(error)
-        state = state_of(purpose, kind)
+        state = state_of(purpose.partition(" ")[0], kind)
+        if (
+            peer == self.name and kind == "Backend"
+        ):  # Only files are moved to and from the own agent.
+            state = TransferState.FILE_FAILED
         message = f"nixl {purpose} failed: {kind} ({error}): {state.advice}"
         if state is TransferState.UNAVAILABLE:
-            # UCX lists the devices that it accepts in a line of its own.
-            message += "; UCX_NET_DEVICES or UCX_TLS may be wrong"
+            if purpose == "create UCX":
+                # UCX lists the devices that it accepts in a line of its own.
+                message += "; UCX_NET_DEVICES or UCX_TLS may be wrong"
             message += "; NIXL_LOG_LEVEL=DEBUG names the library"
         return TransferError(message, rank=peer or self.name, request=request, state=state)
 
-    def register(self, memory: Memory, owner: object) -> None:
-        """Register *memory*, and keep *owner* until the agent is destroyed.
+    def register(self, memory: Memory, owner: object) -> object:
+        """Register *memory*, and keep *owner* until the agent is destroyed. Return NIXL's object.
 
         The caller holds the lock. If NIXL refuses the memory, its owner is not kept.
         """
-        row = np.array([(memory.address, memory.length, memory.device)], np.uint64)
+        address = _in_file(memory.memory_type, memory.address)
+        row = np.array([(address, memory.length, memory.device)], np.uint64)
         descs = self._nb.nixlRegDList(self._memory_kind(memory.memory_type), row)
         self.owners.append(owner)  # First, since an interrupt may come after the call.
         try:
@@ -275,11 +289,19 @@ class Agent:
             self.owners.pop()
             raise
         self.registered.append(descs)
+        return descs
 
     def deregister(self) -> None:
         """Undo each `register`. Peers that know the memory can still read and write it."""
         while self.registered:
             self.call("deregister", "deregisterMem", self.registered.pop(), [])
+
+    def deregister_file(self, descs: object, owner: object) -> None:
+        """Undo the `register` of a file that returned *descs*. No transfer may use the file."""
+        self.registered = [known for known in self.registered if known is not descs]
+        self.call("deregister", "deregisterMem", descs, [])
+        place = next(at for at, known in enumerate(self.owners) if known is owner)
+        del self.owners[place]
 
     def prepare(self, peer: str | None, memory_type: str, rows: StridedRows) -> int:
         """Return a list handle for *rows* of *peer*, or of this agent if *peer* is None.
@@ -290,6 +312,9 @@ class Agent:
         name = self._nb.NIXL_INIT_AGENT if peer is None else peer
 
         def prepared(table: NDArray[np.uint64]) -> int:
+            if memory_type == "FILE":
+                table = table.copy()
+                table[:, 0] = _in_file(memory_type, table[:, 0])
             arguments = name, self._memory_kind(memory_type), table, list[str]()
             return int(self.call("prepare", "prepXferDlist", *arguments, peer=peer))
 
@@ -325,7 +350,7 @@ class Agent:
         sides = []
         for memory_type, device, starts in (local, remote):
             rows = np.empty((len(starts), 3), np.uint64)
-            rows[:, 0], rows[:, 1], rows[:, 2] = starts, lengths, device
+            rows[:, 0], rows[:, 1], rows[:, 2] = _in_file(memory_type, starts), lengths, device
             sides.append(self._nb.nixlXferDList(self._memory_kind(memory_type), rows))
         peer, request = subject
         arguments = self._verbs[operation], *sides, peer, "", list[str]()
@@ -373,6 +398,11 @@ class Agent:
         return getattr(self._nb, f"{memory_type}_SEG")
 
 
+def _in_file(memory_type: str, address: Any) -> Any:  # noqa: ANN401 - a number, or an array of them
+    """Return *address* as NIXL counts it: in a file, from the begin of the file."""
+    return address & ((1 << FILE_OFFSET_BITS) - 1) if memory_type == "FILE" else address
+
+
 @attrs.define(eq=False, repr=False)
 class Prepared:
     """A list of descriptors that NIXL has checked. `NixlRank.prepare` returns it.
@@ -382,8 +412,9 @@ class Prepared:
     Attributes:
         agent: The agent that checked the list.
         rows: The checked rows.
-        memory_type: "DRAM" or "VRAM".
-        peer: Name of the peer that has the memory, or None for memory of this rank.
+        memory_type: "DRAM", "VRAM" or "FILE".
+        peer: Name of the peer that has the memory, or None for memory of this rank. A list of files
+            has the name of this rank, because the agent is the peer of its own files.
         given_rows: The array that the caller passed to `prepare`, not a copy. If it is an array of
             a selection's table, the list has the rows of that table.
         released: Whether NIXL no longer has the list.
@@ -401,6 +432,11 @@ class Prepared:
     def __repr__(self) -> str:
         side = "local" if self.peer is None else f"peer={self.peer!r}"
         return f"<Prepared {side} {len(self.rows.table)} rows, {self.rows.total} ids>"
+
+    @property
+    def devices(self) -> set[int]:
+        """The devices of the rows. A device of `FILE` is the descriptor of a file."""
+        return set(self.rows.table[:, 2].tolist())
 
     def release(self) -> None:
         """Release the list. A second call does nothing.

@@ -31,6 +31,13 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, mapping, seconds, sequence
 from kvspec.memory.region import Memory, check_memory_type
 from kvspec.nixl.agent import Agent, Prepared
+from kvspec.nixl.file_memory import (
+    BACKENDS,
+    RegisteredFile,
+    check_files,
+    checked_backends,
+    identity_of,
+)
 from kvspec.nixl.memory import new_memories
 from kvspec.nixl.merging import PreparedSides
 from kvspec.nixl.peers import Envelope, name_of, open_metadata
@@ -91,10 +98,12 @@ class NixlRank:
             read or write needs the thread.
         staging: A `Staging`, or the bytes of its buffer. Transfers of many short runs move
             through the buffer if that takes less time. None: all transfers are direct.
+        backends: NIXL's plug-ins. "UCX" connects peers. "POSIX", "GDS" or "GDS_MT" moves bytes
+            between memory and files (see `Memory.of_file`). A rank without "UCX" has only files.
 
     Raises:
         SpecError: If an argument is wrong.
-        TransferError: With state "unavailable" if nixl or its UCX backend is missing.
+        TransferError: With state "unavailable" if nixl or one of the backends is missing.
     """
 
     def __init__(
@@ -105,13 +114,16 @@ class NixlRank:
         secret: Secret | str | bytes | None = None,
         polled: bool = False,
         staging: Staging | int | None = None,
+        backends: Iterable[str] = ("UCX",),
     ) -> None:
+        self.backends = checked_backends(backends)
         self.name = name_of(name, prefix)
         self.polled = flag("polled", polled)
         self.secret = secret_of(secret)
         if staging is not None and not isinstance(staging, Staging):
             staging = Staging(buffer=staging)
-        self._agent = Agent(self.name, progress_thread=not polled)
+        self._agent = Agent(self.name, progress_thread=not polled, backends=self.backends)
+        self._files: dict[Memory, RegisteredFile] = {}
         self.memory: tuple[Memory, ...] = ()
         # The lists that were prepared for each peer. None: lists of this rank.
         self._lists: dict[str | None, list[Prepared]] = {None: []}
@@ -171,23 +183,63 @@ class NixlRank:
         """Register memory, so that rows in it can be prepared.
 
         A memory inside a registered one is skipped. A memory that contains a registered one is
-        refused. Peers need new metadata to reach new memory.
+        refused. Peers need new metadata to reach new memory. They cannot reach files.
 
         Args:
-            memories: The memories to register.
-            owner: Owner of their bytes. The rank keeps a reference until it is closed.
+            memories: The memories to register. A file must have all bytes already.
+            owner: Owner of their bytes, or what keeps the files open. The rank keeps a reference
+                until it is closed, or until `deregister_files`.
 
         Raises:
-            SpecError: If a memory overlaps a registered one in part or contains it.
+            SpecError: If a memory overlaps a registered one in part or contains it, or if no
+                backend of the rank moves its type of memory.
+            TransferError: With state "file_failed" if a file is too short.
         """
         with self._agent.lock:
             self._agent.check_open()
             new = new_memories(self.memory, memories)
+            identities = {
+                memory: identity_of(memory) for memory in new if memory.memory_type == "FILE"
+            }
+            if identities and not any("FILE" in BACKENDS[name] for name in self.backends):
+                expected = "a backend that moves files, such as POSIX"
+                raise SpecError("backends", self.backends, expected)
             for memory in new:
-                self._agent.register(memory, owner)
+                descs = self._agent.register(memory, owner)
+                if memory in identities:
+                    file = RegisteredFile(memory, identities[memory], descs, owner)
+                    self._files[memory] = file
                 self.memory += (memory,)
             if not new:  # The registered memory may have no owner, or another one.
                 self._agent.owners.append(owner)
+
+    def deregister_files(self, memories: Iterable[Memory]) -> None:
+        """Undo `register` for files, and release their lists. The files can be closed then.
+
+        Args:
+            memories: Registered memory of files, as passed to `register`.
+
+        Raises:
+            SpecError: If a memory is not a registered one of a file.
+            TransferError: With state "busy" while a transfer of one of the files is not over.
+        """
+        with self._agent.lock:
+            self._agent.check_open()
+            files = []
+            for place, memory in enumerate(sequence("memories", memories, "Memories")):
+                if memory not in self._files:
+                    raise SpecError(f"memories[{place}]", memory, "a registered memory of a file")
+                files.append(self._files[memory])
+            devices = {file.memory.device for file in files}
+            self._in_flight.check_files_idle(devices)
+            for prepared in self._lists[None]:
+                if prepared.memory_type == "FILE" and devices & prepared.devices:
+                    prepared.release()
+            gone = {file.memory for file in files}
+            self.memory = tuple(memory for memory in self.memory if memory not in gone)
+            for file in files:
+                del self._files[file.memory]
+                self._agent.deregister_file(file.descs, file.owner)
 
     def metadata(self) -> bytes:
         """Return the introduction of this rank, which a peer passes to `connect`.
@@ -306,26 +358,32 @@ class NixlRank:
             rows: A uint64 array of shape (rows, 5): address, length of one descriptor in bytes,
                 device, stride in bytes, and number of descriptors. They must lie in registered
                 memory.
-            memory_type: "DRAM" or "VRAM".
+            memory_type: "DRAM", "VRAM" or "FILE". A list of files is the remote side of a transfer.
             peer: Name of the connected peer that has the memory. None: memory of this rank.
 
         Returns:
             The list.
 
         Raises:
-            SpecError: If the rows are malformed.
-            TransferError: With state "not_registered" if a row is outside registered memory, or
-                "stale_peer" if *peer* is not connected.
+            SpecError: If the rows are malformed, or the files are those of a peer.
+            TransferError: With state "not_registered" if a row is outside registered memory,
+                "stale_peer" if *peer* is not connected, or "file_failed" if a file has changed.
         """
         check_memory_type(memory_type)
         checked = checked_rows(rows)
         with self._agent.lock:
             self._agent.check_open()
+            lists = self._lists[None]
             if peer is not None:
                 self._check_connected(peer)
+                lists = self._lists[peer]
+            if memory_type == "FILE":
+                if peer is not None:
+                    raise SpecError("peer", peer, "None: a rank reaches only its own files")
+                check_files(self._files.values(), checked)
+                peer = self.name
             handle = self._agent.prepare(peer, memory_type, checked) if checked.total else 0
             prepared = Prepared(self._agent, checked, memory_type, peer, handle, rows)
-            lists = self._lists[peer]
             lists[:] = [known for known in lists if not known.released] + [prepared]
             return prepared
 

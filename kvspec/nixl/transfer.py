@@ -22,6 +22,7 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
 from kvspec.memory.busy import BusyRanges, united
 from kvspec.nixl.agent import Agent, check_unreleased
+from kvspec.nixl.file_memory import FILE_HANDLES
 from kvspec.nixl.merging import Operation, Plain, PreparedSides, checked_pairs
 from kvspec.nixl.staging.choosing import Buffers
 from kvspec.nixl.staging.learning import Lesson
@@ -289,6 +290,8 @@ class Transfer:
     def _post(self, now: float, turn: float) -> None:
         """Post batches. Stop *turn* seconds after *now* if a batch ends at once."""
         while self._pending and len(self._in_flight) < IN_FLIGHT:
+            if self.remote.memory_type == "FILE" and self._all.file_handles >= FILE_HANDLES:
+                return
             batch, slot = self._pending[-1], 0
             if self.stage is not None:
                 free = free_slot(self.stage.buffer, self._all, self.queue_number)
@@ -559,6 +562,20 @@ class InFlightTransfers:
         for user in in_line(buffer, self):
             if user is not waiting and user.make_progress():
                 return
+
+    @property
+    def file_handles(self) -> int:
+        """Number of handles in flight that move files."""
+        of_files = (each for each in self._known if each.remote.memory_type == "FILE")
+        return sum(transfer.live_handles for transfer in of_files)
+
+    def check_files_idle(self, descriptors: set[int]) -> None:
+        """Raise `TransferError` "busy" while a transfer of one of the files is not over."""
+        for transfer in self.reap():
+            if transfer.remote.memory_type == "FILE" and descriptors & transfer.remote.devices:
+                state = TransferState.BUSY
+                message = f"{transfer!r} moves one of the files: {state.advice}"
+                raise TransferError(message, request=transfer.request, state=state)
 
     def check_idle(self, peer: str) -> None:
         """Raise `TransferError` "busy" while a transfer with *peer* is not over."""

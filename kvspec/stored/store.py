@@ -201,6 +201,7 @@ class PageStore:
         self.objects = objects
         self.space = space_of(model, placement.digest)
         self._load_plans: dict[EngineSpec, PageLoadPlan] = {}
+        self._store_plans: dict[EngineSpec, StorePlan] = {}
         self._contents: dict[PageObject, ObjectContents] = {}
         description = {"model": model.to_params(), "placement": placement.to_params()}
         objects.describe(self.space, {name: json.dumps(v) for name, v in description.items()})
@@ -216,6 +217,12 @@ class PageStore:
         if engine not in self._load_plans:
             self._load_plans[engine] = plan_load(self.placement, engine)
         return self._load_plans[engine]
+
+    def store_plan(self, engine: EngineSpec) -> StorePlan:
+        """Return the plan by which *engine* stores pages. It is made once."""
+        if engine not in self._store_plans:
+            self._store_plans[engine] = plan_store(engine, self.placement)
+        return self._store_plans[engine]
 
     def rank_pages(self, cache: RankCache, *, buffer_bytes: int = BUFFER_BYTES) -> RankPages:
         """Return the side of one rank. See `RankPages`."""
@@ -377,7 +384,7 @@ class RankPages:
             MismatchError: If the engine does not fit the placement.
             SpecError: If the engine cannot store its pages: see `plan_store`.
         """
-        return plan_store(self.cache.engine, self.store.placement)
+        return self.store.store_plan(self.cache.engine)
 
     @cached_property
     def load_plan(self) -> PageLoadPlan:

@@ -155,7 +155,7 @@ class FakeNixl:
         self.NIXL_READ, self.NIXL_WRITE = "READ", "WRITE"
         self.NIXL_SUCCESS, self.NIXL_IN_PROG = FakeStatus.DONE, FakeStatus.PROC
         self.NIXL_INIT_AGENT, self.NIXL_THREAD_SYNC_STRICT = "", "STRICT"
-        self.DRAM_SEG, self.VRAM_SEG = "DRAM", "VRAM"
+        self.DRAM_SEG, self.VRAM_SEG, self.FILE_SEG = "DRAM", "VRAM", "FILE"
         self.nixlAgentConfig = SimpleNamespace
         self.nixlRegDList = self.nixlXferDList = _descriptors
         self.nixlAgent = type("nixlAgent", (FakeAgent,), {"net": self})

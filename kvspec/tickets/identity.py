@@ -166,6 +166,8 @@ def content_of(token_ids: Sequence[int] | npt.NDArray[Any]) -> str:
 
 def tokens_of(value: object) -> npt.NDArray[Any]:
     """Return the tokens of a prompt as an array, or raise `SpecError`."""
+    if isinstance(value, bytearray):  # numpy takes it as numbers, and refuses `bytes`.
+        raise SpecError("token_ids", value, "a sequence of ints")
     try:
         ids = np.asarray(value)
     except (ValueError, TypeError):

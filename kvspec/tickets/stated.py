@@ -54,7 +54,7 @@ def text_or_none(_: object, field: attrs.Attribute[Any], value: object) -> None:
 def sha256_of(values: Mapping[str, Any]) -> str:
     """Return SHA-256 of *values* as JSON, as 64 hexadecimal digits.
 
-    Keys of the JSON are sorted. It has no spaces, and only ASCII characters.
+    Keys of the JSON are sorted. It has no spaces, and characters beyond "~" are escapes.
     """
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
@@ -116,7 +116,7 @@ class Stated:
     def digest(self) -> str:
         """A digest of all fields, as 64 hexadecimal digits: SHA-256 of `to_params` as JSON.
 
-        Keys of the JSON are sorted. It has no spaces, and only ASCII characters.
+        Keys of the JSON are sorted. It has no spaces, and characters beyond "~" are escapes.
 
         Raises:
             SpecError: If a field is not stated.
@@ -150,7 +150,7 @@ class Stated:
         for name in params:
             if name not in names:
                 raise SpecError(cls.KIND, name, f"one of {', '.join(names)}")
-        for field in attrs.fields(cls):  # type: ignore[misc] - each derived class is of attrs
+        for field in attrs.fields(cls):  # type: ignore[arg-type]  # A derived class is of attrs.
             if field.default is attrs.NOTHING and field.name not in params:
                 raise SpecError(f"{cls.KIND}.{field.name}", None, "a stated value")
         try:
@@ -162,7 +162,7 @@ class Stated:
 
 def names_of(kind: type[Stated]) -> tuple[str, ...]:
     """Return the names of the fields of an identity."""
-    return tuple(field.name for field in attrs.fields(kind))  # type: ignore[misc] - as above
+    return tuple(field.name for field in attrs.fields(kind))  # type: ignore[arg-type]  # As above.
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - the value of any field

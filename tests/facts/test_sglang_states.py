@@ -76,6 +76,12 @@ def mismatch(producer: Any, consumer: Any) -> str:
     return caught.value.mismatches[0].field.rpartition(" and ")[2]
 
 
+def mismatch_fields(producer: Any, consumer: Any) -> set[str]:
+    """Return the last words of all fields in which two engines differ."""
+    found = kvspec.mismatches(producer[0], consumer[0])
+    return {each.field.rpartition(".")[2] for each in found}
+
+
 KINDS: dict[str, tuple[Callable[[int], MambaPool], dict[str, Any]]] = {
     "gated delta net": (delta_net, {}),
     "rows first": (lambda tp: delta_net(tp, rows_first=True), {}),
@@ -119,15 +125,9 @@ def test_parts_of_states_are_those_of_other_makers() -> None:
         # The peer has no other layers.
         consumer = side(lambda tp: hybrid(delta_net(tp), 2 // tp), 2,
                         state_name="model.layers.{}.linear_attn")  # fmt: skip
-        alone = kvspec.EngineSpec(
-            groups=[consumer[0].group("state")], parallel=consumer[0].parallel, null_block=0
-        )
-        caches = {}
-        for rank in alone.parallel.ranks:
-            regions = [r for r in consumer[1][rank].regions if r.group == "state"]
-            caches[rank] = kvspec.RankCache(alone, rank, regions, consumer[1][rank].memory)
-        request = request_of(TOKENS, {"group0": [3]}, {"state": consumer[2]["state"]})
-        assert [] == moved(engine, alone, request, (cache, caches))
+        own, caches, tables = alone(consumer, "state")
+        request = request_of(TOKENS, {"group0": [3]}, tables)
+        assert [] == moved(engine, own, request, (cache, caches))
 
 
 def test_conv_state_with_rows_first_is_transposed() -> None:
@@ -204,16 +204,60 @@ def sparse(
     return like.DSATokenToKVPool(page * 10, skipped, page_size=page, layer_num=len(skipped), **more)
 
 
+DSA: dict[str, Any] = {"index_order": "rows", "index_hadamard": False}
+
+
 def test_pages_of_an_indexer_move_with_the_latents() -> None:
     """They have the slots of the latents. Only layers that choose tokens have them."""
-    producer, consumer = (side(lambda _: sparse(), tp, slot, index_order="rows")
-                          for tp, slot in ((1, 1), (2, 4)))  # fmt: skip
+    producer, consumer = (
+        side(lambda _: sparse(), tp, slot, **DSA) for tp, slot in ((1, 1), (2, 4))
+    )
     groups = {group.name: group.layers for group in producer[0].groups}
     assert ("layers.0.indexer", "layers.2.indexer") == groups["indexer"]
     assert 3 == len(groups["full"])
     assert [] == faults(producer, consumer)
-    other = side(lambda _: sparse(), index_order="shuffled")
-    assert "1 more.page_format" == mismatch(producer, other)
+
+
+@pytest.mark.parametrize("block", [2, 4, 12])
+def test_index_keys_move_to_blocks_of_vllm(block: int) -> None:
+    """Both makers keep all keys of a page, and then their scales."""
+    names = ["layers.0.indexer", "layers.2.indexer"]
+    spec = vllm_like.changed(
+        vllm_like.MLAAttentionSpec(block_size=block, head_size=132, dtype="uint8"),
+        "cache_role", "INDEXER",
+    )  # fmt: skip
+    backend = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerBackend"
+    peer = vllm_like.engine_spec(vllm_like.config((names, spec)), backends=backend, variants="rows")
+    tensors = {name: np.zeros((14, block, 132), np.uint8) for name in names}
+    KEPT.append(tensors)
+    caches = {RankId(): vllm.rank_cache(peer, RankId(), tensors)}
+    blocks = {"group0": [*range(1, 2 - -TOKENS // block)][::-1]}
+    own = alone(side(lambda _: sparse(), 2, **DSA), "indexer")
+    there = request_of(TOKENS, own[2], blocks), (own[1], caches)
+    assert [] == moved(own[0], peer, *there)
+    back = request_of(TOKENS, blocks, own[2], cached_tokens=5), (caches, own[1])
+    assert [] == moved(peer, own[0], *back)
+
+
+def alone(whole: Any, name: str) -> Any:
+    """Return a side that has one group of the side *whole*."""
+    engine, caches, tables = whole
+    own = kvspec.EngineSpec(groups=[engine.group(name)], parallel=engine.parallel, null_block=0)
+    found = {}
+    for rank, cache in caches.items():
+        regions = [region for region in cache.regions if region.group == name]
+        found[rank] = kvspec.RankCache(own, rank, regions, cache.memory)
+    return own, found, {name: tables[name]}
+
+
+@pytest.mark.parametrize("option", [{"index_order": "shuffled"}, {"index_hadamard": True}])
+def test_index_keys_of_another_order_or_meaning_are_refused(option: dict[str, Any]) -> None:
+    """They move whole to keys of the same order and meaning."""
+    plain, other = (side(lambda _: sparse(), **DSA | more) for more in ({}, option))
+    assert "page_format" in mismatch_fields(plain, other)
+    assert [] == faults(other, side(lambda _: sparse(), 1, 4, **DSA | option))
+    both = side(lambda _: sparse(), index_order="shuffled", index_hadamard=True)
+    assert "page_format" in mismatch_fields(other, both)
 
 
 def test_packed_latents_of_eight_bits_have_no_scales_elsewhere() -> None:
@@ -225,7 +269,7 @@ def test_packed_latents_of_eight_bits_have_no_scales_elsewhere() -> None:
         pool.kv_lora_rank, pool.qk_rope_head_dim = 512, 64
         return pool
 
-    producer, consumer = (side(make, slot=slot, index_order="rows") for slot in (1, 3))
+    producer, consumer = (side(make, slot=slot, **DSA) for slot in (1, 3))
     spec = producer[0].group("full").spec
     assert (576, 656) == (spec.head_size, spec.state_content_bytes)  # type: ignore[attr-defined]
     assert [] == faults(producer, consumer)
@@ -282,14 +326,16 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str, Any, str]] = [
     (lambda: changed(hybrid(delta_net()), full_attention_layer_id_mapping={1: 1}), {},
      "full_attention_layer_id_mapping", [1], "a layer"),
     (sparse, {}, "index_order", None, "'rows'"),
-    (lambda: changed(sparse(), index_kpool=2), {"index_order": "rows"}, "index_kpool", 2, "ring"),
-    (lambda: changed(sparse(), index_page_size=2), {"index_order": "rows"}, "index_page_size", 2,
-     "4"),
-    (lambda: changed(sparse(), skip_topk_layers=[False]), {"index_order": "rows"},
+    (lambda: changed(sparse(), index_kpool=2), DSA, "index_kpool", 2, "ring"),
+    (lambda: changed(sparse(), index_page_size=2), DSA, "index_page_size", 2, "4"),
+    (lambda: changed(sparse(), index_k_with_scale_buffer=[np.zeros((9, 80))] * 3), DSA,
+     "index_k_with_scale_buffer", 80, "128 + 4"),
+    (sparse, {"index_order": "rows"}, "index_hadamard", None, "Hadamard"),
+    (lambda: changed(sparse(), skip_topk_layers=[False]), DSA,
      "skip_topk_layers", 1, "3"),
-    (sparse, {"index_order": "rows", "parallel": sglang.parallel_config(2, dcp_size=2)},
+    (sparse, {**DSA, "parallel": sglang.parallel_config(2, dcp_size=2)},
      "dcp_size", 2, "indexer"),
-    (sparse, {"index_order": "rows", "index_name": "l"}, "index_name", "l", "{}"),
+    (sparse, {**DSA, "index_name": "l"}, "index_name", "l", "{}"),
 ]  # fmt: skip
 
 

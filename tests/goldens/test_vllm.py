@@ -40,12 +40,15 @@ IDS = [
     for at, r in enumerate(RECORDED)
 ]
 
+LARGE = range(210, 216)
+"""The rows of whole models, of which two run in each check."""
+
 
 def rows_with(status: str) -> Any:
-    """Return the decorator that runs a test for all rows with *status*."""
+    """Return the decorator that runs a test for all rows with *status*, large ones at night."""
     rows = [
-        pytest.param(row, id=name)
-        for row, name in zip(RECORDED, IDS, strict=True)
+        pytest.param(row, id=name, marks=pytest.mark.slow if at in LARGE else ())
+        for at, (row, name) in enumerate(zip(RECORDED, IDS, strict=True))
         if row["status"] == status
     ]
     return pytest.mark.parametrize("row", rows)

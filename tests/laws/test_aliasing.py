@@ -208,6 +208,20 @@ def test_rank_cache_accepts_interleaved_regions_with_different_strides(
     assert 2 == len(cache_of(*members).regions)
 
 
+def test_rank_cache_accepts_equal_blocks_beside_regions_of_other_strides() -> None:
+    """The values compare the keys of both groups block by block, which coincide."""
+    keys = region("k", base=6, num_blocks=2, unit_stride=2, state_stride=16)
+    first = [keys, region("v", num_blocks=1, block_stride=0, unit_stride=3, state_stride=12)]
+    second = [keys, region("v", base=1, num_blocks=1, block_stride=0, unit_stride=1)]
+    regions = [*of_group("a", *first), *of_group("b", *second)]
+    assert separate(engine(2), regions)
+    kvspec.RankCache(engine(2), RankId(), regions, (MEMORY,))
+    shifted = [*regions[:2], attrs.evolve(regions[2], base=18), regions[3]]
+    assert not separate(engine(2), shifted)
+    with pytest.raises(kvspec.SpecError, match="coincide or lie apart"):
+        kvspec.RankCache(engine(2), RankId(), shifted, (MEMORY,))
+
+
 @pytest.mark.parametrize(
     "members",
     [

@@ -253,6 +253,7 @@ def test_counts_join_the_tiles_of_each_run_that_touches() -> None:
 
 
 @pytest.mark.uncovered
+@pytest.mark.slow
 def test_select_posts_at_most_1_15_times_the_fewest_copies() -> None:
     """The factor holds over all cases together. The fewest copies are those of `descriptors`."""
     posted, fewest = Counter[str](), Counter[str]()

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import judging
+import naming
 import pytest
 from toy import Toy, gqa, transfer
 
@@ -105,6 +106,14 @@ def test_pages_of_a_connector_are_those_of_its_report(path: Path) -> None:
     assert [] == judging.surprises(made)
     overview = (HOME / "README.md").read_text("utf-8")
     assert all(line in overview for line in judging.matrix(made))
+
+
+def test_page_of_names_is_that_of_its_results() -> None:
+    """`conformance/run naming` writes both. Each fact has an outcome in each column."""
+    made = json.loads(naming.RESULTS.read_text("utf-8"))
+    assert naming.page(made) == naming.PAGE.read_text("utf-8")
+    assert set(naming.NAMINGS) == set(made)
+    assert all(list(naming.CHANGES) == list(column["facts"]) for column in made.values())
 
 
 def test_toy_that_is_right_is_exact() -> None:

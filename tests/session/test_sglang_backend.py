@@ -486,6 +486,22 @@ def test_layer_with_window_in_plain_pool_has_a_group_of_its_own() -> None:
     assert "disaggregation_decode_enable_radix_cache" == caught.value.field
 
 
+@pytest.mark.parametrize(("fused", "form"), [(True, "plain"), (False, "opaque:indexer-hadamard")])
+def test_flags_of_the_indexers_show_whether_keys_have_a_hadamard_product(
+    fused: bool, form: str
+) -> None:
+    pool = like.DSATokenToKVPool(16, page_size=4, kv_cache_dim=8)
+    own = {"pool": pool, "index_order": "rows"}
+    cache = described(model=model(fused=[fused]), **own)
+    assert form == cache.engine.group("indexer").spec.page_format  # type: ignore[attr-defined]
+    with pytest.raises(kvspec.SpecError) as caught:
+        described(model=model(fused=[True, False]), **own)
+    assert "model" == caught.value.field
+    with pytest.raises(kvspec.SpecError) as caught:
+        described(model=model(), **own)
+    assert "index_hadamard" == caught.value.field
+
+
 def test_model_without_attention_layer_of_the_pool_is_refused() -> None:
     with pytest.raises(kvspec.SpecError):
         described(model=model(layers=1))

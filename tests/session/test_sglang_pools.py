@@ -1,12 +1,13 @@
 """Pools that SGLang's own classes build on a CPU. SGLang's own code writes and reads them.
 
-A nightly workflow installs SGLang.
+A nightly workflow installs SGLang. Triton's interpreter runs the kernels.
 """
 
 from __future__ import annotations
 
 import ast
 import ctypes
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,24 +18,29 @@ from typing import Any
 import numpy as np
 import pytest
 import sglang_serving as serving
+import vllm_like
 from builders import request as request_of
 
 import kvspec
 from kvspec import RankId
 from kvspec.adapters import sglang as adapter
+from kvspec.adapters import vllm
 from kvspec.adapters.sglang import plugin
 from kvspec.adapters.sglang.backend import SUCCESS, WAITING
+from kvspec.adapters.sglang.describing import INDEXER_FLAGS
 from kvspec.adapters.sglang.pools import POOL_KINDS, POOLS_NOT_YET
 from kvspec.testing.world import described
 
 pytestmark = pytest.mark.adapters
 
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it defines a kernel.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns of each kernel that a CPU does not have.
     pytest.importorskip("sglang", reason="SGLang is not installed")
     import torch
     from sglang.srt.configs import mamba_utils
     from sglang.srt.disaggregation import prefill, utils
+    from sglang.srt.layers.attention.dsa import dsa_indexer
     from sglang.srt.mem_cache import memory_pool
 
 TOKENS, SLOT = 70, 3
@@ -59,7 +65,7 @@ class Model:
         self.conv = [random(2, size, ROWS) for size in sizes]
         self.temporal = random(2, V_HEADS, V_SIZE, K_SIZE, dtype=torch.float32)
         self.latent = random(2, TOKENS, 1, 48)
-        self.index = torch.randint(0, 256, (2, TOKENS, 132), dtype=torch.uint8)
+        self.index = torch.randint(0, 100, (TOKENS, 128), dtype=torch.uint8)
 
     def state(self, rank: int, size: int, *, rows_first: bool) -> tuple[list[Any], Any]:
         """Return the state of a rank as SGLang copies it: [layers, slots, ...]."""
@@ -185,37 +191,84 @@ def sparse(tp: int, page: int) -> Any:
     )  # fmt: skip
 
 
+DSA: dict[str, Any] = {"index_order": "rows", "index_hadamard": False}
+
+
 def test_sglang_finds_the_latents_and_index_keys_of_another_engine(model: Model) -> None:
     """A page has the keys of all its tokens, and then their scales."""
-    producer, consumer = (
-        Side(tp, 64, seed, sparse, index_order="rows") for tp, seed in ((1, 0), (2, 3))
-    )
+    producer, consumer = (Side(tp, 64, seed, sparse, **DSA) for tp, seed in ((1, 0), (2, 3)))
     assert ("layers.0.indexer",) == producer.engine.group("indexer").layers
     (pool,) = producer.pools.values()
     for layer in range(2):
         pool.set_kv_buffer(SimpleNamespace(layer_id=layer), producer.slots, model.latent[layer],
                            None)  # fmt: skip
-    # SGLang moves tokens between slots of one pool, so a page of known bytes lies at the end.
-    scratch = torch.arange(256, 256 + 64)
-    pages = pool.index_k_with_scale_buffer[0]
-    for first in (0, 64):
-        own = model.index[0, first : first + 64]
-        own = torch.cat([own, torch.zeros(64 - len(own), 132, dtype=torch.uint8)])
-        pages[4] = torch.cat([own[:, :128].flatten(), own[:, 128:].flatten()])
-        targets = producer.slots[first : first + 64]
-        pool.index_key_cache.move(targets, scratch[: len(targets)])
+    keys, scales = write_index(pool, producer.slots, model)
     move(producer, consumer)
+    pages = (consumer.slots[::64] // 64)[None]
     for own in consumer.pools.values():
         for layer in range(2):
             latents = own.get_key_buffer(layer)[consumer.slots]
             assert torch.equal(model.latent[layer], latents)
-        for first in (0, 64):
-            sources = consumer.slots[first : first + 64]
-            own.index_key_cache.move(scratch[: len(sources)], sources)
-            page = own.get_index_k_with_scale_buffer(0)[4]
-            keys, scales = page[: 64 * 128].view(64, 128), page[64 * 128 :].view(64, 4)
-            found = torch.cat([keys, scales], 1)[: len(sources)]
-            assert torch.equal(model.index[0, first : first + 64], found)
+        count = torch.tensor([TOKENS])
+        found = own.get_index_k_scale_buffer(0, count, pages, TOKENS, TOKENS)
+        assert torch.equal(keys.view(torch.uint8), found[0])
+        assert torch.equal(scales, found[1].view(torch.float32)[:, 0])
+
+
+def write_index(pool: Any, targets: Any, model: Model) -> tuple[Any, Any]:
+    """Let SGLang store keys and scales of layer 0. Return both."""
+    keys, scales = model.index.view(torch.float8_e4m3fn), torch.rand(TOKENS)
+    pool.set_index_k_scale_buffer(0, targets, keys, scales)
+    return keys, scales
+
+
+def indexer_of_vllm(block: int) -> tuple[kvspec.EngineSpec, kvspec.RankCache, Any]:
+    """Return vLLM's engine with the indexer of layer 0, its cache and its tensor."""
+    spec = vllm_like.changed(
+        vllm_like.MLAAttentionSpec(block_size=block, head_size=132, dtype="uint8"),
+        "cache_role", "INDEXER",
+    )  # fmt: skip
+    backend = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerBackend"
+    engine = vllm_like.engine_spec(
+        vllm_like.config((["layers.0.indexer"], spec)), backends=backend, variants="rows"
+    )
+    tensor = torch.zeros((40, block, 132), dtype=torch.uint8)
+    tensors = {"layers.0.indexer": tensor}
+    return engine, vllm.rank_cache(engine, RankId(), tensors), tensor
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_vllm_finds_the_index_keys_that_sglang_wrote(block: int, model: Model) -> None:
+    """The kernel of vLLM writes a key at `token * 128`, and the scales after all keys."""
+    own = Side(1, 64, 0, sparse, **DSA)
+    (pool,) = own.pools.values()
+    keys, scales = write_index(pool, own.slots, model)
+    producer = kvspec.EngineSpec(groups=[own.engine.group("indexer")], null_block=0)
+    (whole,) = own.caches.values()
+    regions = [region for region in whole.regions if region.group == "indexer"]
+    cache = kvspec.RankCache(producer, RankId(), regions, whole.memory)
+    consumer, target, tensor = indexer_of_vllm(block)
+    ids = [3, 9, 7, 1, 5][: -(-TOKENS // block)]
+    request = request_of(TOKENS, {"indexer": own.tables["indexer"]}, {"group0": ids})
+    plan = kvspec.plan_transfer(producer, consumer)
+    for start, stop, length in described(kvspec.build_table(plan, cache, target), request):
+        ctypes.memmove(stop, start, length)
+    for token in range(TOKENS):
+        page, at = tensor[ids[token // block]].flatten(), token % block
+        assert torch.equal(keys[token].view(torch.uint8), page[at * 128 : at * 128 + 128])
+        scale = page[block * 128 + at * 4 :][:4]
+        assert torch.equal(scales[token : token + 1], scale.view(torch.float32))
+
+
+@pytest.mark.parametrize("fused", INDEXER_FLAGS)
+def test_indexer_of_sglang_leaves_out_the_hadamard_product_if_a_flag_is_set(fused: str) -> None:
+    """The indexer of vLLM always leaves it out. The adapter reads the flags that this method reads."""
+    own = dict.fromkeys(INDEXER_FLAGS, False)
+    keys = torch.rand(4, 128)
+    rotate = dsa_indexer.Indexer._maybe_rotate
+    assert keys is rotate(SimpleNamespace(**own | {fused: True}), keys)
+    with pytest.raises(NotImplementedError, match="hadamard"):  # Its kernel is for CUDA only.
+        rotate(SimpleNamespace(**own), keys)
 
 
 def minimax(tp: int, page: int) -> Any:
@@ -313,7 +366,7 @@ def test_scheduler_of_sglang_sends_states_through_the_backend(
 ) -> None:
     """SGLang names its kinds of states, and the slots and pages of a request."""
     monkeypatch.setenv("KVSPEC_SECRET", "0123456789abcdef")
-    page, options = (16, {}) if kind == "hybrid" else (64, {"index_order": "rows"})
+    page, options = (16, {}) if kind == "hybrid" else (64, DSA)
     make = (lambda tp, page: hybrid(tp, page, kda=False)) if kind == "hybrid" else sparse
     first, second = (Side(1, page, seed, make, **options) for seed in (0, 1))
     pools = [side.pools[RankId()] for side in (first, second)]
@@ -321,7 +374,8 @@ def test_scheduler_of_sglang_sends_states_through_the_backend(
     utils.setup_state_kv_args(args, pools[0])
     own = iter(pools)
     changes = {"pool": lambda *_: next(own), "state_types": args.state_types, "kv_heads": HEADS,
-               "model": serving.model(layers=4), **options}  # fmt: skip
+               "model": serving.model(layers=4, fused=[True]),
+               "index_order": options.get("index_order")}  # fmt: skip
     with serving.pair((1, page), (1, page), **changes) as (one, other, server):
         (manager,), (consumer,) = one.ranks, other.ranks
         manager.kv_args = args

@@ -162,7 +162,8 @@ def test_identities_of_two_classes_are_not_compared() -> None:
         ({"token_ids": [-(2**63) - 1]}, "token_ids"), ({"token_ids": [True, False]}, "token_ids"),
         ({"token_ids": [1, True]}, "token_ids"), ({"token_ids": [np.True_, 1]}, "token_ids"),
         ({"token_ids": [1.0]}, "token_ids"), ({"token_ids": "12"}, "token_ids"),
-        ({"token_ids": b"12"}, "token_ids"), ({"token_ids": [[1, 2]]}, "token_ids"),
+        ({"token_ids": b"12"}, "token_ids"),
+        ({"token_ids": bytearray(b"12")}, "token_ids"), ({"token_ids": [[1, 2]]}, "token_ids"),
         ({"token_ids": [2**63, -1]}, "token_ids"), ({"token_ids": {1: 2}}, "token_ids"),
         ({"prompt": MODEL}, "prompt"), ({"prompt": None}, "prompt"),
     ],
@@ -172,6 +173,37 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], field: str) -> N
     with pytest.raises(SpecError) as caught:
         page_names(**{**valid, **arguments})
     assert field == caught.value.field
+
+
+def test_extreme_prompts_have_names() -> None:
+    """Pages may be larger than any prompt, and items may begin and end anywhere."""
+    items = [MediaItem("a", 2**63 - 1, 2**63 - 1), MediaItem("b", 0, 2**63 - 1)]
+    prompt = attrs.evolve(TEXT, media=items)
+    assert () == page_names(SPACE, [], 1, prompt) == page_names(SPACE, [1] * 9, 2**62, prompt)
+    assert 9 == len(set(page_names(SPACE, [1] * 9, 1, prompt)))
+    # Items that overlap are both in the name, whatever the order in which they are given.
+    one, other = MediaItem("a", 0, 3), MediaItem("b", 0, 3)
+    several = [(one,), (other,), (one, other), (one, one)]
+    names = {page_names(SPACE, [1], 1, attrs.evolve(TEXT, media=way)) for way in several}
+    assert 4 == len(names)
+
+
+def test_refused_tokens_leave_a_growing_prompt_unchanged() -> None:
+    growing = PageNames(SPACE, 2, TEXT)
+    growing.extend([1, 2, 3])
+    with pytest.raises(SpecError):
+        growing.extend([4, 2**64])
+    growing.extend([4])
+    assert page_names(SPACE, [1, 2, 3, 4], 2, TEXT) == growing.names
+
+
+def test_salt_has_one_digest_as_text_and_as_bytes() -> None:
+    """Halves of a surrogate pair are another salt than the character that they make."""
+    salts = ["", b"", "x", b"x", "\U0001f600", "\ud83d\ude00", "\U0001f600".encode()]
+    texts = [PromptIdentity.of_text(salt=salt).salt for salt in salts]
+    assert texts[0] == texts[1] == ""
+    assert texts[2] == texts[3]
+    assert texts[4] == texts[6] != texts[5]
 
 
 def test_empty_names_of_model_and_revision_are_refused() -> None:

@@ -14,8 +14,9 @@ def test_two_hops_are_one_hop(case: StoredCase) -> None:
     assert two_hops(case) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STORABLE)
-@settings(max_examples=2)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_two_hops_are_one_hop_for_each_kind(kind: str, data: st.DataObject) -> None:
     assert two_hops(data.draw(stored_cases([kind]))) == []

@@ -72,13 +72,11 @@ class DSATokenToKVPool(MLATokenToKVPool):
     A layer that is *skipped* takes the tokens that another layer has chosen.
     """
 
-    def __init__(
-        self, size: int, skipped: Sequence[bool] = (False, False), key: int = 8, **more: Any
-    ) -> None:
+    def __init__(self, size: int, skipped: Sequence[bool] = (False, False), **more: Any) -> None:
         super().__init__(size, **more)
         self.index_kpool, self.index_page_size = 1, self.page_size
         self.skip_topk_layers = list(skipped)
-        shape = (size // self.page_size + 1, self.page_size * (key + 4))
+        shape = (size // self.page_size + 1, self.page_size * (128 + 4))
         self.index_k_with_scale_buffer = [
             np.zeros((0 if skip else shape[0], shape[1]), np.uint8) for skip in skipped
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +47,13 @@ class RadixAttention(Module):
     """SGLang's attention layer."""
 
 
+class Indexer(Module):
+    """SGLang's module that chooses tokens. *fused*: without the Hadamard product."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__(use_dsa_indexer_fusion=fused, use_aiter_fused_fp8_writer=False)
+
+
 class Exaone4Attention(Module):
     """The module around an attention layer. It may have layers without positions."""
 
@@ -54,18 +61,26 @@ class Exaone4Attention(Module):
 
 
 def model(
-    *, neox: bool = True, window: int = -1, layers: int = LAYERS, rope: bool = True, **rotary: Any
+    *,
+    neox: bool = True,
+    window: int = -1,
+    layers: int = LAYERS,
+    rope: bool = True,
+    fused: Sequence[bool] = (),
+    **rotary: Any,
 ) -> Module:
     """Return a model whose last layer has a window of *window* tokens before the query's own.
 
-    *rope* is whether layers rotate their keys.
+    *rope* is whether layers rotate their keys. *fused* has a value for each layer with an indexer.
     """
     embedding = Module(**{"is_neox_style": neox, "rotary_dim": SIZE, "head_size": SIZE} | rotary)
 
     def layer(number: int) -> Module:
         before = window if number == layers - 1 else -1
         attention = RadixAttention(layer_id=number, sliding_window_size=before)
-        children = {"attn": attention, "rotary_emb": embedding}
+        children: dict[str, Any] = {"attn": attention, "rotary_emb": embedding}
+        if number < len(fused):
+            children["indexer"] = Indexer(fused=fused[number])
         return Module(
             {"self_attn": Exaone4Attention(children, sliding_window_pattern="LG", is_sliding=rope)}
         )

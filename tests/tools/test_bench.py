@@ -30,14 +30,26 @@ BUDGETS = ("B1", "B2", "B3", "B4", "B6", "B8", "B11", "B12", "B13", "DIGEST", "P
 
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
+    """Return the lines of one short run of the budgets that other tests read."""
+    return short_run("B3", "B4")
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[str]:
+    """Return the lines of a short run of many budgets, which takes a minute."""
+    return short_run(*BUDGETS)
+
+
+def short_run(*budgets: str) -> list[str]:
     """Return the lines of one short run, in an interpreter without Mooncake."""
     other = ("--mooncake-python", "/nonexistent/python")
-    return bench("--quick", "--only", ",".join(BUDGETS), *other)
+    return bench("--quick", "--only", ",".join(budgets), *other)
 
 
-def test_bench_prints_rows_for_each_budget(printed: list[str]) -> None:
+@pytest.mark.slow
+def test_bench_prints_rows_for_each_budget(whole: list[str]) -> None:
     """The first line describes the machine, and the second line has the columns."""
-    machine, columns, rule, *rows, load = printed
+    machine, columns, rule, *rows, load = whole
     assert machine.startswith("machine: ")
     for word in ("cores", "Python", "numpy", "torch", "nixl"):
         assert word in machine
@@ -63,19 +75,21 @@ def test_number_of_rows_does_not_depend_on_pool_size(printed: list[str]) -> None
     assert ["yes"] * 5 == [row[-1] for row in rows]
 
 
-def test_counts_equal_the_posted_descriptors(printed: list[str]) -> None:
+@pytest.mark.slow
+def test_counts_equal_the_posted_descriptors(whole: list[str]) -> None:
     """B6 counts the posted descriptors itself and compares them with `counts`."""
-    rows = [row for row in printed if row.startswith("B6 ")]
+    rows = [row for row in whole if row.startswith("B6 ")]
     for kind in ("equal blocks", "unequal blocks", "kernel blocks", "context ranks"):
         assert 2 == sum(f", {kind}: " in row for row in rows)
     [differing] = [row.split() for row in rows if "counts()" in row]
     assert ["0", "0", "yes"] == differing[-3:]
 
 
-def test_bench_compares_the_chosen_way_with_the_other(printed: list[str]) -> None:
+@pytest.mark.slow
+def test_bench_compares_the_chosen_way_with_the_other(whole: list[str]) -> None:
     """B8 stages short runs and moves long runs directly."""
     pytest.importorskip("nixl_cu13", reason="needs nixl")
-    rows = [row for row in printed if row.startswith("B8 ")]
+    rows = [row for row in whole if row.startswith("B8 ")]
     assert "runs of 128 B" in rows[0]
     assert "runs of 64 KiB" in rows[-1]
     for row, way in ((rows[0], "staged (other"), (rows[-1], "direct (other")):

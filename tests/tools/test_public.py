@@ -88,7 +88,10 @@ WITHOUT_EXAMPLE = {
         "kvspec.stored.ModelIdentity kvspec.stored.PageStored kvspec.stored.PromptIdentity "
         "kvspec.tickets.ContentIdentity kvspec.tickets.MediaItem "
         "kvspec.testing.kit.WrongCase kvspec.testing.kit.Judgement "
-        "kvspec.testing.kit.SystemReport kvspec.testing.kit.Verdict"
+        "kvspec.testing.kit.SystemReport kvspec.testing.kit.Verdict "
+        "kvspec.stored.Hit kvspec.stored.LoadError kvspec.stored.Loaded kvspec.stored.PageObject "
+        "kvspec.stored.PageLoadPlan kvspec.stored.RankPages kvspec.stored.Saved "
+        "kvspec.stored.StorePlan kvspec.stored.StoredObject kvspec.stored.StoredTensor"
     ),
     "is part of a larger check, which has an example": (
         "kvspec.digests.wanted kvspec.testing.fill kvspec.testing.laws.broken"

@@ -27,7 +27,7 @@ from kvspec.adapters.sglang.tables import state_table
 from kvspec.adapters.sglang.tensors import rank_cache
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, mapping, positive_int, seconds
+from kvspec.inputs import flag, instance, mapping, positive_int, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.session.ports import port_range, public_host
@@ -70,6 +70,8 @@ POOLS = (
 )
 RECURRENT = "mamba"
 STATES = (RECURRENT, "dsa", "minimax_index_k", "minimax_dense_kv")
+# The attributes of SGLang's `Indexer`, of which one is true if its keys are stored as they are.
+INDEXER_FLAGS = ("use_dsa_indexer_fusion", "use_aiter_fused_fp8_writer")
 # The attribute of a model's config with the groups of its Mamba 2 layers, by the config's class.
 GROUP_COUNTS = {
     "FalconH1Config": "mamba_n_groups",
@@ -338,11 +340,29 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         tp_rank=around.tp_rank,
         n_groups=around.n_groups,
         index_order=around.index_order,
+        index_hadamard=_hadamard(around.model),
         layer_name=settings.layer_name,
         index_name=settings.index_name,
         state_name=settings.state_name,
     )
     return rank_cache(engine, RankId(tp=around.tp_rank), around.pool, windows=windows)
+
+
+def _hadamard(model: Any) -> bool | None:
+    """Return whether the model's indexers multiply their keys by a Hadamard matrix.
+
+    None if it has no indexer.
+    """
+    found: set[bool] = set()
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Indexer":
+            own = FieldReader(f"model.{name}", module)
+            # `Indexer._maybe_rotate` reads both. Kernels that leave the product out set one.
+            flags = [own.get(name) for name in INDEXER_FLAGS]
+            found.add(not any(flag(each.path, each.value) for each in flags))
+    if len(found) > 1:
+        raise SpecError("model", "indexers of both kinds", "one kind of keys in all indexers")
+    return found.pop() if found else None
 
 
 def _layers(model: Any) -> Iterator[tuple[int, tuple[FieldReader, FieldReader]]]:

@@ -47,12 +47,16 @@ from kvspec.specs import (
     scales_digest,
 )
 from kvspec.specs.attention import AttentionSpec
+from kvspec.specs.formats import PLAIN
 
 # The page of slot 0. SGLang writes dummy outputs to slot 0, and no request owns it.
 NULL_PAGE = 0
 
-# The formats of an indexer's pages, by the order of the keys in a page.
-INDEX_FORMATS = {"rows": "opaque:indexer", "shuffled": "opaque:indexer-shuffled"}
+# The orders of the keys in a page of an indexer.
+INDEX_ORDERS = ("rows", "shuffled")
+
+# Bytes of a key of an indexer: 128 elements of fp8, and a float32 scale.
+_INDEX_KEY, _INDEX_SCALE = 128, 4
 
 
 def parallel_config(
@@ -130,6 +134,7 @@ def engine_spec(
     draft_pool: Any = None,  # noqa: ANN401 - SGLang's class, not imported
     n_groups: int | None = None,
     index_order: str | None = None,
+    index_hadamard: bool | None = None,
     layer_name: str = "layers.{}",
     index_name: str = "layers.{}.indexer",
     state_name: str = "layers.{}.state",
@@ -161,6 +166,9 @@ def engine_spec(
             distinguish them from gated delta nets. None for models without such layers.
         index_order: How the keys of a page of a `DSATokenToKVPool` lie: ``rows``, or ``shuffled``
             if SGLang's `aiter_can_use_preshuffle_paged_mqa` is true. Required for such a pool.
+        index_hadamard: Whether SGLang's `Indexer` multiplies these keys by a Hadamard matrix before
+            it stores them: unless one of its attributes `use_dsa_indexer_fusion` and
+            `use_aiter_fused_fp8_writer` is true. Required for such a pool. vLLM never does it.
         layer_name: The peer's name of a layer, with ``{}`` in place of its number, such as
             ``model.layers.{}.self_attn.attn``.
         index_name: The same for the keys of an indexer.
@@ -211,6 +219,7 @@ def engine_spec(
         tp_rank,
         n_groups,
         index_order,
+        index_hadamard,
         names,
     )
     groups = [
@@ -244,6 +253,7 @@ class _PoolReader:
     tp_rank: int
     n_groups: int | None
     index_order: str | None
+    index_hadamard: bool | None
     patterns: Mapping[str, str]
 
     def __attrs_post_init__(self) -> None:
@@ -357,18 +367,25 @@ class _PoolReader:
         if self.parallel.dcp_size > 1:
             wanted = "1 for layers with an indexer; not yet: index pages on context ranks"
             raise SpecError("dcp_size", self.parallel.dcp_size, wanted)
-        if self.index_order not in INDEX_FORMATS:
-            wanted = f"{' or '.join(map(repr, INDEX_FORMATS))}, the order of keys in {pool.path}"
+        if self.index_order not in INDEX_ORDERS:
+            wanted = f"{' or '.join(map(repr, INDEX_ORDERS))}, the order of keys in {pool.path}"
             raise SpecError("index_order", self.index_order, wanted)
-        size, rest = divmod(pool.shape("page")[1], pool.page_size)
-        if rest:
-            wanted = f"a multiple of page_size={pool.page_size}"
-            raise SpecError(f"{pool.path}.index_k_with_scale_buffer", pool.shape("page")[1], wanted)
+        if not isinstance(self.index_hadamard, bool):
+            wanted = f"whether the keys in {pool.path} are multiplied by a Hadamard matrix"
+            raise SpecError("index_hadamard", self.index_hadamard, wanted)
+        row, page = _INDEX_KEY + _INDEX_SCALE, pool.shape("page")[1]
+        if page != pool.page_size * row:
+            wanted = f"{_INDEX_KEY} + {_INDEX_SCALE} bytes for each of {pool.page_size} tokens"
+            raise SpecError(f"{pool.path}.index_k_with_scale_buffer", page, wanted)
+        sizes: dict[str, Any] = {"block_size": pool.page_size, "dtype": pool.dtype}
+        shuffled = "-shuffled" if self.index_order == "shuffled" else ""
+        if not self.index_hadamard and shuffled:
+            return MLAAttentionSpec(**sizes, head_size=row, page_format=f"opaque:indexer{shuffled}")
+        # If only one of two engines multiplies its keys and queries, the other one chooses other
+        # tokens. The bytes do not show it, so the name of the format does. Such pages move whole.
+        own = f"opaque:indexer{shuffled}-hadamard" if self.index_hadamard else PLAIN
         return MLAAttentionSpec(
-            block_size=pool.page_size,
-            head_size=size,
-            dtype=pool.dtype,
-            page_format=INDEX_FORMATS[self.index_order],
+            **sizes, head_size=_INDEX_KEY, scale_dtype="float32", page_format=own
         )
 
 

@@ -31,6 +31,8 @@ from kvspec.adapters.field_reader import FieldReader
 from kvspec.errors import SpecError
 from kvspec.inputs import mapping
 from kvspec.memory.from_tensors import check_tensor
+from kvspec.specs import AttentionSpec, LayerSpec
+from kvspec.specs.formats import is_opaque
 
 # The names of the groups: layers that keep all tokens, layers with a window, the keys by which a
 # layer chooses tokens, recurrent states, and layers of a draft.
@@ -135,18 +137,19 @@ class TokenPool:
         # A latent has no planes of keys and values, as the engine's layout has.
         return None if self.has_heads else "LBNHC"
 
-    @property
-    def axes(self) -> dict[str, str]:
-        """The letters of the axes of each buffer, by the name of its part."""
-        return {part: "BC" if part == "page" else "(BN)HC" for part in self.buffers[0]}
+    def axes(self, spec: LayerSpec) -> dict[str, str]:
+        """Return the letters of the axes of all tensors, by the name of the group."""
+        if "page" not in self.buffers[0]:
+            return {self.group: "(BN)HC"}
+        return {self.group: "BC" if _is_opaque(spec) else "BNC"}
 
-    def tensors(self, place: int) -> dict[str, Any]:
+    def tensors(self, place: int, spec: LayerSpec) -> dict[str, Any]:
         """Return the buffers of the layer at *place*, without slots after the last whole page."""
         own = self.buffers[place]
-        if "page" in own:
-            return own
-        return {part: slots[: len(slots) // self.page_size * self.page_size]
-                for part, slots in own.items()}  # fmt: skip
+        if "page" not in own:
+            return {part: slots[: len(slots) // self.page_size * self.page_size]
+                    for part, slots in own.items()}  # fmt: skip
+        return own if _is_opaque(spec) else _planes(own["page"], self.page_size, spec)
 
     def shape(self, part: str) -> tuple[int, ...]:
         """Return the shape of *part*. All layers must have the same."""
@@ -154,6 +157,20 @@ class TokenPool:
         if len(set(shapes)) > 1:
             raise SpecError(f"{self.path}.{part}", shapes, "one shape in all layers")
         return shapes[0]
+
+
+def _is_opaque(spec: LayerSpec) -> bool:
+    return isinstance(spec, AttentionSpec) and is_opaque(spec.page_format)
+
+
+def _planes(pages: Any, tokens: int, spec: LayerSpec) -> dict[str, Any]:  # noqa: ANN401
+    """Return views [pages, tokens, bytes] of the parts that lie one after the other in a page."""
+    views, start = {}, 0
+    for part in spec.parts:
+        stop = start + tokens * part.content_bytes
+        views[part.name] = pages[:, start:stop].reshape(-1, tokens, part.content_bytes)
+        start = stop
+    return views
 
 
 def read_pools(

@@ -29,7 +29,7 @@ How it works:
 from __future__ import annotations
 
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 
@@ -48,7 +48,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import sequence
 from kvspec.memory.from_tensors import check_tensor
 from kvspec.ownership.parallel import ParallelConfig
-from kvspec.specs import MambaSpec
+from kvspec.specs import LayerSpec, MambaSpec
 
 # The names of temporal states whose order is that of SGLang alone: its linear attention, and what
 # its kernels for CPUs write. A part moves only to a part of the same name.
@@ -84,8 +84,12 @@ class StatePool:
     on_cpu: bool
 
     group = STATE
-    # The content of a conv state is one element, and that of a temporal state has two axes.
-    axes: ClassVar[dict[str, str]] = {"conv": "BHNC", "ssm": "BHCC"}
+
+    def axes(self, spec: LayerSpec) -> dict[str, str]:
+        """Return the letters of the axes of each tensor, by its name."""
+        # The content of a conv state is one element, and that of a temporal state has two axes.
+        letters = {"conv": "BHNC", "ssm": "BHCC"}
+        return {name: letters[name] for name in self.tensors(0, spec)}
 
     @property
     def layout(self) -> str:
@@ -101,7 +105,7 @@ class StatePool:
         """Return the view [slots, channels, rows] of one layer's conv states."""
         return conv if self.channel_axis == 0 else conv.swapaxes(1, 2)
 
-    def tensors(self, place: int) -> dict[str, Any]:
+    def tensors(self, place: int, _: LayerSpec) -> dict[str, Any]:
         """Return the views of the layer at *place*, by the name of their tensor."""
         found = {}
         if self.conv is not None:

@@ -70,6 +70,6 @@ def rank_cache(
             wanted = f"{group.spec.block_size}, as group {group.name!r} has"
             raise SpecError(f"{own.path}.page_size", own.page_size, wanted)
         for place, name in enumerate(names):
-            tensors[name] = own.tensors(place)
-            axes |= {tensor: own.axes[tensor] for tensor in tensors[name]}
+            tensors[name] = own.tensors(place, group.spec)
+        axes |= own.axes(group.spec)
     return RankCache.from_tensors(engine, rank, tensors, axes)
