@@ -98,7 +98,11 @@ class Engine:
             self.scheduler.connector.get_num_new_matched_tokens = noted
 
     def generate(
-        self, prompt: list[int], count: int, transfer: dict[str, Any] | None
+        self,
+        prompt: list[int],
+        count: int,
+        transfer: dict[str, Any] | None,
+        salt: str | None = None,
     ) -> dict[str, Any]:
         """Return the answer to one greedy request, its finish reason, and its cost.
 
@@ -116,7 +120,8 @@ class Engine:
             extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
         self.computed = self.hit = 0
-        (answer,) = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        asked = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+        (answer,) = self.llm.generate([asked], sampling, use_tqdm=False)
         (text,) = answer.outputs
         return {
             "tokens": list(text.token_ids),
@@ -141,10 +146,13 @@ class Engine:
         return True
 
     def held(self) -> int:
-        """Take one step if there is work, and return the number of requests that hold blocks."""
+        """Take one step if there is work, and return the number of requests that hold blocks.
+
+        Return 1 if pages are still being stored.
+        """
         if self.scheduler.has_requests():
             self.llm.llm_engine.engine_core.get_output()
-        return len(self.scheduler.requests)
+        return len(self.scheduler.requests) or int(self.scheduler.has_requests())
 
     def serve(self, pipe: Connection) -> None:
         """Answer commands until the other end of the pipe is closed."""

