@@ -224,7 +224,7 @@ class Scheduling:
 
         vLLM zeroes blocks that receive pages, since the pages may not fill them.
         """
-        if request.request_id not in self._tickets:
+        if self._pages is not None and request.request_id not in self._tickets:
             return ()
         return tuple(self._kv_cache_config.transfer_group_ids)
 

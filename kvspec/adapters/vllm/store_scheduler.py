@@ -168,14 +168,14 @@ class StoredPrompts:
 
     def accept(self, request: Any) -> None:
         """Take a new request."""
-        prompt, names = prompt_of_request(request), None
+        prompt, names, besides = prompt_of_request(request), None, ""
         if prompt.unstated:
             fields = ", ".join(prompt.unstated)
             log.info("%s has no names for pages: %s is not stated", request.request_id, fields)
         else:
             names = PageNames(self._store.space, self._size, prompt)
-        fields = [name for name, value in prompt.to_params().items() if value and name != "version"]
-        besides = f" under this {' and '.join(fields)}" if fields else ""
+            stated = [field for field in ("adapter", "media", "salt") if getattr(prompt, field)]
+            besides = f" under this {' and '.join(stated)}" if stated else ""
         self._known[request.request_id] = _Known(request, names, besides)
 
     def matched(self, request: Any, cached: int) -> int:
@@ -380,7 +380,7 @@ class StoredPrompts:
         """Return whether saves alone hold so many blocks that new ones would slow the engine."""
         pool = self._manager.block_pool
         alone = sum(block.ref_cnt == 1 for save in self._saves.values() for block in save.blocks)
-        return alone > _MOST_HELD * len(pool.blocks)
+        return bool(alone > _MOST_HELD * len(pool.blocks))
 
     def _states(
         self, offers: Sequence[tuple[int, int, int]], stop: int
