@@ -214,7 +214,11 @@ def test_empty_names_of_model_and_revision_are_refused() -> None:
         assert name == caught.value.field
 
 
-def test_wrong_placement_digest_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("model", "digest", "field"), [(MODEL, "", "placement_digest"), (TEXT, "0" * 64, "model")]
+)
+def test_wrong_space_is_refused(model: Any, digest: str, field: str) -> None:
+    """The identity of a prompt has a digest, too."""
     with pytest.raises(SpecError) as caught:
-        space_of(MODEL, "")
-    assert "placement_digest" == caught.value.field
+        space_of(model, digest)
+    assert field == caught.value.field
