@@ -160,7 +160,7 @@ def test_identities_of_two_classes_are_not_compared() -> None:
         ({"page_tokens": np.int64(2)}, "page_tokens"), ({"page_tokens": 2.0}, "page_tokens"),
         ({"token_ids": [2**63]}, "token_ids"), ({"token_ids": [2**64]}, "token_ids"),
         ({"token_ids": [-(2**63) - 1]}, "token_ids"), ({"token_ids": [True, False]}, "token_ids"),
-        ({"token_ids": [1, True]}, "token_ids"), ({"token_ids": [np.True_, 1]}, "token_ids"),
+        ({"token_ids": [1, True]}, "token_ids[1]"), ({"token_ids": [np.False_, 1]}, "token_ids[0]"),
         ({"token_ids": [1.0]}, "token_ids"), ({"token_ids": "12"}, "token_ids"),
         ({"token_ids": b"12"}, "token_ids"),
         ({"token_ids": bytearray(b"12")}, "token_ids"), ({"token_ids": [[1, 2]]}, "token_ids"),
