@@ -9,24 +9,25 @@ written under the key, or a `StoreError` that says what is wrong.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import attrs
 
 from kvspec.errors import SpecError, StoreError
-from kvspec.inputs import instance, positive_int, seconds
+from kvspec.inputs import positive_int, seconds
+from kvspec.tickets.stated import encodable
 
 MAX_PIN = 3600.0
 """The longest pin in seconds. A pin that would last longer is of a clock that was set back."""
 
-_HEX = frozenset("0123456789abcdef")
-_NAME_DIGITS = 64
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 DTYPE_BYTES = {
     name: size
@@ -65,20 +66,18 @@ class ObjectKey(NamedTuple):
 
     def checked(self) -> ObjectKey:
         """Return the key. Raise `SpecError` if a field is not possible."""
-        for field in ("space", "page"):
-            check_digest(f"key.{field}", getattr(self, field))
-        for field in ("group", "chunk"):
-            if not instance(f"key.{field}", getattr(self, field), str):
-                raise SpecError(f"key.{field}", "", "a name")
+        check_digest("key.space", self.space)
+        check_digest("key.page", self.page)
+        if not encodable("key.group", self.group) or not encodable("key.chunk", self.chunk):
+            raise SpecError("key", self, rule="a group and a chunk have names")
         return self
 
 
 def check_digest(field: str, value: object) -> str:
     """Return *value* if it has 64 lower-case hexadecimal digits. Raise `SpecError` otherwise."""
-    text = instance(field, value, str)
-    if len(text) != _NAME_DIGITS or not _HEX.issuperset(text):
-        raise SpecError(field, value, f"{_NAME_DIGITS} lower-case hexadecimal digits")
-    return text
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise SpecError(field, value, "64 lower-case hexadecimal digits")
+    return value
 
 
 class StoredTensor(NamedTuple):
@@ -95,7 +94,11 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-@attrs.frozen(slots=False)
+def _tensors(members: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[StoredTensor, ...]:
+    return tuple(StoredTensor(*member) for member in members)
+
+
+@attrs.frozen(slots=False, eq=False)
 class ObjectContents:
     """What the payload of an object consists of. All objects of a group and chunk share one.
 
@@ -107,9 +110,7 @@ class ObjectContents:
     32768
     """
 
-    tensors: tuple[StoredTensor, ...] = attrs.field(
-        converter=lambda members: tuple(StoredTensor(*member) for member in members)
-    )
+    tensors: tuple[StoredTensor, ...] = attrs.field(converter=_tensors)
     facts: Mapping[str, str] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:

@@ -1,0 +1,540 @@
+"""Objects as files of one directory, for several processes of one machine or of a shared disk.
+
+Invariant: a file has its final name only when it is whole, and it is never changed afterwards. No
+file that kvspec did not write is deleted, overwritten or followed.
+
+How it works:
+    The directory gets a folder `kvspec-pages-1`, whose number is the version. It contains:
+
+        <space>/<first 2 digits>/<page>,<group>,<chunk>.safetensors     an object
+        <space>/space.json                                              what the space is
+        tmp/<process>-<random>                                          a file that is being written
+        index-1/                                                        see `kvspec.stored.index`
+
+    A writer allocates all bytes of a new file in `tmp` first, so a full disk is known before
+    anything is visible. Then it writes them and links the file to its final name. Linking fails if
+    the name exists, so the first writer wins. A writer that is killed leaves a file in `tmp`, which
+    is deleted after an hour. No other file is ever incomplete.
+
+    A reader checks owner, permissions and header, reads, and compares the checksum. It renames a
+    damaged object to `....damaged`, so that the page can be stored again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from operator import itemgetter
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from kvspec.errors import SpecError, StoreError, StoreProblem
+from kvspec.inputs import flag, positive_int
+from kvspec.stored import header
+from kvspec.stored.index import IndexUnavailable, PageIndex, Row
+from kvspec.stored.objects import (
+    ObjectContents,
+    ObjectKey,
+    StoredObject,
+    absent,
+    check_digest,
+    check_payload,
+    checksum,
+    pin_seconds,
+)
+
+ROOT = "kvspec-pages-1"
+"""Name of the folder with all files of this version."""
+SUFFIX = ".safetensors"
+DAMAGED = ".damaged"
+TEMPORARY_SECONDS = 3600.0
+_MODES = (0o700, 0o750, 0o770)
+_MOST_NAME = 255
+_MOST_WRITE = 1 << 30
+# To delete files locks the index for other processes.
+_MOST_EVICTED = 1 << 28
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PAGE, _GROUP_AND_CHUNK = itemgetter(0, 1), itemgetter(2, 3)
+_UNSAFE = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR}
+
+
+class FileObjects:
+    """Objects as files of a directory.
+
+    Args:
+        directory: The directory. It is created if its parent exists. It must belong to this user,
+            and others must not be able to write to it.
+        limit: Most bytes of all files, or None. The pages that were used least recently leave
+            first. Objects that are written at the same time may exceed the limit for a moment.
+        mode: Permissions of new directories: 0o700, 0o750 or 0o770. Files get them without `x`.
+        owners: Numbers of other users whose files are accepted, too.
+        sync: Whether to wait until the bytes of an object are on the disk. Without it, a loss of
+            power may damage new objects, which readers find by their checksums.
+
+    Raises:
+        SpecError: If an argument is not possible.
+        StoreError: If the directory cannot be used, or others can change it.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> objects = FileObjects(folder.name, limit=1 << 30)
+    >>> key = ObjectKey("0" * 64, "1" * 64, "full", "tp0")
+    >>> objects.write(key, memoryview(b"keys"), ObjectContents.of_bytes(4))
+    True
+    >>> target = bytearray(4)
+    >>> objects.read(key, memoryview(target))
+    >>> bytes(target), objects.has([key])
+    (b'keys', [True])
+    >>> objects.close(); folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        limit: int | None = None,
+        mode: int = 0o700,
+        owners: Sequence[int] = (),
+        sync: bool = False,
+    ) -> None:
+        self.limit = None if limit is None else positive_int("limit", limit)
+        if mode not in _MODES:
+            raise SpecError("mode", oct(mode), "one of 0o700, 0o750 and 0o770")
+        self._mode, self._sync = mode, flag("sync", sync)
+        self._owners = {os.geteuid(), *owners}
+        parent = os.path.abspath(directory)
+        self.root = f"{parent}/{ROOT}"
+        self._safe: set[str] = set()
+        self._head_bytes: dict[str, int] = {}
+        with _named(self.root):
+            with suppress(FileExistsError):
+                os.mkdir(parent, mode)
+            status = os.lstat(parent)
+            # In a sticky directory nobody else may rename our folder.
+            forbidden = 0 if status.st_mode & stat.S_ISVTX else 0o022 & ~mode
+            self._check_owner(parent, status, stat.S_IFDIR, forbidden, {*self._owners, 0})
+        self._make_folder(f"{self.root}/tmp")
+        self._index = PageIndex(self.root, mode)
+        self._delete_temporary()
+        self._refresh()
+
+    def write(self, key: ObjectKey, payload: memoryview, contents: ObjectContents) -> bool:
+        """Store an object."""
+        view = check_payload(payload, contents)
+        path = self._path(key)
+        if os.path.dirname(path) not in self._safe:
+            self._make_folder(os.path.dirname(path))
+        head = header.encode(key, contents, checksum(view))
+        size = len(head) + view.nbytes
+        row = _page(key), _item(key.group, key.chunk), size, time.time_ns()
+        while True:
+            created = False
+            if not os.path.lexists(path):
+                self._make_room(size, path)
+                created = self._create(path, [memoryview(head), view])
+            with suppress(IndexUnavailable):
+                self._index.add(row)
+            # Another process may have deleted the object that was there before it was noted.
+            if created or os.path.lexists(path):
+                return created
+
+    def read(self, key: ObjectKey, into: memoryview) -> None:
+        """Read the payload of an object."""
+        path = self._path(key)
+        target = into.cast("B") if into.format != "B" or into.ndim != 1 else into
+        item = _item(key.group, key.chunk)
+        guess = self._head_bytes.get(item, header.ALIGNMENT)
+        with self._opened(path, key) as (descriptor, status):
+            head = bytearray(guess)
+            got = os.preadv(descriptor, [head, target[:_MOST_WRITE]], 0)
+            found = self._header(descriptor, status, key, path, bytes(head[:got]))
+            if found.num_bytes != target.nbytes:
+                wanted = f"{target.nbytes} bytes, as the placement has"
+                raise StoreError("foreign", path, "bytes", found.num_bytes, wanted)
+            self._head_bytes[item] = found.start
+            done = max(0, got - guess) if found.start == guess else 0
+            while done < target.nbytes:
+                some = target[done : done + _MOST_WRITE]
+                got = os.preadv(descriptor, [some], found.start + done)
+                if not got:
+                    raise StoreError("damaged", path, "bytes", done, f"{target.nbytes}")
+                done += got
+            if (crc := checksum(target)) != found.checksum:
+                raise StoreError("damaged", path, "crc32", crc, repr(found.checksum))
+
+    def inspect(self, key: ObjectKey) -> header.Header:
+        """Read and check the header of an object. Raise `StoreError` as `read` does."""
+        path = self._path(key)
+        with self._opened(path, key) as (descriptor, status):
+            first = os.pread(descriptor, header.ALIGNMENT, 0)
+            return self._header(descriptor, status, key, path, first)
+
+    def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return whether each object is stored, as far as the index knows."""
+        self._refresh()
+        pages = [*map(_PAGE, keys)]
+        names = {page: bytes.fromhex("".join(page)) for page in dict.fromkeys(pages)}
+        try:
+            found = self._index.items([*names.values()])
+        except IndexUnavailable:
+            return [os.path.lexists(self._path(key)) for key in keys]
+        items = {page: found.get(name, "") for page, name in names.items()}
+        return [
+            f"/{_item(*item)}/" in items[page]
+            for page, item in zip(pages, map(_GROUP_AND_CHUNK, keys), strict=True)
+        ]
+
+    def pin(self, keys: Sequence[ObjectKey], owner: str, duration: float) -> list[bool]:
+        """Keep the pages of objects from eviction."""
+        with suppress(IndexUnavailable):  # Without pins, a page that leaves too early is absent.
+            pages = dict.fromkeys(map(_page, keys))
+            self._index.pin([*pages], owner, pin_seconds(duration))
+        return self.has(keys)
+
+    def unpin(self, owner: str) -> None:
+        """End the pins of *owner*."""
+        with suppress(IndexUnavailable):
+            self._index.unpin(owner)
+
+    def remove(self, keys: Sequence[ObjectKey]) -> int:
+        """Remove objects. Raise `StoreError` for a file that is not one."""
+        return sum(self._remove(key) for key in keys)
+
+    def entries(self, space: str | None = None) -> Iterator[StoredObject]:
+        """Iterate over the files of objects, and their sizes with their headers."""
+        for name in self._space_names() if space is None else [check_digest("space", space)]:
+            for digits in range(256):
+                for page, item, size, _ in self._rows(name, digits):
+                    group, _, chunk = item.partition(",")
+                    key = ObjectKey(name, page[32:].hex(), unquote(group), unquote(chunk))
+                    yield StoredObject(key, size)
+
+    def strays(self) -> Iterator[tuple[Path, str]]:
+        """Iterate over the files that are not objects, and what they are."""
+        for path in sorted(Path(self.root).rglob("*")):
+            inside = path.relative_to(self.root).parts
+            if path.is_dir() and not path.is_symlink():
+                continue
+            if inside[0] == "tmp":
+                yield path, "temporary"
+            elif path.name.endswith(DAMAGED) and _key_of(str(path.parent), path.stem):
+                yield path, "damaged"
+            elif not (
+                inside[0].startswith("index")
+                or path.name == "space.json"
+                or _key_of(str(path.parent), path.name)
+            ):
+                yield path, "foreign"
+
+    def describe(self, space: str, description: Mapping[str, str]) -> None:
+        """Keep the description of a space in its folder. The first description stays."""
+        folder = f"{self.root}/{check_digest('space', space)}"
+        self._make_folder(folder)
+        if not os.path.exists(f"{folder}/space.json"):
+            text = json.dumps(dict(description), indent=1, sort_keys=True).encode()
+            self._create(f"{folder}/space.json", [memoryview(text)])
+
+    def spaces(self) -> dict[str, Mapping[str, str]]:
+        """Return the description of each space. It is empty if it cannot be read."""
+        found: dict[str, Mapping[str, str]] = {}
+        for name in self._space_names():
+            found[name] = {}
+            with suppress(OSError, ValueError, StoreError):
+                with self._opened(f"{self.root}/{name}/space.json") as (descriptor, _):
+                    text = json.loads(os.pread(descriptor, header.MAX_HEADER, 0))
+                found[name] = {str(field): str(value) for field, value in text.items()}
+        return found
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all files of objects, as far as the index knows."""
+        try:
+            return self._index.num_bytes()
+        except IndexUnavailable:
+            return sum(entry.num_bytes for entry in self.entries())
+
+    def evict(self, num_bytes: int) -> int:
+        """Delete the pages that were not used for longest, and are not pinned.
+
+        Args:
+            num_bytes: Bytes of files to delete.
+
+        Returns:
+            The number of deleted objects.
+        """
+        deleted = []
+
+        def delete(page: bytes, items: str) -> None:
+            for item in filter(None, items.split("/")):
+                group, _, chunk = map(unquote, item.partition(","))
+                key = ObjectKey(page[:32].hex(), page[32:].hex(), group, chunk)
+                with suppress(StoreError):  # A file that is no object stays.
+                    deleted.append(self._remove(key))
+
+        self._index.evict(num_bytes, delete)
+        return sum(deleted)
+
+    def close(self) -> None:
+        """Close the index."""
+        self._index.close()
+
+    def _path(self, key: ObjectKey) -> str:
+        space, page, group, chunk = key.checked()
+        name = f"{page},{_item(group, chunk)}{SUFFIX}"
+        if len(name) + len(DAMAGED) > _MOST_NAME:
+            raise SpecError("key", (group, chunk), "shorter names: a file name has 255 bytes")
+        return f"{self.root}/{space}/{page[:2]}/{name}"
+
+    def _create(self, path: str, parts: list[memoryview]) -> bool:
+        """Write a new file and give it its name. Return False if the name exists."""
+        temporary = f"{self.root}/tmp/{os.getpid()}-{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with _named(path):
+            try:
+                descriptor = os.open(temporary, flags, self._mode & 0o666)
+                try:
+                    self._fill(descriptor, parts)
+                finally:
+                    os.close(descriptor)
+                os.link(temporary, path, follow_symlinks=False)
+            except FileExistsError:
+                return False
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
+        return True
+
+    def _fill(self, descriptor: int, parts: list[memoryview]) -> None:
+        os.posix_fallocate(descriptor, 0, sum(part.nbytes for part in parts))
+        if self._mode & 0o077:  # The umask would take them away.
+            os.fchmod(descriptor, self._mode & 0o666)
+        while parts:
+            # Linux writes at most 2 GiB a call.
+            done = os.writev(descriptor, [part[:_MOST_WRITE] for part in parts])
+            while parts and done >= parts[0].nbytes:
+                done -= parts.pop(0).nbytes
+            if parts:
+                parts[0] = parts[0][done:]
+        if self._sync:
+            os.fsync(descriptor)
+
+    @contextmanager
+    def _opened(
+        self, path: str, key: ObjectKey | None = None
+    ) -> Iterator[tuple[int, os.stat_result]]:
+        """Open a file that nobody else can change. Rename it if it turns out to be damaged."""
+        # O_NONBLOCK: to open a FIFO would wait for its writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with _named(path):
+            try:
+                if os.path.dirname(path) not in self._safe:
+                    self._check_folder(os.path.dirname(path))
+                descriptor = os.open(path, flags)
+            except FileNotFoundError:
+                if key is not None:
+                    self._forget(key, 0, lambda: not os.path.lexists(path))
+                    raise absent(key) from None
+                raise
+            try:
+                status = os.fstat(descriptor)
+                self._check_owner(path, status, stat.S_IFREG, 0o022 & ~self._mode)
+                yield descriptor, status
+            except StoreError as error:
+                if error.problem == "damaged" and key is not None:
+                    self._set_aside(path, status, key)
+                raise
+            finally:
+                os.close(descriptor)
+
+    def _header(
+        self, descriptor: int, status: os.stat_result, key: ObjectKey, path: str, first: bytes
+    ) -> header.Header:
+        size = header.header_bytes(first, path)
+        if size > len(first):
+            first = os.pread(descriptor, size, 0)
+        found = header.decode(first, status.st_size, path)
+        if found.key != key:
+            raise StoreError("foreign", path, "key", str(found.key), str(key))
+        return found
+
+    def _set_aside(self, path: str, status: os.stat_result, key: ObjectKey) -> None:
+        def rename() -> bool:
+            with suppress(OSError):
+                if os.path.samestat(os.lstat(path), status):  # else another process replaced it
+                    os.rename(path, f"{path}{DAMAGED}")
+                    return True
+            return False
+
+        self._forget(key, status.st_size, rename)
+
+    def _forget(self, key: ObjectKey, num_bytes: int, gone: Callable[[], bool]) -> bool:
+        item = _item(key.group, key.chunk)
+        try:
+            return self._index.discard(_page(key), item, num_bytes, gone)
+        except IndexUnavailable:  # It is marked as incomplete now.
+            return gone()
+
+    def _remove(self, key: ObjectKey) -> bool:
+        path = self._path(key)
+        try:
+            found = self.inspect(key)
+        except StoreError as error:
+            if error.problem == "absent":
+                return False
+            raise
+
+        def delete() -> bool:
+            with _named(path), suppress(FileNotFoundError):
+                os.unlink(path)
+                return True
+            return False
+
+        return self._forget(key, found.start + found.num_bytes, delete)
+
+    def _make_room(self, num_bytes: int, path: str) -> None:
+        if self.limit is None:
+            return
+        try:
+            excess = self._index.num_bytes() + num_bytes - self.limit
+            if excess > 0:  # A little more, so that not every write has to look for pages.
+                self.evict(excess + min(self.limit // 64, _MOST_EVICTED))
+                excess = self._index.num_bytes() + num_bytes - self.limit
+        except IndexUnavailable as error:
+            raise StoreError("failed", path, "index", str(error), "one that works") from error
+        if excess > 0:
+            wanted = f"{num_bytes} bytes that are free or not pinned"
+            raise StoreError("full", path, "limit", self.limit, wanted)
+
+    def _refresh(self) -> None:
+        """Read the directory if the index is incomplete, and no other process does so."""
+        with suppress(IndexUnavailable, OSError):
+            since = self._index.incomplete()
+            if not since:
+                return
+            descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                names = self._space_names()
+                self._index.keep_spaces(names)
+                for name in names:
+                    for digits in range(256):
+                        prefix = bytes.fromhex(name) + bytes([digits])
+                        self._index.replace(prefix, self._rows(name, digits))
+                self._index.completed(since)
+            finally:
+                os.close(descriptor)
+
+    def _rows(self, space: str, digits: int) -> Iterator[Row]:
+        folder = f"{self.root}/{space}/{digits:02x}"
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+            for entry in found:
+                key = _key_of(folder, entry.name)
+                if key is not None and entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        item = _item(key.group, key.chunk)
+                        yield _page(key), item, status.st_size, status.st_mtime_ns
+
+    def _space_names(self) -> list[str]:
+        names = []
+        for entry in os.scandir(self.root):
+            with suppress(SpecError):
+                if entry.is_dir(follow_symlinks=False):
+                    names.append(check_digest("space", entry.name))
+        return sorted(names)
+
+    def _delete_temporary(self) -> None:
+        """Delete files that writers left behind when they were killed."""
+        for entry in os.scandir(f"{self.root}/tmp"):
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                old = time.time() - status.st_mtime > TEMPORARY_SECONDS
+                if old and status.st_uid in self._owners and stat.S_ISREG(status.st_mode):
+                    Path(entry).unlink()
+
+    def _make_folder(self, folder: str) -> None:
+        """Create a folder below the root, and those above it, if they are absent."""
+        if folder != self.root:
+            self._make_folder(os.path.dirname(folder))
+        if folder not in self._safe:
+            with _named(folder), suppress(FileExistsError):
+                os.mkdir(folder, self._mode)
+                os.chmod(folder, self._mode)
+            self._check_folder(folder)
+
+    def _check_folder(self, folder: str) -> None:
+        """Check a folder and those above it, up to the root."""
+        if folder != self.root:
+            self._check_folder(os.path.dirname(folder))
+        if folder not in self._safe:
+            self._check_owner(folder, os.lstat(folder), stat.S_IFDIR, 0o777 & ~self._mode)
+            self._safe.add(folder)
+
+    def _check_owner(
+        self,
+        path: str,
+        status: os.stat_result,
+        kind: int,
+        forbidden: int,
+        owners: set[int] | None = None,
+    ) -> None:
+        """Raise `StoreError` if a file is of another kind or owner, or others may change it."""
+        if stat.S_IFMT(status.st_mode) != kind:
+            wanted = "a directory" if kind == stat.S_IFDIR else "a regular file"
+            raise StoreError("unsafe", path, "type", stat.filemode(status.st_mode)[0], wanted)
+        if status.st_uid not in (owners or self._owners):
+            wanted = f"one of the users {sorted(owners or self._owners)}"
+            raise StoreError("unsafe", path, "owner", status.st_uid, wanted)
+        if status.st_mode & forbidden:
+            wanted = f"no permissions of {forbidden:#o}: chmod it"
+            raise StoreError("unsafe", path, "mode", oct(stat.S_IMODE(status.st_mode)), wanted)
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Raise `StoreError` with the name of the file instead of `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        problem: StoreProblem = "failed"
+        if error.errno in _FULL:
+            problem = "full"
+        elif error.errno in _UNSAFE:
+            problem = "unsafe"
+        found = errno.errorcode.get(error.errno or 0, "?")
+        wanted = f"no error of the system ({error.strerror})"
+        raise StoreError(problem, path, "errno", found, wanted) from error
+
+
+def _page(key: ObjectKey) -> bytes:
+    """Return the name of a page in the index."""
+    return bytes.fromhex(key.space + key.page)
+
+
+@lru_cache(maxsize=4096)
+def _item(group: str, chunk: str) -> str:
+    """Return the part of a file name that names group and chunk.
+
+    >>> _item("group 0/a", "pp0.tp1")
+    'group%200%2Fa,pp0.tp1'
+    """
+    return f"{quote(group, safe='')},{quote(chunk, safe='')}"
+
+
+def _key_of(folder: str, name: str) -> ObjectKey | None:
+    """Return the key of the object with this file name, or None if no object has such a name."""
+    page, _, item = name.removesuffix(SUFFIX).partition(",")
+    group, _, chunk = item.partition(",")
+    above, _, digits = folder.rpartition("/")
+    key = ObjectKey(os.path.basename(above), page, unquote(group), unquote(chunk))
+    with suppress(SpecError):
+        whole = f"{page},{_item(key.group, key.chunk)}{SUFFIX}"
+        return key.checked() if whole == name and digits == page[:2] else None
+    return None

@@ -1,0 +1,321 @@
+"""The index of a store of files: which pages there are, which were used last, which are pinned.
+
+Invariant: the index is only a hint. It may be deleted at any time, and the directory is the truth.
+A page that the index does not know is computed again. A page that is gone is an absent object.
+
+How it works:
+    The index is a database of SQLite beside the pages. One row describes one page, because the
+    objects of a page are useful only together:
+
+        pages    page (space and name, 64 bytes), items ("/full,tp0/full,tp1/"), bytes, used
+        pins     owner, until (seconds), pages
+
+    `used` is a time in nanoseconds, or one more than the last one. So it grows even if the clock is
+    set back. A pin ends at its time, or if it would last longer than `MAX_PIN`.
+
+    The database has a directory of its own. If it is corrupt, the directory is renamed, so that the
+    files of SQLite stay together. An index that cannot be changed, because another process
+    holds its lock, leaves the mark `index.stale`. Both let `incomplete` be true, so that the
+    directory is read again.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvspec.errors import KVSpecError
+from kvspec.stored.objects import MAX_PIN
+
+INDEX = "index-1"
+"""Name of the directory with the index of this version."""
+_SCHEMA = """
+CREATE TABLE pages (page BLOB PRIMARY KEY, items TEXT, bytes INTEGER, used INTEGER) WITHOUT ROWID
+
+CREATE INDEX pages_by_use ON pages (used)
+
+CREATE TABLE pins (owner TEXT PRIMARY KEY, until REAL, pages BLOB)
+
+CREATE TABLE total (bytes INTEGER)
+
+INSERT INTO total VALUES (0)
+
+CREATE TRIGGER added AFTER INSERT ON pages
+BEGIN UPDATE total SET bytes = bytes + new.bytes; END
+
+CREATE TRIGGER changed AFTER UPDATE OF bytes ON pages
+BEGIN UPDATE total SET bytes = bytes + new.bytes - old.bytes; END
+
+CREATE TRIGGER removed AFTER DELETE ON pages
+BEGIN UPDATE total SET bytes = bytes - old.bytes; END
+
+PRAGMA user_version = 1
+"""
+_ADD = """
+INSERT INTO pages
+VALUES (?, '/' || ? || '/', ?, max(?, (SELECT ifnull(max(used), 0) + 1 FROM pages)))
+ON CONFLICT (page) DO UPDATE
+SET items = items || substr(excluded.items, 2), bytes = bytes + excluded.bytes, used = excluded.used
+WHERE NOT instr(items, excluded.items)
+"""
+_ADD_OLD = """
+INSERT INTO pages VALUES (?, '/' || ? || '/', ?, ?)
+ON CONFLICT (page) DO UPDATE
+SET items = items || substr(excluded.items, 2), bytes = bytes + excluded.bytes
+"""
+_USE = "UPDATE pages SET used = max(?, (SELECT max(used) + 1 FROM pages)) WHERE page = ?"
+# The codes of a missing table, of a damaged file, and of a file that is no database.
+_USELESS = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_PAGE_BYTES = 64
+# Each number of parameters is one more statement that SQLite prepares.
+_AT_ONCE = 500
+
+Row = tuple[bytes, str, int, int]
+"""One object in one row: page, item, bytes, and the time of its last use in nanoseconds."""
+
+
+class IndexUnavailable(KVSpecError):  # noqa: N818 - it is no fault: callers do without the index
+    """The index cannot be used now."""
+
+
+class PageIndex:
+    """The index of one directory. Threads and processes share it.
+
+    Args:
+        root: The directory of the store.
+        mode: Permissions of the directory of the index.
+        lock_seconds: How long to wait for another process that changes the index.
+    """
+
+    def __init__(self, root: str, mode: int, *, lock_seconds: float = 5.0) -> None:
+        self._folder, self._stale = Path(root, INDEX), Path(root, "index.stale")
+        self._path = f"{self._folder}/pages.sqlite3"
+        self._mode = mode
+        self._lock_seconds = lock_seconds
+        self._lock = threading.RLock()
+        self._sql: sqlite3.Connection | None = None
+        self._opened_as: tuple[int, ...] | None = None
+        # A child of fork must not close the connection of its parent, so it keeps the object.
+        self._of_parents: list[sqlite3.Connection] = []
+
+    def incomplete(self) -> int:
+        """Return when the index became incomplete, in nanoseconds, or 0 if it is complete."""
+        if not os.path.exists(self._path):
+            self._stale.touch(self._mode & 0o666)
+        try:
+            return self._stale.stat().st_mtime_ns or 1
+        except FileNotFoundError:
+            return 0
+
+    def completed(self, since: int) -> None:
+        """Note that the directory was read, unless the index became incomplete after *since*."""
+        if self.incomplete() == since:
+            self._stale.unlink(missing_ok=True)
+
+    def add(self, row: Row) -> None:
+        """Note an object. An object that is known is noted once."""
+        with self._marking(), self._open() as sql:
+            sql.execute(_ADD, row)
+
+    def replace(self, prefix: bytes, rows: Iterable[Row]) -> None:
+        """Make the index of all pages with a prefix equal to *rows*. They keep their last use."""
+        last = prefix.ljust(_PAGE_BYTES, b"\xff")
+        with self._changing() as sql:
+            known = dict(
+                sql.execute(
+                    "SELECT page, used FROM pages WHERE page BETWEEN ? AND ?", (prefix, last)
+                )
+            )
+            sql.execute("DELETE FROM pages WHERE page BETWEEN ? AND ?", (prefix, last))
+            own = ((page, item, size, known.get(page, used)) for page, item, size, used in rows)
+            sql.executemany(_ADD_OLD, own)
+
+    def keep_spaces(self, spaces: Sequence[str]) -> None:
+        """Forget the pages of all other spaces."""
+        marks = ",".join("?" * len(spaces))
+        with self._changing() as sql:
+            which = f"DELETE FROM pages WHERE substr(page, 1, 32) NOT IN ({marks})"  # noqa: S608
+            sql.execute(which, [bytes.fromhex(space) for space in spaces])
+
+    def discard(self, page: bytes, item: str, num_bytes: int, gone: Callable[[], bool]) -> bool:
+        """Forget one object if *gone* returns that its file is gone.
+
+        *gone* runs while no other process can add the object. So a process that writes the object
+        again at this time adds it afterwards.
+        """
+        with self._changing() as sql:
+            if not gone():
+                return False
+            sql.execute(
+                "UPDATE pages SET items = replace(items, ?1, '/'), bytes = max(0, bytes - ?2)"
+                " WHERE page = ?3 AND instr(items, ?1)",
+                (f"/{item}/", num_bytes, page),
+            )
+            sql.execute("DELETE FROM pages WHERE page = ? AND items = '/'", (page,))
+            return True
+
+    def items(self, pages: Sequence[bytes]) -> dict[bytes, str]:
+        """Return the items of those pages that are known."""
+        known: dict[bytes, str] = {}
+        with self._open() as sql:
+            for at in range(0, len(pages), _AT_ONCE):
+                some = pages[at : at + _AT_ONCE]
+                marks = ",".join("?" * len(some))
+                which = f"SELECT page, items FROM pages WHERE page IN ({marks})"  # noqa: S608
+                known.update(sql.execute(which, some))
+        return known
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all files of objects."""
+        with self._open() as sql:
+            return int(sql.execute("SELECT bytes FROM total").fetchone()[0])
+
+    def pin(self, pages: Sequence[bytes], owner: str, duration: float) -> None:
+        """Keep pages from eviction for some seconds."""
+        with self._changing() as sql:
+            row = owner, time.time() + duration, b"".join(pages)
+            sql.execute("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", row)
+
+    def unpin(self, owner: str) -> None:
+        """End the pins of *owner*. Its pages count as used now."""
+        with self._changing() as sql:
+            self._end_pins(sql, "owner = ?", (owner,))
+
+    def evict(self, num_bytes: int, delete: Callable[[bytes, str], None]) -> None:
+        """Delete the pages that were not used for longest, without those that are pinned.
+
+        Args:
+            num_bytes: Bytes that the pages must have in sum.
+            delete: Deletes the files of a page and its items, while no other process can add them.
+        """
+        with self._changing() as sql:
+            now = time.time()
+            self._end_pins(sql, "until < ? OR until > ?", (now, now + MAX_PIN))
+            pins = [pages for (pages,) in sql.execute("SELECT pages FROM pins")]
+            pinned = {page for pages in pins for page in _split(pages)}
+            taken = []
+            oldest = sql.execute("SELECT page, items, bytes FROM pages ORDER BY used")
+            for page, items, size in oldest:
+                if num_bytes <= 0:
+                    break
+                if page not in pinned:
+                    taken.append((page, items))
+                    num_bytes -= size
+            oldest.close()
+            for page, items in taken:
+                delete(page, items)
+            sql.executemany("DELETE FROM pages WHERE page = ?", [(page,) for page, _ in taken])
+
+    def close(self) -> None:
+        """Close the database. The next call opens it again."""
+        with self._lock:
+            if self._sql is not None and self._opened_as:
+                if self._opened_as[0] == os.getpid():
+                    self._sql.close()
+                else:
+                    self._of_parents.append(self._sql)
+            self._sql = None
+
+    @staticmethod
+    def _end_pins(sql: sqlite3.Connection, which: str, values: tuple[object, ...]) -> None:
+        ended = sql.execute(f"SELECT pages FROM pins WHERE {which}", values).fetchall()  # noqa: S608
+        sql.execute(f"DELETE FROM pins WHERE {which}", values)  # noqa: S608
+        sql.executemany(
+            _USE,
+            [(time.time_ns(), page) for (pages,) in ended for page in _split(pages)],
+        )
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        """Run statements as one transaction."""
+        with self._marking(), self._open() as sql:
+            if sql.in_transaction:  # A function that was passed to this index calls it.
+                yield sql
+                return
+            sql.execute("BEGIN IMMEDIATE")
+            try:
+                yield sql
+                sql.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    sql.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _marking(self) -> Iterator[None]:
+        """Mark the index as incomplete if it cannot be changed."""
+        try:
+            yield
+        except IndexUnavailable:
+            with suppress(OSError):
+                self._stale.touch(self._mode & 0o666)
+            raise
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """Yield the connection of this process to the file that has the name now."""
+        with self._lock:
+            found = None
+            try:
+                found = self._identity()
+                if self._sql is None or found is None or found != self._opened_as:
+                    self.close()
+                    self._sql = self._connect()
+                    self._opened_as = found = self._identity()
+                yield self._sql
+            except sqlite3.Error as error:
+                if error.sqlite_errorcode & 0xFF in _USELESS:
+                    self._set_aside(found)
+                raise IndexUnavailable(f"{self._path}: {error}") from error
+            except OSError as error:
+                raise IndexUnavailable(f"{self._path}: {error}") from error
+
+    def _identity(self) -> tuple[int, ...] | None:
+        try:
+            status = os.lstat(self._path)
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            raise IndexUnavailable(f"{self._path}: not a file")
+        return os.getpid(), status.st_dev, status.st_ino
+
+    def _connect(self) -> sqlite3.Connection:
+        if not os.path.exists(self._path):
+            if not self._stale.exists():
+                self._stale.touch(self._mode & 0o666)
+            with suppress(FileExistsError):
+                self._folder.mkdir(self._mode)
+            with suppress(FileExistsError):
+                create = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+                os.close(os.open(self._path, create, self._mode & 0o666))
+        sql = sqlite3.connect(
+            self._path, self._lock_seconds, isolation_level=None, check_same_thread=False
+        )
+        # After a loss of power the index may be old or corrupt. The directory is the truth.
+        for setting in ("journal_mode = WAL", "synchronous = OFF", "trusted_schema = OFF"):
+            sql.execute(f"PRAGMA {setting}")
+        if not sql.execute("PRAGMA user_version").fetchone()[0]:
+            with sql:
+                sql.execute("BEGIN IMMEDIATE")
+                if not sql.execute("PRAGMA user_version").fetchone()[0]:
+                    for statement in _SCHEMA.split("\n\n"):
+                        sql.execute(statement)
+        return sql
+
+    def _set_aside(self, found: tuple[int, ...] | None) -> None:
+        """Rename a useless index, unless another process has replaced it already."""
+        self.close()
+        with suppress(OSError):
+            self._stale.touch(self._mode & 0o666)
+            if self._identity() == found:
+                self._folder.rename(f"{self._folder}.damaged-{os.getpid()}-{time.time_ns()}")
+
+
+def _split(pages: bytes) -> Iterator[bytes]:
+    return (pages[at : at + _PAGE_BYTES] for at in range(0, len(pages), _PAGE_BYTES))
