@@ -85,7 +85,7 @@ def on_vllm(
     cls: str,
     backend: str | None,
     fields: Callable[[int, int], dict[str, Any]],
-    variants: str | None = None,
+    variants: str | int | None = None,
     fp8_dtype: str | None = None,
 ) -> Callable[[int, int], Side]:
     """Return the function that builds a side of vLLM with one layer."""
@@ -102,7 +102,8 @@ def on_vllm(
             parallel=parallel,
             total_num_kv_heads=HEADS,
             backends=backend,
-            variants=variants,
+            # A number belongs to one layer.
+            variants={"layers.0": variants} if isinstance(variants, int) else variants,
             fp8_dtype=fp8_dtype,
             n_groups=1,
             conv_layout="DS",
@@ -326,7 +327,7 @@ def packed_as(mode: str, size: int = 2 * SIZE + 8, **more: Any) -> Any:
 
 
 # The fields and the variant of a layer, by the format of its backend in `FORMATS`.
-BY_FORMAT: dict[str, tuple[Any, str | None]] = {
+BY_FORMAT: dict[str, tuple[Any, str | int | None]] = {
     "rows": (heads(), None),
     "FlashInfer's": (heads(), None),
     "planes": (slots_of_all, None),
@@ -341,6 +342,7 @@ BY_FORMAT: dict[str, tuple[Any, str | None]] = {
     "indexer's": (heads(cache_role="INDEXER"), "rows"),
     "keys": (heads(cache_role="INDEXER"), None),
     "DeepSeek's": (heads(), None),
+    "ring": (heads(head_size_v=0, state_content_bytes=SIZE, num_kv_heads=1), 2),
 }
 
 # Words in the names of backends whose layers keep one row for each token.
@@ -358,6 +360,7 @@ def backend_rows() -> Iterator[Row]:
         cls = "FullAttentionSpec"
         if any(word in name.lower() for word in LATENT):
             cls = "MLAAttentionSpec"
+        cls = "CircularBufferSpec" if form == vllm_backends.RING else cls
         # Rows that are no key and value. Summaries have one head, whatever the model has.
         if "sconv" in name or name == SUMMARIES:
             one = {"num_kv_heads": 1} if name == SUMMARIES else {}
@@ -511,7 +514,7 @@ def rows() -> Iterator[Row]:
     yield Row("vLLM", "DeepSeek V3.2 records", "MLA", on_vllm("MLAAttentionSpec", flashmla, record))
     yield from backend_rows()
     yield from cache_type_rows()
-    for cls in ("RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "CircularBufferSpec"):
+    for cls in ("RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec"):
         yield Row("vLLM", "rows", cls, on_vllm(cls, FLASH, heads()))
     yield state("MAMBA1", lambda local: ((8 * local, 3), (8 * local, 4)))
     yield state("MAMBA2", lambda local: ((8 * local + 8, 3), (2 * local, 4, 4)))

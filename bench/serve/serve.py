@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
 
 import models
 from servers import CONNECTORS, CONTEXT, Network, Server, router, running, toy_proxy, vllm
-from traffic import VERDICTS, Outcome, Traffic, body_of, chosen, prompts, tokenizer
+from traffic import VERDICTS, Outcome, Traffic, body_of, chosen, prompts, tokenizer, turns
 
 LEASE = 10.0
 """Seconds of `hold` and `lease` of kvspec in all rows, so that a row ends soon."""
@@ -56,6 +56,8 @@ class Row:
         multi: Whether each engine has its connector inside vLLM's MultiConnector.
         proxy: Whether vLLM's own toy proxy is the router.
         share: Share of the requests that this row sends.
+        hits: Whether most prompts go on from another one, so that the decode engine finds their
+            beginnings in its prefix cache. It must do so at least once.
     """
 
     name: str
@@ -71,13 +73,14 @@ class Row:
     multi: tuple[bool, bool] = (False, False)
     proxy: bool = False
     share: float = 1.0
+    hits: bool = False
 
     @property
     def engines(self) -> tuple[object, ...]:
         """The settings of the two engines and their router. Rows with equal settings share them."""
         cut = self.fault == "cut network"
         sizes = self.tp, self.block_sizes, self.blocks
-        return self.model, *sizes, self.more, self.multi, self.proxy, cut
+        return self.model, *sizes, self.more, self.multi, self.proxy, cut, self.hits
 
 
 # The ExampleConnector of vLLM stores whole prompts: it knows no chunks and no several groups.
@@ -94,7 +97,14 @@ ROWS = (
     Row(name="TP 1 to 2", tp=(1, 2), leaving=0.2),
     Row(name="windows", model="gemma-2", leaving=0.2),
     Row(name="MLA", model="deepseek", leaving=0.2),
-    Row(name="states", model="lfm2-2", leaving=0.2),
+    Row(name="states", model="lfm2-2", leaving=0.2, hits=True),
+    Row(
+        name="states of Mamba2",
+        model="falcon-h1-2",
+        block_sizes=(64, 32),
+        leaving=0.2,
+        hits=True,
+    ),
     Row(name="prefill killed and restarted", leaving=0.1, fault="kill prefill"),
     Row(name="decode killed and restarted", leaving=0.1, fault="kill decode"),
     Row(name="both killed and restarted", leaving=0.1, fault="kill both"),
@@ -175,7 +185,7 @@ def served(
     """Serve rows with the same two engines and the connector *name*, and yield their numbers."""
     first = rows[0]
     model = serving_model(first.model, folder)
-    pool = prompts(POOL, models.VOCABULARY, LONGEST)
+    pool = (turns if first.hits else prompts)(POOL, models.VOCABULARY, LONGEST)
     answers = reference(model, folder, pool)
     place = folder / f"{first.name.replace(' ', '-').replace(',', '')}-{name}"
     place.mkdir(parents=True, exist_ok=True)
@@ -218,6 +228,7 @@ def _row(
     """Send the requests of one row, and return its numbers."""
     empty = [held(each, blocks) for each, blocks in zip(engines, row.blocks, strict=True)]
     before, loaded, process = samples(sampled), loads(engines[1]), engines[1].process
+    found = hits(engines[1])
     failures = sum(each.tracebacks for each in engines)
     count = int(row.share * (options.requests if name == "KvspecConnector" else options.others))
     parts = _parts(count, int(row.share * options.others), fault=bool(row.fault))
@@ -241,7 +252,11 @@ def _row(
     numbers = _numbers(row, name, outcomes, took, rest, alive=alive, tracebacks=tracebacks)
     # Without a load, D has computed all prompts itself, and the answers are the same, too.
     right = numbers["right"] and done > 0
-    return numbers | {"share": share, "loads": done, "right": right}
+    cached = hits(engines[1]) - found
+    if row.hits and not cached:
+        right = False
+        numbers["why"].append("the decode engine had no prefix hit")
+    return numbers | {"share": share, "loads": done, "prefix hits": cached, "right": right}
 
 
 def at_rest(
@@ -264,6 +279,11 @@ def loads(server: Server) -> float:
     """Return how many prompts the decode engine has read, by its metrics."""
     metrics = server.metrics()
     return sum(metrics.get(each, 0.0) for each in LOADS)
+
+
+def hits(server: Server) -> float:
+    """Return how many tokens an engine has found in its own prefix cache, by its metrics."""
+    return server.metrics().get("vllm:prefix_cache_hits_total", 0.0)
 
 
 LOADS = ("vllm:kvspec_load_seconds_count", "vllm:nixl_xfer_time_seconds_count")

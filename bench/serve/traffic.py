@@ -71,6 +71,23 @@ def prompts(count: int, vocabulary: int, longest: int) -> list[list[int]]:
     return found
 
 
+def turns(count: int, vocabulary: int, longest: int, block: int = 64) -> list[list[int]]:
+    """Return random prompts of at most *longest* tokens. Two of three go on from the one before.
+
+    A model with recurrent states resumes only where its cache has a state. A consumer loads all
+    tokens of a prompt but the last. So the first of three has one token more than fills blocks.
+    """
+    drawn = random.Random(11)  # noqa: S311 - no secret
+    found: list[list[int]] = []
+    for number in range(count):
+        shared = found[-(number % 3)][:-1] if number % 3 else []
+        size = block * drawn.randint(1, longest // block // 2) + 1
+        if shared:
+            size = drawn.randint(1, longest - len(shared))
+        found.append(shared + [drawn.randrange(3, vocabulary) for _ in range(size)])
+    return found
+
+
 def body_of(prompt: list[int]) -> dict[str, Any]:
     """Return the greedy request of a prompt."""
     return {

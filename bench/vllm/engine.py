@@ -45,6 +45,7 @@ class Engine:
         from vllm import LLM  # noqa: PLC0415
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.device_communicators import shm_broadcast  # noqa: PLC0415
+        from vllm.model_executor.layers.mamba import mamba_mixer2  # noqa: PLC0415
         from vllm.model_executor.layers.rotary_embedding.base import (  # noqa: PLC0415
             RotaryEmbedding,
         )
@@ -53,6 +54,9 @@ class Engine:
         # vLLM 0.32 on CPUs applies no rotary embedding to the keys of MLA: its kernel leaves the
         # strided view of three dimensions unchanged. Its own code in torch is right.
         RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+        # With prefix caching, Mamba2 exports states from inside a forward pass. Its kernels for
+        # CPUs cannot. Without this method, the scheduler ends a pass at each state that it caches.
+        del mamba_mixer2.MambaMixer2.get_kv_cache_spec
         # If the processor has AMX, vLLM prefers an MLA backend that refuses float32.
         torch.cpu._is_amx_tile_supported = lambda: False  # noqa: SLF001
         multiproc_executor.get_mp_context = lambda: FORK
@@ -83,13 +87,27 @@ class Engine:
             return step
 
         self.scheduler.schedule = counted
+        self.hit = 0
+        if self.scheduler.connector is not None:
+            matched = self.scheduler.connector.get_num_new_matched_tokens
+
+            def noted(request: Any, cached: int) -> Any:  # noqa: ANN401
+                self.hit = cached
+                return matched(request, cached)
+
+            self.scheduler.connector.get_num_new_matched_tokens = noted
 
     def generate(
-        self, prompt: list[int], count: int, transfer: dict[str, Any] | None
+        self,
+        prompt: list[int],
+        count: int,
+        transfer: dict[str, Any] | None,
+        salt: str | None = None,
     ) -> dict[str, Any]:
         """Return the answer to one greedy request, its finish reason, and its cost.
 
-        *computed* in the answer is the number of tokens that went through the model.
+        *computed* in the answer is the number of tokens that went through the model. *hit* is the
+        number of tokens in the prefix cache of an engine with a connector.
         """
         from vllm import SamplingParams  # noqa: PLC0415
 
@@ -101,8 +119,9 @@ class Engine:
             ignore_eos=True,
             extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
-        self.computed = 0
-        (answer,) = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        self.computed = self.hit = 0
+        asked = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+        (answer,) = self.llm.generate([asked], sampling, use_tqdm=False)
         (text,) = answer.outputs
         return {
             "tokens": list(text.token_ids),
@@ -112,6 +131,7 @@ class Engine:
             ],
             "finish": text.finish_reason,
             "computed": self.computed,
+            "hit": self.hit,
             "transfer": answer.kv_transfer_params,
         }
 
@@ -126,10 +146,13 @@ class Engine:
         return True
 
     def held(self) -> int:
-        """Take one step if there is work, and return the number of requests that hold blocks."""
+        """Take one step if there is work, and return the number of requests that hold blocks.
+
+        Return 1 if pages are still being stored.
+        """
         if self.scheduler.has_requests():
             self.llm.llm_engine.engine_core.get_output()
-        return len(self.scheduler.requests)
+        return len(self.scheduler.requests) or int(self.scheduler.has_requests())
 
     def serve(self, pipe: Connection) -> None:
         """Answer commands until the other end of the pipe is closed."""

@@ -77,6 +77,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Attention and Mamba2 in each layer. All TP ranks hold the one group of B and C.
+    "falcon-h1-2": (
+        "FalconH1",
+        {
+            **_COMMON,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 32,
+        },
+    ),
     # Each second layer reads all tokens and has no positions. The others read only their own chunk.
     "llama4-2": (
         "Llama4Text",

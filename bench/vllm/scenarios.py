@@ -10,13 +10,18 @@ from models import VOCABULARY, WINDOW
 
 @attrs.frozen
 class Scenario:
-    """A model, and the TP sizes, block sizes and pipeline stages of producer and consumer."""
+    """A model, and the TP sizes, block sizes and pipeline stages of producer and consumer.
+
+    *hits* is the least number of prompts of which the consumer must have a beginning in its prefix
+    cache and load the rest.
+    """
 
     name: str
     model: str
     tp: tuple[int, int]
     blocks: tuple[int, int] = (32, 32)
     stages: tuple[int, int] = (1, 1)
+    hits: int = 0
 
 
 SCENARIOS = (
@@ -34,6 +39,13 @@ SCENARIOS = (
     Scenario("window and full, blocks 32 -> 64", "gemma-2", (1, 1), (32, 64)),
     Scenario("states and full, TP 1 -> 2", "lfm2-2", (1, 2)),
     Scenario("states and full, TP 2 -> 1", "lfm2-2", (2, 1)),
+    Scenario("states of Mamba2, prefix hits", "falcon-h1-2", (1, 1), hits=3),
+    Scenario(
+        "states of Mamba2, blocks 32 -> 64, TP 1 -> 2", "falcon-h1-2", (1, 2), (32, 64), hits=2
+    ),
+    Scenario(
+        "states of Mamba2, blocks 64 -> 32, TP 2 -> 1", "falcon-h1-2", (2, 1), (64, 32), hits=3
+    ),
     Scenario("chunks and full, TP 1 -> 2", "llama4-2", (1, 2)),
     Scenario("chunks and full, TP 2 -> 1", "llama4-2", (2, 1)),
     Scenario("MLA, TP 1 -> 1", "deepseek", (1, 1), (16, 16)),
@@ -49,9 +61,12 @@ def beginnings() -> list[list[int]]:
     blocks of 32. The fourth, with its last token, has the length at which a window begins at a
     block boundary. The fifth is one token longer. The sixth is shorter than a block.
 
-    The last two are a long prompt and its first 128 tokens. In blocks of 64, the window of the long
+    Two more are a long prompt and its first 128 tokens. In blocks of 64, the window of the long
     one begins inside the second block. If the consumer took that block from its prefix cache for
     the short one, it would read tokens that were never moved.
+
+    The last ones go on from a prompt whose tokens fill blocks: of a hybrid model, the consumer has
+    a state at their end. The very last one begins like the one before it, and its hit is longer.
     """
     draw = random.Random(7)  # noqa: S311 - the same each time
 
@@ -60,4 +75,6 @@ def beginnings() -> list[list[int]]:
 
     first, other, window = fresh(96), fresh(50), fresh(WINDOW + 30)
     later, short, long = fresh(WINDOW + 31), fresh(19), fresh(164)
-    return [first, first[:64] + other, first, window, later, short, long, long[:128]]
+    turns = [[*long[:128], *fresh(20)], [*long[:128], *fresh(64)]]
+    turns.append([*turns[1], *fresh(41)])
+    return [first, first[:64] + other, first, window, later, short, long, long[:128], *turns]

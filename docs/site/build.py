@@ -45,6 +45,7 @@ NAVIGATION = {
         "docs/adapters.md",
         "docs/staging.md",
         "docs/files.md",
+        "docs/foreign-pages.md",
         "examples/README.md",
         "docs/commands.md",
         "docs/view.md",

@@ -40,6 +40,7 @@ How it works:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal
@@ -219,7 +220,7 @@ class Checker:
         """The parts that move to the rank, also those of which nothing is wanted now."""
         owners, alike = self.consumer.owners, dict[object, Moving]()
         sides = (self.consumer, *self.producers.values())
-        parts: dict[tuple[int, int], tuple[range, list[Part]]] = {}
+        parts: dict[tuple[int, int], tuple[tuple[range, ...], list[Part]]] = {}
         for layer, group in self.consumer.layers.items():
             spec, producer_group = group.spec.of_layer(layer), self.producer.homes.get(layer)
             if layer in self.consumer.excluded or producer_group is None:
@@ -227,10 +228,10 @@ class Checker:
             source = producer_group.spec.of_layer(layer)
             kinds = id(spec), id(source)
             if kinds not in parts:
-                wanted = owners.wanted(self.request, group, spec)
+                moves = owners.moves(self.request, group, spec)
                 states = {part.name: part.states for part in source.parts}
                 parts[kinds] = (
-                    wanted,
+                    moves or (owners.wanted(self.request, group, spec),),
                     [
                         part
                         if part.per_token
@@ -239,10 +240,10 @@ class Checker:
                         if self.consumer.units(group, part)
                     ],
                 )
-            wanted, own = parts[kinds]
-            for part in own:
+            every, own = parts[kinds]
+            for part, wanted in itertools.product(own, every):
                 shapes = tuple(side.shape(layer, part) for side in sides)
-                key = group.name, producer_group.name, *kinds, part.name, shapes
+                key = group.name, producer_group.name, *kinds, part.name, shapes, wanted
                 if key not in alike:
                     alike[key] = Moving(group, producer_group, [], part, wanted)
                 alike[key].layers.append(layer)
@@ -432,13 +433,15 @@ class Checker:
 
         Inside these blocks, `judge` checks the cached contents, and all other bytes may be written.
         """
-        by_group: dict[str, tuple[Moving, list[tuple[Region, int]]]] = {}
+        by_group: dict[tuple[str, range], tuple[Moving, list[tuple[Region, int]]]] = {}
         for moving in self._moving:
+            # The states of a group have different blocks.
+            key = moving.group.name, EMPTY if moving.part.per_token else moving.wanted
             for layer in moving.layers:
                 region = self.consumer.regions.get((layer, moving.part.name))
                 if region is not None:
                     rows = min(moving.part.states, region.states)
-                    by_group.setdefault(moving.group.name, (moving, []))[1].append((region, rows))
+                    by_group.setdefault(key, (moving, []))[1].append((region, rows))
         allowed: list[AddressRanges] = []
         for moving, regions in by_group.values():
             spec = moving.group.spec.of_layer(moving.layer)

@@ -66,6 +66,12 @@ class Owners:
         """Return the positions of *group* that must move, in layers of *spec*."""
         return request.wanted(group.name, spec)
 
+    def moves(
+        self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec
+    ) -> tuple[range, ...]:
+        """Return the wanted positions. For recurrent states, the last position of each state."""
+        return request.moves(group.name, spec)
+
     def cached(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> int:
         """Return the number of leading positions of *group* that the consumer has cached."""
         return request.cached(group.name, spec)
@@ -103,6 +109,16 @@ class Counted(Owners):
         live = np.flatnonzero(live_positions(spec, request))
         live = live[live >= self.cached(request, group, spec)]
         return range(int(live[0]), int(live[-1]) + 1) if len(live) else EMPTY
+
+    def moves(
+        self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec
+    ) -> tuple[range, ...]:
+        """Return the wanted positions, or the last position of each state that is not cached."""
+        if all(part.per_token for part in spec.parts):
+            return tuple(each for each in [self.wanted(request, group, spec)] if each)
+        cached = self.cached(request, group, spec)
+        ends = request.state_positions or (request.num_tokens,)
+        return tuple(range(end - 1, end) for end in ends if end > cached)
 
     def cached(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> int:  # noqa: ARG002
         """Return the number of leading positions of *group* that the consumer has cached."""

@@ -259,16 +259,21 @@ class Places:
             layers = self.layers.keys() & set(group.layers) - self.excluded
             if group.name not in self.tables:
                 continue
-            by_spec: dict[int, tuple[LayerSpec, set[str]]] = {}
+            by_spec: dict[int, tuple[LayerSpec, KVCacheGroup, set[str]]] = {}
             for layer in layers & self.reader.homes.keys():
-                spec = self.reader.homes[layer].spec.of_layer(layer)
-                by_spec.setdefault(id(spec), (spec, set()))[1].add(layer)
-            for spec, some in by_spec.values():
+                home = self.reader.homes[layer]
+                spec = home.spec.of_layer(layer)
+                by_spec.setdefault(id(spec), (spec, home, set()))[2].add(layer)
+            for spec, home, some in by_spec.values():
                 first = self.owners.first_live(self.request, spec)
-                last = range(first, self.request.total(spec))
-                ids = self.usable(group, spec.parts[0], last, first)
-                regions = (region for region in self.cache.regions if region.layer in some)
-                own += self.contents(group, ((region, region.states) for region in regions), ids)
+                every: tuple[range, ...] = (range(first, self.request.total(spec)),)
+                if not spec.parts[0].per_token:
+                    every = self.owners.moves(self.request, home, spec)
+                regions = [region for region in self.cache.regions if region.layer in some]
+                for last in every:
+                    ids = self.usable(group, spec.parts[0], last, first)
+                    rows = ((region, region.states) for region in regions)
+                    own += self.contents(group, rows, ids)
         return covered(own)
 
     def _in_pool(self, group: KVCacheGroup, region: Region, ids: Ints) -> npt.NDArray[np.bool_]:

@@ -333,17 +333,19 @@ def _check_arguments(
         groups: dict[Role, KVCacheGroup] = {"consumer": pair.consumer, "producer": pair.producer}
         tables = {side: request.table(side, group.name) for side, group in groups.items()}
         for spec, _ in pair.layers_by_spec:
-            wanted = owners["consumer"].wanted(request, pair.consumer, spec)
-            for side, group in groups.items() if wanted else ():
-                per_token = all(part.per_token for part in spec.parts)
-                if not per_token:
-                    check_state_tokens(request)
-                elif group.spec.is_ring and side == "producer":
-                    check_ring_tokens(request, wanted, group.spec.block_size)
-                check = _check_tokens if per_token else _check_state
-                ids = check(owners[side], side, group, tables[side], wanted)
-                if side == "producer":
-                    read.setdefault(group.name, []).append(ids)
+            moves = owners["consumer"].moves(request, pair.consumer, spec)
+            for side, group in groups.items():
+                slots = list[int]()
+                for wanted in moves:
+                    if not all(part.per_token for part in spec.parts):
+                        check_state_tokens(request)
+                        ids = _check_state(owners[side], side, group, tables[side], wanted, slots)
+                    else:
+                        if group.spec.is_ring and side == "producer":
+                            check_ring_tokens(request, wanted, group.spec.block_size)
+                        ids = _check_tokens(owners[side], side, group, tables[side], wanted)
+                    if side == "producer":
+                        read.setdefault(group.name, []).append(ids)
     # If two groups share memory, a block of the producer holds the contents of one group only. The
     # checker does not notice if both groups read the same block, because each group reads from its
     # own block of the table.
@@ -378,13 +380,22 @@ def _check_tokens(
 
 
 def _check_state(
-    owners: Owners, side: Role, group: KVCacheGroup, table: BlockTable, wanted: range
+    owners: Owners,
+    side: Role,
+    group: KVCacheGroup,
+    table: BlockTable,
+    wanted: range,
+    slots: list[int],
 ) -> Ids:
     """Return the id of the block of the state after the last *wanted* token.
 
-    The table must have that block, and it must not be the null block.
+    The table must have that block, and it must not be the null block. It is appended to *slots*,
+    which has those of earlier states. No two may be the same.
     """
     field, null = f"{side}_blocks[{group.name!r}]", owners.engine.null_block
     at = table.state_block(field, group.spec.block_size, wanted.stop - 1)
+    if at in slots:
+        raise SpecError(field, table.block_ids.tolist(), "a block for each state")
+    slots.append(at)
     check_no_null(side, group.name, null, wanted if table.block_ids[at] == null else EMPTY, wanted)
     return table.block_ids[at : at + 1]

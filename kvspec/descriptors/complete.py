@@ -116,6 +116,65 @@ def complete_blocks(plan: TransferPlan, request: TransferRequest) -> dict[str, I
     }
 
 
+def resume_positions(plan: TransferPlan, request: TransferRequest) -> tuple[int, ...]:
+    """Return after how many tokens the consumer can go on, once *request* was loaded.
+
+    At such a position all groups are complete: each has the tokens that the next query reads, and
+    the states after exactly these tokens. So a prefix cache restores all groups there, or none.
+
+    Args:
+        plan: The transfer plan of the two engines.
+        request: The request. Its block tables are not read.
+
+    Returns:
+        Those of `state_positions` at which all groups are complete, ascending. The last is
+        `num_tokens`.
+
+    Raises:
+        SpecError: If the request lacks encoder tokens, or names an unknown group.
+
+    >>> import kvspec
+    >>> sizes = {"block_size": 16, "total_num_kv_heads": 2, "head_size": 4, "dtype": "bfloat16"}
+    >>> state = kvspec.MambaSpec.short_conv(
+    ...     conv_dim=4, conv_kernel=3, dtype="bfloat16", block_size=16)
+    >>> window = kvspec.SlidingWindowSpec(**sizes, sliding_window=12)
+    >>> engine = kvspec.EngineSpec(groups=[
+    ...     kvspec.KVCacheGroup(name=name, layers=[name], spec=spec)
+    ...     for name, spec in (("state", state), ("window", window))])
+    >>> tables = {"state": [3, 4, 5], "window": [7, 8, 9]}
+    >>> request = kvspec.TransferRequest(
+    ...     request_id="r", num_tokens=42, state_positions=[16, 41, 42],
+    ...     producer_blocks=tables, consumer_blocks=tables)
+
+    The query after 41 tokens reads the tokens 30 to 40. The load moves the tokens 31 to 41.
+
+    >>> resume_positions(kvspec.plan_transfer(engine, engine), request)
+    (42,)
+    """
+    ranges = complete_tokens(plan, request)
+    groups = [pair.consumer for pair in plan.pairs]
+
+    def complete(end: int) -> bool:
+        for group in groups:
+            spec = group.spec
+            if not spec.parts[0].per_token:
+                moved = any(end == tokens.stop for tokens in request.moves(group.name, spec))
+                if not moved and request.cached(group.name, spec) != end:
+                    return False
+            elif spec.counts_prompt:
+                live = spec.live_tokens(end)
+                inside = (
+                    tokens.start <= live.start and live.stop <= tokens.stop
+                    for tokens in ranges.get(group.name, ())
+                )
+                if live and not any(inside):
+                    return False
+        return True
+
+    last = request.num_tokens
+    return (*(end for end in request.state_positions if end < last and complete(end)), last)
+
+
 def _moving_parts(plan: TransferPlan, request: TransferRequest) -> dict[str, list[Part]]:
     """Return the parts of the layers that move, by group of the consumer. Rings are left out."""
     groups = instance("plan", plan, TransferPlan).consumer.groups
@@ -169,17 +228,19 @@ def _are_blocks(table: BlockTable, null_block: int | None) -> npt.NDArray[np.boo
 
 
 def _state_block(plan: TransferPlan, name: str, request: TransferRequest, parts: list[Part]) -> Ids:
-    """Return the block of the state, or no block if it does not end at the last token."""
+    """Return the blocks of those states that are the ones after the last token of their blocks."""
     group, table = plan.consumer.group(name), request.table("consumer", name)
     size, after = group.spec.block_size, request.num_tokens
-    cached = request.cached(name, group.spec)
     # The consumer may have rows for more speculative tokens than the producer. They do not move.
     rows = {part.name: part.states for part in group.own_parts}
     all_rows = all(part.states == rows[part.name] for part in parts)
-    valid = all_rows if cached < after else cached == after
-    ends_block = after > 0 and after % size == 0 and after - 1 in table.tokens(size)
-    if not valid or not ends_block:
-        return table.block_ids[:0]
-    slot = (after - 1 - table.first_token) // size
-    is_block = _are_blocks(table, plan.consumer.null_block)
-    return table.block_ids[slot : slot + 1][is_block[slot : slot + 1]]
+    moved = request.moves(name, group.spec) if all_rows else ()
+    ends = [tokens.stop for tokens in moved]
+    if after and request.cached(name, group.spec) == after:
+        ends.append(after)
+    slots = [
+        (end - 1 - table.first_token) // size
+        for end in ends
+        if not end % size and end - 1 in table.tokens(size)
+    ]
+    return table.block_ids[slots][_are_blocks(table, plan.consumer.null_block)[slots]]

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.inputs import MAX_TOKENS, Frozen, mapping, positive_int
+from kvspec.inputs import MAX_TOKENS, Frozen, mapping, positive_int, sequence
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.replicas import Role
 from kvspec.specs import LayerSpec
@@ -211,6 +211,13 @@ def _frozen(value: int | Mapping[str, int]) -> int | Mapping[str, int]:
     return Frozen(value) if isinstance(value, Mapping) else value
 
 
+def _positions(value: Sequence[int]) -> tuple[int, ...]:
+    return tuple(
+        positive_int("state_positions", position, most=MAX_TOKENS)
+        for position in sequence("state_positions", value, "numbers of tokens")
+    )
+
+
 class Known(dict[object, Any]):
     """A cache of values derived from a request. A pickle or a copy of it is empty."""
 
@@ -236,6 +243,10 @@ class TransferRequest:
         state_tokens: Number of tokens that the recurrent states of the producer have seen. It must
             equal `num_tokens`, which is the default. A ring may have seen more tokens, as long as
             it still has a row for each token that moves.
+        state_positions: Numbers of tokens after each of which the recurrent states move, ascending.
+            The last is `num_tokens`. A consumer that keeps states in a prefix cache resumes there
+            later. States after cached tokens do not move. Both tables have a block for each state:
+            that of the last token that it has seen. `num_tokens` alone by default.
         known: Values that descriptor tables derive from the request. The tables of all producer
             ranks share them.
 
@@ -254,6 +265,7 @@ class TransferRequest:
     cached_tokens: int | Mapping[str, int] = attrs.field(default=0, converter=_frozen)
     encoder_tokens: int | None = None
     state_tokens: int | None = None
+    state_positions: tuple[int, ...] = attrs.field(default=(), converter=_positions)
     known: dict[object, Any] = attrs.field(init=False, eq=False, repr=False, factory=Known)
 
     def __attrs_post_init__(self) -> None:
@@ -269,6 +281,10 @@ class TransferRequest:
         ):
             if count is not None:
                 positive_int(field, count, least=0, most=MAX_TOKENS)
+        positions = self.state_positions
+        if positions and ([*positions] != sorted({*positions}) or positions[-1] != self.num_tokens):
+            wanted = f"ascending numbers of tokens, the last of them num_tokens={self.num_tokens}"
+            raise SpecError("state_positions", positions, wanted)
 
     def check_groups(self, groups: Iterable[str]) -> None:
         """Raise `SpecError` if `cached_tokens` names a group that is not in *groups*."""
@@ -328,6 +344,35 @@ class TransferRequest:
         """
         live = spec.live_tokens(self.total(spec))
         return range(max(live.start, self.cached(group, spec)), live.stop) or EMPTY
+
+    def moves(self, group: str, spec: LayerSpec) -> tuple[range, ...]:
+        """Return the ranges of token positions of *group* that the request moves.
+
+        Args:
+            group: Name of a group of the consumer.
+            spec: Spec of layers of the group.
+
+        Returns:
+            The result of `wanted`. For recurrent states, the last position of each state. Empty if
+            nothing moves.
+
+        >>> import kvspec
+        >>> state = kvspec.MambaSpec.mamba2(
+        ...     block_size=16, num_heads=2, head_dim=4, state_size=4, n_groups=1, conv_kernel=4,
+        ...     dtype="float16")
+        >>> request = TransferRequest(
+        ...     request_id="r", num_tokens=40, state_positions=[16, 32, 40], cached_tokens=16,
+        ...     producer_blocks={}, consumer_blocks={})
+        >>> request.moves("state", state)
+        (range(31, 32), range(39, 40))
+        """
+        wanted = self.wanted(group, spec)
+        if not wanted:
+            return ()
+        if spec.parts[0].per_token or not self.state_positions:
+            return (wanted,)
+        cached = self.cached(group, spec)
+        return tuple(range(end - 1, end) for end in self.state_positions if end > cached)
 
 
 def check_no_null(

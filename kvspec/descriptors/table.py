@@ -33,7 +33,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.complete import complete_blocks
+from kvspec.descriptors.complete import complete_blocks, resume_positions
 from kvspec.descriptors.paging import BlockLayout
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest
 from kvspec.descriptors.runs import coalesce, split_rows_of
@@ -81,13 +81,13 @@ def check_shared(
             if name not in pairs:
                 continue  # No layer of this group moves.
             tables = request.consumer_blocks
-            wanted = request.wanted(name, pairs[name])
-            written = _blocks(plan.consumer, name, tables[name], wanted)
+            moves = request.moves(name, pairs[name])
+            written = _blocks(plan.consumer, name, tables[name], moves)
             group = plan.consumer.group(other)
             spec = group.spec.of_layer(group.layers[0])
             live = spec.live_tokens(request.total(spec))
             # The other group may have blocks beyond the request, such as lookahead slots.
-            held = _blocks(plan.consumer, other, tables[other], range(live.start, MOST))
+            held = _blocks(plan.consumer, other, tables[other], [range(live.start, MOST)])
             repeated = np.intersect1d(written, held)
             if len(repeated):
                 rule = f"group {other!r} shares this memory, so it must have other blocks"
@@ -116,8 +116,8 @@ def check_shared_sources(
         if table is None:
             continue  # `TransferRequest.table` raises if the request needs it.
         for spec, _ in pair.layers_by_spec:
-            wanted = request.wanted(pair.consumer.name, spec)
-            read.setdefault(name, []).append(_blocks(plan.producer, name, table, wanted))
+            moves = request.moves(pair.consumer.name, spec)
+            read.setdefault(name, []).append(_blocks(plan.producer, name, table, moves))
     check_read_once(read, shared)
 
 
@@ -138,11 +138,17 @@ def check_read_once(read: Mapping[str, list[Ids]], shared: Iterable[frozenset[st
                 raise SpecError(f"producer_blocks[{name!r}]", int(repeated[0]), rule=rule)
 
 
-def _blocks(engine: EngineSpec, name: str, table: BlockTable, tokens: range) -> Ids:
-    """Return the block ids that *table* has for *tokens*, without the null block.
+def _blocks(engine: EngineSpec, name: str, table: BlockTable, positions: Iterable[range]) -> Ids:
+    """Return the block ids that *table* has for *positions*, without the null block.
 
-    Tokens that the table does not contain are ignored.
+    Positions that the table does not contain are ignored.
     """
+    found = [_blocks_of(engine, name, table, tokens) for tokens in positions]
+    return np.concatenate([table.block_ids[:0], *found])
+
+
+def _blocks_of(engine: EngineSpec, name: str, table: BlockTable, tokens: range) -> Ids:
+    """Return the same for one range of positions."""
     group = engine.group(name)
     size = engine.virtual_block(group)
     if not all(part.per_token for part in group.own_parts):
@@ -339,6 +345,25 @@ class DescriptorTable:
             SpecError: If the request lacks a table or encoder tokens, or names an unknown group.
         """
         return complete_blocks(self.plan, request)
+
+    def resume_positions(self, request: TransferRequest) -> tuple[int, ...]:
+        """Return after how many tokens the consumer can go on, once *request* was loaded.
+
+        At such a position all groups are complete: each has the tokens that the next query reads,
+        and the states after exactly these tokens. So a prefix cache restores all groups there, or
+        none. Like `complete_blocks`, they are valid only after the loads of all ranks are done.
+
+        Args:
+            request: The request.
+
+        Returns:
+            Those of `TransferRequest.state_positions` at which all groups are complete, ascending.
+            The last is `num_tokens`.
+
+        Raises:
+            SpecError: If the request lacks encoder tokens, or names an unknown group.
+        """
+        return resume_positions(self.plan, request)
 
     @cached_property
     def _pair(self) -> CachePair:

@@ -65,7 +65,8 @@ class EdgeTables:
 
     Attributes:
         edge: The edge.
-        wanted: Positions that the request moves.
+        wanted: Positions that the request moves. For recurrent states, those of the last one.
+        moves: The same, but for recurrent states the last position of each state.
         cached: Number of leading tokens that the consumer already has.
         tokens: Positions of one step of the request, or None if all move at once.
         recurrent: Whether the group has recurrent states, which move with the last step.
@@ -75,6 +76,7 @@ class EdgeTables:
 
     edge: Edge
     wanted: range
+    moves: tuple[range, ...]
     cached: int
     tokens: range | None
     recurrent: bool
@@ -94,6 +96,7 @@ class EdgeTables:
         return EdgeTables(
             edge=edge,
             wanted=request.wanted(edge.group, spec),
+            moves=request.moves(edge.group, spec),
             cached=request.cached(edge.group, spec),
             tokens=None if tokens is None else _step_tokens(request, edge.group, spec, tokens),
             recurrent=recurrent,
@@ -159,11 +162,34 @@ class EdgeTables:
     def _check_state(self, sides: tuple[TableSide, ...]) -> None:
         for side, group, table, paging in sides:
             field = f"{side}_blocks[{group!r}]"
-            slot = table.state_block(field, paging.block_size, self.wanted.start)
-            missing = self.wanted if table.block_ids[slot] == paging.null_block else EMPTY
-            check_no_null(side, group, paging.null_block, missing, self.wanted)
-            if side == "consumer":
-                check_once(side, group, table, table.block_ids[slot : slot + 1])
+            slots = state_slots(field, table, paging.block_size, self.moves)
+            for slot, wanted in zip(slots, self.moves, strict=True):
+                missing = wanted if table.block_ids[slot] == paging.null_block else EMPTY
+                check_no_null(side, group, paging.null_block, missing, wanted)
+            if side == "consumer" or len(slots) > 1:
+                check_once(side, group, table, table.block_ids[slots])
+
+
+def state_slots(
+    field: str, table: BlockTable, block_size: int, moves: Iterable[range]
+) -> list[int]:
+    """Return the indices of the blocks of several states in a table.
+
+    Args:
+        field: Name of the table for errors.
+        table: The block table.
+        block_size: Tokens of a block.
+        moves: The last position of each state.
+
+    Raises:
+        SpecError: If a state has no block, or two have the same.
+    """
+    slots = [table.state_block(field, block_size, tokens.start) for tokens in moves]
+    if len({*slots}) < len(slots):
+        ends = ", ".join(str(tokens.stop) for tokens in moves)
+        expected = f"a block for each of the states after {ends} tokens"
+        raise SpecError(field, table.block_ids.tolist(), expected)
+    return slots
 
 
 def check_tokens(tokens: object, groups: Iterable[str]) -> None:
@@ -362,13 +388,14 @@ def check_state_tokens(request: TransferRequest) -> None:
 
 
 def _state(request: TransferRequest, tables: EdgeTables, token_split: TokenSplit) -> RowStarts:
-    """Return where the recurrent state of *request* lies in both tables."""
+    """Return where the recurrent states of *request* lie in both tables."""
     check_state_tokens(request)
-    token = tables.wanted.start
-    if not token_split.stripe.holds(token // token_split.consumer.virtual_block):
+    block = token_split.consumer.virtual_block
+    moves = [each for each in tables.moves if token_split.stripe.holds(each.start // block)]
+    if not moves:
         return {}
     producer, consumer = (
-        np.array([table.state_block(f"{side}_blocks[{group!r}]", paging.block_size, token)])
+        np.array(state_slots(f"{side}_blocks[{group!r}]", table, paging.block_size, moves))
         for side, group, table, paging in tables.sides(token_split)
     )
     return {token_split.whole_kind: (producer, consumer)}
@@ -423,7 +450,8 @@ def _cut(
     >>> from kvspec.ownership.stripes import WHOLE
     >>> edge = Edge(producer=RankId(), consumer=RankId(), producer_group="g", group="g",
     ...     layers=(), slices=())
-    >>> tables = EdgeTables(edge, wanted=range(5, 15), cached=5, tokens=None, recurrent=False,
+    >>> moves = range(5, 15)
+    >>> tables = EdgeTables(edge, moves, (moves,), cached=5, tokens=None, recurrent=False,
     ...     producer=BlockTable([6, 7, 8, 9]), consumer=BlockTable([3, 1]))
     >>> token_split = TokenSplit(WHOLE, 4, 1, Paging(4, 4, EVERY_TOKEN), Paging(8, 8, EVERY_TOKEN))
     >>> def rows(moves_whole):

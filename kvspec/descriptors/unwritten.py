@@ -245,15 +245,15 @@ def _state_rows(
     edge, region, part = parts.edge, parts.region, parts.part
     engine, table = pair.consumer.engine, request.table("consumer", edge.group)
     group, ids = engine.group(edge.group), table.block_ids
-    size, wanted = group.spec.block_size, request.wanted(group.name, group.spec)
+    size = group.spec.block_size
     tokens = max(request.num_tokens, request.cached(group.name, group.spec))
     first_token = table.first_token
     if len(ids) == 1 and not first_token:  # The only block has the state after any token.
         first_token = max(tokens - 1, 0) // size * size
     starts = first_token + np.arange(len(ids)) * size
     first_row = np.where(starts < tokens, region.states, 0)
-    if wanted:
-        first_row[starts // size == wanted.start // size] = part.states
+    for moves in request.moves(group.name, group.spec):
+        first_row[starts // size == moves.start // size] = part.states
     own = _own_blocks(ids, table, engine.null_block, region, group.kernel_blocks_per_block)
     own &= parts.tp_slice.stripe.holds(starts // engine.virtual_block(group))
     index, row = np.nonzero(own[:, None] & (np.arange(region.states) >= first_row[:, None]))

@@ -68,9 +68,14 @@ def wanted(plan: TransferPlan, request: TransferRequest) -> dict[tuple[str, str]
 
     Returns:
         The rows of each layer and part that moves.
+
+    Raises:
+        SpecError: If the request moves states at several positions: one digest covers one state.
     """
     instance("plan", plan, TransferPlan)
-    instance("request", request, TransferRequest)
+    if len(instance("request", request, TransferRequest).state_positions) > 1:
+        expected = "one position (not yet: digests of several states)"
+        raise SpecError("state_positions", request.state_positions, expected)
     return {
         (layer, part.name): want
         for edge in plan.edges
@@ -85,12 +90,12 @@ def wanted_of(
     """Yield the layers, parts and rows that *request* moves by the slice *one* of *edge*."""
     specs, held = plan.pair_of(edge).specs, plan.producer.group(edge.producer_group).spec
     for layer in one.layers:
-        tokens = request.wanted(edge.group, specs[layer])
         states = {part.name: part.states for part in held.of_layer(layer).parts}
-        for part in specs[layer].parts if tokens else ():
-            if part.name in one.parts:
-                rows = 0 if part.per_token else min(part.states, states[part.name])
-                yield layer, part, Wanted(tokens, rows)
+        for tokens in request.moves(edge.group, specs[layer]):
+            for part in specs[layer].parts:
+                if part.name in one.parts:
+                    rows = 0 if part.per_token else min(part.states, states[part.name])
+                    yield layer, part, Wanted(tokens, rows)
 
 
 def digest(

@@ -40,20 +40,18 @@ def tokens_and_blocks(
     """
     size = plan.consumer.virtual_block(group)
     for spec in _moving(plan, group):
-        wanted = request.wanted(group.name, spec)
-        if not wanted:
-            continue
-        field, table = f"consumer_blocks[{group.name!r}]", request.table("consumer", group.name)
-        if any(part.per_token for part in spec.parts):
-            table.check_start(field, size)
-            held = table.tokens(size)
-            if wanted.start < held.start or held.stop < wanted.stop:
-                expected = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
-                raise SpecError(field, held, expected)
-            yield wanted, table.blocks_of(wanted, size)
-        else:
-            slot = table.state_block(field, spec.block_size, wanted.start)
-            yield wanted, table.block_ids[slot : slot + 1]
+        for wanted in request.moves(group.name, spec):
+            field, table = f"consumer_blocks[{group.name!r}]", request.table("consumer", group.name)
+            if any(part.per_token for part in spec.parts):
+                table.check_start(field, size)
+                held = table.tokens(size)
+                if wanted.start < held.start or held.stop < wanted.stop:
+                    expected = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
+                    raise SpecError(field, held, expected)
+                yield wanted, table.blocks_of(wanted, size)
+            else:
+                slot = table.state_block(field, spec.block_size, wanted.start)
+                yield wanted, table.block_ids[slot : slot + 1]
 
 
 def _moving(plan: TransferPlan, group: KVCacheGroup) -> Iterator[LayerSpec]:

@@ -129,28 +129,30 @@ def rows_of(
                 moves = 0 if layer in excluded else _common_rows(source, layer, part)
                 if is_ring(group.spec):
                     own_seen = of_group(seen, group.name, request.num_tokens)
-                    columns = _ring_rows(group, layer, part, table, request, own_seen)
+                    every = [(own_seen, _ring_rows(group, layer, part, table, request, own_seen))]
                 elif part.per_token:
+                    own_seen = of_group(seen, group.name, request.num_tokens)
                     columns = _token_rows(group, layer, part, own, request, table[1], virtual)
+                    every = [(own_seen, columns)]
                 else:
-                    columns = _state_rows(group, part, table, request, moves)
-                at, row, token, known, live, dead = columns
-                held = _held(table[0], engine.null_block)[at]
-                # The rows of a table's block are spread over several blocks in memory.
-                kernel_blocks_per_block = count_kernel_blocks(group)
-                kernel_block, row = np.divmod(row, part.states // kernel_blocks_per_block)
-                yield PartRows(
-                    key=(group.name, layer, part.name),
-                    part=part,
-                    units=rank_units(engine, rank, part, group),
-                    block=(table[0][at] * kernel_blocks_per_block + kernel_block)[held],
-                    row=row[held],
-                    token=token[held],
-                    known=known[held],
-                    live=live[held] & (moves > 0),
-                    dead=dead[held] & (moves > 0),
-                    seen=of_group(seen, group.name, request.num_tokens),
-                )
+                    every = list(_states(group, part, table, request, moves, seen))
+                for own_seen, (at, rows, token, known, live, dead) in every:
+                    held = _held(table[0], engine.null_block)[at]
+                    # The rows of a table's block are spread over several blocks in memory.
+                    kernel_blocks_per_block = count_kernel_blocks(group)
+                    kernel_block, row = np.divmod(rows, part.states // kernel_blocks_per_block)
+                    yield PartRows(
+                        key=(group.name, layer, part.name),
+                        part=part,
+                        units=rank_units(engine, rank, part, group),
+                        block=(table[0][at] * kernel_blocks_per_block + kernel_block)[held],
+                        row=row[held],
+                        token=token[held],
+                        known=known[held],
+                        live=live[held] & (moves > 0),
+                        dead=dead[held] & (moves > 0),
+                        seen=own_seen,
+                    )
 
 
 def _common_rows(source: EngineSpec | None, layer: str, part: Part) -> int:
@@ -242,20 +244,44 @@ def _ring_rows(
     return np.zeros_like(row), row, token, known, must, np.zeros(len(row), bool)
 
 
+def _states(
+    group: KVCacheGroup,
+    part: Part,
+    table: _Table,
+    request: TransferRequest,
+    moves: int,
+    seen: int | Mapping[str, int] | None,
+) -> Iterator[tuple[int, _Columns]]:
+    """Yield for each state of the request how many tokens it has seen, and its columns.
+
+    An earlier state is left out if it is cached, or if its block is not in the table: the producer
+    has given back the blocks of the states that its consumer has cached.
+    """
+    last, size = request.num_tokens, group.spec.block_size
+    held = range(table[1], table[1] + len(table[0]) * size)
+    for end in request.state_positions or (last,):
+        if end == last:
+            yield of_group(seen, group.name, end), _state_rows(group, part, table, request, moves)
+        elif end - 1 in held and end > cached_tokens_of(request, group):
+            yield end, _state_rows(group, part, table, request, moves, end)
+
+
 def _state_rows(
     group: KVCacheGroup,
     part: Part,
     table: _Table,
     request: TransferRequest,
     moves: int,
+    end: int | None = None,
 ) -> _Columns:
-    """Return the columns of a state, whose first *moves* rows move. Their token is -1.
+    """Return the columns of the state after *end* tokens, whose first *moves* rows move.
 
-    If the table has several blocks, the block of the last token holds the state.
+    *end* is the number of tokens of the request by default. The token of a row is -1. If the table
+    has several blocks, the block of the last token holds the state.
     """
     row, slot = np.arange(part.states), 0
     if len(table[0]) > 1:
-        slot = (request.num_tokens - 1 - table[1]) // group.spec.block_size
+        slot = ((end or request.num_tokens) - 1 - table[1]) // group.spec.block_size
     # A state is cached completely or not at all.
     must = cached_tokens_of(request, group) < request.num_tokens
     none = np.zeros(part.states, bool)

@@ -13,6 +13,7 @@ import attrs
 from hypothesis import strategies as st
 
 from kvspec.check.counting import rank_units
+from kvspec.descriptors.request import BlockTable
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import ParallelConfig
@@ -20,7 +21,7 @@ from kvspec.specs import LayerSpec, MambaSpec
 from kvspec.testing import Case, strategies
 from kvspec.testing.engines import engines, groups, laid_out
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import explicit_shardings, sample
+from kvspec.testing.parallels import explicit_shardings, is_state, sample
 
 # Pairs are filtered for equal ranges of heads. Larger engines rarely agree.
 _SPANNING_RANKS = 4
@@ -142,6 +143,69 @@ def common_cases(draw: st.DrawFn) -> Case:
     model = draw(groups(STATES))
     producer, consumer = (draw(engines(draw(with_own_rows(model)), 4)) for _ in range(2))
     return draw(strategies.case_of((producer, consumer), common_states=True))
+
+
+@st.composite
+def snapshot_cases(draw: st.DrawFn) -> Case:
+    """Draw a transfer that moves states at several positions, each in a block of its own.
+
+    Some positions may be cached. A block that no state needs may be null.
+    """
+    kind = draw(st.sampled_from(STATES))
+    case = draw(strategies.cases([kind, "full", "sliding window"], largest=2).filter(_has_states))
+    request, sizes = case.request, _state_sizes(case)
+    positions = [request.num_tokens]
+    # From behind, so that no two positions are in one block of either side.
+    while len(positions) < 4 and draw(st.integers(0, 3)):
+        most = min((positions[0] - 1) // size * size for size in sizes)
+        if not most:
+            break
+        # Mostly at the end of a block. A position inside one is that of a partial tail.
+        positions.insert(0, draw(sample(most, most, draw(st.integers(1, most)))))
+    cached = request.cached_tokens
+    if isinstance(cached, int):
+        cached = {group.name: cached for group in case.consumer.groups}
+    some = draw(sample(0, 0, *positions))
+    states = {group.name: some for group in case.consumer.groups if is_state(group.spec)}
+    fields: dict[str, Any] = {"state_positions": positions, "cached_tokens": {**cached, **states}}
+    pools = {}
+    for side, engine in (("producer", case.producer), ("consumer", case.consumer)):
+        tables = dict(getattr(request, f"{side}_blocks"))
+        pool = dict(getattr(case, f"{side}_pool"))
+        for group in engine.groups:
+            if group.name in tables and is_state(group.spec):
+                used = {(end - 1) // group.spec.block_size for end in positions if end > some}
+                table = draw(_snapshot_table(group, used, positions[-1], engine.null_block))
+                tables[group.name] = table
+                pool[group.name] = int(table.block_ids.max()) + 2
+        fields[f"{side}_blocks"], pools[f"{side}_pool"] = tables, pool
+    return attrs.evolve(case, request=attrs.evolve(request, **fields), **pools)
+
+
+@st.composite
+def _snapshot_table(
+    draw: st.DrawFn, group: KVCacheGroup, used: set[int], end: int, null: int | None
+) -> BlockTable:
+    """Draw a table with the blocks *used*, up to the block after that of token *end* - 1."""
+    size = group.spec.block_size
+    blocks = range(draw(sample(0, min(used, default=0))), -(-end // size) + 1)
+    free = [block for block in range(len(blocks) + 2) if block != null]
+    ids = draw(st.permutations(free))[: len(blocks)]
+    if null is not None and draw(st.booleans()):
+        ids = [at if block in used else null for block, at in zip(blocks, ids, strict=True)]
+    return BlockTable(ids, blocks.start * size)
+
+
+def _state_sizes(case: Case) -> list[int]:
+    """Return the block sizes of the groups of states of both engines."""
+    groups = [*case.producer.groups, *case.consumer.groups]
+    return [group.spec.block_size for group in groups if is_state(group.spec)]
+
+
+def _has_states(case: Case) -> bool:
+    """Return whether a group of states has a prompt that is longer than its blocks."""
+    sizes = _state_sizes(case)
+    return bool(sizes) and case.request.num_tokens > max(sizes) and not case.shared
 
 
 @st.composite

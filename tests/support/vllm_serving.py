@@ -31,6 +31,7 @@ BLOCKS, SIZE = 12, 8
 KEYS = kvspec.KeyContent(rotary="halves", rotary_size=SIZE)
 """What the keys mean. The layers of these workers are in no module that would show it."""
 FULL, WINDOW = ("model.layers.0.attn", "model.layers.1.attn"), ("model.layers.2.attn",)
+RING = ("model.layers.2.indexer.tail_cache",)
 
 CONNECTOR = "kvspec.adapters.vllm.connector"
 
@@ -120,6 +121,40 @@ class Manager:
 
 
 @dataclass
+class Block:
+    """A block of vLLM, and the number of its users."""
+
+    block_id: int
+    ref_cnt: int = 0
+
+    @property
+    def is_null(self) -> bool:
+        """Return whether it stands for a block that was freed."""
+        return self.block_id == 0
+
+
+class Pool:
+    """The part of vLLM's `BlockPool` that counts the users of blocks."""
+
+    def __init__(self) -> None:
+        self.blocks = [Block(number) for number in range(BLOCKS)]
+
+    def touch(self, blocks: list[Block]) -> None:
+        """Add a user to *blocks*."""
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterator[Block]) -> None:
+        """Remove a user from *blocks*."""
+        for block in blocks:
+            block.ref_cnt -= 1
+
+    def used(self) -> list[int]:
+        """Return the blocks that have users."""
+        return [block.block_id for block in self.blocks if block.ref_cnt]
+
+
+@dataclass
 class Results:
     """The class `KVConnectorTransferResults`."""
 
@@ -160,6 +195,7 @@ class Source(enum.Enum):
     """The class `CacheHitSource`."""
 
     P2P = "p2p"
+    DISK = "disk"
     EXTERNAL = "external_unspecified"
 
 
@@ -240,6 +276,18 @@ class Layer:
         return SimpleNamespace(full_cls_name=lambda: tuple(like.FLASH.rsplit(".", 1)))
 
 
+class RingLayer(Layer):
+    """A layer with the ring of GLM-5.3, which compresses four tokens together."""
+
+    _index_kpool = 4
+
+    @staticmethod
+    def get_attn_backend() -> Any:
+        """Return the backend."""
+        name = "vllm.v1.attention.backends.mla.indexer", "KpoolTailBackend"
+        return SimpleNamespace(full_cls_name=lambda: name)
+
+
 def configs(
     name: str, rank: int, tp: int, block: int, extra: dict[str, Any], pp: int = 1
 ) -> tuple[Any, Any]:
@@ -252,10 +300,16 @@ def configs(
         like.FullAttentionSpec(**heads),
         like.SlidingWindowSpec(sliding_window=8, **heads),
     )
-    stage = rank // tp
+    rows, stage = extra.pop("ring", 0), rank // tp
     layers = (FULL if not stage else (), WINDOW if stage == pp - 1 else ())
-    config: Any = like.config((layers[0], full), (layers[1], window), num_blocks=BLOCKS)
-    config.kv_cache_layout, config.transfer_group_ids = "LBHNC", (0, 1)
+    groups = [(layers[0], full), (layers[1], window)]
+    context = dict.fromkeys((*layers[0], *layers[1]), Layer())
+    if rows:
+        sizes = {"num_kv_heads": 2, "head_size": SIZE, "head_size_v": 0, "dtype": "uint8"}
+        groups.append((RING, like.CircularBufferSpec(block_size=rows, **sizes)))
+        context |= dict.fromkeys(RING, RingLayer())
+    config: Any = like.config(*groups, num_blocks=BLOCKS)
+    config.kv_cache_layout, config.transfer_group_ids = "LBHNC", tuple(range(len(groups)))
     config.needs_kv_cache_zeroing = extra.pop("zeroing", False)
     extra.setdefault("key_content", attrs.asdict(KEYS))
     vllm_config = SimpleNamespace(
@@ -265,15 +319,18 @@ def configs(
         model_config=SimpleNamespace(
             model="tiny",
             revision=None,
+            quantization=None,
             get_total_num_kv_heads=lambda: 6,
             get_total_num_hidden_layers=lambda: 3,
             hf_text_config=None,
         ),
         cache_config=None,
-        compilation_config=SimpleNamespace(
-            static_forward_context=dict.fromkeys((*layers[0], *layers[1]), Layer())
+        compilation_config=SimpleNamespace(static_forward_context=context),
+        kv_transfer_config=SimpleNamespace(
+            engine_id=name,
+            kv_connector_extra_config=extra,
+            kv_load_failure_policy=extra.pop("policy", "recompute"),
         ),
-        kv_transfer_config=SimpleNamespace(engine_id=name, kv_connector_extra_config=extra),
         speculative_config=None,
     )
     return vllm_config, config
@@ -307,13 +364,23 @@ class Engine:
         WORLDS[-1].run(calls)
         self.scheduler = made(worker_configs[0][0], "SCHEDULER", worker_configs[0][1])
         known = {(n // tp, n % tp): w.get_handshake_metadata() for n, w in enumerate(self.workers)}
-        self.managers = [Manager(block), Manager(block)]
+        self.managers = [Manager(block) for _ in worker_configs[0][1].kv_cache_groups]
         coordinator = SimpleNamespace(single_type_managers=self.managers)
+        self.pool, self.tables = Pool(), dict[str, tuple[list[int], ...]]()
         self.scheduler.bind_kv_cache_manager(
-            SimpleNamespace(enable_caching=True, coordinator=coordinator)
+            SimpleNamespace(
+                enable_caching=True,
+                coordinator=coordinator,
+                block_pool=self.pool,
+                get_blocks=self._blocks,
+            )
         )
         self.scheduler.set_xfer_handshake_metadata_pp_aware(known)
         self.sent, self.received, self.failed = (dict[str, int]() for _ in range(3))
+
+    def _blocks(self, request_id: str) -> Any:
+        groups = self.tables[request_id]
+        return SimpleNamespace(blocks=[[self.pool.blocks[each] for each in ids] for ids in groups])
 
     def _tensors(self, storage: dict[str, Any], heads: int) -> dict[str, Any]:
         shape = (BLOCKS, heads, self.block, 2 * SIZE)
@@ -322,6 +389,8 @@ class Engine:
             if group in storage:
                 views = storage[group].reshape(len(layers), *shape)
                 tensors |= dict(zip(layers, views, strict=True))
+        if "group2" in storage:
+            tensors |= {RING[0]: storage["group2"].reshape(BLOCKS, 2, -1, SIZE)}
         return tensors
 
     def __enter__(self) -> Self:
@@ -331,21 +400,39 @@ class Engine:
         for connector in (*self.workers, self.scheduler):
             connector.shutdown()
 
-    def step(self) -> None:
-        """Do one step as vLLM does: pass the metadata to the workers and collect their results."""
+    def step(self, **scheduled: int) -> None:
+        """Do one step as vLLM does: pass the metadata to the workers and collect their results.
+
+        *scheduled* is the number of tokens that the model computes of each request.
+        """
         # vLLM sends the metadata to its workers as a pickle.
-        built = self.scheduler.build_connector_meta(None)
+        state = SimpleNamespace(boundary_state_offloads={})
+        built = self.scheduler.build_connector_meta(
+            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+        )
         metadata = pickle.loads(pickle.dumps(built))  # noqa: S301
+        before, meta = dict(self.received), None
         for worker in self.workers:
             worker.bind_connector_metadata(metadata)
             worker.start_load_kv(None)
+            worker.wait_for_save()
             results = worker.get_transfer_results(set())
+            own = pickle.loads(pickle.dumps(worker.build_connector_worker_meta()))  # noqa: S301
+            meta = meta.aggregate(own) if meta and own else meta or own
             for counts, names in (
                 (self.sent, results.finished_sending),
                 (self.received, results.finished_recving),
                 (self.failed, results.failed_recving),
             ):
                 counts.update({name: counts.get(name, 0) + 1 for name in names})
+        ended = {name for name, count in self.received.items() if count == len(self.workers)}
+        self.scheduler.update_connector_output(
+            SimpleNamespace(
+                finished_recving=ended - {n for n, c in before.items() if c == len(self.workers)},
+                failed_recving=ended & self.failed.keys(),
+                kv_connector_worker_meta=meta,
+            )
+        )
 
     def prefill(self, request: Request, *tables: list[int]) -> dict[str, Any] | None:
         """Prefill a prompt for another engine. Return the parameters that a router forwards."""

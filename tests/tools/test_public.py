@@ -44,8 +44,9 @@ FROZEN = """
 
 PROVISIONAL = """
     kvspec CircularBufferSpec LocalTransferError RemoteTransferError StoreError scales_digest
-    kvspec.adapters.sglang worker_rank
+    kvspec.adapters.sglang UnifiedPages worker_rank
     kvspec.adapters.transformers Prompts
+    kvspec.adapters.vllm CanonicalPages LMCacheChunks MooncakeShards
     kvspec.adapters.vllm WorkerInfo loses_a_token stages whole_engine worker_rank
     kvspec.analysis Simulation simulate
     kvspec.check prove
@@ -81,6 +82,10 @@ WITHOUT_EXAMPLE = {
         "kvspec.session.Session kvspec.session.Load kvspec.session.SessionCollector"
     ),
     "needs vLLM": ("kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine"),
+    "needs what another program has stored": (
+        "kvspec.adapters.sglang.UnifiedPages kvspec.adapters.vllm.CanonicalPages "
+        "kvspec.adapters.vllm.LMCacheChunks kvspec.adapters.vllm.MooncakeShards"
+    ),
     "needs transformers and a model": "kvspec.adapters.transformers.Prompts",
     "is a value that another public name returns or accepts": (
         "kvspec.TPTransferSlice "

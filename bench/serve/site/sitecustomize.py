@@ -37,6 +37,11 @@ def _rotary_in_torch(base: Any) -> None:  # noqa: ANN401 - a module
     base.RotaryEmbedding.forward_cpu = base.RotaryEmbedding.forward_native
 
 
+def _without_checkpoints(mamba2: Any) -> None:  # noqa: ANN401 - a module
+    """Cache no state inside a forward pass: the kernels for CPUs return only the last state."""
+    del mamba2.MambaMixer2.get_kv_cache_spec
+
+
 CONNECTOR = ("/kvspec/", "/kv_connector/v1/nixl/")
 _WAITS = ("time.sleep(", ".get(", ".acquire(", ".poll(", ".select(", ".wait(", "sched_yield")
 
@@ -75,6 +80,7 @@ def _sampled(_: Any) -> None:  # noqa: ANN401 - a module
 
 AFTER: dict[str, Callable[[Any], None]] = {
     "torch.cpu": _without_amx,
+    "vllm.model_executor.layers.mamba.mamba_mixer2": _without_checkpoints,
     "vllm.model_executor.layers.rotary_embedding.base": _rotary_in_torch,
     "vllm.v1.worker.cpu_worker": _sampled,
 }

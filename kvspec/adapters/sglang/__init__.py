@@ -42,10 +42,12 @@ How it works:
 """
 
 from kvspec.adapters.sglang.engine import engine_spec, parallel_config, worker_rank
+from kvspec.adapters.sglang.stored_pages import UnifiedPages
 from kvspec.adapters.sglang.tables import block_tables
 from kvspec.adapters.sglang.tensors import rank_cache
 
 __all__ = [
+    "UnifiedPages",
     "block_tables",
     "engine_spec",
     "parallel_config",

@@ -51,12 +51,18 @@ How it works:
 """
 
 from kvspec.adapters.vllm.engine import engine_spec
+from kvspec.adapters.vllm.lmcache_chunks import LMCacheChunks
+from kvspec.adapters.vllm.mooncake_pages import MooncakeShards
 from kvspec.adapters.vllm.settings import from_vllm, stages, worker_rank
+from kvspec.adapters.vllm.stored_pages import CanonicalPages
 from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.adapters.vllm.tensors import rank_cache
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 
 __all__ = [
+    "CanonicalPages",
+    "LMCacheChunks",
+    "MooncakeShards",
     "WorkerInfo",
     "block_tables",
     "engine_spec",

@@ -29,11 +29,15 @@ import attrs
 
 from kvspec.adapters.field_reader import FieldReader, chosen
 from kvspec.errors import SpecError
+from kvspec.inputs import positive_int
 from kvspec.ownership.dtypes import itemsize
 from kvspec.specs.formats import is_opaque
 
 # Each head of each token is one run of bytes: a key and its value, a latent, or packed bytes.
 ROW_PAGES = "rows"
+
+# Each token that is not compressed yet has a row.
+RING = "ring"
 
 _V1 = "vllm.v1.attention.backends."
 
@@ -55,7 +59,10 @@ _ROW_BACKENDS = [
     "mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend",
     "mla.cutlass_mla.CutlassMLABackend",
     "mla.flashattn_mla.FlashAttnMLABackend",
+    "mla.flashattn_mla.XPUFlashAttnMLABackend",
     "mla.flashattn_mla_sparse.FlashAttnMLASparseBackend",
+    "mla.flashattn_mla_sparse.FlashAttnMLASparseFA4Backend",
+    "mla.xpu_mla_sparse.XPUMLASparseBackend",
     "mla.tokenspeed_mla.TokenspeedMLABackend",
     "mla.rocm_aiter_mla.AiterMLABackend",
     "mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend",
@@ -68,15 +75,22 @@ _ROW_BACKENDS = [
 SUMMARIES = "step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend"
 
 # Backends of one model whose pages are rows. Those of a compressor and of Inkling's convolutions
-# keep rows of another kind than keys and values.
+# keep rows of another kind than keys and values. Those of dots3, HY-V4, Step-5 and Qwen4's
+# attention extend a backend of rows, and write as it does.
 _ROW_MODELS = [
     "deepseek_v4.compressor.CompressorBackend",
+    "dots3_note.nvidia.attention.Dots3NoteTritonMLABackend",
+    "hy_v4.nvidia.flashmla_sparse.HYV4FlashMLASparseBackend",
     "inkling.amd.sconv_swa_attn.InklingSconvBackend",
     "inkling.nvidia.sconv_swa_attn.InklingSconvBackend",
     "minimax_m3.common.sparse_attention.MiniMaxM3SparseBackend",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseCutlassBackend",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSABackend",
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseTritonBackend",
+    "qwen4_exp.common.qsa_cache.QSAStateBackend",
+    "qwen4_exp.nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend",
+    "step5.nvidia.sparse_attention.Step5DSAAttentionBackend",
+    "step5.nvidia.sparse_attention.Step5SplitKVFlashAttentionBackend",
     SUMMARIES,
 ]
 
@@ -95,6 +109,7 @@ _OTHER_BACKENDS = {
     "mla.indexer.DeepseekV4IndexerBackend": "indexer's",
     "mla.indexer.DeepseekV41IndexerBackend": "indexer's",
     "mla.sparse_swa.DeepseekSparseSWABackend": "DeepSeek's",
+    "mla.indexer.KpoolTailBackend": RING,
 }
 
 _MODELS = {
@@ -103,6 +118,7 @@ _MODELS = {
     "deepseek_v4.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": "DeepSeek's",
     "deepseek_v4.nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": "DeepSeek's",
     "deepseek_v41.sparse_mla.DeepseekV4FlashMLABackend": "DeepSeek's",
+    "deepseek_v41.compressor.CompressorBackend": RING,
     "deepseek_v41.sparse_mla.FlashMLAMegaAttnBackend": "DeepSeek's",
     "deepseek_v41.nvidia.flashinfer_sparse.DeepseekSparseSWAFlashInferBackend": "DeepSeek's",
     "deepseek_v41.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": "DeepSeek's",
@@ -115,7 +131,7 @@ _MODELS = {
 
 # A class that extends another one may have kernels with a page order of its own.
 _UNREAD = "not yet: the order in which its kernels write a page is unknown"
-_OF_RINGS = "not yet: it keeps a ring, whose spec lacks the number of compressed tokens"
+_OF_RINGS = "not yet: its ring has other rows than `block_size`: as many as fit into its page"
 _OF_OTHERS = "no layer has it: other backends extend it"
 _OF_STATES = "no pages of tokens: its layers keep states, and MambaSpec describes those"
 
@@ -124,16 +140,7 @@ BACKENDS_REFUSED: Mapping[str, str] = {
     f"vllm.{name}": why
     for why, names in {
         _UNREAD: [
-            "v1.attention.backends.mla.flashattn_mla.XPUFlashAttnMLABackend",
-            "v1.attention.backends.mla.flashattn_mla_sparse.FlashAttnMLASparseFA4Backend",
-            "v1.attention.backends.mla.xpu_mla_sparse.XPUMLASparseBackend",
             "models.dots3_note.nvidia.attention.Dots3NotePaddedSparseBackend",
-            "models.dots3_note.nvidia.attention.Dots3NoteTritonMLABackend",
-            "models.hy_v4.nvidia.flashmla_sparse.HYV4FlashMLASparseBackend",
-            "models.qwen4_exp.common.qsa_cache.QSAStateBackend",
-            "models.qwen4_exp.nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend",
-            "models.step5.nvidia.sparse_attention.Step5DSAAttentionBackend",
-            "models.step5.nvidia.sparse_attention.Step5SplitKVFlashAttentionBackend",
             "models.qwen4_exp.amd.qsa.Qwen4ExpQSAFlashAttentionBackend",
             "models.deepseek_v4.amd.rocm.DeepseekV4ROCMAiterMLASparseBackend",
             "models.deepseek_v4.cpu.cpu_mla.DeepseekV4CPUIndexerBackend",
@@ -150,9 +157,7 @@ BACKENDS_REFUSED: Mapping[str, str] = {
             "v1.attention.backends.mla.sparse_indexer.DeepseekV41SparseIndexerBackend",
         ],
         _OF_RINGS: [
-            "models.deepseek_v41.compressor.CompressorBackend",
             "models.step5.nvidia.csa_tail_ring.Step5CSATailRingBackend",
-            "v1.attention.backends.mla.indexer.KpoolTailBackend",
         ],
         _OF_OTHERS: [
             "model_executor.layers.attention.mla_attention.MLACommonBackend",
@@ -187,6 +192,15 @@ FORMATS: Mapping[str, str] = {
     **{_V1 + name: form for name, form in _OTHER_BACKENDS.items()},
     **{f"vllm.models.{name}": ROW_PAGES for name in _ROW_MODELS},
     **{f"vllm.models.{name}": form for name, form in _MODELS.items()},
+}
+
+# The backends of rings, and how many tokens their layers compress together. None if it differs
+# among models: then the variant of the layer is the number.
+RINGS: Mapping[str, int | None] = {
+    # It raises an error for any ratio but 1 and 2, and with ratio 1 it has no ring.
+    "vllm.models.deepseek_v41.compressor.CompressorBackend": 2,
+    "vllm.models.qwen4_exp.common.qsa_cache.QSAStateBackend": None,
+    "vllm.v1.attention.backends.mla.indexer.KpoolTailBackend": None,
 }
 
 # The formats of a backend whose name leaves a property open, by the value of that property.
@@ -229,6 +243,8 @@ class Backends:
         if form is None:
             why = BACKENDS_REFUSED.get(name, "kvspec.adapters.vllm.FORMATS")
             raise SpecError(field, name, f"{_EXPECTED} ({why})")
+        if form == RING:
+            raise SpecError(spec.path, type(spec.value).__name__, "CircularBufferSpec")
         form = _for_spec(form, spec)
         if form in _VARIANTS:
             form = self._variant(layer, name, _VARIANTS[form])
@@ -245,6 +261,18 @@ class Backends:
             wanted = f"one of {', '.join(known)}: the variants of {name.rpartition('.')[2]}"
             raise SpecError(f"variants[{layer!r}]", variant, wanted)
         return known[variant]
+
+    def ratio_of(self, layer: str) -> int:
+        """Return how many tokens *layer*, which keeps a ring, compresses together."""
+        field = f"backends[{layer!r}]"
+        name = full_name(field, chosen(self.by_layer, layer))
+        if name not in RINGS:
+            why = BACKENDS_REFUSED.get(name, "kvspec.adapters.vllm.backends.RINGS")
+            raise SpecError(field, name, f"the backend of a ring ({why})")
+        known, variant = RINGS[name], chosen(self.variants, layer)
+        if known is not None:
+            return known
+        return positive_int(f"variants[{layer!r}]", variant, least=2)
 
     def of_summaries(self, layer: str) -> bool:
         """Return whether *layer* keeps summaries, which have one head on each rank."""

@@ -15,8 +15,10 @@ How it works:
         on_new_request                            register_kv_caches
         get_num_new_matched_tokens                get_handshake_metadata
         update_state_after_alloc                  start_load_kv -> begin
-        build_connector_meta -> EngineStep        get_transfer_results -> settle
-        request_finished_all_groups               shutdown
+        build_connector_meta -> EngineStep        wait_for_save -> save_pages
+        update_connector_output                   get_transfer_results -> settle
+        request_finished_all_groups               build_connector_worker_meta
+                                                  shutdown
 
     In each step, vLLM sends the `EngineStep` of the scheduler to all workers. The producer's
     `request_finished_all_groups` returns the parameters that a router passes to the consumer.
@@ -136,6 +138,18 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
         check_weights(vllm_config)
         return None
 
+    def get_external_cache_hit_sources(
+        self,
+        request: Any,  # noqa: ANN401
+        num_external_tokens: int,
+    ) -> dict[Any, int]:
+        """Return the tokens by their source: stored pages or another engine."""
+        if not num_external_tokens:
+            return {}
+        stored = self.loads_pages(request.request_id)
+        source = getattr(_SOURCES, "DISK", None) if stored else self._cache_hit_source
+        return {source: num_external_tokens}
+
     def get_kv_connector_stats(self) -> KvspecStats | None:
         """Return the numbers of this worker since the last call, or None if nothing happened."""
         numbers = self.numbers()
@@ -157,6 +171,11 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
         """Return the metrics of a front end."""
         return KvspecPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    def shutdown(self) -> None:
+        """End the pins of a scheduler, or close the session of a worker."""
+        self.unpin_pages()
+        Serving.shutdown(self)
+
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ANN401, ARG002
         """Begin the transfers of this step."""
         self.begin(self._connector_metadata)
@@ -169,7 +188,8 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
         """Do nothing: a request runs only after all layers have arrived."""
 
     def save_kv_layer(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
-        """Do nothing: the consumer reads the layers after the prompt has finished."""
+        """Do nothing: the consumer reads after the prompt has finished. A page has all layers."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: no write is in progress, because the consumer reads."""
+        """Begin to store the pages of this step. Nothing waits for them."""
+        self.save_pages(self._connector_metadata)

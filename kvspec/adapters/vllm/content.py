@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvspec.errors import SpecError
+from kvspec.stored.names import PromptIdentity
 from kvspec.tickets import ContentIdentity, MediaItem, sampling_of
 
 _MISSING = object()
@@ -45,20 +46,29 @@ def content_of_request(request: Any, num_tokens: int, weights: str | None = "") 
     Raises:
         SpecError: If the prompt has fewer tokens.
     """
-    token_ids, embeddings = request.prompt_token_ids, getattr(request, "prompt_embeds", _MISSING)
+    token_ids = request.prompt_token_ids
     if token_ids is None:
         token_ids = [0] * request.num_prompt_tokens
+    return ContentIdentity.of(
+        token_ids, num_tokens, weights=weights, **_besides_tokens(request, num_tokens)
+    )
+
+
+def prompt_of_request(request: Any) -> PromptIdentity:
+    """Return what the cache of vLLM's *request* depends on, besides its tokens and the model."""
+    return PromptIdentity.of(**_besides_tokens(request, request.num_prompt_tokens))
+
+
+def _besides_tokens(request: Any, num_tokens: int) -> dict[str, Any]:
+    embeddings = getattr(request, "prompt_embeds", _MISSING)
     are_tokens = getattr(request, "prompt_is_token_ids", None)
     salt: Any = getattr(request, "cache_salt", _MISSING)
-    return ContentIdentity.of(
-        token_ids,
-        num_tokens,
-        weights=weights,
-        adapter=_adapter(getattr(request, "lora_request", _MISSING)),
-        media=_media(getattr(request, "mm_features", _MISSING)),
-        embeddings=_embeddings(embeddings, are_tokens, num_tokens),
-        salt=None if salt is _MISSING else salt or "",
-    )
+    return {
+        "adapter": _adapter(getattr(request, "lora_request", _MISSING)),
+        "media": _media(getattr(request, "mm_features", _MISSING)),
+        "embeddings": _embeddings(embeddings, are_tokens, num_tokens),
+        "salt": None if salt is _MISSING else salt or "",
+    }
 
 
 def sampling_of_request(request: Any) -> str | None:

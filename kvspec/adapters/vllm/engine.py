@@ -50,7 +50,7 @@ def engine_spec(
     n_groups: int | None = None,
     excluded: Iterable[str] = (),
     backends: Any = None,  # noqa: ANN401 - vLLM's classes
-    variants: str | Mapping[str, str] | None = None,
+    variants: str | Mapping[str, str | int] | None = None,
     fp8_dtype: str | Mapping[str, str] | None = None,
     key_content: KeyContent | Mapping[str, KeyContent] | None = None,
     scales: Mapping[str, tuple[float, float]] | None = None,
@@ -86,7 +86,8 @@ def engine_spec(
         variants: The property that a backend's name leaves open, by layer name, or one for all
             layers. CPU attention: the layer's ``isa``. Indexers: ``shuffled`` if
             `uses_shuffled_layout` is True, else ``rows``. TurboQuant: ``scales apart`` if
-            `_soa_store` is True. If not, ``e4b15`` if the keys have that type, else ``rows``.
+            `_soa_store` is True. If not, ``e4b15`` if the keys have that type, else ``rows``. Rings
+            of GLM-5.3 and Qwen4: the number of tokens that the layer compresses together.
             Recurrent states, only by layer name: the type of device whose kernels write the
             state, ``cuda`` by default.
         fp8_dtype: The element type of caches that a spec describes as fp8 and ``uint8``, such as

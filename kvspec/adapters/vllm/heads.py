@@ -36,6 +36,9 @@ from kvspec.ownership.parallel import ParallelConfig
 # The names that models give to the number of KV heads of some or all layers.
 _KV_HEADS = re.compile(r"(kv|key_value)_heads$|n_head_kv$|kv_n_heads$|attention_groups$|group_num$")
 
+# Specs of layers without KV heads: states, and rings, which every rank has whole.
+WITHOUT_HEADS = ("MambaSpec", "CircularBufferSpec")
+
 # The names that models give to the number of heads that share one KV head.
 _SHARES = re.compile(r"heads_in_group$")
 
@@ -59,7 +62,7 @@ def heads_of(
             for layer in group.layers:
                 spec = group.spec_of(layer)
                 kind = type(spec.value).__name__
-                if kind not in SPEC_KINDS or "MLA" in kind or kind == "MambaSpec":
+                if kind not in SPEC_KINDS or "MLA" in kind or kind in WITHOUT_HEADS:
                     continue
                 models = _models_of(fields, group, layer, single=layers_of_group == 1)
                 counts = [_count(model, layer, spec, layers_by_heads) for model in models]

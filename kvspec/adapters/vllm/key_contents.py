@@ -27,6 +27,7 @@ from typing import Any
 from kvspec.adapters.attention_modules import key_content_of
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Config
+from kvspec.adapters.vllm.heads import WITHOUT_HEADS
 from kvspec.adapters.vllm.layer_info import constructed_layers
 from kvspec.errors import SpecError
 from kvspec.specs import KeyContent
@@ -36,13 +37,13 @@ def key_contents_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str,
     """Return the meaning of the keys of each layer that the worker has constructed.
 
     The result lacks layers whose modules do not determine it, such as indexers. It also lacks
-    layers without keys: those with a recurrent state.
+    layers without keys: those with a recurrent state, and rings.
     """
     layers = constructed_layers(fields, configs)
     groups = [group for config in configs for group in config.groups]
     specs = {name: group.spec_of(name) for group in groups for name in group.layers}
-    # The spec of a recurrent state has no `head_size`.
-    keyed = [name for name in layers if type(specs[name].value).__name__ != "MambaSpec"]
+    # The spec of a recurrent state has no `head_size`. The rows of a ring are of one model.
+    keyed = [name for name in layers if type(specs[name].value).__name__ not in WITHOUT_HEADS]
     parents = _parents({name: layers[name].value for name in keyed})
     found = {
         name: key_content_of(

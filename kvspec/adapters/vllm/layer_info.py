@@ -48,11 +48,17 @@ def variants_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, Any
     """
     variants: dict[str, Any] = {}
     device = fields.get("device_config").get("device_type").value
+    groups = [group for config in configs for group in config.groups]
+    specs = {name: group.spec_of(name) for group in groups for name in group.layers}
     for name, layer in constructed_layers(fields, configs).items():
         shuffled = layer.get("uses_shuffled_layout").value
         # TurboQuant on gfx950 keeps the scales after all rows, under the same backend and spec.
         separate_scales = layer.get("impl").get("_soa_store").value
-        if isinstance(shuffled, bool):
+        if type(specs[name].value).__name__ == "CircularBufferSpec":
+            # GLM-5.3's ring has the one, Qwen4's the other. DeepSeek-V4.1's has neither.
+            ratios = (layer.get(field).value for field in ("_index_kpool", "compress_ratio"))
+            variants[name] = next((ratio for ratio in ratios if ratio is not None), None)
+        elif isinstance(shuffled, bool):
             variants[name] = "shuffled" if shuffled else "rows"
         elif layer.get("mamba_type").value is not None:
             variants[name] = device

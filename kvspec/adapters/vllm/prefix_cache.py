@@ -80,7 +80,7 @@ def hashed_of(kv_cache_manager: Any) -> dict[str, Hashed]:
 
 def withhold(
     engine: EngineSpec, request: TransferRequest, hashed: Mapping[str, Hashed] | None
-) -> None:
+) -> dict[str, int]:
     """Keep the incomplete blocks of *request* out of vLLM's prefix cache.
 
     Must be called after vLLM has allocated the blocks, and before it hashes them.
@@ -90,9 +90,13 @@ def withhold(
         request: The request that will be loaded.
         hashed: The result of `hashed_of`. None if vLLM did not call `bind_kv_cache_manager`.
 
+    Returns:
+        By group: the token from which on all tokens up to the end of the load are complete.
+
     Raises:
         SpecError: If a block is incomplete and *hashed* is None.
     """
+    complete_from: dict[str, int] = {}
     for name, ranges in complete_tokens(_plan_to_itself(engine), request).items():
         # Groups of recurrent states are not here. vLLM hashes the block of a state only if the
         # state is the one after the block's last token.
@@ -101,12 +105,14 @@ def withhold(
         block = own.block_size if own else engine.virtual_block(group)
         full = request.total(group.spec) // block
         complete = ranges[-1] if ranges else range(0)
+        complete_from[name] = complete.start
         first = -(-complete.start // block) if complete.stop >= full * block else full
         if first and hashed is None:
             wanted = "a call by vLLM before the first request: this version is not supported"
             raise SpecError("bind_kv_cache_manager", None, wanted)
         if own:
             own.counts[request.request_id] = max(first, own.counts.get(request.request_id, 0))
+    return complete_from
 
 
 @lru_cache(maxsize=1)

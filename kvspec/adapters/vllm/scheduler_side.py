@@ -26,6 +26,9 @@ How it works:
 
     If a request is `fetched`, its incomplete blocks stay out of vLLM's prefix cache (see
     `kvspec.adapters.vllm.prefix_cache`).
+
+    With the setting `store`, a request without a ticket may load stored pages in the same way, and
+    the pages of all requests are stored (see `kvspec.adapters.vllm.store_scheduler`).
 """
 
 # ruff: noqa: ANN401 - requests, blocks and configs are of vLLM's classes, which are not imported
@@ -39,10 +42,12 @@ import attrs
 
 from kvspec.adapters.vllm.content import content_of_request, sampling_of_request
 from kvspec.adapters.vllm.prefix_cache import Hashed, hashed_of, withhold
+from kvspec.adapters.vllm.store_scheduler import PageLoad, PageSave, StoredPrompts
+from kvspec.adapters.vllm.store_settings import StoreSettings
 from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
-from kvspec.errors import SpecError
+from kvspec.errors import KVSpecError, SpecError
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket, content_of
 
@@ -81,6 +86,8 @@ class EngineStep:
         declined: Tickets that are not used. Their producers may free the blocks.
         failed: Ids of requests that cannot be fetched.
         cancelled: Ids of requests that have ended. If they still load, that is in vain.
+        page_loads: Stored pages to load before their requests run.
+        page_saves: Pages to store after this step.
     """
 
     held: list[tuple[str, PrefillTicket]] = attrs.field(factory=list)
@@ -89,6 +96,8 @@ class EngineStep:
     declined: list[PrefillTicket] = attrs.field(factory=list)
     failed: list[str] = attrs.field(factory=list)
     cancelled: list[str] = attrs.field(factory=list)
+    page_loads: list[PageLoad] = attrs.field(factory=list)
+    page_saves: list[PageSave] = attrs.field(factory=list)
 
 
 class Scheduling:
@@ -98,7 +107,10 @@ class Scheduling:
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        self._kv_cache_config = kv_cache_config
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._store = StoreSettings.in_config(vllm_config)
+        self._pages: StoredPrompts | None = None
+        self._kv_cache_manager: Any = None
         engine_id = vllm_config.kv_transfer_config.engine_id
         self._one_of_several = re.search(r"_dp\d+$", engine_id) is not None
         self._ranks: tuple[Served, ...] = ()
@@ -122,13 +134,24 @@ class Scheduling:
                 wanted = "KvspecConnector before all connectors that shake hands"
                 raise SpecError("connectors", type(rank).__name__, wanted)
         self._ranks = tuple(metadata.values())
+        if self._store is not None and self._ranks:
+            engine = self._ranks[0].engine
+            self._pages = StoredPrompts(
+                self._vllm_config, engine, self._kv_cache_manager, self._store
+            )
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Keep vLLM's counts of hashed blocks, with which `withhold` keeps blocks unhashed."""
         self._hashed = hashed_of(kv_cache_manager)
+        self._kv_cache_manager = kv_cache_manager
 
     def on_new_request(self, request: Any) -> None:
         """Keep the ticket of a request, or stop its prompt one token early."""
+        self._take_ticket(request)
+        if self._pages is not None:
+            self._pages.accept(request)
+
+    def _take_ticket(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             try:
@@ -188,24 +211,31 @@ class Scheduling:
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Return the number of tokens to fetch, and whether the request waits for them."""
-        ticket = self._tickets.get(request.request_id)
-        if ticket is None:
-            return 0, False
+        ticket, count = self._tickets.get(request.request_id), 0
+        if ticket is not None:
+            count = max(0, _end(request, ticket) - num_computed_tokens)
+        elif self._pages is not None:
+            count = self._pages.matched(request, num_computed_tokens)
         self._cached[request.request_id] = num_computed_tokens
-        count = max(0, _end(request, ticket) - num_computed_tokens)
         return count, count > 0
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Return all groups that move, so that vLLM does not zero their new blocks."""
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Return all groups that move, so that vLLM does not zero their new blocks.
+
+        vLLM zeroes blocks that receive pages, since the pages may not fill them.
+        """
+        if self._pages is not None and request.request_id not in self._tickets:
+            return ()
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Fetch a request into its blocks, or decline its ticket if no token is missing."""
         ticket, name = self._tickets.pop(request.request_id, None), request.request_id
-        if ticket is None:
-            return
         # vLLM may load fewer tokens than it was offered. Then the last ones are missing.
         cached = self._cached.pop(name, 0)
+        if ticket is None:
+            self._load_pages(name, blocks, cached, num_external_tokens)
+            return
         if not num_external_tokens:
             self._next.declined.append(ticket)
             return
@@ -213,18 +243,67 @@ class Scheduling:
         try:
             tables = self._tables(blocks.get_block_ids(), end)
             transfer = ticket.request(name, end, tables, cached)
-            withhold(self._ranks[0].engine, transfer, self._hashed)
+            complete_from = withhold(self._ranks[0].engine, transfer, self._hashed)
             self._next.fetched.append((ticket, transfer))
             self._fetching.add(name)
         except SpecError as error:  # One request fails, and the engine goes on.
             log.error("%s: %s", name, error)  # noqa: TRY400
             self._next.failed.append(name)
             self._next.declined.append(ticket)
+            return
+        if self._pages is not None:
+            self._pages.loaded_by_ticket(name, complete_from)
 
-    def build_connector_meta(self, scheduler_output: Any) -> EngineStep:  # noqa: ARG002
+    def _load_pages(self, name: str, blocks: Any, cached: int, count: int) -> None:
+        """Load *count* stored tokens behind *cached* ones, or end the pins of the request."""
+        if self._pages is None or not self._pages.offered(name):
+            return
+        if not count:
+            self._pages.unpin(name)
+            return
+        end = cached + count
+        try:
+            tables = self._tables(blocks.get_block_ids(), end)
+            transfer = TransferRequest(
+                request_id=name,
+                num_tokens=end,
+                cached_tokens=cached,
+                producer_blocks=tables,
+                consumer_blocks=tables,
+            )
+            complete_from = withhold(self._ranks[0].engine, transfer, self._hashed)
+            self._pages.load(transfer, cached, complete_from)
+            self._fetching.add(name)
+        except KVSpecError as error:  # One request is computed, and the engine goes on.
+            log.error("%s: %s", name, error)  # noqa: TRY400
+            self._pages.refuse(name)
+            self._next.failed.append(name)
+
+    def build_connector_meta(self, scheduler_output: Any) -> EngineStep:
         """Return the work since the last step."""
         step, self._next = self._next, EngineStep()
+        if self._pages is not None:
+            self._pages.advance(scheduler_output)
+            step.page_loads, step.page_saves = self._pages.take()
         return step
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take the results of the workers."""
+        if self._pages is not None:
+            self._pages.settle(connector_output)
+
+    def loads_pages(self, request_id: str) -> bool:
+        """Return whether a request loads stored pages."""
+        return self._pages is not None and self._pages.loads(request_id)
+
+    def unpin_pages(self) -> None:
+        """End the pins of all stored pages."""
+        if self._pages is not None:
+            self._pages.close()
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether vLLM must take steps because pages are being stored."""
+        return self._pages is not None and self._pages.is_saving
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
@@ -235,6 +314,8 @@ class Scheduling:
         self._cached.pop(request.request_id, None)
         if ticket is not None:
             self._next.declined.append(ticket)
+        if self._pages is not None:
+            self._pages.finish(request)
         if request.request_id in self._fetching:
             self._fetching.remove(request.request_id)
             self._next.cancelled.append(request.request_id)

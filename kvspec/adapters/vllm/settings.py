@@ -37,7 +37,7 @@ def from_vllm(
     tensors: Mapping[str, Any] | None = None,
     *,
     backends: Any = None,  # noqa: ANN401 - vLLM's classes
-    variants: str | Mapping[str, str] | None = None,
+    variants: str | Mapping[str, str | int] | None = None,
     fp8_dtype: str | Mapping[str, str] | None = None,
     total_num_kv_heads: int | Mapping[str, int] | None = None,
     key_content: KeyContent | Mapping[str, KeyContent] | None = None,

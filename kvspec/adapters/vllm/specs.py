@@ -48,6 +48,7 @@ from kvspec.ownership.part import Part
 from kvspec.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KeyContent,
@@ -72,10 +73,10 @@ SPEC_KINDS: dict[str, tuple[Callable[..., Any], Mapping[str, int | None]]] = {
     "MLAAttentionSpec": (MLAAttentionSpec, {}),
     "SlidingWindowMLASpec": (SlidingWindowMLASpec, _WINDOW),
     "MambaSpec": (MambaSpec, {}),
+    "CircularBufferSpec": (CircularBufferSpec, {}),
 }
 
-# vLLM's classes that kvspec does not move, and why. The caller can exclude their layers, but for
-# those in `SPECS_NOT_YET`.
+# vLLM's classes that kvspec does not move, and why. The caller can exclude their layers.
 NOT_MOVED = {
     "EncoderOnlyAttentionSpec": "it keeps nothing between steps",
     "SinkFullAttentionSpec": "no block table of a request contains sink tokens",
@@ -83,15 +84,6 @@ NOT_MOVED = {
     "HiddenStateCacheSpec": "hidden states are not keys and values",
     "HiSparseHotSpec": "it is a device's replica of a host's cache",
     "HiSparseResidentSpec": "it is a device's replica of a host's cache",
-}
-
-
-# vLLM's classes that a consumer needs and kvspec cannot move. Without their layers, the consumer
-# computes other tokens.
-SPECS_NOT_YET = {
-    # Each model has its ratio elsewhere: in the layer, the config, or only in the code (V4.1). The
-    # ring of Step-5 has as many rows as fit into its page, and not `block_size`.
-    "CircularBufferSpec": "not yet: the spec has no compress_ratio, and in Step-5 other rows",
 }
 
 
@@ -147,7 +139,11 @@ class RankSpecs:
     def format_of(self, layer: str, rank_spec: FieldReader) -> str:
         """Return the page format of *layer*."""
         # A recurrent state has no attention backend. Its format follows from its shapes.
-        if name_of(rank_spec.value) in (None, "MambaSpec"):
+        name = name_of(rank_spec.value)
+        if name in (None, "MambaSpec"):
+            return ROW_PAGES
+        if name == "CircularBufferSpec":
+            self.backends.ratio_of(layer)
             return ROW_PAGES
         return self.backends.format_of(layer, rank_spec)
 
@@ -167,7 +163,6 @@ class RankSpecs:
         if name is None:
             cls = type(rank_spec.value).__name__
             why = f" (not moved: {NOT_MOVED[cls]})" if cls in NOT_MOVED else ""
-            why = f" ({SPECS_NOT_YET[cls]})" if cls in SPECS_NOT_YET else why
             raise SpecError(rank_spec.path, cls, f"one of {', '.join(SPEC_KINDS)}{why}")
         page_format = self.format_of(layer, rank_spec)
         if name == "MambaSpec":
@@ -181,6 +176,9 @@ class RankSpecs:
             )
             inner = "NHC" if order == "SD" else "HNC"
             return self._layer(layer, state, rank_spec, outer(self.layout) + inner)
+        if name == "CircularBufferSpec":
+            ring = self._ring(layer, rank_spec)
+            return self._layer(layer, ring, rank_spec, layout_of(self.layout, page_format))
         if "MLA" in name:
             spec = self._latent(name, layer, rank_spec, page_format)
         else:
@@ -258,6 +256,22 @@ class RankSpecs:
                 page_format=page_format if is_opaque(page_format) else PLAIN,
             )
             return spec
+
+    def _ring(self, layer: str, rank_spec: FieldReader) -> CircularBufferSpec:
+        """Return the spec of a layer with the rows of tokens that it has not compressed yet."""
+        fields = self._common(layer, rank_spec, {"num_kv_heads": None})
+        row = fields["head_size"] * itemsize(fields["dtype"])
+        # Each head of a row, such as a key and a gate, is on every rank.
+        value, rows = rank_spec.get("head_size_v"), fields.pop("tokens_per_state")
+        if value.value != 0:
+            raise SpecError(value.path, value.value, "0: a row is no key and value")
+        if rows != 1:
+            raise SpecError(rank_spec.get("tokens_per_state").path, rows, "1: a row for each token")
+        content = rank_spec.get("state_content_bytes")
+        if content.size_or_none() not in (None, row):
+            raise SpecError(content.path, content.value, f"None or {row}: the elements of a row")
+        with rank_spec.named():
+            return CircularBufferSpec(**fields, compress_ratio=self.backends.ratio_of(layer))
 
     def _heads(
         self, name: str, layer: str, rank_spec: FieldReader, page_format: str

@@ -10,9 +10,11 @@ How it works:
         group0, full attention             [7, 3, 9]    tokens 0-15, 16-31, 32-47
         group1, window of 16 tokens        [0, 4, 6]    0: the window has passed tokens 0-15
         group2, recurrent, mode "align"    [2, 5, 8]    states after 16, 32 and 40 tokens
+        group3, a ring                     [1]          the rows of the open group of tokens
 
-    The tables of the first two groups have the same ids. The table of the third has only block 8.
-    In mode "none", which is the default, the first block holds the state. Other modes are refused.
+    The tables of the first two groups have the same ids, and so has the table of the ring. The
+    table of the third has only block 8. In mode "none", which is the default, the first block holds
+    the state. Other modes are refused.
 
     A consumer computes the last token of a prompt itself, so it needs the tokens before the last
     one. Tokens are counted from 0, so a prompt of N tokens ends with token N - 1. But after N
@@ -127,6 +129,11 @@ def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
     for group in instance("engine", engine, EngineSpec).groups:
         spec, block = group.spec, engine.virtual_block(group)
         live, needed = spec.live_tokens(num_tokens), spec.live_tokens(num_tokens - 1)
+        if spec.is_ring:
+            # The row of the last token may have been that of an earlier one.
+            if needed and needed.start < num_tokens - spec.block_size:
+                return True
+            continue
         # vLLM frees whole blocks, also the earlier ones if the next query reads nothing.
         first_kept = live.start // block * block
         if not spec.parts[0].per_token or (needed and needed.start < first_kept):
@@ -139,6 +146,8 @@ def _check_whole(engine: EngineSpec, name: str, table: BlockTable, num_tokens: i
     group = engine.group(name)
     if group.spec.counts_prompt and set(group.layers) - set(group.excluded):
         count = -(-num_tokens // engine.virtual_block(group))
+        if group.spec.is_ring:
+            count = min(count, 1)
         if len(table.block_ids) < count:
             wanted = f"{count} ids for {num_tokens} tokens, null blocks in place"
             raise SpecError(f"block_ids[{name!r}]", table.block_ids.tolist(), wanted)

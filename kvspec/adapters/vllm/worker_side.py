@@ -20,6 +20,9 @@ from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.metrics import Numbers, WorkerNumbers
 from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
+from kvspec.adapters.vllm.store_scheduler import SaveReports
+from kvspec.adapters.vllm.store_settings import StoreSettings, read_store
+from kvspec.adapters.vllm.store_worker import PageThreads
 from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.digests import compile_digest
@@ -86,6 +89,7 @@ class Settings:
         dead_tokens: Whether blocks may move whole, with tokens behind the last, if that takes less
             descriptors. Set it only if the producer's memory is finite everywhere: vLLM's attention
             may return NaN if a masked token is NaN.
+        store: Where pages are stored, and which. No pages are stored by default.
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_fits)
@@ -102,6 +106,7 @@ class Settings:
     staging: int = attrs.field(default=0, validator=_fits)
     key_content: KeyContent | None = attrs.field(default=None, converter=_key_content)
     dead_tokens: bool = attrs.field(default=False, validator=_fits)
+    store: StoreSettings | None = attrs.field(default=None, converter=read_store)
 
     @staticmethod
     def of(vllm_config: Any) -> Settings:
@@ -169,6 +174,7 @@ class Serving:
         self._kv_cache_config = kv_cache_config
         self._numbers = WorkerNumbers()
         self._settings = Settings.of(vllm_config)
+        self._threads: PageThreads | None = None
         self._served: Served | None = None
         self._open = contextlib.ExitStack()
         self._loads: dict[str, Load] = {}
@@ -216,6 +222,9 @@ class Serving:
             background=True,
         )
         self._open.callback(self._session.close)
+        if settings.store is not None:
+            self._threads = PageThreads(settings.store.open(self._vllm_config, engine), cache)
+            self._open.callback(self._threads.close)
         address = self._session.channel.address
         # With a range of ports, only this line shows which one the rank has.
         log.info("rank %s of %s listens at %s", cache.rank, engine_id, address)
@@ -265,11 +274,23 @@ class Serving:
                 log.error("%s is not read: %s", name, error)  # noqa: TRY400
                 self._failed.add(name)
                 self._session.decline(ticket=ticket)
+        if self._threads is not None:
+            self._threads.begin(step.page_loads, step.cancelled)
         for name in step.cancelled:
             if name in self._loads:
                 self._cancelled.add(name)
                 self._loads[name].cancel()
         self._failed.update(step.failed)
+
+    def save_pages(self, step: EngineStep) -> None:
+        """Begin to store the pages that the model completes in *step*."""
+        if self._threads is not None:
+            for save in step.page_saves:
+                self._threads.save(save)
+
+    def build_connector_worker_meta(self) -> SaveReports | None:
+        """Return the pages that were stored since the last step, for the scheduler."""
+        return None if self._threads is None else self._threads.reports()
 
     def _hold_blocks(self, request_id: str, ticket: PrefillTicket) -> None:
         # A session holds several requests of one id, but vLLM frees blocks by the id alone.
@@ -286,6 +307,9 @@ class Serving:
         """
         ended = {name for name, load in self._loads.items() if load.poll() != "moving"}
         failed = {name for name in ended if not self._complete(name, self._loads.pop(name))}
+        if self._threads is not None:
+            loaded, invalid = self._threads.settle()
+            ended, failed = ended | loaded, failed | invalid
         settled = self._session.settled()
         for remote_id in settled.expired:
             log.warning("%s was not read within its lease", key_of(remote_id).request_id)

@@ -1,0 +1,177 @@
+"""Where an engine of vLLM stores its pages, and what their names contain.
+
+    "kv_connector_extra_config": {"store": "/mnt/kv"}
+    "kv_connector_extra_config": {"store": {"directory": "/mnt/kv", "page_tokens": 256}}
+
+Invariant: if a fact about the weights or about the settings of the model is not known, the engine
+does not start. Stored pages outlive the engine, so nobody could correct their names later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvspec.adapters.vllm.heads import number_of
+from kvspec.adapters.vllm.settings import stages
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import SpecError
+from kvspec.inputs import positive_int
+from kvspec.ownership.dtypes import dtype_name
+from kvspec.stored.files import FileObjects
+from kvspec.stored.names import ModelIdentity
+from kvspec.stored.placement import StoredSpec
+from kvspec.stored.store import PageStore
+
+_FIELD = "kv_connector_extra_config['store']"
+
+
+def _size(_: object, field: attrs.Attribute[Any], value: object) -> None:
+    if value is not None or field.default is not None:
+        positive_int(f"{_FIELD}[{field.name!r}]", value)
+
+
+def _text(_: object, field: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, str) or (field.default is attrs.NOTHING and not value):
+        raise SpecError(f"{_FIELD}[{field.name!r}]", value, "a text")
+
+
+@attrs.frozen(kw_only=True)
+class StoreSettings:
+    """The setting `store`. All engines that share pages need the same values but *limit*.
+
+    Attributes:
+        directory: The directory of the pages. Workers on several nodes share it.
+        page_tokens: Tokens of a page, such as a multiple of the block sizes of all engines.
+        head_groups: Head groups of a page. `StoredSpec.of` chooses a number by default.
+        layer_ranges: Layer ranges of a page: a multiple of the pipeline stages of all engines.
+        context_size: Chunks of tokens of a page: the number of context ranks of all engines.
+        interleave_size: The interleave size of these chunks.
+        limit: Bytes that the directory may have. Pages that were not used for the longest time are
+            removed first. No limit by default.
+        weights: Version of the weights. "" if they are those of the revision.
+    """
+
+    directory: str = attrs.field(validator=_text)
+    page_tokens: int = attrs.field(default=64, validator=_size)
+    head_groups: int | None = attrs.field(default=None, validator=_size)
+    layer_ranges: int = attrs.field(default=1, validator=_size)
+    context_size: int = attrs.field(default=1, validator=_size)
+    interleave_size: int = attrs.field(default=1, validator=_size)
+    limit: int | None = attrs.field(default=None, validator=_size)
+    weights: str = attrs.field(default="", validator=_text)
+
+    @staticmethod
+    def in_config(vllm_config: Any) -> StoreSettings | None:  # noqa: ANN401 - vLLM's class
+        """Return the settings of vLLM's configuration, or None if it stores no pages.
+
+        Raises:
+            SpecError: If a setting is wrong, or a request whose load fails would fail.
+        """
+        transfer = vllm_config.kv_transfer_config
+        settings = read_store(transfer.kv_connector_extra_config.get("store"))
+        policy = getattr(transfer, "kv_load_failure_policy", None)
+        if settings is not None and policy != "recompute":
+            # A page may be damaged, or removed while it is read. Then its tokens are computed.
+            wanted = "'recompute' with a store: a page that cannot be loaded has to be computed"
+            raise SpecError("kv_load_failure_policy", policy, wanted)
+        return settings
+
+    def open(self, vllm_config: Any, engine: EngineSpec) -> PageStore:  # noqa: ANN401
+        """Return the store of an engine.
+
+        Raises:
+            SpecError: If a fact about the model is not known, or the engine cannot store its pages.
+            StoreError: If the directory cannot be used.
+        """
+        model = model_identity(vllm_config, self.weights)
+        for field in model.unstated:
+            hint = f"set kv_connector_extra_config[{field!r}]" if field == "revision" else "known"
+            raise SpecError(field, None, f"a value for the names of stored pages: {hint}")
+        placement = StoredSpec.of(
+            engine,
+            page_tokens=self.page_tokens,
+            head_groups=self.head_groups,
+            layer_ranges=_ranges(vllm_config, engine, self.layer_ranges),
+            context_size=self.context_size,
+            interleave_size=self.interleave_size,
+        )
+        return PageStore(placement, model, FileObjects(self.directory, limit=self.limit))
+
+
+def read_store(value: object) -> StoreSettings | None:
+    """Return the settings in *value*: a directory, or a mapping with the fields.
+
+    Raises:
+        SpecError: If *value* is neither, or a field is unknown or wrong.
+    """
+    if value is None or isinstance(value, StoreSettings):
+        return value
+    fields = {"directory": value} if isinstance(value, str) else value
+    known = [field.name for field in attrs.fields(StoreSettings)]
+    if not isinstance(fields, Mapping) or "directory" not in fields:
+        raise SpecError(_FIELD, value, "a directory, or a mapping that contains 'directory'")
+    for name in fields:
+        if name not in known:
+            raise SpecError(_FIELD, name, f"one of {', '.join(known)}")
+    return StoreSettings(**fields)
+
+
+def _ranges(vllm_config: Any, engine: EngineSpec, count: int) -> list[list[str]] | None:  # noqa: ANN401
+    """Return the layers of *count* ranges, by vLLM's rule for pipeline stages."""
+    if count == 1:
+        return None
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    layers = [layer for layer in engine.homes if layer not in engine.excluded]
+    return [
+        [layer for layer in layers if (number_of(layer) or 0) in numbers]
+        for numbers in stages(total, count)
+    ]
+
+
+def model_identity(vllm_config: Any, weights: str) -> ModelIdentity:  # noqa: ANN401 - vLLM's class
+    """Return what the values of a cache depend on. Fields that vLLM does not show are not stated.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        weights: Version of the weights. "" if they are those of the revision.
+    """
+    model = vllm_config.model_config
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    quantization = getattr(model, "quantization", ...)
+    return ModelIdentity(
+        model=extra.get("model", model.model),
+        revision=extra.get("revision") or _revision(model),
+        weights=weights,
+        quantization=None if quantization is ... else quantization or "",
+        overrides=_overrides(vllm_config),
+    )
+
+
+def _revision(model: Any) -> str | None:  # noqa: ANN401 - vLLM's `ModelConfig`
+    """Return the commit of a model from a hub, or the revision that the user has named."""
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    revision = commit or getattr(model, "revision", None)
+    return revision if isinstance(revision, str) else None
+
+
+def _overrides(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's class
+    """Return the settings on which values depend, besides the files of the model, or None."""
+    model, facts = vllm_config.model_config, dict[str, Any]()
+    if changed := getattr(model, "hf_overrides", None):
+        facts["hf_overrides"] = changed
+    stored_as = getattr(vllm_config.cache_config, "cache_dtype", "auto")
+    if stored_as != "auto":  # Otherwise the placement contains the type of the computation.
+        facts["dtype"] = dtype_name(model.dtype, "model_config.dtype")
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None:
+        facts["draft"] = [draft.model, _revision(draft)]
+        if None in facts["draft"]:
+            return None
+    try:
+        return json.dumps(facts, sort_keys=True) if facts else ""
+    except TypeError:  # For example, a function that changes the config.
+        return None

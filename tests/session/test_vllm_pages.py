@@ -1,0 +1,288 @@
+"""The connector of vLLM stores pages, and an engine of another size loads them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_serving import BLOCKS, Engine, Request, configs, installed, made, until
+
+import kvspec
+from kvspec.adapters.vllm.store_settings import StoreSettings
+from kvspec.errors import SpecError
+from kvspec.stored.files import FileObjects
+from kvspec.stored.plans import whole_engine
+from kvspec.testing import oracle
+
+pytestmark = [pytest.mark.adapters, pytest.mark.usefixtures("simulated")]
+
+TABLES = [1, 2, 3, 4], [8, 5, 6, 7]
+"""Blocks of 14 tokens, 4 in each. The window group has blocks of its own."""
+PASSED = [1, 2, 3, 4], [0, 5, 6, 7]
+"""The same after 14 tokens: the window of 8 has passed the first block."""
+
+
+@pytest.fixture(autouse=True)
+def vllm() -> Iterator[None]:
+    """Provide the base class of vLLM for the connector."""
+    with installed():
+        yield
+
+
+def engine(name: str, directory: Path, tp: int = 1, block: int = 4, **more: Any) -> Engine:
+    """Return an engine that stores pages of 4 tokens in *directory*."""
+    sizes = {"page_tokens": 4, "head_groups": 6}
+    store = {"directory": str(directory), **sizes, **more.pop("store", {})}
+    return Engine(name, tp, block, store=store, **{"revision": "1", **more})
+
+
+def moved(num_tokens: int, *tables: list[int], cached: int = 0) -> kvspec.TransferRequest:
+    """Return the request that fills *tables*, or loads them."""
+    groups = dict(zip(("group0", "group1"), tables, strict=True))
+    return kvspec.TransferRequest(
+        request_id="m",
+        num_tokens=num_tokens,
+        cached_tokens=cached,
+        producer_blocks=groups,
+        consumer_blocks=groups,
+    )
+
+
+def computed(engine: Engine, name: str = "a", num_tokens: int = 14, **fields: Any) -> Request:
+    """Let *engine* compute a prompt in two steps, and store its pages. It has not ended."""
+    request = Request(name, num_tokens)
+    vars(request).update(fields)
+    spec, filled = whole_engine(engine.spec), moved(num_tokens, *TABLES)
+    for rank, storage in engine.storage.items():
+        oracle.fill(spec, rank, storage, BLOCKS, filled.producer_blocks, filled)
+    engine.tables[name] = TABLES
+    engine.scheduler.on_new_request(request)
+    engine.scheduler.get_num_new_matched_tokens(request, 0)
+    for count in (6, num_tokens - 6):
+        engine.step(**{name: count})
+        request.num_computed_tokens += count
+    engine.tables[name] = PASSED
+    return request
+
+
+def ended(engine: Engine, request: Request) -> None:
+    """End *request*, and wait until its pages are stored."""
+    engine.scheduler.request_finished_all_groups(request, engine.tables[request.request_id])
+    until(lambda: not engine.scheduler.has_pending_push_work(), engine)
+    assert [] == engine.pool.used()
+
+
+def stored(directory: Path) -> list[tuple[str, int]]:
+    """Return the groups of the stored objects, and how many there are of each."""
+    groups = [entry.key.group for entry in FileObjects(directory).entries()]
+    return [(group, groups.count(group)) for group in sorted(set(groups))]
+
+
+@pytest.mark.parametrize(("tp", "block"), [((1, 1), 4), ((2, 3), 4), ((3, 2), 8)])
+def test_stored_pages_are_loaded_by_an_engine_of_another_size(
+    tmp_path: Path, tp: tuple[int, int], block: int
+) -> None:
+    """All bytes are right. The first engine has ended before the second one starts."""
+    with engine("one", tmp_path, tp[0]) as one:
+        ended(one, computed(one))
+    assert [("full", 18), ("window-8", 18)] == stored(tmp_path)
+    with engine("two", tmp_path, tp[1], block) as two:
+        tables = ([3, 5, 7, 9], [0, 8, 6, 4]) if block == 4 else ([3, 5], [8, 6])
+        wanted = moved(12, *tables)
+        two.spoil(wanted)
+        request = Request("b", 14)
+        assert (12, True) == two.decode(request, *tables)
+        source = two.scheduler.get_external_cache_hit_sources(request, 12)
+        assert {"disk": 12} == {kind.value: count for kind, count in source.items()}
+        until(lambda: two.received.get("b") == tp[1], two)
+        assert {} == two.failed
+        assert [] == two.wrong(wanted)
+        # A prompt that is shorter by a token ends with a whole page. Its last token is computed.
+        assert (8, True) == two.decode(Request("c", 12), *tables)
+
+
+def test_pages_behind_local_tokens_are_loaded(tmp_path: Path) -> None:
+    """The first 4 tokens are in the prefix cache. They are not written."""
+    with engine("one", tmp_path) as one:
+        ended(one, computed(one))
+        wanted = moved(12, [9, 10, 11, 4], [0, 3, 2, 1], cached=4)
+        one.spoil(wanted)
+        tables = tuple(table.block_ids.tolist() for table in wanted.consumer_blocks.values())
+        assert (8, True) == one.decode(Request("b", 14), *tables, cached=4)
+        until(lambda: one.received, one)
+        assert [] == one.wrong(wanted)
+        # All that is stored is here already.
+        assert (0, False) == one.decode(Request("c", 14), *tables, cached=12)
+
+
+def test_stored_pages_are_not_written_again(tmp_path: Path) -> None:
+    """The second request of a prompt writes nothing, and holds no block for long."""
+    with engine("one", tmp_path, 2) as one:
+        ended(one, computed(one))
+        times = [path.stat().st_mtime_ns for path in tmp_path.rglob("*,*")]
+        ended(one, computed(one, "b"))
+        assert times == [path.stat().st_mtime_ns for path in tmp_path.rglob("*,*")]
+
+
+def test_blocks_are_held_until_all_ranks_have_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two ranks has not written yet when the request is aborted and its blocks are freed."""
+    with engine("one", tmp_path, 2) as one:
+        last, submit = one.workers[1]._threads, one.workers[1]._threads._saver.submit
+        waiting: list[Any] = []
+        monkeypatch.setattr(last._saver, "submit", lambda run: waiting.append(run) or Never())
+        request = computed(one)
+        request.status = SimpleNamespace(name="FINISHED_ABORTED")
+        one.scheduler.request_finished_all_groups(request, PASSED)
+        until(lambda: not one.workers[0]._threads._saves, one)
+        assert [1, 2, 3, 5, 6, 8] == one.pool.used()
+        numbers = [number for number, _ in last._saves]
+        last._saves = [(number, submit(run)) for number, run in zip(numbers, waiting, strict=True)]
+        until(lambda: not one.scheduler.has_pending_push_work(), one)
+        assert [] == one.pool.used()
+    assert [("full", 18), ("window-8", 18)] == stored(tmp_path)
+
+
+class Never:
+    """A save that does not end."""
+
+    def done(self) -> bool:
+        """Return False."""
+        return False
+
+
+@pytest.mark.parametrize("harm", ["flip", "delete"])
+def test_damaged_page_is_computed(tmp_path: Path, harm: str) -> None:
+    """The load fails on all ranks, the request is not offered the page again, others load."""
+    with engine("one", tmp_path) as one:
+        ended(one, computed(one))
+    with engine("two", tmp_path, 2) as two:
+        request = Request("b", 14)
+        assert (12, True) == two.decode(request, [3, 5, 7, 9], [0, 8, 6, 4])
+        path = max(tmp_path.rglob("*full,tp3*"))
+        if harm == "delete":
+            path.unlink()
+        else:
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        until(lambda: two.received.get("b") == 2, two)
+        assert two.failed
+        assert (0, False) == two.load(request, [3, 5, 7, 9], [0, 8, 6, 4])
+        assert not two.scheduler.loads_pages("b")
+        two.scheduler.request_finished_all_groups(request, ([], []))
+        ended(two, computed(two, "c"))  # It stores the page that is missing.
+        assert (12, True) == two.decode(Request("d", 14), [3, 5, 7, 9], [0, 8, 6, 4])
+        until(lambda: two.received.get("d") == 2, two)
+        assert "d" not in two.failed
+
+
+def test_request_that_ends_while_it_loads_is_reported(tmp_path: Path) -> None:
+    """VLLM frees its blocks then. The pins have ended, and nothing of it is saved."""
+    with engine("one", tmp_path) as one:
+        ended(one, computed(one))
+        request = Request("b", 14)
+        one.tables["b"] = [9, 10, 11, 4], [0, 3, 2, 1]
+        assert (12, True) == one.decode(request, *one.tables["b"])
+        request.num_computed_tokens = 12  # As vLLM counts it.
+        assert (False, None) == one.scheduler.request_finished_all_groups(request, ([], []))
+        until(lambda: one.received, one)
+        assert not one.scheduler.loads_pages("b")
+        assert not one.scheduler.has_pending_push_work()
+
+
+def test_preempted_request_finds_its_own_pages(tmp_path: Path) -> None:
+    """A request that was preempted loads what it had computed, also its generated tokens."""
+    with engine("one", tmp_path) as one:
+        request = computed(one)
+        until(lambda: not one.scheduler.has_pending_push_work(), one)
+        request.num_computed_tokens = 0
+        request._all_token_ids += [5, 6, 7]
+        assert (12, True) == one.load(request, [9, 10, 11, 4], [0, 3, 2, 1])
+        until(lambda: one.received, one)
+        assert {} == one.failed
+
+
+@pytest.mark.parametrize(
+    ("own", "fields"),
+    [
+        ({}, {"cache_salt": "tenant"}),
+        ({}, {"lora_request": SimpleNamespace(lora_name="l", lora_path="")}),
+        ({"revision": "2"}, {}),
+        ({"store": {"weights": "step-2"}}, {}),
+    ],
+)
+def test_pages_of_other_values_are_not_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, own: Any, fields: Any
+) -> None:
+    """The log names the field that is not stated, or the difference to the pages that are there."""
+    with engine("one", tmp_path) as one:
+        ended(one, computed(one))
+    caplog.set_level(logging.INFO)
+    with engine("two", tmp_path, **own) as two:
+        request = Request("b", 14)
+        vars(request).update(fields)
+        assert (0, False) == two.decode(request, *TABLES)
+    words = "adapter is not stated" if "lora_request" in fields else "pages of another space"
+    assert "cache_salt" in fields or words in caplog.text
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_ticket_wins_over_stored_pages(tmp_path: Path, *, before: bool) -> None:
+    """A decode engine reads the prompt from its prefill engine. It stores only complete pages."""
+    with (
+        engine("p", tmp_path / "p") as producer,
+        engine("d", tmp_path / "d") as consumer,
+    ):
+        if before:
+            ended(consumer, computed(consumer, "before"))
+        request = computed(producer)
+        request.kv_transfer_params = {"do_remote_decode": True}
+        held, params = producer.scheduler.request_finished_all_groups(request, PASSED)
+        assert held
+        other = Request("b", 14, params)
+        consumer.tables["b"] = PASSED
+        assert (13, True) == consumer.decode(other, *PASSED)
+        until(lambda: consumer.received and producer.sent, producer, consumer)
+        consumer.step(b=1)
+        other.num_computed_tokens = 14
+        ended(consumer, other)
+    # The query of token 13 reads the window from token 6 on, so only page 2 is complete.
+    assert [("full", 18), ("window-8", 18 if before else 6)] == stored(tmp_path / "d")
+
+
+def test_page_that_cannot_be_written_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine goes on, and the blocks are free."""
+    with engine("one", tmp_path, store={"limit": 1000}) as one:
+        ended(one, computed(one))
+    assert "not stored" in caplog.text
+    assert [] == stored(tmp_path)
+
+
+def test_store_settings_are_checked(tmp_path: Path) -> None:
+    """An engine does not start if the names of its pages would be incomplete."""
+    for extra, field in (
+        ({"store": 5}, "kv_connector_extra_config['store']"),
+        ({"store": {"directory": "x", "other": 1}}, "kv_connector_extra_config['store']"),
+        ({"store": {"directory": "x", "page_tokens": 0}}, "page_tokens"),
+        ({"store": "x", "policy": "fail"}, "kv_load_failure_policy"),
+    ):
+        with pytest.raises(SpecError) as error:
+            made(*configs("e", 0, 1, 4, dict(extra))[:1], "SCHEDULER", None)
+        assert field in error.value.field
+    with pytest.raises(SpecError) as error:
+        Engine("e", store=str(tmp_path))
+    assert "revision" in error.value.field
+    vllm_config, _ = configs("e", 0, 1, 4, {"store": str(tmp_path)})
+    vllm_config.model_config.hf_overrides = lambda config: config
+    vllm_config.model_config.revision = "1"
+    with pytest.raises(SpecError) as error:
+        StoreSettings(directory=str(tmp_path)).open(vllm_config, None)  # type: ignore[arg-type]
+    assert "overrides" in error.value.field
