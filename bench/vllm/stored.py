@@ -40,6 +40,7 @@ SCENARIOS = (
     ),
     Stored("stored: window and full, TP 2 -> 1", "gemma-2", (2, 1), head_groups=2),
     Stored("stored: MLA, TP 2 -> 1", "deepseek", (2, 1), (16, 16), head_groups=1),
+    Stored("stored: states of Mamba2, TP 2 -> 1", "falcon-h1-2", (2, 1), head_groups=2),
 )
 # What differs in the second engine, and the field that its log names.
 MISSES: dict[str, dict[str, Any]] = {

@@ -171,11 +171,6 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
         """Return the metrics of a front end."""
         return KvspecPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def shutdown(self) -> None:
-        """End the pins of a scheduler, or close the session of a worker."""
-        self.unpin_pages()
-        Serving.shutdown(self)
-
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ANN401, ARG002
         """Begin the transfers of this step."""
         self.begin(self._connector_metadata)

@@ -47,7 +47,7 @@ from kvspec.adapters.vllm.store_settings import StoreSettings
 from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
-from kvspec.errors import KVSpecError, SpecError
+from kvspec.errors import SpecError
 from kvspec.session import new_remote_id
 from kvspec.tickets import PrefillTicket, content_of
 
@@ -136,9 +136,8 @@ class Scheduling:
         self._ranks = tuple(metadata.values())
         if self._store is not None and self._ranks:
             engine = self._ranks[0].engine
-            self._pages = StoredPrompts(
-                self._vllm_config, engine, self._kv_cache_manager, self._store
-            )
+            configs = self._vllm_config, self._kv_cache_config
+            self._pages = StoredPrompts(self._store, engine, configs, self._kv_cache_manager)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Keep vLLM's counts of hashed blocks, with which `withhold` keeps blocks unhashed."""
@@ -234,7 +233,10 @@ class Scheduling:
         # vLLM may load fewer tokens than it was offered. Then the last ones are missing.
         cached = self._cached.pop(name, 0)
         if ticket is None:
-            self._load_pages(name, blocks, cached, num_external_tokens)
+            if self._pages is not None:
+                ids = blocks.get_block_ids()
+                if not self._pages.allocated(name, ids, cached, num_external_tokens):
+                    self._next.failed.append(name)
             return
         if not num_external_tokens:
             self._next.declined.append(ticket)
@@ -254,37 +256,11 @@ class Scheduling:
         if self._pages is not None:
             self._pages.loaded_by_ticket(name, complete_from)
 
-    def _load_pages(self, name: str, blocks: Any, cached: int, count: int) -> None:
-        """Load *count* stored tokens behind *cached* ones, or end the pins of the request."""
-        if self._pages is None or not self._pages.offered(name):
-            return
-        if not count:
-            self._pages.unpin(name)
-            return
-        end = cached + count
-        try:
-            tables = self._tables(blocks.get_block_ids(), end)
-            transfer = TransferRequest(
-                request_id=name,
-                num_tokens=end,
-                cached_tokens=cached,
-                producer_blocks=tables,
-                consumer_blocks=tables,
-            )
-            complete_from = withhold(self._ranks[0].engine, transfer, self._hashed)
-            self._pages.load(transfer, cached, complete_from)
-            self._fetching.add(name)
-        except KVSpecError as error:  # One request is computed, and the engine goes on.
-            log.error("%s: %s", name, error)  # noqa: TRY400
-            self._pages.refuse(name)
-            self._next.failed.append(name)
-
     def build_connector_meta(self, scheduler_output: Any) -> EngineStep:
         """Return the work since the last step."""
         step, self._next = self._next, EngineStep()
         if self._pages is not None:
-            self._pages.advance(scheduler_output)
-            step.page_loads, step.page_saves = self._pages.take()
+            step.page_loads, step.page_saves = self._pages.advance(scheduler_output)
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -295,11 +271,6 @@ class Scheduling:
     def loads_pages(self, request_id: str) -> bool:
         """Return whether a request loads stored pages."""
         return self._pages is not None and self._pages.loads(request_id)
-
-    def unpin_pages(self) -> None:
-        """End the pins of all stored pages."""
-        if self._pages is not None:
-            self._pages.close()
 
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM must take steps because pages are being stored."""
@@ -314,10 +285,9 @@ class Scheduling:
         self._cached.pop(request.request_id, None)
         if ticket is not None:
             self._next.declined.append(ticket)
-        if self._pages is not None:
-            self._pages.finish(request)
-        if request.request_id in self._fetching:
-            self._fetching.remove(request.request_id)
+        loads = self._pages is not None and self._pages.finish(request)
+        if loads or request.request_id in self._fetching:
+            self._fetching.discard(request.request_id)
             self._next.cancelled.append(request.request_id)
         shortened = request.request_id in self._shortened
         self._shortened.discard(request.request_id)

@@ -9,7 +9,7 @@ How it works:
 
         matched      vLLM asks how many tokens are stored: find the longest prefix, and pin it
         allocated    vLLM has blocks for them: send a `PageLoad`, or end the pins
-        settled      all ranks have loaded, or one has failed. A failed request is computed
+        settle       all ranks have loaded, or one has failed. A failed request is computed
         advance      a step of the model begins: send a `PageSave` of the pages that it completes
         finish       the request ends: save its last pages
 
@@ -37,7 +37,9 @@ import attrs
 
 from kvspec.adapters.vllm.content import prompt_of_request
 from kvspec.adapters.vllm.engine import NULL_BLOCK, vllm_group
+from kvspec.adapters.vllm.prefix_cache import hashed_of, withhold
 from kvspec.adapters.vllm.store_settings import StoreSettings
+from kvspec.adapters.vllm.tables import block_tables
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError, SpecError, counted
@@ -148,9 +150,15 @@ class StoredPrompts:
     """The prompts of one scheduler that are in its store, or will be."""
 
     def __init__(
-        self, vllm_config: Any, engine: EngineSpec, kv_cache_manager: Any, settings: StoreSettings
+        self,
+        settings: StoreSettings,
+        engine: EngineSpec,
+        configs: tuple[Any, Any],
+        kv_cache_manager: Any,
     ) -> None:
+        vllm_config, self._kv_cache_config = configs
         self._engine, self._manager = engine, kv_cache_manager
+        self._hashed = hashed_of(kv_cache_manager)
         self._store = settings.open(vllm_config, engine)
         self._size = settings.page_tokens
         self._plan = plan_store(engine, self._store.placement)
@@ -187,7 +195,7 @@ class StoredPrompts:
         known.complete_from = {}
         tokens, hit = self._hits.get(request.request_id, (None, None))
         if hit is None or tokens != request.num_tokens:
-            self.unpin(request.request_id)
+            self._unpin(request.request_id)
             # The last token is computed, so that there is a next one.
             names = self._names(known)[: (request.num_tokens - 1) // self._size]
             try:
@@ -207,41 +215,51 @@ class StoredPrompts:
             )
         return max(0, hit.num_tokens - cached)
 
-    def offered(self, name: str) -> bool:
-        """Return whether `matched` found stored tokens that the request does not load yet."""
-        return name in self._hits
+    def allocated(self, name: str, block_ids: Any, cached: int, count: int) -> bool:
+        """Load *count* tokens behind *cached* ones into blocks, or end the pins of the request.
 
-    def load(
-        self, transfer: TransferRequest, cached: int, complete_from: Mapping[str, int]
-    ) -> None:
-        """Load pages into the blocks of *transfer*.
-
-        Args:
-            transfer: What is loaded, as if it came from an engine with the same blocks.
-            cached: Leading tokens that the blocks have already.
-            complete_from: As in `loaded_by_ticket`.
-
-        Raises:
-            SpecError: If vLLM loads a part of a page.
-            TransferError: If the ledger finds that a save still reads a block.
+        Returns:
+            Whether the load begins, or there is none. Otherwise the request has to be computed.
         """
-        name = transfer.request_id
+        if not count or name not in self._hits:
+            self._unpin(name)
+            return True
         _, hit = self._hits.pop(name)
         try:
-            pages, rest = divmod(transfer.num_tokens, self._size)
-            if rest or pages > hit.num_pages:
-                wanted = f"whole pages of {self._size} tokens, at most {hit.num_pages}"
-                raise SpecError("num_external_tokens", transfer.num_tokens, wanted)
-            tables = transfer.consumer_blocks
-            self._ledger.load(name, {group: _used(table) for group, table in tables.items()})
-        except KVSpecError:
+            self._load(name, hit, block_ids, cached, cached + count)
+        except KVSpecError as error:  # One request is computed, and the engine goes on.
+            log.error("%s: %s", name, error)  # noqa: TRY400
             hit.close()
-            raise
+            self._known[name].failed = True
+            return False
         self._loading[name] = hit
-        self._loads.append(
-            PageLoad(request_id=name, names=hit.names[:pages], tables=tables, cached_tokens=cached)
+        return True
+
+    def _unpin(self, name: str) -> None:
+        if name in self._hits:
+            self._hits.pop(name)[1].close()
+
+    def _load(self, name: str, hit: Hit, block_ids: Any, cached: int, end: int) -> None:
+        """Load the tokens from *cached* to *end*."""
+        pages, rest = divmod(end, self._size)
+        if rest or pages > hit.num_pages:
+            wanted = f"whole pages of {self._size} tokens, at most {hit.num_pages}"
+            raise SpecError("num_external_tokens", end - cached, wanted)
+        tables = block_tables(self._engine, self._kv_cache_config, block_ids, end)
+        # As if the tokens came from an engine with the same blocks.
+        transfer = TransferRequest(
+            request_id=name,
+            num_tokens=end,
+            cached_tokens=cached,
+            producer_blocks=tables,
+            consumer_blocks=tables,
         )
-        self._known[name].complete_from = dict(complete_from)
+        self._known[name].complete_from = withhold(self._engine, transfer, self._hashed)
+        self._ledger.load(name, {group: _used(table) for group, table in tables.items()})
+        names = hit.names[:pages]
+        self._loads.append(
+            PageLoad(request_id=name, names=names, tables=tables, cached_tokens=cached)
+        )
 
     def loaded_by_ticket(self, name: str, complete_from: Mapping[str, int]) -> None:
         """Take a request whose tokens come from another engine.
@@ -253,44 +271,39 @@ class StoredPrompts:
         if name in self._known:
             self._known[name].complete_from = dict(complete_from)
 
-    def refuse(self, name: str) -> None:
-        """Let a request be computed whose load could not begin."""
-        self.unpin(name)
-        self._known[name].failed = True
-
     def loads(self, name: str) -> bool:
         """Return whether a request loads pages."""
         return name in self._loading
 
-    def take(self) -> tuple[list[PageLoad], list[PageSave]]:
-        """Return the loads and saves since the last call."""
-        loads, saves, self._loads, self._new_saves = self._loads, self._new_saves, [], []
-        return loads, saves
+    def advance(self, step: Any) -> tuple[list[PageLoad], list[PageSave]]:
+        """Save the pages that the model completes in *step*, vLLM's `SchedulerOutput`.
 
-    def unpin(self, name: str) -> None:
-        """End the pins of a request that does not load what `matched` has found."""
-        _, hit = self._hits.pop(name, (0, None))
-        if hit is not None:
-            hit.close()
-
-    def advance(self, step: Any) -> None:
-        """Save the pages that the model completes in *step*, vLLM's `SchedulerOutput`."""
+        Returns:
+            The loads and the saves that begin with this step.
+        """
         offers = getattr(step.kv_connector_block_state, "boundary_state_offloads", {})
         for name, count in step.num_scheduled_tokens.items():
             known = self._known.get(name)
             if known is not None:
                 known.computes = True
                 self._save(known, known.request.num_computed_tokens + count, offers.get(name, ()))
+        loads, saves, self._loads, self._new_saves = self._loads, self._new_saves, [], []
+        return loads, saves
 
-    def finish(self, request: Any) -> None:
-        """Save the last pages of a request that ends, whose blocks vLLM has not freed yet."""
+    def finish(self, request: Any) -> bool:
+        """Save the last pages of a request that ends, whose blocks vLLM has not freed yet.
+
+        Returns:
+            Whether it still loads.
+        """
         name = request.request_id
-        self.unpin(name)
+        self._unpin(name)
         known = self._known.pop(name, None)
         # The tokens of a request that waits for a load are counted as computed already.
         if known is not None and known.computes and name not in self._loading:
             self._save(known, request.num_computed_tokens, ())
         self._ledger.finish(name)
+        return name in self._loading
 
     def settle(self, output: Any) -> None:
         """Take the results of the workers, vLLM's `KVConnectorOutput`."""
@@ -313,11 +326,6 @@ class StoredPrompts:
     def is_saving(self) -> bool:
         """Whether a save has not ended."""
         return bool(self._saves)
-
-    def close(self) -> None:
-        """End all pins."""
-        for hit in (*self._loading.values(), *(hit for _, hit in self._hits.values())):
-            hit.close()
 
     def _names(self, known: _Known) -> tuple[str, ...]:
         """Return the names of the whole pages of a request. There are none if they have no name."""
