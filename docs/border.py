@@ -142,6 +142,36 @@ def sglang_pool(name: str, heads: int, page: int, **fields: Any) -> Any:
     return engine_object(name, **buffers, **fields)
 
 
+def scaled_pool(cls: str, recipe: str | None = None, flat: bool = False) -> Any:  # noqa: FBT001, FBT002
+    """Return the function that builds a pool of elements with scales: FP4, or MXFP8.
+
+    *flat* is whether the scales of all heads of a token have one axis.
+    """
+    wide = "MXFP8" in cls
+
+    def make(heads: int, page: int) -> Any:
+        heads, ordered = 1 if "MLA" in cls else heads, wide and recipe == "one kernel"
+        width, count = (64, 2) if wide else (64, 8)
+        page = 128 if ordered else page
+        shape: tuple[int, ...] = (9 * page, heads * count) if flat else (9 * page, heads, count)
+        shape = (9, heads, 32, 4, count) if ordered else shape
+        own: dict[str, Any] = {"page_size": page, "dtype": "float8_e4m3fn", "start_layer": 0}
+        for part in ["kv"] if "MLA" in cls else ["k", "v"]:
+            own[f"{part}_buffer"] = [array((9 * page, heads, width))]
+            own[f"{part}_scale_buffer"] = [array(shape)]
+        if recipe is not None and not wide:
+            own["quant_method"] = with_fields(engine_object("Method"), name=recipe)
+        return engine_object(cls, mxfp8_sf_interleaved=ordered, **own)
+
+    return make
+
+
+def with_fields(made: Any, **fields: Any) -> Any:
+    """Return *made* with more fields."""
+    vars(made).update(fields)
+    return made
+
+
 def swa_pool(heads: int, page: int) -> Any:
     """Return a pool of SGLang with a layer that keeps all tokens, and one with a window."""
     halves = [sglang_pool("MHATokenToKVPool", heads, page) for _ in "fw"]
@@ -217,6 +247,7 @@ def on_sglang(
             parallel=parallel,
             total_num_kv_heads=HEADS,
             sliding_window=24,
+            scales={"layers.0": (1.0, 1.0)},
             index_order=keys[0],
             index_hadamard=keys[1],
             n_groups=2,
@@ -452,6 +483,19 @@ def sglang_rows() -> Iterator[Row]:
         made = on_sglang("DSATokenToKVPool", keys=tuple(own))
         yield Row("SGLang", f"slots and index pages, {page}", "DSA", made)
     yield Row("SGLang", "slots and index keys", "MiniMax", on_sglang(minimax_pool))
+    for page, kind, pool in (
+        ("fp4_mx_block16", "full", scaled_pool("MHATokenToKVPool", "fp4_mx_block16", flat=True)),
+        ("nvfp4, linear scales", "full", scaled_pool("MHATokenToKVPool", "nvfp4")),
+        ("FP4", "full", scaled_pool("MHATokenToKVPoolFP4", flat=True)),
+        ("FP4", "MLA", scaled_pool("MLATokenToKVPoolFP4", flat=True)),
+        ("MXFP8", "full", scaled_pool("MHATokenToKVPoolMXFP8")),
+        ("MXFP8, pages of 128", "full", scaled_pool("MHATokenToKVPoolMXFP8", "one kernel")),
+    ):
+        yield Row("SGLang", f"slots and scales, {page}", kind, on_sglang(pool))
+    native = scaled_pool("MHATokenToKVPool", "nvfp4")
+    yield Row("SGLang", "nvfp4, native scales", "full", on_sglang(
+        lambda heads, page: with_fields(native(heads, page), native_k_scale_buffer=[])
+    ))  # fmt: skip
     for kind, conv, temporal, more in (
         ("gated delta net", lambda h: (14 * h, 3), lambda h: (h, 6, 4),
          {"conv_shard_groups": DELTA}),

@@ -11,6 +11,7 @@ How it works:
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import attrs
 import numpy as np
@@ -19,8 +20,10 @@ from kvspec.check.counting import (
     cached_tokens_of,
     context_of,
     first_live,
+    is_ring,
     length_in,
     live_positions,
+    of_group,
     own_positions,
     rank_layers,
     rank_units,
@@ -120,8 +123,10 @@ class Counted(Owners):
         ends = request.state_positions or (request.num_tokens,)
         return tuple(range(end - 1, end) for end in ends if end > cached)
 
-    def cached(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> int:  # noqa: ARG002
+    def cached(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> int:
         """Return the number of leading positions of *group* that the consumer has cached."""
+        if is_ring(spec):
+            _check_ring_prefix(spec, request, group.name)
         return cached_tokens_of(request, group)
 
     def first_live(self, request: TransferRequest, spec: LayerSpec) -> int:
@@ -134,6 +139,14 @@ class Counted(Owners):
 def _units(engine: EngineSpec, group: KVCacheGroup, part: Part, rank: RankId) -> range:
     own = rank_units(engine, rank, part, group)
     return range(own[0], own[-1] + 1) if own else EMPTY
+
+
+def _check_ring_prefix(spec: Any, request: TransferRequest, group: str) -> None:  # noqa: ANN401
+    """Raise `SpecError` if a cached prefix ends inside a group of a ring that moves."""
+    stated, ratio = of_group(request.cached_tokens, group, 0), spec.compress_ratio
+    if stated % ratio and live_positions(spec, request).any():
+        wanted = f"a multiple of compress_ratio={ratio}, for a layer with a ring"
+        raise SpecError("cached_tokens", stated, wanted)
 
 
 def _check_countable(field: str, positions: int) -> None:

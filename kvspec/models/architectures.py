@@ -38,19 +38,24 @@ from kvspec.models.fields import (
     FULL,
     MLA,
     SPARSE,
+    FillRule,
     KindRule,
     LayerRule,
     SparseRule,
     alike,
     all_layers,
+    as_given,
     chunked_layers,
+    counted_letters,
     delta_attention,
     dense_first,
+    divided_heads,
     even_window,
     every,
     first_of,
     global_sizes,
     grouped,
+    half_of_caches,
     indexed_layers,
     letters,
     listed,
@@ -113,6 +118,7 @@ class Architecture:
         cross: Name of the layer with keys of the encoder, or empty.
         index_keys: Name of the layer that keeps the indexer keys of a sparse layer, or empty. They
             are plain keys of one head, in a group of their own.
+        filled: The rule for fields that the class computes from others.
         types: Names in ``layer_types`` that only this row knows, with their kinds.
         by_layer: The rule for the fields of single layers. It applies if the config has no
             ``per_layer_config``.
@@ -149,6 +155,7 @@ class Architecture:
     values: str = attrs.field(default="", kw_only=True)
     cross: str = attrs.field(default="", kw_only=True)
     index_keys: str = attrs.field(default="", kw_only=True)
+    filled: FillRule = attrs.field(default=as_given, kw_only=True)
     types: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     by_layer: LayerRule = attrs.field(default=alike, kw_only=True)
     counted: str = attrs.field(default="num_hidden_layers", kw_only=True)
@@ -481,6 +488,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         MLA,
         attention="model.layers.{0}.self_attn.0.attn model.layers.{0}.self_attn.1.attn",
         counted="num_layers",
+        filled=half_of_caches,
         products={"num_hidden_layers": "2*num_layers"},
     ),
     Architecture(
@@ -591,6 +599,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         letters,
         # Newer configs list the layers, and do not count them.
         counted="layer_types",
+        filled=counted_letters,
         required=_BOTH,
         attention="model.layers.{}.mixer.attn",
         state=State(
@@ -671,6 +680,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         all_layers("full state"),
         required=_KV_HEADS_FIELD,
         attention="model.layers.{}.attn",
+        filled=divided_heads,
+        defaults={"mamba_d_head": "auto", "mamba_d_ssm": 1024, "mamba_expand": 2},
         products={"mamba_d_ssm": "mamba_n_heads*mamba_d_head"},
         only={"layer_types": (None, "all layers of the class have both caches")},
         state=State("mamba", "model.{past}.mixer", "mamba2", _MAMBA2),

@@ -137,6 +137,7 @@ def from_config(
     cache = dtype_name(wanted)
     states = cache if itemsize(cache) > 1 else declared
     read = ModelConfig(text, row.defaults)
+    read = attrs.evolve(read, values={**text, **row.filled(read)})
     check_agreement(read, row.products, row.only, row.ints)
     kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=row.ruled)
     if not row.indexer and not row.index_keys:

@@ -120,6 +120,56 @@ def _holds(values: Mapping[str, object], key: str) -> bool:
     return _nested(values, key) is not None if "." in key else key in values
 
 
+# A rule takes a config, and returns fields that the class computes from others.
+FillRule: TypeAlias = Callable[[ModelConfig], Mapping[str, object]]
+
+
+def as_given(_: ModelConfig) -> Mapping[str, object]:
+    """Return no field."""
+    return {}
+
+
+def counted_letters(read: ModelConfig) -> Mapping[str, object]:
+    """Count the letters of ``hybrid_override_pattern`` if the config does not count its layers.
+
+    >>> counted_letters(ModelConfig({"hybrid_override_pattern": "M-*"}, {}))
+    {'num_hidden_layers': 3}
+    """
+    pattern = read.get("hybrid_override_pattern")
+    counts = isinstance(pattern, str) and read.get("num_hidden_layers") is None
+    return {"num_hidden_layers": len(str(pattern))} if counts else {}
+
+
+def half_of_caches(read: ModelConfig) -> Mapping[str, object]:
+    """Halve ``num_hidden_layers``, which counts caches, if the config does not count its layers.
+
+    >>> half_of_caches(ModelConfig({"num_hidden_layers": 4}, {}))
+    {'num_layers': 2}
+    """
+    if read.get("num_layers") is not None or read.get("num_hidden_layers") is None:
+        return {}
+    caches = read.number("num_hidden_layers")
+    if caches % 2:
+        raise SpecError("num_hidden_layers", caches, "an even number: a layer has two caches")
+    return {"num_layers": caches // 2}
+
+
+def divided_heads(read: ModelConfig) -> Mapping[str, object]:
+    """Divide the channels of Falcon-H1's states by their heads if ``mamba_d_head`` is ``auto``.
+
+    >>> sizes = {"mamba_d_ssm": None, "hidden_size": 64, "mamba_n_heads": 8}
+    >>> divided_heads(ModelConfig({"mamba_d_head": "auto", **sizes}, {"mamba_expand": 2}))
+    {'mamba_d_head': 16}
+    """
+    if read.get("mamba_d_head") != "auto":
+        return {}
+    name = "mamba_expand*hidden_size" if read.get("mamba_d_ssm") is None else "mamba_d_ssm"
+    channels, heads = read.product(name), read.number("mamba_n_heads")
+    if channels % heads:
+        raise SpecError("mamba_n_heads", heads, f"a divisor of {name}={channels}")
+    return {"mamba_d_head": channels // heads}
+
+
 # A rule takes a config and its number of layers, and returns the kind of each layer.
 KindRule: TypeAlias = Callable[[ModelConfig, int], list[str]]
 

@@ -227,6 +227,29 @@ def test_engine_has_one_pool_for_each_stage() -> None:
     }
 
 
+def test_pool_of_another_stage_or_with_other_windows_is_refused() -> None:
+    """It has as many layers, so its buffers would get the names of other layers."""
+    stages = [keep(MHATokenToKVPool(8, 2, start_layer=start)) for start in (0, 2)]
+    engine = sglang.engine_spec(stages, parallel=sglang.parallel_config(1, 2))
+    assert sglang.rank_cache(engine, RankId(pp=1), stages[1])
+    error = refusal(lambda: sglang.rank_cache(engine, RankId(pp=0), stages[1]))
+    assert ("pool.layers", (2, 3)) == (error.field, error.value)
+    pool = keep(MHATokenToKVPool(8, 2, layer_num=3))
+    engine = sglang.engine_spec(pool, windows={0: 4, 2: 4})
+    assert sglang.rank_cache(engine, RankId(), pool, windows={0: 4, 2: 4})
+    error = refusal(lambda: sglang.rank_cache(engine, RankId(), pool, windows={0: 4, 1: 4}))
+    assert ("pool.layers", (2,)) == (error.field, error.value)
+
+
+def test_pools_with_equal_layers_or_names_are_refused() -> None:
+    """Two stages with the same layers, or two groups with the same names, would share them."""
+    parallel = sglang.parallel_config(1, 2)
+    with pytest.raises(kvspec.SpecError):
+        sglang.engine_spec([POOL, POOL], parallel=parallel)
+    with pytest.raises(kvspec.SpecError):
+        sglang.engine_spec(POOL, draft_pool=POOL, draft_name="layers.{}")
+
+
 def test_attention_dp_divides_ranks_into_engines() -> None:
     """TP 8 with attention DP 4 is four engines of two consecutive ranks."""
     assert kvspec.ParallelConfig(tp_size=2) == sglang.parallel_config(8, attn_dp_size=4)
@@ -251,6 +274,56 @@ def test_layers_of_float8_have_the_identity_of_their_scales() -> None:
         return MHATokenToKVPool(16, 2, page_size=4, dtype="float8_e4m3fn")
 
     assert [] == moved(two, two, request, (caches(two, make), caches(two, make)))
+
+
+# A class or a recipe, its heads in the model, and whether the scales of all heads have one axis.
+SCALED = {
+    "fp4_mx_block16": (4, True),
+    "nvfp4": (4, False),
+    "MHATokenToKVPoolFP4": (4, True),
+    "MHATokenToKVPoolMXFP8": (4, False),
+    "MLATokenToKVPoolFP4": (1, True),
+}
+
+
+def scaled(cls: str, tp: int, page: int, **options: Any) -> Any:
+    """Return an engine with a pool with scales, its caches and its tables."""
+    heads, flat = SCALED[cls]
+    parallel, count = sglang.parallel_config(tp), 150
+    make = lambda _: like.with_scales(cls, max(heads // tp, 1), page, flat=flat)  # noqa: E731
+    own = {"scales": SCALES} if cls in ("nvfp4", "MHATokenToKVPoolFP4") else {}
+    engine = sglang.engine_spec(
+        make(RankId()), parallel=parallel, total_num_kv_heads=heads, **own | options
+    )
+    ids = [*range(1, 2 + count // page)][::-1]
+    return engine, caches(engine, make), tables(engine, ids, count)
+
+
+@pytest.mark.parametrize(("page", "other"), [(32, 64), (128, 128)])
+@pytest.mark.parametrize("cls", SCALED)
+def test_elements_move_with_their_scales(cls: str, page: int, other: int) -> None:
+    """The scales of a head move with the head, those of a latent with the latent."""
+    sides = scaled(cls, 2, page), scaled(cls, 1, other)
+    request = request_of(150, sides[0][2], sides[1][2])
+    assert [] == moved(sides[0][0], sides[1][0], request, (sides[0][1], sides[1][1]))
+
+
+def test_scales_of_other_recipes_and_layers_are_refused() -> None:
+    """A page of 128 tokens of MXFP8 has its scales in the order of one kernel."""
+    fields = {}
+    for name, own, other in (
+        ("recipe", "fp4_mx_block16", "nvfp4"),
+        ("order", "MHATokenToKVPoolMXFP8", "MHATokenToKVPoolMXFP8"),
+        ("type", "fp4_mx_block16", "MHATokenToKVPoolMXFP8"),
+    ):
+        found = kvspec.mismatches(scaled(own, 1, 32)[0], scaled(other, 1, 128)[0])
+        fields[name] = {each.field.rpartition(".")[2] for each in found}
+    assert "scale_dtype" in fields["recipe"]
+    assert {"tokens_per_scale"} == fields["order"]
+    assert "elements_per_scale" in fields["type"]
+    outside = {**SCALES, "layers.1": (0.5, 1.0)}
+    (found,) = kvspec.mismatches(scaled("nvfp4", 1, 4)[0], scaled("nvfp4", 1, 4, scales=outside)[0])
+    assert "layers.1.scales_digest" == found.field
 
 
 def test_rank_cache_reads_torch_buffers() -> None:
@@ -316,17 +389,28 @@ REFUSED: list[tuple[Callable[[], object], str, Any, str]] = [
     (lambda: read(parallel="2"), "parallel", "2", "ParallelConfig"),
     (lambda: read(layer_name="layers"), "layer_name", "layers", "{}"),
     (lambda: read(changed(POOL, k_scale_buffer=[])), "pools.k_scale_buffer", "list", "None"),
+    (lambda: read(changed(POOL, quant_method=like.Recipe("fp3"))), "pools.quant_method.name",
+     "fp3", "nvfp4"),
+    (lambda: read(like.with_scales("nvfp4", 2, 4)), "scales['layers.0']", None, "values"),
+    (lambda: read(changed(like.with_scales("nvfp4", 2, 4), native_k_scale_buffer=[])),
+     "pools.native_k_scale_buffer", "list", "not yet"),
+    (lambda: read(changed(like.with_scales("nvfp4", 2, 4), k_scale_buffer=[])),
+     "pools.k_scale_buffer", "0 buffers", "2"),
+    (lambda: read(changed(like.with_scales("nvfp4", 2, 4), k_scale_buffer=POOL.k_buffer)),
+     "pools.k_scale_buffer[0].shape", (20, 2, 4), "[40, 2, 4]"),
     (lambda: read(changed(POOL, native_k_scale_buffer=[])),
      "pools.native_k_scale_buffer", "list", "None"),
     (lambda: read(changed(LATENT, kv_scale_buffer=[])), "pools.kv_scale_buffer", "list", "None"),
     (lambda: read(changed(LATENT, dcp_replicated=True), parallel=DCP),
      "pools.dcp_replicated", True, "False"),
-    (lambda: read(changed(POOL, dtype="float8_e5m2")), "scales['layers.0']", None, "float8"),
+    (lambda: read(changed(POOL, dtype="float8_e5m2")), "scales['layers.0']", None, "divide"),
     (lambda: read(changed(LATENT, dtype="float8_e4m3fn"), scales={"layers.0": (1.0, 1.0)}),
-     "scales['layers.1']", None, "float8"),
+     "scales['layers.1']", None, "divide"),
     (lambda: read(scales=[1.0]), "scales", [1.0], "layer names"),
     (lambda: read(windows=[1]), "windows", [1], "layer numbers"),
     (lambda: read(windows={0: 4, 1: 5}), "windows", {0: 4, 1: 5}, "one size"),
+    (lambda: read(window_pool(), windows={1: 9}), "windows", {1: 9}, "sliding_window"),
+    (lambda: read(windows={1: 4, 7: 4}), "windows", [7], "the pools have"),
     (lambda: read(windows={1: 0}), "sliding_window", 0, ""),
     (lambda: read(key_content="halves"), "key_content", "halves", "KeyContent"),
     (lambda: sglang.parallel_config(8, attn_dp_size=3), "attn_dp_size", 3, "tp_size=8"),

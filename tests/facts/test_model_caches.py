@@ -81,6 +81,29 @@ def config_of(name: str, change: Mapping[str, object]) -> dict[str, Any]:
     return config | dict(change)
 
 
+# Fields that a class of transformers computes from others if a config has these instead.
+COMPUTED: list[tuple[str, dict[str, object], dict[str, object]]] = [
+    ("falcon_h1", {}, {"mamba_d_head": "auto"}),
+    ("falcon_h1", {}, {"mamba_d_head": None}),
+    ("falcon_h1", {"mamba_d_ssm": None}, {"mamba_d_head": "auto"}),
+    ("longcat_flash", {"num_hidden_layers": 16}, {"num_layers": None}),
+]
+
+
+@pytest.mark.parametrize(("name", "both", "change"), COMPUTED)
+def test_from_config_computes_fields_as_the_class_does(
+    name: str, both: dict[str, object], change: dict[str, object]
+) -> None:
+    """The config of a class has the field, which transformers has computed."""
+    own = {key: value for key, value in change.items() if value is not None}
+    config = config_of(name, both)
+    short = {key: value for key, value in config.items() if key not in change} | own
+    assert config != short
+    assert models.from_config(config, dtype="bfloat16") == models.from_config(
+        short, dtype="bfloat16"
+    )
+
+
 W, F = "sliding_attention", "full_attention"
 DIFFERENT: list[tuple[str, dict[str, object], str]] = [
     # vLLM takes the window of a layer from the list, others from sliding_window.
@@ -108,6 +131,10 @@ DIFFERENT: list[tuple[str, dict[str, object], str]] = [
     ("mimo_v2_flash", {"layer_types": [F] * 8}, "layer_types"),
     ("mimo_v2_flash", {"sliding_window": 8, "sliding_window_size": 9}, "sliding_window_size"),
     ("longcat_flash", {"num_hidden_layers": 3}, "num_hidden_layers"),
+    ("longcat_flash", {"num_hidden_layers": 3, "num_layers": None}, "num_hidden_layers"),
+    ("falcon_h1", {"mamba_d_head": "auto", "mamba_n_heads": 7}, "mamba_n_heads"),
+    # vLLM turns the window off, and transformers fails.
+    ("mistral", {"sliding_window": 0}, "sliding_window"),
     ("nemotron_h", {"mamba_n_groups": 1}, "mamba_n_groups"),
     ("nemotron_h", {"mamba_d_conv": 3}, "mamba_d_conv"),
     # The plain names are those of the encoder.

@@ -395,6 +395,14 @@ def test_nemotron_h_config_has_one_letter_for_each_layer() -> None:
     assert expected == groups["mamba"].spec
 
 
+def test_nemotron_h_config_counts_its_letters_if_it_has_no_number() -> None:
+    """The class of transformers does so. A number must equal the count."""
+    config = catalogue.config("Nemotron-H-8B")
+    short = {key: value for key, value in config.items() if key != "num_hidden_layers"}
+    assert config != short
+    assert models.from_config(config) == models.from_config(short)
+
+
 def test_granite_4_config_lists_type_of_each_layer() -> None:
     """The model has 36 Mamba2 layers of one group, and 4 attention layers."""
     groups = groups_of("granite-4.0-h-tiny")
@@ -535,6 +543,7 @@ FALCON_H1 = {
     "num_key_value_heads": 2,
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
+    "mamba_d_ssm": 256,
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
     "mamba_d_conv": 4,

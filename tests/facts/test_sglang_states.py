@@ -349,6 +349,27 @@ def test_unknown_states_and_indexers_are_refused(
     assert requirement in error.expected
 
 
+DRAFTS: dict[str, Callable[[], Any]] = {
+    "indexer": sparse,
+    "states": lambda: hybrid(delta_net()),
+    "windows": lambda: like.SWAKVPool(
+        MHATokenToKVPool(8, 2, layer_num=0), MHATokenToKVPool(8, 2, layer_num=1), [True]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_draft_with_windows_indexers_or_states_is_refused(kind: str) -> None:
+    """Its layers would get the names and the slots of the model's own layers."""
+    pool, draft = MHATokenToKVPool(8, 2), DRAFTS[kind]()
+    error = refusal(lambda: sglang.engine_spec(
+        pool, draft_pool=draft, sliding_window=4, **DSA))  # fmt: skip
+    assert ("draft_pool", type(draft).__name__) == (error.field, error.value)
+    assert "not yet: drafts" in error.expected
+    error = refusal(lambda: sglang.rank_cache(sglang.engine_spec(pool), RankId(), pool, draft))
+    assert "draft_pool" == error.field
+
+
 def test_state_needs_one_slot_that_is_not_null() -> None:
     engine = side(lambda _: hybrid(delta_net()))[0]
     for slot in (0, [1, 2], None):

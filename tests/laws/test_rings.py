@@ -178,7 +178,12 @@ def test_cached_prefix_that_ends_inside_a_group_is_refused(cached: Any) -> None:
     here = world(moved(side, side, 10))
     asked = request(10, [2], [1], cached_tokens=cached)
     table = here.table(kvspec.RankId(), kvspec.RankId())
-    for ask in (table.select, lambda asked: kvspec.verify(here.plan, *caches(here), asked)):
+    for ask in (
+        table.select,
+        lambda asked: kvspec.verify(here.plan, *caches(here), asked),
+        lambda asked: kvspec.verify(here.plan, *caches(here), asked, independent=True),
+        lambda asked: kvspec.verify(here.plan, *caches(here), asked, {}, independent=True),
+    ):
         with pytest.raises(kvspec.SpecError) as caught:
             ask(asked)
         assert "cached_tokens" == caught.value.field

@@ -277,7 +277,7 @@ class ByPlace(Toy):
 
 
 class ConvAsOnePiece(Toy):
-    """Divide the conv state of a rank as one piece, although it is q, then k, then v."""
+    """Divide the conv state of a rank as one piece: q, k and v, or x, B and C of Mamba2."""
 
     def copies(self, world: Any, producer: RankId, consumer: RankId) -> Iterator[Any]:
         """Copy each tensor of a state as one run to its share of the consumer's tensor."""
@@ -487,6 +487,17 @@ EXHIBITS = [
         system=ConvAsOnePiece().system(),
         cases=st.builds(transfer, st.just(delta_net()), tp=NARROWING),
         minimal="delta net, TP 2 to 1, 1 token",
+    ),
+    Exhibit(
+        reference="SGLang 0.5.23, conv states of Mamba2",
+        bug="Only delta nets name the segments of their conv state, so x, B and C of Mamba2 are"
+        " merged as if they were one.",
+        law=1,
+        system=ConvAsOnePiece().system(),
+        cases=st.builds(transfer, st.just(mamba2(4)), tp=st.sampled_from(
+            [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
+        )),
+        minimal="Mamba2, TP 2 to 1, 1 token",
     ),
     Exhibit(
         reference="sglang#33041",

@@ -122,6 +122,7 @@ ON_AXES: dict[str, Judged] = {
     "vllm#56033": Judged("pp", only(max_pp=2, equal_pp=False)),
     "sglang#18939": Judged("windows", only("full", "sliding window"), right=TOY),
     "sglang#22060": Judged("kinds", only("gated delta net", **UNEQUAL), shrinks, TOY),
+    "SGLang 0.5.23, conv states of Mamba2": Judged("kinds", only("mamba2", **UNEQUAL), shrinks),
     "sglang#33041": Judged(
         "groups", only("full", "MLA", hybrid=True, regrouped=True), right=TOY
     ),

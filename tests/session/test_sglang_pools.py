@@ -41,6 +41,7 @@ with warnings.catch_warnings():
     from sglang.srt.configs import mamba_utils
     from sglang.srt.disaggregation import prefill, utils
     from sglang.srt.layers.attention.dsa import dsa_indexer
+    from sglang.srt.layers.quantization import fp4_kv_cache_quant_method
     from sglang.srt.mem_cache import memory_pool
 
 TOKENS, SLOT = 70, 3
@@ -182,6 +183,67 @@ def test_hybrid_of_sglang_reads_what_another_one_wrote(
         assert int((whole != 0).any(-1).any(-1).any(-1).any(0).sum()) == 1
 
 
+def test_sglang_divides_the_channels_of_mamba2_as_one_piece() -> None:
+    """Rank 0 of 2 needs channels of x, of B and of C. SGLang's backends give it channels of x."""
+    one, two = (
+        mamba_utils.Mamba2StateShape.create(
+            tp_world_size=size, intermediate_size=32, n_groups=2, num_heads=8, head_dim=4,
+            state_size=4, conv_kernel=4,
+        )
+        for size in (1, 2)
+    )  # fmt: skip
+    assert (48, 24) == (one.conv[0][0], two.conv[0][0])
+    assert one.conv_shard_groups is None
+    asked = {"src_dim": 48, "dst_dim": 24, "src_attn_tp_size": 1, "dst_attn_tp_size": 2,
+             "dst_tp_rank_in_group": 0, "local_tp_rank_in_group": 0}  # fmt: skip
+    assert [(0, 0, 24)] == utils.compute_mamba_state_slice_blocks(**asked)
+    named = utils.compute_mamba_state_slice_blocks(**asked, conv_shard_groups=[32, 8, 8])
+    assert [(0, 0, 16), (32, 16, 4), (40, 20, 4)] == named
+    spec = kvspec.MambaSpec.mamba2(
+        num_heads=8, head_dim=4, n_groups=2, state_size=4, conv_kernel=4, dtype="bfloat16"
+    )
+    found = spec.get_tp_transfer_slices(local_tp_rank=0, local_tp_size=2, remote_tp_size=1)
+    sizes = {part: len(each.global_range) for each in found for part in each.parts}
+    assert [16, 4, 4] == [size for part, size in sizes.items() if part.startswith("conv")]
+
+
+def test_draft_of_eagle_moves_with_the_slots_of_its_model(model: Model) -> None:
+    """The draft has a pool of its own, with one layer and other heads."""
+
+    def pool(heads: int, page: int, layers: int) -> Any:
+        return memory_pool.MHATokenToKVPool(
+            size=128, page_size=page, dtype=torch.bfloat16, head_num=heads, head_dim=SIZE,
+            layer_num=layers, enable_memory_saver=False, **CPU,
+        )  # fmt: skip
+
+    heads = {"full": HEADS, "draft": 2 * HEADS}
+    truth = {part: random(TOKENS, 2 * HEADS, SIZE) for part in "kv"}
+    sides = []
+    for tp, page, seed in ((2, 16, 0), (1, 4, 1)):
+        parallel, own = adapter.parallel_config(tp), slots(page, seed)
+        pools = {rank: (pool(HEADS // tp, page, 2), pool(2 * HEADS // tp, page, 1))
+                 for rank in parallel.ranks}  # fmt: skip
+        first, draft = pools[RankId()]
+        engine = adapter.engine_spec(
+            first, draft_pool=draft, parallel=parallel, total_num_kv_heads=heads
+        )
+        caches = {rank: adapter.rank_cache(engine, rank, *both) for rank, both in pools.items()}
+        tables = adapter.block_tables(engine, own)
+        sides.append(SimpleNamespace(
+            engine=engine, caches=caches, tables=tables, pools=pools, slots=own
+        ))  # fmt: skip
+    producer, consumer = sides
+    for rank, (target, draft) in producer.pools.items():
+        for into, whole in ((target, model.kv), (draft, truth)):
+            own = [whole[part].chunk(2, 1)[rank.tp] for part in "kv"]
+            into.set_kv_buffer(SimpleNamespace(layer_id=0), producer.slots, *own)
+    move(producer, consumer)  # type: ignore[arg-type]
+    ((target, draft),) = consumer.pools.values()
+    for found, whole in ((target, model.kv), (draft, truth)):
+        for part, buffer in zip("kv", found.get_kv_buffer(0), strict=True):
+            assert torch.equal(whole[part], buffer[consumer.slots])
+
+
 def sparse(tp: int, page: int) -> Any:
     """Return a pool of latents, whose layer 1 takes the tokens that layer 0 has chosen."""
     return memory_pool.DSATokenToKVPool(
@@ -262,13 +324,104 @@ def test_vllm_finds_the_index_keys_that_sglang_wrote(block: int, model: Model) -
 
 @pytest.mark.parametrize("fused", INDEXER_FLAGS)
 def test_indexer_of_sglang_leaves_out_the_hadamard_product_if_a_flag_is_set(fused: str) -> None:
-    """The indexer of vLLM always leaves it out. The adapter reads the same flags as this method."""
+    """The indexer of vLLM always leaves it out. The adapter reads the same flags."""
     own = dict.fromkeys(INDEXER_FLAGS, False)
     keys = torch.rand(4, 128)
     rotate = dsa_indexer.Indexer._maybe_rotate
     assert keys is rotate(SimpleNamespace(**own | {fused: True}), keys)
     with pytest.raises(NotImplementedError, match="hadamard"):  # Its kernel is for CUDA only.
         rotate(SimpleNamespace(**own), keys)
+
+
+def fp4(tp: int, page: int) -> Any:
+    """Return a pool of keys and values of FP4, as SGLang builds it for `fp4_mx_block16`."""
+    return memory_pool.MHATokenToKVPool(
+        size=256, page_size=page, dtype=torch.float4_e2m1fn_x2, head_num=HEADS // tp,
+        head_dim=WIDE, layer_num=1, enable_memory_saver=False,
+        quant_method=fp4_kv_cache_quant_method.FP4MXBlock16KVCacheMethod(), **CPU,
+    )  # fmt: skip
+
+
+def latents_of_fp4(tp: int, page: int) -> Any:
+    """Return a pool of latents of FP4. Each rank has all of them."""
+    return memory_pool.MLATokenToKVPoolFP4(
+        256, page_size=page, dtype=torch.float4_e2m1fn_x2, kv_lora_rank=96, qk_rope_head_dim=32,
+        layer_num=1, enable_memory_saver=False, **CPU,
+    )  # fmt: skip
+
+
+def mxfp8(tp: int, page: int) -> Any:
+    """Return a pool of keys and values of MXFP8."""
+    return memory_pool.MHATokenToKVPoolMXFP8(
+        size=256, page_size=page, dtype=torch.float8_e4m3fn, head_num=HEADS // tp,
+        head_dim=WIDE, layer_num=1, enable_memory_saver=False, **CPU,
+    )  # fmt: skip
+
+
+WIDE = 128
+
+
+@pytest.mark.parametrize("make", [fp4, latents_of_fp4])
+def test_sglang_finds_the_fp4_that_another_engine_wrote(make: Any) -> None:
+    """SGLang's own code quantises what it stores, and returns the numbers that it reads."""
+    producer, consumer = Side(2, 16, 0, make), Side(1, 32, 1, make)
+    heads = HEADS if make is fp4 else 1
+    model = {part: random(TOKENS, heads, WIDE) for part in "kv"}
+    found: dict[str, list[Any]] = {"k": [], "v": []}
+    for rank, pool in producer.pools.items():
+        own = [model[p].chunk(2, 1)[rank.tp] if heads > 1 else model[p] for p in "kv"]
+        pool.set_kv_buffer(SimpleNamespace(layer_id=0), producer.slots, *own)
+        for part, buffer in zip("kv", raw(pool), strict=True):
+            found[part].append(buffer[producer.slots])
+    move(producer, consumer)
+    (pool,) = consumer.pools.values()
+    for part, buffer in zip("kv", raw(pool), strict=True):
+        wanted = torch.cat(found[part], 1) if heads > 1 else found[part][0]
+        assert torch.equal(wanted, buffer[consumer.slots])
+        assert wanted.abs().max() > 1
+
+
+def raw(pool: Any) -> tuple[Any, Any]:
+    """Return the keys and values of layer 0 as SGLang computes them from FP4 and scales."""
+    if isinstance(pool, memory_pool.MLATokenToKVPoolFP4):
+        return (pool.get_key_buffer(0),) * 2
+    method = pool.quant_method
+    return (method.dequantize_kv_tensor(pool.k_buffer[0], pool.k_scale_buffer[0], 0),
+            method.dequantize_kv_tensor(pool.v_buffer[0], pool.v_scale_buffer[0], 0))  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "other"), [(16, 64), (128, 128)])
+def test_sglang_finds_the_scales_of_mxfp8_that_another_engine_wrote(page: int, other: int) -> None:
+    """The kernel that writes scales orders those of a page of 128 tokens."""
+    producer, consumer = Side(2, page, 0, mxfp8), Side(1, other, 1, mxfp8)
+    bytes_of = {part: torch.randint(0, 100, (TOKENS, HEADS, WIDE)).byte() for part in "kv"}
+    scales = {part: torch.randint(1, 250, (TOKENS, HEADS, WIDE // 32)).byte() for part in "kv"}
+    for rank, pool in producer.pools.items():
+        own = [scales[part].chunk(2, 1)[rank.tp].contiguous() for part in "kv"]
+        if pool.mxfp8_sf_interleaved:
+            pool._write_scales(0, producer.slots, *(s.view(torch.float8_e8m0fnu) for s in own))
+        else:  # torch cannot write elements of this type on a CPU.
+            for buffer, values in zip(scales_of(pool), own, strict=True):
+                buffer[producer.slots] = values
+        for part, buffer in zip("kv", (pool.k_buffer, pool.v_buffer), strict=True):
+            data = bytes_of[part].chunk(2, 1)[rank.tp]
+            buffer[0].view(torch.uint8)[producer.slots] = data
+    move(producer, consumer)
+    (pool,) = consumer.pools.values()
+    found = (
+        [buffer[consumer.slots] for buffer in scales_of(pool)]
+        if other != 128
+        else [each.view(torch.uint8) for each in pool._read_scales(0, consumer.slots)]
+    )
+    for part, own in zip("kv", found, strict=True):
+        assert torch.equal(scales[part], own)
+    for part, buffer in zip("kv", (pool.k_buffer, pool.v_buffer), strict=True):
+        assert torch.equal(bytes_of[part], buffer[0].view(torch.uint8)[consumer.slots])
+
+
+def scales_of(pool: Any) -> tuple[Any, Any]:
+    """Return the bytes of the scales of layer 0."""
+    return tuple(each.view(torch.uint8) for each in pool.get_kv_scale_buffer(0))  # type: ignore[return-value]
 
 
 def minimax(tp: int, page: int) -> Any:

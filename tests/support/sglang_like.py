@@ -45,6 +45,42 @@ class MHATokenToKVPool(KVCache):
         self.v_buffer = self.buffers(head_num, value_dim or head_dim)
 
 
+class Recipe:
+    """SGLang's `quant_method`, with the name of a recipe."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def with_scales(cls: str, heads: int, page: int, *, size: int = 64, flat: bool = False) -> Any:
+    """Return a pool of class *cls* with scales: FP4 of *size* elements, or MXFP8.
+
+    Args:
+        cls: The name of the class, or of the recipe of a `MHATokenToKVPool`.
+        heads: Heads of a rank.
+        page: Tokens of a page. 128 gives MXFP8 the order of one kernel.
+        size: Elements of a head.
+        flat: Whether the scales of all heads of a token have one axis.
+    """
+    latent, wide = "MLA" in cls, "MXFP8" in cls
+    own = cls if cls.endswith(("FP4", "MXFP8")) else "MHATokenToKVPool"
+    pool = type(own, (), {})()
+    pool.page_size, pool.start_layer = page, 0
+    pool.dtype, width = ("float8_e4m3fn", size) if wide else ("float4_e2m1fn_x2", size // 2)
+    slots, count = 10 * page, size // (32 if wide else 16)
+    shape: tuple[int, ...] = (slots, heads * count) if flat else (slots, heads, count)
+    if wide:
+        pool.mxfp8_sf_interleaved = page == 128
+        if pool.mxfp8_sf_interleaved:
+            shape = (10, heads, 32, 4, count)
+    for name, own_shape in (("buffer", (slots, heads, width)), ("scale_buffer", shape)):
+        for part in ["kv"] if latent else ["k", "v"]:
+            setattr(pool, f"{part}_{name}", [np.zeros(own_shape, np.uint8) for _ in range(2)])
+    if own == "MHATokenToKVPool":
+        pool.quant_method = Recipe(cls)
+    return pool
+
+
 class MLATokenToKVPool(KVCache):
     """A single latent for each token."""
 

@@ -295,8 +295,8 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
     """
     pools = read_pools("token_to_kv_pool", around.pool, FULL_GROUP)
     for pool in pools:
-        if "float8" in pool.dtype:
-            wanted = "a type without scales: not yet: the identity of the scales"
+        if pool.scales is not None or "float8" in pool.dtype:
+            wanted = "a type without scales: not yet run with kvspec"
             raise SpecError(f"{pool.path}.dtype", pool.dtype, wanted)
     (whole,) = [pool for pool in pools if pool.group == FULL_GROUP]
     layers = dict(_layers(around.model))

@@ -29,6 +29,7 @@ from kvspec.adapters.sglang.pools import (
     STATE,
     WINDOW,
     TokenPool,
+    read_drafts,
     read_pools,
 )
 from kvspec.adapters.sglang.state_pools import StatePool, read_states
@@ -157,9 +158,10 @@ def engine_spec(
         windows: The same for layers with a window in a plain pool, by layer number. Such a pool
             keeps all tokens, but a peer may have only those in the window.
         key_content: The meaning of the keys: one for all layers, or one for each group.
-        scales: The scale of keys and the scale of values of each layer of float8, by the layer's
-            name in the result: the `k_scale` and `v_scale` of its `RadixAttention`, or 1.0 for
-            None. Required for such layers: the pools do not contain the scales.
+        scales: The scale of keys and the scale of values of each layer of float8 or NVFP4, by the
+            layer's name in the result: the `k_scale` and `v_scale` of its `RadixAttention`, or 1.0
+            for None. Those of NVFP4 are the `k_scales_float` and `v_scales_float` of the pool's
+            `quant_method`. Required for such layers. MXFP8 has no such scales.
         tp_rank: The attention rank that the pools belong to.
         draft_pool: The pool of the draft model. Each context rank holds the whole draft.
         n_groups: The groups of the model's Mamba 2 layers. Required for them: the pool does not
@@ -194,15 +196,8 @@ def engine_spec(
                         ParallelConfig)  # fmt: skip
     check_tp_rank(tp_rank, parallel.tp_size)
     sizes = set(mapping("windows", windows or {}, "layer numbers to tokens").values())
-    if len(sizes) > 1:
-        raise SpecError("windows", windows, "one size for all layers with a window")
-    stages: tuple[tuple[TokenPool | StatePool, ...], ...] = stages_of(
-        "pools", pools, lambda path, pool: layers_of(path, pool, windows)
-    )
-    if len(stages) != parallel.pp_size:
-        wanted = f"one pool for each of the {parallel.pp_size} pipeline stages"
-        raise SpecError("pools", f"{len(stages)} pools", wanted)
-    drafts = () if draft_pool is None else read_pools("draft_pool", draft_pool, DRAFT)
+    stages = _stages(pools, parallel.pp_size, windows or {})
+    drafts = () if draft_pool is None else read_drafts("draft_pool", draft_pool)
     window = sizes.pop() if sizes else sliding_window
     names = {
         "layer_name": layer_name,
@@ -231,6 +226,26 @@ def engine_spec(
         groups.append(reader.group(DRAFT, [drafts]))
     staged = reader.staged(stages, drafts)
     return EngineSpec(groups=groups, parallel=staged, layout="LKBNHC", null_block=NULL_PAGE)
+
+
+def _stages(
+    pools: Any,  # noqa: ANN401
+    count: int,
+    windows: Mapping[int, int],
+) -> tuple[tuple[TokenPool | StatePool, ...], ...]:
+    """Return the token pools and states of each of *count* pipeline stages."""
+    if len(set(windows.values())) > 1:
+        raise SpecError("windows", windows, "one size for all layers with a window")
+    stages: tuple[tuple[TokenPool | StatePool, ...], ...] = stages_of(
+        "pools", pools, lambda path, pool: layers_of(path, pool, windows)
+    )
+    if len(stages) != count:
+        wanted = f"one pool for each of the {count} pipeline stages"
+        raise SpecError("pools", f"{len(stages)} pools", wanted)
+    numbers = {number for stage in stages for pool in stage for number in pool.layers}
+    if unknown := sorted(set(windows) - numbers, key=repr):
+        raise SpecError("windows", unknown, "numbers of layers that the pools have")
+    return stages
 
 
 def layers_of(
@@ -281,20 +296,24 @@ class _PoolReader:
         return KVCacheGroup(
             name=name,
             layers=layers,
-            spec=self._scaled(specs[0], layers),
+            spec=self._scaled(specs[0], layers, pools[0]),
             layout=pools[0].layout,
             # Each context rank runs the whole draft.
             context_sharded=name != DRAFT,
         )
 
-    def _scaled(self, spec: LayerSpec, layers: Sequence[str]) -> LayerSpec:
-        """Return *spec* with the identity of the scales of *layers*, if its type has scales."""
-        if not isinstance(spec, AttentionSpec) or "float8" not in spec.dtype:
+    def _scaled(
+        self, spec: LayerSpec, layers: Sequence[str], pool: TokenPool | StatePool
+    ) -> LayerSpec:
+        """Return *spec* with the identity of the scales of *layers* that the pool does not have."""
+        if not isinstance(spec, AttentionSpec) or not isinstance(pool, TokenPool):
+            return spec
+        if not pool.has_global_scales:
             return spec
         specs: dict[str, LayerSpec] = {}
         for layer in layers:
             if layer not in self.scales:
-                wanted = "the scale of its keys and the scale of its values: its pool has float8"
+                wanted = "the scale of its keys and the scale of its values, which divide elements"
                 raise SpecError(f"scales[{layer!r}]", None, wanted)
             # The digest leaves out the name, so that layers with equal scales have equal specs.
             digest = scales_digest({"layer": self.scales[layer]})
@@ -337,6 +356,7 @@ class _PoolReader:
             "head_size_v": pool.shape("v")[2],
             "dtype": pool.dtype,
             "key_content": chosen(self.content, pool.group),
+            **_scale_fields(pool),
         }
         if pool.group != WINDOW:
             return FullAttentionSpec(**sizes)
@@ -346,7 +366,7 @@ class _PoolReader:
 
     def _latents(self, pool: TokenPool) -> MLAAttentionSpec:
         """Return the spec of layers that keep one row for each token."""
-        (part,) = pool.buffers[0]
+        part, *_ = pool.buffers[0]
         _, heads, size = pool.shape(part)
         if heads != 1:
             raise SpecError(f"{pool.path}.kv_buffer", heads, "one latent for each slot")
@@ -360,6 +380,7 @@ class _PoolReader:
             state_content_bytes=size if pool.latent_size else None,
             # The meaning of an indexer's keys is that of their model.
             key_content=None if pool.group == INDEXER else chosen(self.content, pool.group),
+            **_scale_fields(pool),
         )
 
     def _index_pages(self, pool: TokenPool) -> MLAAttentionSpec:
@@ -387,6 +408,17 @@ class _PoolReader:
         return MLAAttentionSpec(
             **sizes, head_size=_INDEX_KEY, scale_dtype="float32", page_format=own
         )
+
+
+def _scale_fields(pool: TokenPool) -> dict[str, Any]:
+    """Return the fields of a spec whose elements have scales in buffers of their own."""
+    if pool.scales is None:
+        return {}
+    return {
+        "scale_dtype": pool.scales.dtype,
+        "elements_per_scale": pool.scales.elements,
+        "tokens_per_scale": pool.scales.tokens,
+    }
 
 
 def stages_of(path: str, fields: object, read: Callable[[str, object], Any]) -> tuple[Any, ...]:

@@ -11,6 +11,8 @@ How it works:
         MHATokenToKVPool       full       keys and values; swa: those of layers with a window
         MLATokenToKVPool       full       a latent
         SWAKVPool              full, swa  two pools of keys and values, with slots of their own
+        MHATokenToKVPoolFP4    full       the same, with scales; also MHATokenToKVPoolMXFP8
+        MLATokenToKVPoolFP4    full       a latent and its scales
         DSATokenToKVPool       full       a latent
                                indexer    of layers that choose tokens: pages of keys and scales
         MiniMaxSparseKVPool    full       keys and values
@@ -18,11 +20,16 @@ How it works:
         HybridLinearKVPool     full       those of its `full_kv_pool`, for the layers that attend
 
     The states of a `HybridLinearKVPool` are read by `kvspec.adapters.sglang.state_pools`.
+
+    An `MHATokenToKVPool` may also have scales: the name of its `quant_method` says which. A scale
+    belongs to adjacent elements of one head of one token. SGLang orders those of a page of 128
+    tokens for one kernel, so the page has one row of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import attrs
@@ -41,16 +48,25 @@ FULL_GROUP, WINDOW, INDEXER, STATE, DRAFT = "full", "swa", "indexer", "state", "
 # The classes of SGLang that are read, by exact name.
 POOL_KINDS = (
     "MHATokenToKVPool",
+    "MHATokenToKVPoolFP4",
+    "MHATokenToKVPoolMXFP8",
     "MLATokenToKVPool",
+    "MLATokenToKVPoolFP4",
     "DSATokenToKVPool",
     "SWAKVPool",
     "HybridLinearKVPool",
     "MiniMaxSparseKVPool",
 )
 # Those that may be the `full_kv_pool` of a `HybridLinearKVPool`.
-_PLAIN = ("MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool")
+_PLAIN = (
+    "MHATokenToKVPool",
+    "MHATokenToKVPoolFP4",
+    "MHATokenToKVPoolMXFP8",
+    "MLATokenToKVPool",
+    "MLATokenToKVPoolFP4",
+    "DSATokenToKVPool",
+)
 
-_FP4 = "two elements of a byte and their scales lie in buffers of their own"
 _PART = "it is a part of another pool"
 _UNIFIED = "all pools share one buffer, in which SGLang moves pages"
 _SPARSE = "the host has tokens that the device lacks"
@@ -58,9 +74,6 @@ _SPREAD = "the pages of a request lie on several ranks"
 _NPU = "the layout of NPUs was not run"
 # Classes of SGLang that are not read, and why.
 POOLS_NOT_YET = {
-    "MHATokenToKVPoolFP4": _FP4,
-    "MLATokenToKVPoolFP4": _FP4,
-    "MHATokenToKVPoolMXFP8": "scales of 32 elements each lie in buffers of their own",
     "PageMajorMHATokenToKVPool": "SGLang cannot construct it",
     "NoOpMHATokenToKVPool": "it keeps no tokens",
     "MHATokenToKOnlyPool": _PART,
@@ -68,7 +81,9 @@ POOLS_NOT_YET = {
     "MiniMaxM3Nvfp4MainKVPool": _PART,
     "MiniMaxM3Nvfp4IndexKPool": _PART,
     "QSATokenToKVPool": "a ring of pending keys, and compressed keys, lie beside the states",
-    "DeepSeekV4TokenToKVPool": "compressed tokens, and rings of pending rows, lie beside a window",
+    # It needs groups with tables of their own: windows by page, rows of several tokens of each
+    # ratio and their indexers, and rings that belong to pages of the window or to requests.
+    "DeepSeekV4TokenToKVPool": "its rings belong to pages of a window, which no group describes",
     "DeepSeekV4SingleKVPool": _PART,
     "DeepSeekV4UniformFP8KVPool": _PART,
     "DeepSeekV4IndexerPool": _PART,
@@ -102,6 +117,36 @@ _SLOT_AXES, _INDEX_AXES = ("slots", "heads", "size"), ("pages", "bytes")
 
 
 @attrs.frozen
+class Scales:
+    """The scales of a pool's elements.
+
+    Attributes:
+        dtype: Their type.
+        elements: Elements of the pool's type that share a scale. In FP4 it is a byte with two.
+        tokens: Tokens whose scales lie in one row, in an order that is not known.
+        global_scales: Whether each layer has one more scale outside of the pool.
+    """
+
+    dtype: str
+    elements: int
+    tokens: int = 1
+    global_scales: bool = False
+
+
+_NV_SCALE, _MX_SCALE = "float8_e4m3fn", "float8_e8m0fnu"
+# 16 elements of FP4 share a scale. They are 8 bytes.
+_FP4 = 8
+
+# The scales of a `MHATokenToKVPool`, by the name of its `quant_method`.
+_RECIPES = {
+    "unquantized": None,
+    "cpu_fp8_e4m3": None,
+    "fp4_mx_block16": Scales(_MX_SCALE, _FP4),
+    "nvfp4": Scales(_NV_SCALE, _FP4, global_scales=True),
+}
+
+
+@attrs.frozen
 class TokenPool:
     """Layers of one rank that share slots.
 
@@ -115,6 +160,7 @@ class TokenPool:
             ``page`` has the axes pages and bytes. The others have the axes slots, heads and size.
         replicated: Whether each context rank holds all tokens.
         latent_size: The elements of a latent if its row also has scales, else None.
+        scales: The scales in buffers of their own, or None.
     """
 
     path: str
@@ -125,6 +171,12 @@ class TokenPool:
     buffers: tuple[dict[str, Any], ...]
     replicated: bool = False
     latent_size: int | None = None
+    scales: Scales | None = None
+
+    @property
+    def has_global_scales(self) -> bool:
+        """Whether each layer has a scale of keys and one of values outside of the pool."""
+        return "float8" in self.dtype if self.scales is None else self.scales.global_scales
 
     @property
     def has_heads(self) -> bool:
@@ -139,17 +191,24 @@ class TokenPool:
 
     def axes(self, spec: LayerSpec) -> dict[str, str]:
         """Return the letters of the axes of all tensors, by the name of the group."""
-        if "page" not in self.buffers[0]:
-            return {self.group: "(BN)HC"}
-        return {self.group: "BC" if _is_opaque(spec) else "BNC"}
+        if "page" in self.buffers[0]:
+            return {self.group: "BC" if _is_opaque(spec) else "BNC"}
+        # Scales of several tokens may have more axes.
+        more = {part: "(BN)H" + "C" * (len(tensor.shape) - 2)
+                for part, tensor in self.buffers[0].items() if part.endswith("_scale")}  # fmt: skip
+        return {self.group: "(BN)HC", **more}
 
     def tensors(self, place: int, spec: LayerSpec) -> dict[str, Any]:
         """Return the buffers of the layer at *place*, without slots after the last whole page."""
         own = self.buffers[place]
-        if "page" not in own:
-            return {part: slots[: len(slots) // self.page_size * self.page_size]
-                    for part, slots in own.items()}  # fmt: skip
-        return own if _is_opaque(spec) else _planes(own["page"], self.page_size, spec)
+        if "page" in own:
+            return own if _is_opaque(spec) else _planes(own["page"], self.page_size, spec)
+        found = {}
+        for part, rows in own.items():
+            tokens = self.scales.tokens if self.scales and part.endswith("_scale") else 1
+            page = self.page_size // tokens
+            found[part] = rows[: len(rows) // page * page]
+        return found
 
     def shape(self, part: str) -> tuple[int, ...]:
         """Return the shape of *part*. All layers must have the same."""
@@ -187,6 +246,20 @@ def read_pools(
     return tuple(_READ[type(fields).__name__](pool, group, windows or {}, start))
 
 
+def read_drafts(path: str, fields: object) -> tuple[TokenPool, ...]:
+    """Return the token pools of a draft, which has the slots of the model's tokens.
+
+    Raises:
+        SpecError: If the draft has layers with windows, indexers or states.
+    """
+    pools = read_pools(path, fields, DRAFT)
+    name = type(fields).__name__
+    if name == "HybridLinearKVPool" or any(pool.group != DRAFT for pool in pools):
+        wanted = "a pool of keys and values, or of latents"
+        raise SpecError(path, name, f"{wanted}; not yet: drafts with windows, indexers or states")
+    return pools
+
+
 def _check_class(pool: FieldReader, kinds: tuple[str, ...]) -> None:
     name = type(pool.value).__name__
     if name not in kinds:
@@ -209,9 +282,12 @@ def _heads(
     pool: FieldReader, group: str, windows: Mapping[int, int], layers: Layers
 ) -> Iterator[TokenPool]:
     """Yield the layers of a pool of keys and values: those without a window, then the others."""
-    _check_layout(pool)
+    scales = _scales_of_heads(pool)
+    _check_layout(pool, scales)
     buffers = tuple(_buffers(pool, {"k": "k_buffer", "v": "v_buffer"}))
-    whole = _pool(pool, group, _numbers(layers, len(buffers), pool), buffers)
+    if scales is not None:
+        buffers = _with_scales(pool, buffers, scales)
+    whole = _pool(pool, group, _numbers(layers, len(buffers), pool), buffers, scales)
     for name, windowed in ((group, False), (WINDOW, True)):
         rows = [row for row in zip(whole.layers, whole.buffers, strict=True)
                 if (row[0] in windows) is windowed]  # fmt: skip
@@ -224,12 +300,15 @@ def _latents(
     pool: FieldReader, group: str, windows: Mapping[int, int], layers: Layers
 ) -> Iterator[TokenPool]:
     """Yield the layers of a pool of latents."""
-    _check_layout(pool)
+    scales = Scales(_MX_SCALE, _FP4) if type(pool.value).__name__ == "MLATokenToKVPoolFP4" else None
+    _check_layout(pool, scales)
     size = None
     if pool.get("dsa_kv_cache_store_fp8").flag(default=False):
         size = pool.get("kv_lora_rank").size() + pool.get("qk_rope_head_dim").size()
     buffers = tuple(_buffers(pool, {"kv" if size else "latent": "kv_buffer"}))
-    own = _pool(pool, group, _numbers(layers, len(buffers), pool), buffers)
+    if scales is not None:
+        buffers = _with_scales(pool, buffers, scales)
+    own = _pool(pool, group, _numbers(layers, len(buffers), pool), buffers, scales)
     if any(number in windows for number in own.layers):
         raise SpecError("windows", windows, "no layers of latents; not yet: latents with a window")
     # The rows have elements of 8 bits, scales, and an unquantised part.
@@ -264,14 +343,16 @@ def _sparse_latents(
 
 
 def _windowed(
-    pool: FieldReader,
-    *_: object,
+    pool: FieldReader, _group: str, windows: Mapping[int, int], _layers: Layers
 ) -> Iterator[TokenPool]:
     """Yield the two pools of a model with windows.
 
     `layers_mapping` has the place of each layer: {0: (0, False), 1: (0, True)} puts layer 0 at
     place 0 of the full pool, and layer 1 at place 0 of the pool with windows.
     """
+    if windows:
+        wanted = "none for a SWAKVPool, which knows its layers: pass sliding_window"
+        raise SpecError("windows", windows, wanted)
     field = pool.get("layers_mapping")
     places = mapping(field.path, field.value, "layer numbers to places")
     for attribute, own_group, windowed in (
@@ -335,7 +416,10 @@ def _minimax(
 _Reader = Callable[[FieldReader, str, Mapping[int, int], Layers], Iterator[TokenPool]]
 _READ: dict[str, _Reader] = {
     "MHATokenToKVPool": _heads,
+    "MHATokenToKVPoolFP4": _heads,
+    "MHATokenToKVPoolMXFP8": _heads,
     "MLATokenToKVPool": _latents,
+    "MLATokenToKVPoolFP4": _latents,
     "DSATokenToKVPool": _sparse_latents,
     "SWAKVPool": _windowed,
     "HybridLinearKVPool": _hybrid,
@@ -343,24 +427,80 @@ _READ: dict[str, _Reader] = {
 }
 
 
+def _scales_of_heads(pool: FieldReader) -> Scales | None:
+    """Return the scales of a pool of keys and values, or None if its elements have none."""
+    name = type(pool.value).__name__
+    if name == "MHATokenToKVPoolFP4":
+        return Scales(_MX_SCALE, _FP4, global_scales=True)
+    if name == "MHATokenToKVPoolMXFP8":
+        # SGLang orders the scales of a page of this size for one kernel.
+        ordered = pool.get("mxfp8_sf_interleaved").flag(default=False)
+        return Scales(_MX_SCALE, 32, pool.get("page_size").size() if ordered else 1)
+    method = pool.get("quant_method")
+    if method.value is None:
+        return None
+    recipe = method.get("name")
+    if not isinstance(recipe.value, str) or recipe.value not in _RECIPES:
+        raise SpecError(recipe.path, recipe.value, f"one of {', '.join(_RECIPES)}")
+    return _RECIPES[recipe.value]
+
+
+def _with_scales(
+    pool: FieldReader, buffers: tuple[dict[str, Any], ...], scales: Scales
+) -> tuple[dict[str, Any], ...]:
+    """Return *buffers* with those of their scales: [rows, heads, ...].
+
+    Some buffers of scales have the heads of a token in one row.
+    """
+    names = {"k": "k_scale_buffer", "v": "v_scale_buffer", "latent": "kv_scale_buffer"}
+    found = tuple(dict(own) for own in buffers)
+    for part in buffers[0] if buffers else ():
+        field = pool.get(names[part])
+        rows = field.members("buffers")
+        if len(rows) != len(buffers):
+            raise SpecError(field.path, f"{len(rows)} buffers", f"{len(buffers)}, as {part} has")
+        for own, row in zip(found, rows, strict=True):
+            slots, heads, size = own[part].shape
+            check_tensor(row.path, row.value)
+            flat = (slots, heads * size // scales.elements)
+            tensor, content = row.value, scales.tokens * size // scales.elements
+            if tuple(tensor.shape) == flat:
+                tensor = tensor.reshape(slots, heads, flat[1] // heads)
+            shape = tuple(tensor.shape)
+            if shape[:2] != (slots // scales.tokens, heads) or prod(shape[2:]) != content:
+                wanted = f"[{slots // scales.tokens}, {heads}, {content}], or the axes in one"
+                raise SpecError(f"{row.path}.shape", tuple(row.value.shape), wanted)
+            own[f"{part}_scale"] = tensor
+    return found
+
+
 def _pool(
-    pool: FieldReader, group: str, layers: tuple[int, ...], buffers: tuple[dict[str, Any], ...]
+    pool: FieldReader,
+    group: str,
+    layers: tuple[int, ...],
+    buffers: tuple[dict[str, Any], ...],
+    scales: Scales | None = None,
 ) -> TokenPool:
     if not buffers:
         raise SpecError(pool.path, "no buffers", "at least one layer")
-    size, dtype = pool.get("page_size").size(), pool.get("dtype").dtype()
+    size = pool.get("page_size").size()
+    # A byte of FP4 has two elements.
+    dtype = "uint8" if scales and scales.elements == _FP4 else pool.get("dtype").dtype()
     replicated = pool.get("dcp_replicated").flag(default=False)
-    return TokenPool(pool.path, group, size, dtype, layers, buffers, replicated)
+    return TokenPool(pool.path, group, size, dtype, layers, buffers, replicated, scales=scales)
 
 
-def _check_layout(pool: FieldReader) -> None:
-    """Raise `SpecError` unless keys and values are whole rows, and lie in their buffers alone."""
+def _check_layout(pool: FieldReader, own: Scales | None = None) -> None:
+    """Raise `SpecError` unless keys and values are whole rows, and lie in their buffers alone.
+
+    *own* are the scales that are read.
+    """
     layout = pool.get("kv_cache_layout")
     # Some ROCm kernels split them into chunks.
     if layout.value not in (None, "nhd"):
         wanted = "'nhd'; not yet: heads in chunks of 16 bytes"
         raise SpecError(layout.path, layout.value, wanted)
-    for name in SCALE_BUFFERS:
+    for name in SCALE_BUFFERS if own is None else ("native_k_scale_buffer",):
         scales = pool.get(name)
         if scales.value is not None:
             wanted = "None; not yet: scales of elements in buffers of their own"

@@ -6,11 +6,11 @@ belong to no block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvspec.adapters.sglang.engine import layers_of
-from kvspec.adapters.sglang.pools import DRAFT, TokenPool, read_pools
+from kvspec.adapters.sglang.pools import TokenPool, read_drafts
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
@@ -57,7 +57,7 @@ def rank_cache(
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     pools = list(layers_of("pool", pool, windows))
     if draft_pool is not None:
-        pools += read_pools("draft_pool", draft_pool, DRAFT)
+        pools += read_drafts("draft_pool", draft_pool)
     tensors: dict[str, dict[str, Any]] = {}
     axes: dict[str, str] = {}
     for own in pools:
@@ -66,6 +66,9 @@ def rank_cache(
         if len(names) != len(own.layers):
             wanted = f"{len(names)} layers: {', '.join(names)}"
             raise SpecError(own.path, f"{len(own.layers)} layers", wanted)
+        if not _of_one_pattern(names, own.layers):
+            wanted = f"the layers {', '.join(names)}"
+            raise SpecError(f"{own.path}.layers", own.layers, wanted)
         if isinstance(own, TokenPool) and own.page_size != group.spec.block_size:
             wanted = f"{group.spec.block_size}, as group {group.name!r} has"
             raise SpecError(f"{own.path}.page_size", own.page_size, wanted)
@@ -73,3 +76,24 @@ def rank_cache(
             tensors[name] = own.tensors(place, group.spec)
         axes |= own.axes(group.spec)
     return RankCache.from_tensors(engine, rank, tensors, axes)
+
+
+def _of_one_pattern(names: Sequence[str], numbers: Sequence[int]) -> bool:
+    """Return whether one text with a gap gives all *names*, if the gap has their *numbers*.
+
+    A pool of another stage, or with other windows, may have as many layers as the right one.
+
+    >>> _of_one_pattern(["l.3.attn", "l.10.attn"], [3, 10]), _of_one_pattern(["l.3"], [4])
+    (True, False)
+    """
+    if not names:
+        return True
+    name, number = names[0], str(numbers[0])
+    return any(
+        all(
+            f"{name[:at]}{other}{name[at + len(number) :]}" == found
+            for found, other in zip(names, numbers, strict=True)
+        )
+        for at in range(len(name))
+        if name.startswith(number, at)
+    )
