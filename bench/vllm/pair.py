@@ -38,6 +38,8 @@ from kvspec.tickets import PrefillTicket
 
 # Tokens that the consumer decodes for each prompt.
 TOKENS = 16
+# Tokens that a draft model drafts in each step.
+DRAFTED = 2
 # Log probabilities that differ by less are equal. Different numbers of ranks add in a different
 # order.
 CLOSE = 1e-3
@@ -72,10 +74,14 @@ def side(scenario: Scenario, connector: str, which: int, folder: Path) -> tuple[
     """Return the arguments that start the producer (0) or the consumer (1)."""
     role = ("producer", "consumer")[which]
     model = folder.parent / scenario.model
+    own = settings(model, scenario.tp[which], scenario.blocks[which], scenario.stages[which])
+    if scenario.draft:
+        draft = {"method": "draft_model", "model": str(folder.parent / scenario.draft)}
+        own["speculative_config"] = draft | {"num_speculative_tokens": DRAFTED}
     return (
         folder / f"{role}.log",
         {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
-        settings(model, scenario.tp[which], scenario.blocks[which], scenario.stages[which]),
+        own,
         {**CONNECTORS[connector], "kv_role": f"kv_{role}", "engine_id": role},
     )
 
@@ -170,7 +176,10 @@ def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Pat
                 first = f"log probabilities differ by {differences[TOKENS * number]:.0e} at first"
                 others = "all of the five best tokens differ"
                 return f"different: prompt {number}: {others if 'inf' in first else first}"
-            if (computed := actual["computed"] - TOKENS + 1) > 1:
+            # A step computes drafted tokens, too. If all are accepted, it yields one token more.
+            steps = -(-TOKENS // (DRAFTED + 1)) + 1
+            least = steps * (DRAFTED + 1) if scenario.draft else TOKENS
+            if (computed := actual["computed"] - least + 1) > 1:
                 return f"computed again: {computed} tokens of prompt {number}"
             hits += 0 < actual["hit"] < len(prompts[number]) - 1
     except Failed as failed:

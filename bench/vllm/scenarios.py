@@ -12,6 +12,9 @@ from models import VOCABULARY, WINDOW
 class Scenario:
     """A model, and the TP sizes, block sizes and pipeline stages of producer and consumer.
 
+    *draft* is the model that drafts tokens in both engines. If it is the target itself, nearly all
+    of its tokens are accepted, unless its cache is wrong.
+
     *hits* is the least number of prompts of which the consumer must have a beginning in its prefix
     cache and load the rest.
     """
@@ -22,6 +25,7 @@ class Scenario:
     blocks: tuple[int, int] = (32, 32)
     stages: tuple[int, int] = (1, 1)
     hits: int = 0
+    draft: str = ""
 
 
 SCENARIOS = (
@@ -34,6 +38,8 @@ SCENARIOS = (
     Scenario("blocks 64 -> 32, TP 2 -> 1", "llama-2", (2, 1), (64, 32)),
     Scenario("stages 2 -> 1, TP 1 -> 2", "llama-2", (1, 2), stages=(2, 1)),
     Scenario("stages 1 -> 2", "llama-2", (1, 1), stages=(1, 2)),
+    Scenario("drafts, TP 1 -> 2", "llama-6", (1, 2), draft="llama-6"),
+    Scenario("drafts, blocks 32 -> 64, TP 2 -> 1", "llama-2", (2, 1), (32, 64), draft="llama-2"),
     Scenario("window and full, TP 1 -> 1", "gemma-2", (1, 1)),
     Scenario("window and full, TP 2 -> 1", "gemma-2", (2, 1)),
     Scenario("window and full, blocks 32 -> 64", "gemma-2", (1, 1), (32, 64)),

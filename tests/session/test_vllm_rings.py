@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 import pytest
 import vllm_like as like
 from refused import refusal
@@ -18,6 +17,7 @@ from vllm_serving import Engine, Request, installed, until
 
 import kvspec
 from kvspec.adapters.vllm import block_tables, loses_a_token
+from kvspec.adapters.vllm.tables import check_rings
 
 pytestmark = [pytest.mark.adapters, pytest.mark.usefixtures("simulated")]
 
@@ -114,35 +114,38 @@ def test_block_table_of_a_ring_has_one_block() -> None:
         "block_ids['group1']"
         == refusal(lambda: block_tables(engine, both, [[3, 4, 5], []], num_tokens=40)).field
     )
-    assert not any(loses_a_token(engine, tokens) for tokens in range(1, 40))
-    # With a row less, the last token of a group takes the row of the group's first one.
-    short = attrs.evolve(engine.group("group1").spec, block_size=7)
-    groups = [engine.group("group0"), attrs.evolve(engine.group("group1"), spec=short)]
-    tight = attrs.evolve(engine, groups=groups)
-    assert [8, 16, 24] == [tokens for tokens in range(1, 30) if loses_a_token(tight, tokens)]
+    # After a whole group, a ring may have no row of it.
+    assert [8, 16, 24] == [tokens for tokens in range(1, 30) if loses_a_token(engine, tokens)]
+    for computed in range(1, 40):
+        check_rings(engine, computed, computed - 1 + loses_a_token(engine, computed))
+    check_rings(engine, 40, 16)
+    assert "num_tokens" == refusal(lambda: check_rings(engine, 40, 20)).field
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize(("rows", "cached"), [((8, 16), 0), ((16, 8), 4), ((8, 8), 8)])
+@pytest.mark.parametrize(
+    ("rows", "cached", "tokens"), [((8, 16), 0, 14), ((16, 8), 4, 14), ((8, 8), 8, 16)]
+)
 def test_ring_moves_through_the_connector_in_its_one_block(
-    rows: tuple[int, int], cached: int
+    rows: tuple[int, int], cached: int, tokens: int
 ) -> None:
-    """A prompt of 14 tokens, with a ring for groups of 4: the rows of token 12 move."""
+    """The rows of an open group of 4 move. After 16 tokens there is none, so it stops at 15."""
+    computed = tokens - (tokens == 16)
     tables, others = ([1, 2, 3, 4], [5, 6, 7, 8], [9]), ([4, 3, 2, 1], [8, 7, 6, 5], [10])
     names = "group0", "group1", "group2"
     with Engine("p", 2, ring=rows[0]) as producer, Engine("d", 1, ring=rows[1]) as consumer:
         moved = kvspec.TransferRequest(
             request_id="d",
-            num_tokens=13,
+            num_tokens=tokens - 1,
             cached_tokens=cached,
-            state_tokens=14,
+            state_tokens=computed,
             producer_blocks=dict(zip(names, tables, strict=True)),
             consumer_blocks=dict(zip(names, others, strict=True)),
         )
         producer.fill(moved)
         consumer.spoil(moved)
-        params = producer.prefill(Request("p-1", 14), *tables)
-        consumer.decode(Request("d-1", 14, params), *others, cached=cached)
+        params = producer.prefill(Request("p-1", tokens), *tables)
+        consumer.decode(Request("d-1", tokens, params), *others, cached=cached)
         until(lambda: producer.sent and consumer.received, producer, consumer)
         assert {} == consumer.failed
         assert [] == consumer.wrong(moved)

@@ -44,7 +44,7 @@ from kvspec.adapters.vllm.content import content_of_request, sampling_of_request
 from kvspec.adapters.vllm.prefix_cache import Hashed, hashed_of, withhold
 from kvspec.adapters.vllm.store_scheduler import PageLoad, PageSave, StoredPrompts
 from kvspec.adapters.vllm.store_settings import StoreSettings
-from kvspec.adapters.vllm.tables import block_tables, loses_a_token
+from kvspec.adapters.vllm.tables import block_tables, check_rings, loses_a_token
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
@@ -244,6 +244,7 @@ class Scheduling:
         end = cached + num_external_tokens
         try:
             tables = self._tables(blocks.get_block_ids(), end)
+            check_rings(self._ranks[0].engine, ticket.computed_tokens, end)
             transfer = ticket.request(name, end, tables, cached)
             complete_from = withhold(self._ranks[0].engine, transfer, self._hashed)
             self._next.fetched.append((ticket, transfer))

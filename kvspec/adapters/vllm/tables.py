@@ -130,15 +130,26 @@ def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
         spec, block = group.spec, engine.virtual_block(group)
         live, needed = spec.live_tokens(num_tokens), spec.live_tokens(num_tokens - 1)
         if spec.is_ring:
-            # The row of the last token may have been that of an earlier one.
-            if needed and needed.start < num_tokens - spec.block_size:
-                return True
-            continue
+            block = 1  # vLLM writes rows of the open group, and perhaps no others.
         # vLLM frees whole blocks, also the earlier ones if the next query reads nothing.
         first_kept = live.start // block * block
         if not spec.parts[0].per_token or (needed and needed.start < first_kept):
             return True
     return False
+
+
+def check_rings(engine: EngineSpec, computed: int, num_tokens: int) -> None:
+    """Raise `SpecError` if vLLM's rings after *computed* tokens lack rows of *num_tokens* tokens.
+
+    vLLM's kernels write the rows of the group that is open after a step, and perhaps no others. So
+    a row of an earlier group may hold anything, although the ring has room for it.
+    """
+    for group in engine.groups:
+        if group.spec.is_ring:
+            held, needed = (group.spec.live_tokens(count) for count in (computed, num_tokens))
+            if needed and needed.start < held.start:
+                wanted = f"{computed}, for the ring of {group.name!r} has only the open group"
+                raise SpecError("num_tokens", num_tokens, wanted)
 
 
 def _check_whole(engine: EngineSpec, name: str, table: BlockTable, num_tokens: int) -> None:
