@@ -48,18 +48,14 @@ class ForeignObjects(ABC):
     FORMAT: str
 
     def __init__(
-        self,
-        groups: Sequence[KVCacheGroup],
-        *,
-        accept_unverified: bool,
-        **placed: Any,  # noqa: ANN401 - the other fields of a StoredSpec
+        self, groups: Sequence[KVCacheGroup], placement: StoredSpec, *, accept_unverified: bool
     ) -> None:
         """Describe the pages.
 
         Args:
             groups: Groups of layers, with the order of keys that the other engine has.
+            placement: The placement of the same groups.
             accept_unverified: True, since the format has no checksum.
-            **placed: The other fields of the placement.
 
         Raises:
             SpecError: If the format cannot hold such layers, or an argument is wrong.
@@ -68,9 +64,9 @@ class ForeignObjects(ABC):
             rule = f"{self.FORMAT} has no checksum: pass True to load bytes that nobody verified"
             raise SpecError("accept_unverified", accept_unverified, rule=rule)
         for group in groups:
-            for layer in instance("groups", group, KVCacheGroup).layers:
+            for layer in group.layers:
                 check_spec(layer, group.spec.of_layer(layer), self.FORMAT)
-        self.placement = StoredSpec(groups=groups, **placed)
+        self.placement = placement
         self._layers = {name: g.spec.of_layer(name) for g in groups for name in g.layers}
         self._objects = {(each.group, str(each.chunk)): each for each in self.placement.objects}
         self._regions = {each: regions_of(self.placement, each) for each in self.placement.objects}

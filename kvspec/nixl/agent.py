@@ -24,6 +24,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -296,12 +297,22 @@ class Agent:
         while self.registered:
             self.call("deregister", "deregisterMem", self.registered.pop(), [])
 
-    def deregister_file(self, descs: object, owner: object) -> None:
-        """Undo the `register` of a file that returned *descs*. No transfer may use the file."""
-        self.registered = [known for known in self.registered if known is not descs]
-        self.call("deregister", "deregisterMem", descs, [])
-        place = next(at for at, known in enumerate(self.owners) if known is owner)
-        del self.owners[place]
+    def deregister_files(self, files: Sequence[tuple[object, object]]) -> None:
+        """Undo the `register` of files, of which it returned the first member, and drop the owners.
+
+        No transfer may use the files.
+        """
+        gone = {id(descs) for descs, _ in files}
+        self.registered = [known for known in self.registered if id(known) not in gone]
+        for descs, _ in files:
+            self.call("deregister", "deregisterMem", descs, [])
+        left = Counter(id(owner) for _, owner in files)
+        kept = []
+        for owner in self.owners:
+            left[id(owner)] -= 1
+            if left[id(owner)] < 0:
+                kept.append(owner)
+        self.owners = kept
 
     def prepare(self, peer: str | None, memory_type: str, rows: StridedRows) -> int:
         """Return a list handle for *rows* of *peer*, or of this agent if *peer* is None.

@@ -23,16 +23,22 @@ def new_memories(registered: Sequence[Memory], memories: Iterable[Memory]) -> tu
     """
     given = sequence("memories", memories, "Memories")
     wanted = [(place, _checked(f"memories[{place}]", each)) for place, each in enumerate(given)]
-    known = list(registered)
+    # By device: a rank may have thousands of files, and each is a device of its own.
+    known: dict[tuple[str, int], list[Memory]] = {}
+    for memory in registered:
+        known.setdefault((memory.memory_type, memory.device), []).append(memory)
+    new = []
     # The longest first, so that none contains an earlier one.
     for place, memory in sorted(wanted, key=lambda pair: (-pair[1].length, pair[1].address)):
-        other = next((each for each in known if _overlap(each, memory)), None)
+        beside = known.setdefault((memory.memory_type, memory.device), [])
+        other = next((each for each in beside if _overlap(each, memory)), None)
         if other is None:
-            known.append(memory)
+            beside.append(memory)
+            new.append(memory)
         elif memory.address < other.address or memory.end > other.end:
             rule = f"no overlap with {_text(other)}, or a memory inside it"
             raise SpecError(f"memories[{place}]", _text(memory), rule)
-    return tuple(known[len(registered) :])
+    return tuple(new)
 
 
 def _checked(field: str, memory: object) -> Memory:
@@ -44,9 +50,8 @@ def _checked(field: str, memory: object) -> Memory:
 
 
 def _overlap(memory: Memory, other: Memory) -> bool:
-    """Whether two memories share a byte."""
-    same_device = (memory.memory_type, memory.device) == (other.memory_type, other.device)
-    return same_device and memory.address < other.end and other.address < memory.end
+    """Whether two memories of one device share a byte."""
+    return memory.address < other.end and other.address < memory.end
 
 
 def _text(memory: Memory) -> str:

@@ -119,7 +119,8 @@ class NixlRank:
         self.backends = checked_backends(backends)
         self.name = name_of(name, prefix)
         self.polled = flag("polled", polled)
-        self.secret = secret_of(secret)
+        # A rank that has only files introduces itself to no peer.
+        self.secret = secret_of(secret if "UCX" in self.backends else b"")
         if staging is not None and not isinstance(staging, Staging):
             staging = Staging(buffer=staging)
         self._agent = Agent(self.name, progress_thread=not polled, backends=self.backends)
@@ -239,13 +240,17 @@ class NixlRank:
             self.memory = tuple(memory for memory in self.memory if memory not in gone)
             for file in files:
                 del self._files[file.memory]
-                self._agent.deregister_file(file.descs, file.owner)
+            self._agent.deregister_files([(file.descs, file.owner) for file in files])
 
     def metadata(self) -> bytes:
         """Return the introduction of this rank, which a peer passes to `connect`.
 
         It contains the registered memory of now, sealed with the secret.
+
+        Raises:
+            SpecError: If the rank has only files.
         """
+        self._check_network()
         metadata = bytes(self._agent.call("metadata", "getLocalMD"))
         probe = self._probe.ctypes.data
         return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self.secret)
@@ -289,12 +294,13 @@ class NixlRank:
             The names of the peers, in the order of *metadata*.
 
         Raises:
-            SpecError: If *timeout* is wrong.
+            SpecError: If *timeout* is wrong, or the rank has only files.
             WireError: If some metadata is damaged or was sealed with another secret.
             TransferError: With state "stale_peer" if another agent with the name of a peer is
                 connected. A polled rank also raises the errors of `read`, after it has waited for
                 all peers: the error of the first peer that failed.
         """
+        self._check_network()
         timeout = seconds("timeout", timeout)
         given = sequence("metadata", metadata, "the metadata of some ranks")
         # All are checked before NIXL receives any: it keeps half of wrong metadata.
@@ -528,6 +534,11 @@ class NixlRank:
         """Let NIXL disconnect *peer*. It has disconnected a dead peer already."""
         with contextlib.suppress(TransferError):
             self._agent.call("disconnect", "invalidateRemoteMD", peer, peer=peer)
+
+    def _check_network(self) -> None:
+        """Raise `SpecError` if the rank has only files."""
+        if "UCX" not in self.backends:
+            raise SpecError("backends", self.backends, "UCX, which connects peers")
 
     def _check_connected(self, peer: str) -> None:
         """Raise `TransferError` "stale_peer" if *peer* is not connected."""

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import unified_writer as sglang
 from canonical_writer import BLOCK
-from test_foreign_pages import read, shards, unified, vllm_number, wrong_elements
 
 import kvspec
 from kvspec.adapters.foreign_pages import regions_of
@@ -71,7 +70,7 @@ def test_all_pages_of_vllm_are_those_of_a_virtual_engine(
             for at in (region.address(0, unit, state),)
             for found in (payload[at : at + region.content_bytes].view(np.uint16),)
             for expected in (
-                vllm_number(int(region.part == "v"), state, unit, np.arange(len(found)), 0),
+                made.vllm_number(int(region.part == "v"), state, unit, np.arange(len(found)), 0),
             )
         )
         assert (0, payload.size) == (wrong, placement.object_bytes(*stored)), row
@@ -83,7 +82,7 @@ def test_all_pages_of_vllm_are_those_of_a_virtual_engine(
             made.write_row(made.file_of(folder), row, copies=copies)
             pages = made.opened(folder, row)
             (stored,) = pages.placement.objects
-            assert 0 == wrong_elements(pages, stored, read(pages, stored)), row
+            assert 0 == made.wrong_elements(pages, stored, made.read(pages, stored)), row
             counts["read from a file"] += 1
     record_property("vLLM", f"{found['vllm']}: {dict(counts)}")
     assert counts["certified"] > 400
@@ -91,9 +90,9 @@ def test_all_pages_of_vllm_are_those_of_a_virtual_engine(
     deleted = {"stored": True, "error": "Short read: expected 8192 bytes, read 4096", "left": False}
     assert deleted == found["io"]
     for row in found["mooncake"]:
-        pages, objects = shards(row)
+        pages, objects = made.shards(row)
         for stored in pages.placement.objects:
-            assert 0 == wrong_elements(pages, stored, read(pages, stored)), row
+            assert 0 == made.wrong_elements(pages, stored, made.read(pages, stored)), row
         assert len(objects) == len(pages.placement.objects)
     record_property("Mooncake", len(found["mooncake"]))
 
@@ -109,9 +108,9 @@ def test_all_unified_objects_of_sglang_are_those_of_a_virtual_engine(
             continue
         counts["replicated heads" if row["tp"] > row["heads"] > 0 else "stored"] += 1
         objects = {key: np.array(page, np.uint16).tobytes() for key, page in row["objects"].items()}
-        pages = unified(row, objects)
+        pages = made.unified(row, objects)
         for stored in pages.placement.objects:
-            payload = read(pages, stored, sglang.HASH)
-            assert 0 == wrong_elements(pages, stored, payload, sglang.number), row
+            payload = made.read(pages, stored, sglang.HASH)
+            assert 0 == made.wrong_elements(pages, stored, payload, sglang.number), row
     record_property("SGLang", f"{found['sglang']}: {dict(counts)}")
     assert counts["stored"] > 90

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,11 @@ import foreign_folders as made
 import numpy as np
 import pytest
 import unified_writer as sglang
-from canonical_writer import BLOCK, LAYERS, element
+from canonical_writer import BLOCK, LAYERS
 
 import kvspec
-from kvspec.adapters.sglang.stored_pages import UnifiedPages
-from kvspec.adapters.vllm.mooncake_pages import MooncakeShards
 from kvspec.errors import SpecError
 from kvspec.stored import ModelIdentity
-from kvspec.stored.objects import ObjectKey
 from kvspec.stored.store import PageStore
 
 FOLDER = Path(__file__).parent
@@ -38,53 +34,6 @@ def name_of_row(row: dict[str, Any]) -> str:
     """Return the id of a case."""
     stated = {key: value for key, value in row.items() if key not in ("page", "paths", "objects")}
     return "-".join(map(str, stated.values())).replace(" ", "")
-
-
-def vllm_number(part: int, token: int, head: int, at: Any, layer: int) -> Any:
-    """Return the number of an element in the recorded pages of vLLM."""
-    return element(part, token, head, at) + made.PER_LAYER * layer
-
-
-def read(pages: Any, stored: Any, page: str = made.PAGE) -> np.ndarray:
-    """Return the payload of an object."""
-    payload = np.zeros(pages.placement.object_bytes(*stored), np.uint8)
-    key = ObjectKey("0" * 64, page, stored.group, str(stored.chunk))
-    assert [True] == pages.has([key])
-    pages.read(key, memoryview(payload))
-    return payload
-
-
-def wrong_elements(
-    pages: Any, stored: Any, payload: np.ndarray, number: Callable[..., Any] = vllm_number
-) -> int:
-    """Count the elements of an object that are not where the virtual engine has them."""
-    wrong, seen = 0, 0
-    engine = pages.placement.engine
-    for cell in pages._regions[stored]:
-        (part,) = (p for p in pages._layers[cell.layer].parts if p.name == cell.part)
-        units = engine.units(engine.group(stored.group), part, stored.chunk)
-        layer = pages.placement.groups[0].layers.index(cell.layer)
-        for unit in range(cell.units):
-            for state in range(cell.states):
-                at = cell.address(0, unit, state)
-                found = payload[at : at + cell.content_bytes].view(np.uint16)
-                place = np.arange(len(found))
-                expected = number(int(cell.part == "v"), state, units[unit], place, layer)
-                wrong += int(np.count_nonzero(found != expected))
-                seen += cell.content_bytes
-    return wrong + abs(payload.size - seen)
-
-
-def shards(row: dict[str, Any]) -> tuple[MooncakeShards, dict[str, bytes]]:
-    """Return the pages of a case, and the objects."""
-    objects = {key: np.array(page, np.uint16).tobytes() for key, page in row["objects"].items()}
-    layout = {"nhd": "lbnhc", "hnd": "lbhnc"}[row["family"]]
-    (group,) = made.groups_of(row)
-    pages = MooncakeShards(
-        objects, group, model="org/model", block_size=BLOCK, store_tp_size=row["shards"],
-        layout=layout, accept_unverified=True,
-    )  # fmt: skip
-    return pages, objects
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -104,48 +53,38 @@ def test_vllm_files_have_each_element_in_its_place(
     for copies in (1, 2, 40):
         content = made.write_row(made.file_of(folder), row, blocks, copies)
         before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-        payload = read(pages, stored)
-        assert 0 == wrong_elements(pages, stored, payload)
+        payload = made.read(pages, stored)
+        assert 0 == made.wrong_elements(pages, stored, payload)
         assert before == sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
         assert content == made.file_of(folder).read_bytes()
         pages._tails_checked.clear()
 
 
+def test_names_of_prompt_are_the_hashes_of_vllm(tmp_path: Path) -> None:
+    """A file of three blocks has the hash of the last one."""
+    row = VLLM[0]
+    for blocks, expected in ((1, RECORDED["hashes"]), (3, RECORDED["hashes"][2:])):
+        (tmp_path / str(blocks)).mkdir()
+        folder = made.folder_of(tmp_path / str(blocks), made.fields_of(row, blocks))
+        pages = made.opened(folder, row)
+        assert tuple(expected) == pages.names(range(1000, 1014))
+        assert pages.names([1] * 12, seed="7") != pages.names([1] * 12)
+    with pytest.raises(SpecError) as caught:
+        pages.names([1, "2"])
+    assert "token_ids" == caught.value.field
+
+
 @pytest.mark.parametrize("row", RECORDED["mooncake"], ids=name_of_row)
 def test_mooncake_shards_have_each_element_in_its_place(row: dict[str, Any]) -> None:
-    pages, objects = shards(row)
+    pages, objects = made.shards(row)
     assert row["shards"] == len(pages.placement.objects) == len(objects)
     for stored in pages.placement.objects:
-        assert 0 == wrong_elements(pages, stored, read(pages, stored))
+        assert 0 == made.wrong_elements(pages, stored, made.read(pages, stored))
 
 
 SGLANG: list[dict[str, Any]] = json.loads(
     gzip.decompress((FOLDER / "sglang_unified_pages.json.gz").read_bytes())
 )["rows"]
-
-
-def unified(row: dict[str, Any], objects: Any, **changed: Any) -> UnifiedPages:
-    """Return the pages of a case."""
-    names = [f"model.layers.{number}" for number in range(sglang.LAYERS)]
-    sizes: dict[str, Any] = {"block_size": 1, "head_size": sglang.SIZE, "dtype": "float16"}
-    spec: kvspec.AttentionSpec = kvspec.MLAAttentionSpec(**sizes)
-    if row["heads"]:
-        spec = kvspec.FullAttentionSpec(total_num_kv_heads=row["heads"], **sizes)
-    group = kvspec.KVCacheGroup(name="full", layers=names, spec=spec)
-    starts = [sum(row["stages"][:stage]) for stage in range(len(row["stages"]))]
-    bounds = zip(starts, row["stages"], strict=True)
-    stages = [names[start : start + count] for start, count in bounds]
-    copied = row["heads"] and row["tp"] > row["heads"]
-    arguments = {
-        "model_id": sglang.MODEL,
-        "page_size": sglang.PAGE,
-        "head_group": row["group"] if row["heads"] else None,
-        "layer_partition": row["partition"],
-        "stages": None if row["partition"] else stages,
-        "total_kv_heads": row["tp"] if copied else None,
-        "accept_unverified": True,
-    }
-    return UnifiedPages(objects, group, **{**arguments, **changed})
 
 
 @pytest.mark.parametrize("files", [False, True], ids=["mapping", "files"])
@@ -157,14 +96,14 @@ def test_sglang_objects_have_each_element_in_its_place(
     if files:
         for key, content in objects.items():
             (tmp_path / f"{key}.bin").write_bytes(content)
-    pages = unified(row, tmp_path if files else objects)
+    pages = made.unified(row, tmp_path if files else objects)
     names = {pages.name_of(sglang.HASH, stored) for stored in pages.placement.objects}
     assert names <= objects.keys()
     # Ranks that hold the same head store the same bytes under several keys.
     assert len(objects) == len(names) * max(1, row["tp"] // (row["heads"] or row["tp"]))
     for stored in pages.placement.objects:
-        payload = read(pages, stored, sglang.HASH)
-        assert 0 == wrong_elements(pages, stored, payload, sglang.number)
+        payload = made.read(pages, stored, sglang.HASH)
+        assert 0 == made.wrong_elements(pages, stored, payload, sglang.number)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +151,7 @@ def right_tokens(cache: kvspec.RankCache, blocks: list[int], tokens: int) -> int
                 address = region.address(block, unit, state)
                 found = np.frombuffer(ctypes.string_at(address, region.content_bytes), np.uint16)
                 layer = LAYERS.index(region.layer)
-                expected = vllm_number(
+                expected = made.vllm_number(
                     int(region.part == "v"), token, units[unit], np.arange(len(found)), layer
                 )
                 if not np.array_equal(expected, found):
@@ -286,7 +225,7 @@ def test_groups_that_share_tensors_are_read_from_their_own_places(tmp_path: Path
     # The first layer of each tensor was registered in the order of the layers.
     pages = made.opened(folder, row, groups=groups, shared_by=[["a.1", "w.0"], ["a.0", "w.1"]])
     found = {
-        stored.group: read(pages, stored).view(np.uint16) for stored in pages.placement.objects
+        stored.group: made.read(pages, stored).view(np.uint16) for stored in pages.placement.objects
     }
     first = {name: int(found["full"][at * size // 2]) for at, name in enumerate(names[:2])}
     first |= {name: int(found["window"][at * size // 2]) for at, name in enumerate(names[2:])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from ctypes.util import find_library
 from pathlib import Path
@@ -220,14 +221,39 @@ def test_transfer_that_the_file_does_not_allow_fails_by_name(files: Files, fault
     assert () == files.rank.transfers
 
 
+def test_file_that_fails_fails_no_other_transfer(files: Files) -> None:
+    """All transfers of a rank share one queue of the plug-in. The right one is polled first."""
+    content = np.random.default_rng(1).bytes(4096)
+    good, bad = files.open(content), files.open(bytes(4096))
+    near, far = files.lists(4096, [(files.register(good, 4096), 0), (files.register(bad, 4096), 0)])
+    os.ftruncate(bad.fileno(), 100)
+    ids = [np.array([place], np.int32) for place in range(2)]
+    moves = files.rank.move(
+        {place: (near, ids[place], far, ids[place]) for place in range(2)}, request="r", timeout=10
+    )
+    moves[0].wait()
+    with pytest.raises(TransferError) as caught:
+        moves[1].wait()
+    assert "file_failed" == caught.value.state
+    assert content == files.array[:4096].tobytes()
+    # And the queue works afterwards.
+    files.array[:] = 0
+    files.rank.read(near, ids[0], far, ids[0], request="again", timeout=10).wait()
+    assert content == files.array[:4096].tobytes()
+
+
 def test_deregistered_file_can_be_closed_and_its_lists_are_released(files: Files) -> None:
     file, stays = files.open(bytes(4096)), files.open(bytes(4096))
     memory, other = files.register(file, 4096), files.register(stays, 4096)
     before = files.rank.stats()
     near, far = files.lists(16, [(memory, 0), (other, 0)])
     _, kept = files.lists(16, [(other, 0)])
+    released = weakref.ref(file)
     files.rank.deregister_files([memory])
     file.close()
+    files.opened.remove(file)
+    del file
+    assert released() is None
     assert (True, False, False) == (far.released, near.released, kept.released)
     assert before.registrations - 1 == files.rank.stats().registrations
     with pytest.raises(TransferError, match="registered"):
@@ -273,6 +299,20 @@ def test_backends_that_do_not_fit_are_refused(backends: Any) -> None:
     with pytest.raises(SpecError) as caught:
         NixlRank(backends=backends)
     assert "backends" == caught.value.field
+
+
+def test_rank_that_has_only_files_has_no_peers_and_needs_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with NixlRank() as peer:
+        introduction = peer.metadata()
+        monkeypatch.delenv("KVSPEC_SECRET", raising=False)
+        monkeypatch.delenv("KVSPEC_SECRET_FILE", raising=False)
+        with NixlRank(backends=["POSIX"]) as rank:
+            for call in (rank.metadata, lambda: rank.connect(introduction)):
+                with pytest.raises(SpecError) as caught:
+                    call()
+                assert "backends" == caught.value.field
 
 
 def test_rank_without_plugin_for_files_refuses_them(files: Files) -> None:

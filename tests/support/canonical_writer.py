@@ -195,6 +195,19 @@ def directory(case: dict[str, Any]) -> list[str]:
     return [mapper.base_path, mapper.get_file_name(key)]
 
 
+def block_hashes(tokens: list[int]) -> list[str]:
+    """Return vLLM's hash of each whole block of a prompt."""
+    from vllm.utils.hashing import sha256  # noqa: PLC0415
+    from vllm.v1.core import kv_cache_utils as vllm  # noqa: PLC0415
+
+    vllm.init_none_hash(sha256)
+    last, hashes = None, []
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        last = vllm.hash_block_tokens(sha256, last, tokens[start : start + BLOCK])
+        hashes.append(last.hex())
+    return hashes
+
+
 def copy_runs(runs: Any, page: Any, canonical: Any) -> None:
     """Copy what a worker writes."""
     for run in runs:
@@ -225,6 +238,7 @@ def golden() -> dict[str, Any]:
     """Return the golden values."""
     sizes = {(4, 1, 2), (4, 2, 4), (3, 1, 3)}
     return {
+        "hashes": block_hashes([*range(1000, 1014)]),
         "rows": [{**one, "page": canonical_page(one), "paths": directory(one)} for one in sample()],
         "mooncake": [
             {**one, "objects": mooncake_objects(one, len(LAYERS), HASH)}
@@ -237,7 +251,7 @@ def golden() -> dict[str, Any]:
 def everything(folder: Path) -> dict[str, Any]:
     """Return all cases for the test of each night."""
     return {
-        "rows": [{**one, "page": canonical_page(one)} for one in grid(8)],
+        "rows": [{**one, "page": canonical_page(one)} for one in grid(16)],
         "mooncake": [
             {**one, "objects": mooncake_objects(one, len(LAYERS), HASH)}
             for one in mooncake_cases(8)

@@ -1,17 +1,22 @@
-"""Make directories as vLLM's tiered offloading does, and open them."""
+"""Make stores as other programs do, open them, and compare each element of an object."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import unified_writer as sglang
 from canonical_writer import BLOCK, HASH, LAYERS, SIZE, element
 
 import kvspec
+from kvspec.adapters.sglang.stored_pages import UnifiedPages
+from kvspec.adapters.vllm.mooncake_pages import MooncakeShards
 from kvspec.adapters.vllm.stored_pages import CanonicalPages
+from kvspec.stored.objects import ObjectKey
 
 __all__ = ["BLOCK", "LAYERS", "SIZE", "element"]
 
@@ -96,3 +101,74 @@ def opened(folder: Path, row: dict[str, Any], **changed: Any) -> CanonicalPages:
         "interleave_size": 2 if row["dcp"] > 1 else None,
     }
     return CanonicalPages(folder, **{"groups": groups_of(row), **arguments, **changed})
+
+
+def vllm_number(part: int, token: int, head: int, at: Any, layer: int) -> Any:
+    """Return the number of an element in the recorded pages of vLLM."""
+    return element(part, token, head, at) + PER_LAYER * layer
+
+
+def read(pages: Any, stored: Any, page: str = PAGE) -> np.ndarray:
+    """Return the payload of an object."""
+    payload = np.zeros(pages.placement.object_bytes(*stored), np.uint8)
+    key = ObjectKey("0" * 64, page, stored.group, str(stored.chunk))
+    assert [True] == pages.has([key])
+    pages.read(key, memoryview(payload))
+    return payload
+
+
+def wrong_elements(
+    pages: Any, stored: Any, payload: np.ndarray, number: Callable[..., Any] = vllm_number
+) -> int:
+    """Count the elements of an object that are not where the virtual engine has them."""
+    wrong, seen = 0, 0
+    engine = pages.placement.engine
+    for cell in pages._regions[stored]:
+        (part,) = (p for p in pages._layers[cell.layer].parts if p.name == cell.part)
+        units = engine.units(engine.group(stored.group), part, stored.chunk)
+        layer = pages.placement.groups[0].layers.index(cell.layer)
+        for unit in range(cell.units):
+            for state in range(cell.states):
+                at = cell.address(0, unit, state)
+                found = payload[at : at + cell.content_bytes].view(np.uint16)
+                place = np.arange(len(found))
+                expected = number(int(cell.part == "v"), state, units[unit], place, layer)
+                wrong += int(np.count_nonzero(found != expected))
+                seen += cell.content_bytes
+    return wrong + abs(payload.size - seen)
+
+
+def shards(row: dict[str, Any]) -> tuple[MooncakeShards, dict[str, bytes]]:
+    """Return the pages of a case, and the objects."""
+    objects = {key: np.array(page, np.uint16).tobytes() for key, page in row["objects"].items()}
+    layout = {"nhd": "lbnhc", "hnd": "lbhnc"}[row["family"]]
+    (group,) = groups_of(row)
+    pages = MooncakeShards(
+        objects, group, model="org/model", block_size=BLOCK, store_tp_size=row["shards"],
+        layout=layout, accept_unverified=True,
+    )  # fmt: skip
+    return pages, objects
+
+
+def unified(row: dict[str, Any], objects: Any, **changed: Any) -> UnifiedPages:
+    """Return the pages of a case."""
+    names = [f"model.layers.{number}" for number in range(sglang.LAYERS)]
+    sizes: dict[str, Any] = {"block_size": 1, "head_size": sglang.SIZE, "dtype": "float16"}
+    spec: kvspec.AttentionSpec = kvspec.MLAAttentionSpec(**sizes)
+    if row["heads"]:
+        spec = kvspec.FullAttentionSpec(total_num_kv_heads=row["heads"], **sizes)
+    group = kvspec.KVCacheGroup(name="full", layers=names, spec=spec)
+    starts = [sum(row["stages"][:stage]) for stage in range(len(row["stages"]))]
+    bounds = zip(starts, row["stages"], strict=True)
+    stages = [names[start : start + count] for start, count in bounds]
+    copied = row["heads"] and row["tp"] > row["heads"]
+    arguments = {
+        "model_id": sglang.MODEL,
+        "page_size": sglang.PAGE,
+        "head_group": row["group"] if row["heads"] else None,
+        "layer_partition": row["partition"],
+        "stages": None if row["partition"] else stages,
+        "total_kv_heads": row["tp"] if copied else None,
+        "accept_unverified": True,
+    }
+    return UnifiedPages(objects, group, **{**arguments, **changed})

@@ -333,6 +333,7 @@ def test_functions_have_at_most_60_lines() -> None:
 SAME_NAME_SAME_MEANING = {
     "__init__": "a folder",
     "engine": "an EngineSpec: its class, or how to read it from a serving engine",
+    "stored_pages": "the pages that a serving engine stores, read only",
     "tables": "the block tables of a serving engine",
     "tensors": "the tensors of a serving engine",
 }

@@ -24,7 +24,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence, texts
 from kvspec.specs import FullAttentionSpec, SlidingWindowMLASpec
-from kvspec.stored.placement import PageObject
+from kvspec.stored.placement import PageObject, StoredSpec
 
 SCHEMA_VERSION = 1
 OBJECT_LAYOUT = "page-unified-v1"
@@ -99,14 +99,14 @@ class UnifiedPages(ForeignObjects):
         }
         self.digest = digest_of(self.namespace)
         self._replicas = total // heads if heads else 1
-        super().__init__(
-            [group],
-            accept_unverified=accept_unverified,
+        placement = StoredSpec(
+            groups=[group],
             page_tokens=page_size,
             head_groups=heads // chunk if heads else 1,
             layer_ranges=ranges,
             layout="BLKNHC",
         )
+        super().__init__([group], placement, accept_unverified=accept_unverified)
         first = [names.index(own[0]) for own in ranges]
         bounds = zip(first, ranges, strict=True)
         self._coordinates = [f"L{start}-{start + len(own)}" for start, own in bounds]

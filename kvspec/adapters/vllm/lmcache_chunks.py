@@ -28,7 +28,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, StoreError
 from kvspec.inputs import instance, mapping, positive_int
 from kvspec.specs import FullAttentionSpec
-from kvspec.stored.placement import PageObject
+from kvspec.stored.placement import PageObject, StoredSpec
 
 KV_2LTD = 1
 # Type of an element -> its name in keys, and its number in metadata.
@@ -93,13 +93,13 @@ class LMCacheChunks(ForeignObjects):
         self._dtype, self._dtype_numbers = LMCACHE_DTYPES[spec.dtype]
         row = spec.head_size * heads // min(heads, workers)
         self._shape = 2, len(group.layers), positive_int("chunk_size", chunk_size), row
-        super().__init__(
-            [group],
-            accept_unverified=accept_unverified,
+        placement = StoredSpec(
+            groups=[group],
             page_tokens=chunk_size,
             head_groups=min(heads, workers),
             layout="BKLNHC",
         )
+        super().__init__([group], placement, accept_unverified=accept_unverified)
 
     def name_of(self, page: str, stored: PageObject) -> str:
         """Return LMCache's key of the first worker that has these heads."""

@@ -22,7 +22,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int, sequence, texts
 from kvspec.specs import FullAttentionSpec
-from kvspec.stored.placement import PageObject
+from kvspec.stored.placement import PageObject, StoredSpec
 
 # Mooncake's name of the layout -> the letters of kvspec.
 MOONCAKE_LAYOUTS = {"lbhnc": "BLHNC", "lbnhc": "BLNHC"}
@@ -84,14 +84,14 @@ class MooncakeShards(ForeignObjects):
         self._start = (
             f"{start}@store_tp:{shards}@store_pp:{len(own or [0])}@store_format:tp_shared_{layout}"
         )
-        super().__init__(
-            [group],
-            accept_unverified=accept_unverified,
+        placement = StoredSpec(
+            groups=[group],
             page_tokens=block_size,
             head_groups=shards,
             layer_ranges=own,
             layout=MOONCAKE_LAYOUTS[layout],
         )
+        super().__init__([group], placement, accept_unverified=accept_unverified)
 
     def name_of(self, page: str, stored: PageObject) -> str:
         """Return Mooncake's key of an object."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, StoreError
 from kvspec.inputs import instance, positive_int, sequence, texts
 from kvspec.specs import FullAttentionSpec, LayerSpec, SlidingWindowMLASpec
-from kvspec.stored.placement import PageObject
+from kvspec.stored.placement import PageObject, StoredSpec
+from kvspec.tickets.identity import tokens_of
 
 # vLLM's format and the order inside a page of a layer -> the letters of kvspec.
 CANONICAL_LAYOUTS = {
@@ -55,6 +57,8 @@ CANONICAL_DTYPES = {
 # Rows have whole pages of the operating system. 4096 divides all their sizes.
 ROW_ALIGNMENT = 4096
 MAX_CONFIG = 1 << 24
+# The seed of vLLM's hashes, unless PYTHONHASHSEED is set.
+HASH_SEED = "vllm-none-hash"
 _CONFIG_SIZES = ("tokens_per_hash", "blocks_per_file", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _FIELDS = {"model_name", "dtype", "kv_cache_groups", "inference_engine", *_CONFIG_SIZES}
 _OPTIONAL = {"parallel_agnostic", "replicated_layout", "canonical_format"}
@@ -131,12 +135,12 @@ class CanonicalPages(ForeignObjects):
         specs = {name: group.spec.of_layer(name) for group in given for name in group.layers}
         for name, spec in specs.items():
             check_layer(name, spec, fields, interleave_size)
-        super().__init__(
-            given,
-            accept_unverified=accept_unverified,
+        placement = StoredSpec(
+            groups=given,
             page_tokens=tokens * fields["blocks_per_file"],
             layout=layout,
         )
+        super().__init__(given, placement, accept_unverified=accept_unverified)
         self._outer = {name: _before_tokens(layout, spec) for name, spec in specs.items()}
         self._places, self._length = self._placed(shared_by)
         self._tails_checked: set[int] = set()
@@ -216,6 +220,28 @@ class CanonicalPages(ForeignObjects):
             for name, start in starts.items()
         )
 
+    def names(self, token_ids: Sequence[int], *, seed: str = HASH_SEED) -> tuple[str, ...]:
+        """Return vLLM's name of each whole page of a prompt of text, for the base model.
+
+        A prompt with an adapter, images, a salt or embeddings has other names: use
+        `Request.block_hashes` of vLLM. So has a vLLM with another algorithm than `sha256`.
+
+        Args:
+            token_ids: The tokens of the prompt.
+            seed: `PYTHONHASHSEED` of vLLM, if it was set.
+
+        Raises:
+            SpecError: If *token_ids* are not ints.
+        """
+        tokens = tokens_of(token_ids).tolist()
+        step = self.fields["tokens_per_hash"]
+        last, hashes = _vllm_hash(seed), list[str]()
+        for start in range(0, len(tokens) - step + 1, step):
+            last = _vllm_hash((last, tuple(tokens[start : start + step]), None))
+            hashes.append(last.hex())
+        each = self.placement.page_tokens // step
+        return tuple(hashes[each - 1 :: each])
+
     def name_of(self, page: str, stored: PageObject) -> str:
         """Return the path of a file, from the directory on."""
         number = self._group_numbers[stored.group]
@@ -264,6 +290,11 @@ class CanonicalPages(ForeignObjects):
                 read_at(descriptor, where.offset + number * where.stride, block.data, place)
             rows = blocks.reshape(count, outer, -1).swapaxes(0, 1)
             np.frombuffer(target, np.uint8).reshape(rows.shape)[:] = rows
+
+
+def _vllm_hash(value: object) -> bytes:
+    """Return vLLM's hash of *value*, which it encodes as Python does."""
+    return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
