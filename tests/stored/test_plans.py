@@ -35,11 +35,11 @@ MODEL = ModelIdentity(model="m", revision="r", weights="", quantization="", over
 
 
 def engine(
-    *specs: Any,  # noqa: ANN401
+    *specs: Any,
     tp: int = 1,
     layers: int = 2,
     null: int | None = None,
-    **sizes: Any,  # noqa: ANN401
+    **sizes: Any,
 ) -> EngineSpec:
     groups = [
         KVCacheGroup(name=f"g{n}", layers=[f"l.{i}.{n}" for i in range(layers)], spec=spec)
