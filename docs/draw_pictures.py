@@ -1,7 +1,8 @@
 """Draw the pictures of the documentation: ``python docs/draw_pictures.py``.
 
-The script writes ``plan.svg`` and ``table.svg`` into its own folder. They show a model with 8 KV
-heads. The producer has 4 ranks and tokens outermost. The consumer has 3 ranks and heads outermost.
+The script writes ``plan.svg``, ``table.svg`` and ``stored.svg`` into its own folder. They show a
+model with 8 KV heads. The producer has 4 ranks and tokens outermost. The consumer has 3 ranks and
+heads outermost. In ``stored.svg``, the producer is a stored page of 4 head groups.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import kvspec
 from kvspec.draw import plan_svg, table_svg
+from kvspec.stored import StoredSpec, plan_load
 
 HERE = Path(__file__).parent
 
@@ -33,7 +35,12 @@ def pictures() -> dict[str, str]:
     source, _source = kvspec.allocate(producer, rank, num_blocks=4)
     target, _target = kvspec.allocate(consumer, rank, num_blocks=4)
     table = kvspec.build_table(plan, source, target)
-    return {"plan.svg": plan_svg(plan), "table.svg": table_svg(table)}
+    load = plan_load(StoredSpec.of(producer, page_tokens=64, head_groups=4), consumer)
+    return {
+        "plan.svg": plan_svg(plan),
+        "table.svg": table_svg(table),
+        "stored.svg": plan_svg(load.plan),
+    }
 
 
 if __name__ == "__main__":

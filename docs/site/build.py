@@ -44,6 +44,7 @@ NAVIGATION = {
         "docs/recipes.md",
         "docs/adapters.md",
         "docs/staging.md",
+        "docs/stored.md",
         "docs/files.md",
         "docs/foreign-pages.md",
         "examples/README.md",

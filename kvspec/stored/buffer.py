@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.table import DescriptorTable, Rows, build_table
+from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.engines.engine import EngineSpec
 from kvspec.memory.allocation import plan_memory
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl.staging.copying import copy_runs
 from kvspec.nixl.staging.ranges import Moves
+from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan
 from kvspec.stored.placement import PageObject, StoredSpec
 
@@ -91,35 +92,43 @@ class SlotBuffer:
         start = self._starts[stored] + slot * self._sizes[stored]
         return memoryview(self._host)[start : start + self._sizes[stored]]
 
-    def rows(self, stored: PageObject, request: TransferRequest) -> Rows:
-        """Return what *request* copies: addresses of producer and consumer, and lengths."""
+    def rows(self, stored: PageObject, request: TransferRequest) -> Ints:
+        """Return what *request* copies: producer address, consumer address and length.
+
+        Returns:
+            int64 array of shape (runs, 3), in no order.
+        """
         if stored not in self._tables:
             self._tables[stored] = self._table(stored)
-        return self._tables[stored].descriptors(request)
+        tiles = self._tables[stored].tiles(request)
+        runs = [numbered.addresses(chosen) for numbered, chosen in tiles]
+        return np.concatenate([np.empty((0, 3), np.int64), *runs])
 
     def gather(self, stored: PageObject, requests: Iterable[TransferRequest], slots: int) -> None:
         """Copy the bytes of *requests* from the cache into the first *slots* slots of an object."""
         rows = [self.rows(stored, request) for request in requests]
-        source, target, length = np.concatenate(rows).T.astype(np.int64)
-        # In the order of the slots, numpy needs one pass.
-        order = target.argsort()
-        self._copy(target[order], source[order], length[order], inward=False)
+        near, slot, length = np.concatenate(rows).T
+        self._copy(slot, near, length, inward=False)
         if self._near is not None:
             self._exchange(stored, slots, to_host=True)
 
-    def scatter(self, stored: PageObject, rows: Rows, slots: int) -> None:
+    def scatter(self, stored: PageObject, rows: Ints, slots: int) -> None:
         """Copy *rows* from the first *slots* slots of an object into the cache."""
         if self._near is not None:
             self._exchange(stored, slots, to_host=False)
-        source, target, length = rows.T.astype(np.int64)
-        self._copy(source, target, length, inward=True)
+        slot, near, length = rows.T
+        self._copy(slot, near, length, inward=True)
 
-    def _copy(self, slot: Any, near: Any, length: Any, *, inward: bool) -> None:  # noqa: ANN401
+    def _copy(self, slot: Ints, near: Ints, length: Ints, *, inward: bool) -> None:
         """Copy runs between the slots and the cache, by their lengths."""
         base = self._address
-        for size in np.unique(length).tolist():
-            which = length == size
-            moves = Moves(offset=slot[which] - base, near=near[which], length=size)
+        # In the order of the slots, numpy needs one pass.
+        order = slot.argsort()
+        slot, near, length = slot[order] - base, near[order], length[order]
+        equal = not length.size or length.min() == length.max()
+        for size in length[:1].tolist() if equal else np.unique(length).tolist():
+            which = slice(None) if equal else length == size
+            moves = Moves(offset=slot[which], near=near[which], length=size)
             copy_runs(base, moves, inward=inward, place=self._place)
 
     def _exchange(self, stored: PageObject, slots: int, *, to_host: bool) -> None:

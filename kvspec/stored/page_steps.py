@@ -103,7 +103,8 @@ def _held(
     last = (ends - 1 - table.first_token) // block + 1
     inside = (first >= 0) & (last <= len(null))
     most = len(null)
-    return inside & np.equal(nulls[last.clip(0, most)], nulls[first.clip(0, most)])
+    same: npt.NDArray[np.bool_] = nulls[last.clip(0, most)] == nulls[first.clip(0, most)]
+    return inside & same
 
 
 def _table(tables: Tables, name: str) -> BlockTable:

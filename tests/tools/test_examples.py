@@ -57,6 +57,13 @@ def test_verify_arithmetic_finds_the_sizes_with_replicated_heads() -> None:
     assert [True] * 2 == [verdict.startswith("wrong: consumer tp") for verdict in verdicts[4:]]
 
 
+def test_stored_pages_are_loaded_by_an_engine_of_other_sizes() -> None:
+    lines = run("stored_pages.py")
+    assert "  full tp3: 16 KiB, by tp6, tp7 take turns" in lines
+    assert "tp2: 64 tokens of heads [3 4]" in lines
+    assert "0 of 64 tokens can be loaded" in lines
+
+
 def test_read_tensors_moves_every_byte() -> None:
     assert [
         "refused: tensors['layers.0']['kv'].stride",
