@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvspec.errors import SpecError, StoreError
-from kvspec.stored import files
-from kvspec.stored.files import FileObjects
+from kvspec.stored import file_objects
+from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.header import decode, encode
 from kvspec.stored.index import PageIndex
 from kvspec.stored.objects import (
@@ -264,14 +264,14 @@ def test_links_pipes_and_open_permissions_are_refused(store: FileObjects, tmp_pa
 
 def test_directories_of_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FileObjects(tmp_path / "a").close()
-    root = tmp_path / "a" / files.ROOT
+    root = tmp_path / "a" / file_objects.ROOT
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     root.chmod(0o777)
     with pytest.raises(StoreError) as caught:
         FileObjects(tmp_path / "a")
     assert (caught.value.problem, caught.value.field) == ("unsafe", "mode")
     (tmp_path / "b").mkdir(mode=0o700)
-    (tmp_path / "b" / files.ROOT).symlink_to(tmp_path / "a")
+    (tmp_path / "b" / file_objects.ROOT).symlink_to(tmp_path / "a")
     with pytest.raises(StoreError) as caught:
         FileObjects(tmp_path / "b")
     assert (caught.value.problem, caught.value.field) == ("unsafe", "type")
