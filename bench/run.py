@@ -28,6 +28,7 @@ from polling import polled
 from posting import read_cost
 from requesting import b11, b12, b13, b16
 from starting import b1, b2
+from storing import stored
 from tabling import b14
 from timing import Options, Row
 
@@ -55,6 +56,7 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "POLL": polled,
     "MODEL": modelled,
     "NAMES": named,
+    "STORED": stored,
 }
 COLUMNS = ("budget", "what", "ours", "other", "ratio", "required", "met")
 WIDTHS = (6, 98, 24, 22, 9, 16, 4)

@@ -68,6 +68,7 @@ NAVIGATION = {
         "docs/operate/failures.md",
         "docs/operate/upgrade.md",
         "docs/operate/kubernetes.md",
+        "docs/operate/stored-pages.md",
         "docs/operate/engine-limits.md",
         "docs/serve-pair.md",
     ],

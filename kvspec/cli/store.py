@@ -18,7 +18,7 @@ import typer
 
 from kvspec.cli import printing
 from kvspec.errors import SpecError, StoreError, counted, nbytes
-from kvspec.stored.files import ROOT, TEMPORARY_SECONDS, FileObjects
+from kvspec.stored.file_objects import ROOT, TEMPORARY_SECONDS, FileObjects
 from kvspec.stored.names import ModelIdentity, PromptIdentity
 from kvspec.stored.objects import StoredObject
 from kvspec.stored.placement import StoredSpec

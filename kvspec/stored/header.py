@@ -11,7 +11,7 @@ How it works:
         payload         the tensors in order, without a hole
 
     The metadata are texts: `format`, `version`, the four fields of the key, `bytes` (of the
-    payload), `crc32` (of the payload), and the facts of the contents.
+    payload), `checksum` (of the payload), and the facts of the contents.
 
     All objects of one group and chunk have the same tensors. So the text after the metadata is
     made once for each `ObjectContents`, and parsed once for each such text.
@@ -58,7 +58,7 @@ class Header(NamedTuple):
 def encode(key: ObjectKey, contents: ObjectContents, checksum: str) -> bytes:
     """Return the header of an object, up to the first byte of its payload."""
     facts, tensors = _fixed_texts(contents)
-    own = {"format": FORMAT, "version": HEADER_VERSION, **key._asdict(), "crc32": checksum}
+    own = {"format": FORMAT, "version": HEADER_VERSION, **key._asdict(), "checksum": checksum}
     text = _START + json.dumps(own).encode()[:-1] + facts + tensors
     size = LENGTH_BYTES + len(text)
     size += -size % ALIGNMENT
@@ -68,7 +68,7 @@ def encode(key: ObjectKey, contents: ObjectContents, checksum: str) -> bytes:
 @lru_cache(maxsize=1024)
 def _fixed_texts(contents: ObjectContents) -> tuple[bytes, bytes]:
     """Return the part of the metadata and the tensors that all objects of *contents* share."""
-    own = {"format", "version", *ObjectKey._fields, "crc32", "bytes"}
+    own = {"format", "version", *ObjectKey._fields, "checksum", "bytes"}
     if clash := own & contents.facts.keys():
         raise SpecError("facts", sorted(clash), "names that the header does not use itself")
     facts = {"bytes": str(contents.num_bytes), **contents.facts}
@@ -120,7 +120,7 @@ def decode(head: bytes, file_bytes: int, place: str) -> Header:
         _check_version(metadata, place)
         key = ObjectKey(*(metadata[field] for field in ObjectKey._fields)).checked()
         num_bytes, covered = int(metadata["bytes"]), _covered(text[end:])
-        checksum = metadata["crc32"]
+        checksum = metadata["checksum"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise StoreError("damaged", place, "header", str(error), "a valid header") from error
     if covered != num_bytes:

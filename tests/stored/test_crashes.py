@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvspec.errors import StoreError
-from kvspec.stored.files import FileObjects
+from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.objects import ObjectContents, ObjectKey
 
 SPACE = "5a" * 32

@@ -69,7 +69,7 @@ def test_store_lists_explains_checks_and_prunes(directory: Path) -> None:
     wrong = run("check", directory)
     assert wrong.exit_code == 1
     assert "1 wrong" in wrong.output
-    assert "crc32" in wrong.output
+    assert "checksum" in wrong.output
     assert "foreign" in wrong.output
     pruned = run("prune", directory)
     assert "deleted 0 objects" in pruned.output

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import operator
 import os
+import random
 import sqlite3
 import stat
 import threading
@@ -14,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvspec.errors import SpecError, StoreError
-from kvspec.stored import files
-from kvspec.stored.files import FileObjects
+from kvspec.stored import file_objects
+from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.header import decode, encode
 from kvspec.stored.index import PageIndex
 from kvspec.stored.objects import (
@@ -136,6 +139,41 @@ def test_the_safetensors_library_reads_an_object(store: FileObjects) -> None:
     assert tensors["l.0.k"].tobytes() + tensors["l.0.v"].tobytes() == bytes(payload(1))
 
 
+@pytest.mark.parametrize("size", [0, 1, 8, 4095, 4096, 4097, 12_288 + 17])
+def test_the_checksum_is_the_one_of_the_specification(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    padded = data + bytes(-size % 4096)
+    words = [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
+    most = 2**64 - 1
+
+    def weight(number: int) -> int:
+        for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            number = (number ^ number >> 33) * multiplier & most
+        return (number ^ number >> 33) | 1
+
+    weights = [weight(column + 1) for column in range(512)]
+    rows = [words[at : at + 512] for at in range(0, len(words), 512)]
+    sums = [sum(map(operator.mul, row, weights)) & most for row in rows]
+    sums += [sum(column) & most for column in zip(*rows, strict=True)] or [0] * 512
+    text = size.to_bytes(8, "little") + b"".join(number.to_bytes(8, "little") for number in sums)
+    assert checksum(data) == hashlib.sha256(text).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_the_checksum_shows_flipped_bits(bits: int) -> None:
+    chance = random.Random(bits)
+    data = bytearray(chance.randbytes(16_384))
+    known = checksum(data)
+    for _ in range(100):
+        words = chance.sample(range(2048), bits)
+        bit = chance.choice([63, 63, 62, 31, chance.randrange(64)])
+        for word in words:
+            data[word * 8 + bit // 8] ^= 1 << bit % 8
+        assert checksum(data) != known
+        for word in words:
+            data[word * 8 + bit // 8] ^= 1 << bit % 8
+
+
 def changed(objects: FileObjects, page: int, offset: int, value: bytes) -> None:
     with file_of(objects, page).open("r+b") as file:
         file.seek(offset)
@@ -155,7 +193,7 @@ def test_damage_is_named_and_the_page_can_be_stored_again(store: FileObjects) ->
     changed(store, 7, 60, b"\xff")
     found = [problem(store, page) for page in (1, 2, 3, 4, 5, 6, 7)]
     assert found == [
-        ("damaged", "crc32"),
+        ("damaged", "checksum"),
         ("damaged", "file size"),
         ("damaged", "header"),
         ("damaged", "header"),
@@ -226,14 +264,14 @@ def test_links_pipes_and_open_permissions_are_refused(store: FileObjects, tmp_pa
 
 def test_directories_of_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FileObjects(tmp_path / "a").close()
-    root = tmp_path / "a" / files.ROOT
+    root = tmp_path / "a" / file_objects.ROOT
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     root.chmod(0o777)
     with pytest.raises(StoreError) as caught:
         FileObjects(tmp_path / "a")
     assert (caught.value.problem, caught.value.field) == ("unsafe", "mode")
     (tmp_path / "b").mkdir(mode=0o700)
-    (tmp_path / "b" / files.ROOT).symlink_to(tmp_path / "a")
+    (tmp_path / "b" / file_objects.ROOT).symlink_to(tmp_path / "a")
     with pytest.raises(StoreError) as caught:
         FileObjects(tmp_path / "b")
     assert (caught.value.problem, caught.value.field) == ("unsafe", "type")
@@ -396,7 +434,7 @@ def test_contents_must_be_possible() -> None:
         with pytest.raises(SpecError, match="tensors"):
             ObjectContents(tensors)
     with pytest.raises(SpecError, match="facts"):
-        encode(key(1), ObjectContents.of_bytes(4, {"crc32": ""}), "")
+        encode(key(1), ObjectContents.of_bytes(4, {"checksum": ""}), "")
     many = ObjectContents([(f"{'l' * 90}.{n}", "U8", (1,)) for n in range(4000)])
     with pytest.raises(SpecError, match="contents"):
         encode(key(1), many, "")

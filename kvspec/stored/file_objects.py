@@ -167,8 +167,8 @@ class FileObjects:
                 if not got:
                     raise StoreError("damaged", path, "bytes", done, f"{target.nbytes}")
                 done += got
-            if (crc := checksum(target)) != found.checksum:
-                raise StoreError("damaged", path, "crc32", crc, repr(found.checksum))
+            if (sums := checksum(target)) != found.checksum:
+                raise StoreError("damaged", path, "checksum", sums, repr(found.checksum))
 
     def inspect(self, key: ObjectKey) -> header.Header:
         """Read and check the header of an object. Raise `StoreError` as `read` does."""

@@ -1,0 +1,157 @@
+"""STORED: objects in files, compared with `cp` and with vLLM's own files, and lookups in them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from timing import Options, Row, clock, interleaved, readable
+
+from kvspec.errors import nbytes
+from kvspec.stored import FileObjects, ObjectContents, ObjectKey
+
+DIRECTORY = "KVSPEC_STORE_DIRECTORY"
+VLLM_IO = "KVSPEC_VLLM_FS_IO"
+INSTALLED = "lib/*/site-packages/vllm/v1/kv_offload/tiering/fs/io.py"
+SPACE = "ab" * 32
+GIB, KIB = 1 << 30, 1 << 10
+# Aims: at most so much of the better of the others, and a lookup of 1,000 pages.
+MOST, MOST_SECONDS, PAGES = 1.3, 5e-3, 1000
+
+
+def stored(options: Options) -> Iterator[Row]:
+    """Store and load bytes in files, and look up a prompt among many names."""
+    yield from _moved(options)
+    for names in (10_000,) if options.quick else (10_000, 100_000, 1_000_000):
+        with tempfile.TemporaryDirectory(dir=os.environ.get(DIRECTORY)) as folder:
+            objects = FileObjects(folder)
+            keys = {chunks: _filled(objects, names, chunks) for chunks in (1, 8)}
+            for chunks, wanted in keys.items():
+                ours, _ = interleaved(
+                    options.times(32),
+                    clock(partial(objects.has, wanted)),
+                    clock(lambda: None),
+                )
+                yield Row(
+                    budget="STORED",
+                    what=f"lookup of {PAGES:,} pages in {names:,}, chunks of a page: {chunks}",
+                    ours=readable(ours),
+                    required=f"at most {readable(MOST_SECONDS)}",
+                    met=ours <= MOST_SECONDS,
+                )
+            objects.close()
+
+
+def _filled(objects: FileObjects, names: int, chunks: int) -> list[ObjectKey]:
+    """Fill the index with names, without files. Return the keys of the first pages."""
+    pages = [hashlib.sha256(b"%d/%d" % (chunks, page)).hexdigest() for page in range(names)]
+    space = f"{chunks:064x}"
+    rows = (
+        (bytes.fromhex(space + page), f"full,tp{chunk}", 1 << 16, time.time_ns())
+        for page in pages
+        for chunk in range(chunks)
+    )
+    objects._index.replace(bytes.fromhex(space), rows)  # noqa: SLF001 - no million of files
+    return [
+        ObjectKey(space, page, "full", f"tp{chunk}")
+        for page in pages[:PAGES]
+        for chunk in range(chunks)
+    ]
+
+
+def _moved(options: Options) -> Iterator[Row]:
+    total = GIB // 16 if options.quick else GIB
+    memory = memoryview(bytearray(os.urandom(1 << 20)) * (total >> 20))
+    for size in (64 * KIB, KIB * KIB):
+        taken: dict[str, list[float]] = {}
+        for _ in range(3 if options.quick else 5):
+            with tempfile.TemporaryDirectory(dir=os.environ.get(DIRECTORY)) as folder:
+                for name, seconds in _once(Path(folder), memory, size):
+                    taken.setdefault(name, []).append(seconds)
+        best = {name: median(times) for name, times in taken.items()}
+        for verb in ("store", "load"):
+            others = {name: best[name] for name in ("cp", f"vLLM {verb}") if name in best}
+            other, seconds = min(others.items(), key=lambda pair: pair[1])
+            for kind in (verb, f"{verb}, 2 threads"):
+                ratio = best[kind] / seconds
+                yield Row(
+                    budget="STORED",
+                    what=f"{kind} {nbytes(total)} in objects of {nbytes(size)}; other: {other}",
+                    ours=f"{total / best[kind] / 1e9:.2f} GB/s",
+                    other=", ".join(f"{total / s / 1e9:.2f}" for s in others.values()) + " GB/s",
+                    ratio=f"{ratio:.3g}",
+                    required=f"at most {MOST} x",
+                    met=ratio <= MOST,
+                )
+
+
+def _once(folder: Path, memory: memoryview, size: int) -> Iterator[tuple[str, float]]:
+    """Store, load and copy the same bytes once. Yield the seconds of each."""
+    pieces = [memory[at : at + size] for at in range(0, len(memory), size)]
+    target = memoryview(bytearray(size * 2))
+    contents = ObjectContents.of_bytes(size)
+    names = [hashlib.sha256(b"%d" % number).hexdigest() for number in range(len(pieces))]
+    keys = [ObjectKey(SPACE, name, "full", "tp0") for name in names]
+    for threads in (1, 2):
+        objects = FileObjects(folder / str(threads))
+
+        def write(part: int, objects: FileObjects = objects, step: int = threads) -> None:
+            for number in range(part, len(keys), step):
+                objects.write(keys[number], pieces[number], contents)
+
+        def read(part: int, objects: FileObjects = objects, step: int = threads) -> None:
+            into = target[part * size : (part + 1) * size]
+            for number in range(part, len(keys), step):
+                objects.read(keys[number], into)
+
+        suffix = "" if threads == 1 else ", 2 threads"
+        yield f"store{suffix}", _in_threads(write, threads)
+        yield f"load{suffix}", _in_threads(read, threads)
+        objects.close()
+    shutil.rmtree(folder / "2")
+    copy = ["cp", "-r", str(folder / "1"), str(folder / "copy")]
+    yield "cp", clock(lambda: subprocess.run(copy, check=True))()
+    if vllm := _vllm():
+        paths = [str(folder / "vllm" / name[:3] / name[3:5] / f"{name}.bin") for name in names]
+        offsets = list(range(0, len(memory), size))
+        yield (
+            "vLLM store",
+            clock(
+                lambda: vllm.batch_store_block(paths, memory, offsets, size, use_o_direct=False)
+            )(),
+        )
+
+        def load() -> None:
+            for path in paths:
+                vllm.batch_load_block([path], target, [0], size, use_o_direct=False)
+
+        yield "vLLM load", clock(load)()
+
+
+def _in_threads(work: Callable[[int], None], threads: int) -> float:
+    with ThreadPoolExecutor(threads) as pool:
+        return clock(lambda: list(pool.map(work, range(threads))))()
+
+
+def _vllm() -> Any:  # noqa: ANN401 - a module that need not be there
+    installed = [*Path(__file__).parents[1].glob(f".venv-vllm/{INSTALLED}")]
+    path = os.environ.get(VLLM_IO) or (str(installed[0]) if installed else "")
+    if not path:
+        return None
+    found = importlib.util.spec_from_file_location("vllm_fs_io", path)
+    if found is None or found.loader is None:
+        return None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
