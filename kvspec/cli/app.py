@@ -9,6 +9,7 @@ from kvspec.cli.calibrate import calibrate
 from kvspec.cli.check import check
 from kvspec.cli.plan import plan
 from kvspec.cli.prove import prove
+from kvspec.cli.store import store
 from kvspec.cli.transfer import transfer
 from kvspec.cli.vectors import vectors
 from kvspec.cli.verify import verify
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 for command in (check, verify, plan, transfer, calibrate, prove, vectors, view):
     app.command()(command)
+app.add_typer(store, name="store")
 
 
 def _print_version(requested: bool) -> None:

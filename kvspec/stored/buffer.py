@@ -101,7 +101,9 @@ class SlotBuffer:
         """Copy the bytes of *requests* from the cache into the first *slots* slots of an object."""
         rows = [self.rows(stored, request) for request in requests]
         source, target, length = np.concatenate(rows).T.astype(np.int64)
-        self._copy(target, source, length, inward=False)
+        # In the order of the slots, numpy needs one pass.
+        order = target.argsort()
+        self._copy(target[order], source[order], length[order], inward=False)
         if self._near is not None:
             self._exchange(stored, slots, to_host=True)
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -224,15 +224,49 @@ class PageNames:
             SpecError: If the tokens are not ints of 64 bits with a sign.
         """
         tokens = self._rest + tokens_of(token_ids).astype("<i8").tobytes()
-        width = 8 * self._page_tokens
-        last, digests, page = self._last, list[str](), len(self.names)
-        for start in range(0, len(tokens) - width + 1, width):
-            content = tokens[start : start + width] + self._media.get(page, b"")
-            last = hashlib.sha256(last + content).digest()
-            digests.append(last.hex())
-            page += 1
-        self._last, self._rest = last, tokens[width * len(digests) :]
-        self.names += tuple(digests)
+        width, first = 8 * self._page_tokens, len(self.names)
+        names = _chain(self._last, tokens, width, self._media, first)
+        if names:
+            self._last, self._rest = bytes.fromhex(names[-1]), tokens[width * len(names) :]
+        else:
+            self._rest = tokens
+        self.names += names
+
+
+def _chain(
+    last: bytes, tokens: bytes, width: int, media: Mapping[int, bytes], page: int
+) -> tuple[str, ...]:
+    """Return the names of the whole pages of *tokens*, the first of which has number *page*."""
+    names = list[str]()
+    for number, start in enumerate(range(0, len(tokens) - width + 1, width), page):
+        content = tokens[start : start + width] + media.get(number, b"")
+        last = hashlib.sha256(last + content).digest()
+        names.append(last.hex())
+    return tuple(names)
+
+
+def next_names(
+    last: str, token_ids: Sequence[int] | npt.NDArray[Any], page_tokens: int
+) -> tuple[str, ...]:
+    """Return the names of the whole pages behind a page, in which no media item begins.
+
+    The name of a page stands for everything before its end, so nothing else is needed.
+
+    Args:
+        last: Name of the page.
+        token_ids: The tokens behind it.
+        page_tokens: Number of tokens of a page.
+
+    Raises:
+        SpecError: If an argument is wrong.
+
+    >>> names = page_names("0" * 64, [7, 8, 9, 10], 2, PromptIdentity.of_text())
+    >>> next_names(names[0], [9, 10], 2) == names[1:]
+    True
+    """
+    width = 8 * positive_int("page_tokens", page_tokens)
+    tokens = tokens_of(token_ids).astype("<i8").tobytes()
+    return _chain(bytes.fromhex(_hexadecimal("last", last)), tokens, width, {}, 0)
 
 
 def page_names(

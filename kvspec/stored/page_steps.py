@@ -25,12 +25,14 @@ from itertools import pairwise
 from math import lcm
 
 import numpy as np
+import numpy.typing as npt
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import mapping, positive_int
+from kvspec.ownership.tokens import Ints
 from kvspec.stored.placement import is_state
 from kvspec.stored.plans import PageLoadPlan, StorePlan
 
@@ -88,10 +90,10 @@ def whole_pages(
 def _held(
     engine: EngineSpec,
     group: KVCacheGroup,
-    starts: np.ndarray[tuple[int], np.dtype[np.int64]],
-    ends: np.ndarray[tuple[int], np.dtype[np.int64]],
+    starts: Ints,
+    ends: Ints,
     table: BlockTable,
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+) -> npt.NDArray[np.bool_]:
     """Return for each range of tokens whether all its blocks are in *table*, and none is null."""
     block = engine.virtual_block(group)
     table.check_start(f"tables[{group.name!r}]", block)
@@ -101,7 +103,7 @@ def _held(
     last = (ends - 1 - table.first_token) // block + 1
     inside = (first >= 0) & (last <= len(null))
     most = len(null)
-    return inside & (nulls[last.clip(0, most)] == nulls[first.clip(0, most)])
+    return inside & np.equal(nulls[last.clip(0, most)], nulls[first.clip(0, most)])
 
 
 def _table(tables: Tables, name: str) -> BlockTable:

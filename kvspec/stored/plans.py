@@ -55,6 +55,14 @@ def whole_engine(engine: EngineSpec) -> EngineSpec:
     return attrs.evolve(engine, groups=groups)
 
 
+Writers = Mapping[PageObject, tuple[RankId, ...]]
+"""The ranks that hold all bytes of each object, in the order of their turns."""
+
+
+def _writers_of(value: Writers) -> Writers:
+    return Frozen(value)
+
+
 @attrs.frozen
 class StorePlan:
     """How an engine stores pages, and the proof that it writes each byte once.
@@ -70,7 +78,7 @@ class StorePlan:
 
     engine: EngineSpec = attrs.field(repr=False)
     placement: StoredSpec = attrs.field(repr=False)
-    writers: Mapping[PageObject, tuple[RankId, ...]] = attrs.field(converter=Frozen)
+    writers: Writers = attrs.field(converter=_writers_of)
     _plans: dict[RankId, TransferPlan] = attrs.field(init=False, factory=dict, repr=False, eq=False)
 
     def writer(self, group: str, chunk: RankId, page: int) -> RankId:

@@ -476,7 +476,7 @@ class RankPages:
             requests = store_requests(self.store_plan, stored.group, new, *memory)
             slots.gather(stored, requests, len(new))
         written: list[ObjectKey] = []
-        contents = self.store.contents(stored) if new else None
+        contents = self.store.contents(stored)
         for slot, page in enumerate(new):
             # Another engine may have written it since.
             there[page] = not objects.write(keys[page], slots.payload(stored, slot), contents)

@@ -219,7 +219,7 @@ def two_hops(case: StoredCase, objects: Objects | None = None) -> list[str]:
         oracle.spoil(*own, seed=SEED)
     before = snapshot(ranks)
     faults: list[str] = []
-    cached = loaded.request.cached_tokens
+    cached: Any = loaded.request.cached_tokens
     for rank, (cache, storage) in ranks.items():
         pages = store.rank_pages(cache, buffer_bytes=2 * size)
         pages.load(hit, hit.num_pages, blocks, cached_tokens=cached)

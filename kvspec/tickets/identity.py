@@ -19,7 +19,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int
 from kvspec.tickets.stated import MediaItem, Stated, media_items, text_or_none
 
-_BOOL_TYPES = frozenset({bool, np.bool_})
+_BOOL_TYPES = bool, np.bool_
 
 
 @attrs.frozen(kw_only=True)
@@ -172,10 +172,13 @@ def tokens_of(value: object) -> npt.NDArray[Any]:
         ids = np.asarray(value)
     except (ValueError, TypeError):
         ids = np.empty((0, 0))
-    # Beside an int, numpy takes a bool as an int.
-    has_bool = isinstance(value, (list, tuple)) and not _BOOL_TYPES.isdisjoint(map(type, value))
-    if ids.ndim != 1 or has_bool or (ids.size and ids.dtype.kind not in "iu"):
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise SpecError("token_ids", value, "a sequence of ints")
+    # Beside an int, numpy takes a bool as 0 or 1. So only these have to be looked at.
+    if isinstance(value, (list, tuple)) and ids.size:
+        for place in np.flatnonzero(ids >> 1 == 0):
+            if isinstance(value[place], _BOOL_TYPES):
+                raise SpecError(f"token_ids[{place}]", value[place], "an int")
     # A checksum is of 64-bit numbers with a sign. A larger one would become a negative one.
     if ids.size and ids.dtype == np.uint64 and ids.max() > MOST:
         raise SpecError("token_ids", int(ids.max()), f"ints of at most {MOST}")

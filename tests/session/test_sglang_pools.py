@@ -262,7 +262,7 @@ def test_vllm_finds_the_index_keys_that_sglang_wrote(block: int, model: Model) -
 
 @pytest.mark.parametrize("fused", INDEXER_FLAGS)
 def test_indexer_of_sglang_leaves_out_the_hadamard_product_if_a_flag_is_set(fused: str) -> None:
-    """The indexer of vLLM always leaves it out. The adapter reads the flags that this method reads."""
+    """The indexer of vLLM always leaves it out. The adapter reads the same flags as this method."""
     own = dict.fromkeys(INDEXER_FLAGS, False)
     keys = torch.rand(4, 128)
     rotate = dsa_indexer.Indexer._maybe_rotate

@@ -121,6 +121,13 @@ def test_state_serves_only_its_own_position() -> None:
     assert "each ends at 20 or later" in last
 
 
+def test_group_that_reads_nothing_at_one_place_reads_pages_at_another() -> None:
+    """A chunk of 6 tokens ends at page 4 of 3 tokens, so nothing is read there."""
+    groups, has = of_rows("chunked xx..", "state .xx.")
+    assert [range(0), range(2, 3)] == [pages_read(groups[0], pages, 3) for pages in (4, 3)]
+    assert 2 == longest_prefix(groups, 4, 3, has)
+
+
 def test_nothing_is_stored() -> None:
     groups, has = of_rows("full ...", "state ...")
     words = explain_lookup(groups, 3, 4, has).splitlines()

@@ -160,7 +160,7 @@ def test_identities_of_two_classes_are_not_compared() -> None:
         ({"page_tokens": np.int64(2)}, "page_tokens"), ({"page_tokens": 2.0}, "page_tokens"),
         ({"token_ids": [2**63]}, "token_ids"), ({"token_ids": [2**64]}, "token_ids"),
         ({"token_ids": [-(2**63) - 1]}, "token_ids"), ({"token_ids": [True, False]}, "token_ids"),
-        ({"token_ids": [1, True]}, "token_ids"), ({"token_ids": [np.True_, 1]}, "token_ids"),
+        ({"token_ids": [1, True]}, "token_ids[1]"), ({"token_ids": [np.False_, 1]}, "token_ids[0]"),
         ({"token_ids": [1.0]}, "token_ids"), ({"token_ids": "12"}, "token_ids"),
         ({"token_ids": b"12"}, "token_ids"),
         ({"token_ids": bytearray(b"12")}, "token_ids"), ({"token_ids": [[1, 2]]}, "token_ids"),
@@ -214,7 +214,11 @@ def test_empty_names_of_model_and_revision_are_refused() -> None:
         assert name == caught.value.field
 
 
-def test_wrong_placement_digest_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("model", "digest", "field"), [(MODEL, "", "placement_digest"), (TEXT, "0" * 64, "model")]
+)
+def test_wrong_space_is_refused(model: Any, digest: str, field: str) -> None:
+    """The identity of a prompt has a digest, too."""
     with pytest.raises(SpecError) as caught:
-        space_of(MODEL, "")
-    assert "placement_digest" == caught.value.field
+        space_of(model, digest)
+    assert field == caught.value.field

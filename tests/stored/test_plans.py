@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -34,7 +34,13 @@ WINDOW = kvspec.SlidingWindowSpec(
 MODEL = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
 
 
-def engine(*specs: Any, tp: int = 1, layers: int = 2, null: int | None = None, **sizes: Any):  # noqa: ANN201
+def engine(
+    *specs: Any,  # noqa: ANN401
+    tp: int = 1,
+    layers: int = 2,
+    null: int | None = None,
+    **sizes: Any,  # noqa: ANN401
+) -> EngineSpec:
     groups = [
         KVCacheGroup(name=f"g{n}", layers=[f"l.{i}.{n}" for i in range(layers)], spec=spec)
         for n, spec in enumerate(specs)
@@ -271,12 +277,13 @@ def test_wrong_arguments_are_refused() -> None:
     store, names, _ = saved(own, {"g0": [1, 2, 3, 4], "g1": [0]}, 2)
     cache, _ = kvspec.allocate(own, RankId(), 20)
     pages = store.rank_pages(cache)
-    for field, call in {
+    calls: dict[str, Callable[[], object]] = {
         "num_pages": lambda: pages.load(names, 3, {}),
         "tables": lambda: pages.save(names, 0, 1, {}),
         "states_at": lambda: pages.save(names, 0, 1, {"g0": [1, 2]}, {"g0": {8: 1}}),
         "pin_seconds": lambda: store.lookup(names, own, pin_seconds=-1),
-    }.items():
+    }
+    for field, call in calls.items():
         with pytest.raises(SpecError) as caught:
             call()
         assert caught.value.field == field

@@ -208,6 +208,8 @@ class World:
                 self.reuse(request)
         if self.tables or self.ledger.requests:
             raise BrokenPromiseError("blocks are held for ever")
+        if left := {name for name, value in vars(self.ledger).items() if value} - {"_next"}:
+            raise BrokenPromiseError(f"the ledger still has {left}")
         if sorted(self.begun) != sorted(end.page for end in self.ended):
             raise BrokenPromiseError("a page has not ended once")
 
@@ -331,6 +333,42 @@ def test_block_of_another_request_is_refused_while_it_moves() -> None:
     ledger.copied(store.number, "tp0")
     assert () == ledger.reading({"g": [2, 3]})
     ledger.load("third", {"g": [2]})
+
+
+def test_block_is_read_until_the_last_rank_has_copied_it() -> None:
+    ledger = StoreLedger()
+    store = ledger.store("r", {"p": {"tp0": 1, "tp1": 1}}, {"g": [1]})
+    ledger.copied(store.number, "tp0")
+    assert (store.number,) == ledger.reading({"g": [1]})
+    with pytest.raises(TransferError):
+        ledger.load("other", {"g": [1]})
+    ledger.report(store.number, "tp1", {"p": 1})
+    ledger.load("other", {"g": [1]})
+
+
+def test_block_of_a_load_is_free_for_stores_when_its_values_are_right() -> None:
+    """A load that failed makes its blocks wrong for all requests until they are computed."""
+    for event in ("valid", "computed", "finished"):
+        ledger = StoreLedger()
+        ledger.load("r", {"g": [1]})
+        ledger.loaded("r", valid=event == "valid")
+        if event != "valid":
+            with pytest.raises(TransferError):
+                ledger.store("other", {"p": {"tp0": 1}}, {"g": [1]})
+        if event == "computed":
+            ledger.computes("r")
+        if event == "finished":
+            assert ledger.finish("r")
+        assert ("p",) == ledger.store("other", {"p": {"tp0": 1}}, {"g": [1]}).pages
+
+
+def test_blocks_are_released_once() -> None:
+    ledger = StoreLedger()
+    ledger.load("r", {"g": [1]})
+    assert not ledger.finish("r")
+    assert [BlocksReleased("r")] == ledger.loaded("r", valid=False)
+    store = ledger.store("r", {"p": {"tp0": 1}}, {"g": [1]})
+    assert [PageStored("p")] == ledger.report(store.number, "tp0", {"p": 1})
 
 
 def test_page_that_is_being_written_is_not_written_twice() -> None:

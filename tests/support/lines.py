@@ -73,11 +73,15 @@ def interrupted_after(place: int, act: Callable[[], object], folder: Path) -> tu
     A moment is one at which Python calls the handlers of signals. They are counted from 0. The
     replacement for NIXL has none, as C code has none, and neither has code in `uninterrupted`.
 
+    A handler that raises does so inside of the last instruction, but a trace function inside of the
+    next one. If a `with` ends between the two, as after ``return call()``, its lock would stay
+    locked. Python releases it, so such a moment is not counted.
+
     Returns:
         How many moments were counted, and whether the interrupt left *act*.
     """
     count, root, before = 0, str(folder), sys.gettrace()
-    last: dict[FrameType, str] = {}
+    last: dict[FrameType, int] = {}
 
     def step(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
@@ -89,11 +93,13 @@ def interrupted_after(place: int, act: Callable[[], object], folder: Path) -> tu
         elif event == "return":
             last.pop(frame, None)
         elif event == "opcode":
-            if last.get(frame) in HANDLES_SIGNALS:
-                count += 1
+            code, at = frame.f_code, last.get(frame)
+            if at is not None and _names(code)[at] in HANDLES_SIGNALS:
+                handlers = _handlers(code)
+                count += handlers[at] == handlers[frame.f_lasti]
                 if count == place + 1:
                     raise KeyboardInterrupt
-            last[frame] = _names(frame.f_code)[frame.f_lasti]
+            last[frame] = frame.f_lasti
         return step
 
     sys.settrace(step)
@@ -121,6 +127,16 @@ def uninterrupted() -> Iterator[None]:
 def _names(code: CodeType) -> dict[int, str]:
     """Return the name of the instruction at each offset of *code*."""
     return {step.offset: step.opname for step in dis.get_instructions(code)}
+
+
+@cache
+def _handlers(code: CodeType) -> dict[int, int | None]:
+    """Return for each offset of *code* where an exception continues, or None if it leaves."""
+    entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+    return {
+        at: next((one.target for one in entries if one.start <= at < one.end), None)
+        for at in _names(code)
+    }
 
 
 class Other:

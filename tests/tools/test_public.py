@@ -56,9 +56,10 @@ PROVISIONAL = """
     kvspec.models architectures
     kvspec.models.catalogue config names
     kvspec.session SessionCollector Transport
-    kvspec.stored Hit LoadError Loaded MemoryObjects ObjectContents ObjectKey Objects PageLoadPlan
-    kvspec.stored PageObject PageStore RankPages Saved StorePlan StoredObject StoredSpec
-    kvspec.stored StoredTensor explain_lookup longest_prefix plan_load plan_store
+    kvspec.stored FileObjects Hit LoadError Loaded MemoryObjects ObjectContents ObjectKey
+    kvspec.stored Objects PageLoadPlan PageObject PageStore RankPages Saved StorePlan
+    kvspec.stored StoredObject StoredSpec StoredTensor explain_lookup longest_prefix
+    kvspec.stored plan_load plan_store
     kvspec.stored BegunStore BlocksReleased PageFailed PageStored StoreLedger
     kvspec.stored ModelIdentity PageNames PromptIdentity explain_difference page_names space_of
     kvspec.tickets ContentIdentity MediaItem RankAgreement ReleaseAgreement content_of

@@ -16,6 +16,8 @@ How it works:
         _create_receiver_and_enqueue    tokens
         handle_generate_request and     the decode half learns that the prompt was rejected
         _add_request_to_queue
+        build_kv_cache, and calls of    the storage of HiCache gets the tokens of pages
+        the radix cache                 (see `hicache`)
         update_weights_from_* and       requests that are served fail, and the weights have no name
         begin_ and end_weight_update    until SGLang knows a new one
         TokenizerManager                what cannot be served is refused in the server's process
@@ -29,7 +31,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from kvspec.adapters.sglang import backend, frontend_hooks, tickets
+from kvspec.adapters.sglang import backend, frontend_hooks, hicache, tickets
 from kvspec.adapters.sglang.describing import GROUP_COUNTS, Surroundings, check_version
 from kvspec.adapters.sglang.receiving import Receiver
 from kvspec.adapters.sglang.sending import Sender
@@ -83,6 +85,8 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
     weights = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     frontend = "managers.tokenizer_manager.TokenizerManager"
     scheduler = "managers.scheduler.Scheduler"
+    tree = "mem_cache.unified_radix_cache.UnifiedRadixCache"
+    controller = "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
     found: dict[str, tuple[str, Callable[..., Any]]] = {
         "disaggregation.decode._bootstrap_addr": ("AROUND", _bootstrap_addr),
         f"{prefill}._init_kv_manager": ("AROUND", _with_queue),
@@ -96,6 +100,10 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{weights}.begin_weight_update": ("BEFORE", _update_begins),
         f"{weights}.end_weight_update": ("AFTER", _update_ended),
         f"{weights}.check_weights": ("AROUND", _weights_checked),
+        "mem_cache.kv_cache_builder.build_kv_cache": ("AROUND", hicache.cache_is_built),
+        f"{tree}.prefetch_from_storage": ("AROUND", hicache.prompt_is_looked_up),
+        f"{tree}.write_backup_storage": ("BEFORE", hicache.node_is_stored),
+        f"{controller}.write_storage": ("AROUND", hicache.pages_are_stored),
         f"{frontend}.generate_request": ("AROUND", frontend_hooks.generate),
         f"{frontend}._handle_batch_request": ("AROUND", frontend_hooks.handle_batch),
         f"{frontend}.release_memory_occupation": ("AROUND", frontend_hooks.release_memory),
@@ -170,6 +178,7 @@ def _bootstrap_addr(original: Callable[..., str], req: Any) -> str:
 
 
 def _update_begins(manager: Any, *_: Any, **__: Any) -> None:
+    hicache.weights_changed()
     if (own := manager_of(manager.scheduler)) is not None:
         own.weights_changing()
         own.weights.partial = True
@@ -181,6 +190,7 @@ def _update_ended(_: Any, manager: Any, *__: Any, **___: Any) -> None:
 
 
 def _weights_updated(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    hicache.weights_changed()
     own = manager_of(manager.scheduler)
     if own is None:
         return original(manager, recv_req)
@@ -198,8 +208,10 @@ def _weights_updated(original: Callable[..., Any], manager: Any, recv_req: Any) 
 
 def _weights_checked(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     own = manager_of(manager.scheduler)
-    if own is not None and recv_req.action not in ("checksum", "snapshot", "compare"):
-        own.weights_changing()
+    if recv_req.action not in ("checksum", "snapshot", "compare"):
+        hicache.weights_changed()
+        if own is not None:
+            own.weights_changing()
     return original(manager, recv_req)
 
 

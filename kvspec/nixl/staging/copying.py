@@ -88,6 +88,11 @@ def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
         slot, where = _items(base, int(offset.max()) + 1, length, 1), offset
     if inward:
         near[places] = slot[where]
+    elif isinstance(where, slice) and not (places % length).any():
+        # One pass, since all runs are items of one array. The mode "raise" would copy twice.
+        items = places // length
+        whole = _items(low, int(items.max()) + 1, length, length)
+        whole.take(items, out=slot, mode="clip")
     else:
         slot[where] = near[places]
 

@@ -1,0 +1,172 @@
+"""Implement `kvspec store`: what a directory of stored pages contains, and why a prompt hits.
+
+Invariant: `ls` and `explain` change nothing. `check` only renames objects that are damaged, and
+`prune` deletes only what kvspec wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+import typer
+
+from kvspec.cli import printing
+from kvspec.errors import SpecError, StoreError, counted, nbytes
+from kvspec.stored.files import ROOT, TEMPORARY_SECONDS, FileObjects
+from kvspec.stored.names import ModelIdentity, PromptIdentity
+from kvspec.stored.objects import StoredObject
+from kvspec.stored.placement import StoredSpec
+from kvspec.stored.store import PageStore
+from kvspec.tickets.stated import explain_difference
+
+store = typer.Typer(help="Look at a directory of stored pages.", no_args_is_help=True)
+DIRECTORY = typer.Argument(help="The directory that was passed to `FileObjects`.")
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[FileObjects]:
+    with printing.reported_errors():
+        if not (directory / ROOT).is_dir():
+            raise SpecError("DIRECTORY", str(directory), f"a directory that contains {ROOT}")
+        objects = FileObjects(directory)
+        try:
+            yield objects
+        finally:
+            objects.close()
+
+
+def _model(description: Mapping[str, str]) -> ModelIdentity:
+    return ModelIdentity.from_params(json.loads(description.get("model", "null")))
+
+
+def _words(description: Mapping[str, str]) -> str:
+    try:
+        fields = attrs.asdict(_model(description))
+    except (SpecError, ValueError):
+        return "not described"
+    return ", ".join(f"{name} {value}" for name, value in fields.items() if value)
+
+
+@store.command()
+def ls(directory: Path = DIRECTORY) -> None:
+    """List the spaces of a directory. A space has the pages of one model and one placement."""
+    with _opened(directory) as objects:
+        rows = []
+        for space, description in objects.spaces().items():
+            entries = [*objects.entries(space)]
+            pages = len({entry.key.page for entry in entries})
+            size = nbytes(sum(entry.num_bytes for entry in entries))
+            rows.append((space[:16], _words(description), f"{pages:,}", f"{len(entries):,}", size))
+        console = printing.output()
+        console.print(
+            printing.table(
+                ("space", "model", "pages", "objects", "size"), rows, ("pages", "objects", "size")
+            )
+        )
+
+
+@store.command()
+def explain(
+    directory: Path = DIRECTORY,
+    tokens: Path = typer.Option(help="File with the token ids of the prompt as a list in JSON."),
+    model: str = typer.Option("", help="Name of the model. That of each space by default."),
+    revision: str = typer.Option("", help="Its revision. That of each space by default."),
+    weights: str = typer.Option("", help="Version of its weights. That of each space by default."),
+    adapter: str = typer.Option("", help="The adapter of the prompt, such as sql@1f3a."),
+    salt: str = typer.Option("", help="The salt of the prompt."),
+) -> None:
+    """Say how many tokens of a prompt can be loaded from each space, and why not more.
+
+    Exit status 0: at least one page can be loaded. 1: none.
+    """
+    with _opened(directory) as objects:
+        try:
+            token_ids = json.loads(tokens.read_text())
+        except (OSError, ValueError) as error:
+            raise SpecError("--tokens", str(tokens), f"a file with JSON ({error})") from None
+        given = {"model": model, "revision": revision, "weights": weights}
+        wanted = {name: value for name, value in given.items() if value}
+        hit = False
+        for space, description in objects.spaces().items():
+            words = "it has no description"
+            if "model" in description and "placement" in description:
+                stored = _model(description)
+                words = explain_difference(attrs.evolve(stored, **wanted), stored)
+                if not words:
+                    placement = StoredSpec.from_params(json.loads(description["placement"]))
+                    pages = PageStore(placement, stored, objects)
+                    names = pages.names(
+                        token_ids, PromptIdentity.of_text(adapter=adapter, salt=salt)
+                    )
+                    words = pages.explain(names, placement.engine)
+                    hit = hit or not words.startswith("0 ")
+            typer.echo(f"space {space[:16]}: {words}")
+    if not hit:
+        raise typer.Exit(printing.WRONG)
+
+
+@store.command()
+def check(directory: Path = DIRECTORY) -> None:
+    """Read all objects and compare their checksums. A damaged one is renamed.
+
+    Exit status 0: all objects are right, and there are no other files. 1: see the output.
+    """
+    with _opened(directory) as objects:
+        right, wrong, size = 0, 0, 0
+        for entry in objects.entries():
+            try:
+                size += _verify(objects, entry)
+                right += 1
+            except StoreError as error:
+                wrong += error.problem != "absent"  # It may leave while the command runs.
+                typer.echo(str(error))
+        strays = [f"{path}: {kind}" for path, kind in objects.strays() if kind != "temporary"]
+        for stray in strays:
+            typer.echo(stray)
+        typer.echo(f"{counted(right, 'object')} with {nbytes(size)} right, {wrong} wrong")
+    if wrong or strays:
+        raise typer.Exit(printing.WRONG)
+
+
+def _verify(objects: FileObjects, entry: StoredObject) -> int:
+    target = bytearray(objects.inspect(entry.key).num_bytes)
+    objects.read(entry.key, memoryview(target))
+    return len(target)
+
+
+@store.command()
+def prune(
+    directory: Path = DIRECTORY,
+    keep: str = typer.Option("", help="Bytes to keep, such as 200g. The oldest pages leave."),
+    space: str = typer.Option("", help="Delete all pages of this space: its first digits."),
+) -> None:
+    """Delete damaged objects, and pages as the options say. Pinned pages stay with --keep."""
+    with _opened(directory) as objects:
+        for path, kind in objects.strays():
+            old = time.time() - path.lstat().st_mtime > TEMPORARY_SECONDS
+            if kind == "damaged" or (kind == "temporary" and old):
+                path.unlink()
+                typer.echo(f"deleted {path}")
+        deleted = 0
+        if space:
+            found = [name for name in objects.spaces() if name.startswith(space)]
+            if len(found) != 1:
+                raise SpecError("--space", space, f"the begin of one space, not of {len(found)}")
+            deleted += objects.remove([entry.key for entry in objects.entries(found[0])])
+        if keep:
+            deleted += objects.evict(max(0, objects.num_bytes() - _size(keep)))
+        typer.echo(f"deleted {counted(deleted, 'object')}, {nbytes(objects.num_bytes())} left")
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([kmgt]?)(?:i?b)?", text.lower())
+    if match is None:
+        raise SpecError("--keep", text, "a number of bytes, such as 500m or 200g")
+    return int(match[1]) << _UNITS[match[2]]

@@ -1,0 +1,94 @@
+"""`kvspec store` with a directory that holds the pages of one engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer", reason="needs the cli extra")
+
+from typer.testing import CliRunner, Result
+
+import kvspec
+from kvspec.cli import app as cli
+from kvspec.stored import FileObjects, ModelIdentity, PageStore, PromptIdentity, StoredSpec
+
+TOKENS = list(range(35))
+
+
+def run(*arguments: object) -> Result:
+    texts = [str(argument) for argument in arguments]
+    return CliRunner().invoke(cli.app, ["store", *texts], env={"COLUMNS": "160"})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Return a directory with 4 pages of 8 tokens."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=4, total_num_kv_heads=2, head_size=8, dtype="float32"
+    )
+    group = kvspec.KVCacheGroup(name="full", layers=["l.0"], spec=spec)
+    engine = kvspec.EngineSpec(groups=[group])
+    cache, arrays = kvspec.allocate(engine, kvspec.RankId(), num_blocks=16)
+    arrays["full"][:] = np.arange(arrays["full"].size, dtype=np.uint64).reshape(
+        arrays["full"].shape
+    )
+    model = ModelIdentity(
+        model="org/m", revision="0e9e39f", weights="", quantization="", overrides=""
+    )
+    objects = FileObjects(tmp_path / "pages")
+    store = PageStore(StoredSpec.of(engine, page_tokens=8, head_groups=2), model, objects)
+    names = store.names(TOKENS, PromptIdentity.of_text())
+    store.rank_pages(cache).save(names, 0, len(names), {"full": range(8)})
+    objects.close()
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS))
+    return tmp_path / "pages"
+
+
+def test_store_lists_explains_checks_and_prunes(directory: Path) -> None:
+    tokens = directory.parent / "tokens.json"
+    listed = run("ls", directory)
+    assert listed.exit_code == 0
+    assert "model org/m, revision 0e9e39f" in listed.output
+    hit = run("explain", directory, "--tokens", tokens)
+    assert hit.exit_code == 0, hit.output
+    assert "32 of 32 tokens can be loaded" in hit.output
+    miss = run("explain", directory, "--tokens", tokens, "--revision", "beef")
+    assert miss.exit_code == 1
+    assert "'beef' is wanted" in miss.output
+    assert run("explain", directory, "--tokens", tokens, "--adapter", "sql@1").exit_code == 1
+    assert "8 objects" in run("check", directory).output
+    path = next(directory.rglob("*.safetensors"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    foreign = path.with_name("notes.txt")
+    foreign.write_text("stays")
+    wrong = run("check", directory)
+    assert wrong.exit_code == 1
+    assert "1 wrong" in wrong.output
+    assert "crc32" in wrong.output
+    assert "foreign" in wrong.output
+    pruned = run("prune", directory)
+    assert "deleted 0 objects" in pruned.output
+    assert not [*directory.rglob("*.damaged")]
+    assert "deleted 7 objects, 0 B left" in run("prune", directory, "--keep", "0").output
+    assert foreign.exists()
+
+
+def test_store_prunes_one_space(directory: Path) -> None:
+    space = next((directory / "kvspec-pages-1").glob("?" * 64)).name
+    assert "deleted 8 objects, 0 B left" in run("prune", directory, "--space", space[:4]).output
+    assert run("prune", directory, "--space", "x").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["ls", "/nowhere"], ["prune", "{}", "--keep", "much"], ["explain", "{}", "--tokens", "/x"]],
+)
+def test_store_reports_bad_input_in_one_line(arguments: list[str], directory: Path) -> None:
+    done = run(*(argument.format(directory) for argument in arguments))
+    assert done.exit_code == 2
+    assert "expected" in done.output
