@@ -60,7 +60,7 @@ class Row:
 ROWS = (
     Row(name="stored"),
     Row(name="stored, first engine killed", killed=True),
-    Row(name="stored, windows, small pools", model="gemma-2", blocks=(128, 96), head_groups=2),
+    Row(name="stored, windows, small pools", model="gemma-2", blocks=(256, 192), head_groups=2),
     Row(name="stored, directory limited to 8 MB", limit=8 << 20),
 )
 
@@ -96,7 +96,7 @@ def served(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     place.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
     rest: list[float] = []
-    tracebacks = 0
+    tracebacks = killed = 0
     for side in (0, 1):
         server = engine(row, side, place, model)
         with running(server):
@@ -104,10 +104,13 @@ def served(row: Row, options: argparse.Namespace) -> dict[str, Any]:
             empty = serve.held(server, blocks)
             traffic = Traffic(server.url, pool, answers, 16, 0.2, name=row.name)
             kills = row.killed and not side
+            third = options.requests // 3
+            found = asyncio.run(traffic.run(range(third)))
             if kills:
-                threading.Timer(options.kill, server.kill).start()
-            found = asyncio.run(traffic.run(range(options.requests)))
+                threading.Timer(0.5, server.kill).start()
+            found += asyncio.run(traffic.run(range(third, options.requests)))
             if kills:
+                killed = sum(each.verdict == "failed" for each in found)
                 # Requests of an engine that was killed fail.
                 found = [each for each in found if each.verdict != "failed"]
             else:
@@ -126,7 +129,7 @@ def served(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "loaded": loaded,
         "held": rest,
         "tracebacks": tracebacks,
-        "right": not wrong and loaded > 0,
+        "right": not wrong and loaded > 0 and (killed > 0) == row.killed,
         "why": [each.why for each in outcomes if each.verdict in ("different", "failed")][:3],
     }
 
@@ -151,7 +154,6 @@ def main(write: Callable[[str], object] = print) -> int:
     """Serve the rows, and return 1 if any is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=100, help="requests to each engine")
-    parser.add_argument("--kill", type=float, default=8.0, help="seconds until an engine is killed")
     if (options := chosen(parser, [row.name for row in ROWS], write)) is None:
         return 0
     write(f"logs, models and pages: {options.folder}\n\n{HEAD}")

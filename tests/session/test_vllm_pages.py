@@ -208,6 +208,13 @@ def test_preempted_request_finds_its_own_pages(tmp_path: Path) -> None:
         assert {} == one.failed
 
 
+def test_session_whose_tokens_change_stores_nothing(tmp_path: Path) -> None:
+    """VLLM replaces the last token of a session that goes on, and its name would be wrong."""
+    with engine("one", tmp_path) as one:
+        ended(one, computed(one, resumable=True))
+    assert [] == stored(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("own", "fields"),
     [
@@ -286,3 +293,24 @@ def test_store_settings_are_checked(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as error:
         StoreSettings(directory=str(tmp_path)).open(vllm_config, None)  # type: ignore[arg-type]
     assert "overrides" in error.value.field
+    vllm_config.load_config = SimpleNamespace(load_format="dummy")
+    with pytest.raises(SpecError) as error:
+        StoreSettings(directory=str(tmp_path)).open(vllm_config, None)  # type: ignore[arg-type]
+    assert "weights" in error.value.field
+
+
+def test_request_stores_the_page_that_it_could_not_load(tmp_path: Path) -> None:
+    """It computes all pages after the failure, and the page is found again."""
+    with engine("one", tmp_path) as one:
+        ended(one, computed(one))
+        request = Request("b", 14)
+        one.tables["b"] = TABLES
+        assert (12, True) == one.decode(request, *TABLES)
+        max(tmp_path.rglob("*full,tp3*")).unlink()
+        until(lambda: one.received, one)
+        assert one.failed
+        assert (0, False) == one.load(request, *TABLES)
+        one.step(b=14)
+        request.num_computed_tokens = 14
+        ended(one, request)
+    assert [("full", 18), ("window-8", 18)] == stored(tmp_path)

@@ -180,7 +180,8 @@ class StoredPrompts:
         if prompt.unstated:
             fields = ", ".join(prompt.unstated)
             log.info("%s has no names for pages: %s is not stated", request.request_id, fields)
-        else:
+        # A session of vLLM discards its last token when its client sends more.
+        elif not getattr(request, "resumable", False):
             names = PageNames(self._store.space, self._size, prompt)
             stated = [field for field in ("adapter", "media", "salt") if getattr(prompt, field)]
             besides = f" under this {' and '.join(stated)}" if stated else ""
@@ -315,7 +316,7 @@ class StoredPrompts:
             failed = name in (output.failed_recving or ())
             self._ledger.loaded(name, valid=not failed)
             if failed and name in self._known:
-                self._known[name].failed = True
+                self._known[name].failed, self._known[name].saved = True, 0
                 self._ledger.computes(name)
         reports = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(reports, SaveReports):

@@ -29,6 +29,15 @@ from kvspec.stored.store import PageStore
 _FIELD = "kv_connector_extra_config['store']"
 
 
+_HINTS = {
+    "model": "set kv_connector_extra_config['model']",
+    "revision": "set kv_connector_extra_config['revision']",
+    "weights": f"random weights need {_FIELD}['weights']",
+    "quantization": "this version of vLLM does not state it",
+    "overrides": "a function in hf_overrides, or a draft without a revision, has none",
+}
+
+
 def _size(_: object, field: attrs.Attribute[Any], value: object) -> None:
     if value is not None or field.default is not None:
         positive_int(f"{_FIELD}[{field.name!r}]", value)
@@ -89,8 +98,7 @@ class StoreSettings:
         """
         model = model_identity(vllm_config, self.weights)
         for field in model.unstated:
-            hint = f"set kv_connector_extra_config[{field!r}]" if field == "revision" else "known"
-            raise SpecError(field, None, f"a value for the names of stored pages: {hint}")
+            raise SpecError(field, None, f"a value for the names of pages: {_HINTS[field]}")
         placement = StoredSpec.of(
             engine,
             page_tokens=self.page_tokens,
@@ -142,10 +150,11 @@ def model_identity(vllm_config: Any, weights: str) -> ModelIdentity:  # noqa: AN
     model = vllm_config.model_config
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     quantization = getattr(model, "quantization", ...)
+    random = getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "dummy"
     return ModelIdentity(
         model=extra.get("model", model.model),
         revision=extra.get("revision") or _revision(model),
-        weights=weights,
+        weights=weights or (None if random else ""),
         quantization=None if quantization is ... else quantization or "",
         overrides=_overrides(vllm_config),
     )
