@@ -80,6 +80,10 @@ class BufferEngine(ABC):
                 known = self.load(PrefillTicket.from_params(ticket), prompt)
             except KVSpecError as error:
                 return {"finish": "error", "why": lines.reason(error)}
+        return self.generated(prompt, count, known)
+
+    def generated(self, prompt: list[int], count: int, known: int) -> dict[str, Any]:
+        """Generate *count* tokens. The cache has the first *known* tokens of the prompt."""
         computed, tokens, logprobs, given = 0, [], [], prompt[known:]
         for _ in range(count):
             logprobs.append(self.compute(given))

@@ -494,9 +494,14 @@ def judged(chosen: argparse.Namespace, folder: Path) -> tables.Rows:
     """Run the chosen rows. Each must have the outcome that `rows` names."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     engines = Engines(folder, chosen.maker or ["vllm", "sglang", "llama"])
+    found, place = rows(engines, chosen.only), OUTCOME
+    if chosen.stored:
+        import stored  # noqa: PLC0415 - it imports this module
+
+        found, place = stored.rows(engines, chosen.only), stored.COLUMNS.index("outcome")
     try:
-        for must, row in rows(engines, chosen.only):
-            yield row[OUTCOME].startswith(must), row
+        for must, row in found:
+            yield row[place].startswith(must), row
         makers = ("transformers", *engines.makers)
         return "; ".join(engines.program(maker).call("version") for maker in makers)
     finally:
@@ -508,7 +513,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--maker", action="append", choices=["vllm", "sglang", "llama"])
     parser.add_argument("--only", default="", help="models whose name contains this")
-    tables.run(parser, COLUMNS, judged)
+    parser.add_argument("--stored", action="store_true", help="continue from stored pages instead")
+    columns = COLUMNS
+    if "--stored" in sys.argv:
+        import stored  # noqa: PLC0415 - it imports this module
+
+        columns = stored.COLUMNS
+    tables.run(parser, columns, judged)
 
 
 if __name__ == "__main__":

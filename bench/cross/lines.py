@@ -13,6 +13,8 @@ Each program has these calls. *engine* names one of its engines.
     decode(engine, prompt, count, ticket)      load a prompt, and generate *count* greedy tokens
     clear(engine, value)                       forget cached prompts, and write *value* into all
                                                memory of the cache; False if a prompt is held
+    save(engine, prompt)                       compute a prompt, and store its pages
+    resume(engine, prompt, count)              load what is stored of a prompt, and generate
     held(engine)                               the number of prompts that are held
     stop(engine)                               end an engine
     kill(engine)                               end an engine without warning
@@ -29,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -36,6 +39,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
+
+# The connectors' words for a prompt that is not stored, and for the pages of other engines.
+_MISSED = re.compile(r"(0 of \d+ pages? are stored under .*)")
+_OTHERS = re.compile(r"pages of another space: (.*)")
 
 
 class Failed(Exception):  # noqa: N818 - an outcome, not an error of this program
@@ -74,6 +81,13 @@ def serve(load: Callable[[], tuple[Callable[..., Any], str]]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
     for engine in engines.values():
         engine.close()
+
+
+def missed(log: Path) -> dict[str, str]:
+    """Return why a prompt was not found, and what other engines have stored, by a *log*."""
+    text = log.read_text(errors="replace")
+    others = dict.fromkeys(_OTHERS.findall(text))
+    return {"why": ["", *_MISSED.findall(text)][-1], "others": "; ".join(others)}
 
 
 def reason(error: BaseException) -> str:

@@ -58,6 +58,23 @@ SETTINGS: dict[str, Any] = {
 }
 # The same, for one side of a pair.
 DECODE = {"disaggregation_decode_retraction_backup": "cpu_tensor"}
+# The same, for an engine that stores pages.
+HICACHE = {
+    "enable_hierarchical_cache": True,
+    "hicache_storage_backend": "dynamic",
+    "hicache_write_policy": "write_through",
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
+    "hicache_ratio": 2.0,
+    "hicache_storage_prefetch_policy": "wait_complete",
+}
+STORE = {
+    "backend_name": "kvspec",
+    "module_path": "kvspec.adapters.sglang.hicache",
+    "class_name": "HiCachePages",
+    "interface_v1": 1,
+    "prefetch_threshold": 1,
+}
 # The settings of kvspec.
 BACKEND = {"timeout": 20.0, "hold": 20.0, "lease": 15.0, "waiting": 30.0}
 # Log probabilities that are compared for each token.
@@ -98,6 +115,8 @@ class Served:
         filling: str,
         keys: dict[str, Any] | None = None,
         dtype: str = "float32",
+        store: dict[str, Any] | None = None,
+        log: str = "",
     ) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, daemon=True).start()
@@ -119,6 +138,12 @@ class Served:
             settings |= DECODE
             self._tickets = tickets.TicketServer("127.0.0.1", 0)
             self._address = self._tickets.address
+        self._log = Path(log)
+        if store is not None:
+            self._directory = Path(store["directory"])
+            settings |= HICACHE | {
+                "hicache_storage_backend_extra_config": json.dumps(STORE | store)
+            }
         if tp > 1:
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
         import sglang  # noqa: PLC0415 - after the environment is set
@@ -129,11 +154,15 @@ class Served:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _start(self, prompt: list[int], count: int, room: int | None) -> Future[Any]:
-        work = self._generate(prompt, count, room)
+    def _start(
+        self, prompt: list[int], count: int, room: int | None, salt: str | None = None
+    ) -> Future[Any]:
+        work = self._generate(prompt, count, room, salt)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _generate(self, prompt: list[int], count: int, room: int | None) -> dict[str, Any]:
+    async def _generate(
+        self, prompt: list[int], count: int, room: int | None, salt: str | None
+    ) -> dict[str, Any]:
         """Return the answer to one greedy request."""
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
         host, _, port = self._address.partition(":")
@@ -144,6 +173,7 @@ class Served:
                 sampling_params=sampling,
                 return_logprob=True,
                 top_logprobs_num=LOGPROBS,
+                cache_salt=salt,
                 **{f"bootstrap_{name}": value for name, value in transfer.items()},
             )
         except Exception as error:  # noqa: BLE001 - the outcome of the request
@@ -158,6 +188,7 @@ class Served:
                 for step in found.get("output_top_logprobs", ())
             ],
             "finish": finish.get("type"),
+            "cached": found.get("cached_tokens", 0),
             "why": f"{finish.get('message')}".rpartition(" with exception ")[2],
         }
 
@@ -188,6 +219,23 @@ class Served:
             return {"finish": "error", "why": lines.reason(error)}
         # The first token comes with the ticket.
         return self._start(prompt, count, room).result() | {"computed": count}
+
+    def save(self, prompt: list[int], salt: str | None = None) -> None:
+        """Compute a prompt and store its pages. SGLang writes them after the answer."""
+        self._start(prompt, 1, None, salt).result()
+        before, deadline = -1, time.monotonic() + PREFILLING
+        while (now := len([*self._directory.rglob("*.safetensors")])) != before or not now:
+            if time.monotonic() > deadline:
+                raise TimeoutError("no page was stored")
+            before = now
+            time.sleep(1.0)
+
+    def resume(self, prompt: list[int], count: int, salt: str | None = None) -> dict[str, Any]:
+        """Return the answer of an engine that loads what is stored of the prompt."""
+        self.clear(0.0)
+        answer = self._start(prompt, count, None, salt).result()
+        computed = len(prompt) + count - 1 - answer.get("cached", 0)
+        return answer | {"computed": computed, **lines.missed(self._log)}
 
     def held(self) -> int:
         """Return the number of prompts that are held or computed."""

@@ -10,6 +10,8 @@ import transformers
 from buffer_engine import BUFFER, LOADING, LOGPROBS, BufferEngine
 
 from kvspec.adapters.transformers import Prompts
+from kvspec.stored import ModelIdentity, PageStore, PromptIdentity, RankPages, StoredSpec
+from kvspec.stored.files import FileObjects
 from kvspec.tickets import PrefillTicket
 
 
@@ -24,6 +26,7 @@ class Engine(BufferEngine):
         revision: str,
         block: int,
         dtype: str = "float32",
+        store: dict[str, Any] | None = None,
     ) -> None:
         self.network = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype)
@@ -35,6 +38,37 @@ class Engine(BufferEngine):
             layer_name="model.layers.{}.self_attn.attn",
         )
         super().__init__(name, prompts, model, revision)
+        if store is not None:
+            self.pages = self._opened(store, model, revision)
+
+    def _opened(self, store: dict[str, Any], model: str, revision: str) -> RankPages:
+        """Return the pages of this engine in a store."""
+        settings = dict(store)
+        objects = FileObjects(settings.pop("directory"))
+        identity = ModelIdentity(
+            model=model,
+            revision=revision,
+            weights=settings.pop("weights", ""),
+            quantization="",
+            overrides="",
+        )
+        placement = StoredSpec.of(self.prompts.engine, **settings)
+        return PageStore(placement, identity, objects).rank_pages(self.prompts.cache)
+
+    def save(self, prompt: list[int], **asked: str) -> None:
+        """Compute a prompt and store its pages."""
+        self.prompts.save(self.pages, prompt, **asked)
+
+    def resume(self, prompt: list[int], count: int, **asked: str) -> dict[str, Any]:
+        """Return the answer of an engine that loads what is stored of the prompt."""
+        self.forget()
+        known = self.prompts.load_saved(self.pages, prompt, self.cache, **asked)
+        answer, store = self.generated(prompt, count, known), self.pages.store
+        if not known:
+            prompts = PromptIdentity.of_text(**asked)
+            answer["why"] = store.explain(store.names(prompt, prompts), self.prompts.engine)
+            answer["others"] = "; ".join(store.other_spaces())
+        return answer
 
     def forget(self) -> None:
         """Make a new cache."""

@@ -41,6 +41,7 @@ class Engine:
         block: int,
         tp: int,
         extra: dict[str, Any] | None = None,
+        store: dict[str, Any] | None = None,
     ) -> None:
         import process  # noqa: PLC0415 - after the standard output was redirected
 
@@ -49,19 +50,22 @@ class Engine:
             "kv_connector_module_path": "kvspec.adapters.vllm.connector",
             "kv_role": "kv_both",
             "engine_id": name,
-            "kv_load_failure_policy": "fail",
+            "kv_load_failure_policy": "fail" if store is None else "recompute",
             "kv_connector_extra_config": {
                 "model": model,
                 "revision": revision,
                 "hold": 20.0,
                 "lease": 15.0,
                 "timeout": 20.0,
+                **({} if store is None else {"store": store}),
                 **(extra or {}),
             },
         }
         settings = {"model": path, "tensor_parallel_size": tp, "block_size": block}
         self._module, self._log = process, Path(log)
-        self._process = process.Process(self._log, {}, settings, connector)
+        # A prompt that is not found in a store is only a line for debugging.
+        environment = {} if store is None else {"VLLM_LOGGING_LEVEL": "DEBUG"}
+        self._process = process.Process(self._log, environment, settings, connector)
 
     def ready(self) -> None:
         """Wait until the engine is ready."""
@@ -72,10 +76,14 @@ class Engine:
             raise self._module.Failed(f"{failed}: {why}") from None
 
     def _generate(
-        self, prompt: list[int], count: int, transfer: dict[str, Any] | None
+        self,
+        prompt: list[int],
+        count: int,
+        transfer: dict[str, Any] | None,
+        salt: str | None = None,
     ) -> dict[str, Any]:
         before = self._log.stat().st_size
-        answer: dict[str, Any] = self._process.generate(prompt, count, transfer)
+        answer: dict[str, Any] = self._process.generate(prompt, count, transfer, salt)
         found = _WHY.findall(self._log.read_bytes()[before:].decode(errors="replace"))
         return {**answer, "why": found[0] if found else None}
 
@@ -100,6 +108,18 @@ class Engine:
         """Return the answer of an engine that loads the prompt."""
         given = {**ticket, "do_remote_prefill": True, "do_remote_decode": False}
         return self._generate(prompt, count, given)
+
+    def save(self, prompt: list[int], salt: str | None = None) -> None:
+        """Compute a prompt and store its pages."""
+        self._generate(prompt, 1, None, salt)
+        if held := self.held():
+            raise self._module.Failed(f"{held} requests or stores have not ended")
+
+    def resume(self, prompt: list[int], count: int, salt: str | None = None) -> dict[str, Any]:
+        """Return the answer of an engine that loads what is stored of the prompt."""
+        self.clear(0.0)
+        answer = self._generate(prompt, count, None, salt)
+        return answer | lines.missed(self._log)
 
     def clear(self, value: float) -> bool:
         """Forget cached prompts, and write *value* into all memory of the cache."""

@@ -59,6 +59,7 @@ from kvspec.stored.page_steps import (
 )
 from kvspec.stored.placement import PageObject, StoredSpec
 from kvspec.stored.plans import PageLoadPlan, StorePlan, plan_load, plan_store
+from kvspec.tickets.stated import explain_difference
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -283,6 +284,20 @@ class PageStore:
             pages = found.longest_prefix()
         size = self.placement.page_tokens
         return Hit(wanted[:pages], pages * size, self.objects if pages else None, owner)
+
+    def other_spaces(self) -> list[str]:
+        """Return in words how the model of each other space in the same place differs."""
+        lines: list[str] = []
+        for space, description in self.objects.spaces().items():
+            if space == self.space:
+                continue
+            try:
+                other = ModelIdentity.from_params(json.loads(description["model"]))
+                why = explain_difference(self.model, other)
+            except (KeyError, ValueError) as error:  # Another version wrote it.
+                why = str(error)
+            lines.append(f"pages of another space: {why or 'another placement'}")
+        return lines
 
     def explain(self, names: Sequence[str], engine: EngineSpec) -> str:
         """Return in words how many tokens *engine* can load, and which groups end the prefix.

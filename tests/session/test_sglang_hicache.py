@@ -100,6 +100,14 @@ def test_page_of_an_image_and_all_behind_it_have_no_names() -> None:
     assert len(pages.run(wanted)) == 1
 
 
+def test_prompt_that_is_looked_up_again_is_forgotten_last() -> None:
+    pages, other = named(most=4), [*range(50, 50 + 2 * PAGE)]
+    for tokens in (TOKENS[: 2 * PAGE], other[:PAGE], TOKENS[: 2 * PAGE], other):
+        pages.add_prompt(tokens, None, "")
+    for tokens in (TOKENS[: 2 * PAGE], other):
+        assert len(pages.run(hashes(tokens, None, PAGE))) == 2
+
+
 def test_oldest_hashes_are_forgotten() -> None:
     pages = named(most=2)
     pages.add_prompt(TOKENS, None, "")
@@ -241,19 +249,35 @@ def test_damaged_page_ends_the_load(sglang: Any, tmp_path: Path) -> None:
     assert (host.rows[:, :, 1:] == 7).all()
 
 
-@pytest.mark.parametrize("change", ["salt", "revision", "weights"])
+@pytest.mark.parametrize("change", ["salt", "revision", "weights", "weight_version", "torchao"])
 def test_other_salt_revision_or_weights_miss(change: str, sglang: Any, tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     wanted, _ = stored(sglang, tmp_path, "layer_first", tp=1)
     salt = "tenant" if change == "salt" else None
     if change == "revision":
         monkeypatch.setenv("KVSPEC_SGLANG", '{"model": "m", "revision": "2"}')
+    if change == "weight_version":
+        sglang.server_args.weight_version = "2"
+    if change == "torchao":
+        sglang.server_args.torchao_config = "int4wo-32"
     more = {"weights": "2"} if change == "weights" else {}
     storage, _ = opened(sglang, tmp_path, "layer_first", **more)
     storage.name_prompt(TOKENS, None, salt)
     wanted = hashes(TOKENS, seed(None, salt), PAGE)
     assert len(storage.hashes.run(wanted)) == 3
     assert storage.batch_exists(wanted) == 0
+
+
+def test_key_of_sglang_and_a_salt_of_equal_words_have_other_names(
+    sglang: Any, tmp_path: Path
+) -> None:
+    storage, _ = opened(sglang, tmp_path, "layer_first")
+    found = []
+    for key, salt in ((None, "a\nb"), ("a", "b"), ("a\nb", None)):
+        storage.name_prompt(TOKENS, key, salt)
+        (page, *_) = storage.hashes.run(hashes(TOKENS, seed(key, salt), PAGE))
+        found.append(page.names)
+    assert len(set(found)) == 3
 
 
 def test_updated_weights_end_all_stores_and_loads(sglang: Any, tmp_path: Path) -> None:
@@ -270,6 +294,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "enable_lora": ("enable_lora", True),
     "load_format": ("load_format", "dummy"),
     "disaggregation_mode": ("disaggregation_mode", "prefill"),
+    "pp_size": ("pp_size", 2),
 }
 
 

@@ -18,6 +18,14 @@ from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import NixlRank
 from kvspec.session import Session
 from kvspec.specs.key_content import without_rotation
+from kvspec.stored import (
+    LoadError,
+    MemoryObjects,
+    ModelIdentity,
+    PageStore,
+    RankPages,
+    StoredSpec,
+)
 from kvspec.testing import FakeNixl
 from kvspec.tickets import ContentIdentity, PrefillTicket
 
@@ -756,3 +764,88 @@ def test_example_of_the_page_loads_and_generates() -> None:
     assert torch.equal(alone, here["output"])
     lines = [line for line in code.splitlines() if line and not line.startswith("#")]
     assert len(lines) <= 35
+
+
+MODEL = ModelIdentity(model="m", revision="1", weights="", quantization="", overrides="")
+
+
+def store_of(prompts: Prompts, objects: MemoryObjects, **changed: str) -> RankPages:
+    """Return the pages of an engine. A page has 8 tokens."""
+    placement = StoredSpec.of(prompts.engine, page_tokens=8, head_groups=1)
+    model = attrs.evolve(MODEL, **changed)
+    return PageStore(placement, model, objects).rank_pages(prompts.cache)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_model_continues_from_saved_pages(name: str) -> None:
+    """Of 29 tokens, 3 pages are whole."""
+    network, prompt, objects = network_of(name), prompt_of(29), MemoryObjects()
+    alone, expected = generated(network, prompt)
+    first = Prompts(network, num_blocks=32, block_size=4)
+    assert first.save(store_of(first, objects), prompt).written
+    second = Prompts(network_of(name), num_blocks=32, block_size=8)
+    for array in second.cache.owner[0]:
+        array[:] = 255
+    for cache in caches_of(network):
+        assert second.load_saved(store_of(second, objects), prompt, cache) == 24
+        assert cache.get_seq_length() == 24
+        found, logprobs = generated(network, prompt, cache)
+        assert alone == found
+        assert (logprobs - expected).abs().max() < 1e-5
+
+
+def test_next_turn_continues_from_the_pages_of_an_answer() -> None:
+    network, prompt, objects = network_of("llama"), prompt_of(29), MemoryObjects()
+    cache = transformers.DynamicCache()
+    answer, _ = generated(network, prompt, cache)
+    history = torch.cat([prompt, torch.tensor([answer])], dim=1)
+    side = Prompts(network, num_blocks=32, block_size=4)
+    # The last token was sampled, but not computed.
+    side.save(store_of(side, objects), history[:, :-1], cache)
+    turn = torch.cat([history, prompt_of(9)], dim=1)
+    loaded = transformers.DynamicCache()
+    assert side.load_saved(store_of(side, objects), turn, loaded) == 40
+    assert generated(network, turn)[0] == generated(network, turn, loaded)[0]
+
+
+@pytest.mark.parametrize("what", ["salt", "adapter", "revision"])
+def test_pages_under_another_name_are_not_loaded(what: str) -> None:
+    network, prompt, objects = network_of("llama"), prompt_of(29), MemoryObjects()
+    side = Prompts(network, num_blocks=32, block_size=4)
+    side.save(store_of(side, objects), prompt)
+    pages = store_of(side, objects, **({what: "2"} if what == "revision" else {}))
+    asked = {} if what == "revision" else {what: "other@2"}
+    cache = transformers.DynamicCache()
+    assert side.load_saved(pages, prompt, cache, **asked) == 0
+    assert not cache.get_seq_length()
+    assert side.load_saved(store_of(side, objects), prompt, cache) == 24
+
+
+def test_damaged_page_leaves_the_cache_empty() -> None:
+    network, prompt, objects = network_of("llama"), prompt_of(29), MemoryObjects()
+    side = Prompts(network, num_blocks=32, block_size=4)
+    key = side.save(store_of(side, objects), prompt).written[-1]
+    payload, checksum = objects._pages[key[:2]][key]
+    objects._pages[key[:2]][key] = bytes([payload[0] ^ 1, *payload[1:]]), checksum
+    cache = transformers.DynamicCache()
+    with pytest.raises(LoadError, match="checksum"):
+        side.load_saved(store_of(side, objects), prompt, cache)
+    assert not cache.get_seq_length()
+
+
+def test_pages_of_an_adapter_need_its_name() -> None:
+    network = network_of("llama")
+    network.peft_config = {}
+    side = Prompts(network, num_blocks=32, block_size=4)
+    pages = store_of(side, MemoryObjects())
+    for adapter in (None, ""):
+        with pytest.raises(SpecError, match="adapter"):
+            side.save(pages, prompt_of(29), adapter=adapter)
+    assert side.save(pages, prompt_of(29), adapter="sql@1f3a").written
+
+
+def test_pages_of_another_cache_are_refused() -> None:
+    network = network_of("llama")
+    first, second = (Prompts(network, num_blocks=32, block_size=4) for _ in range(2))
+    with pytest.raises(SpecError, match="pages"):
+        first.save(store_of(second, MemoryObjects()), prompt_of(29))

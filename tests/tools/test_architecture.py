@@ -78,6 +78,10 @@ HEAVY = (
 
 UNTYPED = {
     "kvspec.adapters.sglang.frontend_hooks.release_memory": "SGLang decides what it passes",
+    "kvspec.adapters.sglang.hicache.cache_is_built": "SGLang decides what it passes",
+    "kvspec.adapters.sglang.hicache.get": "SGLang decides what it passes",
+    "kvspec.adapters.sglang.hicache.pages_are_stored": "SGLang decides what it passes",
+    "kvspec.adapters.sglang.hicache.prompt_is_looked_up": "SGLang decides what it passes",
     "kvspec.adapters.sglang.plugin._cache_flushed": "SGLang decides what it passes",
     "kvspec.adapters.sglang.plugin._request_handled": "SGLang decides what it passes",
     "kvspec.adapters.sglang.plugin._update_begins": "SGLang decides what it passes",

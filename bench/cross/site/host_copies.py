@@ -12,13 +12,15 @@ from typing import Any
 def register() -> None:
     """Replace what needs a GPU. SGLang calls this function in each of its processes."""
     import torch  # noqa: PLC0415
-    from sglang.srt.mem_cache.pool_host import common, mha  # noqa: PLC0415
+    from sglang.srt.mem_cache.pool_host import base, common, mha  # noqa: PLC0415
 
     if torch.cuda.is_available():
         return
     common._cuda_host_register = _nothing  # noqa: SLF001
     mha._cuda_host_unregister = _nothing  # noqa: SLF001
     mha.transfer_kv_direct = _copy
+    # SGLang would leave 10 GB for others, which a small machine does not have.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
 def _nothing(*_: Any, **__: Any) -> None:  # noqa: ANN401

@@ -50,6 +50,7 @@ from kvspec.stored.store import LoadError, PageStore
 log = logging.getLogger(__name__)
 
 CLASS = "HiCachePages"
+_SHOWN = 5  # Other spaces of the directory that the log describes.
 _CONFIG = "hicache_storage_backend_extra_config"
 # Fields of the configuration that are SGLang's.
 _SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")
@@ -59,6 +60,13 @@ _HICACHE: dict[str, tuple[Any, ...]] = {
     "hicache_host_memory_mode": ("cache",),
     "disaggregation_mode": ("null",),
 }
+# Settings by which SGLang changes values when it loads the weights, besides `quantization`.
+_CHANGES_VALUES = (
+    "quantization_param_path",
+    "modelopt_quant",
+    "rl_quant_profile",
+    "torchao_config",
+)
 # The order of a host pool's axes, by SGLang's name of its layout, and that of one layer of it.
 _LAYOUTS = {
     "layer_first": ("L(BN)HC", "(BN)HC"),
@@ -219,6 +227,8 @@ class Pages:
         self._group = cache.engine.groups[0].name
         self._objects = self._loading.load_plan.objects_of(cache.rank)
         log.info("stored pages of rank %s: %s", cache.rank, self._saving.store_plan)
+        for line in self.store.other_spaces()[:_SHOWN]:
+            log.info("%s: %s", settings.directory, line)
         self.hashes = PageHashes(
             self.store.space,
             settings.page_tokens,
@@ -265,9 +275,10 @@ class Pages:
         """Name the pages of a prompt. SGLang's scheduler calls it, so it raises nothing."""
         from sglang.srt.mem_cache.utils import storage_namespace_seed
 
-        both = f"{extra_key}\n{salt or ''}" if extra_key else salt or ""
         try:
-            self.hashes.add_prompt(tokens, storage_namespace_seed(extra_key, salt), both)
+            seed = storage_namespace_seed(extra_key, salt)
+            # The key is SGLang's own. Other makers have only the salt.
+            self.hashes.add_prompt(tokens, seed, f"sglang:{seed}" if extra_key else salt or "")
         except Exception:  # an error would end the scheduler
             log.exception("the pages of a prompt have no names")
 
@@ -293,7 +304,11 @@ class Pages:
         ]
         there = self.store.objects.has(wanted)
         count = len(self._objects) * self.hashes.per_page
-        return there.index(False) // count if False in there else len(found)
+        pages = there.index(False) // count if False in there else len(found)
+        if pages < len(keys):
+            unnamed = f", {len(keys) - len(found)} have no name" if len(found) < len(keys) else ""
+            log.info("%d of %d pages are stored under their names%s", pages, len(keys), unnamed)
+        return pages
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, _: Any = None) -> list[bool]:
         """Load pages into the host pool. Return for each one whether it is there."""
@@ -367,9 +382,9 @@ def _check_supported(server_args: Any, runner: Any) -> None:
             raise SpecError(field.path, field.value, wanted)
     if server_args.load_format == "dummy":
         raise SpecError("server_args.load_format", "dummy", "weights that have a name")
-    if getattr(runner.model_config, "is_multimodal", False):
-        wanted = "a model of text only: not yet: the names of images"
-        raise SpecError("model_config.is_multimodal", True, wanted)  # noqa: FBT003
+    images = FieldReader("model_config", runner.model_config).get("is_multimodal")
+    if images.value is not False:
+        raise SpecError(images.path, images.value, "False: not yet: the names of images")
 
 
 def _identity(args: Any, runner: Any, backend: BackendSettings, weights: str) -> ModelIdentity:
@@ -380,7 +395,10 @@ def _identity(args: Any, runner: Any, backend: BackendSettings, weights: str) ->
         facts["hf_overrides"] = changed
     if args.kv_cache_dtype != "auto":
         facts["dtype"] = dtype_name(runner.model_config.dtype, "model_config.dtype")
-    version = getattr(args, "weight_version", STARTED)
+    for name in _CHANGES_VALUES:
+        if value := getattr(args, name, None):
+            facts[name] = str(value)
+    version = args.weight_version
     revision = backend.revision or commit
     if not revision:
         rule = "the names of stored pages need the revision: set it in KVSPEC_SGLANG"

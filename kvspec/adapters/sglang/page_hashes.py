@@ -103,9 +103,12 @@ class PageHashes:
             salt: What separates callers. "" for nothing.
         """
         whole = self._whole(token_ids)
-        prompt = PromptIdentity.of_text(salt=salt)
-        names = page_names(self._space, whole, self._page_tokens, prompt)
-        self._add(self._hashes(whole, seed), names, 0)
+        hashes = self._hashes(whole, seed)
+        # A prompt that waits is looked up again and again.
+        if not self._touch(hashes):
+            prompt = PromptIdentity.of_text(salt=salt)
+            names = page_names(self._space, whole, self._page_tokens, prompt)
+            self._add(hashes, names, 0)
 
     def add_pages(
         self, token_ids: Sequence[int], hashes: Sequence[str], before: str | None
@@ -150,6 +153,15 @@ class PageHashes:
                 self._pages.move_to_end(text)
             while len(self._pages) > self._most:
                 self._pages.popitem(last=False)
+
+    def _touch(self, hashes: Sequence[str]) -> bool:
+        """Return whether all *hashes* have names. Then they are forgotten last."""
+        with self._lock:
+            if not all(text in self._pages for text in hashes):
+                return False
+            for text in hashes:
+                self._pages.move_to_end(text)
+            return True
 
     def find(self, text: str) -> NamedPage | None:
         """Return the page with the hash *text*, or None if it has no name."""

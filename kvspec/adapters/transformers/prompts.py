@@ -24,6 +24,7 @@ How it works:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from kvspec.adapters.prompt_buffer import HeldTables, PromptBuffer, groups_of, name_layers
@@ -41,6 +42,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.session import Session
 from kvspec.specs import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from kvspec.stored import PromptIdentity, RankPages, Saved
 from kvspec.tickets import ContentIdentity, PrefillTicket, sampling_of
 
 # transformers and torch are not imported here. These are a `Cache`, and a tensor.
@@ -125,9 +127,76 @@ class Prompts:
         Raises:
             SpecError: If too few blocks are free, or *cache* does not fit the model or the prompt.
         """
+        tokens = self._prompt(input_ids)
+        sampled, rows = self._computed(tokens, cache, top_logprobs)
+        self._buffer.reclaim(session)
+        tables = self._buffer.take(len(tokens) - 1, len(tokens))
+        try:
+            self._copy(rows, tables, len(tokens))
+            sampled["consumer"] = consumer
+            return self._buffer.hold(
+                session, request_id, tokens, tables, sampled, adapter=self._adapter, lease=lease
+            )
+        except BaseException:
+            self._buffer.give(tables)
+            raise
+
+    def save(
+        self,
+        pages: RankPages,
+        input_ids: AnyTensor,
+        cache: Cache = None,
+        *,
+        adapter: str | None = None,
+        salt: str | bytes = "",
+    ) -> Saved:
+        """Compute a prompt and save its whole pages, so that any engine continues from them.
+
+        Args:
+            pages: ``store.rank_pages(prompts.cache)``, for a store whose placement this engine
+                fits.
+            input_ids: As for `hold`. They may end with generated tokens.
+            cache: As for `hold`.
+            adapter: As in `PromptIdentity`. "" by default, if the model has no adapter.
+            salt: The salt that separates tenants. None by default.
+
+        Returns:
+            What was written.
+
+        Raises:
+            SpecError: As `hold`, or if the adapter of the model is not stated.
+            MismatchError: If the model does not fit the placement.
+            StoreError: If an object cannot be written.
+        """
+        tokens = self._prompt(input_ids)
+        names = self._names(pages, tokens, adapter, salt)
+        _, rows = self._computed(tokens, cache, 0)
+        # A stored page has all tokens, so a window needs its earlier blocks, too.
+        tables = self._buffer.take(0, len(tokens))
+        try:
+            self._copy(rows, tables, len(tokens))
+            return pages.save(names, 0, len(names), tables)
+        finally:
+            self._buffer.give(tables)
+
+    def _names(
+        self, pages: RankPages, tokens: list[int], adapter: str | None, salt: str | bytes
+    ) -> tuple[str, ...]:
+        """Return the names of the whole pages of a prompt."""
+        if pages.cache is not self.cache:
+            raise SpecError("pages", pages, "those of the `cache` of this object")
+        own = self._adapter if adapter is None else adapter
+        if own == "" and self._adapter is None:
+            raise SpecError("adapter", own, "the name of the adapter, because the model has one")
+        prompt = PromptIdentity.of(adapter=own, media=(), embeddings="", salt=salt)
+        return pages.store.names(tokens, prompt)
+
+    def _computed(
+        self, tokens: list[int], cache: Cache, top_logprobs: int
+    ) -> tuple[dict[str, Any], dict[str, dict[str, AnyTensor]]]:
+        """Return what was sampled after the prompt, and the rows of each part of each layer."""
         from transformers import DynamicCache  # noqa: PLC0415 - a caller with a model has loaded it
 
-        tokens = self._prompt(input_ids)
         if cache is None:
             cache = DynamicCache()
         elif (known := self._check(cache)) > len(tokens):
@@ -140,23 +209,18 @@ class Prompts:
         if (computed := self._check(cache)) != end:
             raise SpecError("cache", f"{computed} tokens", f"the {end} tokens of the prompt")
         layers = zip(self._layers, cache.layers, strict=True)
-        rows = {name: self._rows(name, layer, end) for name, layer in layers}
-        self._buffer.reclaim(session)
-        tables = self._buffer.take(end - 1, end)
-        try:
-            for name, parts in rows.items():
-                first = tables[self.engine.homes[name].name].first_token
-                for part, each in parts.items():
-                    found = each[first:end].contiguous().cpu()
-                    bytes_ = found.view(dtype=_torch().uint8).numpy()
-                    self._buffer.write(tables, name, part, range(first, end), bytes_)
-            sampled["consumer"] = consumer
-            return self._buffer.hold(
-                session, request_id, tokens, tables, sampled, adapter=self._adapter, lease=lease
-            )
-        except BaseException:
-            self._buffer.give(tables)
-            raise
+        return sampled, {name: self._rows(name, layer, end) for name, layer in layers}
+
+    def _copy(
+        self, rows: Mapping[str, Mapping[str, AnyTensor]], tables: HeldTables, end: int
+    ) -> None:
+        """Copy the rows of a prompt into the blocks of *tables*."""
+        for name, parts in rows.items():
+            first = tables[self.engine.homes[name].name].first_token
+            for part, each in parts.items():
+                found = each[first:end].contiguous().cpu()
+                bytes_ = found.view(dtype=_torch().uint8).numpy()
+                self._buffer.write(tables, name, part, range(first, end), bytes_)
 
     @property
     def _adapter(self) -> str | None:
@@ -250,27 +314,79 @@ class Prompts:
         """
         tokens = self._prompt(input_ids)
         ticket.check(self._content(tokens, ticket.computed_tokens), session.me.engine_id)
+        end = min(ticket.computed_tokens, len(tokens) - 1)
+        self._check_room(cache, end)
+        with self._buffer.loaded(session, ticket, end, timeout) as tables:
+            self._fill(cache, tables, end)
+
+    def load_saved(
+        self,
+        pages: RankPages,
+        input_ids: AnyTensor,
+        cache: Cache,
+        *,
+        adapter: str | None = None,
+        salt: str | bytes = "",
+    ) -> int:
+        """Load the longest saved prefix of a prompt into an empty *cache*.
+
+        The last token is never loaded, so that the model computes at least one. Then call
+        ``network.generate(input_ids, past_key_values=cache)``, as after `load`.
+
+        Args:
+            pages: As for `save`.
+            input_ids: As for `load`.
+            cache: As for `load`.
+            adapter: As for `save`.
+            salt: As for `save`.
+
+        Returns:
+            The number of tokens in the cache. 0 if no page is stored: `PageStore.explain` says why.
+
+        Raises:
+            SpecError: As `load`.
+            MismatchError: If the model does not fit the placement.
+            LoadError: If a page is absent or damaged. The cache is still empty.
+        """
+        tokens = self._prompt(input_ids)
+        names = self._names(pages, tokens, adapter, salt)
+        names = names[: (len(tokens) - 1) // pages.store.placement.page_tokens]
+        with pages.store.lookup(names, self.engine) as hit:
+            self._check_room(cache, hit.num_tokens)
+            if not hit.num_pages:
+                return 0
+            tables = self._buffer.take(hit.num_tokens, hit.num_tokens)
+            try:
+                pages.load(hit, hit.num_pages, tables)
+                self._fill(cache, tables, hit.num_tokens)
+            finally:
+                self._buffer.give(tables)
+            return hit.num_tokens
+
+    def _check_room(self, cache: Cache, end: int) -> None:
+        """Raise `SpecError` unless *cache* is empty, and can have *end* tokens."""
         if known := self._check(cache):
             raise SpecError("cache", f"{known} tokens", "an empty cache")
         _has_zeros(cache, known)
-        end = min(ticket.computed_tokens, len(tokens) - 1)
         for (name, spec), layer in zip(self._layers.items(), cache.layers, strict=False):
             needed = len(spec.live_tokens(end)) if type(layer).__name__ in SLIDING else end
             if (most := getattr(layer, "max_cache_len", needed)) < needed:
                 wanted = f"at least {needed}, the tokens to load"
                 raise SpecError(f"cache of {name!r}.max_cache_len", most, wanted)
-        with self._buffer.loaded(session, ticket, end, timeout) as tables:
-            number_of_layers = len(cache.layers)
-            try:
-                for number, (name, spec) in enumerate(self._layers.items()):
-                    cache.update(*self._padded(tables, name, end), number)
-                    if spec.live_tokens(end).start:
-                        setattr(cache, _HAS_ZEROS, True)
-            except BaseException:
-                # A model would take the number of tokens of the first layer for that of all layers.
-                cache.reset()
-                del cache.layers[number_of_layers:]
-                raise
+
+    def _fill(self, cache: Cache, tables: HeldTables, end: int) -> None:
+        """Put the first *end* tokens of a prompt into an empty *cache*."""
+        number_of_layers = len(cache.layers)
+        try:
+            for number, (name, spec) in enumerate(self._layers.items()):
+                cache.update(*self._padded(tables, name, end), number)
+                if spec.live_tokens(end).start:
+                    setattr(cache, _HAS_ZEROS, True)
+        except BaseException:
+            # A model would take the number of tokens of the first layer for that of all layers.
+            cache.reset()
+            del cache.layers[number_of_layers:]
+            raise
 
     def _padded(self, tables: HeldTables, name: str, end: int) -> list[AnyTensor]:
         """Return the keys and values of a loaded layer, [1, heads, tokens, size]."""
