@@ -167,7 +167,9 @@ def resume_positions(plan: TransferPlan, request: TransferRequest) -> tuple[int,
                     tokens.start <= live.start and live.stop <= tokens.stop
                     for tokens in ranges.get(group.name, ())
                 )
-                if live and not any(inside):
+                # A row of several tokens has also seen those after the position.
+                inside_row = any(end % part.tokens_per_state for part in spec.parts)
+                if live and (inside_row or not any(inside)):
                     return False
         return True
 

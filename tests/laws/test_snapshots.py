@@ -16,6 +16,7 @@ import special_cases
 from hypothesis import given, settings
 
 import kvspec
+from kvspec import digests
 from kvspec.descriptors.complete import resume_positions
 from kvspec.testing import Case, laws, oracle
 from kvspec.testing.laws import KVSPEC, LAWS
@@ -72,6 +73,25 @@ def test_consumer_may_resume_where_all_groups_are_complete(one: Case) -> None:
             )
         ]  # fmt: skip
         assert (end in resumable) == (not wrong), (end, wrong[:1])
+
+
+def test_consumer_never_resumes_inside_a_row_of_several_tokens() -> None:
+    """The row has seen the tokens after the position, so it is another one there."""
+    spec = builders.mla(tokens_per_state=4)
+    groups = [
+        kvspec.KVCacheGroup(name=name, layers=[name], spec=each)
+        for name, each in (("state", STATE), ("rows", spec))
+    ]
+    engine = builders.engine(*groups)
+    tables: Any = {"state": [1, 2, 3], "rows": [1, 2, 3]}
+    request = kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=42,
+        state_positions=(18, 20, 42),
+        producer_blocks=tables,
+        consumer_blocks=tables,
+    )
+    assert (20, 42) == resume_positions(kvspec.plan_transfer(engine, engine), request)
 
 
 def moved_blocks(one: Case) -> list[tuple[int, int]]:
@@ -143,6 +163,14 @@ def test_states_without_a_block_of_their_own_are_refused(
 def test_state_positions_are_ascending_up_to_the_last_token(wrong: Any) -> None:
     with pytest.raises(kvspec.SpecError) as error:
         builders.request(32, [1, 2], [1, 2], state_positions=wrong)
+    assert "state_positions" == error.value.field
+
+
+def test_digest_of_several_states_is_refused() -> None:
+    """A digest has one sum for each layer, so it would be that of one state alone."""
+    one = snapshots([5, 6], [1, 2], (16, 32))
+    with pytest.raises(kvspec.SpecError) as error:
+        digests.wanted(world(one).plan, one.request)
     assert "state_positions" == error.value.field
 
 
