@@ -11,7 +11,7 @@ from buffer_engine import BUFFER, LOADING, LOGPROBS, BufferEngine
 
 from kvspec.adapters.transformers import Prompts
 from kvspec.stored import ModelIdentity, PageStore, PromptIdentity, RankPages, StoredSpec
-from kvspec.stored.files import FileObjects
+from kvspec.stored.file_objects import FileObjects
 from kvspec.tickets import PrefillTicket
 
 

@@ -125,7 +125,7 @@ class ForeignObjects(ABC):
         """Return nothing."""
         return {}
 
-    def entries(self, space: str | None = None) -> Iterator[StoredObject]:  # noqa: ARG002
+    def stored_objects(self, space: str | None = None) -> Iterator[StoredObject]:  # noqa: ARG002
         """Return nothing: the names of the other program have no space."""
         return iter(())
 

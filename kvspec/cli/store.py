@@ -60,10 +60,10 @@ def ls(directory: Path = DIRECTORY) -> None:
     with _opened(directory) as objects:
         rows = []
         for space, description in objects.spaces().items():
-            entries = [*objects.entries(space)]
-            pages = len({entry.key.page for entry in entries})
-            size = nbytes(sum(entry.num_bytes for entry in entries))
-            rows.append((space[:16], _words(description), f"{pages:,}", f"{len(entries):,}", size))
+            found = [*objects.stored_objects(space)]
+            pages = len({one.key.page for one in found})
+            size = nbytes(sum(one.num_bytes for one in found))
+            rows.append((space[:16], _words(description), f"{pages:,}", f"{len(found):,}", size))
         console = printing.output()
         console.print(
             printing.table(
@@ -120,9 +120,9 @@ def check(directory: Path = DIRECTORY) -> None:
     """
     with _opened(directory) as objects:
         right, wrong, size = 0, 0, 0
-        for entry in objects.entries():
+        for one in objects.stored_objects():
             try:
-                size += _verify(objects, entry)
+                size += _verify(objects, one)
                 right += 1
             except StoreError as error:
                 wrong += error.problem != "absent"  # It may leave while the command runs.
@@ -135,9 +135,9 @@ def check(directory: Path = DIRECTORY) -> None:
         raise typer.Exit(printing.WRONG)
 
 
-def _verify(objects: FileObjects, entry: StoredObject) -> int:
-    target = bytearray(objects.inspect(entry.key).num_bytes)
-    objects.read(entry.key, memoryview(target))
+def _verify(objects: FileObjects, one: StoredObject) -> int:
+    target = bytearray(objects.inspect(one.key).num_bytes)
+    objects.read(one.key, memoryview(target))
     return len(target)
 
 
@@ -159,9 +159,9 @@ def prune(
             found = [name for name in objects.spaces() if name.startswith(space)]
             if len(found) != 1:
                 raise SpecError("--space", space, f"the begin of one space, not of {len(found)}")
-            deleted += objects.remove([entry.key for entry in objects.entries(found[0])])
+            deleted += objects.remove([one.key for one in objects.stored_objects(found[0])])
         if keep:
-            deleted += objects.evict(max(0, objects.num_bytes() - _size(keep)))
+            deleted += objects.free_bytes(max(0, objects.num_bytes() - _size(keep)))
         typer.echo(f"deleted {counted(deleted, 'object')}, {nbytes(objects.num_bytes())} left")
 
 

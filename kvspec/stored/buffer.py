@@ -53,6 +53,8 @@ class SlotBuffer:
         cache: RankCache,
         objects: tuple[PageObject, ...],
         most_bytes: int,
+        *,
+        stores: bool,
     ) -> None:
         """Allocate the slots.
 
@@ -63,8 +65,10 @@ class SlotBuffer:
             cache: The cache of the rank.
             objects: The objects of a page that the rank moves.
             most_bytes: Bytes of the buffer, if one page is not larger.
+            stores: Whether *plan* leads to the virtual engine. The engine may equal it, so the
+                plan does not show the direction.
         """
-        self.objects = objects
+        self.objects, self._stores = objects, stores
         self._placement, self._plan, self._cache = placement, plan, cache
         self._sizes = {stored: placement.object_bytes(*stored) for stored in objects}
         page = sum(self._sizes.values())
@@ -150,8 +154,7 @@ class SlotBuffer:
         slots = _on_paper(self._placement.engine, stored, self.pages, address)
         group = self._placement.engine.group(stored.group)
         layers = self._placement.engine.layers_at(group, stored.chunk.pp)
-        stores = self._plan.consumer == self._placement.engine
-        caches = (self._cache, slots) if stores else (slots, self._cache)
+        caches = (self._cache, slots) if self._stores else (slots, self._cache)
         return build_table(self._plan, *caches, layers=layers)
 
 

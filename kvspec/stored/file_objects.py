@@ -53,14 +53,14 @@ from kvspec.stored.objects import (
 
 ROOT = "kvspec-pages-1"
 """Name of the folder with all files of this version."""
-SUFFIX = ".safetensors"
+OBJECT_SUFFIX = ".safetensors"
 DAMAGED = ".damaged"
 TEMPORARY_SECONDS = 3600.0
 _MODES = (0o700, 0o750, 0o770)
 _MOST_NAME = 255
 _MOST_WRITE = 1 << 30
 # To delete files locks the index for other processes.
-_MOST_EVICTED = 1 << 28
+_MOST_FREED = 1 << 28
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PAGE, _GROUP_AND_CHUNK = itemgetter(0, 1), itemgetter(2, 3)
 _UNSAFE = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR}
@@ -142,6 +142,9 @@ class FileObjects:
                 created = self._create(path, [memoryview(head), view])
             with suppress(IndexUnavailable):
                 self._index.add(row)
+            if not created:  # It counts as stored, so it must be a file that can be read.
+                with suppress(FileNotFoundError), _named(path):
+                    self._check_owner(path, os.lstat(path), stat.S_IFREG, 0o022 & ~self._mode)
             # Another process may have deleted the object that was there before it was noted.
             if created or os.path.lexists(path):
                 return created
@@ -208,7 +211,7 @@ class FileObjects:
         """Remove objects. Raise `StoreError` for a file that is not one."""
         return sum(self._remove(key) for key in keys)
 
-    def entries(self, space: str | None = None) -> Iterator[StoredObject]:
+    def stored_objects(self, space: str | None = None) -> Iterator[StoredObject]:
         """Iterate over the files of objects, and their sizes with their headers."""
         for name in self._space_names() if space is None else [check_digest("space", space)]:
             for digits in range(256):
@@ -258,9 +261,9 @@ class FileObjects:
         try:
             return self._index.num_bytes()
         except IndexUnavailable:
-            return sum(entry.num_bytes for entry in self.entries())
+            return sum(entry.num_bytes for entry in self.stored_objects())
 
-    def evict(self, num_bytes: int) -> int:
+    def free_bytes(self, num_bytes: int) -> int:
         """Delete the pages that were not used for longest, and are not pinned.
 
         Args:
@@ -278,7 +281,7 @@ class FileObjects:
                 with suppress(StoreError):  # A file that is no object stays.
                     deleted.append(self._remove(key))
 
-        self._index.evict(num_bytes, delete)
+        self._index.free_bytes(num_bytes, delete)
         return sum(deleted)
 
     def close(self) -> None:
@@ -287,7 +290,7 @@ class FileObjects:
 
     def _path(self, key: ObjectKey) -> str:
         space, page, group, chunk = key.checked()
-        name = f"{page},{_item(group, chunk)}{SUFFIX}"
+        name = f"{page},{_item(group, chunk)}{OBJECT_SUFFIX}"
         if len(name) + len(DAMAGED) > _MOST_NAME:
             raise SpecError("key", (group, chunk), "shorter names: a file name has 255 bytes")
         return f"{self.root}/{space}/{page[:2]}/{name}"
@@ -339,7 +342,7 @@ class FileObjects:
                 descriptor = os.open(path, flags)
             except FileNotFoundError:
                 if key is not None:
-                    self._forget(key, 0, lambda: not os.path.lexists(path))
+                    self._unlist(key, 0, lambda: not os.path.lexists(path))
                     raise absent(key) from None
                 raise
             try:
@@ -372,9 +375,9 @@ class FileObjects:
                     return True
             return False
 
-        self._forget(key, status.st_size, rename)
+        self._unlist(key, status.st_size, rename)
 
-    def _forget(self, key: ObjectKey, num_bytes: int, gone: Callable[[], bool]) -> bool:
+    def _unlist(self, key: ObjectKey, num_bytes: int, gone: Callable[[], bool]) -> bool:
         item = _item(key.group, key.chunk)
         try:
             return self._index.discard(_page(key), item, num_bytes, gone)
@@ -396,7 +399,7 @@ class FileObjects:
                 return True
             return False
 
-        return self._forget(key, found.start + found.num_bytes, delete)
+        return self._unlist(key, found.start + found.num_bytes, delete)
 
     def _make_room(self, num_bytes: int, path: str) -> None:
         if self.limit is None:
@@ -404,7 +407,7 @@ class FileObjects:
         try:
             excess = self._index.num_bytes() + num_bytes - self.limit
             if excess > 0:  # A little more, so that not every write has to look for pages.
-                self.evict(excess + min(self.limit // 64, _MOST_EVICTED))
+                self.free_bytes(excess + min(self.limit // 64, _MOST_FREED))
                 excess = self._index.num_bytes() + num_bytes - self.limit
         except IndexUnavailable as error:
             raise StoreError("failed", path, "index", str(error), "one that works") from error
@@ -530,11 +533,11 @@ def _item(group: str, chunk: str) -> str:
 
 def _key_of(folder: str, name: str) -> ObjectKey | None:
     """Return the key of the object with this file name, or None if no object has such a name."""
-    page, _, item = name.removesuffix(SUFFIX).partition(",")
+    page, _, item = name.removesuffix(OBJECT_SUFFIX).partition(",")
     group, _, chunk = item.partition(",")
     above, _, digits = folder.rpartition("/")
     key = ObjectKey(os.path.basename(above), page, unquote(group), unquote(chunk))
     with suppress(SpecError):
-        whole = f"{page},{_item(key.group, key.chunk)}{SUFFIX}"
+        whole = f"{page},{_item(key.group, key.chunk)}{OBJECT_SUFFIX}"
         return key.checked() if whole == name and digits == page[:2] else None
     return None

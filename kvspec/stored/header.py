@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from kvspec.errors import SpecError, StoreError
 from kvspec.stored.objects import DTYPE_BYTES, ObjectContents, ObjectKey
 
-FORMAT = "kvspec page"
+PAGE_FORMAT = "kvspec page"
 HEADER_VERSION = "1"
 ALIGNMENT = 4096
 """The payload begins at a multiple of this many bytes, as direct input and output needs."""
@@ -58,7 +58,7 @@ class Header(NamedTuple):
 def encode(key: ObjectKey, contents: ObjectContents, checksum: str) -> bytes:
     """Return the header of an object, up to the first byte of its payload."""
     facts, tensors = _fixed_texts(contents)
-    own = {"format": FORMAT, "version": HEADER_VERSION, **key._asdict(), "checksum": checksum}
+    own = {"format": PAGE_FORMAT, "version": HEADER_VERSION, **key._asdict(), "checksum": checksum}
     text = _START + json.dumps(own).encode()[:-1] + facts + tensors
     size = LENGTH_BYTES + len(text)
     size += -size % ALIGNMENT
@@ -133,8 +133,8 @@ def decode(head: bytes, file_bytes: int, place: str) -> Header:
 def _check_version(metadata: object, place: str) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise TypeError("the metadata are not texts")
-    if metadata.get("format") != FORMAT:
-        raise StoreError("foreign", place, "format", metadata.get("format"), repr(FORMAT))
+    if metadata.get("format") != PAGE_FORMAT:
+        raise StoreError("foreign", place, "format", metadata.get("format"), repr(PAGE_FORMAT))
     if metadata.get("version") != HEADER_VERSION:
         found = metadata.get("version")
         raise StoreError("version", place, "version", found, repr(HEADER_VERSION))

@@ -187,7 +187,7 @@ class PageIndex:
         with self._changing() as sql:
             self._end_pins(sql, "owner = ?", (owner,))
 
-    def evict(self, num_bytes: int, delete: Callable[[bytes, str], None]) -> None:
+    def free_bytes(self, num_bytes: int, delete: Callable[[bytes, str], None]) -> None:
         """Delete the pages that were not used for longest, without those that are pinned.
 
         Args:

@@ -203,7 +203,7 @@ class Objects(Protocol):
     def remove(self, keys: Sequence[ObjectKey]) -> int:
         """Remove objects that a store of kvspec wrote. Return how many were there."""
 
-    def entries(self, space: str | None = None) -> Iterator[StoredObject]:
+    def stored_objects(self, space: str | None = None) -> Iterator[StoredObject]:
         """Iterate over the stored objects, of one space or of all."""
 
     def describe(self, space: str, description: Mapping[str, str]) -> None:
@@ -333,7 +333,7 @@ class MemoryObjects:
         with self._lock:
             return sum(map(self._remove, keys))
 
-    def entries(self, space: str | None = None) -> Iterator[StoredObject]:
+    def stored_objects(self, space: str | None = None) -> Iterator[StoredObject]:
         """Iterate over the stored objects."""
         with self._lock:
             pages = [dict(page) for page in self._pages.values()]

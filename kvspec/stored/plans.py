@@ -107,7 +107,7 @@ class StorePlan:
         return tuple(own for own in self.engine.groups if own.name in names)
 
     @cached_property
-    def smallest_piece(self) -> int:
+    def shortest_copy(self) -> int:
         """Bytes of the smallest piece that is copied between the engine's memory and an object.
 
         Few large pieces are copied faster. One layer of each spec is measured, in the smallest
@@ -131,7 +131,7 @@ class StorePlan:
         """Return the writers of each object as a table."""
         pages = f"a page of {counted(self.placement.page_tokens, 'token')}"
         total = f"{counted(len(self.writers), 'object')}, {nbytes(self.placement.page_bytes)}"
-        lines = [f"{pages}: {total}, copied in pieces of at least {nbytes(self.smallest_piece)}"]
+        lines = [f"{pages}: {total}, copied in pieces of at least {nbytes(self.shortest_copy)}"]
         for stored, ranks in self.writers.items():
             size = nbytes(self.placement.object_bytes(*stored))
             turns = " take turns" if len(ranks) > 1 else ""

@@ -76,8 +76,9 @@ class LoadError(KVSpecError):
     """A load that failed. The pages before one page are in the cache, no other page has changed.
 
     Attributes:
-        loaded: Numbers of the pages that are in the cache, whole and verified.
-        missing: Numbers of the pages of the load that are not.
+        loaded: Numbers of the pages from which the engine can continue, whole and verified. None if
+            a group reads only the last pages, such as a window: it has none for a shorter prefix.
+        missing: Numbers of the other pages of the load.
     """
 
     def __init__(self, loaded: range, missing: range, why: str) -> None:
@@ -414,14 +415,15 @@ class RankPages:
     def _saving(self) -> SlotBuffer:
         plan, rank = self.store_plan, self.cache.rank
         objects = plan.objects_of(rank)
-        return SlotBuffer(plan.placement, plan.plan(rank), self.cache, objects, self._bytes)
+        cache = self.cache
+        return SlotBuffer(plan.placement, plan.plan(rank), cache, objects, self._bytes, stores=True)
 
     @cached_property
     def _loading(self) -> SlotBuffer:
         plan = self.load_plan
         whole = attrs.evolve(self.cache, engine=plan.plan.consumer)
         objects = plan.objects_of(self.cache.rank)
-        return SlotBuffer(plan.placement, plan.plan, whole, objects, self._bytes)
+        return SlotBuffer(plan.placement, plan.plan, whole, objects, self._bytes, stores=False)
 
     def save(
         self,
@@ -557,8 +559,11 @@ class RankPages:
                 try:
                     self._load(moving, requests, known)
                 except (StoreError, OSError) as error:
-                    missing = range(batch.start, wanted.stop)
-                    raise LoadError(range(first, batch.start), missing, str(error)) from error
+                    # A group that reads only the last pages has none for a shorter prefix.
+                    all_read = {pages.start for pages in own.values()} == {first}
+                    stop = batch.start if all_read else first
+                    missing = range(stop, wanted.stop)
+                    raise LoadError(range(first, stop), missing, str(error)) from error
                 count += sum(map(len, moving.values()))
             sizes = self.store.placement.object_bytes
             nbytes = sum(sizes(*stored) * len(pages) for stored, pages in own.items())

@@ -46,12 +46,12 @@ from kvspec.testing.world import SEED, held, snapshot
 
 STORABLE = tuple(kind for kind in KINDS if kind not in ("cross", "ring"))
 """The kinds of layers that can be stored."""
-MODEL = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
-_MOST_TOKENS = 48
+STORED_MODEL = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
+_LONGEST_PROMPT = 48
 
 
 @attrs.frozen(kw_only=True)
-class Side:
+class StoredStep:
     """Block tables and pools of one engine at one length of the prompt.
 
     Attributes:
@@ -78,8 +78,8 @@ class StoredCase:
     producer: EngineSpec
     consumer: EngineSpec
     placement: StoredSpec
-    steps: tuple[Side, ...]
-    loaded: Side
+    steps: tuple[StoredStep, ...]
+    loaded: StoredStep
 
     @property
     def token_ids(self) -> list[int]:
@@ -106,7 +106,7 @@ def stored_cases(
     producer, consumer = _same_layers(*draw(engine_pairs(kinds, 4, supports=supports)))
     placement = draw(placements(producer))
     size = placement.page_tokens
-    most = max(size, _MOST_TOKENS)
+    most = max(size, _LONGEST_PROMPT)
     ends = draw(st.lists(st.integers(1, most), max_size=2, unique=True))
     # Most steps end at the end of a page, where a state can be stored.
     whole = draw(st.lists(st.integers(1, most // size), min_size=1, max_size=2, unique=True))
@@ -137,7 +137,7 @@ def _side(
     cached: int,
     reader: EngineSpec | None,
     supports: Supports,
-) -> Side:
+) -> StoredStep:
     """Draw the tables of *engine* for a prompt of *length* tokens, without the *cached* ones."""
     request = TransferRequest(
         request_id="r",
@@ -148,7 +148,7 @@ def _side(
     )
     own, pool = draw(tables(engine, request, reader, supports))
     both = attrs.evolve(request, producer_blocks=own, consumer_blocks=own)
-    return Side(request=both, pool=pool)
+    return StoredStep(request=both, pool=pool)
 
 
 def _same_layers(producer: EngineSpec, consumer: EngineSpec) -> tuple[EngineSpec, EngineSpec]:
@@ -202,7 +202,7 @@ def two_hops(case: StoredCase, objects: Objects | None = None) -> list[str]:
         case: The prompt.
         objects: The place of the objects. Memory of this process by default.
     """
-    store = PageStore(case.placement, MODEL, MemoryObjects() if objects is None else objects)
+    store = PageStore(case.placement, STORED_MODEL, MemoryObjects() if objects is None else objects)
     names = store.names(case.token_ids, PromptIdentity.of_text())
     done = 0
     for step in case.steps:
@@ -230,7 +230,7 @@ def two_hops(case: StoredCase, objects: Objects | None = None) -> list[str]:
 
 
 def _save_step(
-    case: StoredCase, store: PageStore, names: tuple[str, ...], done: int, step: Side
+    case: StoredCase, store: PageStore, names: tuple[str, ...], done: int, step: StoredStep
 ) -> None:
     """Save the pages that the producer has finished in *step*, after *done* tokens."""
     size, engine, length = case.placement.page_tokens, case.producer, step.request.num_tokens

@@ -14,7 +14,7 @@ from vllm_serving import BLOCKS, Engine, Request, configs, installed, made, unti
 import kvspec
 from kvspec.adapters.vllm.store_settings import StoreSettings
 from kvspec.errors import SpecError
-from kvspec.stored.files import FileObjects
+from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.plans import whole_engine
 from kvspec.testing import oracle
 
@@ -78,7 +78,7 @@ def ended(engine: Engine, request: Request) -> None:
 
 def stored(directory: Path) -> list[tuple[str, int]]:
     """Return the groups of the stored objects, and how many there are of each."""
-    groups = [entry.key.group for entry in FileObjects(directory).entries()]
+    groups = [entry.key.group for entry in FileObjects(directory).stored_objects()]
     return [(group, groups.count(group)) for group in sorted(set(groups))]
 
 

@@ -124,7 +124,7 @@ def killed_at_random_times(place: Path, times: int) -> None:
         objects = FileObjects(place)
         seen += sum(right(objects, page) for page in range(60))
         assert {kind for _, kind in objects.strays()} <= {"temporary"}
-        assert len([*objects.entries()]) <= 40
+        assert len([*objects.stored_objects()]) <= 40
         objects.close()
     assert seen
 
@@ -167,7 +167,7 @@ def processes_that_share_pages(place: Path, processes: int, duration: float) -> 
     children = [child(lambda number=number: work(number)) for number in range(processes)]  # type: ignore[misc]
     assert [os.waitpid(process, 0)[1] for process in children] == [0] * processes
     objects = FileObjects(place)
-    left = [entry.key for entry in objects.entries()]
+    left = [entry.key for entry in objects.stored_objects()]
     assert left
     assert objects.has(left) == [True] * len(left)
     assert all(right(objects, page) for page in range(pages) if key(page) in left)

@@ -236,7 +236,7 @@ def test_foreign_store_is_never_written(tmp_path: Path) -> None:
     assert [True] == pages.pin([KEY], "owner", 9) == pages.has([KEY])
     pages.unpin("owner")
     pages.describe("0" * 64, {})
-    assert ({}, []) == (pages.spaces(), [*pages.entries()])
+    assert ({}, []) == (pages.spaces(), [*pages.stored_objects()])
 
 
 def group(heads: int = 4, **more: Any) -> kvspec.KVCacheGroup:

@@ -262,6 +262,34 @@ def test_load_names_the_pages_in_the_cache(fault: str) -> None:
     assert not page[:, 3:].any()
 
 
+def test_no_page_counts_as_loaded_if_the_window_of_a_shorter_prefix_is_absent() -> None:
+    own = engine(FULL, WINDOW, null=0)
+    tables = {"g0": [1, 2, 3, 4, 5, 6], "g1": [7, 8, 9, 10, 11, 12]}
+    store, names, [result] = saved(own, tables, 3)
+    hit = store.lookup(names, own)
+    store.objects.remove([key for key in result.written if key.page == names[2]])
+    cache, _ = kvspec.allocate(own, RankId(), 20)
+    with pytest.raises(LoadError, match="absent") as caught:
+        store.rank_pages(cache, buffer_bytes=1).load(hit, 3, tables)
+    assert (caught.value.loaded, caught.value.missing) == (range(0), range(3))
+
+
+def test_an_engine_that_equals_the_placement_loads() -> None:
+    """The engine and the virtual engine are equal, so the plan does not show the direction."""
+    placement = StoredSpec(groups=engine(FULL).groups, page_tokens=8, head_groups=2)
+    own, store = placement.engine, PageStore(placement, MODEL, MemoryObjects())
+    names = store.names(range(24), PromptIdentity.of_text())
+    for rank in own.parallel.ranks:
+        cache, arrays = kvspec.allocate(own, rank, 8)
+        group = placement.groups[0].name
+        arrays[group][:] = np.random.default_rng(rank.tp).integers(1, 255, arrays[group].size)
+        store.rank_pages(cache).save(names, 0, 3, {group: [3, 1, 2]})
+        other, loaded = kvspec.allocate(own, rank, 8)
+        store.rank_pages(other).load(names, 3, {group: [4, 6, 7]})
+        before, after = (array[group].reshape(8, -1) for array in (arrays, loaded))
+        assert (before[[3, 1, 2]] == after[[4, 6, 7]]).all()
+
+
 def test_lookup_pins_what_a_load_reads() -> None:
     own = engine(FULL)
     store, names, [result] = saved(own, {"g0": [1, 2, 3, 4]}, 2)

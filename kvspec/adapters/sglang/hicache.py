@@ -42,7 +42,7 @@ from kvspec.inputs import positive_int
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.dtypes import dtype_name
 from kvspec.ownership.parallel import RankId
-from kvspec.stored.files import FileObjects
+from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.names import ModelIdentity
 from kvspec.stored.placement import StoredSpec
 from kvspec.stored.store import LoadError, PageStore

@@ -33,7 +33,7 @@ from kvspec.inputs import positive_int
 from kvspec.stored.names import PromptIdentity, next_names, page_names
 
 # Hashes that are kept. A page of a waiting prompt is needed until SGLang has read or stored it.
-MOST = 1 << 17
+MOST_PAGES = 1 << 17
 
 # A function that returns SGLang's hashes of tokens, behind a page with a hash or from the start.
 Hasher = Callable[[Sequence[int], str | None], Sequence[str]]
@@ -68,7 +68,7 @@ class PageHashes:
         *,
         vocabulary: int,
         hashes: Hasher,
-        most: int = MOST,
+        most: int = MOST_PAGES,
     ) -> None:
         """Start with no page.
 

@@ -21,7 +21,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.ownership.dtypes import dtype_name
-from kvspec.stored.files import FileObjects
+from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.names import ModelIdentity
 from kvspec.stored.placement import StoredSpec
 from kvspec.stored.store import PageStore
