@@ -345,8 +345,8 @@ class FileObjects:
                     self._unlist(key, 0, lambda: not os.path.lexists(path))
                     raise absent(key) from None
                 raise
+            status = os.fstat(descriptor)
             try:
-                status = os.fstat(descriptor)
                 self._check_owner(path, status, stat.S_IFREG, 0o022 & ~self._mode)
                 yield descriptor, status
             except StoreError as error:

@@ -137,7 +137,7 @@ class ObjectContents:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """The first byte after each tensor."""
-        ends, end = [], 0
+        ends, end = list[int](), 0
         for tensor in self.tensors:
             end += DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
             ends.append(end)

@@ -251,7 +251,7 @@ class StoreLedger:
 
     def lost(self, rank: Writer) -> list[StoreAction]:
         """Record that *rank* has ended: it reads no block, and it will report nothing."""
-        actions = []
+        actions = list[StoreAction]()
         for number, store in list(self._stores.items()):
             if rank in store.expected:
                 actions += self.report(number, rank, {}, "the rank has ended")

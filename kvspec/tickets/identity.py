@@ -176,7 +176,7 @@ def tokens_of(value: object) -> npt.NDArray[Any]:
         raise SpecError("token_ids", value, "a sequence of ints")
     # Beside an int, numpy takes a bool as 0 or 1. So only these have to be looked at.
     if isinstance(value, (list, tuple)) and ids.size:
-        for place in np.flatnonzero(ids >> 1 == 0):
+        for place in np.flatnonzero((ids == 0) | (ids == 1)):
             if isinstance(value[place], _BOOL_TYPES):
                 raise SpecError(f"token_ids[{place}]", value[place], "an int")
     # A checksum is of 64-bit numbers with a sign. A larger one would become a negative one.

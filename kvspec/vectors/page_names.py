@@ -65,9 +65,8 @@ def _vector(
     token_ids: tuple[int, ...],
     placement: str = "0123456789abcdef" * 4,
 ) -> dict[str, Any]:
-    prompt = PromptIdentity.of(
-        **{"adapter": "", "media": (), "embeddings": "", "salt": "", **changed}
-    )
+    fields: dict[str, Any] = {"adapter": "", "media": (), "embeddings": "", "salt": ""}
+    prompt = PromptIdentity.of(**fields | changed)
     space = space_of(model, placement)
     return {
         "model": model.to_params(),

@@ -38,8 +38,8 @@ def tables_of(wanted: range, sizes: tuple[int, int], **more: Any) -> EdgeTables:
     """Return tables of ascending blocks that contain the tokens *wanted*."""
     sides = [BlockTable([*range(3, 3 + -(-wanted.stop // size))]) for size in sizes]
     return EdgeTables(
-        EDGE, wanted=wanted, cached=more.pop("cached", 0), tokens=more.pop("tokens", None),
-        recurrent=False, producer=sides[0], consumer=sides[1],
+        EDGE, wanted=wanted, moves=(wanted,), cached=more.pop("cached", 0),
+        tokens=more.pop("tokens", None), recurrent=False, producer=sides[0], consumer=sides[1],
     )  # fmt: skip
 
 

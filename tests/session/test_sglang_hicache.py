@@ -21,6 +21,8 @@ from kvspec.adapters.sglang.page_hashes import PageHashes
 from kvspec.errors import SpecError
 from kvspec.stored import PromptIdentity, page_names
 
+pytestmark = pytest.mark.adapters
+
 PAGE, PAGES, WIDTH = 8, 6, 8
 TOKENS = list(range(10, 10 + 3 * PAGE))
 SPACE = "0" * 64

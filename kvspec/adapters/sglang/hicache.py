@@ -312,7 +312,7 @@ class Pages:
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, _: Any = None) -> list[bool]:
         """Load pages into the host pool. Return for each one whether it is there."""
-        found = [] if PROCESS.stopped else self.hashes.run(keys)
+        found = list[NamedPage]() if PROCESS.stopped else self.hashes.run(keys)
         count = self._load(found, host_indices) if found else 0
         return [number < count for number in range(len(keys))]
 
@@ -332,7 +332,7 @@ class Pages:
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, _: Any = None) -> list[bool]:
         """Store pages of the host pool. Return for each one whether it is stored."""
-        found = [] if PROCESS.stopped else self.hashes.run(keys)
+        found = list[NamedPage]() if PROCESS.stopped else self.hashes.run(keys)
         self.hashes.unnamed += len(keys) - len(found)
         count = len(found) if found and self._save(found, host_indices) else 0
         return [number < count for number in range(len(keys))]

@@ -224,7 +224,7 @@ def _is_opaque(spec: LayerSpec) -> bool:
 
 def _planes(pages: Any, tokens: int, spec: LayerSpec) -> dict[str, Any]:  # noqa: ANN401
     """Return views [pages, tokens, bytes] of the parts that lie one after the other in a page."""
-    views, start = {}, 0
+    views, start = dict[str, Any](), 0
     for part in spec.parts:
         stop = start + tokens * part.content_bytes
         views[part.name] = pages[:, start:stop].reshape(-1, tokens, part.content_bytes)

@@ -288,7 +288,8 @@ class StoredPrompts:
             if known is not None:
                 known.computes = True
                 self._save(known, known.request.num_computed_tokens + count, offers.get(name, ()))
-        loads, saves, self._loads, self._new_saves = self._loads, self._new_saves, [], []
+        loads, self._loads = self._loads, list[PageLoad]()
+        saves, self._new_saves = self._new_saves, list[PageSave]()
         return loads, saves
 
     def finish(self, request: Any) -> bool:

@@ -118,7 +118,7 @@ def read_store(value: object) -> StoreSettings | None:
     """
     if value is None or isinstance(value, StoreSettings):
         return value
-    fields = {"directory": value} if isinstance(value, str) else value
+    fields: Any = {"directory": value} if isinstance(value, str) else value
     known = [field.name for field in attrs.fields(StoreSettings)]
     if not isinstance(fields, Mapping) or "directory" not in fields:
         raise SpecError(_FIELD, value, "a directory, or a mapping that contains 'directory'")

@@ -147,7 +147,7 @@ class CanonicalPages(ForeignObjects):
         # Begin of each layer in the payload, by group.
         self._starts: dict[str, dict[str, int]] = {}
         for stored, regions in self._regions.items():
-            starts = self._starts[stored.group] = {}
+            starts = self._starts[stored.group] = dict[str, int]()
             for region in regions:
                 starts[region.layer] = min(region.base, starts.get(region.layer, region.base))
         self._whole = {group for group, starts in self._starts.items() if self._in_order(starts)}
