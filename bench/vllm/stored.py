@@ -1,7 +1,8 @@
 """Stored pages: one engine stores the pages of its prompts and ends, another one continues.
 
 The second engine has other sizes. It must give the answers of a single engine, and compute only the
-tokens behind the last whole page. An engine whose names differ computes everything, and says why.
+tokens behind the last whole page. An engine whose names differ computes
+everything, and its log names the reason.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class ForeignObjects(ABC):
             SpecError: If the format cannot hold such layers, or an argument is wrong.
         """
         if not flag("accept_unverified", accept_unverified):
-            rule = f"{self.FORMAT} has no checksum: pass True to load bytes that nobody verified"
+            rule = f"{self.FORMAT} has no checksum: pass True to load bytes without a check"
             raise SpecError("accept_unverified", accept_unverified, rule=rule)
         for group in groups:
             for layer in group.layers:
@@ -214,7 +214,7 @@ def opened(path: Path, place: str) -> Iterator[tuple[int, int]]:
         yield descriptor, status.st_size
         after = os.fstat(descriptor)
         if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
-            expected = "a file that nobody writes meanwhile"
+            expected = "a file that does not change while it is read"
             raise StoreError("damaged", place, "file", path.name, expected)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Implement `kvspec store`: what a directory of stored pages contains, and why a prompt hits.
+"""Implement `kvspec store`: list the contents of a directory of stored pages, and explain a hit.
 
 Invariant: `ls` and `explain` change nothing. `check` only renames objects that are damaged, and
 `prune` deletes only what kvspec wrote.
@@ -147,7 +147,7 @@ def prune(
     keep: str = typer.Option("", help="Bytes to keep, such as 200g. The oldest pages leave."),
     space: str = typer.Option("", help="Delete all pages of this space: its first digits."),
 ) -> None:
-    """Delete damaged objects, and pages as the options say. Pinned pages stay with --keep."""
+    """Delete damaged objects, and pages by the options. Pinned pages stay with --keep."""
     with _opened(directory) as objects:
         for path, kind in objects.strays():
             old = time.time() - path.lstat().st_mtime > TEMPORARY_SECONDS

@@ -263,9 +263,8 @@ class Agent:
         """Return the `TransferError` for an exception of NIXL."""
         kind = kind_of(error)
         state = state_of(purpose.partition(" ")[0], kind)
-        if (
-            peer == self.name and kind == "Backend"
-        ):  # Only files are moved to and from the own agent.
+        # Only files are moved to and from the own agent.
+        if peer == self.name and kind == "Backend":
             state = TransferState.FILE_FAILED
         message = f"nixl {purpose} failed: {kind} ({error}): {state.advice}"
         if state is TransferState.UNAVAILABLE:

@@ -26,6 +26,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import stat
 import time
@@ -59,10 +60,11 @@ TEMPORARY_SECONDS = 3600.0
 _MODES = (0o700, 0o750, 0o770)
 _MOST_NAME = 255
 _MOST_WRITE = 1 << 30
-# To delete files locks the index for other processes.
+# More bytes at once would lock the index for other processes for too long.
 _MOST_FREED = 1 << 28
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PAGE, _GROUP_AND_CHUNK = itemgetter(0, 1), itemgetter(2, 3)
+_TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
 _UNSAFE = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR}
 
 
@@ -140,11 +142,11 @@ class FileObjects:
             if not os.path.lexists(path):
                 self._make_room(size, path)
                 created = self._create(path, [memoryview(head), view])
+            if not created:  # It counts as stored, so it must be a file that can be read.
+                with suppress(FileNotFoundError):
+                    self._check_owner(path, os.lstat(path), stat.S_IFREG, 0o022 & ~self._mode)
             with suppress(IndexUnavailable):
                 self._index.add(row)
-            if not created:  # It counts as stored, so it must be a file that can be read.
-                with suppress(FileNotFoundError), _named(path):
-                    self._check_owner(path, os.lstat(path), stat.S_IFREG, 0o022 & ~self._mode)
             # Another process may have deleted the object that was there before it was noted.
             if created or os.path.lexists(path):
                 return created
@@ -184,7 +186,7 @@ class FileObjects:
         """Return whether each object is stored, as far as the index knows."""
         self._refresh()
         pages = [*map(_PAGE, keys)]
-        names = {page: bytes.fromhex("".join(page)) for page in dict.fromkeys(pages)}
+        names = {page: _page_bytes(*page) for page in dict.fromkeys(pages)}
         try:
             found = self._index.items([*names.values()])
         except IndexUnavailable:
@@ -226,7 +228,7 @@ class FileObjects:
             inside = path.relative_to(self.root).parts
             if path.is_dir() and not path.is_symlink():
                 continue
-            if inside[0] == "tmp":
+            if inside[0] == "tmp" and _TEMPORARY.fullmatch(path.name):
                 yield path, "temporary"
             elif path.name.endswith(DAMAGED) and _key_of(str(path.parent), path.stem):
                 yield path, "damaged"
@@ -261,7 +263,7 @@ class FileObjects:
         try:
             return self._index.num_bytes()
         except IndexUnavailable:
-            return sum(entry.num_bytes for entry in self.stored_objects())
+            return sum(one.num_bytes for one in self.stored_objects())
 
     def free_bytes(self, num_bytes: int) -> int:
         """Delete the pages that were not used for longest, and are not pinned.
@@ -278,7 +280,7 @@ class FileObjects:
             for item in filter(None, items.split("/")):
                 group, _, chunk = map(unquote, item.partition(","))
                 key = ObjectKey(page[:32].hex(), page[32:].hex(), group, chunk)
-                with suppress(StoreError):  # A file that is no object stays.
+                with suppress(StoreError):  # Another kind of file stays.
                     deleted.append(self._remove(key))
 
         self._index.free_bytes(num_bytes, delete)
@@ -332,7 +334,7 @@ class FileObjects:
     def _opened(
         self, path: str, key: ObjectKey | None = None
     ) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a file that nobody else can change. Rename it if it turns out to be damaged."""
+        """Open a file that only the owners can change. Rename it if it turns out to be damaged."""
         # O_NONBLOCK: to open a FIFO would wait for its writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with _named(path):
@@ -459,6 +461,7 @@ class FileObjects:
             with suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 old = time.time() - status.st_mtime > TEMPORARY_SECONDS
+                old = old and _TEMPORARY.fullmatch(entry.name) is not None
                 if old and status.st_uid in self._owners and stat.S_ISREG(status.st_mode):
                     Path(entry).unlink()
 
@@ -518,7 +521,11 @@ def _named(path: str) -> Iterator[None]:
 
 def _page(key: ObjectKey) -> bytes:
     """Return the name of a page in the index."""
-    return bytes.fromhex(key.space + key.page)
+    return _page_bytes(key.space, key.page)
+
+
+def _page_bytes(space: str, page: str) -> bytes:
+    return bytes.fromhex(check_digest("key.space", space) + check_digest("key.page", page))
 
 
 @lru_cache(maxsize=4096)

@@ -34,11 +34,10 @@ ALIGNMENT = 4096
 MAX_HEADER = 1 << 20
 LENGTH_BYTES = 8
 _START = b'{"__metadata__":'
-_DECODER = json.JSONDecoder()
 
 
 class Header(NamedTuple):
-    """What the header of an object says.
+    """The contents of the header of an object.
 
     Attributes:
         key: Name of the object.
@@ -116,7 +115,7 @@ def decode(head: bytes, file_bytes: int, place: str) -> Header:
     start = header_bytes(head, place)
     try:
         text = head[LENGTH_BYTES:start].decode("ascii")
-        metadata, end = _DECODER.raw_decode(text, len(_START))
+        metadata, end = json.JSONDecoder(object_pairs_hook=_once).raw_decode(text, len(_START))
         _check_version(metadata, place)
         key = ObjectKey(*(metadata[field] for field in ObjectKey._fields)).checked()
         num_bytes, covered = int(metadata["bytes"]), _covered(text[end:])
@@ -147,7 +146,8 @@ def _covered(text: str) -> int:
     end = 0
     for name, tensor in tensors.items():
         size = DTYPE_BYTES[tensor["dtype"]] * math.prod(map(_length, tensor["shape"]))
-        if tensor["data_offsets"] != [end, end + size] or not size:
+        offsets = tensor["data_offsets"]
+        if offsets != [end, end + size] or any(type(offset) is not int for offset in offsets):
             raise ValueError(f"tensor {name} has other bytes than its shape")
         end += size
     return end

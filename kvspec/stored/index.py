@@ -70,7 +70,7 @@ ON CONFLICT (page) DO UPDATE
 SET items = items || substr(excluded.items, 2), bytes = bytes + excluded.bytes
 """
 _USE = "UPDATE pages SET used = max(?, (SELECT max(used) + 1 FROM pages)) WHERE page = ?"
-# The codes of a missing table, of a damaged file, and of a file that is no database.
+# The codes of a missing table, of a damaged file, and of a file of another kind.
 _USELESS = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _PAGE_BYTES = 64
 # Each number of parameters is one more statement that SQLite prepares.

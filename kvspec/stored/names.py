@@ -57,8 +57,8 @@ _DIGITS = 64
 class ModelIdentity(Stated):
     """The weights and the code on which the values of a cache depend.
 
-    What a cache looks like, such as its type, the rotation of its keys and its scales, belongs to
-    the placement of stored pages.
+    The form of a cache belongs to the placement of stored pages: its type, the rotation of its keys
+    and its scales.
 
     Attributes:
         model: Name of the model, such as its repository. Two engines must use the same text.
@@ -197,7 +197,7 @@ class PageNames:
         Args:
             space: Space of the pages, from `space_of`.
             page_tokens: Number of tokens of a page.
-            prompt: What the values depend on besides the tokens. Each field must be stated.
+            prompt: Everything else on which the values depend. Each field must be stated.
 
         Raises:
             SpecError: If an argument is wrong, or a field is not stated.
@@ -284,7 +284,7 @@ def page_names(
         space: Space of the pages, from `space_of`.
         token_ids: The tokens of the prompt. A media item has one or more placeholders among them.
         page_tokens: Number of tokens of a page.
-        prompt: What the values depend on besides the tokens. Each field must be stated.
+        prompt: Everything else on which the values depend. Each field must be stated.
 
     Returns:
         Names of 64 hexadecimal digits, one for each page that the tokens fill.

@@ -161,7 +161,7 @@ def _ranges(value: object) -> tuple[tuple[str, ...], ...] | None:
 
 @attrs.frozen(kw_only=True)
 class StoredSpec:
-    """What a stored page is. It does not depend on who writes or reads it.
+    """The description of a stored page. It does not depend on who writes or reads it.
 
     The constructor changes the groups to the form in which they are stored: windows become full
     attention, blocks become pages, padding and page formats of kernels disappear, keys have the
@@ -539,6 +539,8 @@ def _key_content(content: KeyContent | None) -> object:
     """Return what stored keys mean, with rounded numbers in place of all angles."""
     if content is None:
         return None
+    # Two makers' angles may fall on the two sides of a rounding step. With all 64 angles that would
+    # give one model two names in one case of four, with three sums in one of a hundred.
     numbers: list[float] = []
     if content.frequencies:
         logs = [math.log(angle) for angle in content.frequencies]

@@ -238,10 +238,8 @@ def _with_units(
     """Return whether *rank* has the units of an object."""
     group = placement.engine.group(stored.group)
     layers = set(_layers(placement, stored))
-    homes = {engine.homes[layer].name for layer in layers}
     for spec, names in group.layers_by_spec:
-        if layers.isdisjoint(names):
-            continue
+        homes = {engine.homes[layer].name for layer in layers.intersection(names)}
         for part in spec.parts:
             own = placement.engine.units(group, part, stored.chunk)
             for home in map(engine.group, homes):

@@ -199,17 +199,6 @@ class StoreLedger:
             self._read.update(own)
         return BegunStore(number, tuple(writers))
 
-    def copied(self, number: int, rank: Writer) -> list[StoreAction]:
-        """Record that *rank* has copied all its bytes of a store, and reads the blocks no more."""
-        store = self._open(number, rank)
-        if store is None or rank not in store.reading:
-            return []
-        store.reading.remove(rank)
-        if store.reading:
-            return []
-        self._read -= Counter(store.blocks)
-        return self._release(store.request_id)
-
     def report(
         self, number: int, rank: Writer, objects: Mapping[str, int], why: str = ""
     ) -> list[StoreAction]:
@@ -233,7 +222,7 @@ class StoreLedger:
             most = store.expected[rank].get(page, 0)
             if positive_int(f"objects[{page!r}]", count, least=0) > most:
                 raise SpecError(f"objects[{page!r}]", count, f"at most {most}, as the store began")
-        actions = self.copied(number, rank)
+        actions = self._copied(store, rank)
         for page, expected_count in store.expected.pop(rank).items():
             count = objects.get(page, 0)
             if count < expected_count and page not in store.failed:
@@ -249,14 +238,6 @@ class StoreLedger:
             del self._stores[number]
         return actions
 
-    def lost(self, rank: Writer) -> list[StoreAction]:
-        """Record that *rank* has ended: it reads no block, and it will report nothing."""
-        actions = list[StoreAction]()
-        for number, store in list(self._stores.items()):
-            if rank in store.expected:
-                actions += self.report(number, rank, {}, "the rank has ended")
-        return actions
-
     def finish(self, request_id: str) -> bool:
         """Return whether the engine may reuse the blocks of a request that has ended.
 
@@ -265,14 +246,13 @@ class StoreLedger:
         self._finished.add(request_id)
         return bool(self._release(request_id))
 
-    def reading(self, blocks: Mapping[str, Iterable[int]]) -> tuple[int, ...]:
-        """Return the stores that may still read one of *blocks*: wait for them before a reuse."""
-        own = _blocks(blocks)
-        return tuple(
-            number
-            for number, store in self._stores.items()
-            if store.reading and not own.isdisjoint(store.blocks)
-        )
+    def _copied(self, store: _OpenStore, rank: Writer) -> list[StoreAction]:
+        """Note that *rank* reads the blocks of a store no more."""
+        store.reading.remove(rank)
+        if store.reading:
+            return []
+        self._read -= Counter(store.blocks)
+        return self._release(store.request_id)
 
     def _next_state(self, request_id: str, event: str) -> str:
         state = self._states.get(instance("request_id", request_id, str), "right")

@@ -92,7 +92,7 @@ class LoadError(KVSpecError):
 
 @attrs.frozen(kw_only=True)
 class Saved:
-    """What one rank has saved.
+    """The result of a save of one rank.
 
     Attributes:
         written: Keys of the objects that this call wrote.
@@ -110,7 +110,7 @@ class Saved:
 
 @attrs.frozen(kw_only=True)
 class Loaded:
-    """What one rank has loaded.
+    """The result of a load of one rank.
 
     Attributes:
         pages: Numbers of the pages that are in the cache now. Each group has those that it needs.

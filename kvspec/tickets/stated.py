@@ -127,7 +127,7 @@ class Stated:
     def check_stated(self) -> None:
         """Raise `SpecError` if a field is not stated."""
         for name in self.unstated:
-            raise SpecError(name, None, "a stated value: what is not stated equals nothing")
+            raise SpecError(name, None, "a stated value: a field that is not stated equals nothing")
 
     def to_params(self) -> dict[str, Any]:
         """Return the identity as plain values that JSON can represent."""

@@ -360,13 +360,21 @@ def test_a_clock_that_is_set_back_changes_no_order_and_ends_pins(
 
 def test_files_of_killed_writers_leave_after_an_hour(tmp_path: Path) -> None:
     store = FileObjects(tmp_path)
-    for name, age in (("1-old", 4000), ("2-new", 0)):
+    old, new, foreign = f"1-{'0' * 16}", f"2-{'0' * 16}", "letter"
+    for name, age in ((old, 4000), (new, 0), (foreign, 4000)):
         path = Path(store.root, "tmp", name)
         path.write_bytes(b"half")
         os.utime(path, (time.time() - age,) * 2)
     store.close()
     FileObjects(tmp_path).close()
-    assert [path.name for path in Path(store.root, "tmp").iterdir()] == ["2-new"]
+    assert {path.name for path in Path(store.root, "tmp").iterdir()} == {new, foreign}
+
+
+def test_a_malformed_name_is_refused(store: FileObjects) -> None:
+    for ask in (lambda wrong: store.has([wrong]), lambda wrong: store.pin([wrong], "me", 1.0)):
+        with pytest.raises(SpecError) as caught:
+            ask(key(1)._replace(page="zz"))
+        assert caught.value.field == "key.page"
 
 
 def test_two_writers_of_one_page_leave_one_object(store: FileObjects) -> None:
@@ -415,6 +423,8 @@ def test_permissions_of_a_group_are_kept_despite_the_umask(tmp_path: Path) -> No
         (b'"shape": [6000]', b'"shape": [6001]'),
         (b'"shape": [6000]', b'"shape": [true]'),
         (b'"data_offsets": [0, 6000]', b'"data_offsets": [1, 6000]'),
+        (b'"data_offsets": [0, 6000]', b'"data_offsets": [0, 6e03]'),
+        (b'"model": "org/m"', b'"bytes": "org/m"'),
         (b'"dtype": "U8"', b'"dtype": "X8"'),
         (b'"bytes": "6000"', b'"bytes": "5999"'),
         (b'"page": "', b'"pag3": "'),

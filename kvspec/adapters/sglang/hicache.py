@@ -126,7 +126,7 @@ class HiCacheSettings:
 
 @attrs.define
 class Process:
-    """What the plug-in knows in a process of SGLang.
+    """The facts that the plug-in keeps in a process of SGLang.
 
     Attributes:
         server_args: SGLang's settings.

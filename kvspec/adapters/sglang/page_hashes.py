@@ -41,7 +41,7 @@ Hasher = Callable[[Sequence[int], str | None], Sequence[str]]
 
 @attrs.frozen
 class NamedPage:
-    """What is stored of one page of SGLang.
+    """The stored pages of one page of SGLang.
 
     Attributes:
         first: Number of its first stored page in the prompt.

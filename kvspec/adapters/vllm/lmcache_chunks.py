@@ -1,4 +1,4 @@
-"""Read the chunks of LMCache that say what they contain.
+"""Read the chunks of LMCache that state their contents.
 
 Invariant: a chunk is read only if its metadata state the length, the type, the shape and a format
 whose meaning has not changed.

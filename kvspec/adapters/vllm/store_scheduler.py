@@ -28,7 +28,6 @@ How it works:
 # ruff: noqa: ANN401 - requests, blocks and configs are of vLLM's classes, which are not imported
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -44,13 +43,12 @@ from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError, SpecError, counted
 from kvspec.ownership.parallel import RankId
-from kvspec.stored.names import ModelIdentity, PageNames
+from kvspec.stored.names import PageNames
 from kvspec.stored.page_steps import whole_pages
 from kvspec.stored.placement import is_state
 from kvspec.stored.plans import plan_store
 from kvspec.stored.publish import PageFailed, PageStored, StoreLedger, Writer
-from kvspec.stored.store import Hit, PageStore
-from kvspec.tickets.stated import explain_difference
+from kvspec.stored.store import Hit
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +117,7 @@ class _Known:
     Attributes:
         request: vLLM's request.
         names: The names of its pages so far, or None if something about it is not stated.
-        besides: What the names depend on besides tokens and model, in words.
+        besides: The other inputs of the names, besides tokens and model, in words.
         tokens: Number of tokens from which the names were made.
         saved: Number of the first page that was not saved.
         computes: Whether the engine has computed tokens of it.
@@ -171,7 +169,7 @@ class StoredPrompts:
         self._loads: list[PageLoad] = []
         self._new_saves: list[PageSave] = []
         log.info("pages in %s: %s", settings.directory, str(self._plan).split("\n")[0])
-        for line in _other_spaces(self._store)[:_SHOWN]:
+        for line in self._store.other_spaces()[:_SHOWN]:
             log.info("%s: %s", settings.directory, line)
 
     def accept(self, request: Any) -> None:
@@ -330,7 +328,7 @@ class StoredPrompts:
         return bool(self._saves)
 
     def _names(self, known: _Known) -> tuple[str, ...]:
-        """Return the names of the whole pages of a request. There are none if they have no name."""
+        """Return the names of the whole pages of a request. It is empty if they have no name."""
         if known.names is None:
             return ()
         tokens = known.request.num_tokens
@@ -465,18 +463,3 @@ class StoredPrompts:
 def _used(table: BlockTable) -> list[int]:
     """Return the blocks of *table* without null blocks."""
     return [block for block in table.block_ids.tolist() if block != NULL_BLOCK]
-
-
-def _other_spaces(store: PageStore) -> list[str]:
-    """Return why the pages of each other space in the directory are not those of this engine."""
-    lines: list[str] = []
-    for space, description in store.objects.spaces().items():
-        if space == store.space:
-            continue
-        try:
-            other = ModelIdentity.from_params(json.loads(description["model"]))
-            why = explain_difference(store.model, other)
-        except (KeyError, ValueError) as error:  # Another version wrote it.
-            why = str(error)
-        lines.append(f"pages of another space: {why or 'another placement'}")
-    return lines

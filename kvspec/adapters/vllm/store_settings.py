@@ -4,7 +4,7 @@
     "kv_connector_extra_config": {"store": {"directory": "/mnt/kv", "page_tokens": 256}}
 
 Invariant: if a fact about the weights or about the settings of the model is not known, the engine
-does not start. Stored pages outlive the engine, so nobody could correct their names later.
+does not start. Stored pages outlive the engine, so their names could not be corrected later.
 """
 
 from __future__ import annotations
