@@ -25,6 +25,7 @@ DIRECTORY = "KVSPEC_STORE_DIRECTORY"
 VLLM_IO = "KVSPEC_VLLM_FS_IO"
 INSTALLED = "lib/*/site-packages/vllm/v1/kv_offload/tiering/fs/io.py"
 SPACE = "ab" * 32
+Lookup = tuple[str, list[str], list[tuple[str, str]]]
 GIB, KIB = 1 << 30, 1 << 10
 # Aims: at most so much of the better of the others, and a lookup of 1,000 pages.
 MOST, MOST_SECONDS, PAGES = 1.3, 5e-3, 1000
@@ -40,7 +41,7 @@ def stored(options: Options) -> Iterator[Row]:
             for chunks, wanted in keys.items():
                 ours, _ = interleaved(
                     options.times(32),
-                    clock(partial(objects.has, wanted)),
+                    clock(partial(objects.has, *wanted)),
                     clock(lambda: None),
                 )
                 yield Row(
@@ -53,21 +54,17 @@ def stored(options: Options) -> Iterator[Row]:
             objects.close()
 
 
-def _filled(objects: FileObjects, names: int, chunks: int) -> list[ObjectKey]:
-    """Fill the index with names, without files. Return the keys of the first pages."""
+def _filled(objects: FileObjects, names: int, chunks: int) -> Lookup:
+    """Fill the index with names, without files. Return how to look up the first pages."""
     pages = [hashlib.sha256(b"%d/%d" % (chunks, page)).hexdigest() for page in range(names)]
-    space = f"{chunks:064x}"
+    space, items = f"{chunks:064x}", [("full", f"tp{chunk}") for chunk in range(chunks)]
     rows = (
-        (bytes.fromhex(space + page), f"full,tp{chunk}", 1 << 16, time.time_ns())
+        (bytes.fromhex(space + page), ",".join(item), 1 << 16, time.time_ns())
         for page in pages
-        for chunk in range(chunks)
+        for item in items
     )
     objects._index.replace(bytes.fromhex(space), rows)  # noqa: SLF001 - no million of files
-    return [
-        ObjectKey(space, page, "full", f"tp{chunk}")
-        for page in pages[:PAGES]
-        for chunk in range(chunks)
-    ]
+    return space, pages[:PAGES], items
 
 
 def _moved(options: Options) -> Iterator[Row]:

@@ -29,7 +29,7 @@ from kvspec.memory.region import Region
 from kvspec.specs import LayerSpec
 from kvspec.specs.formats import PLAIN
 from kvspec.specs.key_content import Segment
-from kvspec.stored.objects import ObjectContents, ObjectKey, StoredObject
+from kvspec.stored.objects import Item, ObjectContents, ObjectKey, StoredObject
 from kvspec.stored.placement import PageObject, StoredSpec
 
 _FOREIGN_NAME = re.compile(r"[0-9a-f]{32,64}")
@@ -106,14 +106,16 @@ class ForeignObjects(ABC):
             if segments := spec.segments(region.part):
                 sort_keys(region, segments, np.frombuffer(into, np.uint8))
 
-    def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return whether each object is stored."""
-        known = [(self._stored(key), key) for key in keys]
-        return [self.has_name(self.name_of(key.page, stored)) for stored, key in known]
+    def has(self, space: str, pages: Sequence[str], items: Sequence[Item]) -> list[bool]:
+        """Return for each page whether all its items are stored."""
+        keys = [[ObjectKey(space, page, *item) for item in items] for page in pages]
+        return [
+            all(self.has_name(self.name_of(key.page, self._stored(key))) for key in each)
+            for each in keys
+        ]
 
-    def pin(self, keys: Sequence[ObjectKey], owner: str, duration: float) -> list[bool]:  # noqa: ARG002
-        """Return whether each object is stored. The other program may remove it at any time."""
-        return self.has(keys)
+    def pin(self, space: str, pages: Sequence[str], owner: str, duration: float) -> None:  # noqa: B027
+        """Do nothing: the other program may remove an object at any time."""
 
     def unpin(self, owner: str) -> None:  # noqa: B027 - there is nothing to end
         """Do nothing."""

@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -42,11 +41,13 @@ from kvspec.inputs import flag, positive_int
 from kvspec.stored import header
 from kvspec.stored.index import IndexUnavailable, PageIndex, Row
 from kvspec.stored.objects import (
+    Item,
     ObjectContents,
     ObjectKey,
     StoredObject,
     absent,
     check_digest,
+    check_pages,
     check_payload,
     checksum,
     pin_seconds,
@@ -63,7 +64,6 @@ _MOST_WRITE = 1 << 30
 # More bytes at once would lock the index for other processes for too long.
 _MOST_FREED = 1 << 28
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_PAGE, _GROUP_AND_CHUNK = itemgetter(0, 1), itemgetter(2, 3)
 _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
 _UNSAFE = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR}
 
@@ -115,7 +115,7 @@ class FileObjects:
         parent = os.path.abspath(directory)
         self.root = f"{parent}/{ROOT}"
         self._safe: set[str] = set()
-        self._head_bytes: dict[str, int] = {}
+        self._common_headers: dict[tuple[str, ...], header.CommonHeader] = {}
         with _named(self.root):
             with suppress(FileExistsError):
                 os.mkdir(parent, mode)
@@ -155,25 +155,29 @@ class FileObjects:
         """Read the payload of an object."""
         path = self._path(key)
         target = into.cast("B") if into.format != "B" or into.ndim != 1 else into
-        item = _item(key.group, key.chunk)
-        guess = self._head_bytes.get(item, header.ALIGNMENT)
+        common = self._common_headers.get(_kind(key))
+        guess = start = common.start if common else header.ALIGNMENT
         with self._opened(path, key) as (descriptor, status):
             head = bytearray(guess)
             got = os.preadv(descriptor, [head, target[:_MOST_WRITE]], 0)
-            found = self._header(descriptor, status, key, path, bytes(head[:got]))
-            if found.num_bytes != target.nbytes:
-                wanted = f"{target.nbytes} bytes, as the placement has"
-                raise StoreError("foreign", path, "bytes", found.num_bytes, wanted)
-            self._head_bytes[item] = found.start
-            done = max(0, got - guess) if found.start == guess else 0
+            first, expected = bytes(head[:got]), None
+            if common and common.num_bytes == target.nbytes:
+                expected = common.checksum(first, key.page, status.st_size)
+            if expected is None:
+                found = self._header(descriptor, status, key, path, first)
+                if found.num_bytes != target.nbytes:
+                    wanted = f"{target.nbytes} bytes, as the placement has"
+                    raise StoreError("foreign", path, "bytes", found.num_bytes, wanted)
+                start, expected = found.start, found.checksum
+            done = max(0, got - guess) if start == guess else 0
             while done < target.nbytes:
                 some = target[done : done + _MOST_WRITE]
-                got = os.preadv(descriptor, [some], found.start + done)
+                got = os.preadv(descriptor, [some], start + done)
                 if not got:
                     raise StoreError("damaged", path, "bytes", done, f"{target.nbytes}")
                 done += got
-            if (sums := checksum(target)) != found.checksum:
-                raise StoreError("damaged", path, "checksum", sums, repr(found.checksum))
+            if (sums := checksum(target)) != expected:
+                raise StoreError("damaged", path, "checksum", sums, repr(expected))
 
     def inspect(self, key: ObjectKey) -> header.Header:
         """Read and check the header of an object. Raise `StoreError` as `read` does."""
@@ -182,27 +186,26 @@ class FileObjects:
             first = os.pread(descriptor, header.ALIGNMENT, 0)
             return self._header(descriptor, status, key, path, first)
 
-    def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return whether each object is stored, as far as the index knows."""
+    def has(self, space: str, pages: Sequence[str], items: Sequence[Item]) -> list[bool]:
+        """Return for each page whether all its items are stored, as far as the index knows."""
+        own, names = check_pages(space, pages)
         self._refresh()
-        pages = [*map(_PAGE, keys)]
-        names = {page: _page_bytes(*page) for page in dict.fromkeys(pages)}
         try:
-            found = self._index.items([*names.values()])
+            found = self._index.items([own + name for name in names])
         except IndexUnavailable:
-            return [os.path.lexists(self._path(key)) for key in keys]
-        items = {page: found.get(name, "") for page, name in names.items()}
-        return [
-            f"/{_item(*item)}/" in items[page]
-            for page, item in zip(pages, map(_GROUP_AND_CHUNK, keys), strict=True)
-        ]
+            paths = ([self._path(ObjectKey(space, page, *one)) for one in items] for page in pages)
+            return [all(map(os.path.lexists, each)) for each in paths]
+        wanted = [f"/{_item(*item)}/" for item in items]
+        # Most pages have the same items.
+        whole = {text: all(one in text for one in wanted) for text in {"", *found.values()}}
+        return [whole[found.get(own + name, "")] for name in names]
 
-    def pin(self, keys: Sequence[ObjectKey], owner: str, duration: float) -> list[bool]:
-        """Keep the pages of objects from eviction."""
+    def pin(self, space: str, pages: Sequence[str], owner: str, duration: float) -> None:
+        """Keep pages from eviction."""
+        own, names = check_pages(space, pages)
+        longest = pin_seconds(duration)
         with suppress(IndexUnavailable):  # Without pins, a page that leaves too early is absent.
-            pages = dict.fromkeys(map(_page, keys))
-            self._index.pin([*pages], owner, pin_seconds(duration))
-        return self.has(keys)
+            self._index.pin([own + name for name in dict.fromkeys(names)], owner, longest)
 
     def unpin(self, owner: str) -> None:
         """End the pins of *owner*."""
@@ -367,6 +370,8 @@ class FileObjects:
         found = header.decode(first, status.st_size, path)
         if found.key != key:
             raise StoreError("foreign", path, "key", str(found.key), str(key))
+        if common := header.CommonHeader.of(first, found):
+            self._common_headers[_kind(key)] = common
         return found
 
     def _set_aside(self, path: str, status: os.stat_result, key: ObjectKey) -> None:
@@ -519,13 +524,14 @@ def _named(path: str) -> Iterator[None]:
         raise StoreError(problem, path, "errno", found, wanted) from error
 
 
+def _kind(key: ObjectKey) -> tuple[str, ...]:
+    """Return what the keys of objects with a common header share."""
+    return key.space, key.group, key.chunk
+
+
 def _page(key: ObjectKey) -> bytes:
     """Return the name of a page in the index."""
-    return _page_bytes(key.space, key.page)
-
-
-def _page_bytes(space: str, page: str) -> bytes:
-    return bytes.fromhex(check_digest("key.space", space) + check_digest("key.page", page))
+    return bytes.fromhex(check_digest("key.space", key.space) + check_digest("key.page", key.page))
 
 
 @lru_cache(maxsize=4096)

@@ -28,11 +28,12 @@ from kvspec.errors import SpecError, StoreError
 from kvspec.stored.objects import DTYPE_BYTES, ObjectContents, ObjectKey
 
 PAGE_FORMAT = "kvspec page"
-HEADER_VERSION = "1"
+HEADER_VERSION = "2"
 ALIGNMENT = 4096
 """The payload begins at a multiple of this many bytes, as direct input and output needs."""
 MAX_HEADER = 1 << 20
 LENGTH_BYTES = 8
+_CHECKSUM_DIGITS = 32
 _START = b'{"__metadata__":'
 
 
@@ -57,11 +58,16 @@ class Header(NamedTuple):
 def encode(key: ObjectKey, contents: ObjectContents, checksum: str) -> bytes:
     """Return the header of an object, up to the first byte of its payload."""
     facts, tensors = _fixed_texts(contents)
-    own = {"format": PAGE_FORMAT, "version": HEADER_VERSION, **key._asdict(), "checksum": checksum}
-    text = _START + json.dumps(own).encode()[:-1] + facts + tensors
+    text = _own_text(key, checksum) + facts + tensors
     size = LENGTH_BYTES + len(text)
     size += -size % ALIGNMENT
     return (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)
+
+
+def _own_text(key: ObjectKey, checksum: str) -> bytes:
+    """Return the beginning of a header, up to the quote behind the checksum."""
+    own = {"format": PAGE_FORMAT, "version": HEADER_VERSION, **key._asdict(), "checksum": checksum}
+    return _START + json.dumps(own).encode()[:-1]
 
 
 @lru_cache(maxsize=1024)
@@ -127,6 +133,50 @@ def decode(head: bytes, file_bytes: int, place: str) -> Header:
     if start + num_bytes != file_bytes:
         raise StoreError("damaged", place, "file size", file_bytes, f"{start + num_bytes} bytes")
     return Header(key, start, num_bytes, checksum, metadata)
+
+
+class CommonHeader(NamedTuple):
+    """The bytes that the headers of one space, group and chunk share: all but page and checksum.
+
+    To compare bytes takes a tenth of the time that `decode` takes.
+    """
+
+    before_page: bytes
+    before_checksum: bytes
+    after: bytes
+    start: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, head: bytes, found: Header) -> CommonHeader | None:
+        """Return the common bytes of a header that `decode` accepted, or None in another form.
+
+        Args:
+            head: The header.
+            found: The result of `decode`.
+        """
+        own = head[:LENGTH_BYTES] + _own_text(found.key, found.checksum)
+        if len(found.checksum) != _CHECKSUM_DIGITS or not head.startswith(own):
+            return None
+        page = own.index(b'"page": "') + len('"page": "')
+        between = own[page + len(found.key.page) : -_CHECKSUM_DIGITS - 1]
+        after = head[len(own) - 1 : found.start]
+        return cls(own[:page], between, after, found.start, found.num_bytes)
+
+    def checksum(self, head: bytes, page: str, file_bytes: int) -> str | None:
+        """Return the checksum in a header that `decode` would accept, or None if it must be called.
+
+        Args:
+            head: The first `start` bytes of the file, or fewer if it has no more.
+            page: Name of the page that the header must have.
+            file_bytes: Size of the file.
+        """
+        begins = self.before_page + page.encode() + self.before_checksum
+        end = len(begins) + _CHECKSUM_DIGITS
+        same = head.startswith(begins) and head[end:] == self.after
+        if not same or file_bytes != self.start + self.num_bytes:
+            return None
+        return head[len(begins) : end].decode("ascii", "replace")
 
 
 def _check_version(metadata: object, place: str) -> None:

@@ -8,7 +8,6 @@ written under the key, or a `StoreError` that says what is wrong.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import threading
@@ -19,9 +18,8 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import attrs
-import numpy as np
+import xxhash
 
-from kvspec.digests.definition import weights_of
 from kvspec.errors import SpecError, StoreError
 from kvspec.inputs import positive_int, seconds
 from kvspec.tickets.stated import encodable
@@ -29,8 +27,6 @@ from kvspec.tickets.stated import encodable
 MAX_PIN = 3600.0
 """The longest pin in seconds. A pin that would last longer is of a clock that was set back."""
 
-_ROW_WORDS, _ROW_BYTES = 512, 4096
-_BLOCK_BYTES = 1 << 19
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 DTYPE_BYTES = {
@@ -45,6 +41,10 @@ DTYPE_BYTES = {
 }
 """Bytes of an element, for each type that the header of an object may name. These are the names
 of the safetensors format."""
+
+
+Item = tuple[str, str]
+"""Group and chunk of an object."""
 
 
 class ObjectKey(NamedTuple):
@@ -82,6 +82,20 @@ def check_digest(field: str, value: object) -> str:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
         raise SpecError(field, value, "64 lower-case hexadecimal digits")
     return value
+
+
+def check_pages(space: str, pages: Sequence[str]) -> tuple[bytes, list[bytes]]:
+    """Return the bytes of a space, and of the names of pages. Raise `SpecError` if one is wrong."""
+    own = bytes.fromhex(check_digest("space", space))
+    # One page needs a microsecond by itself.
+    try:
+        names = [*map(bytes.fromhex, pages)]
+        right = [name.hex() for name in names] == [*pages] and {*map(len, names)} <= {len(own)}
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        names = [bytes.fromhex(check_digest("pages", page)) for page in pages]
+    return own, names
 
 
 class StoredTensor(NamedTuple):
@@ -182,19 +196,25 @@ class Objects(Protocol):
             StoreError: If the object is absent or wrong. The bytes of *into* are then undefined.
         """
 
-    def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return whether each object is stored. Only `read` finds out whether it is right."""
+    def has(self, space: str, pages: Sequence[str], items: Sequence[Item]) -> list[bool]:
+        """Return for each page whether all its *items* are stored.
 
-    def pin(self, keys: Sequence[ObjectKey], owner: str, duration: float) -> list[bool]:
-        """Keep the pages of objects from eviction for *duration* seconds, then look again.
+        Only `read` finds out whether they are right.
 
         Args:
-            keys: The objects.
-            owner: Name for `unpin`. Each owner pins once.
-            duration: Seconds, at most `MAX_PIN`.
+            space: Space of the pages.
+            pages: Names of pages.
+            items: The group and the chunk of each object that a page must have.
+        """
 
-        Returns:
-            Whether each object is stored now that it is pinned.
+    def pin(self, space: str, pages: Sequence[str], owner: str, duration: float) -> None:
+        """Keep pages from eviction. They need not be stored yet.
+
+        Args:
+            space: Space of the pages.
+            pages: Names of pages.
+            owner: Name for `unpin`. An owner has one pin: a second call replaces the first.
+            duration: Seconds, at most `MAX_PIN`.
         """
 
     def unpin(self, owner: str) -> None:
@@ -214,34 +234,12 @@ class Objects(Protocol):
 
 
 def checksum(payload: memoryview | bytes | bytearray) -> str:
-    """Return the checksum of a payload as 16 hexadecimal digits. It finds faults, not attackers.
-
-    The payload, padded with zeros, is a table of rows of 512 words of 8 bytes. The sums of its
-    rows, in which each word has the weight of its column, and the sums of its columns are
-    hashed. For 64 KiB it takes the time of CRC-32, for 1 MiB half of it. Each change of one word
-    changes the sum of its row. Two words of a row hide each other only if both sums stay, which
-    needs a second row.
+    """Return the XXH3 hash of a payload as 32 hexadecimal digits. It finds faults, not attackers.
 
     >>> checksum(b"123456789")
-    '03cc6b8cdc4eec79'
+    '33119477ede5dcd5e9716427681d5860'
     """
-    data = np.frombuffer(payload, np.uint8)
-    if rest := data.size % _ROW_BYTES:
-        blocks = [
-            data[: data.size - rest],
-            np.pad(data[data.size - rest :], (0, _ROW_BYTES - rest)),
-        ]
-    else:
-        blocks = [data]
-    hashed = hashlib.sha256(data.size.to_bytes(8, "little"))
-    weights, columns = weights_of(_ROW_WORDS), np.zeros(_ROW_WORDS, np.uint64)
-    for block in blocks:
-        for at in range(0, block.size, _BLOCK_BYTES):  # The cache holds a block for both sums.
-            table = block[at : at + _BLOCK_BYTES].view("<u8").reshape(-1, _ROW_WORDS)
-            hashed.update(np.einsum("ij,j->i", table, weights).data)
-            columns += np.add.reduce(table, axis=0)
-    hashed.update(columns.data)
-    return hashed.hexdigest()[:16]
+    return xxhash.xxh3_128_hexdigest(payload)
 
 
 def check_payload(payload: memoryview, contents: ObjectContents) -> memoryview:
@@ -309,20 +307,27 @@ class MemoryObjects:
         if (found := checksum(into)) != expected:
             raise StoreError("damaged", str(key), "checksum", found, f"{expected!r}")
 
-    def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return whether each object is stored."""
+    def has(self, space: str, pages: Sequence[str], items: Sequence[Item]) -> list[bool]:
+        """Return for each page whether all its items are stored."""
+        check_pages(space, pages)
         with self._lock:
-            return [key in self._pages.get(key[:2], ()) for key in keys]
+            return [
+                all(
+                    ObjectKey(space, page, *item) in self._pages.get((space, page), ())
+                    for item in items
+                )
+                for page in pages
+            ]
 
-    def pin(self, keys: Sequence[ObjectKey], owner: str, duration: float) -> list[bool]:
-        """Keep the pages of objects from eviction."""
+    def pin(self, space: str, pages: Sequence[str], owner: str, duration: float) -> None:
+        """Keep pages from eviction."""
+        check_pages(space, pages)
         until = time.monotonic() + pin_seconds(duration)
+        pinned = frozenset((space, page) for page in pages)
         with self._lock:
-            pages = frozenset(key[:2] for key in keys)
-            self._pins[owner] = until, pages
-            for page in pages & self._pages.keys():
+            self._pins[owner] = until, pinned
+            for page in pinned & self._pages.keys():
                 self._pages.move_to_end(page)
-            return [key in self._pages.get(key[:2], ()) for key in keys]
 
     def unpin(self, owner: str) -> None:
         """End the pins of *owner*."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -271,20 +271,25 @@ class PageStore:
         plan = self.load_plan(engine)
         wanted = tuple(sequence("names", names, "names of pages"))
         seconds("pin_seconds", pin_seconds)
-        found = _Found(self, plan, wanted)
-        pages = found.longest_prefix()
-        owner = uuid.uuid4().hex
-        while pages:
-            keys = found.keys(pages)
-            there = self.objects.pin(list(keys), owner, pin_seconds)
-            if all(there):
-                break
-            # An object was removed between the search and the pin.
-            found.lose(keys[key] for key, is_there in zip(keys, there, strict=True) if not is_there)
-            self.objects.unpin(owner)
+        owner, pages = uuid.uuid4().hex, 0
+        # Pin first: an object that is found then stays.
+        self.objects.pin(self.space, wanted, owner, pin_seconds)
+        try:
+            found = _Found(self, plan, wanted)
             pages = found.longest_prefix()
+            needed = found.needed(pages)
+            if len(needed) < len(wanted):
+                self.objects.pin(self.space, needed, owner, pin_seconds)
+        finally:
+            if not pages:
+                self.objects.unpin(owner)
         size = self.placement.page_tokens
         return Hit(wanted[:pages], pages * size, self.objects if pages else None, owner)
+
+    def has(self, names: Sequence[str], objects: Sequence[PageObject]) -> list[bool]:
+        """Return for each page whether all these objects of it are stored."""
+        items = [(stored.group, str(stored.chunk)) for stored in objects]
+        return self.objects.has(self.space, names, items)
 
     def other_spaces(self) -> list[str]:
         """Return in words how the model of each other space in the same place differs."""
@@ -333,11 +338,9 @@ class _Found:
         """Return whether all objects of *page* that a group of the engine reads are stored."""
         if (group, page) not in self._known:
             pages = range(page, min(page + _LOOKUP_PAGES, len(self._names)))
-            own = self._by_group[group]
-            keys = [self._store.key(self._names[at], stored) for at in pages for stored in own]
-            there, count = self._store.objects.has(keys), len(own)
-            for number, at in enumerate(pages):
-                self._known[group, at] = all(there[number * count : (number + 1) * count])
+            names = self._names[pages.start : pages.stop]
+            there = self._store.has(names, self._by_group[group])
+            self._known.update(zip(((group, at) for at in pages), there, strict=True))
         return self._known[group, page]
 
     def longest_prefix(self) -> int:
@@ -352,18 +355,11 @@ class _Found:
     def _sizes(self) -> tuple[int, int]:
         return len(self._names), self._store.placement.page_tokens
 
-    def lose(self, gone: Iterable[tuple[str, int]]) -> None:
-        """Take the pages *gone* of groups as not stored."""
-        self._known.update(dict.fromkeys(gone, False))
-
-    def keys(self, pages: int) -> dict[ObjectKey, tuple[str, int]]:
-        """Return the keys that a load of *pages* pages reads, each with its group and page."""
-        return {
-            self._store.key(self._names[page], stored): (group.name, page)
-            for group in self._groups
-            for page in pages_read(group, pages, self._store.placement.page_tokens)
-            for stored in self._by_group[group.name]
-        }
+    def needed(self, pages: int) -> list[str]:
+        """Return the names of the pages that a load of *pages* pages reads."""
+        size = self._store.placement.page_tokens
+        read = {page for group in self._groups for page in pages_read(group, pages, size)}
+        return [self._names[page] for page in sorted(read)]
 
 
 class RankPages:
@@ -487,7 +483,8 @@ class RankPages:
         """Return *saved* with the objects of *pages* that this rank writes."""
         objects, slots = self.store.objects, self._saving
         keys = {page: self.store.key(names[page], stored) for page in pages}
-        there = dict(zip(pages, objects.has(list(keys.values())), strict=True))
+        known = self.store.has([names[page] for page in pages], [stored])
+        there = dict(zip(pages, known, strict=True))
         new = [page for page in pages if not there[page]]
         if new:
             requests = store_requests(self.store_plan, stored.group, new, *memory)

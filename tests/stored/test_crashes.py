@@ -17,6 +17,7 @@ import pytest
 from kvspec.errors import StoreError
 from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.objects import ObjectContents, ObjectKey
+from tests.support.asked import has, pin
 
 SPACE = "5a" * 32
 SIZE = 20_000
@@ -102,7 +103,7 @@ def test_a_writer_killed_at_any_step_leaves_no_wrong_page(tmp_path: Path) -> Non
         assert {kind for _, kind in objects.strays()} <= {"temporary"}
         objects.write(key(1), payload(1), CONTENTS)
         assert right(objects, 1)
-        assert objects.has([key(1)]) == [True]
+        assert has(objects, [key(1)]) == [True]
         objects.close()
     assert 0 < stored < count[0]
 
@@ -149,7 +150,7 @@ def processes_that_share_pages(place: Path, processes: int, duration: float) -> 
         while time.monotonic() < end:
             first = chance.randrange(pages)
             wanted = [page % pages for page in range(first, first + 8)]
-            there = objects.pin([key(page) for page in wanted], str(number), 60)
+            there = pin(objects, [key(page) for page in wanted], str(number), 60)
             for page, known in zip(wanted, there, strict=True):
                 found = right(objects, page)
                 # A page that was there when it was pinned stays.
@@ -169,7 +170,7 @@ def processes_that_share_pages(place: Path, processes: int, duration: float) -> 
     objects = FileObjects(place)
     left = [entry.key for entry in objects.stored_objects()]
     assert left
-    assert objects.has(left) == [True] * len(left)
+    assert has(objects, left) == [True] * len(left)
     assert all(right(objects, page) for page in range(pages) if key(page) in left)
     assert [*objects.strays()] == []
 
@@ -190,7 +191,7 @@ def test_a_file_that_may_not_grow_is_refused_by_name(tmp_path: Path) -> None:
         try:
             objects.write(key(1), payload(1), CONTENTS)
         except StoreError as error:
-            os._exit(7 if error.problem == "full" and not objects.has([key(1)])[0] else 8)
+            os._exit(7 if error.problem == "full" and not has(objects, [key(1)])[0] else 8)
 
     _, status = os.waitpid(child(write), 0)
     assert os.waitstatus_to_exitcode(status) == 7

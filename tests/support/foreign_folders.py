@@ -17,6 +17,7 @@ from kvspec.adapters.sglang.stored_pages import UnifiedPages
 from kvspec.adapters.vllm.mooncake_pages import MooncakeShards
 from kvspec.adapters.vllm.stored_pages import CanonicalPages
 from kvspec.stored.objects import ObjectKey
+from tests.support.asked import has
 
 __all__ = ["BLOCK", "LAYERS", "SIZE", "element"]
 
@@ -112,7 +113,7 @@ def read(pages: Any, stored: Any, page: str = PAGE) -> np.ndarray:
     """Return the payload of an object."""
     payload = np.zeros(pages.placement.object_bytes(*stored), np.uint8)
     key = ObjectKey("0" * 64, page, stored.group, str(stored.chunk))
-    assert [True] == pages.has([key])
+    assert [True] == has(pages, [key])
     pages.read(key, memoryview(payload))
     return payload
 

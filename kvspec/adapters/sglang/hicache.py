@@ -296,15 +296,9 @@ class Pages:
         if PROCESS.stopped:
             return 0
         found = self.hashes.run(keys)
-        wanted = [
-            self.store.key(name, stored)
-            for page in found
-            for name in page.names
-            for stored in self._objects
-        ]
-        there = self.store.objects.has(wanted)
-        count = len(self._objects) * self.hashes.per_page
-        pages = there.index(False) // count if False in there else len(found)
+        wanted = [name for page in found for name in page.names]
+        there = self.store.has(wanted, self._objects)
+        pages = there.index(False) // self.hashes.per_page if False in there else len(found)
         if pages < len(keys):
             unnamed = f", {len(keys) - len(found)} have no name" if len(found) < len(keys) else ""
             log.info("%d of %d pages are stored under their names%s", pages, len(keys), unnamed)
