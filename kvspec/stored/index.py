@@ -69,7 +69,6 @@ INSERT INTO pages VALUES (?, '/' || ? || '/', ?, ?)
 ON CONFLICT (page) DO UPDATE
 SET items = items || substr(excluded.items, 2), bytes = bytes + excluded.bytes
 """
-_USE = "UPDATE pages SET used = max(?, (SELECT max(used) + 1 FROM pages)) WHERE page = ?"
 # The codes of a missing table, of a damaged file, and of a file of another kind.
 _USELESS = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _PAGE_BYTES = 64
@@ -138,9 +137,8 @@ class PageIndex:
 
     def keep_spaces(self, spaces: Sequence[str]) -> None:
         """Forget the pages of all other spaces."""
-        marks = ",".join("?" * len(spaces))
         with self._changing() as sql:
-            which = f"DELETE FROM pages WHERE substr(page, 1, 32) NOT IN ({marks})"  # noqa: S608
+            which = f"DELETE FROM pages WHERE substr(page, 1, 32) NOT IN ({_marks(spaces)})"  # noqa: S608
             sql.execute(which, [bytes.fromhex(space) for space in spaces])
 
     def discard(self, page: bytes, item: str, num_bytes: int, gone: Callable[[], bool]) -> bool:
@@ -164,10 +162,8 @@ class PageIndex:
         """Return the items of those pages that are known."""
         known: dict[bytes, str] = {}
         with self._open() as sql:
-            for at in range(0, len(pages), _AT_ONCE):
-                some = pages[at : at + _AT_ONCE]
-                marks = ",".join("?" * len(some))
-                which = f"SELECT page, items FROM pages WHERE page IN ({marks})"  # noqa: S608
+            for some in _some(pages):
+                which = f"SELECT page, items FROM pages WHERE page IN ({_marks(some)})"  # noqa: S608
                 known.update(sql.execute(which, some))
         return known
 
@@ -226,10 +222,11 @@ class PageIndex:
     def _end_pins(sql: sqlite3.Connection, which: str, values: tuple[object, ...]) -> None:
         ended = sql.execute(f"SELECT pages FROM pins WHERE {which}", values).fetchall()  # noqa: S608
         sql.execute(f"DELETE FROM pins WHERE {which}", values)  # noqa: S608
-        sql.executemany(
-            _USE,
-            [(time.time_ns(), page) for (pages,) in ended for page in _split(pages)],
-        )
+        (last,) = sql.execute("SELECT ifnull(max(used), 0) FROM pages").fetchone()
+        used = max(time.time_ns(), last + 1)
+        for some in _some([page for (pages,) in ended for page in _split(pages)]):
+            known = f"UPDATE pages SET used = ? WHERE page IN ({_marks(some)})"  # noqa: S608
+            sql.execute(known, (used, *some))
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
@@ -315,6 +312,15 @@ class PageIndex:
             self._stale.touch(self._mode & 0o666)
             if self._identity() == found:
                 self._folder.rename(f"{self._folder}.damaged-{os.getpid()}-{time.time_ns()}")
+
+
+def _some(pages: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    return (pages[at : at + _AT_ONCE] for at in range(0, len(pages), _AT_ONCE))
+
+
+def _marks(values: Sequence[object]) -> str:
+    """Return a question mark for each value, as SQL has it."""
+    return ",".join("?" * len(values))
 
 
 def _split(pages: bytes) -> Iterator[bytes]:
