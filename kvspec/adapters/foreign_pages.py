@@ -67,6 +67,7 @@ class ForeignObjects(ABC):
             for layer in group.layers:
                 check_spec(layer, group.spec.of_layer(layer), self.FORMAT)
         self.placement = placement
+        self.threads = 4
         self._layers = {name: g.spec.of_layer(name) for g in groups for name in g.layers}
         self._objects = {(each.group, str(each.chunk)): each for each in self.placement.objects}
         self._regions = {each: regions_of(self.placement, each) for each in self.placement.objects}

@@ -4,6 +4,7 @@ A page is stored under the digest of everything on which its values depend. Its 
 virtual engine, so engines of all sizes and layouts write and read it by ordinary plans.
 """
 
+from kvspec.stored.bucket_objects import BucketObjects
 from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.lookup import explain_lookup, longest_prefix
 from kvspec.stored.names import ModelIdentity, PageNames, PromptIdentity, page_names, space_of
@@ -30,6 +31,7 @@ from kvspec.tickets.stated import explain_difference
 __all__ = [
     "BegunStore",
     "BlocksReleased",
+    "BucketObjects",
     "FileObjects",
     "Hit",
     "LoadError",

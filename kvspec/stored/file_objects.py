@@ -57,6 +57,8 @@ ROOT = "kvspec-pages-1"
 """Name of the folder with all files of this version."""
 OBJECT_SUFFIX = ".safetensors"
 DAMAGED = ".damaged"
+SPACE_FILE = "space.json"
+"""Name of the description of a space, in its folder."""
 TEMPORARY_SECONDS = 3600.0
 _MODES = (0o700, 0o750, 0o770)
 _MOST_NAME = 255
@@ -98,6 +100,8 @@ class FileObjects:
     >>> objects.close(); folder.cleanup()
     """
 
+    threads = 4
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -112,7 +116,7 @@ class FileObjects:
             raise SpecError("mode", oct(mode), "one of 0o700, 0o750 and 0o770")
         self._mode, self._sync = mode, flag("sync", sync)
         self._owners = {os.geteuid(), *owners}
-        parent = os.path.abspath(directory)
+        self._parent = parent = os.path.abspath(directory)
         self.root = f"{parent}/{ROOT}"
         self._safe: set[str] = set()
         self._common_headers: dict[tuple[str, ...], header.CommonHeader] = {}
@@ -233,12 +237,12 @@ class FileObjects:
                 continue
             if inside[0] == "tmp" and _TEMPORARY.fullmatch(path.name):
                 yield path, "temporary"
-            elif path.name.endswith(DAMAGED) and _key_of(str(path.parent), path.stem):
+            elif path.name.endswith(DAMAGED) and key_of(str(path.parent), path.stem):
                 yield path, "damaged"
             elif not (
                 inside[0].startswith("index")
-                or path.name == "space.json"
-                or _key_of(str(path.parent), path.name)
+                or path.name == SPACE_FILE
+                or key_of(str(path.parent), path.name)
             ):
                 yield path, "foreign"
 
@@ -246,9 +250,9 @@ class FileObjects:
         """Keep the description of a space in its folder. The first description stays."""
         folder = f"{self.root}/{check_digest('space', space)}"
         self._make_folder(folder)
-        if not os.path.exists(f"{folder}/space.json"):
+        if not os.path.exists(f"{folder}/{SPACE_FILE}"):
             text = json.dumps(dict(description), indent=1, sort_keys=True).encode()
-            self._create(f"{folder}/space.json", [memoryview(text)])
+            self._create(f"{folder}/{SPACE_FILE}", [memoryview(text)])
 
     def spaces(self) -> dict[str, Mapping[str, str]]:
         """Return the description of each space. It is empty if it cannot be read."""
@@ -256,7 +260,7 @@ class FileObjects:
         for name in self._space_names():
             found[name] = {}
             with suppress(OSError, ValueError, StoreError):
-                with self._opened(f"{self.root}/{name}/space.json") as (descriptor, _):
+                with self._opened(f"{self.root}/{name}/{SPACE_FILE}") as (descriptor, _):
                     text = json.loads(os.pread(descriptor, header.MAX_HEADER, 0))
                 found[name] = {str(field): str(value) for field, value in text.items()}
         return found
@@ -294,11 +298,7 @@ class FileObjects:
         self._index.close()
 
     def _path(self, key: ObjectKey) -> str:
-        space, page, group, chunk = key.checked()
-        name = f"{page},{_item(group, chunk)}{OBJECT_SUFFIX}"
-        if len(name) + len(DAMAGED) > _MOST_NAME:
-            raise SpecError("key", (group, chunk), "shorter names: a file name has 255 bytes")
-        return f"{self.root}/{space}/{page[:2]}/{name}"
+        return f"{self._parent}/{path_of(key)}"
 
     def _create(self, path: str, parts: list[memoryview]) -> bool:
         """Write a new file and give it its name. Return False if the name exists."""
@@ -445,7 +445,7 @@ class FileObjects:
         folder = f"{self.root}/{space}/{digits:02x}"
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
             for entry in found:
-                key = _key_of(folder, entry.name)
+                key = key_of(folder, entry.name)
                 if key is not None and entry.is_file(follow_symlinks=False):
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
@@ -544,7 +544,20 @@ def _item(group: str, chunk: str) -> str:
     return f"{quote(group, safe='')},{quote(chunk, safe='')}"
 
 
-def _key_of(folder: str, name: str) -> ObjectKey | None:
+def path_of(key: ObjectKey) -> str:
+    """Return the name of the file of an object, from the directory that was passed.
+
+    Raises:
+        SpecError: If a field of the key is not possible, or the name is too long.
+    """
+    space, page, group, chunk = key.checked()
+    name = f"{page},{_item(group, chunk)}{OBJECT_SUFFIX}"
+    if len(name) + len(DAMAGED) > _MOST_NAME:
+        raise SpecError("key", (group, chunk), "shorter names: a file name has 255 bytes")
+    return f"{ROOT}/{space}/{page[:2]}/{name}"
+
+
+def key_of(folder: str, name: str) -> ObjectKey | None:
     """Return the key of the object with this file name, or None if no object has such a name."""
     page, _, item = name.removesuffix(OBJECT_SUFFIX).partition(",")
     group, _, chunk = item.partition(",")

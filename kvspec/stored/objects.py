@@ -13,9 +13,10 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import attrs
 import xxhash
@@ -27,6 +28,9 @@ from kvspec.tickets.stated import encodable
 MAX_PIN = 3600.0
 """The longest pin in seconds. A pin that would last longer is of a clock that was set back."""
 
+# For fewer calls no threads are started.
+_FEW_CALLS = 4
+Result = TypeVar("Result")
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 DTYPE_BYTES = {
@@ -177,7 +181,13 @@ class StoredObject(NamedTuple):
 
 @runtime_checkable
 class Objects(Protocol):
-    """The methods of a store of objects. Several threads may call each method."""
+    """The methods of a store of objects. Several threads may call each method.
+
+    Attributes:
+        threads: Number of objects that a rank should read or write at the same time.
+    """
+
+    threads: int
 
     def write(self, key: ObjectKey, payload: memoryview, contents: ObjectContents) -> bool:
         """Store an object. It becomes visible only when it is whole.
@@ -242,6 +252,16 @@ def checksum(payload: memoryview | bytes | bytearray) -> str:
     return xxhash.xxh3_128_hexdigest(payload)
 
 
+def together(
+    threads: int, call: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]
+) -> list[Result]:
+    """Return the results of calls that run in some threads. All have ended, also after an error."""
+    if threads == 1 or len(arguments) < _FEW_CALLS:
+        return [call(*each) for each in arguments]
+    with ThreadPoolExecutor(threads) as pool:
+        return [*pool.map(lambda each: call(*each), arguments)]
+
+
 def check_payload(payload: memoryview, contents: ObjectContents) -> memoryview:
     """Return *payload* as bytes. Raise `SpecError` if its length is not that of its contents."""
     view = payload.cast("B") if payload.format != "B" or payload.ndim != 1 else payload
@@ -269,6 +289,8 @@ class MemoryObjects:
     >>> bytes(target)
     b'keys'
     """
+
+    threads = 1
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = None if limit is None else positive_int("limit", limit)

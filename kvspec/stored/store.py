@@ -47,7 +47,7 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.stored.buffer import SlotBuffer
 from kvspec.stored.lookup import explain_lookup, longest_prefix, pages_read
 from kvspec.stored.names import ModelIdentity, PromptIdentity, page_names, space_of
-from kvspec.stored.objects import ObjectContents, ObjectKey, Objects
+from kvspec.stored.objects import ObjectContents, ObjectKey, Objects, together
 from kvspec.stored.page_steps import (
     StateBlocks,
     Tables,
@@ -68,8 +68,8 @@ BUFFER_BYTES = 64 << 20
 """Bytes of the buffer of a rank by default. It holds at least one page."""
 PIN_SECONDS = 300.0
 """Seconds after which the pins of a hit end by default, if nobody closes it."""
-# Pages whose objects are searched with one call. Few prompts have more.
-_LOOKUP_PAGES = 256
+# Pages whose objects are searched with the first call, and the most: each call doubles them.
+_FIRST_PAGES, _LOOKUP_PAGES = 8, 256
 
 
 class LoadError(KVSpecError):
@@ -333,11 +333,13 @@ class _Found:
         }
         self._groups = [group for group in plan.engine.groups if group.name in sources]
         self._known: dict[tuple[str, int], bool] = {}
+        self._ask = _FIRST_PAGES
 
     def has(self, group: str, page: int) -> bool:
         """Return whether all objects of *page* that a group of the engine reads are stored."""
         if (group, page) not in self._known:
-            pages = range(page, min(page + _LOOKUP_PAGES, len(self._names)))
+            pages = range(page, min(page + self._ask, len(self._names)))
+            self._ask = min(2 * self._ask, _LOOKUP_PAGES)
             names = self._names[pages.start : pages.stop]
             there = self._store.has(names, self._by_group[group])
             self._known.update(zip(((group, at) for at in pages), there, strict=True))
@@ -489,12 +491,15 @@ class RankPages:
         if new:
             requests = store_requests(self.store_plan, stored.group, new, *memory)
             slots.gather(stored, requests, len(new))
-        written: list[ObjectKey] = []
         contents = self.store.contents(stored)
-        for slot, page in enumerate(new):
-            # Another engine may have written it since.
-            there[page] = not objects.write(keys[page], slots.payload(stored, slot), contents)
-            written += [] if there[page] else [keys[page]]
+
+        def write(slot: int, page: int) -> bool:
+            return objects.write(keys[page], slots.payload(stored, slot), contents)
+
+        created = together(objects.threads, write, [*enumerate(new)])
+        written = [keys[page] for page, own in zip(new, created, strict=True) if own]
+        # Another engine may have written it since.
+        there |= {page: not own for page, own in zip(new, created, strict=True)}
         return attrs.evolve(
             saved,
             written=(*saved.written, *written),
@@ -575,10 +580,15 @@ class RankPages:
         """Load one batch: read and verify all its objects, then write the cache."""
         slots = self._loading
         rows = {stored: slots.rows(stored, request) for stored, request in requests.items()}
-        for stored in requests:
-            for slot, page in enumerate(moving[stored]):
-                key = self.store.key(names[page], stored)
-                self.store.objects.read(key, slots.payload(stored, slot))
+
+        def read(stored: PageObject, slot: int, page: int) -> None:
+            key = self.store.key(names[page], stored)
+            self.store.objects.read(key, slots.payload(stored, slot))
+
+        wanted = [
+            (stored, slot, page) for stored in requests for slot, page in enumerate(moving[stored])
+        ]
+        together(self.store.objects.threads, read, wanted)
         for stored in requests:
             slots.scatter(stored, rows[stored], len(moving[stored]))
 

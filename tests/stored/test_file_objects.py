@@ -14,50 +14,22 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from obstore.store import MemoryStore
 
 from kvspec.errors import SpecError, StoreError
 from kvspec.stored import file_objects
+from kvspec.stored.bucket_objects import BucketObjects
 from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.header import HEADER_VERSION, decode, encode
 from kvspec.stored.index import PageIndex
 from kvspec.stored.objects import (
     MemoryObjects,
     ObjectContents,
-    ObjectKey,
     Objects,
     StoredTensor,
     checksum,
 )
-from tests.support.asked import has, pin
-
-SPACE = "5a" * 32
-SIZE = 6000
-CONTENTS = ObjectContents.of_bytes(SIZE, {"model": "org/m"})
-
-
-def key(page: int, chunk: str = "tp0", group: str = "full") -> ObjectKey:
-    return ObjectKey(SPACE, f"{page:064x}", group, chunk)
-
-
-def payload(page: int) -> memoryview:
-    return memoryview(bytes([page % 256, 7]) * (SIZE // 2))
-
-
-def put(objects: Objects, *pages: int) -> None:
-    for page in pages:
-        assert objects.write(key(page), payload(page), CONTENTS)
-
-
-def get(objects: Objects, page: int) -> bytes:
-    target = bytearray(SIZE)
-    objects.read(key(page), memoryview(target))
-    return bytes(target)
-
-
-def problem(objects: Objects, page: int) -> tuple[str, str]:
-    with pytest.raises(StoreError) as caught:
-        get(objects, page)
-    return caught.value.problem, caught.value.field
+from tests.support.asked import CONTENTS, SIZE, SPACE, get, has, key, payload, pin, problem, put
 
 
 @pytest.fixture
@@ -71,9 +43,11 @@ def file_of(objects: FileObjects, page: int) -> Path:
     return Path(objects._path(key(page)))
 
 
-@pytest.mark.parametrize("kind", ["memory", "files"])
+@pytest.mark.parametrize("kind", ["memory", "files", "bucket"])
 def test_objects_are_written_once_and_read_as_written(kind: str, tmp_path: Path) -> None:
-    objects = MemoryObjects() if kind == "memory" else FileObjects(tmp_path)
+    objects: Objects = FileObjects(tmp_path)
+    if kind != "files":
+        objects = MemoryObjects() if kind == "memory" else BucketObjects(MemoryStore())
     put(objects, 1, 2)
     other = ObjectContents.of_bytes(SIZE)
     assert not objects.write(key(1), payload(9), other)

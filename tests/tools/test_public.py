@@ -56,7 +56,7 @@ PROVISIONAL = """
     kvspec.models architectures
     kvspec.models.catalogue config names
     kvspec.session SessionCollector Transport
-    kvspec.stored FileObjects Hit LoadError Loaded MemoryObjects ObjectContents ObjectKey
+    kvspec.stored BucketObjects FileObjects Hit LoadError Loaded MemoryObjects ObjectContents ObjectKey
     kvspec.stored Objects PageLoadPlan PageObject PageStore RankPages Saved StorePlan
     kvspec.stored StoredObject StoredSpec StoredTensor explain_lookup longest_prefix
     kvspec.stored plan_load plan_store

@@ -21,6 +21,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.ownership.dtypes import dtype_name
+from kvspec.stored.bucket_objects import BucketObjects
 from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.names import ModelIdentity
 from kvspec.stored.placement import StoredSpec
@@ -53,14 +54,15 @@ class StoreSettings:
     """The setting `store`. All engines that share pages need the same values but *limit*.
 
     Attributes:
-        directory: The directory of the pages. Workers on several nodes share it.
+        directory: The directory of the pages, or the address of a bucket, such as
+            "s3://bucket/folder". Workers on several nodes share it.
         page_tokens: Tokens of a page, such as a multiple of the block sizes of all engines.
         head_groups: Head groups of a page. `StoredSpec.of` chooses a number by default.
         layer_ranges: Layer ranges of a page: a multiple of the pipeline stages of all engines.
         context_size: Chunks of tokens of a page: the number of context ranks of all engines.
         interleave_size: The interleave size of these chunks.
         limit: Bytes that the directory may have. Pages that were not used for the longest time are
-            removed first. No limit by default.
+            removed first. No limit by default. A bucket has rules of its own instead.
         weights: Version of the weights. "" if they are those of the revision.
     """
 
@@ -107,7 +109,21 @@ class StoreSettings:
             context_size=self.context_size,
             interleave_size=self.interleave_size,
         )
-        return PageStore(placement, model, FileObjects(self.directory, limit=self.limit))
+        return PageStore(placement, model, opened(self.directory, self.limit))
+
+
+def opened(place: str, limit: int | None) -> FileObjects | BucketObjects:
+    """Return the objects of a directory or of a bucket.
+
+    Raises:
+        SpecError: If a bucket cannot be used, or has a limit.
+        StoreError: If a directory cannot be used.
+    """
+    if "://" not in place:
+        return FileObjects(place, limit=limit)
+    if limit is not None:
+        raise SpecError(f"{_FIELD}['limit']", limit, "none for a bucket, which has its own rules")
+    return BucketObjects.of_url(place)
 
 
 def read_store(value: object) -> StoreSettings | None:
