@@ -56,8 +56,8 @@ PROVISIONAL = """
     kvspec.models architectures
     kvspec.models.catalogue config names
     kvspec.session SessionCollector Transport
-    kvspec.stored BucketObjects FileObjects Hit LoadError Loaded MemoryObjects ObjectContents ObjectKey
-    kvspec.stored Objects PageLoadPlan PageObject PageStore RankPages Saved StorePlan
+    kvspec.stored BucketObjects FileObjects Hit LoadError Loaded MemoryObjects ObjectContents
+    kvspec.stored ObjectKey Objects PageLoadPlan PageObject PageStore RankPages Saved StorePlan
     kvspec.stored StoredObject StoredSpec StoredTensor explain_lookup longest_prefix
     kvspec.stored plan_load plan_store
     kvspec.stored BegunStore BlocksReleased PageFailed PageStored StoreLedger
