@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import attrs
 import typer
 
 from kvspec.cli import printing
+from kvspec.cli.store_demo import Demonstration
 from kvspec.errors import SpecError, StoreError, counted, nbytes
 from kvspec.stored.file_objects import ROOT, TEMPORARY_SECONDS, FileObjects
 from kvspec.stored.names import ModelIdentity, PromptIdentity
@@ -109,6 +111,23 @@ def explain(
                     hit = hit or not words.startswith("0 ")
             typer.echo(f"space {space[:16]}: {words}")
     if not hit:
+        raise typer.Exit(printing.WRONG)
+
+
+@store.command()
+def demo(
+    directory: Path | None = typer.Option(None, help="A new directory for the pages, which stays."),
+) -> None:
+    """Store a prompt at TP 8, load it in other engines, damage the store, and judge every byte.
+
+    Exit status 0: all steps were right. 1: see the output.
+    """
+    with printing.reported_errors(), tempfile.TemporaryDirectory() as folder:
+        right = True
+        for was_right, line in Demonstration(directory or Path(folder)).lines():
+            typer.echo(f"{'right' if was_right else 'WRONG'}  {line}")
+            right = right and was_right
+    if not right:
         raise typer.Exit(printing.WRONG)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,15 @@ from typer.testing import CliRunner, Result
 
 import kvspec
 from kvspec.cli import app as cli
-from kvspec.stored import FileObjects, ModelIdentity, PageStore, PromptIdentity, StoredSpec
+from kvspec.stored import (
+    FileObjects,
+    Loaded,
+    ModelIdentity,
+    PageStore,
+    PromptIdentity,
+    RankPages,
+    StoredSpec,
+)
 
 TOKENS = list(range(35))
 
@@ -92,3 +102,27 @@ def test_store_reports_bad_input_in_one_line(arguments: list[str], directory: Pa
     done = run(*(argument.format(directory) for argument in arguments))
     assert done.exit_code == 2
     assert "expected" in done.output
+
+
+def test_demo_judges_each_step(tmp_path: Path) -> None:
+    shown = run("demo", "--directory", tmp_path / "new")
+    assert shown.exit_code == 0, shown.output
+    lines = shown.output.splitlines()
+    assert len(lines) == 10
+    assert all(line.startswith("right") for line in lines)
+    assert "checksum" in lines[5]
+    assert run("demo", "--directory", tmp_path / "new").exit_code == 2
+
+
+def test_demo_finds_a_load_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = RankPages.load
+
+    def load(*arguments: Any, **options: Any) -> Loaded:
+        done = right(*arguments, **options)
+        ctypes.c_ubyte.from_address(arguments[0].cache.memory[0].address).value ^= 1
+        return done
+
+    monkeypatch.setattr(RankPages, "load", load)
+    shown = run("demo", "--directory", tmp_path / "new")
+    assert shown.exit_code == 1
+    assert "WRONG  TP 3 loads" in shown.output
