@@ -4,17 +4,23 @@ The first engine stores pages while clients come and leave, and ends: at rest, o
 middle. The second one has other sizes, and loads what it finds. A row is right if no answer differs
 from that of one engine alone, no request is stuck, no engine holds a block at rest, and the second
 one has loaded pages.
+
+The row with a bucket needs obstore beside vLLM, and a Python with `pip install --group s3`, whose
+path is in KVSPEC_S3_PYTHON. Without that variable it is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +30,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
 
 import models
 import serve
-from servers import CONNECTORS, Server, running, vllm
+from servers import CONNECTORS, Server, free_port, running, vllm
 from traffic import VERDICTS, Outcome, Traffic, chosen, prompts
 
 PAGE = 64
+S3_PYTHON, BUCKET = "KVSPEC_S3_PYTHON", "kvspec"
+MAKE_BUCKET = """
+import sys, time, boto3
+client = boto3.client("s3", endpoint_url=sys.argv[1], region_name="us-east-1")
+for _ in range(100):
+    try:
+        client.create_bucket(Bucket=sys.argv[2])
+        break
+    except Exception as error:
+        time.sleep(0.3)
+else:
+    raise error
+"""
 LOADED = "vllm:external_prefix_cache_hits_total"
 """The metric that counts the tokens that came from stored pages."""
 
@@ -44,6 +63,7 @@ class Row:
         blocks: Blocks of the pools of both engines.
         killed: Whether the first engine is killed while it serves.
         limit: Bytes that the directory may have, or None.
+        bucket: Whether the pages are in a bucket of a local server, not in a directory.
         head_groups: Head groups of a page.
     """
 
@@ -54,6 +74,7 @@ class Row:
     blocks: tuple[int, int] = (1024, 1024)
     killed: bool = False
     limit: int | None = None
+    bucket: bool = False
     head_groups: int = 6
 
 
@@ -62,13 +83,15 @@ ROWS = (
     Row(name="stored, first engine killed", killed=True),
     Row(name="stored, windows, small pools", model="gemma-2", blocks=(256, 192), head_groups=2),
     Row(name="stored, directory limited to 8 MB", limit=8 << 20),
+    Row(name="stored, bucket", bucket=True),
 )
 
 
 def engine(row: Row, side: int, place: Path, model: Path) -> Server:
     """Start the first engine (0) or the second one (1)."""
     name = ("first", "second")[side]
-    store: dict[str, Any] = {"directory": str(place / "pages"), "page_tokens": PAGE}
+    directory = f"s3://{BUCKET}/pages" if row.bucket else str(place / "pages")
+    store: dict[str, Any] = {"directory": directory, "page_tokens": PAGE}
     store |= {"head_groups": row.head_groups} | ({"limit": row.limit} if row.limit else {})
     connector = CONNECTORS["KvspecConnector"] | {
         "kv_role": "kv_both",
@@ -85,6 +108,23 @@ def engine(row: Row, side: int, place: Path, model: Path) -> Server:
         block_size=row.block_sizes[side],
         tp=row.tp[side],
     )
+
+
+@contextmanager
+def local_bucket() -> Iterator[None]:
+    """Run a server with the protocol of S3, and state it in the environment of the engines."""
+    url = f"http://127.0.0.1:{free_port()}"
+    login = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+    os.environ.update(login, AWS_ENDPOINT_URL=url, AWS_ALLOW_HTTP="true")
+    python, quiet = os.environ[S3_PYTHON], subprocess.DEVNULL
+    command = [python, "-m", "moto.server", "-p", url.rpartition(":")[2]]
+    server = subprocess.Popen(command, stdout=quiet, stderr=quiet)
+    try:
+        subprocess.run([python, "-c", MAKE_BUCKET, url, BUCKET], check=True)
+        yield
+    finally:
+        server.kill()
+        server.wait()
 
 
 def served(row: Row, options: argparse.Namespace) -> dict[str, Any]:
@@ -159,7 +199,11 @@ def main(write: Callable[[str], object] = print) -> int:
     write(f"logs, models and pages: {options.folder}\n\n{HEAD}")
     wrong = 0
     for row in (row for row in ROWS if row.name in options.row):
-        numbers = served(row, options)
+        if row.bucket and S3_PYTHON not in os.environ:
+            write(f"| {row.name} | left out: {S3_PYTHON} is not set |")
+            continue
+        with local_bucket() if row.bucket else nullcontext():
+            numbers = served(row, options)
         wrong += not numbers["right"]
         write(line(numbers))
         for why in numbers["why"]:
