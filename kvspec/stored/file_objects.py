@@ -95,7 +95,7 @@ class FileObjects:
     True
     >>> target = bytearray(4)
     >>> objects.read(key, memoryview(target))
-    >>> bytes(target), objects.has([key])
+    >>> bytes(target), objects.has(key.space, [key.page], [("full", "tp0")])
     (b'keys', [True])
     >>> objects.close(); folder.cleanup()
     """
