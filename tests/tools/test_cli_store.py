@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -90,5 +91,77 @@ def test_store_prunes_one_space(directory: Path) -> None:
 )
 def test_store_reports_bad_input_in_one_line(arguments: list[str], directory: Path) -> None:
     done = run(*(argument.format(directory) for argument in arguments))
+    assert done.exit_code == 2
+    assert "expected" in done.output
+
+
+def files(directory: Path) -> set[str]:
+    return {str(path) for path in directory.rglob("*") if not path.parent.name.startswith("index")}
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        "[]",
+        {"model": "{{"},
+        {"placement": "{{"},
+        {"placement": "[]"},
+        {"placement": "null"},
+        {"placement": "[" * 100_000},
+        {"model": "[" * 100_000},
+        {"model": "3"},
+    ],
+)
+def test_store_explains_the_other_spaces_despite_a_broken_description(
+    description: str | dict[str, str], directory: Path
+) -> None:
+    path = next(directory.rglob("space.json"))
+    other = path.parent.parent / ("ab" * 32) / "space.json"
+    other.parent.mkdir(mode=0o700)
+    right = json.loads(path.read_text())
+    broken = right | description if isinstance(description, dict) else json.loads(description)
+    other.write_text(json.dumps(broken))
+    tokens = directory.parent / "tokens.json"
+    hit = run("explain", directory, "--tokens", tokens)
+    assert hit.exit_code == 0, hit.output
+    assert "32 of 32 tokens can be loaded" in hit.output
+    assert run("ls", directory).exit_code == 0
+
+
+def test_store_explain_changes_nothing(directory: Path) -> None:
+    """A description that belongs to another space would begin that space."""
+    path = next(directory.rglob("space.json"))
+    path.parent.rename(path.parent.with_name("ab" * 32))
+    before = files(directory)
+    done = run("explain", directory, "--tokens", directory.parent / "tokens.json")
+    assert done.exit_code == 1
+    assert before == files(directory)
+
+
+def test_store_prune_leaves_files_of_others_and_goes_on(directory: Path) -> None:
+    first, second, *_ = sorted(directory.rglob("*.safetensors"))
+    first.write_text("a letter to a friend, of some length")
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-1])
+    space = next((directory / "kvspec-pages-1").glob("?" * 64)).name
+    pruned = run("prune", directory, "--space", space)
+    assert pruned.exit_code == 1
+    assert str(first) in pruned.output.replace("\n", "")
+    assert [first] == [*directory.rglob("*.safetensors*")]
+
+
+def test_store_shows_a_name_in_one_line(directory: Path) -> None:
+    os.close(os.open(os.fsencode(directory / "kvspec-pages-1") + b"/\xff\n9 objects", os.O_CREAT))
+    done = run("check", directory)
+    assert done.exit_code == 1
+    assert [line for line in done.output.splitlines() if line.startswith("9")] == []
+    done.output.encode()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[1.5]", "[true]"])
+def test_store_explain_refuses_tokens_that_are_no_tokens(text: str, directory: Path) -> None:
+    tokens = directory.parent / "tokens.json"
+    tokens.write_text(text)
+    done = run("explain", directory, "--tokens", tokens)
     assert done.exit_code == 2
     assert "expected" in done.output
