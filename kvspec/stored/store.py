@@ -1,7 +1,8 @@
 """The interface for connectors: save whole pages, find the longest stored prefix, load it.
 
 Invariant: a load writes to the cache only bytes of objects that were read whole and verified. If it
-fails, it has written whole pages up to one page and nothing behind, and its error names this page.
+fails, it has written whole pages up to one page and nothing behind. Its error names the pages from
+which the engine can continue.
 
 How it works:
     A scheduler and its workers each make a `PageStore` from equal arguments. They exchange only
@@ -73,17 +74,18 @@ _LOOKUP_PAGES = 256
 
 
 class LoadError(KVSpecError):
-    """A load that failed. The pages before one page are in the cache, no other page has changed.
+    """A load that failed. Each byte that it has written is right.
 
     Attributes:
         loaded: Numbers of the pages from which the engine can continue, whole and verified. None if
-            a group reads only the last pages, such as a window: it has none for a shorter prefix.
-        missing: Numbers of the other pages of the load.
+            a group needs earlier pages for a shorter prefix, such as a window, or has none for it,
+            such as a state. Otherwise no byte behind these pages has been written.
+        missing: Numbers of the other pages of the load. The engine computes them.
     """
 
     def __init__(self, loaded: range, missing: range, why: str) -> None:
-        pages = f"pages {missing.start}..{missing.stop - 1} are not in the cache"
-        super().__init__(f"{pages}, {len(loaded)} pages before them are: {why}")
+        pages = f"pages {missing.start}..{missing.stop - 1} cannot be used"
+        super().__init__(f"{pages}, {len(loaded)} pages before them can: {why}")
         self.loaded, self.missing, self.why = loaded, missing, why
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -559,9 +561,16 @@ class RankPages:
                 try:
                     self._load(moving, requests, known)
                 except (StoreError, OSError) as error:
-                    # A group that reads only the last pages has none for a shorter prefix.
-                    all_read = {pages.start for pages in own.values()} == {first}
-                    stop = batch.start if all_read else first
+                    # A window of a shorter prefix begins earlier, and a state is in another page.
+                    shorter = {
+                        stored: load_pages(plan, stored.group, batch.start, cached_tokens)
+                        for stored in own
+                    }
+                    can_continue = all(
+                        not pages or own[stored].start <= pages.start
+                        for stored, pages in shorter.items()
+                    )
+                    stop = batch.start if can_continue else first
                     missing = range(stop, wanted.stop)
                     raise LoadError(range(first, stop), missing, str(error)) from error
                 count += sum(map(len, moving.values()))

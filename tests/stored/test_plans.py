@@ -315,3 +315,22 @@ def test_wrong_arguments_are_refused() -> None:
         with pytest.raises(SpecError) as caught:
             call()
         assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("chunked", "loaded"), [(False, 0), (True, 1)])
+def test_pages_count_as_loaded_if_a_shorter_prefix_needs_no_earlier_page(
+    *, chunked: bool, loaded: int
+) -> None:
+    """A window of a shorter prefix begins earlier. A chunk begins at the same token."""
+    spec: Any = attrs.evolve(WINDOW, sliding_window=14)
+    if chunked:
+        sizes = {"block_size": 4, "total_num_kv_heads": 4, "head_size": 8, "dtype": "float16"}
+        spec = kvspec.ChunkedLocalAttentionSpec(attention_chunk_size=40, **sizes)
+    own = engine(spec)
+    store, names, [result] = saved(own, {"g0": range(1, 15)}, 7)
+    store.objects.remove([key for key in result.written if key.page == names[6]])
+    cache, _ = kvspec.allocate(own, RankId(), 20)
+    with pytest.raises(LoadError, match="absent") as caught:
+        store.rank_pages(cache, buffer_bytes=1).load(names, 7, {"g0": range(1, 15)})
+    assert range(5, 5 + loaded) == caught.value.loaded
+    assert range(5 + loaded, 7) == caught.value.missing
