@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ import typer
 
 from kvspec.cli import printing
 from kvspec.errors import KVSpecError, SpecError, StoreError, counted, nbytes
-from kvspec.stored.file_objects import ROOT, TEMPORARY_SECONDS, FileObjects
+from kvspec.stored.file_objects import MODES, ROOT, TEMPORARY_SECONDS, FileObjects
 from kvspec.stored.names import ModelIdentity, PromptIdentity, space_of
 from kvspec.stored.objects import StoredObject
 from kvspec.stored.placement import StoredSpec
@@ -38,7 +39,9 @@ def _opened(directory: Path) -> Iterator[FileObjects]:
     with printing.reported_errors():
         if not (directory / ROOT).is_dir():
             raise SpecError("DIRECTORY", str(directory), f"a directory that contains {ROOT}")
-        objects = FileObjects(directory)
+        # Engines may share the directory with their group. Other permissions are refused.
+        mode = stat.S_IMODE((directory / ROOT).lstat().st_mode)
+        objects = FileObjects(directory, mode=mode if mode in MODES else MODES[0])
         try:
             yield objects
         finally:

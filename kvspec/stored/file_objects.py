@@ -57,7 +57,7 @@ ROOT = "kvspec-pages-1"
 OBJECT_SUFFIX = ".safetensors"
 DAMAGED = ".damaged"
 TEMPORARY_SECONDS = 3600.0
-_MODES = (0o700, 0o750, 0o770)
+MODES = (0o700, 0o750, 0o770)
 _MOST_NAME = 255
 # Space, first two digits and name: the parts of the path of an object.
 _OBJECT_DEPTH = 3
@@ -110,7 +110,7 @@ class FileObjects:
         sync: bool = False,
     ) -> None:
         self.limit = None if limit is None else positive_int("limit", limit)
-        if mode not in _MODES:
+        if mode not in MODES:
             raise SpecError("mode", oct(mode), "one of 0o700, 0o750 and 0o770")
         self._mode, self._sync = mode, flag("sync", sync)
         self._owners = {os.geteuid(), *owners}

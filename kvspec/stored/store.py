@@ -297,7 +297,7 @@ class PageStore:
             try:
                 other = ModelIdentity.from_params(json.loads(description["model"]))
                 why = explain_difference(self.model, other)
-            except (KeyError, ValueError) as error:  # Another version wrote it.
+            except (KeyError, ValueError, RecursionError) as error:  # Another version wrote it.
                 why = str(error)
             lines.append(f"pages of another space: {why or 'another placement'}")
         return lines

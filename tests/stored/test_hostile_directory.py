@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import kvspec
 from kvspec.errors import StoreError
+from kvspec.stored import ModelIdentity, PageStore, StoredSpec
 from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.objects import ObjectContents, ObjectKey
 
@@ -166,3 +169,14 @@ def test_an_old_temporary_file_that_cannot_be_deleted_stays(
 
     monkeypatch.setattr(Path, "unlink", refuse)
     assert FileObjects(Path(store.root).parent).has([key(1)]) == [True]
+
+
+@pytest.mark.parametrize("model", ["[" * 100_000, "{", "[]", "\\ud800"])
+def test_other_spaces_are_described_whatever_their_model_is(store: FileObjects, model: str) -> None:
+    Path(store.root, "5a" * 32, "space.json").write_text(json.dumps({"model": model}))
+    spec = kvspec.MLAAttentionSpec(block_size=2, head_size=4, dtype="uint8")
+    group = kvspec.KVCacheGroup(name="g", layers=["l.0"], spec=spec)
+    own = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
+    pages = PageStore(StoredSpec(groups=[group], page_tokens=4), own, store)
+    (line,) = pages.other_spaces()
+    assert line.startswith("pages of another space: ")

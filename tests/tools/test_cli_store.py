@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -165,3 +166,17 @@ def test_store_explain_refuses_tokens_that_are_no_tokens(text: str, directory: P
     done = run("explain", directory, "--tokens", tokens)
     assert done.exit_code == 2
     assert "expected" in done.output
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o770])
+def test_store_opens_a_directory_with_its_own_permissions(mode: int, tmp_path: Path) -> None:
+    FileObjects(tmp_path / "pages", mode=mode).close()
+    for arguments in (["ls"], ["check"], ["prune", "--keep", "0"]):
+        done = run(arguments[0], tmp_path / "pages", *arguments[1:])
+        assert done.exit_code == 0, done.output
+    assert mode == stat.S_IMODE((tmp_path / "pages" / "kvspec-pages-1" / "tmp").stat().st_mode)
+
+
+def test_store_refuses_a_directory_that_anybody_may_change(directory: Path) -> None:
+    (directory / "kvspec-pages-1").chmod(0o777)
+    assert run("ls", directory).exit_code == 2
