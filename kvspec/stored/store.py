@@ -52,6 +52,7 @@ from kvspec.stored.objects import ObjectContents, ObjectKey, Objects
 from kvspec.stored.page_steps import (
     StateBlocks,
     Tables,
+    check_load_tables,
     check_states,
     load_pages,
     load_request,
@@ -544,6 +545,7 @@ class RankPages:
                 stored: load_pages(plan, stored.group, num_pages, cached_tokens)
                 for stored in self._loading.objects
             }
+            self._check_tables(own, num_pages, tables, cached_tokens)
             first = min((pages.start for pages in own.values()), default=wanted.stop)
             count = 0
             for batch in _batches(range(first, wanted.stop), self._loading.pages):
@@ -577,6 +579,23 @@ class RankPages:
             sizes = self.store.placement.object_bytes
             nbytes = sum(sizes(*stored) * len(pages) for stored, pages in own.items())
             return Loaded(pages=wanted, objects=count, nbytes=nbytes)
+
+    def _check_tables(
+        self,
+        own: Mapping[PageObject, range],
+        num_pages: int,
+        tables: Tables,
+        cached_tokens: int,
+    ) -> None:
+        """Raise `SpecError` if a block of any batch is wrong, before the first batch moves."""
+        groups = {stored.group: pages for stored, pages in own.items() if pages}
+        num_blocks: dict[str, int] = {}
+        for region in self.cache.regions:
+            kernel_blocks = self.cache.engine.group(region.group).kernel_blocks_per_block
+            num_blocks[region.group] = region.num_blocks // kernel_blocks
+        for group, pages in groups.items():
+            request = load_request(self.load_plan, group, pages, num_pages, tables, cached_tokens)
+            check_load_tables(self.load_plan, group, request, num_blocks)
 
     def _load(
         self,
