@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import attrs
 import typer
 
 from kvspec.cli import printing
 from kvspec.cli.store_demo import Demonstration
-from kvspec.errors import SpecError, StoreError, counted, nbytes
-from kvspec.stored.file_objects import ROOT, TEMPORARY_SECONDS, FileObjects
-from kvspec.stored.names import ModelIdentity, PromptIdentity
+from kvspec.errors import KVSpecError, SpecError, StoreError, counted, nbytes
+from kvspec.stored.file_objects import MODES, ROOT, TEMPORARY_SECONDS, FileObjects
+from kvspec.stored.names import ModelIdentity, PromptIdentity, space_of
 from kvspec.stored.objects import StoredObject
 from kvspec.stored.placement import StoredSpec
 from kvspec.stored.store import PageStore
+from kvspec.tickets.identity import tokens_of
 from kvspec.tickets.stated import explain_difference
 
 store = typer.Typer(help="Look at a directory of stored pages.", no_args_is_help=True)
 DIRECTORY = typer.Argument(help="The directory that was passed to `FileObjects`.")
+_MOST_SHOWN = 200  # Characters of a malformed text in an error.
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
@@ -37,21 +41,41 @@ def _opened(directory: Path) -> Iterator[FileObjects]:
     with printing.reported_errors():
         if not (directory / ROOT).is_dir():
             raise SpecError("DIRECTORY", str(directory), f"a directory that contains {ROOT}")
-        objects = FileObjects(directory)
+        # Engines may share the directory with their group. Other permissions are refused.
+        mode = stat.S_IMODE((directory / ROOT).lstat().st_mode)
+        objects = FileObjects(directory, mode=mode if mode in MODES else MODES[0])
         try:
             yield objects
         finally:
             objects.close()
 
 
+def _parsed(field: str, text: str) -> Any:  # noqa: ANN401 - any value of JSON
+    """Return the JSON value of *text*. Raise `SpecError` with the name *field* if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(field, text[:_MOST_SHOWN], f"a text in JSON ({error})") from None
+
+
 def _model(description: Mapping[str, str]) -> ModelIdentity:
-    return ModelIdentity.from_params(json.loads(description.get("model", "null")))
+    return ModelIdentity.from_params(_parsed("model", description.get("model", "null")))
+
+
+def _placement(description: Mapping[str, str]) -> StoredSpec:
+    return StoredSpec.from_params(_parsed("placement", description.get("placement", "null")))
+
+
+def _echo(text: object) -> None:
+    """Print one line. A file name may have line breaks, and bytes that are not text."""
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    typer.echo("".join(shown))
 
 
 def _words(description: Mapping[str, str]) -> str:
     try:
         fields = attrs.asdict(_model(description))
-    except (SpecError, ValueError):
+    except SpecError:
         return "not described"
     return ", ".join(f"{name} {value}" for name, value in fields.items() if value)
 
@@ -90,28 +114,45 @@ def explain(
     """
     with _opened(directory) as objects:
         try:
-            token_ids = json.loads(tokens.read_text())
+            text = tokens.read_text()
         except (OSError, ValueError) as error:
             raise SpecError("--tokens", str(tokens), f"a file with JSON ({error})") from None
+        token_ids = tokens_of(_parsed("--tokens", text)).tolist()
         given = {"model": model, "revision": revision, "weights": weights}
         wanted = {name: value for name, value in given.items() if value}
+        prompt = PromptIdentity.of_text(adapter=adapter, salt=salt)
         hit = False
         for space, description in objects.spaces().items():
-            words = "it has no description"
-            if "model" in description and "placement" in description:
-                stored = _model(description)
-                words = explain_difference(attrs.evolve(stored, **wanted), stored)
-                if not words:
-                    placement = StoredSpec.from_params(json.loads(description["placement"]))
-                    pages = PageStore(placement, stored, objects)
-                    names = pages.names(
-                        token_ids, PromptIdentity.of_text(adapter=adapter, salt=salt)
-                    )
-                    words = pages.explain(names, placement.engine)
-                    hit = hit or not words.startswith("0 ")
+            try:
+                words = _explained(objects, space, description, wanted, token_ids, prompt)
+            except KVSpecError as error:  # Another version wrote it, or somebody has changed it.
+                words = f"its description cannot be used: {error}"
+            hit = hit or re.match("[1-9]", words) is not None
             typer.echo(f"space {space[:16]}: {words}")
     if not hit:
         raise typer.Exit(printing.WRONG)
+
+
+def _explained(
+    objects: FileObjects,
+    space: str,
+    description: Mapping[str, str],
+    wanted: Mapping[str, str],
+    token_ids: Sequence[int],
+    prompt: PromptIdentity,
+) -> str:
+    """Return in words what *space* has of a prompt. They begin with the number of tokens."""
+    if not {"model", "placement"} <= description.keys():
+        return "it has no description"
+    stored = _model(description)
+    if why := explain_difference(attrs.evolve(stored, **wanted), stored):
+        return why
+    placement = _placement(description)
+    # To open another space would create it.
+    if space_of(stored, placement.digest) != space:
+        return "its description is that of another space"
+    pages = PageStore(placement, stored, objects)
+    return pages.explain(pages.names(token_ids, prompt), placement.engine)
 
 
 @store.command()
@@ -145,10 +186,10 @@ def check(directory: Path = DIRECTORY) -> None:
                 right += 1
             except StoreError as error:
                 wrong += error.problem != "absent"  # It may leave while the command runs.
-                typer.echo(str(error))
+                _echo(error)
         strays = [f"{path}: {kind}" for path, kind in objects.strays() if kind != "temporary"]
         for stray in strays:
-            typer.echo(stray)
+            _echo(stray)
         typer.echo(f"{counted(right, 'object')} with {nbytes(size)} right, {wrong} wrong")
     if wrong or strays:
         raise typer.Exit(printing.WRONG)
@@ -166,26 +207,38 @@ def prune(
     keep: str = typer.Option("", help="Bytes to keep, such as 200g. The oldest pages leave."),
     space: str = typer.Option("", help="Delete all pages of this space: its first digits."),
 ) -> None:
-    """Delete damaged objects, and pages by the options. Pinned pages stay with --keep."""
+    """Delete damaged objects, and pages by the options. Pinned pages stay with --keep.
+
+    Exit status 1: some files of others were in the way, and stay.
+    """
     with _opened(directory) as objects:
-        for path, kind in objects.strays():
-            old = time.time() - path.lstat().st_mtime > TEMPORARY_SECONDS
-            if kind == "damaged" or (kind == "temporary" and old):
-                path.unlink()
-                typer.echo(f"deleted {path}")
-        deleted = 0
+        most = _size(keep) if keep else None
+        deleted, wrong = 0, 0
         if space:
             found = [name for name in objects.spaces() if name.startswith(space)]
             if len(found) != 1:
                 raise SpecError("--space", space, f"the begin of one space, not of {len(found)}")
-            deleted += objects.remove([one.key for one in objects.stored_objects(found[0])])
-        if keep:
-            deleted += objects.free_bytes(max(0, objects.num_bytes() - _size(keep)))
+            for one in objects.stored_objects(found[0]):
+                try:
+                    deleted += objects.remove([one.key])
+                except StoreError as error:
+                    wrong += error.problem != "damaged"  # It is a stray now.
+                    _echo(error)
+        if most is not None:
+            deleted += objects.free_bytes(max(0, objects.num_bytes() - most))
+        for path, kind in objects.strays():
+            with suppress(FileNotFoundError):  # Another process deleted it.
+                old = time.time() - path.lstat().st_mtime > TEMPORARY_SECONDS
+                if kind == "damaged" or (kind == "temporary" and old):
+                    path.unlink()
+                    _echo(f"deleted {path}")
         typer.echo(f"deleted {counted(deleted, 'object')}, {nbytes(objects.num_bytes())} left")
+    if wrong:
+        raise typer.Exit(printing.WRONG)
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([kmgt]?)(?:i?b)?", text.lower())
+    match = re.fullmatch(r"([0-9]+)([kmgt]?)(?:i?b)?", text.lower())
     if match is None:
         raise SpecError("--keep", text, "a number of bytes, such as 500m or 200g")
     return int(match[1]) << _UNITS[match[2]]

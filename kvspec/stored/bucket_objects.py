@@ -145,11 +145,12 @@ class BucketObjects:
             name = folder.rpartition("/")[2]
             with suppress(SpecError):
                 found[check_digest("space", name)] = {}
-            with suppress(OSError, ValueError, StoreError, AttributeError):
+            with suppress(OSError, ValueError, RecursionError, StoreError):
                 with self._named(folder):
                     content = self._client.get(self._store, f"{folder}/{SPACE_FILE}").bytes()
                 text = json.loads(bytes(content))
-                found[name] = {str(field): str(value) for field, value in text.items()}
+                fields = text.items() if isinstance(text, dict) else ()
+                found[name] = {str(field): str(value) for field, value in fields}
         return found
 
     def _create(self, path: str, content: bytes) -> bool:

@@ -60,8 +60,10 @@ DAMAGED = ".damaged"
 SPACE_FILE = "space.json"
 """Name of the description of a space, in its folder."""
 TEMPORARY_SECONDS = 3600.0
-_MODES = (0o700, 0o750, 0o770)
+MODES = (0o700, 0o750, 0o770)
 _MOST_NAME = 255
+# Space, first two digits and name: the parts of the path of an object.
+_OBJECT_DEPTH = 3
 _MOST_WRITE = 1 << 30
 # More bytes at once would lock the index for other processes for too long.
 _MOST_FREED = 1 << 28
@@ -112,7 +114,7 @@ class FileObjects:
         sync: bool = False,
     ) -> None:
         self.limit = None if limit is None else positive_int("limit", limit)
-        if mode not in _MODES:
+        if mode not in MODES:
             raise SpecError("mode", oct(mode), "one of 0o700, 0o750 and 0o770")
         self._mode, self._sync = mode, flag("sync", sync)
         self._owners = {os.geteuid(), *owners}
@@ -136,8 +138,10 @@ class FileObjects:
         """Store an object."""
         view = check_payload(payload, contents)
         path = self._path(key)
-        if os.path.dirname(path) not in self._safe:
-            self._make_folder(os.path.dirname(path))
+        for folder in (f"{self.root}/tmp", os.path.dirname(path)):
+            if folder in self._safe and not os.path.isdir(folder):  # Somebody deleted it.
+                self._safe.clear()
+            self._make_folder(folder)
         head = header.encode(key, contents, checksum(view))
         size = len(head) + view.nbytes
         row = _page(key), _item(key.group, key.chunk), size, time.time_ns()
@@ -235,16 +239,20 @@ class FileObjects:
             inside = path.relative_to(self.root).parts
             if path.is_dir() and not path.is_symlink():
                 continue
-            if inside[0] == "tmp" and _TEMPORARY.fullmatch(path.name):
-                yield path, "temporary"
-            elif path.name.endswith(DAMAGED) and key_of(str(path.parent), path.stem):
-                yield path, "damaged"
-            elif not (
-                inside[0].startswith("index")
-                or path.name == SPACE_FILE
-                or key_of(str(path.parent), path.name)
-            ):
-                yield path, "foreign"
+            if kind := self._kind_of_stray(path, inside):
+                yield path, kind
+
+    def _kind_of_stray(self, path: Path, inside: tuple[str, ...]) -> str:
+        """Return what a file is that is not an object, or "" if it belongs to the store."""
+        in_place = len(inside) == _OBJECT_DEPTH
+        if not path.is_symlink() and path.is_file():
+            if inside[:-1] == ("tmp",) and _TEMPORARY.fullmatch(path.name):
+                return "temporary"
+            if in_place and path.name.endswith(DAMAGED) and key_of(str(path.parent), path.stem):
+                return "damaged"
+        if inside[0].startswith("index") or path.name == SPACE_FILE:
+            return ""
+        return "" if key_of(str(path.parent), path.name) else "foreign"
 
     def describe(self, space: str, description: Mapping[str, str]) -> None:
         """Keep the description of a space in its folder. The first description stays."""
@@ -259,10 +267,11 @@ class FileObjects:
         found: dict[str, Mapping[str, str]] = {}
         for name in self._space_names():
             found[name] = {}
-            with suppress(OSError, ValueError, StoreError):
+            with suppress(OSError, ValueError, RecursionError, StoreError):
                 with self._opened(f"{self.root}/{name}/{SPACE_FILE}") as (descriptor, _):
                     text = json.loads(os.pread(descriptor, header.MAX_HEADER, 0))
-                found[name] = {str(field): str(value) for field, value in text.items()}
+                fields = text.items() if isinstance(text, dict) else ()
+                found[name] = {str(field): str(value) for field, value in fields}
         return found
 
     def num_bytes(self) -> int:
@@ -287,7 +296,8 @@ class FileObjects:
             for item in filter(None, items.split("/")):
                 group, _, chunk = map(unquote, item.partition(","))
                 key = ObjectKey(page[:32].hex(), page[32:].hex(), group, chunk)
-                with suppress(StoreError):  # Another kind of file stays.
+                # Another kind of file stays. A row of a damaged index may have no key.
+                with suppress(StoreError, SpecError):
                     deleted.append(self._remove(key))
 
         self._index.free_bytes(num_bytes, delete)
@@ -450,7 +460,9 @@ class FileObjects:
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         item = _item(key.group, key.chunk)
-                        yield _page(key), item, status.st_size, status.st_mtime_ns
+                        # A time after the year 2262 exceeds an integer of SQLite.
+                        used = min(status.st_mtime_ns, time.time_ns())
+                        yield _page(key), item, status.st_size, used
 
     def _space_names(self) -> list[str]:
         names = []
@@ -463,7 +475,7 @@ class FileObjects:
     def _delete_temporary(self) -> None:
         """Delete files that writers left behind when they were killed."""
         for entry in os.scandir(f"{self.root}/tmp"):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # It is deleted already, or the disk is read-only.
                 status = entry.stat(follow_symlinks=False)
                 old = time.time() - status.st_mtime > TEMPORARY_SECONDS
                 old = old and _TEMPORARY.fullmatch(entry.name) is not None
@@ -563,7 +575,7 @@ def key_of(folder: str, name: str) -> ObjectKey | None:
     group, _, chunk = item.partition(",")
     above, _, digits = folder.rpartition("/")
     key = ObjectKey(os.path.basename(above), page, unquote(group), unquote(chunk))
-    with suppress(SpecError):
+    with suppress(SpecError, UnicodeEncodeError):  # A file name may be no text.
         whole = f"{page},{_item(key.group, key.chunk)}{OBJECT_SUFFIX}"
         return key.checked() if whole == name and digits == page[:2] else None
     return None

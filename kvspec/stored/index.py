@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from kvspec.errors import KVSpecError
 from kvspec.stored.objects import MAX_PIN
@@ -72,6 +73,8 @@ SET items = items || substr(excluded.items, 2), bytes = bytes + excluded.bytes
 # The codes of a missing table, of a damaged file, and of a file of another kind.
 _USELESS = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _PAGE_BYTES = 64
+# The largest integer of SQLite.
+_MOST_USED = (1 << 63) - 1
 # Each number of parameters is one more statement that SQLite prepares.
 _AT_ONCE = 500
 
@@ -164,13 +167,14 @@ class PageIndex:
         with self._open() as sql:
             for some in _some(pages):
                 which = f"SELECT page, items FROM pages WHERE page IN ({_marks(some)})"  # noqa: S608
-                known.update(sql.execute(which, some))
+                known.update(_checked(row, bytes, str) for row in sql.execute(which, some))
         return known
 
     def num_bytes(self) -> int:
         """Return the bytes of all files of objects."""
         with self._open() as sql:
-            return int(sql.execute("SELECT bytes FROM total").fetchone()[0])
+            total: tuple[int] = _checked(sql.execute("SELECT bytes FROM total").fetchone(), int)
+            return total[0]
 
     def pin(self, pages: Sequence[bytes], owner: str, duration: float) -> None:
         """Keep pages from eviction for some seconds."""
@@ -193,13 +197,14 @@ class PageIndex:
         with self._changing() as sql:
             now = time.time()
             self._end_pins(sql, "until < ? OR until > ?", (now, now + MAX_PIN))
-            pins = [pages for (pages,) in sql.execute("SELECT pages FROM pins")]
+            pins = [_checked(row, bytes)[0] for row in sql.execute("SELECT pages FROM pins")]
             pinned = {page for pages in pins for page in _split(pages)}
             taken = []
             oldest = sql.execute("SELECT page, items, bytes FROM pages ORDER BY used")
-            for page, items, size in oldest:
+            for row in oldest:
                 if num_bytes <= 0:
                     break
+                page, items, size = _checked(row, bytes, str, int)
                 if page not in pinned:
                     taken.append((page, items))
                     num_bytes -= size
@@ -211,20 +216,24 @@ class PageIndex:
     def close(self) -> None:
         """Close the database. The next call opens it again."""
         with self._lock:
-            if self._sql is not None and self._opened_as:
-                if self._opened_as[0] == os.getpid():
+            if self._sql is not None:
+                if self._is_own():
                     self._sql.close()
                 else:
                     self._of_parents.append(self._sql)
             self._sql = None
 
+    def _is_own(self) -> bool:
+        """Return whether this process opened the connection."""
+        return self._opened_as is not None and self._opened_as[0] == os.getpid()
+
     @staticmethod
     def _end_pins(sql: sqlite3.Connection, which: str, values: tuple[object, ...]) -> None:
         ended = sql.execute(f"SELECT pages FROM pins WHERE {which}", values).fetchall()  # noqa: S608
         sql.execute(f"DELETE FROM pins WHERE {which}", values)  # noqa: S608
-        (last,) = sql.execute("SELECT ifnull(max(used), 0) FROM pages").fetchone()
-        used = max(time.time_ns(), last + 1)
-        for some in _some([page for (pages,) in ended for page in _split(pages)]):
+        last = sql.execute("SELECT ifnull(max(used), 0) FROM pages").fetchone()
+        used = max(time.time_ns(), min(_checked(last, int)[0] + 1, _MOST_USED))
+        for some in _some([page for row in ended for page in _split(_checked(row, bytes)[0])]):
             known = f"UPDATE pages SET used = ? WHERE page IN ({_marks(some)})"  # noqa: S608
             sql.execute(known, (used, *some))
 
@@ -260,6 +269,11 @@ class PageIndex:
         with self._lock:
             found = None
             try:
+                if self._sql is not None and self._sql.in_transaction and self._is_own():
+                    # A function that was passed to this index calls it. The transaction must not
+                    # lose its connection, also if somebody has just deleted the index.
+                    yield self._sql
+                    return
                 found = self._identity()
                 if self._sql is None or found is None or found != self._opened_as:
                     self.close()
@@ -267,7 +281,9 @@ class PageIndex:
                     self._opened_as = found = self._identity()
                 yield self._sql
             except sqlite3.Error as error:
-                if error.sqlite_errorcode & 0xFF in _USELESS:
+                # Rows with other types, or with a text that is not UTF-8, have no code.
+                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+                if code & 0xFF in _USELESS:
                     self._set_aside(found)
                 raise IndexUnavailable(f"{self._path}: {error}") from error
             except OSError as error:
@@ -321,6 +337,13 @@ def _some(pages: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 def _marks(values: Sequence[object]) -> str:
     """Return a question mark for each value, as SQL has it."""
     return ",".join("?" * len(values))
+
+
+def _checked(row: Any, *kinds: type) -> Any:  # noqa: ANN401 - the values of any row
+    """Return *row* if its values have these types. SQLite does not compare them when it reads."""
+    if row is None or tuple(map(type, row)) != kinds:
+        raise sqlite3.DatabaseError(f"{row!r} is not a row of this index")
+    return row
 
 
 def _split(pages: bytes) -> Iterator[bytes]:

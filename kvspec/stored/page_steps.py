@@ -27,7 +27,8 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.request import BlockTable, TransferRequest, check_ids, check_no_null
+from kvspec.descriptors.tiles import check_once
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
@@ -223,3 +224,42 @@ def load_request(
         producer_blocks={group: BlockTable(range(len(pages)), pages.start * size)},
         consumer_blocks=own_tables,
     )
+
+
+def check_load_tables(
+    plan: PageLoadPlan, group: str, request: TransferRequest, num_blocks: Mapping[str, int]
+) -> None:
+    """Check all blocks that a load writes, before its first batch.
+
+    Args:
+        plan: The plan of the engine.
+        group: Name of a stored group.
+        request: The request of all pages of the load.
+        num_blocks: Blocks of the groups in the memory of the rank.
+
+    Raises:
+        SpecError: If a token has no block, a block is not in memory, or it is in two places.
+    """
+    engine = plan.engine
+    for own in plan.targets(group):
+        if own.name not in num_blocks:
+            continue
+        table, field = request.table("consumer", own.name), f"consumer_blocks[{own.name!r}]"
+        size, stop = engine.virtual_block(own), request.num_tokens
+        tokens = range(request.cached(own.name, own.spec), stop)
+        if is_state(own.spec):
+            at = table.state_block(field, own.spec.block_size, stop - 1)
+            table, size = BlockTable(table.block_ids[at : at + 1], stop - 1), 1
+            tokens = range(stop - 1, stop)
+        table.check_start(field, size)
+        held = table.tokens(size)
+        if not tokens:
+            continue
+        if tokens.start < held.start or held.stop < stop:
+            expected = f"blocks for tokens {tokens.start}..{stop - 1}"
+            raise SpecError(field, held, expected)
+        missing = table.without_block(tokens, size, engine.null_block)
+        check_no_null("consumer", own.name, engine.null_block, missing, tokens)
+        ids = table.blocks_of(tokens, size)
+        check_ids("consumer", own.name, ids, num_blocks[own.name])
+        check_once("consumer", own.name, table, ids)

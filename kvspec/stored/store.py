@@ -1,7 +1,8 @@
 """The interface for connectors: save whole pages, find the longest stored prefix, load it.
 
 Invariant: a load writes to the cache only bytes of objects that were read whole and verified. If it
-fails, it has written whole pages up to one page and nothing behind, and its error names this page.
+fails, it has written whole pages up to one page and nothing behind. Its error names the pages from
+which the engine can continue.
 
 How it works:
     A scheduler and its workers each make a `PageStore` from equal arguments. They exchange only
@@ -51,6 +52,7 @@ from kvspec.stored.objects import ObjectContents, ObjectKey, Objects, together
 from kvspec.stored.page_steps import (
     StateBlocks,
     Tables,
+    check_load_tables,
     check_states,
     load_pages,
     load_request,
@@ -73,17 +75,18 @@ _FIRST_PAGES, _LOOKUP_PAGES = 8, 256
 
 
 class LoadError(KVSpecError):
-    """A load that failed. The pages before one page are in the cache, no other page has changed.
+    """A load that failed. Each byte that it has written is right.
 
     Attributes:
         loaded: Numbers of the pages from which the engine can continue, whole and verified. None if
-            a group reads only the last pages, such as a window: it has none for a shorter prefix.
-        missing: Numbers of the other pages of the load.
+            a group needs earlier pages for a shorter prefix, such as a window, or has none for it,
+            such as a state. Otherwise no byte behind these pages has been written.
+        missing: Numbers of the other pages of the load. The engine computes them.
     """
 
     def __init__(self, loaded: range, missing: range, why: str) -> None:
-        pages = f"pages {missing.start}..{missing.stop - 1} are not in the cache"
-        super().__init__(f"{pages}, {len(loaded)} pages before them are: {why}")
+        pages = f"pages {missing.start}..{missing.stop - 1} cannot be used"
+        super().__init__(f"{pages}, {len(loaded)} pages before them can: {why}")
         self.loaded, self.missing, self.why = loaded, missing, why
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -300,7 +303,7 @@ class PageStore:
             try:
                 other = ModelIdentity.from_params(json.loads(description["model"]))
                 why = explain_difference(self.model, other)
-            except (KeyError, ValueError) as error:  # Another version wrote it.
+            except (KeyError, ValueError, RecursionError) as error:  # Another version wrote it.
                 why = str(error)
             lines.append(f"pages of another space: {why or 'another placement'}")
         return lines
@@ -544,6 +547,7 @@ class RankPages:
                 stored: load_pages(plan, stored.group, num_pages, cached_tokens)
                 for stored in self._loading.objects
             }
+            self._check_tables(own, num_pages, tables, cached_tokens)
             first = min((pages.start for pages in own.values()), default=wanted.stop)
             count = 0
             for batch in _batches(range(first, wanted.stop), self._loading.pages):
@@ -561,15 +565,39 @@ class RankPages:
                 try:
                     self._load(moving, requests, known)
                 except (StoreError, OSError) as error:
-                    # A group that reads only the last pages has none for a shorter prefix.
-                    all_read = {pages.start for pages in own.values()} == {first}
-                    stop = batch.start if all_read else first
+                    # A window of a shorter prefix begins earlier, and a state is in another page.
+                    shorter = {
+                        stored: load_pages(plan, stored.group, batch.start, cached_tokens)
+                        for stored in own
+                    }
+                    can_continue = all(
+                        not pages or own[stored].start <= pages.start
+                        for stored, pages in shorter.items()
+                    )
+                    stop = batch.start if can_continue else first
                     missing = range(stop, wanted.stop)
                     raise LoadError(range(first, stop), missing, str(error)) from error
                 count += sum(map(len, moving.values()))
             sizes = self.store.placement.object_bytes
             nbytes = sum(sizes(*stored) * len(pages) for stored, pages in own.items())
             return Loaded(pages=wanted, objects=count, nbytes=nbytes)
+
+    def _check_tables(
+        self,
+        own: Mapping[PageObject, range],
+        num_pages: int,
+        tables: Tables,
+        cached_tokens: int,
+    ) -> None:
+        """Raise `SpecError` if a block of any batch is wrong, before the first batch moves."""
+        groups = {stored.group: pages for stored, pages in own.items() if pages}
+        num_blocks: dict[str, int] = {}
+        for region in self.cache.regions:
+            kernel_blocks = self.cache.engine.group(region.group).kernel_blocks_per_block
+            num_blocks[region.group] = region.num_blocks // kernel_blocks
+        for group, pages in groups.items():
+            request = load_request(self.load_plan, group, pages, num_pages, tables, cached_tokens)
+            check_load_tables(self.load_plan, group, request, num_blocks)
 
     def _load(
         self,

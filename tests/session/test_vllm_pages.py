@@ -12,7 +12,7 @@ import pytest
 from vllm_serving import BLOCKS, Engine, Request, configs, installed, made, until
 
 import kvspec
-from kvspec.adapters.vllm.store_settings import StoreSettings
+from kvspec.adapters.vllm.store_settings import StoreSettings, model_identity
 from kvspec.errors import SpecError
 from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.plans import whole_engine
@@ -297,6 +297,55 @@ def test_store_settings_are_checked(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as error:
         StoreSettings(directory=str(tmp_path)).open(vllm_config, None)  # type: ignore[arg-type]
     assert "weights" in error.value.field
+
+
+def test_settings_that_change_values_change_the_name_of_the_model() -> None:
+    """VLLM's identifiers of images contain the settings of a request, not those of an engine."""
+    draft = {"model": "draft", "revision": "1", "quantization": None}
+    plain = {"mm_processor_kwargs": None, "video_pruning_rate": None, "video_pruning_method": "evs"}
+    pruned, loose = {"video_pruning_rate": 0.5}, {"size": {"longest_edge": 9}}
+
+    def identity(media: Any = None, drafted: Any = None, **model: Any) -> Any:
+        vllm_config, _ = configs("e", 0, 1, 4, {"revision": "1"})
+        vars(vllm_config.model_config).update(model)
+        media = None if media is None else SimpleNamespace(**{**plain, **media})
+        vllm_config.model_config.multimodal_config = media
+        drafted = drafted and SimpleNamespace(**{**draft, **drafted})
+        vllm_config.cache_config = SimpleNamespace(cache_dtype="auto")
+        vllm_config.speculative_config = SimpleNamespace(draft_model_config=drafted)
+        return model_identity(vllm_config, "")
+
+    config = SimpleNamespace(_commit_hash="beef")
+    identities = [
+        identity(),
+        identity({"mm_processor_kwargs": loose}),
+        identity({"mm_processor_kwargs": {"do_rescale": False}}),
+        identity(pruned),
+        identity({**pruned, "video_pruning_method": "vidcom2"}),
+        identity({"mm_encoder_attn_dtype": "fp8"}),
+        identity({"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": "scales"}),
+        identity(hf_config_path="org/other", hf_config=config),
+        identity(code_revision="2"),
+        identity(model_class_overrides={"A": "B"}),
+        identity(drafted={"model": "draft"}),
+        identity(drafted={"quantization": "fp8"}),
+    ]
+    assert "" == identities[0].overrides
+    assert len(identities) == len({each.digest for each in identities})
+    assert identities[0] == identity({}) == identity({"mm_processor_kwargs": {"device": "cuda"}})
+    assert identities[0] == identity(hf_config_path="tiny", code_revision=None)
+    assert ("overrides",) == identity(hf_config_path="/a/folder").unstated
+    assert ("overrides",) == identity({"mm_processor_kwargs": {"size": object()}}).unstated
+
+
+def test_config_of_another_repository_does_not_state_the_revision_of_the_weights() -> None:
+    vllm_config, _ = configs("e", 0, 1, 4, {})
+    vllm_config.model_config.hf_config = SimpleNamespace(_commit_hash="beef")
+    vllm_config.cache_config = SimpleNamespace(cache_dtype="auto")
+    vllm_config.speculative_config = None
+    assert "beef" == model_identity(vllm_config, "").revision
+    vllm_config.model_config.hf_config_path = "org/other"
+    assert None is model_identity(vllm_config, "").revision
 
 
 def test_request_stores_the_page_that_it_could_not_load(tmp_path: Path) -> None:

@@ -315,3 +315,49 @@ def test_wrong_arguments_are_refused() -> None:
         with pytest.raises(SpecError) as caught:
             call()
         assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("chunked", "loaded"), [(False, 0), (True, 1)])
+def test_pages_count_as_loaded_if_a_shorter_prefix_needs_no_earlier_page(
+    *, chunked: bool, loaded: int
+) -> None:
+    """A window of a shorter prefix begins earlier. A chunk begins at the same token."""
+    spec: Any = attrs.evolve(WINDOW, sliding_window=14)
+    if chunked:
+        sizes = {"block_size": 4, "total_num_kv_heads": 4, "head_size": 8, "dtype": "float16"}
+        spec = kvspec.ChunkedLocalAttentionSpec(attention_chunk_size=40, **sizes)
+    own = engine(spec)
+    store, names, [result] = saved(own, {"g0": range(1, 15)}, 7)
+    store.objects.remove([key for key in result.written if key.page == names[6]])
+    cache, _ = kvspec.allocate(own, RankId(), 20)
+    with pytest.raises(LoadError, match="absent") as caught:
+        store.rank_pages(cache, buffer_bytes=1).load(names, 7, {"g0": range(1, 15)})
+    assert range(5, 5 + loaded) == caught.value.loaded
+    assert range(5 + loaded, 7) == caught.value.missing
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("group", "wrong"),
+    [
+        *(("g0", [1, 2, 3, 4, 5, bad]) for bad in (-1, 0, 1, 20, 2**40)),
+        *(("g1", [7, 8, 9, 10, 11, bad]) for bad in (-1, 0, 11, 20)),
+        ("g0", [1, 2, 3]),
+        ("g1", [7, 8, 9]),
+        ("g1", None),
+        *(("g2", ids) for ids in ([], [-1], [0], [20], [1, 2])),
+    ],
+)
+def test_load_refuses_a_wrong_table_before_any_byte_is_written(
+    group: str, wrong: list[int] | None, buffer_bytes: int
+) -> None:
+    """Also if the wrong block belongs to the last batch."""
+    own = engine(FULL, WINDOW, STATE, null=0)
+    tables: dict[str, Any] = {"g0": [1, 2, 3, 4, 5, 6], "g1": [7, 8, 9, 10, 11, 12]}
+    store, names, _ = saved(own, tables, 3, states_at={"g2": {24: 13}})
+    cache, storage = kvspec.allocate(own, RankId(), 20)
+    pages = store.rank_pages(cache, buffer_bytes=buffer_bytes)
+    with pytest.raises(SpecError):
+        pages.load(names, 3, {**tables, "g2": [13], group: wrong})
+    assert not any(array.any() for array in storage.values())
+    assert pages.load(names, 3, {**tables, "g2": [13]}).pages == range(3)

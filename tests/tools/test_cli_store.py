@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,89 @@ def test_demo_finds_a_load_that_is_wrong(tmp_path: Path, monkeypatch: pytest.Mon
     shown = run("demo", "--directory", tmp_path / "new")
     assert shown.exit_code == 1
     assert "WRONG  TP 3 loads" in shown.output
+
+
+def files(directory: Path) -> set[str]:
+    return {str(path) for path in directory.rglob("*") if not path.parent.name.startswith("index")}
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        "[]",
+        {"model": "{{"},
+        {"placement": "{{"},
+        {"placement": "[]"},
+        {"placement": "null"},
+        {"placement": "[" * 100_000},
+        {"model": "[" * 100_000},
+        {"model": "3"},
+    ],
+)
+def test_store_explains_the_other_spaces_despite_a_broken_description(
+    description: str | dict[str, str], directory: Path
+) -> None:
+    path = next(directory.rglob("space.json"))
+    other = path.parent.parent / ("ab" * 32) / "space.json"
+    other.parent.mkdir(mode=0o700)
+    right = json.loads(path.read_text())
+    broken = right | description if isinstance(description, dict) else json.loads(description)
+    other.write_text(json.dumps(broken))
+    tokens = directory.parent / "tokens.json"
+    hit = run("explain", directory, "--tokens", tokens)
+    assert hit.exit_code == 0, hit.output
+    assert "32 of 32 tokens can be loaded" in hit.output
+    assert run("ls", directory).exit_code == 0
+
+
+def test_store_explain_changes_nothing(directory: Path) -> None:
+    """A description that belongs to another space would begin that space."""
+    path = next(directory.rglob("space.json"))
+    path.parent.rename(path.parent.with_name("ab" * 32))
+    before = files(directory)
+    done = run("explain", directory, "--tokens", directory.parent / "tokens.json")
+    assert done.exit_code == 1
+    assert before == files(directory)
+
+
+def test_store_prune_leaves_files_of_others_and_goes_on(directory: Path) -> None:
+    first, second, *_ = sorted(directory.rglob("*.safetensors"))
+    first.write_text("a letter to a friend, of some length")
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-1])
+    space = next((directory / "kvspec-pages-1").glob("?" * 64)).name
+    pruned = run("prune", directory, "--space", space)
+    assert pruned.exit_code == 1
+    assert str(first) in pruned.output.replace("\n", "")
+    assert [first] == [*directory.rglob("*.safetensors*")]
+
+
+def test_store_shows_a_name_in_one_line(directory: Path) -> None:
+    os.close(os.open(os.fsencode(directory / "kvspec-pages-1") + b"/\xff\n9 objects", os.O_CREAT))
+    done = run("check", directory)
+    assert done.exit_code == 1
+    assert [line for line in done.output.splitlines() if line.startswith("9")] == []
+    done.output.encode()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[1.5]", "[true]"])
+def test_store_explain_refuses_tokens_that_are_no_tokens(text: str, directory: Path) -> None:
+    tokens = directory.parent / "tokens.json"
+    tokens.write_text(text)
+    done = run("explain", directory, "--tokens", tokens)
+    assert done.exit_code == 2
+    assert "expected" in done.output
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o770])
+def test_store_opens_a_directory_with_its_own_permissions(mode: int, tmp_path: Path) -> None:
+    FileObjects(tmp_path / "pages", mode=mode).close()
+    for arguments in (["ls"], ["check"], ["prune", "--keep", "0"]):
+        done = run(arguments[0], tmp_path / "pages", *arguments[1:])
+        assert done.exit_code == 0, done.output
+    assert mode == stat.S_IMODE((tmp_path / "pages" / "kvspec-pages-1" / "tmp").stat().st_mode)
+
+
+def test_store_refuses_a_directory_that_anybody_may_change(directory: Path) -> None:
+    (directory / "kvspec-pages-1").chmod(0o777)
+    assert run("ls", directory).exit_code == 2

@@ -35,7 +35,7 @@ _HINTS = {
     "revision": "set kv_connector_extra_config['revision']",
     "weights": f"random weights need {_FIELD}['weights']",
     "quantization": "this version of vLLM does not state it",
-    "overrides": "a function in hf_overrides, or a draft without a revision, has none",
+    "overrides": "a function in hf_overrides has none, nor a draft or a config without a revision",
 }
 
 
@@ -178,25 +178,54 @@ def model_identity(vllm_config: Any, weights: str) -> ModelIdentity:  # noqa: AN
 
 def _revision(model: Any) -> str | None:  # noqa: ANN401 - vLLM's `ModelConfig`
     """Return the commit of a model from a hub, or the revision that the user has named."""
-    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    commit = None if _config_path(model) else _commit(model)
     revision = commit or getattr(model, "revision", None)
     return revision if isinstance(revision, str) else None
 
 
+def _commit(model: Any) -> str | None:  # noqa: ANN401 - vLLM's `ModelConfig`
+    """Return the commit of the repository that contains the configuration of a model."""
+    return getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+
+
+def _config_path(model: Any) -> str | None:  # noqa: ANN401 - vLLM's `ModelConfig`
+    """Return where the configuration of a model is, if it is not with its weights."""
+    path = getattr(model, "hf_config_path", None)
+    return None if path == model.model else path
+
+
 def _overrides(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's class
     """Return the settings on which values depend, besides the files of the model, or None."""
-    model, facts = vllm_config.model_config, dict[str, Any]()
-    if changed := getattr(model, "hf_overrides", None):
-        facts["hf_overrides"] = changed
+    model = vllm_config.model_config
+    names = "hf_overrides", "model_class_overrides", "code_revision"
+    facts = {name: value for name in names if (value := getattr(model, name, None))}
+    facts |= _media_settings(getattr(model, "multimodal_config", None))
     stored_as = getattr(vllm_config.cache_config, "cache_dtype", "auto")
     if stored_as != "auto":  # Otherwise the placement contains the type of the computation.
         facts["dtype"] = dtype_name(model.dtype, "model_config.dtype")
+    if path := _config_path(model):
+        facts["config"] = [path, _commit(model)]
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if draft is not None:
-        facts["draft"] = [draft.model, _revision(draft)]
-        if None in facts["draft"]:
-            return None
+        changed = getattr(draft, "quantization", None)
+        facts["draft"] = [draft.model, _revision(draft), *([changed] if changed else ())]
+    if None in (*facts.get("config", ()), *facts.get("draft", ())):
+        return None
     try:
         return json.dumps(facts, sort_keys=True) if facts else ""
     except TypeError:  # For example, a function that changes the config.
         return None
+
+
+def _media_settings(media: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's `MultiModalConfig`
+    """Return the settings of an engine on which the embeddings of its media depend.
+
+    The identifier that vLLM makes of an image contains the settings of the request, not these.
+    """
+    names = ["mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate"]
+    if getattr(media, "video_pruning_rate", None):
+        names.append("video_pruning_method")
+    facts = {name: value for name in names if (value := getattr(media, name, None))}
+    processor = dict(getattr(media, "mm_processor_kwargs", None) or {})
+    processor.pop("device", None)  # Where it runs.
+    return facts | ({"mm_processor_kwargs": processor} if processor else {})
