@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.vllm.heads import number_of
+from kvspec.adapters.vllm.drafts import draft_of, number_of
 from kvspec.adapters.vllm.settings import stages
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
@@ -87,6 +87,10 @@ class StoreSettings:
             # A page may be damaged, or removed while it is read. Then its tokens are computed.
             wanted = "'recompute' with a store: a page that cannot be loaded has to be computed"
             raise SpecError("kv_load_failure_policy", policy, wanted)
+        draft = draft_of(vllm_config)
+        if settings is not None and draft is not None and draft.lookahead:
+            rule = "not yet with a store: a page's last key of the draft depends on the next page"
+            raise SpecError("speculative_config.method", draft.method, rule=rule)
         return settings
 
     def open(self, vllm_config: Any, engine: EngineSpec) -> PageStore:  # noqa: ANN401
@@ -175,9 +179,9 @@ def _overrides(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's class
     stored_as = getattr(vllm_config.cache_config, "cache_dtype", "auto")
     if stored_as != "auto":  # Otherwise the placement contains the type of the computation.
         facts["dtype"] = dtype_name(model.dtype, "model_config.dtype")
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if draft is not None:
-        facts["draft"] = [draft.model, _revision(draft)]
+    if (known := draft_of(vllm_config)) is not None:
+        draft = vllm_config.speculative_config.draft_model_config
+        facts["draft"] = [known.method, known.model, _revision(draft)]
         if None in facts["draft"]:
             return None
     try:
