@@ -118,7 +118,7 @@ def on_vllm(
                 heads = 1 if "MLA" in cls else getattr(spec, "num_head_slots", None)
                 heads = heads or spec.num_kv_heads
                 width = 2 if spec.dtype.endswith("float16") else 1
-                content = getattr(spec, "state_content_bytes", None) or width * SIZE * (
+                content = getattr(spec, "state_content_bytes", None) or width * spec.head_size * (
                     1 if "MLA" in cls else 2
                 )
                 tensor = array((9, heads, block, content))
@@ -554,6 +554,15 @@ def rows() -> Iterator[Row]:
     for variant in ("rows", "shuffled", None):
         made = on_vllm("MLAAttentionSpec", indexer, heads(cache_role="INDEXER"), variant)
         yield Row("vLLM", f"indexer, {variant or 'no variant'}", "MLA", made)
+    whole = heads(cache_role="INDEXER", head_size=128 + 4)
+    for page, variant, dtype in (
+        ("keys and scales", "rows", None),
+        ("keys and MX scales", "mx", None),
+        ("keys of e4m3fnuz and scales", "rows", "float8_e4m3fnuz"),
+        ("keys shuffled", "shuffled", None),
+    ):
+        made = on_vllm("MLAAttentionSpec", indexer, whole, variant, dtype)
+        yield Row("vLLM", f"index pages, {page}", "MLA", made)
     yield Row("vLLM", "DeepSeek V4 records", "MLA", on_vllm("MLAAttentionSpec", ds4, record))
     yield Row("vLLM", "DeepSeek V3.2 records", "MLA", on_vllm("MLAAttentionSpec", flashmla, record))
     yield from backend_rows()

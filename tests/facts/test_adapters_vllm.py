@@ -21,6 +21,8 @@ from vllm_like import HEADS, config, engine_spec, state
 import kvspec
 from kvspec.adapters import vllm
 from kvspec.adapters.vllm.backends import full_name
+from kvspec.wire.codec import decode_handshake, encode_handshake
+from kvspec.wire.handshake import Handshake
 
 ONE = kvspec.RankId()
 
@@ -308,6 +310,8 @@ PAGES = [
     (ULTRA, like.FLASH, None, "plain"),
     (OCTAVE, OCTAVES, None, "opaque:octave-octave_k3v4"),
     (INDEXER, INDEX, "rows", "plain"),
+    (INDEXER, INDEX, "mx", "plain"),
+    (INDEXER, INDEX.replace("DeepseekV32", "Glm5Next"), "rows", "plain"),
     (like.changed(INDEXER, "head_size", 68), INDEX, "rows", "opaque:indexer"),
     (INDEXER, INDEX, "shuffled", "opaque:indexer-shuffled"),
     (PACKED, DS4, None, "opaque:deepseek"),
@@ -842,6 +846,69 @@ def test_cache_of_an_indexer_has_all_keys_before_all_scales(shape: tuple[int, ..
     start = cache.region("layer.0", "latent").base
     assert [(0, 132 * 64, 128), (64 * 128, 132 * 64, 4)] == [
         (region.base - start, region.block_stride, region.state_stride) for region in cache.regions
+    ]
+
+
+def index_engine(variant: str = "rows", fp8_dtype: str | None = None) -> kvspec.EngineSpec:
+    """Return an engine with the pages of an indexer."""
+    options = {"backends": INDEX, "variants": variant, "fp8_dtype": fp8_dtype}
+    return engine_spec(config((["layer.0"], INDEXER)), **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_page_of_an_indexer_with_mx_scales_has_four_bytes_for_each_key(tokens: int) -> None:
+    """The bytes of a float32 and four of UE8M0 are as many, and other numbers."""
+    spec = like.changed(INDEXER, "tokens_per_state", tokens)
+    rows = 64 // tokens
+    engine = engine_spec(config((["layer.0"], spec)), backends=INDEX, variants="mx")
+    cache = vllm.rank_cache(engine, ONE, {"layer.0": zeros((3, rows, 132), np.uint8)})
+    start = cache.region("layer.0", "latent").base
+    assert [(0, 132 * rows, 128), (rows * 128, 132 * rows, 4)] == [
+        (region.base - start, region.block_stride, region.state_stride) for region in cache.regions
+    ]
+    assert [] == moves(index_engine("mx"), index_engine("mx"), 150)
+
+
+def over_the_wire(engine: kvspec.EngineSpec) -> kvspec.EngineSpec:
+    """Return an engine as its peer decodes it."""
+    cache, _ = kvspec.allocate(engine, ONE, 2)
+    made = Handshake(engine_id="e", epoch=1, cache=cache, library="0.1.0")
+    return decode_handshake(encode_handshake(made)).cache.engine
+
+
+INDEX_KINDS = [
+    index_engine(),
+    index_engine("mx"),
+    index_engine("shuffled"),
+    index_engine(fp8_dtype="float8_e4m3fnuz"),
+    index_engine("shuffled", "float8_e4m3fnuz"),
+]
+
+
+def test_index_pages_of_equal_size_and_other_numbers_do_not_move() -> None:
+    """Keys of e4m3fnuz are half of those of e4m3fn. The wire preserves the difference."""
+    assert index_engine() == index_engine(fp8_dtype="float8_e4m3fn")
+    for producer, consumer in itertools.permutations(INDEX_KINDS, 2):
+        read_again = over_the_wire(consumer)
+        error = refusal(
+            lambda a=producer, b=read_again: kvspec.plan_transfer(a, b), kvspec.MismatchError
+        )
+        fields = {mismatch.field.rpartition(".")[2] for mismatch in error.mismatches}
+        assert fields & {"dtype", "scale_dtype", "page_format"}
+
+
+def test_records_of_older_amd_gpus_do_not_move_to_others() -> None:
+    """A row of `fp8_ds_mla` has 656 bytes on both, and vLLM describes it in the same way."""
+    spec = replace(PACKED, head_size=576, state_content_bytes=656)
+    backend = V1 + "mla.flashmla_sparse.FlashMLASparseBackend"
+    engines = [
+        engine_spec(config((["layer.0"], spec)), backends=backend, fp8_dtype=name)
+        for name in (None, "float8_e4m3fn", "float8_e4m3fnuz")
+    ]
+    assert engines[0] == engines[1]
+    error = refusal(lambda: kvspec.plan_transfer(*engines[1:]), kvspec.MismatchError)
+    assert [("layer.0.dtype", "uint8", "float8_e4m3fnuz")] == [
+        (mismatch.field, mismatch.producer, mismatch.consumer) for mismatch in error.mismatches
     ]
 
 

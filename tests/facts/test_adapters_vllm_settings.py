@@ -403,6 +403,57 @@ def test_variant_of_backend_is_read_from_layer() -> None:
     assert "vec, vec16, amx" in error.expected
 
 
+def index_layer(own: object = None, **attributes: Any) -> Any:
+    """Return an indexer. *own* is what its class says about the order of its pages."""
+    backend = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerBackend"
+    base = type("Cache", (), {"uses_shuffled_layout": False})
+    cls = type("Own", (base,), {} if own is None else {"uses_shuffled_layout": own})
+    layer = cls()
+    layer.get_attn_backend = lambda: backend
+    vars(layer).update(attributes)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("own", "rocm", "scales", "usual", "expected"),
+    [
+        (None, False, None, "float8_e4m3fn", ("uint8", "float32", "plain")),
+        (None, False, False, "float8_e4m3fn", ("uint8", "float32", "plain")),
+        (None, False, True, "float8_e4m3fn", ("uint8", "float8_e8m0fnu", "plain")),
+        (False, True, False, "float8_e4m3fn", ("uint8", "float32", "plain")),
+        (False, True, False, "float8_e4m3fnuz", ("float8_e4m3fnuz", "float32", "plain")),
+        (True, True, False, "float8_e4m3fnuz",
+         ("float8_e4m3fnuz", None, "opaque:indexer-shuffled")),
+        (None, True, False, "float8_e4m3fn", None),
+    ],
+)  # fmt: skip
+def test_numbers_of_an_index_page_are_read_from_the_platform(
+    own: object,
+    rocm: bool,
+    scales: bool | None,
+    usual: str,
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The spec is the same on all of them. On AMD, a class that states nothing may shuffle."""
+    platform = SimpleNamespace(fp8_dtype=lambda: f"torch.{usual}", is_rocm=lambda: rocm)
+    deep_gemm = SimpleNamespace()
+    if scales is not None:
+        deep_gemm.mqa_logits_use_mx_scales = lambda: scales
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    monkeypatch.setitem(sys.modules, "vllm.utils.deep_gemm", deep_gemm)
+    keys = replace(LATENT, head_size=132, dtype="uint8")
+    vllm_config = configured()
+    vllm_config.compilation_config.static_forward_context["l.0"] = index_layer(own)
+    both = cached((["l.0"], keys))
+    if expected is None:
+        error = refusal(lambda: vllm.from_vllm(vllm_config, both))
+        assert ("variants['l.0']", None) == (error.field, error.value)
+        return
+    spec: Any = vllm.from_vllm(vllm_config, both).groups[0].spec
+    assert expected == (spec.dtype, spec.scale_dtype, spec.page_format)
+
+
 def of_device(kind: str, shapes: Any, device: Any) -> kvspec.EngineSpec:
     """Return the engine of one state on a type of *device*."""
     vllm_config = configured(device_config=SimpleNamespace(device_type=device))

@@ -250,6 +250,20 @@ def alone(whole: Any, name: str) -> Any:
     return own, found, {name: tables[name]}
 
 
+@pytest.mark.parametrize("more", [{}, {"index_order": "shuffled"}, {"index_hadamard": True}])
+def test_index_keys_of_older_amd_gpus_do_not_move_to_others(more: dict[str, Any]) -> None:
+    """A byte of e4m3fnuz is half of the number that it is as e4m3fn."""
+    options = DSA | more
+    plain, other = (
+        side(lambda _: sparse(), fp8_dtype=name, **options)
+        for name in ("float8_e4m3fn", "float8_e4m3fnuz")
+    )
+    assert {"dtype"} == set(mismatch_fields(plain, other))
+    assert [] == faults(
+        other, side(lambda _: sparse(), 1, 4, fp8_dtype="float8_e4m3fnuz", **options)
+    )
+
+
 @pytest.mark.parametrize("option", [{"index_order": "shuffled"}, {"index_hadamard": True}])
 def test_index_keys_of_another_order_or_meaning_are_refused(option: dict[str, Any]) -> None:
     """They move whole to keys of the same order and meaning."""

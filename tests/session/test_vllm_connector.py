@@ -942,3 +942,55 @@ def test_embeddings_and_sampling_of_a_request_are_stated() -> None:
     neutral.top_p = "high"
     assert sampling_of_request(asked) is None
     assert sampling_of_request(SimpleNamespace()) is None
+
+
+def drafted(method: str, model: str = "draft") -> Any:
+    """Return vLLM's config of a draft."""
+    return SimpleNamespace(
+        method=method, draft_model_config=SimpleNamespace(model=model, revision=None)
+    )
+
+
+@pytest.mark.parametrize(("method", "fetched"), [("eagle3", 6), ("draft_model", 7)])
+def test_keys_of_a_draft_that_depend_on_the_next_token_are_not_fetched(
+    method: str, fetched: int
+) -> None:
+    """The prompt goes on behind the producer's. Its seven tokens fill no window of eight."""
+    with Engine("d", speculative=drafted(method)) as consumer:
+        request = Request("d-1", 14, params_of(7))
+        assert (fetched, True) == consumer.decode(request, *OTHERS)
+        # The last key depends on the last token, which is the same in both prompts.
+        same = Request("d-2", 7, params_of(7))
+        assert (6, True) == consumer.decode(same, *OTHERS)
+
+
+def test_tokens_that_a_window_has_passed_are_not_computed_again() -> None:
+    """A producer may have freed what the token before the last one needs."""
+    with Engine("d", speculative=drafted("eagle")) as consumer:
+        request = Request("d-1", 14, params_of(12))
+        assert (12, True) == consumer.decode(request, *OTHERS)
+
+
+@pytest.mark.nixl
+def test_engines_with_other_drafts_do_not_connect() -> None:
+    """The layers of both drafts have the same names and sizes."""
+    with (
+        Engine("p", speculative=drafted("eagle3", "one")) as producer,
+        Engine("d", speculative=drafted("eagle3", "two")) as consumer,
+    ):
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        consumer.decode(Request("d-1", 14, params), *OTHERS)
+        until(lambda: consumer.failed == {"d-1": 1}, producer, consumer)
+
+
+def test_setting_draft_replaces_the_name_of_a_draft() -> None:
+    vllm_config, _ = configs("p", 0, 1, 4, {"draft": "ours", "speculative": drafted("mtp")})
+    assert "tiny with draft ours" == Settings.of(vllm_config).weights
+    for extra, field in (
+        ({"draft": "ours"}, "kv_connector_extra_config['draft']"),
+        ({"speculative": drafted("custom_class")}, "speculative_config.method"),
+    ):
+        vllm_config, config = configs("p", 0, 1, 4, dict(extra))
+        with pytest.raises(kvspec.SpecError) as caught:
+            made(vllm_config, "WORKER", config)
+        assert field == caught.value.field

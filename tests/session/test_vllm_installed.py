@@ -22,6 +22,7 @@ import pytest
 from forward_code import calls, module_of
 
 import kvspec
+from kvspec.adapters import vllm as adapter
 from kvspec.adapters.attention_modules import key_content_of
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.rotating_modules import ALWAYS, CONDITIONS, applies_rotary
@@ -291,3 +292,86 @@ def test_vllm_numbers_items_that_it_does_not_hash_by_this_name() -> None:
 
     source = inspect.getsource(BaseRenderer._process_multimodal)
     assert 'f"renderer{self.api_process_rank}-mm-{' in source
+
+
+def test_drafts_of_vllm_that_read_ahead_are_those_of_the_table() -> None:
+    """A method that a newer vLLM adds is refused until the table has it."""
+    from vllm.config import speculative  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.drafts import LOOKAHEAD, WITHOUT_CACHE  # noqa: PLC0415
+
+    modules = set(get_args(speculative.MTPModelTypes))
+    methods = set(get_args(speculative.SpeculativeMethod)) - modules | {"mtp"}
+    assert {"custom_class", "extract_hidden_states"} == methods - {*LOOKAHEAD, *WITHOUT_CACHE}
+    for method in methods & {*LOOKAHEAD, *WITHOUT_CACHE}:
+        config = object.__new__(speculative.SpeculativeConfig)
+        config.method = method
+        # vLLM 0.32 has no name for it, and drops a block for all drafts that read hidden states.
+        own_tokens = config.use_dflash() or config.use_dspark()
+        needs = config.use_eagle() and not own_tokens
+        if hasattr(config, "needs_eagle_block_drop"):
+            needs = config.needs_eagle_block_drop()
+        assert bool(LOOKAHEAD.get(method)) is needs
+
+
+def state_tables(prompt: int, chunk: int, **spec: int) -> Iterator[tuple[Any, int, Any]]:
+    """Let vLLM's manager allocate the blocks of a prompt in chunks. The mode is ``align``.
+
+    Yield its config, the number of computed tokens and its lists of ids.
+    """
+    from vllm.sampling_params import SamplingParams  # noqa: PLC0415
+    from vllm.utils.hashing import sha256  # noqa: PLC0415
+    from vllm.v1 import kv_cache_interface as cache  # noqa: PLC0415
+    from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
+    from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: PLC0415
+    from vllm.v1.request import Request  # noqa: PLC0415
+
+    kind = cache.MambaSpec.__dataclass_fields__["mamba_type"].default
+    state = cache.MambaSpec(
+        block_size=16,
+        shapes=((3, 96), (4, 8, 8)),
+        dtypes=(torch.float16, torch.float32),
+        mamba_type=next(each for each in type(kind) if each.name == "GDN_ATTN"),
+        mamba_cache_mode="align",
+        **spec,
+    )
+    full = cache.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float16)
+    groups = [cache.KVCacheGroupSpec(["l.0"], full), cache.KVCacheGroupSpec(["l.1"], state)]
+    config = cache.KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+    manager = KVCacheManager(
+        config, 4096, max_in_flight_tokens=4096, scheduler_block_size=16, hash_block_size=16,
+        enable_caching=True,
+    )  # fmt: skip
+    kv_cache_utils.init_none_hash(sha256)
+    hasher = kv_cache_utils.get_request_block_hasher(16, sha256)
+    request = Request("r", [*range(prompt)], SamplingParams(), None, block_hasher=hasher)
+    manager.get_computed_blocks(request)
+    while (done := request.num_computed_tokens) < prompt:
+        step = min(chunk, prompt - done)
+        ahead = spec.get("num_speculative_blocks", 0)
+        assert manager.allocate_slots(request, step, num_lookahead_tokens=ahead)
+        request.num_computed_tokens = done + step
+        yield config, done + step, manager.get_block_ids("r")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chunk", "spec"),
+    [
+        (100, 16, {}),
+        (96, 48, {}),
+        (100, 32, {"num_speculative_blocks": 2}),
+        (100, 64, {"num_prefill_checkpoint_blocks": 1}),
+    ],
+)
+def test_state_is_in_the_block_that_vllm_writes_after_a_step(
+    prompt: int, chunk: int, spec: dict[str, int]
+) -> None:
+    """Blocks of speculative tokens follow it, and a checkpoint precedes it."""
+    flash = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+    for config, tokens, ids in state_tables(prompt, chunk, **spec):
+        engine = adapter.engine_spec(config, backends=flash, conv_layout="SD")
+        tables = adapter.block_tables(engine, config, ids, tokens)
+        # The kernels write the state after `tokens` into this place of the table.
+        written = ids[1][: -(-tokens // 16)]
+        assert [written[-1]] == tables["group1"].block_ids.tolist()
+        assert written[-1] != 0

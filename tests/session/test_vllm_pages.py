@@ -33,6 +33,9 @@ def vllm() -> Iterator[None]:
         yield
 
 
+EAGLE = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(model="d", revision="1"))
+
+
 def engine(name: str, directory: Path, tp: int = 1, block: int = 4, **more: Any) -> Engine:
     """Return an engine that stores pages of 4 tokens in *directory*."""
     sizes = {"page_tokens": 4, "head_groups": 6}
@@ -280,6 +283,7 @@ def test_store_settings_are_checked(tmp_path: Path) -> None:
         ({"store": {"directory": "x", "other": 1}}, "kv_connector_extra_config['store']"),
         ({"store": {"directory": "x", "page_tokens": 0}}, "page_tokens"),
         ({"store": "x", "policy": "fail"}, "kv_load_failure_policy"),
+        ({"store": "x", "speculative": EAGLE}, "speculative_config.method"),
     ):
         with pytest.raises(SpecError) as error:
             made(*configs("e", 0, 1, 4, dict(extra))[:1], "SCHEDULER", None)

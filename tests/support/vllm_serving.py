@@ -312,6 +312,7 @@ def configs(
     config.kv_cache_layout, config.transfer_group_ids = "LBHNC", tuple(range(len(groups)))
     config.needs_kv_cache_zeroing = extra.pop("zeroing", False)
     extra.setdefault("key_content", attrs.asdict(KEYS))
+    speculative = extra.pop("speculative", None)
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp, pipeline_parallel_size=pp, rank=rank, world_size=tp * pp
@@ -331,7 +332,7 @@ def configs(
             kv_connector_extra_config=extra,
             kv_load_failure_policy=extra.pop("policy", "recompute"),
         ),
-        speculative_config=None,
+        speculative_config=speculative,
     )
     return vllm_config, config
 

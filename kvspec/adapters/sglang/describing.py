@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -341,11 +342,19 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         n_groups=around.n_groups,
         index_order=around.index_order,
         index_hadamard=_hadamard(around.model),
+        fp8_dtype=_fp8_dtype(),
         layer_name=settings.layer_name,
         index_name=settings.index_name,
         state_name=settings.state_name,
     )
     return rank_cache(engine, RankId(tp=around.tp_rank), around.pool, windows=windows)
+
+
+def _fp8_dtype() -> str:
+    """Return the type of SGLang's elements of fp8, which older AMD GPUs have otherwise."""
+    name = "sglang.srt.layers.quantization.fp8_kernel"
+    dtype = FieldReader(name, sys.modules.get(name)).get("fp8_dtype")
+    return "float8_e4m3fn" if dtype.value is None else dtype.dtype()
 
 
 def _hadamard(model: Any) -> bool | None:

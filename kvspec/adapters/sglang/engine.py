@@ -37,6 +37,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int
+from kvspec.ownership.dtypes import dtype_name
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.specs import (
     FullAttentionSpec,
@@ -136,6 +137,7 @@ def engine_spec(
     n_groups: int | None = None,
     index_order: str | None = None,
     index_hadamard: bool | None = None,
+    fp8_dtype: str = "float8_e4m3fn",
     layer_name: str = "layers.{}",
     index_name: str = "layers.{}.indexer",
     state_name: str = "layers.{}.state",
@@ -171,6 +173,8 @@ def engine_spec(
         index_hadamard: Whether SGLang's `Indexer` multiplies these keys by a Hadamard matrix before
             it stores them: unless one of its attributes `use_dsa_indexer_fusion` and
             `use_aiter_fused_fp8_writer` is true. Required for such a pool. vLLM never does it.
+        fp8_dtype: SGLang's `fp8_dtype` (`layers.quantization.fp8_kernel`): the element type of what
+            a pool keeps as bytes. It is ``float8_e4m3fnuz`` on older AMD GPUs.
         layer_name: The peer's name of a layer, with ``{}`` in place of its number, such as
             ``model.layers.{}.self_attn.attn``.
         index_name: The same for the keys of an indexer.
@@ -215,6 +219,7 @@ def engine_spec(
         n_groups,
         index_order,
         index_hadamard,
+        dtype_name(fp8_dtype, "fp8_dtype"),
         names,
     )
     groups = [
@@ -269,6 +274,7 @@ class _PoolReader:
     n_groups: int | None
     index_order: str | None
     index_hadamard: bool | None
+    fp8_dtype: str
     patterns: Mapping[str, str]
 
     def __attrs_post_init__(self) -> None:
@@ -364,6 +370,14 @@ class _PoolReader:
             **sizes, sliding_window=positive_int("sliding_window", self.window)
         )
 
+    @property
+    def _bytes(self) -> str:
+        """The type of elements that a pool keeps as bytes.
+
+        It is uint8 for e4m3fn. The bytes of e4m3fnuz are other numbers.
+        """
+        return self.fp8_dtype if self.fp8_dtype.endswith("fnuz") else "uint8"
+
     def _latents(self, pool: TokenPool) -> MLAAttentionSpec:
         """Return the spec of layers that keep one row for each token."""
         part, *_ = pool.buffers[0]
@@ -376,7 +390,7 @@ class _PoolReader:
         return MLAAttentionSpec(
             block_size=pool.page_size,
             head_size=pool.latent_size or size,
-            dtype=pool.dtype,
+            dtype=self._bytes if pool.latent_size else pool.dtype,
             state_content_bytes=size if pool.latent_size else None,
             # The meaning of an indexer's keys is that of their model.
             key_content=None if pool.group == INDEXER else chosen(self.content, pool.group),
@@ -398,7 +412,7 @@ class _PoolReader:
         if page != pool.page_size * row:
             wanted = f"{_INDEX_KEY} + {_INDEX_SCALE} bytes for each of {pool.page_size} tokens"
             raise SpecError(f"{pool.path}.index_k_with_scale_buffer", page, wanted)
-        sizes: dict[str, Any] = {"block_size": pool.page_size, "dtype": pool.dtype}
+        sizes: dict[str, Any] = {"block_size": pool.page_size, "dtype": self._bytes}
         shuffled = "-shuffled" if self.index_order == "shuffled" else ""
         if not self.index_hadamard and shuffled:
             return MLAAttentionSpec(**sizes, head_size=row, page_format=f"opaque:indexer{shuffled}")

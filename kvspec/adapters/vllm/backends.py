@@ -108,6 +108,7 @@ _OTHER_BACKENDS = {
     "mla.indexer.DeepseekV32IndexerBackend": "indexer's",
     "mla.indexer.DeepseekV4IndexerBackend": "indexer's",
     "mla.indexer.DeepseekV41IndexerBackend": "indexer's",
+    "mla.indexer.Glm5NextIndexerBackend": "indexer's",
     "mla.sparse_swa.DeepseekSparseSWABackend": "DeepSeek's",
     "mla.indexer.KpoolTailBackend": RING,
 }
@@ -132,6 +133,7 @@ _MODELS = {
 # A class that extends another one may have kernels with a page order of its own.
 _UNREAD = "not yet: the order in which its kernels write a page is unknown"
 _OF_RINGS = "not yet: its ring has other rows than `block_size`: as many as fit into its page"
+_OF_PADDED_ROWS = "not yet: its rows end with dead elements, and its spec counts them as a latent's"
 _OF_OTHERS = "no layer has it: other backends extend it"
 _OF_STATES = "no pages of tokens: its layers keep states, and MambaSpec describes those"
 
@@ -140,7 +142,6 @@ BACKENDS_REFUSED: Mapping[str, str] = {
     f"vllm.{name}": why
     for why, names in {
         _UNREAD: [
-            "models.dots3_note.nvidia.attention.Dots3NotePaddedSparseBackend",
             "models.qwen4_exp.amd.qsa.Qwen4ExpQSAFlashAttentionBackend",
             "models.deepseek_v4.amd.rocm.DeepseekV4ROCMAiterMLASparseBackend",
             "models.deepseek_v4.cpu.cpu_mla.DeepseekV4CPUIndexerBackend",
@@ -151,10 +152,12 @@ BACKENDS_REFUSED: Mapping[str, str] = {
             "models.deepseek_v41.amd.rocm.DeepseekV41ROCMAiterSparseSWABackend",
             "models.minimax_m3.amd.indexer_aiter.MiniMaxM3IndexerAiterBackend",
             "models.minimax_m3.amd.sparse_attention_msa.MiniMaxM3SparseAiterPABackend",
-            "v1.attention.backends.mla.indexer.Glm5NextIndexerBackend",
             "v1.attention.backends.mla.rocm_paged_mxfp4_indexer.DeepseekV4RocmMxfp4IndexerBackend",
             "v1.attention.backends.mla.rocm_paged_mxfp4_indexer.DeepseekV41RocmMxfp4IndexerBackend",
             "v1.attention.backends.mla.sparse_indexer.DeepseekV41SparseIndexerBackend",
+        ],
+        _OF_PADDED_ROWS: [
+            "models.dots3_note.nvidia.attention.Dots3NotePaddedSparseBackend",
         ],
         _OF_RINGS: [
             "models.step5.nvidia.csa_tail_ring.Step5CSATailRingBackend",
@@ -206,7 +209,11 @@ RINGS: Mapping[str, int | None] = {
 # The formats of a backend whose name leaves a property open, by the value of that property.
 _VARIANTS: Mapping[str, Mapping[str, str]] = {
     "CPU's": {"vec": "keys-transposed", "vec16": "keys-transposed", "amx": "opaque:amx"},
-    "indexer's": {"rows": "key planes", "shuffled": "opaque:indexer-shuffled"},
+    "indexer's": {
+        "rows": "key planes",
+        "mx": "key planes, MX",
+        "shuffled": "opaque:indexer-shuffled",
+    },
     "TurboQuant's": {
         "rows": ROW_PAGES,
         "e4b15": "opaque:turboquant-e4b15",
@@ -249,7 +256,7 @@ class Backends:
         if form in _VARIANTS:
             form = self._variant(layer, name, _VARIANTS[form])
         # A row of another length has elements of half a byte, or several scales.
-        if form == "key planes" and spec.get("head_size").value != INDEXER_ROW:
+        if form in KEY_PLANES and spec.get("head_size").value != INDEXER_ROW:
             form = "opaque:indexer"
         _check(field, name, form, spec)
         return ROW_PAGES if form == "keys" else form
@@ -373,6 +380,14 @@ PLANES = ("planes", "x-packed", "opaque:aiter")
 # Bytes of a key of an indexer: 128 elements of fp8 and a float32 scale. All keys of a page lie
 # before all scales (vLLM: `indexer_k_quant_and_cache`).
 INDEXER_KEY, INDEXER_ROW = 128, 128 + 4
+
+# The scales of such a page, by its format: their type and the elements that share one. On GPUs of
+# compute capability 10, vLLM 0.33 keeps four equal bytes in place of a float32 (vLLM:
+# `mqa_logits_use_mx_scales`), and a byte is for 32 elements.
+KEY_PLANES: Mapping[str, tuple[str, int | None]] = {
+    "key planes": ("float32", None),
+    "key planes, MX": ("float8_e8m0fnu", 32),
+}
 
 # Formats whose rows are packed bytes. Each has a name of its own, because the length of a row does
 # not identify the content: UltraQuant's rows are as long as int4's rows of a scale and codes.

@@ -85,13 +85,15 @@ def engine_spec(
             attention, because only the backend determines the order inside a page (see `FORMATS`).
         variants: The property that a backend's name leaves open, by layer name, or one for all
             layers. CPU attention: the layer's ``isa``. Indexers: ``shuffled`` if
-            `uses_shuffled_layout` is True, else ``rows``. TurboQuant: ``scales apart`` if
+            `uses_shuffled_layout` is True, ``mx`` if `mqa_logits_use_mx_scales()` is True, else
+            ``rows``. TurboQuant: ``scales apart`` if
             `_soa_store` is True. If not, ``e4b15`` if the keys have that type, else ``rows``. Rings
             of GLM-5.3 and Qwen4: the number of tokens that the layer compresses together.
             Recurrent states, only by layer name: the type of device whose kernels write the
             state, ``cuda`` by default.
         fp8_dtype: The element type of caches that a spec describes as fp8 and ``uint8``, such as
-            ``float8_e4m3fn``. One name, or one for each layer.
+            ``float8_e4m3fn``. One name, or one for each layer. Latents and index keys of ``uint8``
+            are those of e4m3fn unless it is ``float8_e4m3fnuz``, as on older AMD GPUs.
         key_content: The meaning of the keys, by layer name, or one for all layers. None if it is
             not stated: then the other engine must not state it either. If it is a mapping, each
             layer with keys must be in it.

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Config, Group
+from kvspec.adapters.vllm.drafts import is_of_draft, number_of
 from kvspec.adapters.vllm.specs import SPEC_KINDS
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig
@@ -72,16 +73,6 @@ def heads_of(
                     raise SpecError("total_num_kv_heads", None, wanted)
                 heads_by_layer[layer] = counts[0]
     return heads_by_layer
-
-
-def number_of(layer: str) -> int | None:
-    """Return the number in the name of *layer*, or None.
-
-    >>> number_of("model.layers.12.self_attn.attn")
-    12
-    """
-    match = re.search(r"\.(\d+)\.", f".{layer}.")
-    return int(match.group(1)) if match else None
 
 
 def _count(
@@ -155,12 +146,10 @@ def _models_of(
     draft, target = fields.get("speculative_config"), fields.get("model_config")
     if draft.value is None:
         return (target,)
-    number, count = number_of(layer), target.call("get_total_num_hidden_layers").size()
-    # Layers of an MTP draft continue the numbers of the target's layers.
-    beyond = number is not None and number >= count
-    marked = group.spec_of(layer).get("is_draft").value or layer.startswith("draft")
+    count = target.call("get_total_num_hidden_layers").size()
+    marked = group.spec_of(layer).get("is_draft").value or is_of_draft(layer, count)
     # vLLM marks a whole group if one of its layers belongs to the draft. So a mark is certain only
     # for the single layer of a group.
-    if marked or beyond or (group.eagle and single):
+    if marked or (group.eagle and single):
         return (draft.get("draft_model_config"),)
     return (target, draft.get("draft_model_config")) if group.eagle else (target,)

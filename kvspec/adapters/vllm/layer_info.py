@@ -59,7 +59,7 @@ def variants_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, Any
             ratios = (layer.get(field).value for field in ("_index_kpool", "compress_ratio"))
             variants[name] = next((ratio for ratio in ratios if ratio is not None), None)
         elif isinstance(shuffled, bool):
-            variants[name] = "shuffled" if shuffled else "rows"
+            variants[name] = "shuffled" if shuffled else _index_pages(layer)
         elif layer.get("mamba_type").value is not None:
             variants[name] = device
         elif isinstance(separate_scales, bool):
@@ -67,6 +67,19 @@ def variants_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, Any
         else:
             variants[name] = layer.get("isa").value
     return variants
+
+
+def _index_pages(layer: FieldReader) -> str | None:
+    """Return the variant of an indexer whose pages are not shuffled, or None if it is unknown."""
+    platform = _platform()
+    # On AMD GPUs, other classes shuffle the pages than those that say so, such as GLM-5.3's.
+    if platform.get("is_rocm").value is not None and platform.call("is_rocm").value:
+        return "rows" if "uses_shuffled_layout" in vars(type(layer.value)) else None
+    # vLLM 0.32 has no such function, and only scales of float32.
+    deep_gemm = FieldReader("vllm.utils.deep_gemm", sys.modules.get("vllm.utils.deep_gemm"))
+    if deep_gemm.get("mqa_logits_use_mx_scales").value is None:
+        return "rows"
+    return "mx" if deep_gemm.call("mqa_logits_use_mx_scales").value else "rows"
 
 
 def _platform() -> FieldReader:
@@ -107,4 +120,11 @@ def fp8_dtypes_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, s
         name: layer.get("kv_cache_dtype").value
         for name, layer in constructed_layers(fields, configs).items()
     }
-    return {name: known[cache] for name, cache in chosen.items() if str(cache) in known}
+    found = {name: known[cache] for name, cache in chosen.items() if str(cache) in known}
+    # Index keys are of fp8 whatever the type of the cache is.
+    indexers = {
+        name: usual
+        for name, layer in constructed_layers(fields, configs).items()
+        if isinstance(layer.get("uses_shuffled_layout").value, bool)
+    }
+    return indexers | found

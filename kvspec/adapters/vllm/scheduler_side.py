@@ -41,10 +41,16 @@ from typing import Any
 import attrs
 
 from kvspec.adapters.vllm.content import content_of_request, sampling_of_request
+from kvspec.adapters.vllm.drafts import draft_of
 from kvspec.adapters.vllm.prefix_cache import Hashed, hashed_of, withhold
 from kvspec.adapters.vllm.store_scheduler import PageLoad, PageSave, StoredPrompts
 from kvspec.adapters.vllm.store_settings import StoreSettings
-from kvspec.adapters.vllm.tables import block_tables, check_rings, loses_a_token
+from kvspec.adapters.vllm.tables import (
+    block_tables,
+    check_rings,
+    keeps_all_tokens,
+    loses_a_token,
+)
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
@@ -109,6 +115,8 @@ class Scheduling:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._store = StoreSettings.in_config(vllm_config)
+        draft = draft_of(vllm_config)
+        self._lookahead = 0 if draft is None else draft.lookahead
         self._pages: StoredPrompts | None = None
         self._kv_cache_manager: Any = None
         engine_id = vllm_config.kv_transfer_config.engine_id
@@ -212,7 +220,7 @@ class Scheduling:
         """Return the number of tokens to fetch, and whether the request waits for them."""
         ticket, count = self._tickets.get(request.request_id), 0
         if ticket is not None:
-            count = max(0, _end(request, ticket) - num_computed_tokens)
+            count = max(0, self._end(request, ticket) - num_computed_tokens)
         elif self._pages is not None:
             count = self._pages.matched(request, num_computed_tokens)
         self._cached[request.request_id] = num_computed_tokens
@@ -226,6 +234,15 @@ class Scheduling:
         if self._pages is not None and request.request_id not in self._tickets:
             return ()
         return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def _end(self, request: Any, ticket: PrefillTicket) -> int:
+        """Return the token before which fetching stops. vLLM computes the last token itself."""
+        computed = ticket.computed_tokens
+        # The last keys of a draft depend on the token that the producer has sampled. A window, a
+        # ring or a state may lack what an earlier token needs. Then they are fetched all the same.
+        if self._ranks and keeps_all_tokens(self._ranks[0].engine, computed):
+            computed = max(0, computed - self._lookahead)
+        return int(min(request.num_tokens - 1, computed))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Fetch a request into its blocks, or decline its ticket if no token is missing."""
@@ -339,11 +356,6 @@ class Scheduling:
         if not self._ranks:
             raise SpecError("kv_caches", None, "caches that all workers have registered")
         return block_tables(self._ranks[0].engine, self._kv_cache_config, block_ids, num_tokens)
-
-
-def _end(request: Any, ticket: PrefillTicket) -> int:
-    """Return the token before which fetching stops. vLLM computes the last token itself."""
-    return int(min(request.num_tokens - 1, ticket.computed_tokens))
 
 
 def _shorten(request: Any, engine: EngineSpec) -> set[str]:

@@ -14,8 +14,9 @@ import attrs
 
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Config, Group, read_configs
+from kvspec.adapters.vllm.drafts import is_of_draft, number_of
 from kvspec.adapters.vllm.engine import engine_spec
-from kvspec.adapters.vllm.heads import heads_of, number_of
+from kvspec.adapters.vllm.heads import heads_of
 from kvspec.adapters.vllm.key_contents import scales_of
 from kvspec.adapters.vllm.layer_info import backends_of, fp8_dtypes_of, variants_of
 from kvspec.engines.engine import EngineSpec
@@ -255,7 +256,7 @@ def _check_stages(fields: FieldReader, configs: Sequence[Config]) -> None:
     for stage, (config, numbers) in enumerate(zip(configs, expected, strict=True)):
         for layer in config.layers:
             number = number_of(layer)
-            # Numbers from `count` on belong to draft layers, which the rule does not cover.
-            if number is not None and number < count and number not in numbers:
+            # The rule does not cover the layers of a draft, which are all on the last stage.
+            if number is not None and not is_of_draft(layer, count) and number not in numbers:
                 wanted = f"layers {numbers.start}..{numbers.stop - 1}: those of stage {stage}"
                 raise SpecError(f"kv_cache_config[{stage}]", layer, wanted)

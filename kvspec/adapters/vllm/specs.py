@@ -30,6 +30,7 @@ import attrs
 from kvspec.adapters.field_reader import FieldReader, check_tp_rank, chosen, model_heads
 from kvspec.adapters.vllm.backends import (
     INDEXER_KEY,
+    KEY_PLANES,
     ROW_PAGES,
     Backends,
     layout_of,
@@ -235,8 +236,11 @@ class RankSpecs:
         """Return the spec of a layer with one latent for each token."""
         kind, more = SPEC_KINDS[name]
         fields = self._common(layer, rank_spec, more)
-        if page_format == "key planes":
-            fields |= {"head_size": INDEXER_KEY, "scale_dtype": "float32"}
+        if fields["dtype"] == "uint8":
+            fields["dtype"] = self._bytes_of(layer)
+        if page_format in KEY_PLANES:
+            scale, shared = KEY_PLANES[page_format]
+            fields |= {"head_size": INDEXER_KEY, "scale_dtype": scale, "elements_per_scale": shared}
             with rank_spec.named():
                 planes: AttentionSpec = kind(**fields)
                 return planes
@@ -319,6 +323,16 @@ class RankSpecs:
             wanted = f"the fp8 type of the layer's elements: {rank_spec.path} contains only 'fp8'"
             raise SpecError(field, value, wanted)
         return name
+
+    def _bytes_of(self, layer: str) -> str:
+        """Return the type of a latent or an index key that vLLM describes as bytes.
+
+        Their elements of fp8 are e4m3fn, except on platforms that have no such type. The bytes of
+        e4m3fnuz are other numbers.
+        """
+        value = chosen(self.fp8_dtype, layer)
+        name = None if value is None else dtype_name(value, f"fp8_dtype[{layer!r}]")
+        return name if name is not None and name.endswith("fnuz") else "uint8"
 
     def _paged(self, spec: LayerSpec, rank_spec: FieldReader) -> LayerSpec:
         """Return *spec* with vLLM's padding. Raise if vLLM's page has another size."""

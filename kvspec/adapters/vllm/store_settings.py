@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.vllm.heads import number_of
+from kvspec.adapters.vllm.drafts import draft_of, number_of
 from kvspec.adapters.vllm.settings import stages
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
@@ -89,6 +89,10 @@ class StoreSettings:
             # A page may be damaged, or removed while it is read. Then its tokens are computed.
             wanted = "'recompute' with a store: a page that cannot be loaded has to be computed"
             raise SpecError("kv_load_failure_policy", policy, wanted)
+        draft = draft_of(vllm_config)
+        if settings is not None and draft is not None and draft.lookahead:
+            rule = "not yet with a store: a page's last key of the draft depends on the next page"
+            raise SpecError("speculative_config.method", draft.method, rule=rule)
         return settings
 
     def open(self, vllm_config: Any, engine: EngineSpec) -> PageStore:  # noqa: ANN401
@@ -205,10 +209,11 @@ def _overrides(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's class
         facts["dtype"] = dtype_name(model.dtype, "model_config.dtype")
     if path := _config_path(model):
         facts["config"] = [path, _commit(model)]
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if draft is not None:
+    if (known := draft_of(vllm_config)) is not None:
+        draft = vllm_config.speculative_config.draft_model_config
         changed = getattr(draft, "quantization", None)
-        facts["draft"] = [draft.model, _revision(draft), *([changed] if changed else ())]
+        own = [known.method, known.model, _revision(draft)]
+        facts["draft"] = [*own, *([changed] if changed else ())]
     if None in (*facts.get("config", ()), *facts.get("draft", ())):
         return None
     try:

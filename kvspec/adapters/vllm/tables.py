@@ -138,6 +138,14 @@ def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
     return False
 
 
+def keeps_all_tokens(engine: EngineSpec, num_tokens: int) -> bool:
+    """Whether vLLM, after *num_tokens*, still has what an engine needs to go on from fewer tokens.
+
+    A window, a chunk, a ring or a state has lost something, unless the prompt is short.
+    """
+    return all(group.spec.live_tokens(num_tokens).start == 0 for group in engine.groups)
+
+
 def check_rings(engine: EngineSpec, computed: int, num_tokens: int) -> None:
     """Raise `SpecError` if vLLM's rings after *computed* tokens lack rows of *num_tokens* tokens.
 

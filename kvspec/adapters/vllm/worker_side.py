@@ -17,6 +17,7 @@ import attrs
 
 from kvspec.adapters.attention_modules import configured_key_content
 from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.vllm.drafts import draft_of
 from kvspec.adapters.vllm.metrics import Numbers, WorkerNumbers
 from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
@@ -77,6 +78,8 @@ class Settings:
         public: The name by which peers reach this machine. *host* by default.
         model: The name of the model, which must be equal on both engines. vLLM's by default.
         revision: The revision of the model, which must be equal, too. vLLM's by default.
+        draft: The method, the name and the revision of the draft model, which must be equal on both
+            engines. vLLM's by default. None without a draft that has a cache.
         hold: Seconds for which a finished prompt waits for its first reader. A consumer renews it
             from its queue.
         lease: Seconds for which it is held after the last message of a reader.
@@ -97,6 +100,7 @@ class Settings:
     public: str | None = attrs.field(default=None, validator=_fits)
     model: str = attrs.field(validator=_fits)
     revision: str | None = attrs.field(default=None, validator=_fits)
+    draft: str | None = attrs.field(default=None, validator=_fits)
     # The consumer's scheduler renews the lease as soon as it has the ticket. So this is the time
     # between the two halves of a request, as in vLLM's own connector (`kv_lease_duration`).
     hold: float = attrs.field(default=30.0, validator=_fits)
@@ -108,12 +112,27 @@ class Settings:
     dead_tokens: bool = attrs.field(default=False, validator=_fits)
     store: StoreSettings | None = attrs.field(default=None, converter=read_store)
 
+    @property
+    def weights(self) -> str:
+        """The names of the model and of its draft, for peers to compare.
+
+        Two drafts may have layers of equal names and sizes.
+        """
+        return self.model if self.draft is None else f"{self.model} with draft {self.draft}"
+
     @staticmethod
     def of(vllm_config: Any) -> Settings:
         """Return the settings of *vllm_config*."""
         model = FieldReader("model_config", vllm_config.model_config)
         values = {name: model.get(name).value for name in ("model", "revision")}
-        values |= vllm_config.kv_transfer_config.kv_connector_extra_config
+        extra, draft = (
+            vllm_config.kv_transfer_config.kv_connector_extra_config,
+            draft_of(vllm_config),
+        )
+        if draft is None and extra.get("draft") is not None:
+            wanted = "None: this engine has no draft model with a cache"
+            raise SpecError("kv_connector_extra_config['draft']", extra["draft"], wanted)
+        values |= {"draft": None if draft is None else str(draft), **extra}
         known = [field.name for field in attrs.fields(Settings)]
         for name in values:
             if name not in known:
@@ -210,7 +229,7 @@ class Serving:
             cache,
             engine_id=engine_id,
             epoch=epoch,
-            model=settings.model,
+            model=settings.weights,
             revision=settings.revision,
             channel=TcpChannel(settings.host, settings.port, public=settings.public or ""),
             owner=kv_caches,
