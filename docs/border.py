@@ -160,7 +160,7 @@ def scaled_pool(cls: str, recipe: str | None = None, flat: bool = False) -> Any:
             own[f"{part}_buffer"] = [array((9 * page, heads, width))]
             own[f"{part}_scale_buffer"] = [array(shape)]
         if recipe is not None and not wide:
-            own["quant_method"] = with_fields(engine_object("Method"), name=recipe)
+            own["quant_method"] = engine_object(recipe)
         return engine_object(cls, mxfp8_sf_interleaved=ordered, **own)
 
     return make
@@ -190,6 +190,40 @@ def minimax_pool(heads: int, page: int) -> Any:
         index_k_pool=engine_object("MHATokenToKOnlyPool", **index),
         index_k_layer_id_mapping={0: 0},
     )
+
+
+def compressed_pool(_: int, page: int) -> Any:
+    """Return a pool of SGLang with compressed latents. Its pages are 16 times as large.
+
+    Layer 0 has a latent for 4 tokens, and layer 1 one for 128.
+    """
+    size, window = 16 * page, 256
+    latents = {
+        rows: engine_object(
+            "DeepSeekV4SingleKVPool", page_size=rows, kv_layout="v4",
+            kv_buffer=[array((9, -(-rows * 584 // 576) * 576)) for _ in range(count)],
+        )
+        for rows, count in ((window, 2), (size // 4, 1), (size // 128, 1))
+    }  # fmt: skip
+    keys = engine_object(
+        "DeepSeekV4IndexerPool", page_size=size // 4,
+        index_k_with_scale_buffer=[array((9, size // 4 * (128 + 4)))],
+    )  # fmt: skip
+
+    def state(ratio: int, ring: int, elements: int) -> Any:
+        rows = array((9 * ring + 1, elements), np.float32)
+        return engine_object(
+            "CompressStatePool", ratio=ratio, ring_size=ring, request_scoped=ring == ratio,
+            swa_page_size=window, kv_score_buffer=engine_object("KVAndScore", kv_score=rows),
+        )  # fmt: skip
+
+    return engine_object(
+        "DeepSeekV4TokenToKVPool", page_size=size, sliding_window=128, _stage_start=0,
+        _stage_end=2, swa_kv_pool=latents[window], sources_by_ratio={4: [0], 128: [1]},
+        kv_pools={4: latents[size // 4], 128: latents[size // 128]}, index_pools={4: keys},
+        compress_state_pools=[state(4, 8, 2048), state(128, 128, 1024)],
+        indexer_compress_state_pools=[state(4, 8, 512), None],
+    )  # fmt: skip
 
 
 def hybrid_pool(
@@ -483,16 +517,21 @@ def sglang_rows() -> Iterator[Row]:
         made = on_sglang("DSATokenToKVPool", keys=tuple(own))
         yield Row("SGLang", f"slots and index pages, {page}", "DSA", made)
     yield Row("SGLang", "slots and index keys", "MiniMax", on_sglang(minimax_pool))
+    yield Row("SGLang", "pages and rings", "DeepSeek-V4", on_sglang(compressed_pool))
     for page, kind, pool in (
-        ("fp4_mx_block16", "full", scaled_pool("MHATokenToKVPool", "fp4_mx_block16", flat=True)),
-        ("nvfp4, linear scales", "full", scaled_pool("MHATokenToKVPool", "nvfp4")),
+        (
+            "fp4_mx_block16",
+            "full",
+            scaled_pool("MHATokenToKVPool", "FP4MXBlock16KVCacheMethod", flat=True),
+        ),
+        ("nvfp4, linear scales", "full", scaled_pool("MHATokenToKVPool", "NVFP4KVCacheMethod")),
         ("FP4", "full", scaled_pool("MHATokenToKVPoolFP4", flat=True)),
         ("FP4", "MLA", scaled_pool("MLATokenToKVPoolFP4", flat=True)),
         ("MXFP8", "full", scaled_pool("MHATokenToKVPoolMXFP8")),
         ("MXFP8, pages of 128", "full", scaled_pool("MHATokenToKVPoolMXFP8", "one kernel")),
     ):
         yield Row("SGLang", f"slots and scales, {page}", kind, on_sglang(pool))
-    native = scaled_pool("MHATokenToKVPool", "nvfp4")
+    native = scaled_pool("MHATokenToKVPool", "NVFP4KVCacheMethod")
     yield Row("SGLang", "nvfp4, native scales", "full", on_sglang(
         lambda heads, page: with_fields(native(heads, page), native_k_scale_buffer=[])
     ))  # fmt: skip

@@ -102,8 +102,9 @@ class AttentionSpec(LayerSpec):
 
     def __attrs_post_init__(self) -> None:
         self._check_scales()
-        if self.key_content is not None and self.key_content.rotary_stop > self.head_size:
-            requirement = f"a range that ends at head_size={self.head_size} or before"
+        most = self.head_size * (2 if self._is_packed else 1)
+        if self.key_content is not None and self.key_content.rotary_stop > most:
+            requirement = f"a range that ends at {most} or before, the elements of head_size"
             stop = self.key_content.rotary_stop
             raise SpecError("key_content.rotary_stop", stop, requirement)
         if self.block_size % self.tokens_per_state:
@@ -152,11 +153,14 @@ class AttentionSpec(LayerSpec):
     @property
     def _reorders_elements(self) -> bool:
         """Whether an element keeps its meaning if it is stored at another place of its row."""
-        # A uint8 with a scale may hold two elements, as in NVFP4. Moving bytes would not part them.
-        is_packed = self.dtype == "uint8" and self._has_scales
         # A scale of a part of a row belongs to adjacent elements.
         has_one_scale = self.elements_per_scale in (None, self.head_size)
-        return has_one_scale and not self.spans_heads and not is_packed
+        return has_one_scale and not self.spans_heads and not self._is_packed
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether a byte may hold two elements, as in NVFP4. Moving bytes would not part them."""
+        return self.dtype == "uint8" and self._has_scales
 
     @property
     def _has_scales(self) -> bool:

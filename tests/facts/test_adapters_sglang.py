@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from sglang_like import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool, pages_to_
 import kvspec
 from kvspec import RankId
 from kvspec.adapters import sglang, vllm
+from kvspec.stored import StoredSpec
 
 # A cache contains only addresses, so the pools must stay alive.
 KEPT: list[Any] = []
@@ -326,6 +329,68 @@ def test_scales_of_other_recipes_and_layers_are_refused() -> None:
     assert "layers.1.scales_digest" == found.field
 
 
+HALVES, PAIRS = (  # All 64 elements of a head.
+    kvspec.KeyContent(rotary=order, rotary_size=64) for order in ("halves", "pairs")
+)
+# Pools whose pages hold 64 elements of 4 heads in formats of their own. Some are equal in bytes.
+FORMATS: dict[str, Callable[[Any], kvspec.EngineSpec]] = {
+    "bfloat16": lambda content: plain_of("bfloat16", content),
+    "float8_e4m3fn": lambda content: plain_of("float8_e4m3fn", content, scales=SCALES),
+    "float8_e5m2": lambda content: plain_of("float8_e5m2", content, scales=SCALES),
+    "uint8": lambda content: plain_of("uint8", content),
+    "fp4_mx_block16": lambda content: scaled("fp4_mx_block16", 1, 128, **content)[0],
+    "nvfp4": lambda content: scaled("nvfp4", 1, 128, **content)[0],
+    "nvfp4, other scales": lambda content: scaled("nvfp4", 1, 128, scales=TWICE, **content)[0],
+    "FP4": lambda content: scaled("MHATokenToKVPoolFP4", 1, 128, **content)[0],
+    "MXFP8": lambda content: scaled("MHATokenToKVPoolMXFP8", 1, 64, **content)[0],
+    "MXFP8, ordered": lambda content: scaled("MHATokenToKVPoolMXFP8", 1, 128, **content)[0],
+}
+TWICE = {layer: (2 * key, 2 * value) for layer, (key, value) in SCALES.items()}
+
+
+def plain_of(dtype: str, content: Any, **options: Any) -> kvspec.EngineSpec:
+    """Return the engine of a pool without scales of its own."""
+    pool = MHATokenToKVPool(40, 4, 64, page_size=4, dtype=dtype)
+    return sglang.engine_spec(pool, **content, **options)
+
+
+def test_pages_of_two_formats_never_look_equal() -> None:
+    """Neither a plan nor the name of a stored page takes one for the other."""
+    found = {name: make({}) for name, make in FORMATS.items()}
+    digests = {StoredSpec.of(each, page_tokens=128).digest for each in found.values()}
+    assert len(found) == len(digests)
+    for one, other in itertools.permutations(found.values(), 2):
+        assert kvspec.mismatches(one, other)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_order_of_keys_is_part_of_a_format_that_binds_elements(name: str) -> None:
+    """A byte of FP4 has two elements, and a scale of MXFP8 belongs to 32 adjacent ones."""
+    one, other = (FORMATS[name]({"key_content": content}) for content in (HALVES, PAIRS))
+    digests = {StoredSpec.of(each, page_tokens=128).digest for each in (one, other)}
+    fields = {each.field.rpartition(".")[2] for each in kvspec.mismatches(one, other)}
+    bound = "FP" in name.upper() and "FLOAT" not in name.upper()
+    assert (2 if bound else 1) == len(digests)
+    assert fields == ({"key_content"} if bound else set())
+    # Keys that are rotated by other angles, or not at all, differ in each format.
+    for content in (None, kvspec.KeyContent(rotary="none"),
+                    kvspec.KeyContent(rotary="halves", rotary_size=32)):  # fmt: skip
+        changed = FORMATS[name]({"key_content": content})
+        assert kvspec.mismatches(one, changed)
+        assert StoredSpec.of(changed, page_tokens=128).digest not in digests
+
+
+def test_unified_pages_have_no_scales(tmp_path: Path) -> None:
+    """SGLang never writes the scales of a pool under these keys."""
+    for name in ("fp4_mx_block16", "nvfp4", "FP4", "MXFP8", "MXFP8, ordered"):
+        with pytest.raises(kvspec.SpecError) as caught:
+            sglang.UnifiedPages(
+                tmp_path, FORMATS[name]({}).group("full"), model_id="m", page_size=128,
+                head_group=1, accept_unverified=True,
+            )  # fmt: skip
+        assert caught.value.field.startswith("groups")
+
+
 def test_rank_cache_reads_torch_buffers() -> None:
     """SGLang stores float8 as bytes. Of 13 slots only 12 fill pages, so the cache has 3 blocks."""
     torch = pytest.importorskip("torch")
@@ -389,8 +454,8 @@ REFUSED: list[tuple[Callable[[], object], str, Any, str]] = [
     (lambda: read(parallel="2"), "parallel", "2", "ParallelConfig"),
     (lambda: read(layer_name="layers"), "layer_name", "layers", "{}"),
     (lambda: read(changed(POOL, k_scale_buffer=[])), "pools.k_scale_buffer", "list", "None"),
-    (lambda: read(changed(POOL, quant_method=like.Recipe("fp3"))), "pools.quant_method.name",
-     "fp3", "nvfp4"),
+    (lambda: read(changed(POOL, quant_method=like.recipe("FP3"))), "pools.quant_method",
+     "FP3", "NVFP4KVCacheMethod"),
     (lambda: read(like.with_scales("nvfp4", 2, 4)), "scales['layers.0']", None, "values"),
     (lambda: read(changed(like.with_scales("nvfp4", 2, 4), native_k_scale_buffer=[])),
      "pools.native_k_scale_buffer", "list", "not yet"),

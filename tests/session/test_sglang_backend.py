@@ -419,7 +419,9 @@ def test_unsupported_setting_is_refused_by_name(name: str) -> None:
     ("changes", "field"),
     [
         ({"draft_pool": object()}, "draft_token_to_kv_pool"),
-        ({"state_types": ("mamba", "swa")}, "state_types"),
+        ({"pool": hybrid(1, 16), "state_types": ("mamba", "swa")}, "state_types"),
+        # The states lie beside a pool that has none.
+        ({"state_types": ("mamba",)}, "state_types"),
         ({"pool": like.SWAKVPool.__new__(like.SWAKVPool)}, "token_to_kv_pool"),
         ({"pool": like.MLATokenToKVPool(16, page_size=16)}, "token_to_kv_pool"),
     ],

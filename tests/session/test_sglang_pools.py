@@ -27,8 +27,10 @@ from kvspec.adapters import sglang as adapter
 from kvspec.adapters import vllm
 from kvspec.adapters.sglang import plugin
 from kvspec.adapters.sglang.backend import SUCCESS, WAITING
+from kvspec.adapters.sglang.compressed_pools import COMPRESSED_POOL
 from kvspec.adapters.sglang.describing import INDEXER_FLAGS
 from kvspec.adapters.sglang.pools import POOL_KINDS, POOLS_NOT_YET
+from kvspec.errors import SpecError
 from kvspec.testing.world import described
 
 pytestmark = pytest.mark.adapters
@@ -42,7 +44,18 @@ with warnings.catch_warnings():
     from sglang.srt.disaggregation import prefill, utils
     from sglang.srt.layers.attention.dsa import dsa_indexer
     from sglang.srt.layers.quantization import fp4_kv_cache_quant_method
-    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache import (
+        deepseek_v4_memory_pool,
+        dsa_cache_layer_split,
+        hisparse_memory_pool,
+        memory_pool,
+        minimax_m3_nvfp4_pool,
+        page_interleave_pool,
+        qsa_kv_pool,
+        swa_memory_pool,
+        unified_draft_pool,
+        unified_memory_pool,
+    )
 
 TOKENS, SLOT = 70, 3
 K_HEADS, V_HEADS, K_SIZE, V_SIZE, ROWS = 4, 8, 8, 12, 3
@@ -454,22 +467,135 @@ def test_sglang_finds_the_index_keys_of_sparse_layers(
         assert torch.equal(keys[..., :16], pool.get_index_k_buffer(1)[consumer.slots])
 
 
-def test_each_pool_of_sglang_is_read_or_refused_with_a_reason() -> None:
-    """A class is found by its base classes in SGLang's files, without an import."""
+# Classes of SGLang with the name of a pool that are no pool of an engine's tokens.
+NO_POOLS: dict[str, str] = {
+    "abstract": "KVCache BaseSWAKVPool PageInterleaveKVPoolMixin SubPoolSpec MHASubPoolSpec"
+    " MLASubPoolSpec MambaSubPoolSpec",
+    "states, which belong to a pool": "MambaPool CompressStatePool NPUCompressStatePool"
+    " UnifiedMambaPool UnifiedDraftMambaPool MambaCheckpointPool ShortConvPool NGramPool",
+    "memory that other pools share": "UnifiedKVPool DeepSeekV4UnifiedKVPool",
+    "Apple's devices": "ContiguousAttentionKVCache WindowedAttentionKVCache"
+    " PoolBackedAttentionKVCache MlxAttentionKVPool MlxAuxiliaryStatePool"
+    " MlxAuxiliaryStateReqToTokenPool _DummyKVCache",
+    "requests": "ReqToTokenPool HybridReqToTokenPool UnifiedHybridReqToTokenPool"
+    " DSV4NPUReqToTokenPool DSV4NPUDecodeReqToTokenPool",
+    "embeddings": "EmbeddingPool",
+    "allocators": "NPUPagedTokenToKVPoolAllocator DSV4NPUTokenToKVPoolAllocator"
+    " BaseTokenToKVPoolAllocator HiSparseTokenToKVPoolAllocator"
+    " DeepSeekV4HiSparseTokenToKVPoolAllocator PageInterleavePoolAllocator"
+    " PagedTokenToKVPoolAllocator SWATokenToKVPoolAllocator PureSWATokenToKVPoolAllocator"
+    " TokenToKVPoolAllocator UnifiedSWATokenToKVPoolAllocator"
+    " UnifiedMambaSWATokenToKVPoolAllocator UnifiedMambaTokenToKVPoolAllocator",
+    "memory of the host": "HostKVCache LogicalHostPool DeepSeekV4PagedHostPool"
+    " DeepSeekV4StateHostPool DSAIndexerHostPoolBuilder DSAIndexerPoolHost PoolEntry HostPoolGroup"
+    " HiSparseHostPoolMixin HostPoolStorageInfo HostPoolBuilder HostPoolDecl MambaPoolHost"
+    " MHATokenToKVPoolHost MHATokenToKOnlyPoolHost HiSparseMHATokenToKVPoolHost"
+    " AsymmetricMHATokenToKVPoolHost MHATokenToKVPoolMXFP8Host MiniMaxM3Nvfp4IndexKPoolHost"
+    " MiniMaxM3Nvfp4MainKVPoolHost MLATokenToKVPoolHost PageInterleaveHostPool QSAIndexerPoolHost"
+    " UnifiedPageEnvelopeHostPool HostPoolConfig HostPoolGroupConfig SparseKVCacheManager",
+    "stores": "PoolExistenceBeliefs PoolBeliefPolicy KVCacheNamespace PoolName PoolHitPolicy"
+    " PoolTransfer SidecarPoolSpec PoolTransferResult PPPrefetchPoolSpec AibrixKVCacheStorage"
+    " AIBrixKVCacheStorageTest FlexibleKVCacheMemoryPool _PoolStorageCtx MockHostKVCache"
+    " _HybridPoolContext _PoolFamily _RegisteredPool UnknownMhaPool _PoolRangePlan",
+    "descriptions": "_CompressedPoolConfig DevicePoolInfo DevicePoolEntry DevicePoolGroup"
+    " KVCacheBuildResult KVCacheConfigResult _InitializedPools _PoolSizes KVCacheConfigurator"
+    " UnifiedPoolBundle UnifiedSWAPoolBundle KVCacheEventRecorder _RustKVCacheEventRecorder",
+}
+READ = {*POOL_KINDS, COMPRESSED_POOL}
+
+
+def classes_of_sglang() -> dict[str, set[str]]:
+    """Return the base classes of each class in SGLang's files, by name, without an import."""
     bases: dict[str, set[str]] = {}
     for file in Path(memory_pool.__file__).parents[1].rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if re.search(r"class \w*KV\w*", text) else ():
+        for node in ast.walk(ast.parse(text)) if re.search(r"class \w*(KV|Pool)\w*", text) else ():
             if isinstance(node, ast.ClassDef):
                 names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                bases.setdefault(node.name, set()).update(names)
+                own = bases.setdefault(node.name, set())
+                own |= names
+                if {"mem_cache", "hardware_backend"} & {*file.parts}:
+                    own.add("memory")
+    return bases
+
+
+def test_each_pool_of_sglang_is_read_or_refused_with_a_reason() -> None:
+    """A class that a later SGLang adds belongs to one of these tables."""
+    bases = classes_of_sglang()
     found = {"KVCache"}
     while new := {name for name, own in bases.items() if own & found} - found:
         found |= new
-    # The first two are abstract, and the third stands for a pool on Apple's devices.
-    others = {"KVCache", "BaseSWAKVPool", "_DummyKVCache"}
-    assert found - others == {*POOL_KINDS, *POOLS_NOT_YET}
-    assert not set(POOL_KINDS) & set(POOLS_NOT_YET)
+    others = {name for names in NO_POOLS.values() for name in names.split()}
+    assert found - others == READ | {*POOLS_NOT_YET}
+    assert not READ & {*POOLS_NOT_YET}
+    named = {name for name, own in bases.items()
+             if "memory" in own and re.search("Pool|KVCache", name)}  # fmt: skip
+    assert named | found == READ | {*POOLS_NOT_YET} | others
+
+
+def real_classes() -> list[Any]:
+    """Return the classes of SGLang's pools whose modules a CPU can load."""
+    modules = (
+        memory_pool, swa_memory_pool, deepseek_v4_memory_pool, qsa_kv_pool, unified_memory_pool,
+        unified_draft_pool, hisparse_memory_pool, dsa_cache_layer_split, page_interleave_pool,
+        minimax_m3_nvfp4_pool,
+    )  # fmt: skip
+    found = {
+        value for module in modules for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, memory_pool.KVCache)
+    }  # fmt: skip
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+def extended(name: str, kind: Any) -> Any:
+    """Return an object of a class called *name* that extends *kind*."""
+    made: Any = type(name, (kind,), {})
+    made.__abstractmethods__ = frozenset()
+    return made.__new__(made)
+
+
+def refused(pool: Any) -> SpecError:
+    """Return the error of a pool that is refused for its class."""
+    with pytest.raises(SpecError) as caught:
+        adapter.engine_spec(pool)
+    assert "pools" == caught.value.field
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", real_classes())
+def test_class_that_extends_one_of_sglang_is_refused(kind: Any) -> None:
+    """It may keep another order, also if it has the same name."""
+    name = kind.__name__
+    for other in (f"My{name}", name):
+        assert "expected" in str(refused(extended(other, kind)))
+    if name not in READ:
+        own = type(name, (), {})
+        assert POOLS_NOT_YET.get(name, "one of") in str(refused(own()))
+
+
+def test_pool_of_another_package_with_a_known_name_is_refused() -> None:
+    """A platform's plug-in may extend the abstract class alone."""
+    made = extended("MHATokenToKVPool", memory_pool.KVCache)
+    assert type(made).__module__ in str(refused(made).value)
+
+
+def test_recipe_that_extends_one_of_sglang_is_refused() -> None:
+    """It has the name of the recipe that it extends."""
+    pool = fp4(1, 16)
+    made = type("Other", (type(pool.quant_method),), {})
+    assert pool.quant_method.name == made.name
+    pool.quant_method = made()
+    with pytest.raises(SpecError) as caught:
+        adapter.engine_spec(pool)
+    assert "pools.quant_method" == caught.value.field
+
+
+def test_state_pool_that_extends_sglangs_is_refused() -> None:
+    pool = hybrid(1, 16, kda=False)
+    pool.mamba_pool.__class__ = type("MambaPool", (memory_pool.MambaPool,), {})
+    with pytest.raises(SpecError) as caught:
+        adapter.engine_spec(pool)
+    assert "pools.mamba_pool" == caught.value.field
 
 
 def row(pool: Any, side: Side, slot: int) -> Any:

@@ -316,7 +316,10 @@ def test_settings_that_change_values_change_the_name_of_the_model() -> None:
         vllm_config.model_config.multimodal_config = media
         drafted = drafted and SimpleNamespace(**{**draft, **drafted})
         vllm_config.cache_config = SimpleNamespace(cache_dtype="auto")
-        vllm_config.speculative_config = SimpleNamespace(draft_model_config=drafted)
+        speculative = SimpleNamespace(
+            method="draft_model", draft_model_config=drafted, use_multi_module_mtp=None
+        )
+        vllm_config.speculative_config = drafted and speculative
         return model_identity(vllm_config, "")
 
     config = SimpleNamespace(_commit_hash="beef")

@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-NUMPY = {"bfloat16": np.uint16, "float32": np.float32, "uint8": np.uint8, "float8_e4m3fn": np.uint8}
+NUMPY = {
+    "bfloat16": np.uint16,
+    "float32": np.float32,
+    "uint8": np.uint8,
+    "float8_e4m3fn": np.uint8,
+    "float8_e5m2": np.uint8,
+}
 
 
 class KVCache:
@@ -45,11 +51,13 @@ class MHATokenToKVPool(KVCache):
         self.v_buffer = self.buffers(head_num, value_dim or head_dim)
 
 
-class Recipe:
-    """SGLang's `quant_method`, with the name of a recipe."""
+# The classes of SGLang's `quant_method`, by the names of its recipes.
+RECIPES = {"fp4_mx_block16": "FP4MXBlock16KVCacheMethod", "nvfp4": "NVFP4KVCacheMethod"}
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+
+def recipe(cls: str) -> Any:
+    """Return SGLang's `quant_method` of the class *cls*."""
+    return type(cls, (), {})()
 
 
 def with_scales(cls: str, heads: int, page: int, *, size: int = 64, flat: bool = False) -> Any:
@@ -77,7 +85,7 @@ def with_scales(cls: str, heads: int, page: int, *, size: int = 64, flat: bool =
         for part in ["kv"] if latent else ["k", "v"]:
             setattr(pool, f"{part}_{name}", [np.zeros(own_shape, np.uint8) for _ in range(2)])
     if own == "MHATokenToKVPool":
-        pool.quant_method = Recipe(cls)
+        pool.quant_method = recipe(RECIPES[cls])
     return pool
 
 

@@ -62,15 +62,21 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "disaggregation_enable_kv_checksum": (False,),
     "disaggregation_decode_host_receive_threshold": (1, 1.0),
 }
-# The pools that are moved, by exact class, and the kinds of SGLang's states that come with them.
-POOLS = (
-    "MHATokenToKVPool",
-    "HybridLinearKVPool",
-    "DSATokenToKVPool",
-    "MiniMaxSparseKVPool",
-)
 RECURRENT = "mamba"
-STATES = (RECURRENT, "dsa", "minimax_index_k", "minimax_dense_kv")
+# The pools that are moved, by exact class, and the kinds of SGLang's states that lie in them.
+# SGLang also has states beside a pool, with its requests.
+POOLS = {
+    "MHATokenToKVPool": (),
+    "HybridLinearKVPool": (RECURRENT, "dsa"),
+    "DSATokenToKVPool": ("dsa",),
+    "MiniMaxSparseKVPool": ("minimax_index_k", "minimax_dense_kv"),
+}
+# Pools that `engine_spec` describes, and why the backend does not move them.
+NOT_IN_BACKEND = {
+    "SWAKVPool": "start the engine with disable_hybrid_swa_memory",
+    "DeepSeekV4TokenToKVPool": "not yet: slots of windows and of requests, which SGLang passes"
+    " as pages of its states",
+}
 # The attributes of SGLang's `Indexer`, of which one is true if its keys are stored as they are.
 INDEXER_FLAGS = ("use_dsa_indexer_fusion", "use_aiter_fused_fp8_writer")
 # The attribute of a model's config with the groups of its Mamba 2 layers, by the config's class.
@@ -279,13 +285,14 @@ def check_supported(server_args: Any, around: Surroundings) -> None:
             raise SpecError(name, os.environ[name], "unset: not yet run with kvspec")
     if around.draft_pool is not None:
         raise SpecError("draft_token_to_kv_pool", type(around.draft_pool).__name__, "None")
-    if not {*around.states} <= {*STATES}:
-        wanted = f"some of {', '.join(STATES)}: others are not yet moved"
-        raise SpecError("state_types", around.states, wanted)
     kind = type(around.pool).__name__
     if kind not in POOLS:
-        hint = ": start the engine with disable_hybrid_swa_memory" if kind == "SWAKVPool" else ""
+        hint = f": {NOT_IN_BACKEND[kind]}" if kind in NOT_IN_BACKEND else ""
         raise SpecError("token_to_kv_pool", kind, f"one of {', '.join(POOLS)}{hint}")
+    if not {*around.states} <= {*POOLS[kind]}:
+        own = ", ".join(POOLS[kind]) or "none"
+        wanted = f"{own}, which a {kind} has: others are not yet moved"
+        raise SpecError("state_types", around.states, wanted)
 
 
 def describe(around: Surroundings, settings: BackendSettings) -> RankCache:

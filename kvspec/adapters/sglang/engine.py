@@ -17,11 +17,17 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader, check_tp_rank, chosen, model_heads
+from kvspec.adapters.sglang.compressed_pools import (
+    COMPRESSED_GROUPS,
+    COMPRESSED_POOL,
+    CompressedPool,
+    read_compressed,
+)
 from kvspec.adapters.sglang.pools import (
     DRAFT,
     FULL_GROUP,
@@ -50,6 +56,9 @@ from kvspec.specs import (
 )
 from kvspec.specs.attention import AttentionSpec
 from kvspec.specs.formats import PLAIN
+
+# Layers of one rank that have one spec.
+LayerPool: TypeAlias = TokenPool | CompressedPool | StatePool
 
 # The page of slot 0. SGLang writes dummy outputs to slot 0, and no request owns it.
 NULL_PAGE = 0
@@ -224,7 +233,7 @@ def engine_spec(
     )
     groups = [
         reader.group(name, [[p for p in stage if p.group == name] for stage in stages])
-        for name in (FULL_GROUP, WINDOW, INDEXER, STATE)
+        for name in dict.fromkeys((FULL_GROUP, WINDOW, INDEXER, STATE, *COMPRESSED_GROUPS))
         if any(pool.group == name for stage in stages for pool in stage)
     ]
     if drafts:
@@ -237,11 +246,11 @@ def _stages(
     pools: Any,  # noqa: ANN401
     count: int,
     windows: Mapping[int, int],
-) -> tuple[tuple[TokenPool | StatePool, ...], ...]:
+) -> tuple[tuple[LayerPool, ...], ...]:
     """Return the token pools and states of each of *count* pipeline stages."""
     if len(set(windows.values())) > 1:
         raise SpecError("windows", windows, "one size for all layers with a window")
-    stages: tuple[tuple[TokenPool | StatePool, ...], ...] = stages_of(
+    stages: tuple[tuple[LayerPool, ...], ...] = stages_of(
         "pools", pools, lambda path, pool: layers_of(path, pool, windows)
     )
     if len(stages) != count:
@@ -255,10 +264,15 @@ def _stages(
 
 def layers_of(
     path: str, fields: object, windows: Mapping[int, int] | None = None
-) -> tuple[TokenPool | StatePool, ...]:
+) -> tuple[LayerPool, ...]:
     """Return the token pools of *fields*, one of SGLang's pools, and then its states."""
-    states = read_states(path, fields)
-    return (*read_pools(path, fields, FULL_GROUP, windows), *filter(None, [states]))
+    if type(fields).__name__ == COMPRESSED_POOL:
+        if windows:
+            wanted = "none for a pool that knows its window"
+            raise SpecError("windows", windows, wanted)
+        return read_compressed(path, fields)
+    pools = read_pools(path, fields, FULL_GROUP, windows)
+    return (*pools, *filter(None, [read_states(path, fields)]))
 
 
 @attrs.frozen
@@ -282,16 +296,23 @@ class _PoolReader:
             if not isinstance(name, str) or name.count("{}") != 1:
                 raise SpecError(field, name, "a name with {} for the layer's number")
 
-    def names(self, pools: Sequence[TokenPool | StatePool]) -> tuple[str, ...]:
+    def names(self, pools: Sequence[LayerPool]) -> tuple[str, ...]:
         """Return the names of the layers of *pools*."""
         own = {INDEXER: "index_name", STATE: "state_name", DRAFT: "draft_name"}
         return tuple(
-            self.patterns[own.get(pool.group, "layer_name")].replace("{}", str(number))
+            self._pattern(pool, own.get(pool.group, "layer_name")).replace("{}", str(number))
             for pool in pools
             for number in pool.layers
         )
 
-    def group(self, name: str, stages: Sequence[Sequence[TokenPool | StatePool]]) -> KVCacheGroup:
+    def _pattern(self, pool: LayerPool, name: str) -> str:
+        """Return the name of the layers of *pool* in the model, with ``{}`` for the number."""
+        if not isinstance(pool, CompressedPool):
+            return self.patterns[name]
+        kept = self.patterns["index_name" if pool.has_keys else "layer_name"]
+        return f"{kept}{pool.suffix}"
+
+    def group(self, name: str, stages: Sequence[Sequence[LayerPool]]) -> KVCacheGroup:
         """Return the group called *name*. *stages* has its pools on each pipeline stage."""
         pools = [pool for stage in stages for pool in stage]
         specs = [self._spec(pool) for pool in pools]
@@ -308,9 +329,7 @@ class _PoolReader:
             context_sharded=name != DRAFT,
         )
 
-    def _scaled(
-        self, spec: LayerSpec, layers: Sequence[str], pool: TokenPool | StatePool
-    ) -> LayerSpec:
+    def _scaled(self, spec: LayerSpec, layers: Sequence[str], pool: LayerPool) -> LayerSpec:
         """Return *spec* with the identity of the scales of *layers* that the pool does not have."""
         if not isinstance(spec, AttentionSpec) or not isinstance(pool, TokenPool):
             return spec
@@ -329,7 +348,7 @@ class _PoolReader:
         return first if one_for_all else UniformTypeKVCacheSpecs(specs=specs)
 
     def staged(
-        self, stages: Sequence[Sequence[TokenPool | StatePool]], drafts: Sequence[TokenPool]
+        self, stages: Sequence[Sequence[LayerPool]], drafts: Sequence[TokenPool]
     ) -> ParallelConfig:
         """Return the parallel sizes with the layers of each stage. A draft is on the last one."""
         if self.parallel.pp_size == 1:
@@ -338,10 +357,12 @@ class _PoolReader:
         names[-1] += self.names(drafts)
         return attrs.evolve(self.parallel, stages=names)
 
-    def _spec(self, pool: TokenPool | StatePool) -> LayerSpec:
+    def _spec(self, pool: LayerPool) -> LayerSpec:
         """Return the spec of a pool's layers in the model."""
         if isinstance(pool, StatePool):
             return pool.spec(self.parallel, self.tp_rank, self.n_groups)
+        if isinstance(pool, CompressedPool):
+            return self._compressed(pool)
         if "page" in pool.buffers[0]:
             return self._index_pages(pool)
         if not pool.has_heads:
@@ -397,28 +418,46 @@ class _PoolReader:
             **_scale_fields(pool),
         )
 
+    def _compressed(self, pool: CompressedPool) -> LayerSpec:
+        """Return the spec of layers of a pool with compressed latents."""
+        if self.parallel.dcp_size > 1:
+            wanted = "1 for compressed latents; not yet: their pages on context ranks"
+            raise SpecError("dcp_size", self.parallel.dcp_size, wanted)
+        if self._bytes != "uint8":
+            wanted = "one without 'fnuz' for compressed latents; not yet: AMD's numbers"
+            raise SpecError("fp8_dtype", self.fp8_dtype, wanted)
+        if not pool.has_keys:
+            return pool.latents_of(chosen(self.content, pool.group))
+        order, hadamard = self._index_facts(pool.path)
+        return pool.keys_of(shuffled=order == "shuffled", hadamard=hadamard)
+
+    def _index_facts(self, path: str) -> tuple[str, bool]:
+        """Return the order of an indexer's keys, and whether a matrix multiplies them."""
+        if self.index_order not in INDEX_ORDERS:
+            wanted = f"{' or '.join(map(repr, INDEX_ORDERS))}, the order of keys in {path}"
+            raise SpecError("index_order", self.index_order, wanted)
+        if not isinstance(self.index_hadamard, bool):
+            wanted = f"whether the keys in {path} are multiplied by a Hadamard matrix"
+            raise SpecError("index_hadamard", self.index_hadamard, wanted)
+        return self.index_order, self.index_hadamard
+
     def _index_pages(self, pool: TokenPool) -> MLAAttentionSpec:
         """Return the spec of an indexer's pages. A page has all keys, and then their scales."""
         if self.parallel.dcp_size > 1:
             wanted = "1 for layers with an indexer; not yet: index pages on context ranks"
             raise SpecError("dcp_size", self.parallel.dcp_size, wanted)
-        if self.index_order not in INDEX_ORDERS:
-            wanted = f"{' or '.join(map(repr, INDEX_ORDERS))}, the order of keys in {pool.path}"
-            raise SpecError("index_order", self.index_order, wanted)
-        if not isinstance(self.index_hadamard, bool):
-            wanted = f"whether the keys in {pool.path} are multiplied by a Hadamard matrix"
-            raise SpecError("index_hadamard", self.index_hadamard, wanted)
+        order, hadamard = self._index_facts(pool.path)
         row, page = _INDEX_KEY + _INDEX_SCALE, pool.shape("page")[1]
         if page != pool.page_size * row:
             wanted = f"{_INDEX_KEY} + {_INDEX_SCALE} bytes for each of {pool.page_size} tokens"
             raise SpecError(f"{pool.path}.index_k_with_scale_buffer", page, wanted)
         sizes: dict[str, Any] = {"block_size": pool.page_size, "dtype": self._bytes}
-        shuffled = "-shuffled" if self.index_order == "shuffled" else ""
-        if not self.index_hadamard and shuffled:
+        shuffled = "-shuffled" if order == "shuffled" else ""
+        if not hadamard and shuffled:
             return MLAAttentionSpec(**sizes, head_size=row, page_format=f"opaque:indexer{shuffled}")
         # If only one of two engines multiplies its keys and queries, the other one chooses other
         # tokens. The bytes do not show it, so the name of the format does. Such pages move whole.
-        own = f"opaque:indexer{shuffled}-hadamard" if self.index_hadamard else PLAIN
+        own = f"opaque:indexer{shuffled}-hadamard" if hadamard else PLAIN
         return MLAAttentionSpec(
             **sizes, head_size=_INDEX_KEY, scale_dtype="float32", page_format=own
         )

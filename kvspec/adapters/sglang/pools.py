@@ -21,7 +21,7 @@ How it works:
 
     The states of a `HybridLinearKVPool` are read by `kvspec.adapters.sglang.state_pools`.
 
-    An `MHATokenToKVPool` may also have scales: the name of its `quant_method` says which. A scale
+    An `MHATokenToKVPool` may also have scales: the class of its `quant_method` shows which. A scale
     belongs to adjacent elements of one head of one token. SGLang orders those of a page of 128
     tokens for one kernel, so the page has one row of them.
 """
@@ -67,6 +67,9 @@ _PLAIN = (
     "DSATokenToKVPool",
 )
 
+# The package of the classes that are read. A class in it has a name of its own.
+_PACKAGE = "sglang."
+
 _PART = "it is a part of another pool"
 _UNIFIED = "all pools share one buffer, in which SGLang moves pages"
 _SPARSE = "the host has tokens that the device lacks"
@@ -81,9 +84,6 @@ POOLS_NOT_YET = {
     "MiniMaxM3Nvfp4MainKVPool": _PART,
     "MiniMaxM3Nvfp4IndexKPool": _PART,
     "QSATokenToKVPool": "a ring of pending keys, and compressed keys, lie beside the states",
-    # It needs groups with tables of their own: windows by page, rows of several tokens of each
-    # ratio and their indexers, and rings that belong to pages of the window or to requests.
-    "DeepSeekV4TokenToKVPool": "its rings belong to pages of a window, which no group describes",
     "DeepSeekV4SingleKVPool": _PART,
     "DeepSeekV4UniformFP8KVPool": _PART,
     "DeepSeekV4IndexerPool": _PART,
@@ -137,12 +137,12 @@ _NV_SCALE, _MX_SCALE = "float8_e4m3fn", "float8_e8m0fnu"
 # 16 elements of FP4 share a scale. They are 8 bytes.
 _FP4 = 8
 
-# The scales of a `MHATokenToKVPool`, by the name of its `quant_method`.
+# The scales of a `MHATokenToKVPool`, by the class of its `quant_method`.
 _RECIPES = {
-    "unquantized": None,
-    "cpu_fp8_e4m3": None,
-    "fp4_mx_block16": Scales(_MX_SCALE, _FP4),
-    "nvfp4": Scales(_NV_SCALE, _FP4, global_scales=True),
+    "UnquantizedKVCacheMethod": None,
+    "CPUFP8KVCacheMethod": None,
+    "FP4MXBlock16KVCacheMethod": Scales(_MX_SCALE, _FP4),
+    "NVFP4KVCacheMethod": Scales(_NV_SCALE, _FP4, global_scales=True),
 }
 
 
@@ -240,10 +240,10 @@ def read_pools(
     Layers of a plain pool that are in *windows* belong to the group of layers with a window.
     """
     pool = FieldReader(path, fields)
-    _check_class(pool, POOL_KINDS)
+    kind = check_class(pool, POOL_KINDS)
     # A pipeline stage has the layers from `start_layer` on.
     start = pool.get("start_layer").size(0, least=0)
-    return tuple(_READ[type(fields).__name__](pool, group, windows or {}, start))
+    return tuple(_READ[kind](pool, group, windows or {}, start))
 
 
 def read_drafts(path: str, fields: object) -> tuple[TokenPool, ...]:
@@ -260,11 +260,22 @@ def read_drafts(path: str, fields: object) -> tuple[TokenPool, ...]:
     return pools
 
 
-def _check_class(pool: FieldReader, kinds: tuple[str, ...]) -> None:
-    name = type(pool.value).__name__
+def check_class(pool: FieldReader, kinds: tuple[str, ...]) -> str:
+    """Return the name of a pool's class. Raise `SpecError` unless it is exactly one of *kinds*."""
+    kind = type(pool.value)
+    name = kind.__name__
     if name not in kinds:
         why = f"; not yet: {POOLS_NOT_YET[name]}" if name in POOLS_NOT_YET else ""
         raise SpecError(pool.path, name, f"one of {', '.join(kinds)}{why}")
+    # A platform's plug-in may extend SGLang's class under the same name, with another order.
+    bases = kind.__mro__[1:]
+    extends_sglang = any(base.__module__.startswith(_PACKAGE) for base in bases)
+    if any(base.__name__ == name for base in bases) or (
+        extends_sglang and not kind.__module__.startswith(_PACKAGE)
+    ):
+        wanted = f"SGLang's own {name}; not yet: classes that extend it"
+        raise SpecError(pool.path, f"{kind.__module__}.{kind.__qualname__}", wanted)
+    return name
 
 
 Layers = int | tuple[int, ...]
@@ -360,7 +371,7 @@ def _windowed(
         ("swa_kv_pool", WINDOW, True),
     ):
         half = pool.get(attribute)
-        _check_class(half, ("MHATokenToKVPool",))
+        check_class(half, ("MHATokenToKVPool",))
         own = {layer: place for layer, (place, of_window) in places.items()
                if of_window is windowed}  # fmt: skip
         # A pipeline stage may have layers of one kind only.
@@ -385,12 +396,12 @@ def _hybrid(
 ) -> Iterator[TokenPool]:
     """Yield the layers that attend. `kvspec.adapters.sglang.state_pools` reads the others."""
     inner, field = pool.get("full_kv_pool"), pool.get("full_attention_layer_id_mapping")
-    _check_class(inner, _PLAIN)
+    kind = check_class(inner, _PLAIN)
     places = mapping(field.path, field.value, "layer numbers to places")
     own = _by_place(field, places, inner)
     # A pipeline stage may have layers with states only.
     if own:
-        yield from _READ[type(inner.value).__name__](inner, group, windows, own)
+        yield from _READ[kind](inner, group, windows, own)
 
 
 def _minimax(
@@ -402,11 +413,11 @@ def _minimax(
         if (other := pool.get(name)).value is not None:
             wanted = "None; not yet: dense layers in a pool of their own, or index values"
             raise SpecError(other.path, type(other.value).__name__, wanted)
-    _check_class(main, ("MHATokenToKVPool",))
+    check_class(main, ("MHATokenToKVPool",))
     yield from _heads(main, group, windows, layers)
     if keys.value is None:
         return
-    _check_class(keys, ("MHATokenToKOnlyPool",))
+    check_class(keys, ("MHATokenToKOnlyPool",))
     field = pool.get("index_k_layer_id_mapping")
     own = _by_place(field, mapping(field.path, field.value, "layer numbers to places"), keys)
     buffers = tuple(_buffers(keys, {"latent": "k_buffer"}))
@@ -439,10 +450,7 @@ def _scales_of_heads(pool: FieldReader) -> Scales | None:
     method = pool.get("quant_method")
     if method.value is None:
         return None
-    recipe = method.get("name")
-    if not isinstance(recipe.value, str) or recipe.value not in _RECIPES:
-        raise SpecError(recipe.path, recipe.value, f"one of {', '.join(_RECIPES)}")
-    return _RECIPES[recipe.value]
+    return _RECIPES[check_class(method, tuple(_RECIPES))]
 
 
 def _with_scales(

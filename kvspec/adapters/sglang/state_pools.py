@@ -34,7 +34,7 @@ from typing import Any
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.sglang.pools import STATE
+from kvspec.adapters.sglang.pools import STATE, check_class
 from kvspec.adapters.state_shapes import (
     StateShapes,
     gated_delta_net,
@@ -177,9 +177,7 @@ def read_states(path: str, fields: object) -> StatePool | None:
     if type(fields).__name__ != "HybridLinearKVPool":
         return None
     pool = FieldReader(path, fields).get("mamba_pool")
-    if type(pool.value).__name__ != "MambaPool":
-        wanted = "a MambaPool; not yet: states in a buffer that several pools share"
-        raise SpecError(pool.path, type(pool.value).__name__, wanted)
+    check_class(pool, ("MambaPool",))
     _check_whole(pool)
     cache = pool.get("mamba_cache")
     layers = sequence(f"{pool.path}.mamba_layer_ids", pool.get("mamba_layer_ids").value,

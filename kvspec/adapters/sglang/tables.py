@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.adapters.field_reader import chosen
+from kvspec.adapters.sglang.compressed_pools import COMPRESSED_GROUPS, REQUEST_SLOT, slots_of
 from kvspec.adapters.sglang.engine import NULL_PAGE
 from kvspec.adapters.sglang.pools import FULL_GROUP, INDEXER, STATE, WINDOW
 from kvspec.descriptors.request import BlockTable
@@ -42,9 +43,11 @@ def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # no
         slots: The slot of each token from 0 on, ``req_to_token[request, :n]``. If the engine has a
             window or states, a mapping from group to slots. Those of ``swa`` are the results of
             `translate_loc_from_full_to_swa`, and 0 for tokens that the window has passed. That of
-            ``state`` is one slot of the `MambaPool`. ``indexer`` may be missing: it has the slots
-            of ``full``. With decode context parallelism, the slots count over all context ranks, as
-            in the row of the request.
+            ``state`` is one slot of the `MambaPool`. ``request`` is `req_pool_idx`, the block of
+            rings. ``indexer`` may be missing: it has the slots of ``full``. So have the groups of
+            compressed latents and keys. Their states by page have the slots of ``swa``. With decode
+            context parallelism, the slots count over all context ranks, as in the row of the
+            request.
 
     Returns:
         A table for each group of the engine.
@@ -66,7 +69,7 @@ def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # no
     names = [group.name for group in engine.groups]
     if isinstance(slots, Mapping):
         slots = {INDEXER: slots.get(FULL_GROUP), **slots}
-    elif {WINDOW, STATE} & {*names}:
+    elif {WINDOW, STATE, *COMPRESSED_GROUPS} & {*names}:
         wanted = "slots by group: windows and states have their own"
         raise SpecError("slots", type(slots).__name__, wanted)
     tables: dict[str, BlockTable] = {}
@@ -76,7 +79,13 @@ def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # no
         if group.name == STATE:
             tables[group.name] = state_table(field, slots.get(STATE))
             continue
-        own = _array(field, chosen(slots, group.name))
+        if group.spec.is_ring:
+            field = f"slots[{REQUEST_SLOT!r}]"
+            tables[group.name] = state_table(field, slots.get(REQUEST_SLOT), "req_pool_idx")
+            continue
+        source = slots_of(group.name)
+        field = f"slots[{source!r}]"
+        own = _array(field, chosen(slots, source))
         counts[group.name] = len(own)
         tables[group.name] = _table(field, own, engine.virtual_block(group))
     # A list without the slots that a window has passed would put its tokens at wrong places.
@@ -88,11 +97,11 @@ def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # no
     return tables
 
 
-def state_table(field: str, slot: Any) -> BlockTable:  # noqa: ANN401
+def state_table(field: str, slot: Any, of: str = "the MambaPool") -> BlockTable:  # noqa: ANN401
     """Return the table of the state in one slot, which is an int or an array of one int."""
     own = _array(field, np.asarray(slot).reshape(-1))
     if len(own) != 1 or own[0] == NULL_PAGE:
-        raise SpecError(field, slot, "one slot of the MambaPool, from 1 on")
+        raise SpecError(field, slot, f"one slot of {of}, from 1 on")
     return BlockTable(own)
 
 

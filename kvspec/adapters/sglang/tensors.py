@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvspec.adapters.sglang.engine import layers_of
-from kvspec.adapters.sglang.pools import TokenPool, read_drafts
+from kvspec.adapters.sglang.engine import LayerPool, layers_of
+from kvspec.adapters.sglang.pools import read_drafts
+from kvspec.adapters.sglang.state_pools import StatePool
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
@@ -55,7 +56,7 @@ def rank_cache(
     [('latent', 4, 9216)]
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
-    pools = list(layers_of("pool", pool, windows))
+    pools: list[LayerPool] = list(layers_of("pool", pool, windows))
     if draft_pool is not None:
         pools += read_drafts("draft_pool", draft_pool)
     tensors: dict[str, dict[str, Any]] = {}
@@ -69,7 +70,7 @@ def rank_cache(
         if not _of_one_pattern(names, own.layers):
             wanted = f"the layers {', '.join(names)}"
             raise SpecError(f"{own.path}.layers", own.layers, wanted)
-        if isinstance(own, TokenPool) and own.page_size != group.spec.block_size:
+        if not isinstance(own, StatePool) and own.page_size != group.spec.block_size:
             wanted = f"{group.spec.block_size}, as group {group.name!r} has"
             raise SpecError(f"{own.path}.page_size", own.page_size, wanted)
         for place, name in enumerate(names):
