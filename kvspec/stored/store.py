@@ -42,9 +42,10 @@ import attrs
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
-from kvspec.errors import KVSpecError, SpecError, StoreError
+from kvspec.errors import KVSpecError, MismatchError, SpecError, StoreError
 from kvspec.inputs import instance, positive_int, seconds, sequence
 from kvspec.memory.rank_cache import RankCache
+from kvspec.plan.mismatches import mismatches
 from kvspec.stored.buffer import SlotBuffer
 from kvspec.stored.lookup import explain_lookup, longest_prefix, pages_read
 from kvspec.stored.names import ModelIdentity, PromptIdentity, page_names, space_of
@@ -200,6 +201,8 @@ class PageStore:
 
         Raises:
             SpecError: If a field of *model* is not stated, or an argument has the wrong type.
+            MismatchError: If the space has a description whose keys mean something else. Its name
+                contains sums of their angles, and two lists of angles can have equal sums.
         """
         self.placement = instance("placement", placement, StoredSpec)
         self.model = instance("model", model, ModelIdentity)
@@ -210,6 +213,17 @@ class PageStore:
         self._contents: dict[PageObject, ObjectContents] = {}
         description = {"model": model.to_params(), "placement": placement.to_params()}
         objects.describe(self.space, {name: json.dumps(v) for name, v in description.items()})
+        self._compare_description()
+
+    def _compare_description(self) -> None:
+        """Raise `MismatchError` if another placement has described the space."""
+        try:
+            text = self.objects.spaces()[self.space]["placement"]
+            described = StoredSpec.from_params(json.loads(text))
+        except (KeyError, ValueError, RecursionError, KVSpecError):
+            return  # It cannot be read, so it says nothing.
+        if found := mismatches(described.engine, self.placement.engine):
+            raise MismatchError(found)
 
     def names(
         self, token_ids: Sequence[int] | npt.NDArray[Any], prompt: PromptIdentity

@@ -92,6 +92,24 @@ def test_digest_has_a_tolerance_for_angles() -> None:
     assert digest(1.0, 0.01) != digest(1.0, 0.01 * (1 + 1e-4))
 
 
+def test_store_refuses_angles_that_only_have_equal_sums() -> None:
+    """The name has three sums of the angles. The description of the space has all of them."""
+    angles = [10000 ** (-at / 8) for at in range(8)]
+    other = [angle * factor for angle, factor in zip(angles, (1.1, 1.1**-2, 1.1), strict=False)]
+    placements = []
+    for each in (angles, [*other, *angles[3:]]):
+        content = kvspec.KeyContent(rotary="halves", rotary_size=16, frequencies=each)
+        spec = attrs.evolve(FULL, head_size=16, key_content=content)
+        placements.append(StoredSpec.of(engine(spec), page_tokens=8))
+    assert placements[0].digest == placements[1].digest
+    model = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
+    objects = MemoryObjects()
+    for _ in range(2):
+        PageStore(placements[0], model, objects)
+    with pytest.raises(MismatchError, match="frequencies"):
+        PageStore(placements[1], model, objects)
+
+
 def test_placement_is_equal_after_json() -> None:
     stages = [["l.0.0", "l.0.1", "l.0.2"], ["l.1.0", "l.1.1", "l.1.2"]]
     one = StoredSpec.of(engine(FULL, LATENT, STATE), page_tokens=8, layer_ranges=stages)
