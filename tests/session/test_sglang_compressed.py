@@ -354,6 +354,12 @@ def test_keys_of_another_meaning_are_refused(field: str) -> None:
     assert field == caught.value.field
 
 
+def test_numbers_of_amd_are_refused() -> None:
+    with pytest.raises(SpecError) as caught:
+        adapter.engine_spec(pool_of(), **INDEX, fp8_dtype="float8_e4m3fnuz")
+    assert caught.value.field == "fp8_dtype"
+
+
 def test_keys_of_four_bits_differ_from_those_of_eight(alone: Settings) -> None:
     plain = pool_of()
     alone.kernel.enable_deepseek_v4_fp4_indexer = True
