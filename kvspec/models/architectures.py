@@ -95,8 +95,8 @@ class State:
     ssm_dtype: str | None = attrs.field(default=None, kw_only=True)
 
 
-def _split(names: str) -> tuple[str, ...]:
-    return tuple(names.split())
+def _split(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(names.split()) if isinstance(names, str) else names
 
 
 @attrs.frozen
@@ -142,6 +142,7 @@ class Architecture:
             others.
         ints: Fields that must be an int if the config has them: null is invalid for the class.
         float16: Whether vLLM runs the model with float16.
+        reads: Keys for a size that only some classes read, such as ``num_kv_heads``.
         defaults: Values that the model class supplies if the config omits them.
     """
 
@@ -171,6 +172,7 @@ class Architecture:
     only: Mapping[str, tuple[object, str]] = attrs.field(factory=dict, kw_only=True)
     ints: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     float16: bool = attrs.field(default=True, kw_only=True)
+    reads: tuple[str, ...] = attrs.field(default="", converter=_split, kw_only=True)
     defaults: Mapping[str, object] = attrs.field(factory=dict, kw_only=True)
 
 
@@ -280,6 +282,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("StableLmForCausalLM stablelm", required=_KV_HEADS_FIELD, products=_DIVIDED),
     Architecture(
         "FalconForCausalLM falcon",
+        reads="num_kv_heads n_head_kv",
         attention=_BLOOM,
         defaults={"multi_query": True},
         products=_DIVIDED,
@@ -457,6 +460,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         unlisted,
         required=_BOTH,
         by_layer=other_setting,
+        reads="num_attention_groups",
         only={"att_impl_type": ("GQA", "vLLM refuses another attention")},
     ),
     Architecture(
@@ -501,6 +505,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ruled=True,
         required=_BOTH,
         values="v_head_dim",
+        reads="sliding_window_size",
         by_layer=window_sizes,
     ),
     # Keys of an encoder.
@@ -508,6 +513,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "WhisperForConditionalGeneration whisper",
         all_layers("full cross"),
         counted="decoder_layers",
+        reads="decoder_attention_heads",
         only={"sliding_window": (None, "vLLM applies it, and others do not")},
         # The plain names of these fields belong to the encoder.
         required=("decoder_attention_heads",),
@@ -570,6 +576,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "DeepseekV41ForCausalLM deepseek_v41 deepseek_v41_text",
         shared_ratios,
         compressed=shared_groups,
+        only={"layer_types": (None, "compress_ratios lists the layers")},
         defaults={"head_dim": 512, "sliding_window": 128, "index_head_dim": 128},
     ),
     # Recurrent layers, with or without attention layers.
@@ -651,6 +658,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         # Newer configs list the layers, and do not count them.
         counted="layer_types",
         filled=counted_letters,
+        reads="attention_head_dim",
         required=_BOTH,
         attention="model.layers.{}.mixer.attn",
         state=State(
@@ -747,6 +755,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         required=("attention_head_dim", "hidden_size", "num_attention_heads"),
         defaults={"mamba_expand": 2},
         keys="attention_head_dim",
+        reads="attention_head_dim",
         attention="model.attn.{nth}",
         types={"mamba": "state", "hybrid": "full state"},
         products={

@@ -36,6 +36,7 @@ from kvspec.models.fields import (
     MLA,
     ModelConfig,
     check_agreement,
+    check_keys,
     check_windows,
     fields_by_layer,
     indexer_layers,
@@ -145,7 +146,9 @@ def from_config(
     read = ModelConfig(text, row.defaults)
     read = attrs.evolve(read, values={**text, **row.filled(read)})
     check_agreement(read, row.products, row.only, row.ints)
-    kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=row.ruled)
+    check_keys(read, row.reads, row.names[0])
+    closed = row.compressed is not None
+    kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=row.ruled, closed=closed)
     if not row.indexer and not row.index_keys:
         check_windows(read, row.kinds, kinds)
     if row.latents:
@@ -421,7 +424,7 @@ def _resolve(outer: Mapping[str, object]) -> tuple[Architecture, Mapping[str, ob
         row = _row(_names(outer, "architectures") or types, outer)
         if row.shared and types and types[0] not in row.names:
             sizes = ("num_key_value_heads", "head_dim")
-            row = attrs.evolve(row, names=" ".join(row.names), required=sizes)
+            row = attrs.evolve(row, required=sizes)
         return row, outer, ""
     inner = [*_names(text, "model_type"), *_names(text, "architectures")]
     row = _row([*inner, *_names(outer, "architectures"), *_names(outer, "model_type")], outer)

@@ -386,6 +386,7 @@ def kinds_of(
     more_types: Mapping[str, str] | None = None,
     *,
     ruled: bool = False,
+    closed: bool = False,
 ) -> list[str]:
     """Return the kind of each layer, from ``layer_types`` if the config has it, or from *rule*.
 
@@ -395,6 +396,7 @@ def kinds_of(
         counted: The field with the number of layers. If it is ``layer_types``, their list counts.
         more_types: Names in ``layer_types`` that only this architecture knows, with their kinds.
         ruled: Whether some engines follow the rule even if the config has ``layer_types``.
+        closed: Whether ``layer_types`` may have only the names in *more_types*.
     """
     if read.get("use_bidirectional_attention") in (True, "all"):
         raise SpecError(
@@ -402,7 +404,7 @@ def kinds_of(
             read.get("use_bidirectional_attention"),
             rule="not yet: attention to later tokens, for which transformers changes the window",
         )
-    known = _LAYER_TYPES | dict(more_types or {})
+    known = ({} if closed else _LAYER_TYPES) | dict(more_types or {})
     types = read.get("layer_types")
     if counted == "layer_types" and isinstance(types, list):
         layers = len(types)
@@ -574,6 +576,29 @@ def check_agreement(
     for name in ints:
         if name in read.values:
             read.number(name)
+
+
+# Keys that only the classes of some rows read, see `Architecture.reads`.
+_OF_SOME = {
+    "attention_head_dim": "head_dim",
+    "sliding_window_size": "sliding_window",
+    "num_attention_groups": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "n_head_kv": "num_key_value_heads",
+    "decoder_attention_heads": "num_attention_heads",
+}
+
+
+def check_keys(read: ModelConfig, reads: Sequence[str], architecture: str) -> None:
+    """Raise `SpecError` if a key that the class ignores would replace a missing field.
+
+    >>> check_keys(ModelConfig({"head_dim": 8, "attention_head_dim": 8}, {}), (), "Llama")
+    """
+    for key, name in _OF_SOME.items():
+        value = read.values.get(key)
+        if isinstance(value, int) and read.values.get(name) is None and key not in reads:
+            rule = f"{architecture} does not read it, so the config must have {name}, or not this"
+            raise SpecError(key, value, rule=rule)
 
 
 # Windows that some engines apply to models without windows, the kinds of layers, and the engines.

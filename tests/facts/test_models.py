@@ -842,3 +842,44 @@ def test_from_config_refuses_float16_for_classes_that_vllm_runs_with_bfloat16(na
     config = catalogue.config(name) | {"torch_dtype": "float16"}
     error = refusal(lambda: models.from_config(config))
     assert ("dtype", "float16") == (error.field, error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "field"),
+    [
+        ("LlamaForCausalLM", "attention_head_dim", "head_dim"),
+        ("LlamaForCausalLM", "num_kv_heads", "num_key_value_heads"),
+        ("PhiMoEForCausalLM", "sliding_window_size", "sliding_window"),
+    ],
+)
+def test_from_config_refuses_key_that_the_class_ignores(
+    architecture: str, key: str, field: str
+) -> None:
+    """It is no other name of the field that the config omits."""
+    config = {**LLAMA, "architectures": [architecture], "head_dim": 64, field: None, key: 6}
+    error = refusal(lambda: models.from_config(config))
+    assert (key, 6) == (error.field, error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ({"compress_ratios": [4, 128]}, "compress_ratios"),
+    ],
+)
+def test_from_config_refuses_other_layers_of_deepseek_v4(
+    change: dict[str, Any], field: str
+) -> None:
+    """VLLM follows the ratios, and transformers the types."""
+    config: dict[str, Any] = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention"],
+    }
+    options: dict[str, Any] = {"block_size": 256, "dtype": "bfloat16"}
+    assert models.from_config(config, **options) == models.from_config(
+        {**config, "compress_ratios": [0, 4]}, **options
+    )
+    error = refusal(lambda: models.from_config({**config, **change}, **options))
+    assert field == error.field
