@@ -300,6 +300,9 @@ class _Model:
         # `multi_query` means one shared KV head. Falcon's new decoder keeps the flag in its
         # config, but ignores it and uses `num_kv_heads`.
         flagged = "multi_query" in self.row.defaults
+        queries = self.read.get("num_attention_heads")
+        if isinstance(queries, int) and queries % heads:
+            raise SpecError("num_key_value_heads", heads, f"a divisor of the {queries} heads")
         if not flagged or self.read.flag("new_decoder_architecture"):
             return heads
         if self.read.flag("multi_query"):
@@ -425,9 +428,16 @@ def _resolve(outer: Mapping[str, object]) -> tuple[Architecture, Mapping[str, ob
         if row.shared and types and types[0] not in row.names:
             sizes = ("num_key_value_heads", "head_dim")
             row = attrs.evolve(row, required=sizes)
+        elif types and _BY_NAME.get(types[0], row) is not row:
+            rule = f"not a type of {row.names[0]}: vLLM reads architectures, transformers this"
+            raise SpecError("model_type", types[0], rule=rule)
         return row, outer, ""
     inner = [*_names(text, "model_type"), *_names(text, "architectures")]
     row = _row([*inner, *_names(outer, "architectures"), *_names(outer, "model_type")], outer)
+    for name in _names(outer, "architectures"):
+        if _BY_NAME.get(name, row) is not row:
+            rule = f"the class has a language model of its own, no {row.names[0]}"
+            raise SpecError("architectures", outer.get("architectures"), rule=rule)
     return row, text, "" if row.attention.startswith("language_model.") else "language_model."
 
 

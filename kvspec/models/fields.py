@@ -485,6 +485,8 @@ def window_sizes(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[st
     """
     own = {name: read.number(f"swa_{name}") for name in ("num_key_value_heads", "head_dim")}
     own["v_head_dim"] = own["head_dim"]
+    if read.get("swa_num_attention_heads") is not None:
+        own["num_attention_heads"] = read.number("swa_num_attention_heads")
     if read.get("swa_v_head_dim") is not None:
         own["v_head_dim"] = read.number("swa_v_head_dim")
     return {index: own for index, kind in enumerate(kinds) if kind == "sliding_window"}

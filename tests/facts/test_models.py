@@ -224,6 +224,7 @@ def test_falcon_has_one_kv_head_except_in_newer_decoder() -> None:
     falcon = catalogue.config("falcon-7b")
     assert 1 == spec_of(falcon).total_num_kv_heads
     newer = falcon | {"new_decoder_architecture": True, "num_kv_heads": 8}
+    newer |= {"num_attention_heads": 128, "hidden_size": 8192}
     assert 8 == spec_of(newer).total_num_kv_heads
 
 
@@ -705,6 +706,7 @@ def test_values_and_windows_of_mimo_have_sizes_of_their_own() -> None:
         "hybrid_layer_pattern": [0, 1],
         "head_dim": 192,
         "v_head_dim": 128,
+        "swa_num_attention_heads": 8,
         "swa_num_key_value_heads": 8,
         "swa_head_dim": 192,
         "sliding_window_size": 128,
@@ -745,7 +747,8 @@ def test_shared_blocks_of_zamba_have_the_numbers_of_vllm() -> None:
         ("Nemotron-H-8B", {"mamba_ssm_cache_dtype": "bfloat16"}, "bfloat16"),
         ("Qwen3-Next-80B-A3B", {}, "bfloat16"),
         ("Qwen3-Next-80B-A3B",
-         {"architectures": ["Qwen3_5ForCausalLM"], "mamba_ssm_dtype": "float32"}, "float32"),
+         {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+          "mamba_ssm_dtype": "float32"}, "float32"),
         ("Bamba-9B", {"mamba_ssm_dtype": "bfloat16"}, "bfloat16"),
     ],
 )  # fmt: skip
@@ -883,3 +886,25 @@ def test_from_config_refuses_other_layers_of_deepseek_v4(
     )
     error = refusal(lambda: models.from_config({**config, **change}, **options))
     assert field == error.field
+
+
+def test_from_config_refuses_kv_heads_that_do_not_divide_the_heads() -> None:
+    """No engine runs such a model."""
+    for heads in (3, 8):
+        error = refusal(lambda: models.from_config(LLAMA | {"num_key_value_heads": heads}))  # noqa: B023
+        assert ("num_key_value_heads", heads) == (error.field, error.value)
+
+
+def test_from_config_refuses_type_of_another_class() -> None:
+    """VLLM makes the class that `architectures` names, and transformers that of `model_type`."""
+    config = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 64}
+    assert models.from_config(config | {"model_type": "gemma2"})
+    error = refusal(lambda: models.from_config(config | {"model_type": "llama"}))
+    assert ("model_type", "llama") == (error.field, error.value)
+
+
+def test_from_config_refuses_language_model_that_its_class_does_not_have() -> None:
+    """Gemma 3 has a language model of its own, whatever the type of the nested config is."""
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA}
+    error = refusal(lambda: models.from_config(nested | {"model_type": "gemma3"}))
+    assert ("architectures", nested["architectures"]) == (error.field, error.value)
