@@ -98,6 +98,8 @@ def from_config(
             float8_e4m3fn if a checkpoint of ModelOpt or compressed-tensors declares an fp8 cache.
             If engines choose different types, as for float32, pass this argument. A latent has this
             type too, so the rows of ``fp8_ds_mla``, which contain scales, need specs of your own.
+            On GPUs of compute capability 10, engines keep 8-bit latents for some models with an
+            indexer (GLM-5 in vLLM, all in SGLang) unless you choose the type: choose it there.
             Recurrent states have the same type, unless it is an 8-bit type. Engines use 8-bit types
             only for attention, so the states then have the dtype of the config. It must have one.
         ssm_dtype: Element type of the temporal state. By default that of vLLM: for Qwen3.5 the
